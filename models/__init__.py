@@ -1,0 +1,1 @@
+"""Models as ordinary single-device JAX functions, with their sharding tables beside them."""

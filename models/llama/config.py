@@ -1,0 +1,209 @@
+"""What a Llama is: sizes and dtypes, validated at construction, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+FlopConvention = Literal["causal", "palm"]
+"""How an MFU counts; see `LlamaConfig.flops_per_token`."""
+
+FLOP_CONVENTIONS: tuple[FlopConvention, ...] = ("causal", "palm")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """A model configuration that cannot be built."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes and dtypes of a Llama, under Hugging Face's names.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: width of the residual stream.
+        intermediate_size: width inside the MLP.
+        num_hidden_layers: number of decoder layers.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key and value heads; None means one for each query head.
+        head_dim: width of a head; None means `hidden_size / num_attention_heads`.
+        rms_norm_eps: added to the mean square in RMSNorm.
+        rope_theta: base of the rotary frequencies.
+        tie_word_embeddings: whether the output projection is the embedding table.
+        scan_layers: whether the layers' parameters are stacked and run by one `jax.lax.scan`
+            (short programs, quick compilation) or kept apart and unrolled (faster steps).
+        dtype: what activations are computed in.
+        param_dtype: what parameters are stored in.
+
+    Raises:
+        ConfigError: sizes that are not positive or do not fit each other, or an unknown dtype.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
+    scan_layers: bool = True
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        self._check_positive()
+        self._check_heads()
+        for field in ("dtype", "param_dtype"):
+            if getattr(self, field) not in DTYPES:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {DTYPES}")
+
+    def _check_positive(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+                raise ConfigError(f"{field.name} must be positive, not {value}")
+
+    def _check_heads(self) -> None:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} does not divide into num_attention_heads "
+                f"{self.num_attention_heads} heads; change one or set head_dim"
+            )
+        if self.num_attention_heads % self.kv_heads:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads {self.kv_heads}: every key head serves as many query heads"
+            )
+        if self.head_width % 2:
+            raise ConfigError(
+                f"a head is {self.head_width} wide; rotary embeddings pair its two halves, "
+                "so it has to be even"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter, by path; those under `layers/` exist once for each layer.
+
+        Weights are (out, in), as in Hugging Face's checkpoints.
+        """
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_width = self.num_attention_heads * self.head_width
+        kv_width = self.kv_heads * self.head_width
+        shapes: dict[str, tuple[int, ...]] = {
+            "embed_tokens/weight": (self.vocab_size, hidden),
+            "layers/input_layernorm/weight": (hidden,),
+            "layers/self_attn/q_proj/weight": (q_width, hidden),
+            "layers/self_attn/k_proj/weight": (kv_width, hidden),
+            "layers/self_attn/v_proj/weight": (kv_width, hidden),
+            "layers/self_attn/o_proj/weight": (hidden, q_width),
+            "layers/post_attention_layernorm/weight": (hidden,),
+            "layers/mlp/gate_proj/weight": (inner, hidden),
+            "layers/mlp/up_proj/weight": (inner, hidden),
+            "layers/mlp/down_proj/weight": (hidden, inner),
+            "norm/weight": (hidden,),
+        }
+        if not self.tie_word_embeddings:
+            shapes["lm_head/weight"] = (self.vocab_size, hidden)
+        return shapes
+
+    def parameter_count(self) -> int:
+        """Number of parameters in the whole model."""
+        return sum(
+            math.prod(shape) * (self.num_hidden_layers if path.startswith("layers/") else 1)
+            for path, shape in self.parameter_shapes().items()
+        )
+
+    def flops_per_token(self, seq_len: int, convention: FlopConvention = "causal") -> float:
+        """FLOPs that one token of a training step (forward and backward) is credited with.
+
+        Two conventions are in use, and their MFUs are not comparable:
+
+        - `"causal"`: 6 for every parameter that multiplies something (the embedding table is
+          only looked up, unless it is tied to the output), plus `6 * layers * heads * head_dim *
+          seq_len` for attention, of which a causal model needs only half.
+        - `"palm"`: 6 for every parameter, plus `12 * layers * heads * head_dim * seq_len`:
+          attention as if no position were masked (Chowdhery et al. 2022, appendix B).
+
+        Recomputed activations count in neither.
+
+        Args:
+            seq_len: tokens of a sequence.
+            convention: `"causal"` or `"palm"`.
+        """
+        attention = self.num_hidden_layers * self.num_attention_heads * self.head_width * seq_len
+        parameters = self.parameter_count()
+        if convention == "palm":
+            return 6.0 * parameters + 12.0 * attention
+        looked_up = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return 6.0 * (parameters - looked_up) + 6.0 * attention
+
+
+CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
+    {
+        "tiny": LlamaConfig(
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+        "quickstart": LlamaConfig(
+            vocab_size=256,
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+        ),
+        "llama2-7b": LlamaConfig(
+            vocab_size=32_000,
+            hidden_size=4096,
+            intermediate_size=11_008,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+        ),
+        "llama2-13b": LlamaConfig(
+            vocab_size=32_000,
+            hidden_size=5120,
+            intermediate_size=13_824,
+            num_hidden_layers=40,
+            num_attention_heads=40,
+        ),
+        "llama2-70b": LlamaConfig(
+            vocab_size=32_000,
+            hidden_size=8192,
+            intermediate_size=28_672,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+        ),
+    }
+)
+"""The named configurations."""
+
+
+def named_config(name: str) -> LlamaConfig:
+    """The configuration called `name`.
+
+    Raises:
+        ConfigError: there is none of that name; lists those there are.
+    """
+    if name not in CONFIGS:
+        raise ConfigError(f"no model is called {name!r}; there are {', '.join(CONFIGS)}")
+    return CONFIGS[name]

@@ -1,0 +1,303 @@
+"""Llama as pure single-device functions; nothing here knows of a mesh.
+
+Shapes are in the names:
+
+    B batch    S, T sequence (query, key)    H hidden    M inside the MLP    V vocabulary
+    N query heads    K key/value heads    G query heads of one key head    D head    E half a head
+    L layers    I, O in and out of a projection
+
+Weights are (O, I). At the points named in `MARK_POINTS` a value is handed to `mark`, which
+returns it, perhaps with a sharding; which point gets which one is the business of `sharding.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.llama.config import LlamaConfig
+
+Params = dict[str, Any]
+"""Nested dicts of arrays, under Hugging Face's names."""
+
+Mark = Callable[[str, jax.Array], jax.Array]
+"""Called with a name of `MARK_POINTS` and the value there; returns the value."""
+
+MARK_POINTS: Mapping[str, str] = {
+    "inputs_embeds": "BSH",
+    "q": "BS(ND)",
+    "k": "BS(KD)",
+    "v": "BS(KD)",
+    "attention_weights": "BNST",
+    "attention_output": "BSH",
+    "mlp_output": "BSH",
+    "logits": "BSV",
+}
+"""Every point at which `mark` is called, with the dims of the value there."""
+
+INIT_STDDEV = 0.02
+
+
+def no_marks(name: str, x: jax.Array) -> jax.Array:
+    """Marks nothing."""
+    del name
+    return x
+
+
+# Parameters
+
+
+def init(key: jax.Array, config: LlamaConfig) -> Params:
+    """Fresh parameters.
+
+    Normal with standard deviation 0.02; projections back into the residual stream are scaled down
+    by `sqrt(2 * layers)`, so that its variance does not grow with depth; norms are one.
+
+    Args:
+        key: a `jax.random.key`.
+        config: the model.
+
+    Returns:
+        Nested dicts. With `scan_layers` the leaves under `layers` have a leading dim L, else
+        `layers` has one dict for each layer, keyed `"0"`, `"1"`, ... Both hold the same
+        numbers.
+    """
+    outer_key, layers_key = jax.random.split(key)
+    shapes = config.parameter_shapes()
+    outer = {path: shape for path, shape in shapes.items() if not path.startswith("layers/")}
+    params = _init_leaves(outer_key, outer, config)
+    params["layers"] = _init_layers(layers_key, shapes, config)
+    return params
+
+
+def _init_layers(
+    key: jax.Array, shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig
+) -> Params:
+    prefix = "layers/"
+    inner = {p.removeprefix(prefix): s for p, s in shapes.items() if p.startswith(prefix)}
+    keys_L = jax.random.split(key, config.num_hidden_layers)
+    if config.scan_layers:
+        return jax.vmap(lambda layer_key: _init_leaves(layer_key, inner, config))(keys_L)
+    return {
+        str(index): _init_leaves(keys_L[index], inner, config)
+        for index in range(config.num_hidden_layers)
+    }
+
+
+def _init_leaves(
+    key: jax.Array, shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig
+) -> Params:
+    params: Params = {}
+    for path, leaf_key in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
+        _insert(params, path, _init_leaf(leaf_key, path, shapes[path], config))
+    return params
+
+
+def _init_leaf(key: jax.Array, path: str, shape: tuple[int, ...], config: LlamaConfig) -> jax.Array:
+    if path.endswith("norm/weight"):
+        return jnp.ones(shape, config.param_dtype)
+    into_residual = path.endswith(("o_proj/weight", "down_proj/weight"))
+    scale = (2 * config.num_hidden_layers) ** -0.5 if into_residual else 1.0
+    return (scale * INIT_STDDEV * jax.random.normal(key, shape)).astype(config.param_dtype)
+
+
+def _insert(params: Params, path: str, leaf: jax.Array) -> None:
+    *parents, last = path.split("/")
+    for parent in parents:
+        params = params.setdefault(parent, {})
+    params[last] = leaf
+
+
+def stack_layers(params: Params) -> Params:
+    """Parameters of an unrolled model -> those of a scanned one."""
+    layers = params["layers"]
+    ordered = [layers[str(index)] for index in range(len(layers))]
+    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *ordered)}
+
+
+def unstack_layers(params: Params) -> Params:
+    """Parameters of a scanned model -> those of an unrolled one."""
+    count = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = {
+        str(index): jax.tree.map(lambda leaf, i=index: leaf[i], params["layers"])
+        for index in range(count)
+    }
+    return {**params, "layers": layers}
+
+
+# Forward
+
+
+def forward(
+    params: Params, tokens_BS: jax.Array, config: LlamaConfig, mark: Mark = no_marks
+) -> jax.Array:
+    """Logits of the token after each position, which sees itself and what is before it.
+
+    Args:
+        params: as from `init`.
+        tokens_BS: token ids, integers in `[0, vocab_size)`.
+        config: the model.
+        mark: called at every point of `MARK_POINTS`.
+
+    Returns:
+        Logits (B, S, V) in the compute dtype.
+    """
+    table_VH = params["embed_tokens"]["weight"].astype(config.dtype)
+    x_BSH = mark("inputs_embeds", jnp.take(table_VH, tokens_BS, axis=0, mode="clip"))
+    rope_SE = rope_angles(tokens_BS.shape[1], config)
+    x_BSH = _run_layers(params["layers"], x_BSH, rope_SE, config, mark)
+    x_BSH = rms_norm(x_BSH, params["norm"]["weight"], config.rms_norm_eps)
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    return mark("logits", linear(x_BSH, head["weight"]))
+
+
+def loss(
+    params: Params,
+    inputs_BS: jax.Array,
+    targets_BS: jax.Array,
+    config: LlamaConfig,
+    mark: Mark = no_marks,
+) -> jax.Array:
+    """Mean cross-entropy, in nats and float32, of the token that follows each position.
+
+    Args:
+        params: as from `init`.
+        inputs_BS: token ids.
+        targets_BS: the token after each of them.
+        config: the model.
+        mark: as for `forward`.
+    """
+    return cross_entropy(forward(params, inputs_BS, config, mark), targets_BS)
+
+
+def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    """Mean of `-log softmax(logits)[target]` in float32."""
+    logits_BSV = logits_BSV.astype(jnp.float32)
+    # A masked sum, not a gather: it needs no communication of logits when V is split.
+    is_target_BSV = targets_BS[..., None] == jnp.arange(logits_BSV.shape[-1])
+    target_BS = jnp.sum(jnp.where(is_target_BSV, logits_BSV, 0.0), axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits_BSV, axis=-1) - target_BS)
+
+
+def _run_layers(
+    layers: Params, x_BSH: jax.Array, rope_SE: jax.Array, config: LlamaConfig, mark: Mark
+) -> jax.Array:
+    if not config.scan_layers:
+        for index in range(config.num_hidden_layers):
+            x_BSH = decoder_layer(layers[str(index)], x_BSH, rope_SE, config, mark)
+        return x_BSH
+
+    def body(x_BSH: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+        return decoder_layer(layer, x_BSH, rope_SE, config, mark), None
+
+    return jax.lax.scan(body, x_BSH, layers)[0]
+
+
+def decoder_layer(
+    layer: Params, x_BSH: jax.Array, rope_SE: jax.Array, config: LlamaConfig, mark: Mark
+) -> jax.Array:
+    """One layer: attention, then the MLP, each normalized before and added to its input."""
+    eps = config.rms_norm_eps
+    normed_BSH = rms_norm(x_BSH, layer["input_layernorm"]["weight"], eps)
+    x_BSH = x_BSH + attention(layer["self_attn"], normed_BSH, rope_SE, config, mark)
+    normed_BSH = rms_norm(x_BSH, layer["post_attention_layernorm"]["weight"], eps)
+    return x_BSH + mlp(layer["mlp"], normed_BSH, mark)
+
+
+def attention(
+    weights: Params, x_BSH: jax.Array, rope_SE: jax.Array, config: LlamaConfig, mark: Mark
+) -> jax.Array:
+    """Causal self-attention, grouped-query where there are fewer key than query heads."""
+    q = mark("q", linear(x_BSH, weights["q_proj"]["weight"]))
+    k = mark("k", linear(x_BSH, weights["k_proj"]["weight"]))
+    v = mark("v", linear(x_BSH, weights["v_proj"]["weight"]))
+    q_BSND = apply_rope(split_heads(q, config.num_attention_heads), rope_SE)
+    k_BTKD = apply_rope(split_heads(k, config.kv_heads), rope_SE)
+    v_BTKD = split_heads(v, config.kv_heads)
+    groups = config.num_attention_heads // config.kv_heads
+    k_BTND, v_BTND = repeat_heads(k_BTKD, groups), repeat_heads(v_BTKD, groups)
+    weights_BNST = mark("attention_weights", attention_weights(q_BSND, k_BTND))
+    heads_BSND = jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
+    return mark("attention_output", linear(merge_heads(heads_BSND), weights["o_proj"]["weight"]))
+
+
+def attention_weights(q_BSND: jax.Array, k_BTND: jax.Array) -> jax.Array:
+    """Causal `softmax(q k / sqrt(D))`, taken in float32; (B, N, S, T) in the dtype of `q`."""
+    scores_BNST = jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND, preferred_element_type=jnp.float32)
+    scores_BNST *= q_BSND.shape[-1] ** -0.5
+    visible_ST = jnp.arange(q_BSND.shape[1])[:, None] >= jnp.arange(k_BTND.shape[1])[None, :]
+    scores_BNST = jnp.where(visible_ST, scores_BNST, np.finfo(np.float32).min)
+    return jax.nn.softmax(scores_BNST, axis=-1).astype(q_BSND.dtype)
+
+
+def mlp(weights: Params, x_BSH: jax.Array, mark: Mark) -> jax.Array:
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    gate_BSM = linear(x_BSH, weights["gate_proj"]["weight"])
+    up_BSM = linear(x_BSH, weights["up_proj"]["weight"])
+    return mark(
+        "mlp_output", linear(jax.nn.silu(gate_BSM) * up_BSM, weights["down_proj"]["weight"])
+    )
+
+
+# Pieces
+
+
+def linear(x_BSI: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    """`x @ weight.T` in the dtype of `x`."""
+    return jnp.einsum("bsi,oi->bso", x_BSI, weight_OI.astype(x_BSI.dtype))
+
+
+def rms_norm(x_BSH: jax.Array, weight_H: jax.Array, eps: float) -> jax.Array:
+    """`x / rms(x) * weight`, normalized in float32."""
+    x32_BSH = x_BSH.astype(jnp.float32)
+    mean_square_BS1 = jnp.mean(jnp.square(x32_BSH), axis=-1, keepdims=True)
+    normed_BSH = x32_BSH * jax.lax.rsqrt(mean_square_BS1 + eps)
+    return normed_BSH.astype(x_BSH.dtype) * weight_H.astype(x_BSH.dtype)
+
+
+def rope_angles(seq_len: int, config: LlamaConfig) -> jax.Array:
+    """Rotation of every position and frequency, in radians; (S, E) float32."""
+    half = config.head_width // 2
+    frequencies_E = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequencies_E
+
+
+def apply_rope(x_BSND: jax.Array, angles_SE: jax.Array) -> jax.Array:
+    """Rotary embedding (Su et al. 2021), rotating a head's first half against its second half.
+
+    That is the layout of Hugging Face's weights; the original pairs neighbouring entries.
+    """
+    cos_S1E, sin_S1E = jnp.cos(angles_SE)[:, None, :], jnp.sin(angles_SE)[:, None, :]
+    first_BSNE, second_BSNE = jnp.split(x_BSND.astype(jnp.float32), 2, axis=-1)
+    rotated = (
+        first_BSNE * cos_S1E - second_BSNE * sin_S1E,
+        second_BSNE * cos_S1E + first_BSNE * sin_S1E,
+    )
+    return jnp.concatenate(rotated, axis=-1).astype(x_BSND.dtype)
+
+
+def split_heads(x: jax.Array, heads: int) -> jax.Array:
+    """(B, S, heads * D) -> (B, S, heads, D)."""
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def merge_heads(x_BSND: jax.Array) -> jax.Array:
+    """(B, S, N, D) -> (B, S, N * D)."""
+    return x_BSND.reshape(*x_BSND.shape[:-2], -1)
+
+
+def repeat_heads(x_BTKD: jax.Array, groups: int) -> jax.Array:
+    """Each key head `groups` times in a row, one for each query head: (B, T, K * G, D).
+
+    Repeating costs little next to the (B, N, S, T) weights, and leaves a dim of heads that splits
+    over more devices than there are key heads.
+    """
+    if groups == 1:
+        return x_BTKD
+    batch, length, heads, width = x_BTKD.shape
+    x_BTKGD = jnp.broadcast_to(x_BTKD[:, :, :, None, :], (batch, length, heads, groups, width))
+    return x_BTKGD.reshape(batch, length, heads * groups, width)

@@ -1,0 +1,1 @@
+"""Training, whatever the model: data, optimizers, metrics and the loop."""

@@ -1,0 +1,84 @@
+"""Optimizers: AdamW and Adafactor, with warmup, cosine decay and clipping."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+DEFAULT_LEARNING_RATES = {"adamw": 3e-3, "adafactor": 3e-2}
+NOT_DECAYED = ("norm", "bias")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Which optimizer, and how its learning rate goes.
+
+    Args:
+        name: `"adamw"` or `"adafactor"`.
+        total_steps: length of the run; the cosine reaches its end here.
+        learning_rate: at the peak; None takes the optimizer's default. Adafactor's is relative to
+            the scale of each parameter.
+        warmup_steps: steps of linear warmup; None takes a tenth of the run, 100 at most.
+        final_fraction: learning rate at the end, as a fraction of the peak.
+        weight_decay: decoupled decay of AdamW; norms and biases are not decayed.
+        clip_norm: gradients are scaled down to this global norm; None does not clip.
+
+    Raises:
+        ValueError: an unknown optimizer or a number out of range.
+    """
+
+    name: str
+    total_steps: int
+    learning_rate: float | None = None
+    warmup_steps: int | None = None
+    final_fraction: float = 0.1
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in DEFAULT_LEARNING_RATES:
+            known = ", ".join(DEFAULT_LEARNING_RATES)
+            raise ValueError(f"no optimizer is called {self.name!r}; there are {known}")
+        if self.total_steps < 1:
+            raise ValueError(f"total_steps must be positive, not {self.total_steps}")
+        if self.learning_rate is not None and self.learning_rate <= 0:
+            raise ValueError(f"learning_rate must be positive, not {self.learning_rate}")
+
+
+def make_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Step -> learning rate: linear up to the peak, then a cosine down to its final fraction."""
+    peak = config.learning_rate or DEFAULT_LEARNING_RATES[config.name]
+    warmup = config.warmup_steps
+    if warmup is None:
+        warmup = min(100, config.total_steps // 10)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=peak / (warmup + 1),
+        peak_value=peak,
+        warmup_steps=warmup,
+        decay_steps=max(config.total_steps, warmup + 1),
+        end_value=peak * config.final_fraction,
+    )
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The optax transformation that `config` describes."""
+    schedule = make_schedule(config)
+    if config.name == "adamw":
+        rule = optax.adamw(
+            schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=decay_mask
+        )
+    else:
+        rule = optax.adafactor(schedule)
+    if config.clip_norm is None:
+        return rule
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+
+
+def decay_mask(params: Any) -> Any:
+    """True for every parameter whose path names no norm and no bias."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not any(word in jax.tree_util.keystr(path) for word in NOT_DECAYED), params
+    )

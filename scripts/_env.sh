@@ -1,0 +1,112 @@
+# Sourced by the scripts beside it: finds Python, keeps .venv in step with pyproject.toml and constraints.txt.
+#
+#   source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+#   setup_env train                 # the extra of pyproject.toml to install
+#   exec "$VENV_PYTHON" ...
+#
+# $PYTHON chooses the interpreter that .venv is made from (3.11 or newer).
+# shellcheck shell=bash
+
+REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$REPO_ROOT/.venv"
+VENV_PYTHON="$VENV/bin/python"
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+# Prints "ok", "old VERSION" or "novenv VERSION" for an interpreter; prints nothing for one that does not run.
+probe_python() {
+  "$1" -c '
+import importlib.util, sys
+version = ".".join(map(str, sys.version_info[:3]))
+if sys.version_info < (3, 11):
+    print("old", version)
+elif not all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")):
+    print("novenv", version)
+else:
+    print("ok", version)
+' 2>/dev/null </dev/null || true
+}
+
+# Prints the first interpreter that can make the environment. A name on PATH may be a shim that fails, so each is run.
+find_python() {
+  local candidate verdict tried=""
+  local candidates=(python3.12 python3.11 python3.13 python3.14 python3 python)
+  if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+  for candidate in "${candidates[@]}"; do
+    verdict="$(probe_python "$candidate")"
+    case "$verdict" in
+      ok*) printf '%s\n' "$candidate"; return ;;
+      old*) tried="$tried
+  $candidate is Python ${verdict#old }: 3.11 or newer is needed" ;;
+      novenv*) tried="$tried
+  $candidate (${verdict#novenv }) lacks the venv or ensurepip module: on Debian and Ubuntu, apt install python3-venv" ;;
+      *) if command -v "$candidate" >/dev/null; then tried="$tried
+  $candidate does not run"; fi ;;
+    esac
+  done
+  die "found no Python that can make a virtual environment.${tried:-
+  none of these is on PATH: ${candidates[*]}}
+Install Python 3.11 or newer, or name one: PYTHON=/path/to/python3.12 $0"
+}
+
+# Everything that decides what an installation contains: the requirements, the pins, the interpreter, the packages.
+# Called with the extra's name; prints a hash.
+wanted_stamp() {
+  (cd "$REPO_ROOT" && "$VENV_PYTHON" - "$1" <<'PY'
+import hashlib, pathlib, sys
+parts = [sys.argv[1], sys.version, sys.prefix]
+parts += [pathlib.Path(name).read_text() for name in ("pyproject.toml", "constraints.txt")]
+parts += [name for name in ("spmd", "models", "serving") if pathlib.Path(name).is_dir()]
+print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
+PY
+  )
+}
+
+# Whether .venv already holds what the extra asks for.
+is_current() {
+  local stamp="$VENV/.stamp-$1" wanted
+  [ -x "$VENV_PYTHON" ] && [ -f "$stamp" ] || return 1
+  wanted="$(wanted_stamp "$1" 2>/dev/null)" && [ "$(cat "$stamp")" = "$wanted" ]
+}
+
+make_venv() {
+  local python
+  python="$(find_python)" || exit 1
+  say "Making .venv with $("$python" --version 2>&1)."
+  "$python" -m venv "$VENV" || die "could not make $VENV with $python."
+}
+
+install_extra() {
+  local extra="$1" log
+  if is_current "$extra"; then return; fi # another script was faster
+  # A dangling link (its Python was removed) is not executable either, and is remade in place.
+  [ -x "$VENV_PYTHON" ] || make_venv
+  case "$(probe_python "$VENV_PYTHON")" in
+    old*) die "$VENV holds a Python older than 3.11: delete that folder and run again." ;;
+    "") die "the Python in $VENV does not run: delete that folder and run again." ;;
+  esac
+  "$VENV_PYTHON" -m pip --version >/dev/null 2>&1 ||
+    "$VENV_PYTHON" -m ensurepip >/dev/null 2>&1 ||
+    die "$VENV has no pip: delete that folder and run again."
+  say "Installing spmd[$extra] into .venv (a few minutes the first time)."
+  log="$(mktemp)"
+  if ! (cd "$REPO_ROOT" && "$VENV_PYTHON" -m pip install --quiet --no-input --disable-pip-version-check \
+      --editable ".[$extra]" --constraint constraints.txt) >"$log" 2>&1 </dev/null; then
+    cat "$log" >&2
+    rm -f "$log"
+    die "pip could not install spmd[$extra]: its messages are above."
+  fi
+  rm -f "$log"
+  wanted_stamp "$extra" >"$VENV/.stamp-$extra"
+}
+
+# Makes .venv and installs the project with an extra into it, unless that is done already.
+setup_env() {
+  if is_current "$1"; then return; fi
+  (
+    # One script at a time. The lock is the repository's folder itself, so it leaves no file behind.
+    if command -v flock >/dev/null; then flock 9 || true; fi
+    install_extra "$1"
+  ) 9<"$REPO_ROOT" || exit 1
+}

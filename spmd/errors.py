@@ -1,0 +1,78 @@
+"""The one family of errors that users see, and the one renderer that words them.
+
+Every error says what was asked, the op and the user's source line, the actual and the required
+sharding with sizes, and how to fix it. Fields that do not apply are left out.
+"""
+
+from __future__ import annotations
+
+
+class SpmdError(Exception):
+    """Base of every error that `spmd` raises on purpose.
+
+    Args:
+      what: one sentence, what was asked and why it cannot be done.
+      op: the op, mark or argument concerned, as text.
+      source: `file.py:line (function)` of the user's code.
+      actual: what is there, with sizes.
+      required: what would have to be there, with sizes.
+      fix: what to change.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        op: str | None = None,
+        source: str | None = None,
+        actual: str | None = None,
+        required: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what = what
+        self.op = op
+        self.source = source
+        self.actual = actual
+        self.required = required
+        self.fix = fix
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The message: one line that says what, then one indented line a field."""
+        fields = (
+            ("op", self.op),
+            ("at", self.source),
+            ("actual", self.actual),
+            ("required", self.required),
+            ("fix", self.fix),
+        )
+        lines = [self.what] + [f"  {name}: {text}" for name, text in fields if text]
+        return "\n".join(lines)
+
+
+class MeshError(SpmdError):
+    """A mesh that cannot exist, or two meshes where there must be one."""
+
+
+class SpecError(SpmdError):
+    """A partition spec that does not fit its mesh or its tensor."""
+
+
+class UnsupportedOpError(SpmdError):
+    """An op that has no rule, or a use of it that the rule does not cover."""
+
+
+class FrontendError(SpmdError):
+    """A module or function that cannot be imported."""
+
+
+class PlanError(SpmdError):
+    """No plan satisfies the marks and the limits."""
+
+
+class ArgumentError(SpmdError):
+    """Arguments that do not match what was compiled."""
+
+
+class LegalityError(SpmdError):
+    """A stage broke its contract: a bug in `spmd`, never the user's fault."""

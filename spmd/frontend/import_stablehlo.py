@@ -1,0 +1,431 @@
+"""StableHLO module -> `Program`. One of the places where MLIR bindings are touched.
+
+Function calls and composites without a kernel of ours are inlined on the way in, so that later
+stages see one function. Scalar bodies (of reduce, scatter, sort, ...) become hashable attributes;
+`while`, `case` and `if` keep their regions. MLIR uniques types, attributes and locations, so each
+distinct one is converted once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.dialects import stablehlo as hlo
+
+from spmd.errors import FrontendError
+from spmd.ir.builder import identity_element
+from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, body_reducer
+from spmd.ir.types import (
+    Attribute,
+    Dense,
+    DotDims,
+    GatherDims,
+    Opaque,
+    ScatterDims,
+    ShardingAttr,
+    TensorType,
+    numpy_dtype,
+)
+
+_CONTROL_FLOW = {"stablehlo.while", "stablehlo.case", "stablehlo.if"}
+_NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.pad"}
+_RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
+
+
+class Imported(NamedTuple):
+    """A program, and what its module says about shardings.
+
+    Attributes:
+      program: the function `main`.
+      arg_marks, result_marks: `sdy.sharding` of each argument and result, or None.
+      meshes: the distinct meshes of the module, as ((axis, size), ...).
+    """
+
+    program: Program
+    arg_marks: tuple[ShardingAttr | None, ...]
+    result_marks: tuple[ShardingAttr | None, ...]
+    meshes: tuple[tuple[tuple[str, int], ...], ...]
+
+
+def import_module(module: ir.Module, arg_names: Sequence[str] = ()) -> Imported:
+    """Imports the public function `main` (or the only function) of a module.
+
+    Args:
+      module: a StableHLO module in memory.
+      arg_names: names for the arguments; `arg0`, `arg1`, ... when left out.
+
+    Raises:
+      FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
+    """
+    with module.context:
+        return _Importer(module).run(arg_names)
+
+
+class _Importer:
+    def __init__(self, module: ir.Module) -> None:
+        self.functions: dict[str, Any] = {}
+        self.meshes: dict[str, tuple[tuple[str, int], ...]] = {}
+        for item in module.body.operations:
+            op = item.operation
+            if op.name == "func.func":
+                self.functions[ir.StringAttr(op.attributes["sym_name"]).value] = op
+            elif op.name == "sdy.mesh":
+                mesh = sdy.MeshAttr(op.attributes["mesh"])
+                axes = tuple(
+                    (a.name, a.size) for a in (sdy.MeshAxisAttr(x) for x in mesh.axes)
+                )
+                self.meshes[ir.StringAttr(op.attributes["sym_name"]).value] = axes
+        self.types: list[TensorType] = []
+        self.type_cache: dict[Any, TensorType] = {}
+        self.attr_cache: dict[Any, Attribute] = {}
+        self.loc_cache: dict[Any, Loc] = {}
+        self.kind_cache: dict[Any, OpKind] = {}
+        self.calls: list[str] = []
+        self.call_loc = Loc()
+        self.constants: dict[int, Dense] = {}
+
+    def run(self, arg_names: Sequence[str]) -> Imported:
+        main = self.functions.get("main")
+        if main is None and len(self.functions) == 1:
+            main = next(iter(self.functions.values()))
+        if main is None:
+            raise FrontendError(
+                "the module has no function to compile",
+                actual=f"functions: {', '.join(self.functions) or 'none'}",
+                required="a public function `main`, or exactly one function",
+            )
+        block = main.regions[0].blocks[0]
+        env: dict[Any, int] = {}
+        args = [self.bind(env, arg) for arg in block.arguments]
+        ops, results = self.block(block, env)
+        name = ir.StringAttr(main.attributes["sym_name"]).value
+        arg_marks, _ = self.marks(main, "arg_attrs", len(args))
+        result_marks, result_names = self.marks(main, "res_attrs", len(results))
+        program = Program(
+            name,
+            tuple(self.types),
+            Region(tuple(args), tuple(ops), tuple(results)),
+            tuple(arg_names) or tuple(f"arg{i}" for i in range(len(args))),
+            result_names,
+        )
+        return Imported(program, arg_marks, result_marks, tuple(dict.fromkeys(self.meshes.values())))
+
+    def marks(
+        self, func: Any, attr: str, count: int
+    ) -> tuple[tuple[ShardingAttr | None, ...], tuple[str, ...]]:
+        found: list[ShardingAttr | None] = [None] * count
+        names = [f"result{i}" for i in range(count)]
+        if attr in func.attributes:
+            for i, item in enumerate(ir.ArrayAttr(func.attributes[attr])):
+                entries = {e.name: e.attr for e in ir.DictAttr(item)}
+                if "sdy.sharding" in entries:
+                    found[i] = _sharding(entries["sdy.sharding"])
+                if "jax.result_info" in entries:
+                    info = ir.StringAttr(entries["jax.result_info"]).value
+                    names[i] = re.sub(r"^result", "", info) or "result"
+        return tuple(found), tuple(names)
+
+    # Values, types, locations.
+
+    def bind(self, env: dict[Any, int], value: Any) -> int:
+        self.types.append(self.type(value.type))
+        number = len(self.types) - 1
+        env[value] = number
+        return number
+
+    def type(self, type_: Any) -> TensorType:
+        found = self.type_cache.get(type_)
+        if found is None:
+            found = self.type_cache[type_] = _tensor_type(type_)
+        return found
+
+    def loc(self, location: Any) -> Loc:
+        """The location as data; inside an inlined call, the caller's scope and stack are kept."""
+        key = (location, self.call_loc)
+        found = self.loc_cache.get(key)
+        if found is None:
+            frames: list[Frame] = []
+            scope = _walk_location(location, "", frames)
+            outer = self.call_loc
+            if outer.scope and not scope.startswith("jit("):
+                scope = f"{outer.scope}/{scope}"
+            frames += [frame for frame in outer.frames if frame not in frames]
+            found = self.loc_cache[key] = Loc(scope, tuple(frames))
+        return found
+
+    # Ops.
+
+    def block(self, block: Any, env: dict[Any, int]) -> tuple[list[Op], tuple[int, ...]]:
+        """Imports the ops of a block; returns them and the values that it returns."""
+        ops: list[Op] = []
+        for item in block.operations:
+            op = item.operation
+            name = op.name
+            if name in _RETURNS:
+                return ops, tuple(env[v] for v in op.operands)
+            if name in ("func.call", "stablehlo.composite"):
+                self.inline(op, env, ops)
+            else:
+                ops.append(self.op(op, name, env))
+        raise FrontendError("a block of the module has no terminator")
+
+    def inline(self, op: Any, env: dict[Any, int], ops: list[Op]) -> None:
+        attr = "callee" if op.name == "func.call" else "decomposition"
+        callee = ir.FlatSymbolRefAttr(op.attributes[attr]).value
+        if callee in self.calls or callee not in self.functions:
+            problem = "calls itself" if callee in self.calls else "is not in the module"
+            raise FrontendError(f"function @{callee} {problem}", source=self.loc(op.location).source)
+        outer = self.call_loc
+        self.call_loc = self.loc(op.location)
+        self.calls.append(callee)
+        block = self.functions[callee].regions[0].blocks[0]
+        inner = {a: env[v] for a, v in zip(block.arguments, op.operands, strict=True)}
+        inner_ops, results = self.block(block, inner)
+        self.calls.pop()
+        self.call_loc = outer
+        ops.extend(inner_ops)
+        env.update(zip(op.results, results, strict=True))
+
+    def op(self, op: Any, name: str, env: dict[Any, int]) -> Op:
+        loc = self.loc(op.location)
+        operands = list(op.operands)
+        results = list(op.results)
+        try:
+            inputs = tuple([env[v] for v in operands])
+        except KeyError as error:
+            raise FrontendError(f"{name} reads a value that is not visible") from error
+        kind = self.kind(op, name, operands, results, loc)
+        if name in _NEUTRAL_OPERAND:
+            kind = self.note_neutral(kind, inputs)
+        regions: tuple[Region, ...] = ()
+        if name in _CONTROL_FLOW:
+            regions = tuple(self.region(region, env) for region in op.regions)
+        outs = tuple([self.bind(env, r) for r in results])
+        if name == "stablehlo.constant" and kind.attrs["value"].splat:
+            self.constants[outs[0]] = kind.attrs["value"]
+        return Op(kind, inputs, outs, regions, loc)
+
+    def note_neutral(self, kind: OpKind, inputs: tuple[int, ...]) -> OpKind:
+        """Records whether the init or padding operands are the constants that change nothing."""
+        count = len(inputs) // 2 if kind.name == "stablehlo.reduce" else 1
+        reducer = kind.attrs.get("reducer", "add")
+        neutral = bool(reducer) and all(
+            value in self.constants
+            and self.constants[value].array() == identity_element(reducer, self.types[value].dtype)
+            for value in inputs[-count:]
+        )
+        attrs = {**kind.attrs, "spmd.neutral": neutral}
+        return OpKind(kind.name, kind.operands, kind.results, attrs)
+
+    def kind(self, op: Any, name: str, operands: list[Any], results: list[Any], loc: Loc) -> OpKind:
+        entries = tuple((a, op.attributes[a]) for a in op.attributes) if len(op.attributes) else ()
+        has_body = len(op.regions) > 0 and name not in _CONTROL_FLOW
+        key = (
+            name,
+            tuple([v.type for v in operands]),
+            tuple([v.type for v in results]),
+            entries,
+        )
+        if not has_body and key in self.kind_cache:
+            return self.kind_cache[key]
+        attrs = {n: self.attribute(name, n, a) for n, a in entries}
+        if name == "sdy.sharding_constraint":
+            name = "spmd.mark"
+        if has_body:
+            attrs |= self.bodies(op, name)
+        attrs = {n: a for n, a in attrs.items() if a is not None}
+        try:
+            kind = OpKind(
+                name,
+                tuple([self.type(v.type) for v in operands]),
+                tuple([self.type(v.type) for v in results]),
+                attrs,
+            )
+        except FrontendError as error:
+            raise FrontendError(error.what, op=name, source=loc.source) from error
+        if not has_body:
+            self.kind_cache[key] = kind
+        return kind
+
+    def attribute(self, op_name: str, name: str, attr: Any) -> Attribute:
+        key = (name, attr)
+        if key not in self.attr_cache:
+            self.attr_cache[key] = _attribute(op_name, name, attr)
+        return self.attr_cache[key]
+
+    def region(self, region: Any, env: dict[Any, int]) -> Region:
+        block = region.blocks[0]
+        inner = dict(env)
+        args = tuple(self.bind(inner, arg) for arg in block.arguments)
+        ops, results = self.block(block, inner)
+        return Region(args, tuple(ops), results)
+
+    def bodies(self, op: Any, name: str) -> dict[str, Attribute]:
+        """The regions of an op as `Body` attributes, and `reducer` when it is a known one."""
+        names = (
+            ("select", "scatter") if name == "stablehlo.select_and_scatter" else ("body", "body1")
+        )
+        attrs: dict[str, Attribute] = {}
+        for attr_name, region in zip(names, op.regions, strict=False):
+            body = self.body(region, name)
+            attrs[attr_name] = body
+            if attr_name in ("body", "scatter"):
+                attrs["reducer"] = body_reducer(body)
+        return attrs
+
+    def body(self, region: Any, name: str) -> Body:
+        outer, self.types = self.types, []
+        try:
+            block = region.blocks[0]
+            env: dict[Any, int] = {}
+            args = tuple(self.bind(env, arg) for arg in block.arguments)
+            ops, results = self.block(block, env)
+            plain = tuple(op._replace(loc=Loc()) for op in ops)
+            return Body(tuple(self.types), Region(args, plain, results))
+        except KeyError as error:
+            raise FrontendError(f"the body of {name} reads a value from outside it") from error
+        finally:
+            self.types = outer
+
+
+def _walk_location(location: Any, scope: str, frames: list[Frame]) -> str:
+    """Collects frames innermost first; returns the outermost scope name."""
+    if isinstance(location, ir.CallSiteLoc):
+        scope = _walk_location(location.callee, scope, frames)
+        _walk_location(location.caller, scope, frames)
+        return scope
+    if isinstance(location, ir.NameLoc):
+        child = location.child_loc
+        if isinstance(child, ir.FileLineColLoc):
+            frames.append(Frame(child.filename, child.start_line, location.name_str))
+            return scope
+        inner = _walk_location(child, scope, frames)
+        return location.name_str or inner
+    if isinstance(location, ir.FileLineColLoc):
+        frames.append(Frame(location.filename, location.start_line, ""))
+    elif isinstance(location, ir.FusedLoc):
+        for part in location.locations:
+            scope = _walk_location(part, scope, frames) or scope
+    return scope
+
+
+def _tensor_type(type_: Any) -> TensorType:
+    text = str(type_)
+    if text == "!stablehlo.token":
+        return TensorType((), "token")
+    match = re.fullmatch(r"tensor<((?:(?:\d+|\?)x)*)(.+?)>", text)
+    if match is None:
+        raise FrontendError(
+            f"a value of type {text} cannot be partitioned", required="ranked tensors and tokens"
+        )
+    if "?" in match[1] or "#stablehlo.bounds" in match[2]:
+        raise FrontendError(
+            f"the module has a dynamic shape: {text}",
+            required="static shapes",
+            fix="refine the shapes first (jax.export with concrete shapes)",
+        )
+    return TensorType(tuple(int(n) for n in match[1].split("x")[:-1]), match[2])
+
+
+def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
+    """One MLIR attribute as plain data; None drops it."""
+    if isinstance(attr, ir.DenseElementsAttr) and name == "value":
+        return _dense(attr)
+    if isinstance(attr, ir.BoolAttr):
+        return bool(attr.value)
+    if isinstance(attr, ir.IntegerAttr) and str(attr.type) == "i64":
+        return int(attr.value)
+    if isinstance(attr, ir.DenseI64ArrayAttr | ir.DenseBoolArrayAttr):
+        return tuple(attr)
+    if isinstance(attr, ir.StringAttr):
+        return str(attr.value)
+    if name == "dot_dimension_numbers":
+        d = hlo.DotDimensionNumbers(attr)
+        return DotDims(
+            tuple(d.lhs_batching_dimensions),
+            tuple(d.rhs_batching_dimensions),
+            tuple(d.lhs_contracting_dimensions),
+            tuple(d.rhs_contracting_dimensions),
+        )
+    if name == "dimension_numbers" and op_name == "stablehlo.gather":
+        g = hlo.GatherDimensionNumbers(attr)
+        return GatherDims(
+            tuple(g.offset_dims),
+            tuple(g.collapsed_slice_dims),
+            tuple(g.operand_batching_dims),
+            tuple(g.start_indices_batching_dims),
+            tuple(g.start_index_map),
+            g.index_vector_dim,
+        )
+    if name == "scatter_dimension_numbers":
+        s = hlo.ScatterDimensionNumbers(attr)
+        return ScatterDims(
+            tuple(s.update_window_dims),
+            tuple(s.inserted_window_dims),
+            tuple(s.input_batching_dims),
+            tuple(s.scatter_indices_batching_dims),
+            tuple(s.scattered_dims_to_operand_dims),
+            s.index_vector_dim,
+        )
+    if op_name == "sdy.sharding_constraint":
+        return _sharding(attr)
+    text = str(attr)
+    if name == "value" and text.startswith("dense"):
+        return _dense(attr)
+    return Opaque(text)
+
+
+def _sharding(attr: Any) -> ShardingAttr:
+    dims, is_open = [], []
+    for item in sdy.TensorShardingAttr(attr).dimension_shardings:
+        dim = sdy.DimensionShardingAttr(item)
+        axes = []
+        for ref in map(sdy.AxisRefAttr, dim.axes):
+            info = ref.sub_axis_info
+            sub = sdy.SubAxisInfoAttr(info) if info is not None else None
+            axes.append((ref.name, sub.pre_size if sub else 1, sub.size if sub else 0))
+        dims.append(tuple(axes))
+        is_open.append(not dim.is_closed)
+    return ShardingAttr(tuple(dims), tuple(is_open))
+
+
+def _dense(attr: Any) -> Dense:
+    try:
+        type_ = _tensor_type(attr.type)
+        if attr.is_splat and type_.size > 1:
+            element = np.asarray(attr).reshape(-1)[:1]
+            return Dense(type_, element.tobytes(), True)
+        return Dense.of(np.asarray(attr), type_.dtype)
+    except (TypeError, AttributeError, ValueError):
+        return _dense_from_text(str(attr))
+
+
+def _dense_from_text(text: str) -> Dense:
+    """Elements of the types that the bindings don't convert (bf16, fp8, int4, complex)."""
+    match = re.fullmatch(r"(?s)dense<(.*)> : (tensor<.*>)", text)
+    if match is None:
+        raise FrontendError(f"cannot read the constant {text[:60]}")
+    type_ = _tensor_type(match[2])
+    if match[1].startswith('"0x'):
+        raw = np.frombuffer(bytes.fromhex(match[1][3:-1]), numpy_dtype(type_.dtype))
+        return Dense.of(raw.reshape(type_.shape), type_.dtype)
+    body = re.sub(r"0x([0-9A-Fa-f]+)", lambda m: _hex_float(m[1], type_.dtype), match[1])
+    body = re.sub(r"\(\s*(\S+?)\s*,\s*(\S+?)\s*\)", r"complex(\1,\2)", body)
+    names = {"complex": complex, "nan": float("nan"), "inf": float("inf"), "true": 1, "false": 0}
+    elements = eval(body or "[]", {"__builtins__": {}}, names)  # numbers and brackets only
+    array = np.asarray(elements).astype(numpy_dtype(type_.dtype))
+    full = np.broadcast_to(array, type_.shape) if array.ndim == 0 else array.reshape(type_.shape)
+    return Dense.of(full, type_.dtype)
+
+
+def _hex_float(digits: str, dtype: str) -> str:
+    """A float literal that MLIR prints as its bits (NaN, infinities), as a Python name."""
+    part = dtype.removeprefix("complex<").removesuffix(">")
+    np_dtype = numpy_dtype(part)
+    bits = int(digits, 16).to_bytes(np_dtype.itemsize, "little")
+    return str(float(np.frombuffer(bits, np_dtype)[0]))

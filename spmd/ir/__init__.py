@@ -1,0 +1,1 @@
+"""The program that every stage reads: frozen values, ops and regions."""

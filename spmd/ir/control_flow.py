@@ -1,0 +1,116 @@
+"""What control flow means for data flow: which values of a region op are one and the same."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from spmd.ir.program import Op, Program, Region, Value
+
+UNKNOWN_TRIPS = 16
+"""How often a loop is taken to run when its condition doesn't tell."""
+
+
+class Tie(NamedTuple):
+    """Values that data flow makes one: they share one sharding.
+
+    Attributes:
+      source: values that flow in from outside the op (the initial value of a carry), or None.
+      inside: region arguments and region results.
+      result: the op's result, or None.
+    """
+
+    source: Value | None
+    inside: tuple[Value, ...]
+    result: Value
+
+
+def is_control_flow(op: Op) -> bool:
+    """Whether the op's regions run as part of the program (and are partitioned)."""
+    return bool(op.regions)
+
+
+def ties(op: Op) -> tuple[Tie, ...]:
+    """For each result of a region op, the values that it is tied to.
+
+    `while`: the initial value, the arguments of both regions, the body's result and the loop's
+    result. `case` and `if`: every branch's result and the op's result.
+    """
+    if op.name == "stablehlo.while":
+        cond, body = op.regions
+        return tuple(
+            Tie(op.operands[i], (cond.args[i], body.args[i], body.results[i]), op.results[i])
+            for i in range(len(op.results))
+        )
+    return tuple(
+        Tie(None, tuple(branch.results[i] for branch in op.regions), op.results[i])
+        for i in range(len(op.results))
+    )
+
+
+def trip_count(program: Program, op: Op, producers: dict[Value, Op]) -> int | None:
+    """How often a `while` runs, read from `i < n` or `i != n` with constant start, step and end.
+
+    Args:
+      program: the program that holds `op`.
+      op: a `stablehlo.while`.
+      producers: the op that defines each value.
+
+    Returns:
+      The number of iterations, or None when it cannot be told.
+    """
+    cond, body = op.regions
+    if len(cond.results) != 1:
+        return None
+    test = producers.get(cond.results[0])
+    if test is None or test.name != "stablehlo.compare" or test.operands[0] not in cond.args:
+        return None
+    index = cond.args.index(test.operands[0])
+    step_op = producers.get(body.results[index])
+    if step_op is None or step_op.name != "stablehlo.add":
+        return None
+    others = [v for v in step_op.operands if v != body.args[index]]
+    start = _scalar(producers, op.operands[index])
+    end = _scalar(producers, test.operands[1])
+    step = _scalar(producers, others[0]) if len(others) == 1 else None
+    if start is None or end is None or not step:
+        return None
+    direction = str(test.kind.attrs["comparison_direction"])
+    if "LT" not in direction and "NE" not in direction:
+        return None
+    return max(0, -(-(end - start) // step))
+
+
+def _scalar(producers: dict[Value, Op], value: Value) -> int | None:
+    op = producers.get(value)
+    if op is None:
+        return None
+    if op.name == "stablehlo.convert":
+        return _scalar(producers, op.operands[0])
+    if op.name != "stablehlo.constant" or op.kind.results[0].rank:
+        return None
+    element = op.kind.attrs["value"].array()
+    return int(element) if np.issubdtype(element.dtype, np.integer) else None
+
+
+def producers_of(program: Program) -> dict[Value, Op]:
+    """The op that defines each value (arguments have none)."""
+    return {result: op for op in program.walk() for result in op.results}
+
+
+def users_of(program: Program) -> dict[Value, list[tuple[Op | None, int]]]:
+    """For each value, its uses as (op, operand index); a region's return is (None, index)."""
+    users: dict[Value, list[tuple[Op | None, int]]] = {}
+
+    def visit(region: Region) -> None:
+        for op in region.ops:
+            for i, value in enumerate(op.operands):
+                users.setdefault(value, []).append((op, i))
+            for inner in op.regions:
+                visit(inner)
+        for i, value in enumerate(region.results):
+            users.setdefault(value, []).append((None, i))
+
+    visit(program.body)
+    return users

@@ -1,0 +1,189 @@
+"""`Program`: frozen SSA over global value numbers, with structured control flow.
+
+A value is an integer; `Program.types[value]` is its type. Numbers run through all regions, so that
+a region may read any value defined outside and before it, and tables over values are flat lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from spmd.ir.types import Attribute, TensorType
+
+Value = int
+
+
+class Frame(NamedTuple):
+    """One frame of the user's stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+
+class Loc(NamedTuple):
+    """Where an op comes from: its name scope and the user's stack, innermost frame first.
+
+    `note` says why the compiler added the op, where it did.
+    """
+
+    scope: str = ""
+    frames: tuple[Frame, ...] = ()
+    note: str = ""
+
+    @property
+    def source(self) -> str:
+        """The innermost frame that is the user's own code, not an installed library's."""
+        for frame in self.frames:
+            if "site-packages" not in frame.file and not frame.file.startswith("<"):
+                return str(frame)
+        return str(self.frames[0]) if self.frames else ""
+
+
+class OpKind:
+    """Everything about an op but which values it reads: interned, so that equal kinds are `is`.
+
+    Rules, projections, costs and local lowerings are functions of the kind alone and are cached
+    by it. That is what makes repeated layers cheap.
+    """
+
+    __slots__ = ("__weakref__", "_cache", "attrs", "name", "operands", "results")
+
+    name: str
+    operands: tuple[TensorType, ...]
+    results: tuple[TensorType, ...]
+    attrs: Mapping[str, Attribute]
+    _cache: dict[str, Any]
+
+    _interned: dict[Any, OpKind] = {}
+
+    def __new__(
+        cls,
+        name: str,
+        operands: tuple[TensorType, ...],
+        results: tuple[TensorType, ...],
+        attrs: Mapping[str, Attribute],
+    ) -> OpKind:
+        items = tuple(sorted(attrs.items()))
+        key = (name, operands, results, items)
+        kind = cls._interned.get(key)
+        if kind is None:
+            kind = super().__new__(cls)
+            kind.name = name
+            kind.operands = operands
+            kind.results = results
+            kind.attrs = dict(items)
+            kind._cache = {}
+            cls._interned[key] = kind
+        return kind
+
+    def __repr__(self) -> str:
+        return f"OpKind({self.name}, {list(map(str, self.operands))})"
+
+    def __lt__(self, other: OpKind) -> bool:
+        return self.name < other.name
+
+
+class Op(NamedTuple):
+    """One operation; `regions` only for control flow (scalar bodies are attributes)."""
+
+    kind: OpKind
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    regions: tuple[Region, ...] = ()
+    loc: Loc = Loc()
+
+    @property
+    def name(self) -> str:
+        """The op's dialect-qualified name."""
+        return self.kind.name
+
+
+class Region(NamedTuple):
+    """A block: arguments, ops in order, and the values that its terminator returns."""
+
+    args: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    results: tuple[Value, ...]
+
+
+class Body(NamedTuple):
+    """The scalar function of a reduce, scatter, sort, ...: closed, numbered from 0, hashable."""
+
+    types: tuple[TensorType, ...]
+    region: Region
+
+
+class Program(NamedTuple):
+    """A whole function.
+
+    Attributes:
+      name: the function's name.
+      types: type of every value.
+      body: its arguments, ops and results.
+      arg_names, result_names: paths in the user's pytrees, for people.
+    """
+
+    name: str
+    types: tuple[TensorType, ...]
+    body: Region
+    arg_names: tuple[str, ...]
+    result_names: tuple[str, ...]
+
+    def walk(self) -> Iterator[Op]:
+        """Every op, regions' ops before the op that holds them, in program order."""
+        return walk_region(self.body)
+
+
+def walk_region(region: Region) -> Iterator[Op]:
+    """Every op of a region and of the regions inside it, inner ones first."""
+    for op in region.ops:
+        for inner in op.regions:
+            yield from walk_region(inner)
+        yield op
+
+
+def free_values(region: Region) -> tuple[Value, ...]:
+    """Values that a region reads and does not define, in order of first use."""
+    defined: set[Value] = set()
+    free: dict[Value, None] = {}
+
+    def visit(r: Region) -> None:
+        defined.update(r.args)
+        for op in r.ops:
+            free.update((v, None) for v in op.operands if v not in defined)
+            for inner in op.regions:
+                visit(inner)
+            defined.update(op.results)
+        free.update((v, None) for v in r.results if v not in defined)
+
+    visit(region)
+    return tuple(v for v in free if v not in defined)
+
+
+def body_reducer(body: Body) -> str:
+    """`add`, `max`, ... when a body is that one op over its two arguments, else an empty string."""
+    region = body.region
+    if len(region.ops) != 1 or len(region.args) != 2 or len(region.results) != 1:
+        return ""
+    op = region.ops[0]
+    if sorted(op.operands) != sorted(region.args) or region.results != op.results:
+        return ""
+    return _REDUCERS.get(op.name, "")
+
+
+_REDUCERS = {
+    "stablehlo.add": "add",
+    "stablehlo.multiply": "mul",
+    "stablehlo.maximum": "max",
+    "stablehlo.minimum": "min",
+    "stablehlo.and": "and",
+    "stablehlo.or": "or",
+    "stablehlo.xor": "xor",
+}
+REDUCER_OPS = {kind: name for name, kind in _REDUCERS.items()}
+"""Reduction kind -> the op that combines two terms."""

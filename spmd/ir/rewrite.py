@@ -1,0 +1,47 @@
+"""Rebuilding a program op by op: what every rewrite of the local program is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from spmd.ir.builder import Builder
+from spmd.ir.program import Op, Program, Region, Value
+
+Rewrite = Callable[[Builder, Op, tuple[Value, ...]], "Sequence[Value] | None"]
+"""Given the builder, an op without regions and its new operands: the new results, or None to
+copy the op as it is."""
+
+
+def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
+    """Rebuilds a program, letting `rewrite` replace ops.
+
+    before: `%1 = a %0; %2 = b %1`, with a rewrite that turns `a` into `c; d`
+    after:  `%1 = c %0; %2 = d %1; %3 = b %2`
+    """
+    b = Builder()
+    env: dict[Value, Value] = {}
+
+    def bind(values: Sequence[Value]) -> tuple[Value, ...]:
+        for value in values:
+            env[value] = b.value(program.types[value])
+        return tuple(env[value] for value in values)
+
+    def region(old: Region) -> Region:
+        args = bind(old.args)
+        b.begin()
+        for op in old.ops:
+            visit(op)
+        return b.end(args, [env[v] for v in old.results])
+
+    def visit(op: Op) -> None:
+        operands = tuple([env[v] for v in op.operands])
+        b.loc = op.loc
+        results = None if op.regions else rewrite(b, op, operands)
+        if results is None:
+            regions = tuple(region(r) for r in op.regions)
+            results = bind(op.results)
+            b.append(Op(op.kind, operands, tuple(results), regions, op.loc))
+        env.update(zip(op.results, results, strict=True))
+
+    body = region(program.body)
+    return program._replace(types=tuple(b.types), body=body)

@@ -1,0 +1,193 @@
+"""Types of values, and the structured attributes of ops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+
+class TensorType(NamedTuple):
+    """A ranked static tensor type; `dtype` is the MLIR element type (`f32`, `bf16`, `ui8`, ...).
+
+    A token has the dtype `token` and rank 0.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def rank(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor, sub-byte elements packed."""
+        return -(-self.size * dtype_bits(self.dtype) // 8)
+
+    def __str__(self) -> str:
+        if self.dtype == "token":
+            return "!stablehlo.token"
+        return "tensor<" + "".join(f"{n}x" for n in self.shape) + self.dtype + ">"
+
+    def with_shape(self, shape: tuple[int, ...]) -> TensorType:
+        """The same element type with another shape."""
+        return TensorType(shape, self.dtype)
+
+
+_NUMPY_DTYPES: dict[str, Any] = {
+    "i1": np.bool_,
+    "i2": ml_dtypes.int2,
+    "i4": ml_dtypes.int4,
+    "i8": np.int8,
+    "i16": np.int16,
+    "i32": np.int32,
+    "i64": np.int64,
+    "ui2": ml_dtypes.uint2,
+    "ui4": ml_dtypes.uint4,
+    "ui8": np.uint8,
+    "ui16": np.uint16,
+    "ui32": np.uint32,
+    "ui64": np.uint64,
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "bf16": ml_dtypes.bfloat16,
+    "f4E2M1FN": ml_dtypes.float4_e2m1fn,
+    "f8E3M4": ml_dtypes.float8_e3m4,
+    "f8E4M3": ml_dtypes.float8_e4m3,
+    "f8E4M3FN": ml_dtypes.float8_e4m3fn,
+    "f8E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "f8E4M3B11FNUZ": ml_dtypes.float8_e4m3b11fnuz,
+    "f8E5M2": ml_dtypes.float8_e5m2,
+    "f8E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    "f8E8M0FNU": ml_dtypes.float8_e8m0fnu,
+    "complex<f32>": np.complex64,
+    "complex<f64>": np.complex128,
+}
+
+_BITS = {
+    "i1": 8,
+    "i2": 2,
+    "ui2": 2,
+    "i4": 4,
+    "ui4": 4,
+    "f4E2M1FN": 4,
+    "token": 0,
+}
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy (or ml_dtypes) dtype of an MLIR element type; KeyError when there is none."""
+    return np.dtype(_NUMPY_DTYPES[dtype])
+
+
+def mlir_dtype(dtype: Any) -> str:
+    """The MLIR element type of a numpy dtype; KeyError when there is none."""
+    wanted = np.dtype(dtype)
+    for name, candidate in _NUMPY_DTYPES.items():
+        if np.dtype(candidate) == wanted:
+            return name
+    raise KeyError(f"no MLIR element type for dtype {dtype}")
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits that one element takes in memory; a predicate takes a byte."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    if dtype in _NUMPY_DTYPES:
+        return np.dtype(_NUMPY_DTYPES[dtype]).itemsize * 8
+    if dtype.startswith("!quant"):
+        return 8
+    raise KeyError(f"unknown element type {dtype}")
+
+
+def is_float(dtype: str) -> bool:
+    """Whether an element type is a real floating-point type."""
+    return dtype.startswith(("f", "bf"))
+
+
+class Dense(NamedTuple):
+    """A constant's elements: `data` holds one element if `splat`, else all in row-major order."""
+
+    type: TensorType
+    data: bytes
+    splat: bool
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """The elements as a numpy array of the full shape (a broadcast view if splat)."""
+        flat = np.frombuffer(self.data, numpy_dtype(self.type.dtype))
+        if self.splat:
+            return np.broadcast_to(flat.reshape(()), self.type.shape)
+        return flat.reshape(self.type.shape)
+
+    @staticmethod
+    def of(array: Any, dtype: str) -> Dense:
+        """A constant from numpy elements; equal elements become a splat."""
+        elements = np.asarray(array, numpy_dtype(dtype))
+        kind = TensorType(tuple(elements.shape), dtype)
+        raw = elements.tobytes()
+        first = elements.reshape(-1)[:1].tobytes()
+        splat = elements.size > 0 and raw == first * elements.size
+        return Dense(kind, first if splat else raw, splat)
+
+
+class Opaque(NamedTuple):
+    """An attribute that no stage looks into, as MLIR text."""
+
+    text: str
+
+
+class DotDims(NamedTuple):
+    """`#stablehlo.dot`: which dims of each operand are batch and which are contracted."""
+
+    lhs_batch: tuple[int, ...]
+    rhs_batch: tuple[int, ...]
+    lhs_contract: tuple[int, ...]
+    rhs_contract: tuple[int, ...]
+
+
+class GatherDims(NamedTuple):
+    """`#stablehlo.gather`, StableHLO specification, section gather."""
+
+    offset_dims: tuple[int, ...]
+    collapsed_slice_dims: tuple[int, ...]
+    operand_batching_dims: tuple[int, ...]
+    start_indices_batching_dims: tuple[int, ...]
+    start_index_map: tuple[int, ...]
+    index_vector_dim: int
+
+
+class ScatterDims(NamedTuple):
+    """`#stablehlo.scatter`, StableHLO specification, section scatter."""
+
+    update_window_dims: tuple[int, ...]
+    inserted_window_dims: tuple[int, ...]
+    input_batching_dims: tuple[int, ...]
+    scatter_indices_batching_dims: tuple[int, ...]
+    scatter_dims_to_operand_dims: tuple[int, ...]
+    index_vector_dim: int
+
+
+class ShardingAttr(NamedTuple):
+    """A mark as the module states it, before there is a mesh to check it against.
+
+    Attributes:
+      dims: for each dim, the (axis name, pre, size) entries that split it; size 0: the whole axis.
+      open: for each dim, whether the compiler may split it further.
+    """
+
+    dims: tuple[tuple[tuple[str, int, int], ...], ...]
+    open: tuple[bool, ...]
+
+
+Attribute = Any
+"""bool | int | float | str | tuple | Dense | Opaque | a NamedTuple above | Body."""

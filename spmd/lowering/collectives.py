@@ -1,0 +1,75 @@
+"""Reshard steps as ops of the local program."""
+
+from __future__ import annotations
+
+from spmd.ir.builder import Builder, reducer_body
+from spmd.ir.program import Value
+from spmd.ir.types import TensorType
+from spmd.lowering.local import collective
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding, local_offset, local_shape
+from spmd.planning.reshard import Step
+
+
+def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: Mesh) -> Value:
+    """Appends one reshard step.
+
+    Args:
+      b: where to.
+      x: the local value, in `step.before`.
+      global_type: type of the whole value.
+      step: the step.
+      mesh: the mesh.
+
+    Returns:
+      The local value in `step.after`.
+    """
+    type_ = global_type.with_shape(local_shape(global_type.shape, step.after, mesh))
+    if step.kind == "slice":
+        attrs = {"axes": step.axes, "dim": step.dims[0]}
+        return b.op("spmd.local_slice", (x,), (type_,), attrs)[0]
+    if step.kind == "all_gather":
+        return collective(b, step.kind, x, type_, step.axes, all_gather_dim=step.dims[0])
+    if step.kind == "all_to_all":
+        source, target = step.dims
+        return collective(
+            b, step.kind, x, type_, step.axes, concat_dimension=source, split_dimension=target
+        )
+    if step.kind == "collective_permute":
+        pairs = permute_pairs(step.before, step.after, global_type.shape, mesh)
+        return collective(b, step.kind, x, type_, step.axes, pairs=pairs)
+    body = reducer_body(step.before.kind, type_.dtype)
+    if step.kind == "reduce_scatter":
+        return collective(
+            b, step.kind, x, type_, step.axes, scatter_dimension=step.dims[0], body=body
+        )
+    assert step.kind == "all_reduce", step.kind
+    return collective(b, step.kind, x, type_, step.axes, body=body)
+
+
+def permute_pairs(
+    before: Sharding, after: Sharding, shape: tuple[int, ...], mesh: Mesh
+) -> tuple[tuple[int, int], ...]:
+    """Who sends to whom so that tiles move from one sharding to another of equal local shape.
+
+    Every device sends once and receives once. A device that already holds what it needs keeps it.
+    """
+
+    def tile(sharding: Sharding, position: int) -> tuple[int, ...]:
+        term = mesh.coordinate(position, sharding.partial)
+        return (*local_offset(shape, sharding, mesh, position), term)
+
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for position in range(mesh.size):
+        holders.setdefault(tile(before, position), []).append(position)
+    pairs = []
+    waiting = []
+    for position in range(mesh.size):
+        needed = tile(after, position)
+        if tile(before, position) == needed:
+            holders[needed].remove(position)
+            pairs.append((position, position))
+        else:
+            waiting.append((needed, position))
+    pairs += [(holders[needed].pop(0), position) for needed, position in waiting]
+    return tuple(sorted(pairs))

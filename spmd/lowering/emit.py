@@ -1,0 +1,230 @@
+"""Emit: the local program as StableHLO text, with replica groups and source locations.
+
+Text is all that leaves the compiler; `execute` parses it once inside jax's own lowering. The
+generic form of MLIR is used throughout, so that no op needs a printer of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.ir.program import Body, Loc, Op, Program, Region, Value
+from spmd.ir.types import (
+    Attribute,
+    Dense,
+    DotDims,
+    GatherDims,
+    Opaque,
+    ScatterDims,
+    TensorType,
+    numpy_dtype,
+)
+from spmd.mesh.mesh import Mesh
+
+_NOT_EMITTED = {"reducer", "axes", "pairs"}
+_GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce_scatter"}
+_COLLECTIVES = {*_GLOBAL_IDS, "stablehlo.all_to_all", "stablehlo.collective_permute"}
+
+
+def emit(program: Program, mesh: Mesh) -> str:
+    """A module with one public function `main`, to be run on every device of the mesh."""
+    return _Emitter(program, mesh).run()
+
+
+class _Emitter:
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.program = program
+        self.mesh = mesh
+        self.lines: list[str] = []
+        self.names: dict[Value, str] = {}
+        self.locs: dict[Loc, str] = {}
+        self.channels = 0
+        self.groups: dict[tuple[int, ...], str] = {}
+
+    def run(self) -> str:
+        body = self.program.body
+        args = ", ".join(
+            f"{self.define((v,))}: {self.program.types[v]}" for v in body.args
+        )
+        outs = [self.program.types[v] for v in body.results]
+        results = ", ".join(map(str, outs))
+        self.lines.append(f"module @{_symbol(self.program.name)} {{")
+        self.lines.append(f"func.func public @main({args}) -> ({results}) {{")
+        self.ops(body.ops, self.program.types)
+        values = ", ".join(self.names[v] for v in body.results)
+        self.lines.append(f'"func.return"({values}) : ({results}) -> ()')
+        self.lines.append("}\n}")
+        aliases = [f"{alias} = {_loc_text(loc)}" for loc, alias in self.locs.items()]
+        return "\n".join(self.lines + aliases) + "\n"
+
+    def define(self, values: Sequence[Value]) -> str:
+        """Names for the results of one op."""
+        name = f"%{values[0]}"
+        if len(values) == 1:
+            self.names[values[0]] = name
+        else:
+            self.names.update((v, f"{name}#{i}") for i, v in enumerate(values))
+        return name if len(values) == 1 else f"{name}:{len(values)}"
+
+    def ops(self, ops: Sequence[Op], types: Sequence[TensorType]) -> None:
+        for op in ops:
+            self.op(op, types)
+
+    def op(self, op: Op, types: Sequence[TensorType]) -> None:
+        operands = ", ".join([self.names[v] for v in op.operands])
+        target = f"{self.define(op.results)} = " if op.results else ""
+        attrs = [f"{n} = {_attribute(a)}" for n, a in op.kind.attrs.items() if _is_emitted(n, a)]
+        if op.name in _COLLECTIVES:
+            attrs += self.collective_attrs(op)
+        kept_op_name = op.name
+        head = f'{target}"{kept_op_name}"({operands})'
+        bodies = [a for a in op.kind.attrs.values() if isinstance(a, Body)]
+        if op.name == "stablehlo.select_and_scatter":
+            bodies = [op.kind.attrs["select"], op.kind.attrs["scatter"]]
+        dictionary = f" {{{', '.join(attrs)}}}" if attrs else ""
+        signature = (
+            f"({', '.join(map(str, op.kind.operands))}) -> ({', '.join(map(str, op.kind.results))})"
+        )
+        tail = f"{dictionary} : {signature} loc({self.loc(op.loc)})"
+        if not op.regions and not bodies:
+            self.lines.append(head + tail)
+            return
+        self.lines.append(f"{head} ({{")
+        for i, body in enumerate(bodies):
+            self.separate(i)
+            self.body(body)
+        for i, region in enumerate(op.regions):
+            self.separate(i)
+            self.block(region, self.program.types)
+        self.lines.append("})" + tail)
+
+    def separate(self, index: int) -> None:
+        if index:
+            self.lines.append("}, {")
+
+    def block(self, region: Region, types: Sequence[TensorType]) -> None:
+        if region.args:
+            args = ", ".join(f"{self.define((v,))}: {types[v]}" for v in region.args)
+            self.lines.append(f"^bb0({args}):")
+        self.ops(region.ops, types)
+        values = ", ".join(self.names[v] for v in region.results)
+        result_types = ", ".join(str(types[v]) for v in region.results)
+        self.lines.append(f'"stablehlo.return"({values}) : ({result_types}) -> ()')
+
+    def body(self, body: Body) -> None:
+        """A scalar body: its own numbering is shadowed by a prefix."""
+        outer, self.names = self.names, {}
+        start = len(self.lines)
+        self.block(body.region, body.types)
+        self.lines[start:] = [line.replace("%", "%b") for line in self.lines[start:]]
+        self.names = outer
+
+    def collective_attrs(self, op: Op) -> list[str]:
+        self.channels += 1
+        handle = f"#stablehlo.channel_handle<handle = {self.channels}, type = 1>"
+        attrs = [f"channel_handle = {handle}"]
+        axes = op.kind.attrs["axes"]
+        if op.name == "stablehlo.collective_permute":
+            pairs = op.kind.attrs["pairs"]
+            text = ", ".join(f"[{a}, {b}]" for a, b in pairs)
+            return [*attrs, f"source_target_pairs = dense<[{text}]> : tensor<{len(pairs)}x2xi64>"]
+        if axes not in self.groups:
+            groups = self.mesh.groups(axes)
+            rows = ", ".join("[" + ", ".join(map(str, g)) + "]" for g in groups)
+            self.groups[axes] = f"dense<[{rows}]> : tensor<{len(groups)}x{len(groups[0])}xi64>"
+        attrs.append(f"replica_groups = {self.groups[axes]}")
+        if op.name == "stablehlo.all_to_all":
+            attrs.append(f"split_count = {self.mesh.extent(axes)} : i64")
+        if op.name in _GLOBAL_IDS:
+            attrs.append("use_global_device_ids")
+        return attrs
+
+    def loc(self, loc: Loc) -> str:
+        if not loc.scope and not loc.frames:
+            return "unknown"
+        short = Loc(loc.scope, loc.frames[:1])
+        return self.locs.setdefault(short, f"#loc{len(self.locs)}")
+
+
+def _is_emitted(name: str, attr: Attribute) -> bool:
+    return not isinstance(attr, Body) and name not in _NOT_EMITTED and "spmd." not in name
+
+
+def _symbol(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name) or "program"
+
+
+def _loc_text(loc: Loc) -> str:
+    name = json.dumps(loc.scope or "spmd")
+    if not loc.frames:
+        return f"loc({name})"
+    frame = loc.frames[0]
+    return f"loc({name}({json.dumps(frame.file)}:{frame.line}:0))"
+
+
+def _attribute(attr: Attribute) -> str:
+    """One attribute as MLIR text."""
+    if isinstance(attr, bool):
+        return "true" if attr else "false"
+    if isinstance(attr, int):
+        return f"{attr} : i64"
+    if isinstance(attr, str):
+        return json.dumps(attr)
+    if isinstance(attr, Opaque):
+        return attr.text
+    if isinstance(attr, Dense):
+        return _dense(attr)
+    if isinstance(attr, DotDims):
+        return _struct(
+            "dot",
+            lhs_batching_dimensions=attr.lhs_batch,
+            rhs_batching_dimensions=attr.rhs_batch,
+            lhs_contracting_dimensions=attr.lhs_contract,
+            rhs_contracting_dimensions=attr.rhs_contract,
+        )
+    if isinstance(attr, GatherDims):
+        return _struct("gather", **attr._asdict())
+    if isinstance(attr, ScatterDims):
+        return _struct("scatter", **attr._asdict())
+    if isinstance(attr, tuple):
+        if attr and isinstance(attr[0], bool):
+            return "array<i1: " + ", ".join("true" if a else "false" for a in attr) + ">"
+        return "array<i64" + (": " + ", ".join(map(str, attr)) if attr else "") + ">"
+    raise TypeError(f"attribute {attr!r} cannot be emitted")
+
+
+def _struct(name: str, **fields: Any) -> str:
+    parts = []
+    for field, value in fields.items():
+        if isinstance(value, tuple):
+            if value:
+                parts.append(f"{field} = [{', '.join(map(str, value))}]")
+        else:
+            parts.append(f"{field} = {value}")
+    return f"#stablehlo.{name}<{', '.join(parts)}>"
+
+
+def _dense(dense: Dense) -> str:
+    type_ = dense.type
+    if type_.size == 0:
+        return f"dense<> : {type_}"
+    if type_.dtype == "i1":
+        flags = np.frombuffer(dense.data, np.bool_)
+        if dense.splat:
+            return f"dense<{str(bool(flags[0])).lower()}> : {type_}"
+        return f"dense<{_nested(dense.array())}> : {type_}"
+    if type_.dtype.lstrip("u") in ("i2", "i4"):
+        text = str(int(dense.array().reshape(-1)[0])) if dense.splat else _nested(dense.array())
+        return f"dense<{text}> : {type_}"
+    little = np.frombuffer(dense.data, numpy_dtype(type_.dtype)).tobytes()
+    return f'dense<"0x{little.hex().upper()}"> : {type_}'
+
+
+def _nested(array: np.ndarray[Any, Any]) -> str:
+    if array.ndim == 0:
+        return str(bool(array)).lower() if array.dtype == np.bool_ else str(int(array))
+    return "[" + ", ".join(_nested(row) for row in array) + "]"

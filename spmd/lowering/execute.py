@@ -1,0 +1,94 @@
+"""Execute: the emitted module as a JAX primitive inside `shard_map` inside `jax.jit`.
+
+So dispatch, donation, multi-process arrays, the compilation cache, profiling and `jax.export` are
+jax's own. The module is merged into the surrounding one when jax lowers the primitive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
+
+from spmd.ir.types import TensorType, numpy_dtype
+from spmd.lowering.partition import Partitioned
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding
+from spmd.mesh.spec import jax_mesh, partition_spec
+
+_program = Primitive("spmd_program")
+_program.multiple_results = True
+
+
+@_program.def_abstract_eval
+def _abstract(*_: Any, module: str, out_types: tuple[TensorType, ...]) -> list[Any]:
+    return [jax.core.ShapedArray(t.shape, numpy_dtype(t.dtype)) for t in out_types]
+
+
+def _lower(ctx: Any, *args: Any, module: str, out_types: tuple[TensorType, ...]) -> Any:
+    source = ir.Module.parse(module)
+    main = source.body.operations[0]
+    results = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
+    name = mlir.merge_mlir_modules(
+        ctx.module_context.module,
+        "spmd_main",
+        source,
+        dst_symtab=ctx.module_context.symbol_table,
+    )
+    return func.CallOp(list(results), ir.FlatSymbolRefAttr.get(name), args).results
+
+
+mlir.register_lowering(_program, _lower)
+
+
+def executable(
+    partitioned: Partitioned, module: str, donate: Sequence[int], devices: Any = None
+) -> Any:
+    """A jitted function of the flat global arguments that runs the emitted module.
+
+    Args:
+      partitioned: gives the boundary shardings and local result types.
+      module: emitted StableHLO text.
+      donate: flat indices of donated arguments.
+      devices: the mesh's jax devices in order; the process's own by id when left out.
+
+    Returns:
+      A `jax.jit` function; lower and compile it, or call it.
+    """
+    mesh = jax_mesh(partitioned.mesh, devices)
+    types = partitioned.program.types
+    out_types = tuple(types[v] for v in partitioned.program.body.results)
+
+    def run(*args: Any) -> Any:
+        return tuple(_program.bind(*args, module=module, out_types=out_types))
+
+    def specs(shardings: Sequence[Sharding]) -> tuple[Any, ...]:
+        return tuple(partition_spec(s, partitioned.mesh) for s in shardings)
+
+    def named(shardings: Sequence[Sharding]) -> tuple[Any, ...]:
+        return tuple(jax.sharding.NamedSharding(mesh, spec) for spec in specs(shardings))
+
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=specs(partitioned.arguments),
+        out_specs=specs(partitioned.results),
+        check_vma=False,
+    )
+    return jax.jit(
+        mapped,
+        in_shardings=named(partitioned.arguments),
+        out_shardings=named(partitioned.results),
+        donate_argnums=tuple(donate),
+        keep_unused=True,
+    )
+
+
+def named_shardings(shardings: Sequence[Sharding], mesh: Mesh, jmesh: Any) -> tuple[Any, ...]:
+    """Boundary shardings as jax's own."""
+    return tuple(jax.sharding.NamedSharding(jmesh, partition_spec(s, mesh)) for s in shardings)

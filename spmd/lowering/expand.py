@@ -1,0 +1,79 @@
+"""Last rewrite before emission: `spmd.*` helper ops become StableHLO arithmetic.
+
+before: `%1 = spmd.axis_index {data}`         (mesh data=4, model=2)
+after:  `%1 = convert(partition_id) / 2 % 4`
+
+before: `%3 = spmd.local_slice %2 {data} dim=0`
+after:  `%3 = dynamic_slice %2, axis_index * piece, 0`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd.ir.builder import Builder
+from spmd.ir.program import Op, Program, Value
+from spmd.ir.rewrite import rewrite_ops
+from spmd.ir.types import TensorType
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes
+
+
+def expand(program: Program, mesh: Mesh) -> Program:
+    """Replaces every `spmd.*` op of a local program."""
+
+    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        if op.name == "spmd.axis_index":
+            return (_axis_index(b, op.kind.attrs["axes"], mesh),)
+        if op.name == "spmd.local_slice":
+            return (_local_slice(b, op, operands[0], mesh),)
+        return None
+
+    return rewrite_ops(program, rewrite)
+
+
+def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
+    def make() -> Value:
+        position = b.once("partition_id", lambda: _partition_id(b))
+        index: Value | None = None
+        for stride, size in _runs(axes, mesh):
+            part = position
+            if stride > 1:
+                part = b.binary("divide", part, b.constant(stride, "i32"))
+            if stride * size < mesh.size:
+                part = b.binary("remainder", part, b.constant(size, "i32"))
+            if index is None:
+                index = part
+            else:
+                scaled = b.binary("multiply", index, b.constant(size, "i32"))
+                index = b.binary("add", scaled, part)
+        return index if index is not None else b.constant(0, "i32")
+
+    return b.once(("index", axes), make)
+
+
+def _partition_id(b: Builder) -> Value:
+    (raw,) = b.op("stablehlo.partition_id", (), (TensorType((), "ui32"),))
+    return b.convert(raw, "i32")
+
+
+def _runs(axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
+    """Atoms as (stride, size), neighbours in the flattened mesh merged."""
+    runs: list[tuple[int, int]] = []
+    for a in axes:
+        atom = mesh.atoms[a]
+        if runs and runs[-1][0] == atom.stride * atom.size:
+            runs[-1] = (atom.stride, runs[-1][1] * atom.size)
+        else:
+            runs.append((atom.stride, atom.size))
+    return runs
+
+
+def _local_slice(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
+    dim = op.kind.attrs["dim"]
+    shape = op.kind.results[0].shape
+    index = _axis_index(b, op.kind.attrs["axes"], mesh)
+    start = b.binary("multiply", index, b.constant(shape[dim], "i32"))
+    zero = b.constant(0, "i32")
+    starts = [start if d == dim else zero for d in range(len(shape))]
+    return b.dynamic_slice(x, starts, shape)

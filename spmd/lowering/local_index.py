@@ -1,0 +1,144 @@
+"""Local lowerings of gather, scatter and sort."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmd.ir.builder import Builder, identity_element, reducer_body
+from spmd.ir.program import Value
+from spmd.ir.types import GatherDims, ScatterDims, TensorType
+from spmd.lowering.local import LocalOp, local, offset, same_op
+from spmd.mesh.sharding import Axes
+from spmd.propagation.projection import reduced_axes
+
+local("stablehlo.sort")(same_op)
+
+
+@local("stablehlo.gather")
+def _gather(op: LocalOp) -> tuple[Value, ...]:
+    """Looks up what lies in this device's piece; elsewhere the slice is zero, a term of the sum.
+
+    Out-of-range starts are clamped against the whole table first, as the specification asks.
+    """
+    b, dims = op.b, op.attrs["dimension_numbers"]
+    assert isinstance(dims, GatherDims)
+    table, indices = op.operands
+    piece = b.types[table].shape
+    rule_table = op.rule.operands[0]
+    sizes = tuple(
+        piece[d] if op.split(rule_table, d) and d not in dims.start_index_map else size
+        for d, size in enumerate(op.attrs["slice_sizes"])
+    )
+    whole = op.op.kind.operands[0].shape
+    sizes = tuple(
+        piece[d] if size == whole[d] and size > 1 else size for d, size in enumerate(sizes)
+    )
+    split = [
+        op.split(rule_table, d) if op.attrs["slice_sizes"][d] == 1 else ()
+        for d in dims.start_index_map
+    ]
+    if not any(split):
+        return op.emit(slice_sizes=sizes)
+    indices = _as_signed(b, indices)
+    last = [whole[d] - op.attrs["slice_sizes"][d] for d in dims.start_index_map]
+    vector = _VectorDim(b, indices, dims.index_vector_dim)
+    clamped = b.binary("minimum", b.binary("maximum", indices, vector.of([0] * len(last))),
+                       vector.of(last))  # fmt: skip
+    local_index = b.binary("subtract", clamped, vector.offsets(split, piece, dims.start_index_map))
+    far = np.iinfo(np.int32).max
+    upper = [piece[d] - 1 if axes else far for d, axes in zip(dims.start_index_map, split)]  # noqa: B905
+    lower = [0 if axes else -far for axes in split]
+    inside = b.binary(
+        "and",
+        b.compare("GE", local_index, vector.of(lower)),
+        b.compare("LE", local_index, vector.of(upper)),
+    )
+    (found,) = op.emit([table, local_index], slice_sizes=sizes)
+    type_ = b.types[found]
+    batch = [d for d in range(type_.rank) if d not in dims.offset_dims]
+    mask = b.broadcast(vector.all(inside), type_.shape, batch)
+    return (b.select(mask, found, b.splat(0, type_)),)
+
+
+@local("stablehlo.scatter")
+def _scatter(op: LocalOp) -> tuple[Value, ...]:
+    """Updates that fall outside this device's piece are out of range there, and so dropped."""
+    b, dims = op.b, op.attrs["scatter_dimension_numbers"]
+    assert isinstance(dims, ScatterDims)
+    count = (len(op.operands) - 1) // 2
+    tables, indices, updates = op.operands[:count], op.operands[count], op.operands[count + 1 :]
+    axes = reduced_axes(op.rule, op.choice.assignment)
+    reducer = op.attrs["reducer"]
+    if axes and reducer not in ("max", "min", "and", "or"):
+        first = op.is_first(axes)
+        tables = tuple(
+            b.select(first, t, b.splat(identity_element(reducer, b.types[t].dtype), b.types[t]))
+            for t in tables
+        )
+    split = [op.split(op.rule.operands[0], d) for d in dims.scatter_dims_to_operand_dims]
+    split = [
+        s if d in dims.inserted_window_dims else ()
+        for s, d in zip(split, dims.scatter_dims_to_operand_dims, strict=True)
+    ]
+    if any(split):
+        indices = _as_signed(b, indices)
+        vector = _VectorDim(b, indices, dims.index_vector_dim)
+        starts = vector.offsets(split, b.types[tables[0]].shape, dims.scatter_dims_to_operand_dims)
+        indices = b.binary("subtract", indices, starts)
+    return op.emit([*tables, indices, *updates])
+
+
+def _as_signed(b: Builder, indices: Value) -> Value:
+    """Indices in a type that can hold a local, possibly negative, index."""
+    dtype = b.types[indices].dtype
+    return indices if dtype in ("i32", "i64") else b.convert(indices, "i32")
+
+
+class _VectorDim:
+    """The dim of an index tensor that holds the components of one index (it may be implicit)."""
+
+    def __init__(self, b: Builder, indices: Value, dim: int) -> None:
+        self.b = b
+        self.type = b.types[indices]
+        self.dim = dim
+
+    def of(self, numbers: Sequence[int]) -> Value:
+        """One constant a component, in the shape of the indices."""
+        return self.spread(self.b.constant(np.asarray(numbers), self.type.dtype))
+
+    def offsets(
+        self, split: Sequence[Axes], piece: Sequence[int], components: Sequence[int]
+    ) -> Value:
+        """Where this device's piece starts, for each component, in the shape of the indices."""
+        b = self.b
+        parts = []
+        for axes, d in zip(split, components, strict=True):
+            start = offset(b, axes, piece[d]) if axes else b.constant(0, "i32")
+            parts.append(b.reshape(b.convert(start, self.type.dtype), (1,)))
+        joined = parts[0]
+        if len(parts) > 1:
+            result = TensorType((len(parts),), self.type.dtype)
+            (joined,) = b.op("stablehlo.concatenate", parts, (result,), {"dimension": 0})
+        return self.spread(joined)
+
+    def spread(self, vector: Value) -> Value:
+        b = self.b
+        if self.dim == self.type.rank:
+            return b.broadcast(b.reshape(vector, ()), self.type.shape)
+        return b.broadcast(vector, self.type.shape, (self.dim,))
+
+    def all(self, flags: Value) -> Value:
+        """Whether all components of each index are flagged."""
+        b = self.b
+        if self.dim == self.type.rank:
+            return flags
+        shape = self.type.shape[: self.dim] + self.type.shape[self.dim + 1 :]
+        attrs = {
+            "dimensions": (self.dim,),
+            "body": reducer_body("and", "i1"),
+            "reducer": "and",
+        }
+        true = b.constant(True, "i1")
+        return b.op("stablehlo.reduce", (flags, true), (TensorType(shape, "i1"),), attrs)[0]

@@ -1,0 +1,37 @@
+"""The rewrites of the local program, in order."""
+
+from __future__ import annotations
+
+from spmd.ir.program import Program, Region, Value, free_values
+from spmd.lowering.optimize_combine import SMALL_BYTES, combine
+from spmd.lowering.optimize_dedupe import dedupe
+from spmd.lowering.optimize_reduce_scatter import reduce_scatter
+
+
+def optimize(program: Program, combine_bytes: int = SMALL_BYTES) -> Program:
+    """Applies every rewrite once, in the order in which one makes work for the next."""
+    program = dedupe(program)
+    program = reduce_scatter(program)
+    program = remove_dead(program)
+    return combine(program, combine_bytes)
+
+
+def remove_dead(program: Program) -> Program:
+    """Drops ops whose results nobody reads (effects are kept)."""
+
+    def region(old: Region, needed: set[Value]) -> Region:
+        needed |= set(old.results)
+        kept = []
+        for op in reversed(old.ops):
+            effect = op.name == "stablehlo.custom_call" or not op.results
+            if not effect and not any(v in needed for v in op.results):
+                continue
+            if op.regions:
+                for inner in op.regions:
+                    needed |= set(free_values(inner))
+                op = op._replace(regions=tuple(region(r, set()) for r in op.regions))
+            needed |= set(op.operands)
+            kept.append(op)
+        return Region(old.args, tuple(reversed(kept)), old.results)
+
+    return program._replace(body=region(program.body, set()))

@@ -1,0 +1,42 @@
+"""Rewrite: equal ops over equal operands are done once.
+
+before: `%2 = all_gather %1 {data}; ...; %7 = all_gather %1 {data}`
+after:  `%2 = all_gather %1 {data}; ...` and every use of `%7` reads `%2`
+
+An op inside a region may reuse one that is visible from it, never the other way round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmd.ir.program import Op, Program, Region, Value
+
+_KEEP = ("stablehlo.custom_call", "stablehlo.rng", "stablehlo.optimization_barrier")
+
+
+def dedupe(program: Program) -> Program:
+    """Removes ops that repeat a visible one; the first stays where it is."""
+    same: dict[Value, Value] = {}
+
+    def region(old: Region, visible: dict[Any, Op]) -> Region:
+        ops = []
+        seen = dict(visible)
+        for op in old.ops:
+            operands = tuple([same.get(v, v) for v in op.operands])
+            if op.regions:
+                op = op._replace(
+                    operands=operands, regions=tuple(region(r, seen) for r in op.regions)
+                )
+            elif op.name not in _KEEP:
+                first = seen.setdefault((op.kind, operands), op)
+                if first is not op:
+                    same.update(zip(op.results, (same.get(v, v) for v in first.results), strict=True))
+                    continue
+                op = op._replace(operands=operands)
+            else:
+                op = op._replace(operands=operands)
+            ops.append(op)
+        return Region(old.args, tuple(ops), tuple(same.get(v, v) for v in old.results))
+
+    return program._replace(body=region(program.body, {}))

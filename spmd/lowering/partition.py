@@ -1,0 +1,225 @@
+"""Partition: the global program and its plan -> one program for every device.
+
+Every value exists locally in the shardings that its uses want; each is made once where it is
+visible, from the cheapest copy there is. Cheap values are made anew in every sharding wanted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from spmd.ir.builder import Builder
+from spmd.ir.control_flow import producers_of
+from spmd.ir.program import Loc, Op, Program, Region, Value
+from spmd.ir.types import TensorType
+from spmd.lowering import (  # noqa: F401 (they fill the table of local lowerings)
+    local_contract,
+    local_elementwise,
+    local_index,
+    local_shape,
+)
+from spmd.lowering.collectives import apply_step
+from spmd.lowering.local import LocalOp, lower_op
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding, format_sharding, replicated
+from spmd.mesh.sharding import local_shape as shape_on_device
+from spmd.planning.plan import Choice, Plan
+from spmd.planning.reshard import Path, reshard
+from spmd.propagation.projection import project
+from spmd.propagation.registry import rule_of
+
+
+class Partitioned(NamedTuple):
+    """A local program and how its boundary lies on the mesh.
+
+    Attributes:
+      program: runs on every device; its only communication is explicit collectives.
+      mesh: the mesh.
+      arguments, results: shardings of the global arguments and results.
+    """
+
+    program: Program
+    mesh: Mesh
+    arguments: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+
+
+def partition(plan: Plan) -> Partitioned:
+    """Rewrites a planned program for one device."""
+    return _Partitioner(plan).run()
+
+
+class _Partitioner:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.mesh = plan.mesh
+        self.types = plan.program.types
+        self.cheap = plan.propagated.cheap
+        self.producers = producers_of(plan.program)
+        self.b = Builder()
+        self.copies: list[dict[Value, dict[Sharding, Value]]] = [{}]
+        self.use = ""
+
+    def run(self) -> Partitioned:
+        program = self.plan.program
+        args = [
+            self.bind(value, sharding)
+            for value, sharding in zip(program.body.args, self.plan.arguments, strict=True)
+        ]
+        self.b.begin()
+        for op in program.body.ops:
+            self.op(op)
+        results = []
+        for i, (value, sharding) in enumerate(
+            zip(program.body.results, self.plan.results, strict=True)
+        ):
+            self.b.loc = Loc(frames=self.frames(value))
+            self.use = f"result {program.result_names[i]}"
+            results.append(self.get(value, sharding))
+        local = Program(
+            program.name,
+            tuple(self.b.types),
+            self.b.end(args, results),
+            program.arg_names,
+            program.result_names,
+        )
+        local = local._replace(types=tuple(self.b.types))
+        return Partitioned(local, self.mesh, self.plan.arguments, self.plan.results)
+
+    def frames(self, value: Value) -> tuple:  # type: ignore[type-arg]
+        op = self.producers.get(value)
+        return op.loc.frames if op else ()
+
+    # Values.
+
+    def local_type(self, value: Value, sharding: Sharding) -> TensorType:
+        type_ = self.types[value]
+        return type_.with_shape(shape_on_device(type_.shape, sharding, self.mesh))
+
+    def bind(self, value: Value, sharding: Sharding) -> Value:
+        """A new local value for a block argument."""
+        local = self.b.value(self.local_type(value, sharding))
+        self.copies[-1][value] = {sharding: local}
+        return local
+
+    def get(self, value: Value, wanted: Sharding) -> Value:
+        """The local value in the wanted sharding, made if it does not exist here yet."""
+        for scope in self.copies:
+            found = scope.get(value, {}).get(wanted)
+            if found is not None:
+                return found
+        if value in self.cheap:
+            made = self.recompute(value, wanted)
+        else:
+            made = self.convert(value, wanted)
+        self.copies[-1].setdefault(value, {})[wanted] = made
+        return made
+
+    def recompute(self, value: Value, wanted: Sharding) -> Value:
+        """A cheap value's own op again, at the wanted sharding."""
+        op = self.producers[value]
+        rule = rule_of(op.kind, op.loc)
+        assignment = [()] * len(rule.factors)
+        for dim, axes in zip(rule.results[0], wanted.dims, strict=True):
+            assignment[dim[0]] = axes  # type: ignore[call-overload]
+        fixed = tuple(assignment)
+        sizes = self.mesh.atom_sizes
+        needed = tuple(project(rule, dims, fixed, sizes) for dims in rule.operands)
+        operands = [self.get(v, s) for v, s in zip(op.operands, needed, strict=True)]
+        outer, self.b.loc = self.b.loc, op.loc
+        choice = Choice(fixed, needed, (wanted,))
+        (made,) = lower_op(LocalOp(self.b, self.mesh, op, choice, operands))
+        self.b.loc = outer
+        return made
+
+    def convert(self, value: Value, wanted: Sharding) -> Value:
+        """The cheapest reshard from the copies that are visible."""
+        have, local, path = self.best_source(value, wanted)
+        outer = self.b.loc
+        note = (
+            f"{self.use} needs {format_sharding(wanted, self.mesh)}, "
+            f"it is {format_sharding(have, self.mesh)}"
+        )
+        self.b.loc = outer._replace(note=note)
+        for step in path.steps:
+            local = apply_step(self.b, local, self.types[value], step, self.mesh)
+            if step.after != wanted:
+                self.copies[-1].setdefault(value, {}).setdefault(step.after, local)
+        self.b.loc = outer
+        return local
+
+    def best_source(self, value: Value, wanted: Sharding) -> tuple[Sharding, Value, Path]:
+        options = []
+        for scope in self.copies:
+            for have, local in scope.get(value, {}).items():
+                if set(wanted.partial) <= set(have.partial):
+                    path = reshard(have, wanted, self.types[value], self.mesh, self.plan.topology)
+                    options.append((path.seconds, len(options), have, local, path))
+        _, _, have, local, path = min(options, key=lambda option: option[:2])
+        return have, local, path
+
+    # Ops.
+
+    def op(self, op: Op) -> None:
+        if op.regions:
+            self.control_flow(op)
+            return
+        if all(v in self.cheap for v in op.results):
+            return
+        choice = self.plan.choice(op)
+        self.b.loc = op.loc
+        operands = [
+            self.operand(op, i, v, s)
+            for i, (v, s) in enumerate(zip(op.operands, choice.operands, strict=True))
+        ]
+        results = lower_op(LocalOp(self.b, self.mesh, op, choice, operands))
+        for value, sharding, local in zip(op.results, choice.results, results, strict=True):
+            self.copies[-1][value] = {sharding: local}
+
+    def operand(self, op: Op, index: int, value: Value, wanted: Sharding) -> Value:
+        self.use = "the mark" if op.name == "spmd.mark" else f"operand {index} of {op.name}"
+        return self.get(value, wanted)
+
+    def control_flow(self, op: Op) -> None:
+        choice = self.plan.choice(op)
+        self.b.loc = op.loc
+        operands = [
+            self.operand(op, i, v, s)
+            for i, (v, s) in enumerate(zip(op.operands, choice.operands, strict=True))
+        ]
+        is_loop = op.name == "stablehlo.while"
+        regions = []
+        for number, region in enumerate(op.regions):
+            states = choice.results
+            if is_loop and number == 0:  # the condition
+                states = tuple(replicated(self.types[v].rank) for v in region.results)
+            regions.append(self.region(op, region, choice.results if is_loop else (), states))
+        self.b.loc = op.loc
+        types = tuple(
+            self.local_type(v, s) for v, s in zip(op.results, choice.results, strict=True)
+        )
+        attrs = op.kind.attrs
+        results = self.b.op(op.name, operands, types, attrs, tuple(regions))
+        for value, sharding, local in zip(op.results, choice.results, results, strict=True):
+            self.copies[-1][value] = {sharding: local}
+
+    def region(
+        self,
+        op: Op,
+        region: Region,
+        arguments: tuple[Sharding, ...],
+        results: tuple[Sharding, ...],
+    ) -> Region:
+        self.copies.append({})
+        args = [self.bind(v, s) for v, s in zip(region.args, arguments, strict=True)]
+        self.b.begin()
+        for inner in region.ops:
+            self.op(inner)
+        self.b.loc = op.loc
+        outs = []
+        for i, (value, sharding) in enumerate(zip(region.results, results, strict=True)):
+            self.use = f"result {i} of the body of {op.name}"
+            self.b.loc = Loc(op.loc.scope, self.frames(value) or op.loc.frames)
+            outs.append(self.get(value, sharding))
+        self.copies.pop()
+        return self.b.end(args, outs)

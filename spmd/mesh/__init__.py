@@ -1,0 +1,1 @@
+"""Meshes, axes, shardings and the machines they lie on."""

@@ -1,0 +1,303 @@
+"""`Mesh`: named axes over devices, and the atoms that sub-axes are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A prime-sized piece of a mesh axis: the unit that shardings are written in.
+
+    Axis `data` of size 4 has the atoms `data:(1)2` and `data:(2)2`, major first. A whole axis, and
+    every sub-axis of it, is a run of neighbouring atoms, so that sub-axis algebra is tuple algebra.
+
+    Attributes:
+      axis: index of the mesh axis.
+      pre: product of the sizes of the same axis's more major atoms.
+      size: a prime.
+      stride: how far apart in the flattened mesh two neighbours along this atom are.
+    """
+
+    axis: int
+    pre: int
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices arranged along named axes.
+
+    Args:
+      device_ids: one id for each device, in row-major order of `shape`; `None` for `0, 1, 2, ...`.
+      shape: size of each axis.
+      axis_names: name of each axis, major first.
+
+    Raises:
+      MeshError: sizes and names that don't match, a repeated name or a repeated device.
+
+    Example:
+      >>> Mesh(range(8), (4, 2), ("data", "model"))
+      Mesh(device_ids=range(8), shape=(4, 2), axis_names=('data', 'model'))
+    """
+
+    device_ids: tuple[int, ...]
+    sizes: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    dcn_sizes: tuple[int, ...] = field(default=(), repr=False)
+
+    def __init__(
+        self,
+        device_ids: Iterable[int] | Any | None,
+        shape: Sequence[int],
+        axis_names: Sequence[str],
+        dcn_shape: Sequence[int] = (),
+    ) -> None:
+        sizes = tuple(int(size) for size in shape)
+        names = tuple(axis_names)
+        _check_axes(sizes, names)
+        count = math.prod(sizes)
+        ids = (
+            tuple(range(count))
+            if device_ids is None
+            else tuple(int(i) for i in np.asarray(tuple(device_ids)).reshape(-1))
+        )
+        _check_devices(ids, sizes)
+        object.__setattr__(self, "device_ids", ids)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "axis_names", names)
+        object.__setattr__(self, "dcn_sizes", tuple(dcn_shape) or (1,) * len(sizes))
+
+    def __repr__(self) -> str:
+        ids: object = self.device_ids
+        if self.device_ids == tuple(range(self.size)):
+            ids = range(self.size)
+        return f"Mesh(device_ids={ids}, shape={self.sizes}, axis_names={self.axis_names})"
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.sizes, strict=True))
+
+    @cached_property
+    def shape(self) -> Mapping[str, int]:
+        """Axis name -> size, in the order of the axes."""
+        return MappingProxyType(dict(zip(self.axis_names, self.sizes, strict=True)))
+
+    @cached_property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.sizes)
+
+    @cached_property
+    def atoms(self) -> tuple[Atom, ...]:
+        """All atoms, axis by axis, major first; an axis of size 1 has none."""
+        found: list[Atom] = []
+        stride = self.size
+        for axis, size in enumerate(self.sizes):
+            pre = 1
+            for prime in prime_factors(size):
+                stride //= prime
+                found.append(Atom(axis, pre, prime, stride))
+                pre *= prime
+        return tuple(found)
+
+    @cached_property
+    def atom_sizes(self) -> tuple[int, ...]:
+        """Size of each atom."""
+        return tuple(atom.size for atom in self.atoms)
+
+    @cached_property
+    def axis_atoms(self) -> Mapping[str, tuple[int, ...]]:
+        """Axis name -> its atoms (indices into `atoms`), major first."""
+        return {
+            name: tuple(i for i, atom in enumerate(self.atoms) if atom.axis == axis)
+            for axis, name in enumerate(self.axis_names)
+        }
+
+    def atoms_of(self, axes: Iterable[str]) -> tuple[int, ...]:
+        """The atoms of several whole axes, in the order given."""
+        return tuple(atom for name in axes for atom in self.axis_atoms[name])
+
+    def extent(self, atoms: Iterable[int]) -> int:
+        """Product of the sizes of some atoms: how many pieces they split a dim into."""
+        sizes = self.atom_sizes
+        return math.prod(sizes[a] for a in atoms)
+
+    def coordinate(self, position: int, atoms: Sequence[int]) -> int:
+        """The mixed-radix coordinate of the device at `position` (row-major) along some atoms."""
+        index = 0
+        for a in atoms:
+            atom = self.atoms[a]
+            index = index * atom.size + position // atom.stride % atom.size
+        return index
+
+    def groups(self, atoms: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Replica groups of a collective over some atoms, as positions in the flattened mesh.
+
+        Within a group, members are ordered by their coordinate along `atoms` (major to minor);
+        groups are ordered by their first member.
+        """
+        members: dict[tuple[int, ...], list[int]] = {}
+        rest = [a for a in range(len(self.atoms)) if a not in atoms]
+        for position in range(self.size):
+            key = tuple(self.coordinate(position, [a]) for a in rest)
+            members.setdefault(key, []).append(position)
+        ordered = [
+            tuple(sorted(group, key=lambda p: self.coordinate(p, atoms)))
+            for group in members.values()
+        ]
+        return tuple(sorted(ordered))
+
+
+def make_mesh(devices: Sequence[Any] | None = None, /, **axes: int) -> Mesh:
+    """A mesh over the visible devices, one keyword an axis, major first.
+
+    The device order comes from `jax.experimental.mesh_utils`, which places neighbours along the
+    minor axes on the fastest links.
+
+    Args:
+      devices: jax devices to use; all visible ones (as many as the axes need) when left out.
+      **axes: size of each axis.
+
+    Returns:
+      A `Mesh`.
+
+    Raises:
+      MeshError: the axes need more devices than there are.
+
+    Example:
+      >>> mesh = make_mesh(data=4, model=2)
+    """
+    import jax
+    from jax.experimental import mesh_utils
+
+    names, sizes = tuple(axes), tuple(axes.values())
+    _check_axes(sizes, names)
+    needed = math.prod(sizes)
+    available = list(jax.devices() if devices is None else devices)
+    if needed > len(available):
+        raise MeshError(
+            f"mesh {_describe(names, sizes)} needs {needed} devices",
+            actual=f"{len(available)} {available[0].platform} devices are visible",
+            required=f"{needed} = {' x '.join(map(str, sizes))}",
+            fix="make the mesh smaller, or, to try things on a CPU, set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax starts",
+        )
+    used = available[:needed]
+    arranged = mesh_utils.create_device_mesh(sizes, devices=used, allow_split_physical_axes=True)
+    return Mesh([device.id for device in arranged.flat], sizes, names)
+
+
+def HybridMesh(  # noqa: N802 (a constructor, named like one)
+    ici: Mapping[str, int],
+    dcn: Mapping[str, int],
+    *,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh over several slices: each axis is its `dcn` part (major) times its `ici` part.
+
+    Args:
+      ici: axis -> size within a slice (fast links).
+      dcn: axis -> size across slices (data-centre network); axes left out have size 1.
+      devices: jax devices; all visible ones when left out.
+
+    Returns:
+      A `Mesh` whose `dcn_sizes` records how much of each axis crosses slices.
+
+    Raises:
+      MeshError: an axis of `dcn` that `ici` lacks, or more devices than there are.
+
+    Example:
+      >>> mesh = HybridMesh(ici={"data": 4, "model": 4}, dcn={"data": 2})   # data=8, model=4
+    """
+    import jax
+    from jax.experimental import mesh_utils
+
+    unknown = [name for name in dcn if name not in ici]
+    if unknown:
+        raise MeshError(
+            f"axis {unknown[0]!r} of `dcn` is not among the axes of `ici`",
+            actual=f"ici: {', '.join(ici)}",
+            fix=f"add {unknown[0]!r}: 1 to `ici` if it only crosses slices",
+        )
+    names = tuple(ici)
+    inner = tuple(ici.values())
+    outer = tuple(dcn.get(name, 1) for name in names)
+    sizes = tuple(i * o for i, o in zip(inner, outer, strict=True))
+    _check_axes(sizes, names)
+    available = list(jax.devices() if devices is None else devices)
+    needed = math.prod(sizes)
+    if needed > len(available):
+        raise MeshError(
+            f"hybrid mesh {_describe(names, sizes)} needs {needed} devices",
+            actual=f"{len(available)} devices are visible",
+            fix="make the mesh smaller",
+        )
+    used = available[:needed]
+    slices = {getattr(device, "slice_index", None) for device in used}
+    if len(slices) == math.prod(outer) > 1:
+        arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=used)
+    else:  # one slice, or devices without slices: the same logical layout over what there is
+        blocks = np.asarray(used, dtype=object).reshape(outer + inner)
+        order = [k for i in range(len(names)) for k in (i, i + len(names))]
+        arranged = blocks.transpose(order).reshape(sizes)
+    return Mesh([device.id for device in arranged.flat], sizes, names, dcn_shape=outer)
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """Prime factors in ascending order, so that the major parts of an axis divide most dims."""
+    found: list[int] = []
+    prime = 2
+    while number > 1:
+        while number % prime == 0:
+            found.append(prime)
+            number //= prime
+        prime += 1
+    return tuple(found)
+
+
+def _describe(names: Sequence[str], sizes: Sequence[int]) -> str:
+    return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)) + ")"
+
+
+def _check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
+    if len(sizes) != len(names):
+        raise MeshError(
+            f"a mesh needs one name for each axis: {len(sizes)} sizes and {len(names)} names",
+            actual=f"shape {tuple(sizes)}, axis_names {tuple(names)}",
+            fix="give as many names as sizes",
+        )
+    for name, size in zip(names, sizes, strict=True):
+        if not isinstance(name, str) or not name:
+            raise MeshError(f"axis name {name!r} is not a non-empty string", fix="name the axis")
+        if size < 1:
+            raise MeshError(
+                f"axis {name!r} has size {size}", required="a size of at least 1", fix="enlarge it"
+            )
+    repeated = {name for name in names if list(names).count(name) > 1}
+    if repeated:
+        raise MeshError(
+            f"axis name {sorted(repeated)[0]!r} is used twice in one mesh",
+            actual=_describe(names, sizes),
+            fix="give every axis its own name",
+        )
+
+
+def _check_devices(ids: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    if len(ids) != math.prod(sizes):
+        raise MeshError(
+            f"shape {sizes} needs {math.prod(sizes)} devices and {len(ids)} ids were given",
+            fix="give one id for each device",
+        )
+    if len(set(ids)) != len(ids):
+        twice = next(i for i in ids if ids.count(i) > 1)
+        raise MeshError(f"device {twice} appears twice in the mesh", fix="use each device once")

@@ -1,0 +1,157 @@
+"""`Sharding`: how one value lies on a mesh, in atoms; local shapes and offsets; its text form."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from spmd.errors import SpecError
+from spmd.mesh.mesh import Mesh
+
+Axes = tuple[int, ...]
+"""Atoms of a mesh, major to minor."""
+
+
+class Sharding(NamedTuple):
+    """For one value: ordered atoms for each dim, plus the atoms over which it is still partial.
+
+    Attributes:
+      dims: for each dim, the atoms that split it, major to minor.
+      partial: atoms over which every device holds only a term of the value, ascending.
+      kind: how those terms combine: `add`, `mul`, `max`, `min`, `and`, `or`, `xor`; `""` if none.
+    """
+
+    dims: tuple[Axes, ...]
+    partial: Axes = ()
+    kind: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Number of dims."""
+        return len(self.dims)
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Every atom that splits a dim or is partial."""
+        return frozenset(a for axes in self.dims for a in axes) | frozenset(self.partial)
+
+    def full(self) -> Sharding:
+        """The same tiling with nothing partial."""
+        return Sharding(self.dims) if self.partial else self
+
+    def with_partial(self, partial: Iterable[int], kind: str) -> Sharding:
+        """The same tiling, partial over `partial`."""
+        atoms = tuple(sorted(set(partial)))
+        return Sharding(self.dims, atoms, kind if atoms else "")
+
+
+def replicated(rank: int) -> Sharding:
+    """The sharding of a value that every device holds whole."""
+    return Sharding(((),) * rank)
+
+
+def is_legal(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Whether ranks agree, no atom is used twice, and every dim divides."""
+    atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
+    if len(sharding.dims) != len(shape) or len(set(atoms)) != len(atoms):
+        return False
+    if bool(sharding.partial) != bool(sharding.kind):
+        return False
+    return all(
+        size % mesh.extent(axes) == 0 for size, axes in zip(shape, sharding.dims, strict=True)
+    )
+
+
+def local_shape(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of one device's piece; a dim that does not divide is rounded up."""
+    sizes = mesh.atom_sizes
+    local = []
+    for size, axes in zip(shape, sharding.dims, strict=True):
+        if axes:
+            size = -(-size // math.prod([sizes[a] for a in axes]))
+        local.append(size)
+    return tuple(local)
+
+
+def local_offset(
+    shape: Sequence[int], sharding: Sharding, mesh: Mesh, position: int
+) -> tuple[int, ...]:
+    """Where the piece of the device at `position` (row-major in the mesh) starts, for each dim."""
+    pieces = local_shape(shape, sharding, mesh)
+    return tuple(
+        mesh.coordinate(position, axes) * piece
+        for axes, piece in zip(sharding.dims, pieces, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Text. `[{data}, {model, data:(2)2}] partial add {x}` reads back with `parse_sharding`.
+
+
+class AxisRef(NamedTuple):
+    """An axis of a mesh, or the sub-axis of size `size` below its major part of size `pre`."""
+
+    name: str
+    pre: int
+    size: int
+    whole: bool
+
+    def __str__(self) -> str:
+        return self.name if self.whole else f"{self.name}:({self.pre}){self.size}"
+
+
+def axis_refs(axes: Axes, mesh: Mesh) -> tuple[AxisRef, ...]:
+    """Atoms as axes and sub-axes: neighbouring atoms of one axis are merged."""
+    refs: list[AxisRef] = []
+    for a in axes:
+        atom = mesh.atoms[a]
+        name = mesh.axis_names[atom.axis]
+        last = refs[-1] if refs else None
+        if last and last.name == name and last.pre * last.size == atom.pre:
+            refs.pop()
+            pre, size = last.pre, last.size * atom.size
+        else:
+            pre, size = atom.pre, atom.size
+        refs.append(AxisRef(name, pre, size, size == mesh.sizes[atom.axis]))
+    return tuple(refs)
+
+
+def format_axes(axes: Axes, mesh: Mesh) -> str:
+    """`{data, model:(2)2}`."""
+    return "{" + ", ".join(str(ref) for ref in axis_refs(axes, mesh)) + "}"
+
+
+def format_sharding(sharding: Sharding, mesh: Mesh) -> str:
+    """`[{data}, {}] partial add {model}`."""
+    text = "[" + ", ".join(format_axes(axes, mesh) for axes in sharding.dims) + "]"
+    if sharding.partial:
+        text += f" partial {sharding.kind} {format_axes(sharding.partial, mesh)}"
+    return text
+
+
+def parse_axes(text: str, mesh: Mesh) -> Axes:
+    """Reads what `format_axes` writes, without the braces."""
+    atoms: list[int] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"([^:]+)(?::\((\d+)\)(\d+))?", item)
+        if match is None or match[1] not in mesh.axis_atoms:
+            raise SpecError(f"{item!r} is not an axis of the mesh ({mesh})")
+        whole = mesh.axis_atoms[match[1]]
+        if match[2] is None:
+            atoms += whole
+            continue
+        pre, size = int(match[2]), int(match[3])
+        atoms += [a for a in whole if pre <= mesh.atoms[a].pre < pre * size]
+    return tuple(atoms)
+
+
+def parse_sharding(text: str, mesh: Mesh) -> Sharding:
+    """Reads what `format_sharding` writes."""
+    match = re.fullmatch(r"\[(.*?)\](?: partial (\w+) \{(.*)\})?", text.strip())
+    if match is None:
+        raise SpecError(f"{text!r} is not a sharding", fix="write it like [{data}, {}]")
+    dims = tuple(parse_axes(part, mesh) for part in re.findall(r"\{(.*?)\}", match[1]))
+    partial = parse_axes(match[3], mesh) if match[2] else ()
+    return Sharding(dims, partial, match[2] or "")

@@ -1,0 +1,179 @@
+"""The door between users' partition specs and our shardings, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from spmd.errors import MeshError, SpecError
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, axis_refs
+
+OPEN = PartitionSpec.UNCONSTRAINED
+"""A spec entry that leaves a dim to the compiler; `...` means the same."""
+
+SpecEntry = Any
+"""An axis name, a mesh-axis index, a tuple of them (major to minor), None, `...` or `OPEN`."""
+
+
+def as_mesh(mesh: Any) -> Mesh:
+    """Our mesh for a mesh of ours or of jax (`Mesh`, `AbstractMesh`).
+
+    Raises:
+      MeshError: something that is not a mesh.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, jax.sharding.Mesh):
+        return Mesh([d.id for d in mesh.devices.flat], mesh.devices.shape, mesh.axis_names)
+    if isinstance(mesh, AbstractMesh):
+        return Mesh(None, mesh.axis_sizes, mesh.axis_names)
+    raise MeshError(
+        f"{mesh!r} is not a mesh",
+        required="a spmd.Mesh, jax.sharding.Mesh or jax.sharding.AbstractMesh",
+        fix="make one with spmd.make_mesh(data=4, model=2)",
+    )
+
+
+@lru_cache(maxsize=64)
+def _devices_by_id() -> dict[int, Any]:
+    return {device.id: device for device in jax.devices()}
+
+
+def jax_mesh(mesh: Mesh, devices: Any = None) -> jax.sharding.Mesh:
+    """The jax mesh with Auto axes over the same devices.
+
+    Raises:
+      MeshError: a device of the mesh is not visible to this process.
+    """
+    if devices is None:
+        known = _devices_by_id()
+        missing = [i for i in mesh.device_ids if i not in known]
+        if missing:
+            raise MeshError(
+                f"the mesh ({mesh}) uses device {missing[0]}, which is not visible here",
+                actual=f"{len(known)} devices: {next(iter(known.values())).device_kind}",
+                required=f"{mesh.size} devices",
+                fix="use a smaller mesh, or on a CPU set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} before jax starts",
+            )
+        devices = [known[i] for i in mesh.device_ids]
+    array = np.empty(len(devices), dtype=object)
+    array[:] = devices
+    return jax.sharding.Mesh(
+        array.reshape(mesh.sizes), mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.sizes)
+    )
+
+
+def has_devices(mesh: Mesh) -> bool:
+    """Whether every device of the mesh is visible to this process."""
+    return all(i in _devices_by_id() for i in mesh.device_ids)
+
+
+def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
+    """A boundary sharding as jax's `PartitionSpec`."""
+    entries: list[Any] = []
+    for axes in sharding.dims:
+        names = tuple(ref.name for ref in axis_refs(axes, mesh))
+        entries.append(None if not names else names[0] if len(names) == 1 else names)
+    return PartitionSpec(*entries)
+
+
+def spec_entries(
+    spec: Any, rank: int, mesh: Mesh, *, what: str, source: str | None = None
+) -> tuple[tuple[str, ...] | None, ...]:
+    """Checks a user's spec and spells it out: for each dim its axis names, or None if it is open.
+
+    Args:
+      spec: a sequence of entries; shorter than the rank leaves the other dims unsplit.
+      rank: the tensor's rank.
+      mesh: the mesh.
+      what: what the spec is for, for errors.
+      source: the user's source line, for errors.
+
+    Raises:
+      SpecError: too long, an unknown axis, an axis used twice.
+    """
+    if spec is None:
+        spec = ()
+    if isinstance(spec, str) or not isinstance(spec, Sequence | PartitionSpec):
+        spec = (spec,)
+    if len(spec) > rank:
+        raise SpecError(
+            f"the spec of {what} has {len(spec)} entries for a tensor of rank {rank}",
+            source=source,
+            actual=f"spec {tuple(spec)}",
+            required=f"at most {rank} entries, one for each dim",
+            fix=f"drop {len(spec) - rank} of them",
+        )
+    entries: list[tuple[str, ...] | None] = []
+    for entry in spec:
+        if entry is ... or entry is OPEN:
+            entries.append(None)
+        elif entry is None:
+            entries.append(())
+        else:
+            parts = entry if isinstance(entry, tuple | list) else (entry,)
+            entries.append(tuple(_axis_name(p, mesh, spec, what, source) for p in parts))
+    names = [name for entry in entries if entry for name in entry]
+    for name in names:
+        if names.count(name) > 1:
+            raise SpecError(
+                f"axis {name!r} is used twice in the spec of {what}",
+                source=source,
+                actual=f"spec {tuple(spec)}",
+                required="each mesh axis splits at most one dim",
+                fix=f"keep {name!r} in one place",
+            )
+    return tuple(entries) + ((),) * (rank - len(entries))
+
+
+def _axis_name(entry: Any, mesh: Mesh, spec: Any, what: str, source: str | None) -> str:
+    if isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < len(mesh.sizes):
+        return mesh.axis_names[entry]
+    if isinstance(entry, str) and entry in mesh.axis_names:
+        return entry
+    close = [name for name in mesh.axis_names if str(entry).lower() in name.lower()]
+    raise SpecError(
+        f"unknown axis {entry!r} in the spec of {what}",
+        source=source,
+        actual=f"spec {tuple(spec)}, mesh ({mesh})",
+        required=f"one of {', '.join(map(repr, mesh.axis_names))}",
+        fix=f"use {close[0]!r}" if close else "use an axis of the mesh, None or ...",
+    )
+
+
+def dims_of(
+    entries: Sequence[tuple[str, ...] | None],
+    shape: Sequence[int],
+    mesh: Mesh,
+    *,
+    what: str,
+    source: str | None = None,
+) -> tuple[tuple[Axes, ...], tuple[bool, ...]]:
+    """Spelled-out entries as atoms, with which dims are open.
+
+    Raises:
+      SpecError: a dim that its axes don't divide.
+    """
+    dims: list[Axes] = []
+    for d, (entry, size) in enumerate(zip(entries, shape, strict=True)):
+        atoms = mesh.atoms_of(entry or ())
+        extent = mesh.extent(atoms)
+        if size % extent:
+            axes = " x ".join(f"{name}={mesh.shape[name]}" for name in entry or ())
+            padded = -(-size // extent) * extent
+            raise SpecError(
+                f"dim {d} of {what} has size {size}, which {axes} does not divide",
+                source=source,
+                actual=f"shape {tuple(shape)}, {size} / {extent} leaves {size % extent}",
+                required=f"a multiple of {extent}",
+                fix=f"pad the dim to {padded}, split another dim, or leave this one open with ...",
+            )
+        dims.append(atoms)
+    return tuple(dims), tuple(entry is None for entry in entries)

@@ -1,0 +1,153 @@
+"""Candidate assignments of one op, from what its operands are and what its results should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding
+from spmd.planning.plan import Choice
+from spmd.propagation.projection import (
+    Assignment,
+    dim_to_factors,
+    is_legal_assignment,
+    project,
+    reduced_axes,
+)
+from spmd.propagation.rule import REPLICATE, Rule
+
+Claims = Mapping[int, Axes]
+"""Factor -> atoms that one operand or result has on it."""
+
+
+def candidates(
+    rule: Rule,
+    operands: Sequence[Sharding | None],
+    results: Sequence[Sharding | None],
+    mesh: Mesh,
+) -> tuple[Choice, ...]:
+    """Every assignment worth costing, each with and without partial operands carried through.
+
+    Each operand's state and each result's wish leads once, and the others add what still fits;
+    each result's wish is also tried alone. Two candidates are never equal.
+
+    Args:
+      rule: the op's rule.
+      operands: the state of each operand, None if it is made to order.
+      results: what each result should look like, None if nothing is known.
+      mesh: the mesh.
+    """
+    assignments = candidate_assignments(rule, operands, results, mesh)
+    return tuple(
+        choice
+        for assignment in assignments
+        for choice in _choices(rule, assignment, operands, mesh.atom_sizes)
+    )
+
+
+def candidate_assignments(
+    rule: Rule,
+    operands: Sequence[Sharding | None],
+    results: Sequence[Sharding | None],
+    mesh: Mesh,
+) -> tuple[Assignment, ...]:
+    """The assignments of `candidates`; at least one: nothing split."""
+    sizes = mesh.atom_sizes
+    sources = [
+        claims
+        for sharding, dims in zip((*operands, *results), rule.values, strict=True)
+        if sharding and (claims := _claims(rule, dims, sharding, sizes))
+    ]
+    wishes = [
+        claims
+        for sharding, dims in zip(results, rule.results, strict=True)
+        if sharding and (claims := _claims(rule, dims, sharding, sizes))
+    ]
+    orders: list[list[Claims]] = [
+        [lead, *(other for other in sources if other is not lead)] for lead in sources
+    ]
+    orders += [[wish] for wish in wishes]
+    found: dict[Assignment, None] = {}
+    for order in orders or [[]]:
+        assignment = _merge(rule, order, sizes)
+        if is_legal_assignment(rule, assignment, sizes):
+            found[assignment] = None
+    if not found:
+        found[((),) * len(rule.factors)] = None
+    return tuple(found)
+
+
+def _claims(
+    rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding, sizes: Sequence[int]
+) -> dict[int, Axes]:
+    claims: dict[int, Axes] = {}
+    for axes, dim in zip(sharding.dims, dims, strict=True):
+        if axes:
+            for factor, part in dim_to_factors(axes, dim, rule.factors, sizes):
+                if part and rule.factors[factor].kind != REPLICATE:
+                    claims[factor] = part
+    return claims
+
+
+def _merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignment:
+    """Lets each source in turn split factors, or split them further, with atoms still free."""
+    assignment: list[Axes] = [()] * len(rule.factors)
+    used: set[int] = set()
+    for claims in order:
+        for factor, axes in claims.items():
+            have = assignment[factor]
+            if axes[: len(have)] != have:
+                continue
+            extent = math.prod(sizes[a] for a in have)
+            for atom in axes[len(have) :]:
+                extent *= sizes[atom]
+                if atom in used or rule.factors[factor].size % extent:
+                    break
+                used.add(atom)
+                assignment[factor] += (atom,)
+    return tuple(assignment)
+
+
+def _choices(
+    rule: Rule,
+    assignment: Assignment,
+    operands: Sequence[Sharding | None],
+    sizes: Sequence[int],
+) -> Iterable[Choice]:
+    needed = tuple(project(rule, dims, assignment, sizes) for dims in rule.operands)
+    given = tuple(project(rule, dims, assignment, sizes) for dims in rule.results)
+    reduced = reduced_axes(rule, assignment)
+    yield Choice(
+        assignment, needed, tuple(s.with_partial(reduced, rule.reduction) for s in given)
+    )
+    for group, partial, kind in carried_partials(rule, operands):
+        if reduced and rule.reduction != kind:
+            continue
+        free = tuple(a for a in partial if all(a not in axes for axes in assignment))
+        if not free:
+            continue
+        yield Choice(
+            assignment,
+            tuple(
+                s.with_partial(free, kind) if i in group else s for i, s in enumerate(needed)
+            ),
+            tuple(s.with_partial((*free, *reduced), kind) for s in given),
+        )
+
+
+def carried_partials(
+    rule: Rule, operands: Sequence[Sharding | None]
+) -> Iterable[tuple[tuple[int, ...], Axes, str]]:
+    """Groups of operands whose common partial may flow through: (group, atoms, kind)."""
+    for group in rule.linear:
+        states = [operands[i] for i in group]
+        kinds = {s.kind for s in states if s is not None}
+        if None in states or len(kinds) != 1 or kinds == {""}:
+            continue
+        kind = kinds.pop()
+        if kind != "add" and not rule.moves:
+            continue
+        common = set.intersection(*(set(s.partial) for s in states if s is not None))
+        if common:
+            yield group, tuple(sorted(common)), kind

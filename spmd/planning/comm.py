@@ -1,0 +1,89 @@
+"""What a collective costs: the alpha-beta model, latency of its steps plus bytes on the wire.
+
+Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations
+in MPICH" (bytes of the bandwidth-optimal, steps of the latency-optimal algorithms); Rink et al.
+2021, "Memory-efficient array redistribution through portable collective communication".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd.errors import LegalityError
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+
+KINDS = (
+    "slice",
+    "all_gather",
+    "all_to_all",
+    "collective_permute",
+    "reduce_scatter",
+    "all_reduce",
+)
+"""Every kind of step; `slice` moves nothing."""
+
+
+def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes: int) -> int:
+    """Bytes that each device sends, for the bandwidth-optimal (ring) algorithm.
+
+    Args:
+      kind: one of `KINDS`.
+      group_size: devices that exchange with one another.
+      local_in_bytes: bytes of one device's piece before.
+      local_out_bytes: bytes of one device's piece after.
+    """
+    if kind == "slice" or group_size == 1:
+        return 0
+    if kind == "collective_permute":
+        return local_in_bytes
+    others = group_size - 1
+    if kind == "all_gather":
+        return -(-local_out_bytes * others // group_size)
+    if kind in ("reduce_scatter", "all_to_all"):
+        return -(-local_in_bytes * others // group_size)
+    if kind == "all_reduce":
+        return -(-2 * local_in_bytes * others // group_size)
+    raise LegalityError(f"{kind!r} is no kind of collective", required=f"one of {', '.join(KINDS)}")
+
+
+def latency_steps(kind: str, atom_sizes: Sequence[int]) -> int:
+    """Messages that follow one another, the start of the collective counting as one.
+
+    Reductions and gathers go atom by atom (recursive halving and doubling for atoms of size 2);
+    in an all-to-all and a permute all messages are under way at once.
+    """
+    if kind == "slice" or not atom_sizes:
+        return 0
+    if kind in ("all_to_all", "collective_permute"):
+        return 2
+    rounds = sum(atom_sizes) - len(atom_sizes)
+    return 1 + (2 * rounds if kind == "all_reduce" else rounds)
+
+
+def collective_seconds(
+    kind: str,
+    atoms: Sequence[int],
+    local_in_bytes: int,
+    local_out_bytes: int,
+    mesh: Mesh,
+    topology: Topology,
+) -> float:
+    """Predicted seconds of one collective over some atoms of the mesh.
+
+    Args:
+      kind: one of `KINDS`.
+      atoms: atoms along which devices exchange.
+      local_in_bytes: bytes of one device's piece before.
+      local_out_bytes: bytes of one device's piece after.
+      mesh: the mesh that the atoms belong to.
+      topology: the links; the slowest one among the atoms sets the pace.
+    """
+    if kind == "slice" or not atoms:
+        return 0.0
+    links = topology.atom_links(mesh)
+    sent = wire_bytes(kind, mesh.extent(atoms), local_in_bytes, local_out_bytes)
+    steps = latency_steps(kind, [mesh.atom_sizes[a] for a in atoms])
+    latency = max(links[a].latency for a in atoms)
+    bandwidth = min(links[a].bandwidth for a in atoms)
+    return latency * steps + sent / bandwidth

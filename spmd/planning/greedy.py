@@ -1,0 +1,279 @@
+"""The greedy plan: ops in program order, each takes the candidate that is cheapest right there.
+
+It is fast and simple, the baseline that the exact planner is measured against and falls back to.
+For each op it weighs the op's own time, the reshards of its operands from the copies that exist,
+and the reshard of its results to what propagation proposed for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, ties, trip_count, users_of
+from spmd.ir.program import Op, Region, Value
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, replicated
+from spmd.mesh.topology import Topology
+from spmd.planning.candidates import candidates
+from spmd.planning.cost import op_seconds
+from spmd.planning.plan import Choice, Plan
+from spmd.planning.reshard import reshard
+from spmd.propagation.propagate import Propagated
+from spmd.propagation.registry import rule_of
+
+
+def plan_greedily(
+    propagated: Propagated, topology: Topology, result_marks: Sequence[Sharding | None] = ()
+) -> Plan:
+    """Plans a whole program.
+
+    Args:
+      propagated: the program with its proposals.
+      topology: the machine to cost on.
+      result_marks: for each result, the sharding that the user asked for, or None.
+    """
+    return _Greedy(propagated, topology).run(result_marks)
+
+
+def whole_axes(dims: Sequence[Axes], mesh: Mesh) -> tuple[Axes, ...]:
+    """The longest part of each dim's atoms that consists of whole axes, as boundaries require."""
+    kept = []
+    for axes in dims:
+        done: Axes = ()
+        rest = axes
+        while rest:
+            axis = mesh.axis_atoms[mesh.axis_names[mesh.atoms[rest[0]].axis]]
+            if rest[: len(axis)] != axis:
+                break
+            done += axis
+            rest = rest[len(axis) :]
+        kept.append(done)
+    return tuple(kept)
+
+
+class _Greedy:
+    def __init__(self, propagated: Propagated, topology: Topology) -> None:
+        self.propagated = propagated
+        self.program = propagated.program
+        self.mesh = propagated.mesh
+        self.topology = topology
+        self.types = self.program.types
+        self.users = users_of(self.program)
+        self.producers = producers_of(self.program)
+        self.states: list[Sharding | None] = [None] * len(self.types)
+        self.copies: list[dict[Value, list[Sharding]]] = [{}]
+        self.choices: dict[Value, Choice] = {}
+        self.trips: dict[Value, int | None] = {}
+        self.decided: dict[Any, tuple[Choice, float]] = {}
+        self.notes: list[str] = []
+        self.seconds = 0.0
+
+    def run(self, result_marks: Sequence[Sharding | None]) -> Plan:
+        body = self.program.body
+        arguments = tuple(self.boundary(v, replicated(self.types[v].rank)) for v in body.args)
+        for value, state in zip(body.args, arguments, strict=True):
+            self.define(value, state)
+        self.region(body, 1)
+        marks = result_marks or [None] * len(body.results)
+        results = tuple(
+            mark if mark is not None else self.result(value)
+            for value, mark in zip(body.results, marks, strict=True)
+        )
+        for value, wanted in zip(body.results, results, strict=True):
+            self.seconds += self.demand(value, wanted)
+        return Plan(
+            self.propagated,
+            self.topology,
+            self.choices,
+            tuple(self.states),
+            arguments,
+            results,
+            self.trips,
+            self.seconds,
+            "greedy",
+            tuple(self.notes),
+        )
+
+    def boundary(self, value: Value, fallback: Sharding) -> Sharding:
+        """A boundary value's sharding: its proposal in whole axes, else the fallback."""
+        dims = whole_axes(self.propagated.proposals[value], self.mesh)
+        return Sharding(dims) if any(dims) or value in self.propagated.marks else fallback
+
+    def result(self, value: Value) -> Sharding:
+        state = self.states[value]
+        rank = self.types[value].rank
+        fallback = Sharding(whole_axes(state.dims, self.mesh)) if state else replicated(rank)
+        return self.boundary(value, fallback)
+
+    # Values.
+
+    def define(self, value: Value, state: Sharding) -> None:
+        self.states[value] = state
+        self.copies[-1][value] = [state]
+
+    def copies_of(self, value: Value) -> list[Sharding]:
+        """Every sharding that the value exists in here, its own first."""
+        return [s for scope in self.copies for s in scope.get(value, ())]
+
+    def reshard_seconds(self, value: Value, wanted: Sharding) -> float:
+        """Time of the cheapest reshard from a copy that exists; 0 for values made to order."""
+        if value in self.propagated.cheap:
+            return 0.0
+        return min(
+            (self.path_seconds(value, have, wanted) for have in self.copies_of(value)),
+            default=0.0,
+        )
+
+    def path_seconds(self, value: Value, have: Sharding, wanted: Sharding) -> float:
+        if have == wanted:
+            return 0.0
+        if not set(wanted.partial) <= set(have.partial):
+            return float("inf")
+        return reshard(have, wanted, self.types[value], self.mesh, self.topology).seconds
+
+    def demand(self, value: Value, wanted: Sharding) -> float:
+        """Makes the copy that a use wants; returns its cost."""
+        if value in self.propagated.cheap:
+            return 0.0
+        seconds = self.reshard_seconds(value, wanted)
+        if wanted not in self.copies_of(value):
+            self.copies[-1].setdefault(value, []).append(wanted)
+        return seconds
+
+    def wish(self, value: Value) -> Sharding | None:
+        """What propagation proposed for a value, if anything."""
+        dims = self.propagated.proposals[value]
+        return Sharding(dims) if any(dims) else None
+
+    # Ops.
+
+    def region(self, region: Region, trips: int) -> None:
+        for op in region.ops:
+            if op.regions:
+                self.control_flow(op, trips)
+            elif all(v in self.propagated.cheap for v in op.results):
+                continue
+            else:
+                choice, seconds = self.decide(op)
+                self.commit(op, choice)
+                self.seconds += seconds * trips
+
+    def commit(self, op: Op, choice: Choice) -> None:
+        for value, wanted in zip(op.operands, choice.operands, strict=True):
+            self.demand(value, wanted)
+        for value, state in zip(op.results, choice.results, strict=True):
+            self.define(value, state)
+        self.choices[op.results[0]] = choice
+
+    def decide(self, op: Op) -> tuple[Choice, float]:
+        if op.name == "spmd.mark":
+            choice = self.mark_choice(op)
+            return choice, self.reshard_seconds(op.operands[0], choice.operands[0])
+        cheap = self.propagated.cheap
+        states = tuple(None if v in cheap else self.states[v] for v in op.operands)
+        copies = tuple(() if v in cheap else tuple(self.copies_of(v)) for v in op.operands)
+        wishes = tuple(self.wish(v) for v in op.results)
+        carries = tuple(
+            i for i, v in enumerate(op.operands) if states[i] and self.can_stay_partial(v)
+        )
+        key = (op.kind, copies, wishes, carries)
+        if key not in self.decided:
+            self.decided[key] = self.cheapest(op, states, wishes, carries)
+        return self.decided[key]
+
+    def mark_choice(self, op: Op) -> Choice:
+        value = op.results[0]
+        wanted = Sharding(self.propagated.proposals[value])
+        return Choice(wanted.dims, (wanted,), (wanted,))
+
+    def cheapest(
+        self,
+        op: Op,
+        states: tuple[Sharding | None, ...],
+        wishes: tuple[Sharding | None, ...],
+        carries: tuple[int, ...],
+    ) -> tuple[Choice, float]:
+        rule = rule_of(op.kind, op.loc)
+        options = candidates(rule, states, wishes, self.mesh)
+        best: tuple[float, int, Choice, float] | None = None
+        for number, choice in enumerate(options):
+            partial = [i for i, s in enumerate(choice.operands) if s.partial]
+            if any(i not in carries for i in partial):
+                continue
+            here = op_seconds(op.kind, rule, choice.assignment, self.mesh, self.topology)
+            for value, wanted in zip(op.operands, choice.operands, strict=True):
+                here += self.reshard_seconds(value, wanted)
+            later = sum(
+                self.later_seconds(value, state, wish)
+                for value, state, wish in zip(op.results, choice.results, wishes, strict=True)
+            )
+            # On a tie the one that keeps partials waits: it may still be summed with others.
+            rank = (here + later, number - (len(options) if partial else 0))
+            if best is None or (rank[0] < best[0] * (1 - 1e-9)) or (
+                rank[0] <= best[0] * (1 + 1e-9) and rank[1] < best[1]
+            ):
+                best = (*rank, choice, here)
+        assert best is not None
+        return best[2], best[3]
+
+    def later_seconds(self, value: Value, state: Sharding, wish: Sharding | None) -> float:
+        """What it will cost to bring a result to where it is wanted."""
+        target = wish or state.full()
+        return self.path_seconds(value, state, target)
+
+    def can_stay_partial(self, value: Value) -> bool:
+        """Whether every use of a value is an op that is linear in it."""
+        for op, index in self.users.get(value, ()):
+            if op is None or op.regions or op.name == "spmd.mark":
+                return False
+            if not any(index in group for group in rule_of(op.kind).linear):
+                return False
+        return True
+
+    # Control flow.
+
+    def control_flow(self, op: Op, trips: int) -> None:
+        bound = ties(op)
+        inner_trips = 1
+        if op.name == "stablehlo.while":
+            count = trip_count(self.program, op, self.producers)
+            self.trips[op.results[0]] = count
+            inner_trips = UNKNOWN_TRIPS if count is None else count
+        carries = tuple(self.carry(tie.result, tie.source) for tie in bound)
+        for tie, state in zip(bound, carries, strict=True):
+            if tie.source is not None:
+                self.seconds += trips * self.demand(tie.source, state)
+        operands = tuple(
+            carries[i] if op.name == "stablehlo.while" else self.full_state(v)
+            for i, v in enumerate(op.operands)
+        )
+        for value, state in zip(op.operands, operands, strict=True):
+            self.seconds += trips * self.demand(value, state)
+        for region in op.regions:
+            self.copies.append({})
+            for value, state in zip(region.args, carries, strict=False):
+                self.define(value, state)
+            self.region(region, trips * inner_trips)
+            wanted = carries if len(region.results) == len(carries) else None
+            if wanted is None or region is op.regions[0] and op.name == "stablehlo.while":
+                wanted = tuple(replicated(self.types[v].rank) for v in region.results)
+            for value, state in zip(region.results, wanted, strict=True):
+                self.seconds += trips * inner_trips * self.demand(value, state)
+            self.copies.pop()
+        for value, state in zip(op.results, carries, strict=True):
+            self.define(value, state)
+        self.choices[op.results[0]] = Choice((), operands, carries)
+
+    def full_state(self, value: Value) -> Sharding:
+        state = self.states[value]
+        return state.full() if state else replicated(self.types[value].rank)
+
+    def carry(self, result: Value, source: Value | None) -> Sharding:
+        """One state for everything that a carry is tied to."""
+        wish = self.wish(result)
+        if wish is not None:
+            return wish
+        state = self.states[source] if source is not None else None
+        return state.full() if state else replicated(self.types[result].rank)
+

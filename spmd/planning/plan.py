@@ -1,0 +1,69 @@
+"""`Plan`: what the planner decided. The partitioner reads nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from spmd.ir.program import Op, Program, Value
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding
+from spmd.mesh.topology import Topology
+from spmd.propagation.projection import Assignment
+from spmd.propagation.propagate import Propagated
+
+
+class Choice(NamedTuple):
+    """For one op: the assignment, and what follows from it.
+
+    Attributes:
+      assignment: atoms of each factor.
+      operands: the sharding that each operand must have (partial where the op is linear).
+      results: the sharding that each result will have.
+    """
+
+    assignment: Assignment
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+
+
+class Plan(NamedTuple):
+    """One choice for each op, one state for each value.
+
+    Attributes:
+      propagated: what the plan was made from.
+      topology: the machine that it was costed on.
+      choices: an op's first result -> its choice. Region ops have one too: their carries' states.
+      states: for each value, the sharding that its producer leaves it in; None for cheap values,
+        which are made anew for every use.
+      arguments, results: boundary shardings: whole axes, nothing partial.
+      trips: a loop's first result -> how often it runs, None where that is not known.
+      seconds: predicted compute and reshard time of one run.
+      solver: which solver made it.
+      notes: what people should know (fallbacks taken), in program order.
+    """
+
+    propagated: Propagated
+    topology: Topology
+    choices: Mapping[Value, Choice]
+    states: tuple[Sharding | None, ...]
+    arguments: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+    trips: Mapping[Value, int | None]
+    seconds: float
+    solver: str
+    notes: tuple[str, ...]
+
+    @property
+    def program(self) -> Program:
+        """The global program."""
+        return self.propagated.program
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.propagated.mesh
+
+    def choice(self, op: Op) -> Choice:
+        """The choice for an op."""
+        return self.choices[op.results[0]]

@@ -1,0 +1,96 @@
+"""Projection: from the axes of dims to the axes of factors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd.mesh.sharding import Axes, Sharding
+from spmd.propagation.rule import DimFactors, Factor, Rule
+
+Assignment = tuple[Axes, ...]
+"""For one op: which atoms split each factor."""
+
+
+def dim_to_factors(
+    axes: Axes, dim: DimFactors, factors: Sequence[Factor], atom_sizes: Sequence[int]
+) -> tuple[tuple[int, Axes], ...]:
+    """Deals a dim's atoms out to its factors, major first, as far as they fit exactly.
+
+    A more minor factor gets atoms only when every more major one is split completely: otherwise
+    the pieces of the dim would not be contiguous.
+    """
+    if len(dim) == 1:
+        return ((dim[0], axes),)
+    dealt: list[tuple[int, Axes]] = []
+    rest = axes
+    for factor in dim:
+        left, taken = factors[factor].size, 0
+        while taken < len(rest) and left % atom_sizes[rest[taken]] == 0:
+            left //= atom_sizes[rest[taken]]
+            taken += 1
+        dealt.append((factor, rest[:taken]))
+        rest = rest[taken:] if left == 1 else ()
+    return tuple(dealt)
+
+
+def factors_to_dim(
+    dim: DimFactors, assignment: Sequence[Axes], factors: Sequence[Factor], sizes: Sequence[int]
+) -> Axes | None:
+    """A dim's atoms under an assignment; None where its pieces would not be contiguous."""
+    if len(dim) == 1:
+        return assignment[dim[0]]
+    axes: Axes = ()
+    complete = True
+    for factor in dim:
+        own = assignment[factor]
+        if own and not complete:
+            return None
+        axes += own
+        extent = 1
+        for a in own:
+            extent *= sizes[a]
+        complete = complete and extent == factors[factor].size
+    return axes
+
+
+def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence[int]) -> bool:
+    """No atom twice, every factor divides, `replicate` factors whole, dims contiguous."""
+    used: set[int] = set()
+    for factor, axes in zip(rule.factors, assignment, strict=True):
+        extent = 1
+        for a in axes:
+            if a in used:
+                return False
+            used.add(a)
+            extent *= atom_sizes[a]
+        if factor.size % extent or (axes and factor.kind == "replicate"):
+            return False
+    return all(
+        len(dim) == 1 or factors_to_dim(dim, assignment, rule.factors, atom_sizes) is not None
+        for value in rule.values
+        for dim in value
+    )
+
+
+def project(
+    rule: Rule, value: Sequence[DimFactors], assignment: Assignment, atom_sizes: Sequence[int]
+) -> Sharding:
+    """The sharding that an operand or result has under a legal assignment, nothing partial."""
+    dims = []
+    for dim in value:
+        axes = factors_to_dim(dim, assignment, rule.factors, atom_sizes)
+        assert axes is not None, "illegal assignment"
+        dims.append(axes)
+    return Sharding(tuple(dims))
+
+
+def reduced_axes(rule: Rule, assignment: Assignment) -> Axes:
+    """Atoms over which the results become partial: those of the split `reduce` factors."""
+    return tuple(
+        sorted(
+            a
+            for factor, axes in zip(rule.factors, assignment, strict=True)
+            if factor.kind == "reduce"
+            for a in axes
+        )
+    )

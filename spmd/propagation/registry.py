@@ -1,0 +1,63 @@
+"""The table op name -> rule. A duplicate or an unknown op is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from spmd.errors import SpmdError, UnsupportedOpError
+from spmd.ir.program import Loc, OpKind
+from spmd.propagation.rule import Rule
+
+RuleFunction = Callable[[OpKind], Rule]
+
+_RULES: dict[str, RuleFunction] = {}
+
+
+def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Decorator: the function gives the rule of these ops from their kind."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for name in names:
+            if name in _RULES:
+                raise SpmdError(f"op {name} already has a rule", fix="keep one of them")
+            _RULES[name] = function
+        return function
+
+    return register
+
+
+def registered_ops() -> tuple[str, ...]:
+    """Names of all ops with a rule, sorted."""
+    return tuple(sorted(_RULES))
+
+
+def rule_name(kind: OpKind) -> str:
+    """The name that an op's rule is registered under: a custom call's target, else its own."""
+    if kind.name == "stablehlo.custom_call":
+        return f"custom_call:{kind.attrs.get('call_target_name', '')}"
+    return kind.name
+
+
+def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
+    """The rule of an op; made once for each kind.
+
+    Raises:
+      UnsupportedOpError: nobody wrote a rule for this op.
+    """
+    cache: dict[str, Any] = kind._cache
+    found = cache.get("rule")
+    if found is None:
+        name = rule_name(kind)
+        function = _RULES.get(name)
+        if function is None:
+            types = ", ".join(map(str, kind.operands))
+            raise UnsupportedOpError(
+                f"no sharding rule for op {name}",
+                op=f"{name}({types}) -> {', '.join(map(str, kind.results))}",
+                source=loc.source if loc else None,
+                fix=f'register one: spmd.register_rule("{name}", "i j -> i j")',
+            )
+        found = cache["rule"] = function(kind)
+    assert isinstance(found, Rule)
+    return found

@@ -1,0 +1,8 @@
+"""Importing this module fills the registry with every rule of `spmd`."""
+
+from spmd.propagation import (  # noqa: F401
+    rules_contract,
+    rules_elementwise,
+    rules_index,
+    rules_shape,
+)

@@ -1,0 +1,106 @@
+"""Eight CPU devices, golden texts and hypothesis profiles for every test.
+
+Options:
+    --update-golden: rewrite the files under tests/golden with what the tests produce now.
+    --hypothesis-profile long: search more examples (the default profile is `quick`).
+
+Environment:
+    SPMD_TEST_PLATFORM: run on this platform (a value for JAX_PLATFORMS) instead of the CPU.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+GOLDEN_DIR = Path(__file__).parent / "golden"
+DEVICE_COUNT = 8
+
+# jax reads its environment when it is imported, so all of this has to come first.
+XLA_FLAGS = {
+    "--xla_force_host_platform_device_count": DEVICE_COUNT,
+    # Eight devices share a few cores: arriving late at a collective is no reason to abort.
+    "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
+}
+
+
+def _prepare_environment() -> None:
+    if "jax" in sys.modules:
+        raise RuntimeError("jax was imported before tests/conftest.py could set XLA_FLAGS")
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    given = {flag.partition("=")[0] for flag in flags}
+    flags += [f"{name}={value}" for name, value in XLA_FLAGS.items() if name not in given]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+    os.environ["JAX_PLATFORMS"] = os.environ.get("SPMD_TEST_PLATFORM", "cpu")
+
+
+_prepare_environment()
+
+# `quick` repeats itself exactly: a red run means a change, never bad luck.
+_RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", _RELAXED, max_examples=20, derandomize=True)
+settings.register_profile("long", _RELAXED, max_examples=500)
+settings.load_profile("quick")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="rewrite the golden files with what the tests produce now",
+    )
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Returns `golden(name, text)`, which compares text with tests/golden/<name>.txt."""
+    update = request.config.getoption("--update-golden")
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN_DIR / f"{name}.txt"
+        text = text.rstrip("\n") + "\n"
+        if update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        shown = f"tests/golden/{name}.txt"
+        if not path.exists():
+            pytest.fail(
+                f"{shown} does not exist; run this test with --update-golden to write it, "
+                f"then read it. The text is:\n\n{text}",
+                pytrace=False,
+            )
+        expected = path.read_text(encoding="utf-8")
+        if text != expected:
+            diff = difflib.unified_diff(
+                expected.splitlines(keepends=True),
+                text.splitlines(keepends=True),
+                fromfile=shown,
+                tofile="now",
+            )
+            pytest.fail(
+                f"{shown} differs; if the change is meant, run this test with --update-golden "
+                f"and review the diff.\n\n{''.join(diff)}",
+                pytrace=False,
+            )
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def devices8():
+    """The first eight jax devices."""
+    import jax
+
+    devices = jax.devices()
+    if len(devices) < DEVICE_COUNT:
+        pytest.fail(
+            f"the tests need {DEVICE_COUNT} devices and jax has {len(devices)}: {devices}. "
+            f"XLA_FLAGS is {os.environ['XLA_FLAGS']!r}; was jax imported before tests/conftest.py?",
+            pytrace=False,
+        )
+    return devices[:DEVICE_COUNT]

@@ -1,0 +1,203 @@
+"""Imports point downward only, and the MLIR bindings are touched in four files.
+
+The layers are those of docs/design.md, section 3. Every import counts: at the top of a file, inside
+a function, under TYPE_CHECKING, and as a constant handed to `importlib.import_module`.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# From the bottom up. A package may import those below it, and those beside it as long as no circle
+# comes of it.
+LAYERS = (
+    ("spmd.errors", "spmd.options"),
+    ("spmd.ir", "spmd.mesh"),
+    ("spmd.frontend",),
+    ("spmd.propagation",),
+    ("spmd.planning",),
+    ("spmd.lowering", "spmd.explain", "spmd.ops", "spmd.launch"),
+    ("spmd.pipeline",),
+    ("spmd.api", "spmd"),  # "spmd" is spmd/__init__.py, and importing it is using the public names
+    ("models",),
+    ("scripts", "serving"),
+    ("tests",),
+)
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+
+MLIR_BINDINGS = (
+    "jaxlib.mlir",
+    "jax.interpreters.mlir",
+    "jax.extend.mlir",
+    "jax._src.interpreters.mlir",
+    "jax._src.lib.mlir",
+)
+MLIR_FILES = (
+    "spmd/frontend/import_stablehlo.py",
+    "spmd/frontend/trace.py",
+    "spmd/lowering/emit.py",
+    "spmd/lowering/execute.py",
+)
+
+
+class Import(NamedTuple):
+    """One import: the line it is on and the dotted name it reaches for."""
+
+    line: int
+    name: str
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a file, relative to the repository: spmd/ir/__init__.py is spmd.ir."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def dotted(node: ast.expr) -> str | None:
+    """`a.b.c` of an attribute chain, or None where it starts from anything but a name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (prefix := dotted(node.value)):
+        return f"{prefix}.{node.attr}"
+    return None
+
+
+def imports_of(source: str, path: Path) -> Iterator[Import]:
+    """Every import in a file; `from a import b` counts as `a.b`, whether or not b is a module."""
+    # The package that a relative import starts from.
+    package = path.parent.parts
+    for node in ast.walk(ast.parse(source, str(path))):
+        match node:
+            case ast.Import():
+                yield from (Import(node.lineno, alias.name) for alias in node.names)
+            case ast.ImportFrom():
+                base = package[: len(package) - node.level + 1] if node.level else ()
+                prefix = ".".join((*base, *filter(None, [node.module])))
+                yield from (Import(node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+                if dotted(function) in ("importlib.import_module", "import_module", "__import__"):
+                    yield Import(node.lineno, name)
+            case ast.Attribute() if (chain := dotted(node)) and chain in MLIR_BINDINGS:
+                yield Import(node.lineno, chain)
+
+
+def package_of(name: str) -> str | None:
+    """The entry of LAYERS that a dotted name belongs to; None for the world outside.
+
+    What is no module of spmd is one of its public names, so it belongs to "spmd".
+    """
+    top, _, rest = name.partition(".")
+    if top == "spmd" and rest:
+        inner = f"spmd.{rest.split('.')[0]}"
+        return inner if inner in LEVEL or is_module(inner) else "spmd"
+    return top if top in LEVEL else None
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def is_mlir(name: str) -> bool:
+    return any(name == mlir or name.startswith(f"{mlir}.") for mlir in MLIR_BINDINGS)
+
+
+def violations(source: str, path: Path) -> list[str]:
+    """What one file does against the rules, a line each. `path` is relative to the repository."""
+    package = package_of(module_name(path))
+    if package not in LEVEL:
+        return [f"{path}: {package} has no layer yet; give it one in tests/test_layering.py"]
+    found = []
+    for line, name in imports_of(source, path):
+        if is_mlir(name) and path.as_posix() not in MLIR_FILES and package != "tests":
+            found.append(f"{path}:{line}: {name}: MLIR belongs to {', '.join(MLIR_FILES)}")
+        target = package_of(name)
+        if target is not None and LEVEL.get(target, -1) > LEVEL[package]:
+            found.append(f"{path}:{line}: {package} imports {name}, of the layer {target} above it")
+    return sorted(set(found))
+
+
+def python_files() -> list[Path]:
+    """Every Python file of the project, relative to the repository."""
+    tops = sorted({package.split(".")[0] for package in LEVEL})
+    return [path.relative_to(ROOT) for top in tops for path in sorted((ROOT / top).rglob("*.py"))]
+
+
+def read(path: Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_imports_point_downward():
+    found = [line for path in python_files() for line in violations(read(path), path)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_packages_of_a_layer_make_no_circle():
+    beside: dict[str, set[str]] = {package: set() for package in LEVEL}
+    for path in python_files():
+        package = package_of(module_name(path))
+        for _, name in imports_of(read(path), path):
+            target = package_of(name)
+            if package in LEVEL and target in LEVEL and target != package:
+                beside[package].add(target)
+    same_layer = {
+        package: {target for target in targets if LEVEL[target] == LEVEL[package]}
+        for package, targets in beside.items()
+    }
+    try:
+        TopologicalSorter(same_layer).prepare()
+    except CycleError as error:
+        pytest.fail(f"packages import each other: {' <- '.join(error.args[1])}", pytrace=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("spmd/ir/program.py", "import spmd.planning.solve"),
+        ("spmd/ir/program.py", "from spmd.planning import solve"),
+        ("spmd/ir/program.py", "from ..planning import solve"),
+        ("spmd/ir/program.py", "from .. import planning"),
+        ("spmd/ir/program.py", "def f():\n    from spmd.lowering.emit import emit"),
+        ("spmd/ir/program.py", "import importlib\nimportlib.import_module('spmd.lowering')"),
+        ("spmd/frontend/trace.py", "from spmd.propagation.rule import Rule"),
+        ("spmd/errors.py", "from spmd.mesh import Mesh"),
+        ("spmd/pipeline.py", "import spmd"),
+        ("spmd/pipeline.py", "from spmd import mark_sharding"),
+        ("spmd/api.py", "from models.llama import config"),
+        ("models/llama/model.py", "from serving.engine import Engine"),
+        ("serving/app.py", "from tests.helpers import small_model"),
+        ("spmd/ir/text.py", "from jaxlib.mlir import ir"),
+        ("spmd/ir/text.py", "from jax.interpreters import mlir"),
+        ("spmd/ir/text.py", "import jax\nx = jax.extend.mlir.ir"),
+        ("models/llama/model.py", "import jax.interpreters.mlir as m"),
+        ("scripts/explain.py", "from jax.extend import mlir"),
+        ("spmd/ir/__init__.py", "from ..planning import solve"),
+    ],
+)
+def test_what_is_forbidden(path: str, source: str):
+    assert len(violations(source, Path(path))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("spmd/__init__.py", "from spmd.api import jit\nfrom .mesh.mesh import Mesh"),
+        ("spmd/api.py", "from spmd import errors, options, pipeline"),
+        ("spmd/ir/text.py", "from . import types\nfrom .program import Program\nimport jax"),
+        ("spmd/ir/__init__.py", "from .program import Program\nfrom ..errors import SpmdError"),
+        ("spmd/planning/cost.py", "from spmd.mesh.topology import Topology\nimport scipy"),
+        ("spmd/lowering/emit.py", "from jaxlib.mlir import ir\nfrom jax.interpreters import mlir"),
+        ("spmd/frontend/trace.py", "from jax.extend.mlir import ir"),
+        ("models/llama/model.py", "import spmd\nfrom spmd import mark_sharding"),
+        ("scripts/serve.py", "from serving.app import app\nfrom models.llama import config"),
+        ("tests/ir/test_text.py", "from jaxlib.mlir import ir\nimport spmd.ir.text"),
+    ],
+)
+def test_what_is_allowed(path: str, source: str):
+    assert violations(source, Path(path)) == []

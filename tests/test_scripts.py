@@ -1,0 +1,171 @@
+"""The shell scripts: they parse, explain themselves, and install only when something changed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHELL_SCRIPTS = ["scripts/quickstart", "scripts/test", "scripts/check", ".ci/run"]
+
+# Stands for the environment's Python: writes down what pip was asked, and does the rest for real.
+FAKE_PYTHON = f"""#!/bin/sh
+if [ "$1 $2" = "-m pip" ]; then
+  echo "$@" >> "$PIP_LOG"
+  if [ -n "$PIP_FAILS" ] && [ "$3" = install ]; then echo "no such version" >&2; exit 1; fi
+  exit 0
+fi
+exec {sys.executable} "$@"
+"""
+
+
+def bash(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of nothing but the set-up and an environment whose pip only takes notes."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/_env.sh", tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "constraints.txt").write_text("jax==0.10.2\n")
+    write_program(tmp_path / ".venv/bin/python", FAKE_PYTHON)
+    return tmp_path
+
+
+def set_up(project: Path, extra: str = "train", **environment: str):
+    command = f"source {project}/scripts/_env.sh; setup_env {extra}; echo done"
+    return bash(command, PIP_LOG=str(project / "pip.log"), **environment)
+
+
+def installs(project: Path) -> list[str]:
+    log = project / "pip.log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [line for line in lines if " install " in line]
+
+
+@pytest.mark.parametrize("script", [*SHELL_SCRIPTS, "scripts/_env.sh"])
+def test_parses(script: str):
+    assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS)
+def test_is_executable(script: str):
+    assert os.access(ROOT / script, os.X_OK)
+
+
+def test_quickstart_help_needs_no_environment(tmp_path: Path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    result = bash(f"{tmp_path}/scripts/quickstart --help")
+    assert result.returncode == 0
+    assert "--mesh data=2,model=4" in result.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", "--mesh=data=4,model=2 --report=quickstart_report.html"),
+        ("--mesh data=2,model=4", "--report=quickstart_report.html --mesh data=2,model=4"),
+        ("--mesh=data=8 --report=r.html", "--mesh=data=8 --report=r.html"),
+        ("--steps 3", "--mesh=data=4,model=2 --report=quickstart_report.html --steps 3"),
+    ],
+)
+def test_quickstart_hands_on_its_flags(project: Path, arguments: str, expected: str):
+    shutil.copy(ROOT / "scripts/quickstart", project / "scripts")
+    (project / "scripts/train_llama.py").write_text(
+        "import os, sys\n"
+        "print(*sys.argv[1:])\n"
+        "print(os.environ['XLA_FLAGS'])\n"
+        "print(os.environ['JAX_PLATFORMS'])\n"
+    )
+    result = bash(
+        f"{project}/scripts/quickstart {arguments}",
+        PIP_LOG=str(project / "pip.log"),
+        XLA_FLAGS="--xla_dump_to=there",
+        JAX_PLATFORMS="",
+    )
+    flags, xla_flags, platforms = result.stdout.splitlines()
+    assert flags == expected
+    assert xla_flags.startswith("--xla_dump_to=there --xla_force_host_platform_device_count=8")
+    assert platforms == "cpu"
+
+
+def test_installs_once_and_again_after_a_change(project: Path):
+    assert set_up(project).stdout == "done\n"
+    assert len(installs(project)) == 1
+    assert ".[train] --constraint constraints.txt" in installs(project)[0]
+
+    assert set_up(project).stderr == ""
+    assert len(installs(project)) == 1
+
+    (project / "constraints.txt").write_text("jax==0.11.2\n")
+    set_up(project)
+    assert len(installs(project)) == 2
+
+    (project / "serving").mkdir()  # an editable install knows only the packages that it saw
+    set_up(project)
+    assert len(installs(project)) == 3
+
+
+def test_two_at_once_install_once(project: Path):
+    if shutil.which("flock") is None:
+        pytest.skip("flock is not on this machine")
+    command = f"source {project}/scripts/_env.sh; setup_env train & setup_env train & wait"
+    bash(command, PIP_LOG=str(project / "pip.log"))
+    assert len(installs(project)) == 1
+
+
+def test_a_failing_pip_is_shown_and_tried_again(project: Path):
+    result = set_up(project, PIP_FAILS="yes")
+    assert result.returncode == 1
+    assert "no such version" in result.stderr
+    assert "error: pip could not install spmd[train]" in result.stderr
+    assert set_up(project).returncode == 0
+
+
+def test_a_broken_environment_is_named(project: Path):
+    write_program(project / ".venv/bin/python", "#!/bin/sh\nexit 127\n")
+    result = set_up(project)
+    assert result.returncode == 1
+    assert "does not run: delete that folder and run again" in result.stderr
+
+
+def test_passes_over_interpreters_that_fail(project: Path, tmp_path: Path):
+    shims = tmp_path / "shims"
+    write_program(shims / "python3.12", "#!/bin/sh\necho 'command not found' >&2\nexit 127\n")
+    write_program(shims / "python3.11", "#!/bin/sh\necho 'old 3.8.1'\n")
+    write_program(shims / "python3.13", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    result = bash(
+        f"source {project}/scripts/_env.sh; find_python",
+        PYTHON="",
+        PATH=f"{shims}:{os.environ['PATH']}",
+    )
+    assert result.stdout == "python3.13\n"
+
+
+def test_a_chosen_interpreter_is_used_or_refused(project: Path, tmp_path: Path):
+    find = f"source {project}/scripts/_env.sh; find_python"
+    assert bash(find, PYTHON=sys.executable).stdout == f"{sys.executable}\n"
+    old = write_program(tmp_path / "with space/python", "#!/bin/sh\necho 'old 3.8.1'\n")
+    result = bash(find, PYTHON=str(old))
+    assert result.returncode == 1
+    assert f"{old} is Python 3.8.1: 3.11 or newer is needed" in result.stderr
