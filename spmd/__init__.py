@@ -1,0 +1,40 @@
+"""`spmd`: a sharding compiler. Mark a few tensors; the rest of the program follows."""
+
+from spmd.api import Compiled, Jitted, Lowered, jit, mark_sharding, mark_tree
+from spmd.errors import (
+    ArgumentError,
+    FrontendError,
+    LegalityError,
+    MeshError,
+    PlanError,
+    SpecError,
+    SpmdError,
+    UnsupportedOpError,
+)
+from spmd.mesh.mesh import HybridMesh, Mesh, make_mesh
+from spmd.mesh.spec import OPEN
+from spmd.mesh.topology import Topology
+from spmd.options import Options
+
+__all__ = [
+    "OPEN",
+    "ArgumentError",
+    "Compiled",
+    "FrontendError",
+    "HybridMesh",
+    "Jitted",
+    "LegalityError",
+    "Lowered",
+    "Mesh",
+    "MeshError",
+    "Options",
+    "PlanError",
+    "SpecError",
+    "SpmdError",
+    "Topology",
+    "UnsupportedOpError",
+    "jit",
+    "make_mesh",
+    "mark_sharding",
+    "mark_tree",
+]

@@ -29,7 +29,7 @@ def op_seconds(
     dtype = kind.operands[0].dtype if kind.operands else kind.results[0].dtype
     compute = 0.0
     if kind.name in _CONTRACTIONS:
-        compute = op_flops(kind, rule) / split / topology.flops(dtype)
+        compute = op_flops(kind, rule) / split / topology.peak_flops(dtype)
     return max(compute, local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth)
 
 

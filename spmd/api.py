@@ -1,0 +1,745 @@
+"""The public functions: marks, and `jit` with its lowered and compiled programs."""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from spmd.errors import ArgumentError, MeshError, SpecError
+from spmd.explain.collectives import Collective, list_collectives
+from spmd.explain.memory import Memory
+from spmd.frontend.marks import Entries
+from spmd.frontend.trace import seen_meshes, trace
+from spmd.ir.text import format_program
+from spmd.lowering.execute import executable
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding, format_sharding
+from spmd.mesh.spec import as_mesh, dims_of, has_devices, jax_mesh, partition_spec, spec_entries
+from spmd.mesh.topology import Topology
+from spmd.options import Options
+from spmd.pipeline import Request, Stages, compile_module
+
+STAGES = (
+    "stablehlo", "program", "propagated", "planned", "local", "optimized", "emitted", "hlo",
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# Marks.
+
+
+def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
+    """Promises how a tensor lies on a mesh.
+
+    Inside traced code it is jax's own sharding constraint, so the same program runs under plain
+    `jax.jit`, and the tensor's gradient gets the same mark. A concrete array is placed. A
+    `jax.ShapeDtypeStruct` is annotated.
+
+    Args:
+      t: a tracer, an array or a `ShapeDtypeStruct`.
+      mesh: a `spmd.Mesh`, or jax's `Mesh` or `AbstractMesh`.
+      spec: one entry for each dim: an axis name, a mesh-axis index, a tuple of these (major to
+        minor), `None` (not split), or `...` (up to the compiler). Dims beyond it are not split.
+
+    Returns:
+      The marked tensor.
+
+    Raises:
+      SpecError: an unknown axis, an axis used twice, a spec longer than the rank, a dim that its
+        axes don't divide.
+      MeshError: an array to be placed on devices that are not there.
+
+    Example:
+      >>> w = mark_sharding(w, mesh, ("data", "model"))
+    """
+    own = as_mesh(mesh)
+    shape = np.shape(t) if not hasattr(t, "shape") else tuple(t.shape)
+    what, source = f"a tensor of shape {shape}", _caller()
+    entries = spec_entries(spec, len(shape), own, what=what, source=source)
+    dims_of(entries, shape, own, what=what, source=source)
+    if isinstance(t, jax.core.Tracer):
+        seen_meshes.append(own)
+        where = jax_mesh(own) if has_devices(own) else _abstract_mesh(own)
+        sharding = NamedSharding(where, _jax_spec(entries, PartitionSpec.UNCONSTRAINED))
+        return jax.lax.with_sharding_constraint(t, sharding)
+    plain = _jax_spec(entries, None)
+    if isinstance(t, jax.ShapeDtypeStruct):
+        where = jax_mesh(own) if has_devices(own) else _abstract_mesh(own)
+        return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(where, plain))
+    return jax.device_put(t, NamedSharding(jax_mesh(own), plain))
+
+
+def mark_tree(tree: Any, mesh: Any, rules: Mapping[str, Any]) -> Any:
+    """Marks the leaves of a pytree by path.
+
+    Args:
+      tree: a pytree of tensors.
+      mesh: the mesh.
+      rules: glob pattern over the leaf's path (keys joined by `/`; `*` also crosses `/`) -> spec.
+        The first pattern that matches a leaf counts; leaves that none matches are left alone.
+
+    Raises:
+      SpecError: a pattern that matches no leaf, or a spec that does not fit its leaf.
+
+    Example:
+      >>> params = mark_tree(params, mesh, {"*/w_in": ("data", "model"), "*/bias": ()})
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [path_name(path) for path, _ in leaves]
+    unused = dict.fromkeys(rules)
+    marked = []
+    for path, (_, leaf) in zip(paths, leaves, strict=True):
+        pattern = next((p for p in rules if fnmatch.fnmatchcase(path, p)), None)
+        unused.pop(pattern, None)  # type: ignore[call-overload]
+        marked.append(leaf if pattern is None else mark_sharding(leaf, mesh, rules[pattern]))
+    dead = [p for p in unused if not any(fnmatch.fnmatchcase(path, p) for path in paths)]
+    if dead:
+        raise SpecError(
+            f"pattern {dead[0]!r} matches no leaf of the tree",
+            source=_caller(),
+            actual=f"paths: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}",
+            fix="correct the pattern or remove it",
+        )
+    return jax.tree_util.tree_unflatten(treedef, marked)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A pytree path as text: `layers/0/weight`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def _jax_spec(entries: Entries, open_entry: Any) -> PartitionSpec:
+    return PartitionSpec(
+        *(
+            open_entry if e is None else None if not e else e[0] if len(e) == 1 else e
+            for e in entries
+        )
+    )
+
+
+def _abstract_mesh(mesh: Mesh) -> AbstractMesh:
+    return AbstractMesh(
+        mesh.sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.sizes)
+    )
+
+
+def _caller() -> str | None:
+    """The innermost frame outside this package and jax."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("spmd", "jax.", "jax_")) and name != "jax":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# jit.
+
+
+def jit(
+    fn: Callable[..., Any],
+    *,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    options: Options | None = None,
+) -> Jitted:
+    """Compiles a single-device function for a mesh.
+
+    Args:
+      fn: a function of pytrees of arrays, as for `jax.jit`.
+      mesh: the mesh; taken from marked arguments or from the marks inside `fn` when left out.
+      in_specs: for each positional argument a spec, a pytree of specs, or None (open).
+      out_specs: a spec, or a pytree of specs that matches the result (or a prefix of it).
+      static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
+      options: compile options.
+
+    Returns:
+      An object to call like `fn`; see `Jitted`.
+
+    Example:
+      >>> step = jit(train_step, mesh=mesh, donate_argnums=(0, 1))
+      >>> params, opt_state, loss = step(params, opt_state, batch)
+    """
+    return Jitted(
+        fn,
+        None if mesh is None else as_mesh(mesh),
+        mesh,
+        in_specs,
+        out_specs,
+        (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums),
+        (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames),
+        (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums),
+        options or Options(),
+    )
+
+
+class _Call(NamedTuple):
+    """A call's arguments, taken apart."""
+
+    static: tuple[tuple[int | str, Any], ...]
+    paths: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    avals: tuple[Any, ...]
+    tree: Any
+    argnums: tuple[int, ...]
+
+
+class Jitted:
+    """What `jit` returns: call it, or `lower` / `compile` it for given arguments."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh | None,
+        given_mesh: Any,
+        in_specs: Any,
+        out_specs: Any,
+        static_argnums: tuple[int, ...],
+        static_argnames: tuple[str, ...],
+        donate_argnums: tuple[int, ...],
+        options: Options,
+    ) -> None:
+        self.fn = fn
+        self.mesh = mesh
+        self.given_mesh = given_mesh
+        self.in_specs = in_specs
+        self.out_specs = out_specs
+        self.static_argnums = static_argnums
+        self.static_argnames = static_argnames
+        self.donate_argnums = donate_argnums
+        self.options = options
+        self._cache: dict[Any, list[Compiled]] = {}
+        self.__name__ = getattr(fn, "__name__", "fn")
+        self.__doc__ = fn.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program, compiled on first use for these shapes and shardings."""
+        call = self._take_apart(args, kwargs)
+        return self._compiled(call, args, kwargs).run(call.leaves)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running."""
+        return self._compiled(self._take_apart(args, kwargs), args, kwargs)
+
+    def lower(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Lowered:
+        """Runs our own compiler only: no device is needed, XLA is not called.
+
+        Args:
+          *args, **kwargs: as for `fn`.
+          topology: the machine to plan for; guessed from the mesh when left out.
+        """
+        return self._lower(self._take_apart(args, kwargs), args, kwargs, topology)
+
+    def _compiled(self, call: _Call, args: Any, kwargs: Any) -> Compiled:
+        key = (call.static, call.tree, call.avals)
+        for compiled in self._cache.get(key, ()):
+            if compiled.accepts(call.leaves):
+                return compiled
+        compiled = Compiled(self._lower(call, args, kwargs, None))
+        self._cache.setdefault(key, []).append(compiled)
+        return compiled
+
+    def _take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
+        static: list[tuple[int | str, Any]] = []
+        numbers = {n % len(args) if args else n for n in self.static_argnums}
+        dynamic: list[Any] = []
+        argnums: list[int] = []
+        for i, arg in enumerate(args):
+            if i in numbers:
+                static.append((i, arg))
+                continue
+            dynamic.append(arg)
+            argnums += [i] * len(jax.tree.leaves(arg))
+        named = {k: v for k, v in kwargs.items() if k not in self.static_argnames}
+        static += [(k, kwargs[k]) for k in sorted(kwargs) if k in self.static_argnames]
+        leaves, tree = jax.tree.flatten((tuple(dynamic), named))
+        argnums += [-1] * (len(leaves) - len(argnums))
+        avals = tuple(_aval(leaf) for leaf in leaves)
+        return _Call(tuple(static), (), tuple(leaves), avals, tree, tuple(argnums))
+
+    def _lower(
+        self, call: _Call, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology | None
+    ) -> Lowered:
+        structs = jax.tree.unflatten(
+            call.tree, [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in call.avals]
+        )
+        dynamic, named = iter(structs[0]), structs[1]
+        static = dict(call.static)
+        positional = [static[i] if i in static else next(dynamic) for i in range(len(args))]
+        keywords = {**named, **{k: v for k, v in call.static if isinstance(k, str)}}
+        seen_meshes.clear()
+        mesh = self.mesh or _mesh_of_leaves(call.leaves)
+        platform = _platform(mesh)
+        module, out_tree = trace(
+            self.fn,
+            positional,
+            keywords,
+            platform=platform,
+            static_argnums=self.static_argnums,
+            static_argnames=self.static_argnames,
+        )
+        if mesh is None:
+            if not seen_meshes:
+                raise MeshError(
+                    f"spmd.jit of {self.__name__} has no mesh",
+                    actual="no mesh= was given, no argument is placed on a mesh, nothing is marked",
+                    fix="pass mesh=spmd.make_mesh(data=4, model=2)",
+                )
+            mesh = seen_meshes[0]
+        names = _argument_names(self.fn, structs, [i for i in range(len(args)) if i not in static])
+        out_leaves, out_def = jax.tree.flatten(out_tree)
+        out_names = tuple(
+            path_name(path) or "result"
+            for path, _ in jax.tree_util.tree_flatten_with_path(out_tree)[0]
+        )
+        specs = _spread_in_specs(self.in_specs, structs[0], call, args, static)
+        arg_entries = tuple(
+            _arg_entries(leaf, spec, name, mesh)
+            for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
+        )
+        result_entries = _out_entries(self.out_specs, out_tree, out_names, mesh)
+        donated = [i for i, n in enumerate(call.argnums) if n in self.donate_argnums]
+        links = _links(structs, out_tree, args, static, self.donate_argnums)
+        topology = topology or self.options.topology or _topology(mesh)
+        request = Request(
+            module, mesh, topology, names, out_names, arg_entries, result_entries, links
+        )
+        stages = compile_module(request, self.options)
+        return Lowered(stages, request, self.options, call.tree, out_def, out_leaves, donated,
+                       self.given_mesh, tuple(_key_impl(leaf) for leaf in call.leaves))  # fmt: skip
+
+
+class Lowered:
+    """A planned and partitioned program that XLA has not seen yet: everything but running it."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        request: Request,
+        options: Options,
+        in_tree: Any,
+        out_tree: Any,
+        out_structs: Sequence[Any],
+        donated: Sequence[int],
+        given_mesh: Any,
+        key_impls: tuple[Any, ...],
+    ) -> None:
+        self.stages = stages
+        self.request = request
+        self.options = options
+        self.in_tree = in_tree
+        self.out_tree = out_tree
+        self.out_structs = tuple(out_structs)
+        self.donated = tuple(donated)
+        self.given_mesh = given_mesh
+        self.key_impls = key_impls
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.request.mesh
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of one run: kind, axes, bytes, count, source, reason, seconds."""
+        return list_collectives(self.stages.optimized, self.stages.plan.topology)
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds of one run: compute plus reshards."""
+        return self.stages.plan.seconds
+
+    def explain(self, value: str | None = None) -> str:
+        """What is sharded how, why, and what it costs, as text; or all about one value by name."""
+        from spmd.explain.text import explain_program, explain_value
+
+        if value is not None:
+            return explain_value(self.stages, value)
+        return explain_program(self.stages, self.collectives, self.memory)
+
+    def summary(self) -> str:
+        """The short form of `explain`, for a terminal."""
+        from spmd.explain.text import summarize
+
+        return summarize(self.stages, self.collectives, self.memory)
+
+    def report(self, path: str) -> None:
+        """Writes `explain` as one self-contained HTML page with pictures."""
+        from spmd.explain.html import write_report
+
+        write_report(path, self.stages, self.collectives, self.memory)
+
+    @property
+    def memory(self) -> Memory | None:
+        """Bytes per device, known once XLA has compiled the program."""
+        return None
+
+    def as_text(self, stage: str = "planned") -> str:
+        """The program after a stage, as deterministic text; stages are `spmd.api.STAGES`."""
+        stages = self.stages
+        program = stages.imported.program
+        mesh = self.mesh
+        if stage == "stablehlo":
+            return str(self.request.module)
+        if stage == "program":
+            return format_program(program)
+        if stage == "propagated":
+            proposals = stages.propagated.proposals
+            return format_program(
+                program, lambda v: format_sharding(Sharding(proposals[v]), mesh), mesh
+            )
+        if stage == "planned":
+            states = stages.plan.states
+
+            def describe(value: int) -> str:
+                state = states[value]
+                return "made for each use" if state is None else format_sharding(state, mesh)
+
+            return format_program(program, describe, mesh)
+        if stage == "local":
+            return format_program(stages.partitioned.program, None, mesh)
+        if stage == "optimized":
+            return format_program(stages.optimized.program, None, mesh)
+        if stage == "emitted":
+            return stages.emitted
+        raise ArgumentError(
+            f"unknown stage {stage!r}",
+            required=f"one of {', '.join(STAGES)}",
+            fix="`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
+            if stage == "hlo"
+            else None,
+        )
+
+
+class Compiled(Lowered):
+    """A compiled program: call it with arguments like those that it was compiled for."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        super().__init__(
+            lowered.stages, lowered.request, lowered.options, lowered.in_tree, lowered.out_tree,
+            lowered.out_structs, lowered.donated, lowered.given_mesh, lowered.key_impls,
+        )  # fmt: skip
+        partitioned = self.stages.optimized
+        self._jax_mesh = jax_mesh(self.mesh)
+        jitted = executable(partitioned, self.stages.emitted, self.donated)
+        types = self.stages.imported.program.types
+        structs = [
+            jax.ShapeDtypeStruct(types[v].shape, _dtype(types[v].dtype))
+            for v in self.stages.imported.program.body.args
+        ]
+        lowered_jax = jitted.lower(*structs)
+        self.executable = lowered_jax.compile(dict(self.options.compiler_options) or None)
+        self._arg_shardings = tuple(
+            NamedSharding(self._jax_mesh, partition_spec(s, self.mesh))
+            for s in partitioned.arguments
+        )
+        self._result_shardings = tuple(
+            NamedSharding(self._jax_mesh, partition_spec(s, self.mesh))
+            for s in partitioned.results
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program (without its static arguments)."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != self.in_tree:
+            raise ArgumentError(
+                "the arguments have another structure than those compiled for",
+                actual=str(tree),
+                required=str(self.in_tree),
+                fix="call with the same pytrees",
+            )
+        return self.run(leaves)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Runs the program on flat arguments, placing those that lie elsewhere."""
+        placed = [
+            self._place(leaf, sharding, impl)
+            for leaf, sharding, impl in zip(
+                leaves, self._arg_shardings, self.key_impls, strict=True
+            )
+        ]
+        results = self.executable(*placed)
+        return jax.tree.unflatten(
+            self.out_tree,
+            [_wrap_key(r, s) for r, s in zip(results, self.out_structs, strict=True)],
+        )
+
+    def _place(self, leaf: Any, sharding: NamedSharding, key_impl: Any) -> Any:
+        if key_impl is not None:
+            leaf = jax.random.key_data(leaf)
+        if getattr(leaf, "sharding", None) == sharding:
+            return leaf
+        return jax.device_put(leaf, sharding)
+
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        """Whether arguments placed on a mesh lie as this program wants them."""
+        for leaf, sharding, impl in zip(leaves, self._arg_shardings, self.key_impls, strict=True):
+            have = _mesh_sharding(leaf)
+            if have is None or impl is not None:
+                continue
+            if not sharding.is_equivalent_to(have, len(leaf.shape)):
+                return False
+        return True
+
+    @property
+    def in_shardings(self) -> Any:
+        """Pytree of the arguments' `NamedSharding`s: positional ones, then keywords if any."""
+        args, kwargs = jax.tree.unflatten(self.in_tree, self._arg_shardings)
+        return (args, kwargs) if kwargs else args
+
+    @property
+    def out_shardings(self) -> Any:
+        """Pytree of the results' `NamedSharding`s."""
+        return jax.tree.unflatten(self.out_tree, self._result_shardings)
+
+    def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
+        """Creates an argument directly in the sharding that this program wants it in.
+
+        Args:
+          argnum: which (non-static) positional argument.
+          fn: makes it, e.g. `optimizer.init`.
+          *args: passed to `fn`.
+
+        Returns:
+          `fn(*args)`, computed shard by shard, never whole on one device.
+        """
+        wanted = jax.tree.unflatten(self.in_tree, self._arg_shardings)[0][argnum]
+        return jax.jit(fn, out_shardings=wanted)(*args)
+
+    @cached_property
+    def _memory(self) -> Memory:
+        return Memory.of(self.executable.memory_analysis())
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes per device, as XLA reports them."""
+        return self._memory
+
+    def as_text(self, stage: str = "planned") -> str:
+        """The program after a stage; `hlo` is XLA's optimized module."""
+        return str(self.executable.as_text()) if stage == "hlo" else super().as_text(stage)
+
+
+# ---------------------------------------------------------------------------------------------
+# Arguments.
+
+
+def _dtype(name: str) -> Any:
+    from spmd.ir.types import numpy_dtype
+
+    return numpy_dtype(name)
+
+
+def _aval(leaf: Any) -> tuple[Any, ...]:
+    """(shape, dtype, weak type) of an argument leaf."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return (tuple(leaf.shape), leaf.dtype, bool(getattr(leaf, "weak_type", False)))
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError as error:
+        raise ArgumentError(
+            f"an argument of type {type(leaf).__name__} is not an array",
+            actual=repr(leaf)[:80],
+            fix="name it in static_argnums or static_argnames, or pass an array",
+        ) from error
+    return (tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False)))
+
+
+def _mesh_sharding(leaf: Any) -> NamedSharding | None:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        return None
+    return sharding
+
+
+def _mesh_of_leaves(leaves: Sequence[Any]) -> Mesh | None:
+    for leaf in leaves:
+        sharding = _mesh_sharding(leaf)
+        if sharding is not None:
+            return as_mesh(sharding.mesh)
+    return None
+
+
+def _arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
+    """An argument's spelled-out spec: given, or read off the array's own placement."""
+    what = f"argument {name}"
+    rank = len(leaf.shape) if hasattr(leaf, "shape") else np.ndim(leaf)
+    placed = _mesh_sharding(leaf)
+    if spec is not None:
+        return _with_key_dims(spec_entries(spec, rank, mesh, what=what), leaf)
+    if placed is None:
+        return None
+    other = as_mesh(placed.mesh)
+    if (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes):
+        if placed.is_fully_replicated:
+            return None
+        raise MeshError(
+            "two different meshes in one program",
+            op=what,
+            actual=f"{what} is placed on the mesh ({other}) with spec {placed.spec}",
+            required=f"the mesh that the program is compiled for ({mesh})",
+            fix="place the argument with mark_sharding on that mesh",
+        )
+    return _with_key_dims(spec_entries(placed.spec, rank, mesh, what=what), leaf)
+
+
+def _with_key_dims(entries: Entries, leaf: Any) -> Entries:
+    """A key array's data has one more dim than the array itself."""
+    return (*entries, ()) if _key_impl(leaf) is not None else entries
+
+
+def _key_impl(leaf: Any) -> Any:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return dtype
+    return None
+
+
+def _wrap_key(result: Any, struct: Any) -> Any:
+    """Key data as a key array again where the function returned one."""
+    if _key_impl(struct) is None:
+        return result
+    name = str(struct.dtype).removeprefix("key<").removesuffix(">")
+    impl = {"fry": "threefry2x32"}.get(name, name)
+    return jax.random.wrap_key_data(result, impl=impl)
+
+
+def _platform(mesh: Mesh | None) -> str:
+    if mesh is not None and has_devices(mesh):
+        return str(jax_mesh(mesh).devices.flat[0].platform).replace("gpu", "cuda")
+    return str(jax.default_backend()).replace("gpu", "cuda")
+
+
+def _topology(mesh: Mesh) -> Topology:
+    if has_devices(mesh):
+        return Topology.for_devices(list(jax_mesh(mesh).devices.flat))
+    return Topology(f"cpu:{mesh.size}")
+
+
+def _argument_names(fn: Any, structs: Any, argnums: Sequence[int]) -> tuple[str, ...]:
+    """`params/w_in`: the parameter's name, then the path within the argument."""
+    import inspect
+
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        names = []
+    found = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(structs)[0]:
+        kind, first, *rest = path
+        if kind.idx == 0:
+            number = argnums[first.idx]
+            head = names[number] if number < len(names) else f"arg{number}"
+        else:
+            head = str(first.key)
+        found.append("/".join(filter(None, (head, path_name(rest)))))
+    return tuple(found)
+
+
+def _is_spec(x: Any) -> bool:
+    if x is None or isinstance(x, PartitionSpec | str):
+        return True
+    return type(x) in (tuple, list) and all(
+        e is None or e is ... or isinstance(e, str | int) or e is PartitionSpec.UNCONSTRAINED
+        or (type(e) in (tuple, list) and all(isinstance(n, str | int) for n in e))
+        for e in x
+    )  # fmt: skip
+
+
+def _spread(specs: Any, tree: Any, what: str) -> list[Any]:
+    """A prefix pytree of specs as one spec a leaf."""
+    if _is_spec(specs):
+        return [specs] * len(jax.tree.leaves(tree))
+    try:
+        spread = jax.tree.map(
+            lambda spec, sub: [spec] * len(jax.tree.leaves(sub)), specs, tree, is_leaf=_is_spec
+        )
+    except (ValueError, TypeError) as error:
+        raise SpecError(
+            f"the specs of {what} don't match its structure",
+            actual=str(jax.tree.structure(specs, is_leaf=_is_spec)),
+            required=f"a prefix of {jax.tree.structure(tree)}",
+            fix="give a spec for each leaf, or one for a whole branch",
+        ) from error
+    parts = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list))
+    return [spec for part in parts for spec in part]
+
+
+def _spread_in_specs(
+    in_specs: Any, dynamic: Sequence[Any], call: _Call, args: Sequence[Any], static: Any
+) -> list[Any]:
+    if in_specs is None:
+        return [None] * len(call.leaves)
+    if not isinstance(in_specs, tuple | list) or len(in_specs) != len(args):
+        raise SpecError(
+            f"in_specs needs one entry for each of the {len(args)} positional arguments",
+            actual=repr(in_specs)[:120],
+            fix="use None for arguments that are open",
+        )
+    given = [spec for i, spec in enumerate(in_specs) if i not in static]
+    spread: list[Any] = []
+    for number, (spec, struct) in enumerate(zip(given, dynamic, strict=True)):
+        spread += _spread(spec, struct, f"argument {number}")
+    return spread + [None] * (len(call.leaves) - len(spread))
+
+
+def _out_entries(
+    out_specs: Any, out_tree: Any, names: Sequence[str], mesh: Mesh
+) -> tuple[Entries | None, ...]:
+    leaves = jax.tree.leaves(out_tree)
+    entries: list[Entries | None] = []
+    for leaf, spec, name in zip(
+        leaves, _spread(out_specs, out_tree, "the result"), names, strict=True
+    ):
+        what = f"result {name}"
+        if spec is None:
+            entries.append(None)
+            continue
+        found = spec_entries(spec, len(leaf.shape), mesh, what=what)
+        dims_of(found, leaf.shape, mesh, what=what)
+        entries.append(_with_key_dims(found, leaf))
+    return tuple(entries)
+
+
+def _links(
+    structs: Any, out_tree: Any, args: Sequence[Any], static: Any, donate_argnums: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """(result leaf, argument leaf) of each donated argument and the result that updates it."""
+
+    def signature(tree: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(tree)
+        return treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+    children = list(out_tree) if isinstance(out_tree, tuple | list) else [out_tree]
+    starts = np.cumsum([0] + [len(jax.tree.leaves(c)) for c in children])
+    taken: set[int] = set()
+    links: list[tuple[int, int]] = []
+    position = 0
+    argnums = [i for i in range(len(args)) if i not in static]
+    for number, struct in zip(argnums, structs[0], strict=True):
+        count = len(jax.tree.leaves(struct))
+        if number in donate_argnums:
+            for c, child in enumerate(children):
+                if c not in taken and signature(child) == signature(struct):
+                    taken.add(c)
+                    links += [(int(starts[c]) + k, position + k) for k in range(count)]
+                    break
+        position += count
+    return tuple(links)

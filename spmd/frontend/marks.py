@@ -1,0 +1,109 @@
+"""From marks as the module and the arguments state them to marks on values, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd.errors import MeshError, SpecError
+from spmd.frontend.import_stablehlo import Imported
+from spmd.ir.program import Value
+from spmd.ir.types import ShardingAttr
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes
+from spmd.mesh.spec import dims_of, spec_entries
+from spmd.propagation.propagate import Mark
+
+Entries = tuple[tuple[str, ...] | None, ...]
+"""A spelled-out spec: for each dim its axis names, or None if it is open."""
+
+
+def collect_marks(
+    imported: Imported,
+    mesh: Mesh,
+    arg_entries: Sequence[Entries | None],
+    result_entries: Sequence[Entries | None],
+) -> dict[Value, Mark]:
+    """Marks of all mark ops and of the program's arguments.
+
+    Results are not values of their own (one value may be returned twice), so their marks only
+    join in where nothing else marks the value.
+
+    Raises:
+      MeshError: the module was marked on another mesh.
+      SpecError: a mark that does not fit the mesh or its tensor.
+    """
+    check_meshes(imported, mesh)
+    program = imported.program
+    marks: dict[Value, Mark] = {}
+    for op in program.walk():
+        if op.name != "spmd.mark":
+            continue
+        attr: ShardingAttr = op.kind.attrs["sharding"]
+        what, source = "a marked value", op.loc.source
+        dims = atoms_of_attr(attr, op.kind.results[0].shape, mesh, what, source)
+        marks[op.results[0]] = Mark(dims, attr.open, f"mark_sharding at {source or 'unknown'}")
+    for i, (value, entries) in enumerate(zip(program.body.args, arg_entries, strict=True)):
+        what = f"argument {program.arg_names[i]}"
+        shape = program.types[value].shape
+        attr_mark = imported.arg_marks[i]
+        if entries is not None:
+            dims, is_open = dims_of(entries, shape, mesh, what=what)
+            marks[value] = Mark(dims, is_open, what)
+        elif attr_mark is not None:
+            dims = atoms_of_attr(attr_mark, shape, mesh, what, None)
+            marks[value] = Mark(dims, attr_mark.open, what)
+    for i, (value, entries) in enumerate(zip(program.body.results, result_entries, strict=True)):
+        if entries is None or value in marks:
+            continue
+        what = f"result {program.result_names[i]}"
+        dims, is_open = dims_of(entries, program.types[value].shape, mesh, what=what)
+        marks[value] = Mark(dims, is_open, what)
+    return marks
+
+
+def check_meshes(imported: Imported, mesh: Mesh) -> None:
+    """One mesh a program: names and sizes of the module's meshes must be the given one's."""
+    ours = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
+    for axes in imported.meshes:
+        if axes and axes != ours:
+            other = ", ".join(f"{name}={size}" for name, size in axes)
+            raise MeshError(
+                "two different meshes in one program",
+                source=_first_mark_source(imported),
+                actual=f"marks inside the program use the mesh ({other})",
+                required=f"the mesh that the program is compiled for ({mesh})",
+                fix="mark and compile with one and the same mesh",
+            )
+
+
+def _first_mark_source(imported: Imported) -> str | None:
+    ops = (op for op in imported.program.walk() if op.name == "spmd.mark")
+    first = next(ops, None)
+    return first.loc.source if first else None
+
+
+def atoms_of_attr(
+    attr: ShardingAttr, shape: Sequence[int], mesh: Mesh, what: str, source: str | None
+) -> tuple[Axes, ...]:
+    """A module's sharding attribute as atoms of the mesh."""
+    if not any(size for axes in attr.dims for _, _, size in axes):
+        entries = tuple(tuple(name for name, _, _ in axes) for axes in attr.dims)
+        spec_entries(entries, len(shape), mesh, what=what, source=source)
+        return dims_of(entries, shape, mesh, what=what, source=source)[0]
+    dims = []
+    for size, axes in zip(shape, attr.dims, strict=True):
+        atoms: Axes = ()
+        for name, pre, part in axes:
+            whole = mesh.axis_atoms[name]
+            if part:
+                whole = tuple(a for a in whole if pre <= mesh.atoms[a].pre < pre * part)
+                if mesh.extent(whole) != part:
+                    raise SpecError(f"sub-axis {name}:({pre}){part} does not exist in ({mesh})")
+            atoms += whole
+        if size % mesh.extent(atoms):
+            raise SpecError(
+                f"a dim of {what} has size {size}, which {mesh.extent(atoms)} does not divide",
+                source=source,
+            )
+        dims.append(atoms)
+    return tuple(dims)

@@ -1,0 +1,2 @@
+def format_program(program, annotate=None, mesh=None, locs=False):
+    return str(program)

@@ -1,0 +1,1 @@
+def check_local(p, stage): pass

@@ -1,0 +1,27 @@
+"""`Options`: everything about a compilation that is not the program, the mesh or the marks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from spmd.mesh.topology import Topology
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one compilation.
+
+    Attributes:
+      topology: the machine to plan for; guessed from the mesh's devices when left out.
+      combine_bytes: all-reduces up to this many bytes are combined with others like them.
+      check: verify every stage's result against its legality table.
+      verbose: print the time of every stage.
+      compiler_options: passed to XLA as they are.
+    """
+
+    topology: Topology | None = None
+    combine_bytes: int = 1 << 20
+    check: bool = False
+    verbose: bool = False
+    compiler_options: Mapping[str, str | bool | int] = field(default_factory=dict)

@@ -1,0 +1,161 @@
+"""The compiler, top to bottom: every stage in order, timed, checked, printable.
+
+    import -> propagate -> plan -> partition -> optimize -> emit
+
+Each stage is a pure function from a frozen value to a frozen value.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from spmd.frontend.import_stablehlo import Imported, import_module
+from spmd.frontend.marks import Entries, collect_marks
+from spmd.ir.legality import check_program
+from spmd.ir.program import Value
+from spmd.lowering.emit import emit
+from spmd.lowering.expand import expand
+from spmd.lowering.legality import check_local
+from spmd.lowering.optimize import optimize
+from spmd.lowering.partition import Partitioned, partition
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding
+from spmd.mesh.topology import Topology
+from spmd.options import Options
+from spmd.planning.greedy import plan_greedily
+from spmd.planning.legality import check_plan
+from spmd.planning.plan import Plan
+from spmd.propagation import rules  # noqa: F401 (fills the registry)
+from spmd.propagation.cheap import cheap_values
+from spmd.propagation.propagate import Propagated, propagate
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be compiled.
+
+    Attributes:
+      module: a StableHLO module in memory.
+      mesh: the mesh.
+      topology: the machine to plan for.
+      arg_names: paths of the arguments in the user's pytrees.
+      result_names: paths of the results.
+      arg_entries: for each argument its spelled-out spec, or None for an open argument.
+      result_entries: the same for results.
+      links: (result index, argument index) of donated arguments and their updates.
+    """
+
+    module: Any
+    mesh: Mesh
+    topology: Topology
+    arg_names: tuple[str, ...] = ()
+    result_names: tuple[str, ...] = ()
+    arg_entries: tuple[Entries | None, ...] = ()
+    result_entries: tuple[Entries | None, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Every stage's result, and how long each took in seconds."""
+
+    imported: Imported
+    propagated: Propagated
+    plan: Plan
+    partitioned: Partitioned
+    optimized: Partitioned
+    emitted: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def compile_module(request: Request, options: Options) -> Stages:
+    """Runs all stages.
+
+    Raises:
+      SpmdError: whatever a stage cannot do, named with its op and source line.
+    """
+    clock = _Clock(options.verbose)
+    mesh = request.mesh
+    imported = clock("import", lambda: _import(request))
+    propagated = clock("propagate", lambda: _propagate(request, imported))
+    wanted = _result_shardings(request, propagated)
+    plan = clock("plan", lambda: plan_greedily(propagated, request.topology, wanted))
+    partitioned = clock("partition", lambda: partition(plan))
+    optimized = clock(
+        "optimize",
+        lambda: partitioned._replace(program=optimize(partitioned.program, options.combine_bytes)),
+    )
+    emitted = clock("emit", lambda: emit(expand(optimized.program, mesh), mesh))
+    stages = Stages(imported, propagated, plan, partitioned, optimized, emitted, clock.seconds)
+    if options.check:
+        check_stages(stages)
+    return stages
+
+
+def check_stages(stages: Stages) -> None:
+    """Holds every stage's result against its legality table.
+
+    Raises:
+      LegalityError: a stage broke its contract.
+    """
+    check_program(stages.imported.program)
+    check_plan(stages.plan)
+    check_local(stages.partitioned, "local")
+    check_local(stages.optimized, "optimized")
+
+
+def _import(request: Request) -> Imported:
+    imported = import_module(request.module, request.arg_names)
+    if request.result_names:
+        program = imported.program._replace(result_names=request.result_names)
+        imported = imported._replace(program=program)
+    return imported
+
+
+def _propagate(request: Request, imported: Imported) -> Propagated:
+    program = imported.program
+    arg_entries = request.arg_entries or (None,) * len(program.body.args)
+    result_entries = request.result_entries or (None,) * len(program.body.results)
+    marks = collect_marks(imported, request.mesh, arg_entries, result_entries)
+    links: list[tuple[Value, Value]] = [
+        (program.body.results[result], program.body.args[arg]) for result, arg in request.links
+    ]
+    return propagate(program, request.mesh, marks, cheap_values(program), links)
+
+
+def _result_shardings(
+    request: Request, propagated: Propagated
+) -> Sequence[Sharding | None]:
+    """What each result must look like: its spec, or the sharding of the argument it updates."""
+    wanted: list[Sharding | None] = []
+    entries = request.result_entries or (None,) * len(propagated.program.body.results)
+    for entry in entries:
+        if entry is None or None in entry:
+            wanted.append(None)
+        else:
+            wanted.append(
+                Sharding(tuple(request.mesh.atoms_of(axes or ()) for axes in entry))
+            )
+    return wanted
+
+
+class _Clock:
+    """Times stages; prints them when verbose."""
+
+    def __init__(self, verbose: bool) -> None:
+        self.verbose = verbose
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, stage: str, run: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        result = run()
+        self.seconds[stage] = time.perf_counter() - start
+        if self.verbose:
+            print(f"spmd: {stage:<10} {self.seconds[stage] * 1e3:9.1f} ms", file=sys.stderr)
+        return result
