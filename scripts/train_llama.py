@@ -47,7 +47,12 @@ from models.training.loop import (
     typical_seconds,
 )
 from models.training.metrics import StepCost, peak_flops
-from models.training.optimizer import DEFAULT_LEARNING_RATES, OptimizerConfig, make_optimizer
+from models.training.optimizer import (
+    OPTIMIZERS,
+    OptimizerConfig,
+    default_learning_rate,
+    make_optimizer,
+)
 
 PROMPT = "def "
 SAMPLE_TOKENS = 200
@@ -58,14 +63,12 @@ _MESH = flags.DEFINE_string("mesh", "data=4,model=2", "Mesh axes and their sizes
 _DATA = flags.DEFINE_list(
     "data", [], "Files, directories or glob patterns of text. Default: Python's standard library."
 )
-_STEPS = flags.DEFINE_integer("steps", 160, "Training steps.")
+_STEPS = flags.DEFINE_integer("steps", 200, "Training steps.")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Tokens of a sequence.")
 _GLOBAL_BATCH = flags.DEFINE_integer("global_batch", 16, "Sequences of a step, on all devices.")
-_OPTIMIZER = flags.DEFINE_enum(
-    "optimizer", "adamw", sorted(DEFAULT_LEARNING_RATES), "Which optimizer."
-)
+_OPTIMIZER = flags.DEFINE_enum("optimizer", "adamw", OPTIMIZERS, "Which optimizer.")
 _LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", None, "Peak learning rate. Default: the optimizer's own."
+    "learning_rate", None, "Peak learning rate. Default: by optimizer and size of the model."
 )
 _SCAN = flags.DEFINE_bool(
     "scan", True, "Run the layers in a scan (compiles faster) or unroll them (runs faster)."
@@ -136,7 +139,8 @@ def pick_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Sequence[An
         return devices[:needed]
     raise UsageError(
         f"--mesh: {format_axes(axes)} needs {needed} devices, and {len(devices)} of the kind "
-        f"{devices[0].device_kind} can be seen; for virtual CPU devices set JAX_PLATFORMS=cpu "
+        f"{devices[0].device_kind} can be seen; give a smaller mesh or, for "
+        "virtual CPU devices, set JAX_PLATFORMS=cpu "
         f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
     )
 
@@ -188,7 +192,10 @@ def make_run() -> Run:
         dtype=_DTYPE.value or default_dtype,
     )
     optimizer = OptimizerConfig(
-        name=_OPTIMIZER.value, total_steps=_STEPS.value, learning_rate=_LEARNING_RATE.value
+        name=_OPTIMIZER.value,
+        total_steps=_STEPS.value,
+        learning_rate=_LEARNING_RATE.value
+        or default_learning_rate(_OPTIMIZER.value, config.parameter_count()),
     )
     train_data, held_out_data = load_data()
     mesh = spmd.make_mesh(devices=devices, **axes)
@@ -199,6 +206,12 @@ def load_data() -> tuple[data.TokenWindows, data.TokenWindows]:
     """(training windows, held-out windows) of the corpus that the flags name."""
     files = data.find_files(_DATA.value) if _DATA.value else data.standard_library_files()
     train_tokens, held_out_tokens = data.split_held_out(data.load_corpus(files))
+    if len(held_out_tokens) <= _SEQ_LEN.value:
+        raise UsageError(
+            f"--data: {len(train_tokens) + len(held_out_tokens)} bytes of text are too few: a "
+            f"{data.HELD_OUT_EVERY}th is held out, and has to be longer than --seq_len "
+            f"{_SEQ_LEN.value}"
+        )
     windows = functools.partial(
         data.TokenWindows, seq_len=_SEQ_LEN.value, batch_size=_GLOBAL_BATCH.value, seed=_SEED.value
     )
@@ -297,7 +310,8 @@ def sample_text(run: Run, params: Any) -> str:
         window=window,
         seed=_SEED.value,
     )
-    return PROMPT + data.decode(tokens)
+    text = PROMPT + data.decode(tokens)
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 # Printing

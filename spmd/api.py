@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.source_info_util import register_exclusion
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from spmd.errors import ArgumentError, MeshError, SpecError
@@ -25,6 +27,8 @@ from spmd.mesh.spec import as_mesh, dims_of, has_devices, jax_mesh, partition_sp
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Request, Stages, compile_module
+
+register_exclusion(os.path.dirname(__file__))  # our own frames are not the user's
 
 STAGES = (
     "stablehlo", "program", "propagated", "planned", "local", "optimized", "emitted", "hlo",

@@ -85,7 +85,7 @@ def compile_module(request: Request, options: Options) -> Stages:
     imported = clock("import", lambda: _import(request))
     propagated = clock("propagate", lambda: _propagate(request, imported))
     wanted = _result_shardings(request, propagated)
-    plan = clock("plan", lambda: plan_greedily(propagated, request.topology, wanted))
+    plan = clock("plan", lambda: plan_greedily(propagated, request.topology, wanted, request.links))
     partitioned = clock("partition", lambda: partition(plan))
     optimized = clock(
         "optimize",

@@ -33,6 +33,7 @@ class LlamaConfig:
         head_dim: width of a head; None means `hidden_size / num_attention_heads`.
         rms_norm_eps: added to the mean square in RMSNorm.
         rope_theta: base of the rotary frequencies.
+        initializer_range: standard deviation of fresh weights.
         tie_word_embeddings: whether the output projection is the embedding table.
         scan_layers: whether the layers' parameters are stacked and run by one `jax.lax.scan`
             (short programs, quick compilation) or kept apart and unrolled (faster steps).
@@ -52,6 +53,7 @@ class LlamaConfig:
     head_dim: int | None = None
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
+    initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     scan_layers: bool = True
     dtype: str = "float32"
@@ -170,6 +172,7 @@ CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
             intermediate_size=512,
             num_hidden_layers=4,
             num_attention_heads=4,
+            initializer_range=0.08,
         ),
         "llama2-7b": LlamaConfig(
             vocab_size=32_000,

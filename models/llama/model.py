@@ -39,8 +39,6 @@ MARK_POINTS: Mapping[str, str] = {
 }
 """Every point at which `mark` is called, with the dims of the value there."""
 
-INIT_STDDEV = 0.02
-
 
 def no_marks(name: str, x: jax.Array) -> jax.Array:
     """Marks nothing."""
@@ -54,8 +52,9 @@ def no_marks(name: str, x: jax.Array) -> jax.Array:
 def init(key: jax.Array, config: LlamaConfig) -> Params:
     """Fresh parameters.
 
-    Normal with standard deviation 0.02; projections back into the residual stream are scaled down
-    by `sqrt(2 * layers)`, so that its variance does not grow with depth; norms are one.
+    Normal with standard deviation `initializer_range`; projections back into the residual stream
+    are scaled down by `sqrt(2 * layers)`, so that its variance does not grow with depth; norms are
+    one.
 
     Args:
         key: a `jax.random.key`.
@@ -102,7 +101,9 @@ def _init_leaf(key: jax.Array, path: str, shape: tuple[int, ...], config: LlamaC
         return jnp.ones(shape, config.param_dtype)
     into_residual = path.endswith(("o_proj/weight", "down_proj/weight"))
     scale = (2 * config.num_hidden_layers) ** -0.5 if into_residual else 1.0
-    return (scale * INIT_STDDEV * jax.random.normal(key, shape)).astype(config.param_dtype)
+    return (scale * config.initializer_range * jax.random.normal(key, shape)).astype(
+        config.param_dtype
+    )
 
 
 def _insert(params: Params, path: str, leaf: jax.Array) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import optax
 
-DEFAULT_LEARNING_RATES = {"adamw": 3e-3, "adafactor": 3e-2}
+OPTIMIZERS = ("adamw", "adafactor")
+SMALL_MODEL = 100_000_000
 NOT_DECAYED = ("norm", "bias")
 
 
@@ -19,9 +20,8 @@ class OptimizerConfig:
     Args:
         name: `"adamw"` or `"adafactor"`.
         total_steps: length of the run; the cosine reaches its end here.
-        learning_rate: at the peak; None takes the optimizer's default. Adafactor's is relative to
-            the scale of each parameter.
-        warmup_steps: steps of linear warmup; None takes a tenth of the run, 100 at most.
+        learning_rate: at the peak. Adafactor's is relative to the scale of each parameter.
+        warmup_steps: steps of linear warmup; None takes a tenth of the run, 1 to 100.
         final_fraction: learning rate at the end, as a fraction of the peak.
         weight_decay: decoupled decay of AdamW; norms and biases are not decayed.
         clip_norm: gradients are scaled down to this global norm; None does not clip.
@@ -32,28 +32,39 @@ class OptimizerConfig:
 
     name: str
     total_steps: int
-    learning_rate: float | None = None
+    learning_rate: float
     warmup_steps: int | None = None
     final_fraction: float = 0.1
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
-        if self.name not in DEFAULT_LEARNING_RATES:
-            known = ", ".join(DEFAULT_LEARNING_RATES)
-            raise ValueError(f"no optimizer is called {self.name!r}; there are {known}")
+        _check_name(self.name)
         if self.total_steps < 1:
             raise ValueError(f"total_steps must be positive, not {self.total_steps}")
-        if self.learning_rate is not None and self.learning_rate <= 0:
+        if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be positive, not {self.learning_rate}")
+
+
+def default_learning_rate(name: str, parameters: int) -> float:
+    """A peak learning rate that is rarely bad for an optimizer and a number of parameters."""
+    _check_name(name)
+    small = parameters < SMALL_MODEL
+    if name == "adamw":
+        return 3e-3 if small else 3e-4
+    return 3e-2 if small else 1e-2
+
+
+def _check_name(name: str) -> None:
+    if name not in OPTIMIZERS:
+        raise ValueError(f"no optimizer is called {name!r}; there are {', '.join(OPTIMIZERS)}")
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     """Step -> learning rate: linear up to the peak, then a cosine down to its final fraction."""
-    peak = config.learning_rate or DEFAULT_LEARNING_RATES[config.name]
-    warmup = config.warmup_steps
+    peak, warmup = config.learning_rate, config.warmup_steps
     if warmup is None:
-        warmup = min(100, config.total_steps // 10)
+        warmup = min(100, max(1, config.total_steps // 10))
     return optax.warmup_cosine_decay_schedule(
         init_value=peak / (warmup + 1),
         peak_value=peak,

@@ -93,7 +93,7 @@ class _Importer:
         main = self.functions.get("main")
         if main is None and len(self.functions) == 1:
             main = next(iter(self.functions.values()))
-        if main is None:
+        if main is None or not main.regions[0].blocks:
             raise FrontendError(
                 "the module has no function to compile",
                 actual=f"functions: {', '.join(self.functions) or 'none'}",
@@ -113,7 +113,8 @@ class _Importer:
             tuple(arg_names) or tuple(f"arg{i}" for i in range(len(args))),
             result_names,
         )
-        return Imported(program, arg_marks, result_marks, tuple(dict.fromkeys(self.meshes.values())))
+        meshes = tuple(dict.fromkeys(self.meshes.values()))
+        return Imported(program, arg_marks, result_marks, meshes)
 
     def marks(
         self, func: Any, attr: str, count: int
@@ -152,8 +153,8 @@ class _Importer:
             frames: list[Frame] = []
             scope = _walk_location(location, "", frames)
             outer = self.call_loc
-            if outer.scope and not scope.startswith("jit("):
-                scope = f"{outer.scope}/{scope}"
+            if scope.partition("/")[0] != outer.scope.partition("/")[0]:
+                scope = "/".join(filter(None, (outer.scope, scope)))
             frames += [frame for frame in outer.frames if frame not in frames]
             found = self.loc_cache[key] = Loc(scope, tuple(frames))
         return found
@@ -177,13 +178,15 @@ class _Importer:
     def inline(self, op: Any, env: dict[Any, int], ops: list[Op]) -> None:
         attr = "callee" if op.name == "func.call" else "decomposition"
         callee = ir.FlatSymbolRefAttr(op.attributes[attr]).value
-        if callee in self.calls or callee not in self.functions:
-            problem = "calls itself" if callee in self.calls else "is not in the module"
-            raise FrontendError(f"function @{callee} {problem}", source=self.loc(op.location).source)
+        function = self.functions.get(callee)
+        if callee in self.calls or function is None or not function.regions[0].blocks:
+            problem = "calls itself" if callee in self.calls else "has no body in the module"
+            source = self.loc(op.location).source
+            raise FrontendError(f"function @{callee} {problem}", source=source)
         outer = self.call_loc
         self.call_loc = self.loc(op.location)
         self.calls.append(callee)
-        block = self.functions[callee].regions[0].blocks[0]
+        block = function.regions[0].blocks[0]
         inner = {a: env[v] for a, v in zip(block.arguments, op.operands, strict=True)}
         inner_ops, results = self.block(block, inner)
         self.calls.pop()
@@ -223,7 +226,7 @@ class _Importer:
         return OpKind(kind.name, kind.operands, kind.results, attrs)
 
     def kind(self, op: Any, name: str, operands: list[Any], results: list[Any], loc: Loc) -> OpKind:
-        entries = tuple((a, op.attributes[a]) for a in op.attributes) if len(op.attributes) else ()
+        entries = _entries(op) if len(op.attributes) else ()
         has_body = len(op.regions) > 0 and name not in _CONTROL_FLOW
         key = (
             name,
@@ -291,6 +294,18 @@ class _Importer:
             raise FrontendError(f"the body of {name} reads a value from outside it") from error
         finally:
             self.types = outer
+
+
+def _entries(op: Any) -> tuple[tuple[str, Any], ...]:
+    """An op's attributes; as text those that the bindings have no class for: complex constants."""
+    try:
+        return tuple([(name, op.attributes[name]) for name in op.attributes])
+    except TypeError:
+        text = op.get_asm(print_generic_op_form=True)
+        match = re.search(r"(?s)<\{value = (dense<.*> : tensor<.*>)\}> : \(", text)
+        if match is None:
+            raise FrontendError(f"cannot read the attributes of {op.name}", op=text[:80]) from None
+        return (("value", match[1]),)
 
 
 def _walk_location(location: Any, scope: str, frames: list[Frame]) -> str:
@@ -397,6 +412,8 @@ def _sharding(attr: Any) -> ShardingAttr:
 def _dense(attr: Any) -> Dense:
     try:
         type_ = _tensor_type(attr.type)
+        if type_.size == 0:
+            return Dense(type_, b"", False)
         if attr.is_splat and type_.size > 1:
             element = np.asarray(attr).reshape(-1)[:1]
             return Dense(type_, element.tobytes(), True)
@@ -412,20 +429,21 @@ def _dense_from_text(text: str) -> Dense:
         raise FrontendError(f"cannot read the constant {text[:60]}")
     type_ = _tensor_type(match[2])
     if match[1].startswith('"0x'):
-        raw = np.frombuffer(bytes.fromhex(match[1][3:-1]), numpy_dtype(type_.dtype))
-        return Dense.of(raw.reshape(type_.shape), type_.dtype)
-    body = re.sub(r"0x([0-9A-Fa-f]+)", lambda m: _hex_float(m[1], type_.dtype), match[1])
-    body = re.sub(r"\(\s*(\S+?)\s*,\s*(\S+?)\s*\)", r"complex(\1,\2)", body)
-    names = {"complex": complex, "nan": float("nan"), "inf": float("inf"), "true": 1, "false": 0}
-    elements = eval(body or "[]", {"__builtins__": {}}, names)  # numbers and brackets only
-    array = np.asarray(elements).astype(numpy_dtype(type_.dtype))
-    full = np.broadcast_to(array, type_.shape) if array.ndim == 0 else array.reshape(type_.shape)
-    return Dense.of(full, type_.dtype)
+        raw = bytes.fromhex(match[1][3:-1])
+    else:
+        part = numpy_dtype(re.sub(r"complex<(.*)>", r"\1", type_.dtype))
+        raw = b"".join([_literal(word, part) for word in re.findall(r"[^\s,()\[\]]+", match[1])])
+    elements = np.frombuffer(raw, numpy_dtype(type_.dtype))
+    if elements.size == 1:
+        return Dense.of(np.broadcast_to(elements.reshape(()), type_.shape), type_.dtype)
+    return Dense.of(elements.reshape(type_.shape), type_.dtype)
 
 
-def _hex_float(digits: str, dtype: str) -> str:
-    """A float literal that MLIR prints as its bits (NaN, infinities), as a Python name."""
-    part = dtype.removeprefix("complex<").removesuffix(">")
-    np_dtype = numpy_dtype(part)
-    bits = int(digits, 16).to_bytes(np_dtype.itemsize, "little")
-    return str(float(np.frombuffer(bits, np_dtype)[0]))
+def _literal(word: str, dtype: np.dtype[Any]) -> bytes:
+    """One number as MLIR writes it, as bytes; NaN and infinities are written as their bits."""
+    if word.startswith("0x"):
+        return int(word, 16).to_bytes(dtype.itemsize, "little")
+    number = {"true": 1, "false": 0}.get(word)
+    if number is None:
+        number = int(word) if re.fullmatch(r"[-+]?\d+", word) else float(word)
+    return np.asarray([number]).astype(dtype).tobytes()

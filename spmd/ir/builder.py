@@ -21,6 +21,7 @@ class Builder:
         self.loc = Loc()
         self._blocks: list[list[Op]] = [[]]
         self._shared: list[dict[Any, Value]] = [{}]
+        self._isolated: list[bool] = [True]
 
     # Values, ops and regions.
 
@@ -49,21 +50,31 @@ class Builder:
         """Appends an op whose results are already numbered."""
         self._blocks[-1].append(op)
 
-    def begin(self) -> None:
-        """Opens a region; ops go there until `end`."""
+    def begin(self, isolated: bool = False) -> None:
+        """Opens a region; ops go there until `end`.
+
+        An isolated region (a loop's) reads no value that `once` made outside it: XLA's export of
+        a `while` that captures values is fragile.
+        """
         self._blocks.append([])
         self._shared.append({})
+        self._isolated.append(isolated)
 
     def end(self, args: Sequence[Value], results: Sequence[Value]) -> Region:
         """Closes the region that `begin` opened."""
         self._shared.pop()
+        self._isolated.pop()
         return Region(tuple(args), tuple(self._blocks.pop()), tuple(results))
 
     def once(self, key: Any, make: Any) -> Value:
         """The value that `make()` built for `key` where it is visible, else a new one."""
-        for scope in self._shared:
+        for scope, isolated in zip(
+            reversed(self._shared), reversed(self._isolated), strict=True
+        ):
             if key in scope:
                 return scope[key]
+            if isolated:
+                break
         made: Value = make()
         self._shared[-1][key] = made
         return made

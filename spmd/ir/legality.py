@@ -1,1 +1,267 @@
-def check_program(program, stage="program"): pass
+"""What must hold of a program at each stage, as a table of small checks.
+
+A failure is a bug of the stage before, never the user's fault. Everything takes time proportional
+to the number of ops, so tests check every stage always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+from spmd.errors import LegalityError
+from spmd.ir.program import Body, Op, Program, Region, Value
+from spmd.ir.text import format_op
+from spmd.ir.types import TensorType
+
+DIALECTS = ("stablehlo", "chlo", "spmd")
+
+COLLECTIVES = tuple(
+    f"stablehlo.{name}"
+    for name in ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
+)
+"""Collectives; in local programs they carry the atoms that they run over as `axes`."""
+
+LOCAL_OPS = ("spmd.axis_index", "spmd.local_slice", "stablehlo.partition_id")
+"""Ops that only one device's program knows."""
+
+GLOBAL_OPS = ("spmd.mark",)
+"""Ops that only the whole program knows."""
+
+
+def fail(stage: str, check: str, problem: str, op: Op | None = None) -> NoReturn:
+    """Raises the error of a check that did not hold."""
+    raise LegalityError(
+        f"stage {stage} broke its contract ({check}): {problem}",
+        op=format_op(op) if op else None,
+        source=op.loc.source if op else None,
+        fix="this is a bug in spmd: please report it, with the program",
+    )
+
+
+class View(NamedTuple):
+    """A program half-way through: what a check of one op may look at.
+
+    Attributes:
+      types: type of every value.
+      defined: values that have a definition so far, visible or not.
+      visible: values that the op may read.
+    """
+
+    types: Sequence[TensorType]
+    defined: set[Value]
+    visible: set[Value]
+
+
+OpCheck = Callable[[View, Op], str | None]
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks of one op.
+
+
+def defines_once(view: View, op: Op) -> str | None:
+    """No value is defined twice."""
+    return _once(view, op.results)
+
+
+def reads_visible(view: View, op: Op) -> str | None:
+    """What an op reads is defined before it, in its region or around it."""
+    return _visible(view, op.operands)
+
+
+def kind_has_types(view: View, op: Op) -> str | None:
+    """A kind's types are those of the values."""
+    for what, values, types in (
+        ("operand", op.operands, op.kind.operands),
+        ("result", op.results, op.kind.results),
+    ):
+        if len(values) != len(types):
+            return f"{len(values)} {what}s, but its kind has {len(types)}"
+        for i, (value, type_) in enumerate(zip(values, types, strict=True)):
+            if view.types[value] != type_:
+                return f"{what} {i} is %{value}: {view.types[value]}, but its kind says {type_}"
+    return None
+
+
+def regions_fit(view: View, op: Op) -> str | None:
+    """Control flow has the regions that it needs, and only control flow has regions."""
+    check = _REGIONS.get(op.name)
+    if check is not None:
+        return check(view, op)
+    return "it has regions and is not control flow" if op.regions else None
+
+
+def _while_fits(view: View, op: Op) -> str | None:
+    if len(op.regions) != 2:
+        return f"{len(op.regions)} regions instead of a condition and a body"
+    cond, body = op.regions
+    carries = op.kind.operands
+    return (
+        _same(view, "results", op.results, carries)
+        or _same(view, "arguments of the condition", cond.args, carries)
+        or _same(view, "results of the condition", cond.results, (_PREDICATE,))
+        or _same(view, "arguments of the body", body.args, carries)
+        or _same(view, "results of the body", body.results, carries)
+    )
+
+
+def _branches_fit(view: View, op: Op) -> str | None:
+    wanted = _PREDICATE if op.name == "stablehlo.if" else _BRANCH_INDEX
+    if op.kind.operands != (wanted,):
+        return f"its operands are not one {wanted}"
+    if not op.regions or (op.name == "stablehlo.if" and len(op.regions) != 2):
+        return f"{len(op.regions)} branches"
+    for i, branch in enumerate(op.regions):
+        problem = _same(view, f"arguments of branch {i}", branch.args, ()) or _same(
+            view, f"results of branch {i}", branch.results, op.kind.results
+        )
+        if problem:
+            return problem
+    return None
+
+
+def dialect_known(view: View, op: Op) -> str | None:
+    """An op belongs to a dialect that the compiler speaks."""
+    dialect = op.name.partition(".")[0]
+    return None if dialect in DIALECTS else f"the dialect {dialect} is none of {DIALECTS}"
+
+
+def is_global(view: View, op: Op) -> str | None:
+    """The whole program has no ops of one device's program."""
+    if op.name in LOCAL_OPS or (op.name in COLLECTIVES and "axes" in op.kind.attrs):
+        return "an op of one device's program in the whole program"
+    return None
+
+
+def is_local(view: View, op: Op) -> str | None:
+    """One device's program has no marks, and its collectives say over which axes they run."""
+    if op.name in GLOBAL_OPS:
+        return "an op of the whole program in one device's program"
+    if op.name in COLLECTIVES and "axes" not in op.kind.attrs:
+        return "a collective without axes"
+    return None
+
+
+def is_expanded(view: View, op: Op) -> str | None:
+    """What is emitted has no ops of our own."""
+    return "an op that only spmd knows" if op.name.startswith("spmd.") else None
+
+
+_PREDICATE = TensorType((), "i1")
+_BRANCH_INDEX = TensorType((), "i32")
+_REGIONS: Mapping[str, OpCheck] = {
+    "stablehlo.while": _while_fits,
+    "stablehlo.case": _branches_fit,
+    "stablehlo.if": _branches_fit,
+}
+
+
+def _once(view: View, values: Sequence[Value]) -> str | None:
+    if len(set(values)) != len(values):
+        return f"%{next(v for v in values if values.count(v) > 1)} is defined twice"
+    for value in values:
+        if not 0 <= value < len(view.types):
+            return f"%{value} has no type"
+        if value in view.defined:
+            return f"%{value} is defined twice"
+    return None
+
+
+def _visible(view: View, values: Sequence[Value]) -> str | None:
+    for value in values:
+        if value not in view.visible:
+            where = "before its definition or outside its region"
+            return f"%{value} is read {where if value in view.defined else 'but not defined yet'}"
+    return None
+
+
+def _same(
+    view: View, what: str, values: Sequence[Value], wanted: Sequence[TensorType]
+) -> str | None:
+    have = [view.types[v] for v in values]
+    if have == list(wanted):
+        return None
+    return (
+        f"the {what} are ({', '.join(map(str, have))}) instead of ({', '.join(map(str, wanted))})"
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The tables, and the walk.
+
+_SSA: tuple[OpCheck, ...] = (defines_once, reads_visible, kind_has_types)
+_ALWAYS: tuple[OpCheck, ...] = (*_SSA, dialect_known)
+
+STAGES: Mapping[str, tuple[OpCheck, ...]] = {
+    "program": (*_ALWAYS, is_global),
+    "local": (*_ALWAYS, is_local),
+    "optimized": (*_ALWAYS, is_local),
+    "expanded": (*_ALWAYS, is_local, is_expanded),
+}
+"""Stage -> the checks that every op must pass. `regions_fit` comes after an op's regions."""
+
+
+def check_program(program: Program, stage: str = "program") -> None:
+    """Holds a program against the table of a stage.
+
+    Args:
+      program: the program.
+      stage: `program` (the whole one), `local`, `optimized` or `expanded` (one device's).
+
+    Raises:
+      LegalityError: a check that does not hold, with the op.
+    """
+    for what, values, names in (
+        ("argument", program.body.args, program.arg_names),
+        ("result", program.body.results, program.result_names),
+    ):
+        if len(values) != len(names):
+            fail(stage, "names", f"{len(values)} {what}s have {len(names)} names")
+    _Walk(stage, program.types).region(program.body, None)
+
+
+class _Walk:
+    def __init__(self, stage: str, types: Sequence[TensorType]) -> None:
+        self.stage = stage
+        self.checks = STAGES[stage]
+        self.view = View(types, set(), set())
+        self.bodies: set[int] = set()
+
+    def region(self, region: Region, owner: Op | None) -> None:
+        """Checks a region; afterwards nothing in it is visible any more."""
+        view = self.view
+        self.hold("arguments_defined_once", _once(view, region.args), owner)
+        view.defined.update(region.args)
+        view.visible.update(region.args)
+        for op in region.ops:
+            self.op(op)
+        self.hold("results_visible", _visible(view, region.results), owner)
+        view.visible.difference_update(region.args)
+        for op in region.ops:
+            view.visible.difference_update(op.results)
+
+    def op(self, op: Op) -> None:
+        for check in self.checks:
+            self.hold(check.__name__, check(self.view, op), op)
+        for attr in op.kind.attrs.values():
+            if isinstance(attr, Body):
+                self.body(attr, op)
+        for region in op.regions:
+            self.region(region, op)
+        self.hold(regions_fit.__name__, regions_fit(self.view, op), op)
+        self.view.defined.update(op.results)
+        self.view.visible.update(op.results)
+
+    def body(self, body: Body, owner: Op) -> None:
+        """A body is a closed program of its own; equal kinds share one."""
+        if id(body) in self.bodies:
+            return
+        self.bodies.add(id(body))
+        inner = _Walk(self.stage, body.types)
+        inner.bodies = self.bodies
+        inner.region(body.region, owner)
+
+    def hold(self, check: str, problem: str | None, op: Op | None) -> None:
+        if problem is not None:
+            fail(self.stage, check, problem, op)

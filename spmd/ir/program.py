@@ -6,12 +6,15 @@ a region may read any value defined outside and before it, and tables over value
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from spmd.ir.types import Attribute, TensorType
 
 Value = int
+
+_OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Frame(NamedTuple):
@@ -37,9 +40,9 @@ class Loc(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The innermost frame that is the user's own code, not an installed library's."""
+        """The innermost frame that is the user's own code, not an installed library's or ours."""
         for frame in self.frames:
-            if "site-packages" not in frame.file and not frame.file.startswith("<"):
+            if "site-packages" not in frame.file and not frame.file.startswith(("<", _OWN_FILES)):
                 return str(frame)
         return str(self.frames[0]) if self.frames else ""
 
@@ -59,7 +62,7 @@ class OpKind:
     attrs: Mapping[str, Attribute]
     _cache: dict[str, Any]
 
-    _interned: dict[Any, OpKind] = {}
+    _interned: ClassVar[dict[Any, OpKind]] = {}
 
     def __new__(
         cls,
@@ -68,6 +71,7 @@ class OpKind:
         results: tuple[TensorType, ...],
         attrs: Mapping[str, Attribute],
     ) -> OpKind:
+        """The one kind with these fields."""
         items = tuple(sorted(attrs.items()))
         key = (name, operands, results, items)
         kind = cls._interned.get(key)

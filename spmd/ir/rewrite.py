@@ -26,9 +26,9 @@ def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
             env[value] = b.value(program.types[value])
         return tuple(env[value] for value in values)
 
-    def region(old: Region) -> Region:
+    def region(old: Region, isolated: bool) -> Region:
         args = bind(old.args)
-        b.begin()
+        b.begin(isolated)
         for op in old.ops:
             visit(op)
         return b.end(args, [env[v] for v in old.results])
@@ -38,10 +38,11 @@ def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
         b.loc = op.loc
         results = None if op.regions else rewrite(b, op, operands)
         if results is None:
-            regions = tuple(region(r) for r in op.regions)
+            is_loop = op.name == "stablehlo.while"
+            regions = tuple(region(r, is_loop) for r in op.regions)
             results = bind(op.results)
             b.append(Op(op.kind, operands, tuple(results), regions, op.loc))
         env.update(zip(op.results, results, strict=True))
 
-    body = region(program.body)
+    body = region(program.body, True)
     return program._replace(types=tuple(b.types), body=body)

@@ -1,1 +1,186 @@
-def check_local(p, stage): pass
+"""What must hold of a local program and its collectives, as a table of small checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from spmd.ir.legality import COLLECTIVES, check_program, fail
+from spmd.ir.program import Body, Op, Program
+from spmd.ir.types import TensorType
+from spmd.lowering.partition import Partitioned
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding, axis_refs, format_sharding, local_shape
+
+OpCheck = Callable[[Mesh, Op], str | None]
+
+
+def check_local(partitioned: Partitioned, stage: str, whole: Program | None = None) -> None:
+    """Holds a local program against the table of its stage.
+
+    Args:
+      partitioned: the program with its boundary.
+      stage: `local`, `optimized` or `expanded`.
+      whole: the program that it was made from; boundary types are held against it if given.
+
+    Raises:
+      LegalityError: a check that does not hold, with the op.
+    """
+    check_program(partitioned.program, stage)
+    for op in partitioned.program.walk():
+        for check in OP_CHECKS.get(op.name, ()):
+            problem = check(partitioned.mesh, op)
+            if problem is not None:
+                fail(stage, check.__name__, problem, op)
+    _check_boundary(partitioned, stage, whole)
+
+
+def _check_boundary(partitioned: Partitioned, stage: str, whole: Program | None) -> None:
+    body = partitioned.program.body
+    sides = (
+        ("argument", body.args, partitioned.arguments, whole.body.args if whole else None),
+        ("result", body.results, partitioned.results, whole.body.results if whole else None),
+    )
+    for what, values, shardings, originals in sides:
+        if len(values) != len(shardings):
+            fail(stage, "boundary", f"{len(shardings)} shardings for {len(values)} {what}s")
+        for i, (value, sharding) in enumerate(zip(values, shardings, strict=True)):
+            type_ = partitioned.program.types[value]
+            original = whole.types[originals[i]] if whole and originals else None
+            problem = boundary_fits(partitioned.mesh, type_, sharding, original)
+            if problem:
+                fail(stage, "boundary_fits", f"{what} {i}: {type_} {problem}")
+
+
+def boundary_fits(
+    mesh: Mesh, local: TensorType, sharding: Sharding, whole: TensorType | None
+) -> str | None:
+    """An argument or result is one device's piece, in whole axes and with nothing partial."""
+    text = format_sharding(sharding, mesh)
+    if sharding.rank != local.rank:
+        return f"has another rank than {text}"
+    if sharding.partial or not all(
+        r.whole for axes in sharding.dims for r in axis_refs(axes, mesh)
+    ):
+        return f"is {text}: partial, or with a sub-axis"
+    if whole and local != whole.with_shape(local_shape(whole.shape, sharding, mesh)):
+        return f"is not the piece of {whole} in {text}"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks of one op.
+
+
+def axes_are_valid(mesh: Mesh, op: Op) -> str | None:
+    """`axes` are atoms of the mesh, none twice, at least one where data is to move."""
+    axes = op.kind.attrs.get("axes")
+    if type(axes) is not tuple or not all(type(a) is int for a in axes):
+        return f"axes = {axes!r} is not a tuple of atoms"
+    if len(set(axes)) != len(axes) or not all(0 <= a < len(mesh.atoms) for a in axes):
+        return f"axes = {axes} repeats an atom or has one that the mesh ({mesh}) lacks"
+    return None if axes or op.name == "spmd.axis_index" else "axes are empty"
+
+
+def gather_grows(mesh: Mesh, op: Op) -> str | None:
+    """An all-gather's dim grows by the extent of its axes."""
+    dim = op.kind.attrs.get("all_gather_dim")
+    return _resized(op, {dim: (mesh.extent(op.kind.attrs["axes"]), 1)})
+
+
+def scatter_shrinks(mesh: Mesh, op: Op) -> str | None:
+    """A reduce-scatter's dim shrinks by the extent of its axes."""
+    dim = op.kind.attrs.get("scatter_dimension")
+    return _resized(op, {dim: (1, mesh.extent(op.kind.attrs["axes"]))})
+
+
+def slice_shrinks(mesh: Mesh, op: Op) -> str | None:
+    """A local slice's dim shrinks by the extent of its axes."""
+    return _resized(op, {op.kind.attrs.get("dim"): (1, mesh.extent(op.kind.attrs["axes"]))})
+
+
+def all_to_all_moves(mesh: Mesh, op: Op) -> str | None:
+    """An all-to-all's concatenated dim grows as its split dim shrinks."""
+    extent = mesh.extent(op.kind.attrs["axes"])
+    grows, shrinks = op.kind.attrs.get("concat_dimension"), op.kind.attrs.get("split_dimension")
+    if grows == shrinks:
+        return _resized(op, {grows: (1, 1)})
+    return _resized(op, {grows: (extent, 1), shrinks: (1, extent)})
+
+
+def keeps_types(mesh: Mesh, op: Op) -> str | None:
+    """Results have the types of the operands."""
+    return None if op.kind.operands == op.kind.results else "results are typed unlike the operands"
+
+
+def reduces_pairs(mesh: Mesh, op: Op) -> str | None:
+    """A reducing collective has a body of two scalars of its dtype."""
+    body = op.kind.attrs.get("body")
+    if not isinstance(body, Body):
+        return "no body says how to reduce"
+    for type_ in op.kind.operands:
+        scalar = TensorType((), type_.dtype)
+        taken = tuple(body.types[v] for v in body.region.args)
+        given = tuple(body.types[v] for v in body.region.results)
+        if taken != (scalar, scalar) or given != (scalar,):
+            return f"its body is not a function of two {scalar}"
+    return None
+
+
+def pairs_permute(mesh: Mesh, op: Op) -> str | None:
+    """Every device sends once and receives once."""
+    pairs = op.kind.attrs.get("pairs", ())
+    everyone = list(range(mesh.size))
+    if sorted(source for source, _ in pairs) != everyone:
+        return f"its sources are not the {mesh.size} devices, once each"
+    if sorted(target for _, target in pairs) != everyone:
+        return f"its targets are not the {mesh.size} devices, once each"
+    return None
+
+
+def indexes(mesh: Mesh, op: Op) -> str | None:
+    """An axis index is a scalar made of nothing."""
+    fits = not op.operands and op.kind.results == (TensorType((), "i32"),)
+    return None if fits else "it is not () -> tensor<i32>"
+
+
+def _resized(op: Op, factors: Mapping[object, tuple[int, int]]) -> str | None:
+    """Results are the operands, each dim multiplied and divided by its factors."""
+    if len(op.operands) != len(op.results) or not op.operands:
+        return "it has not one result for each operand"
+    for before, after in zip(op.kind.operands, op.kind.results, strict=True):
+        for dim in factors:
+            if type(dim) is not int or not 0 <= dim < before.rank:
+                return f"{before} has no dim {dim}"
+        wanted = [_scaled(size, *factors.get(d, (1, 1))) for d, size in enumerate(before.shape)]
+        if None in wanted:
+            return f"{before} can't be cut into equal pieces"
+        if after != TensorType(tuple(n for n in wanted if n is not None), before.dtype):
+            return f"{before} becomes {after} instead of {_dims(wanted)}"
+    return None
+
+
+def _scaled(size: int, times: int, parts: int) -> int | None:
+    return None if size % parts else size * times // parts
+
+
+def _dims(sizes: Sequence[int | None]) -> str:
+    return "x".join(map(str, sizes))
+
+
+# ---------------------------------------------------------------------------------------------
+# The table.
+
+_ONE_RESULT_CHECK: Mapping[str, tuple[OpCheck, ...]] = {
+    "stablehlo.all_gather": (gather_grows,),
+    "stablehlo.all_reduce": (keeps_types, reduces_pairs),
+    "stablehlo.all_to_all": (all_to_all_moves,),
+    "stablehlo.collective_permute": (keeps_types, pairs_permute),
+    "stablehlo.reduce_scatter": (scatter_shrinks, reduces_pairs),
+    "spmd.local_slice": (slice_shrinks,),
+    "spmd.axis_index": (indexes,),
+}
+OP_CHECKS: Mapping[str, tuple[OpCheck, ...]] = {
+    name: (axes_are_valid, *checks) for name, checks in _ONE_RESULT_CHECK.items()
+}
+"""Op -> the checks that it must pass."""
+assert set(COLLECTIVES) <= set(OP_CHECKS)

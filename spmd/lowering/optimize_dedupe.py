@@ -3,7 +3,8 @@
 before: `%2 = all_gather %1 {data}; ...; %7 = all_gather %1 {data}`
 after:  `%2 = all_gather %1 {data}; ...` and every use of `%7` reads `%2`
 
-An op inside a region may reuse one that is visible from it, never the other way round.
+An op inside a branch may reuse one that is visible from it, never the other way round. A loop's
+body reuses nothing from outside: XLA's export of loops that capture values is fragile.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def dedupe(program: Program) -> Program:
         for op in old.ops:
             operands = tuple([same.get(v, v) for v in op.operands])
             if op.regions:
+                outer = {} if op.name == "stablehlo.while" else seen
                 op = op._replace(
-                    operands=operands, regions=tuple(region(r, seen) for r in op.regions)
+                    operands=operands, regions=tuple(region(r, outer) for r in op.regions)
                 )
             elif op.name not in _KEEP:
                 first = seen.setdefault((op.kind, operands), op)

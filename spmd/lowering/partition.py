@@ -140,13 +140,28 @@ class _Partitioner:
             f"{self.use} needs {format_sharding(wanted, self.mesh)}, "
             f"it is {format_sharding(have, self.mesh)}"
         )
-        self.b.loc = outer._replace(note=note)
+        where = outer
+        if have.partial and (summed := self.partial_source(value)) is not None:
+            where = summed.loc
+            note = f"sum of {summed.name}: {note}"
+        self.b.loc = where._replace(note=note)
         for step in path.steps:
             local = apply_step(self.b, local, self.types[value], step, self.mesh)
             if step.after != wanted:
                 self.copies[-1].setdefault(value, {}).setdefault(step.after, local)
         self.b.loc = outer
         return local
+
+    def partial_source(self, value: Value) -> Op | None:
+        """The op whose split left a value partial; ops that only carried it on are passed over."""
+        op = self.producers.get(value)
+        while op is not None and not op.regions and op.results[0] in self.plan.choices:
+            choice = self.plan.choice(op)
+            carried = [v for v, s in zip(op.operands, choice.operands, strict=True) if s.partial]
+            if not carried:
+                return op
+            op = self.producers.get(carried[0])
+        return op
 
     def best_source(self, value: Value, wanted: Sharding) -> tuple[Sharding, Value, Path]:
         options = []
@@ -212,7 +227,7 @@ class _Partitioner:
     ) -> Region:
         self.copies.append({})
         args = [self.bind(v, s) for v, s in zip(region.args, arguments, strict=True)]
-        self.b.begin()
+        self.b.begin(isolated=op.name == "stablehlo.while")
         for inner in region.ops:
             self.op(inner)
         self.b.loc = op.loc

@@ -38,12 +38,14 @@ def candidates(
       results: what each result should look like, None if nothing is known.
       mesh: the mesh.
     """
-    assignments = candidate_assignments(rule, operands, results, mesh)
-    return tuple(
-        choice
-        for assignment in assignments
-        for choice in _choices(rule, assignment, operands, mesh.atom_sizes)
-    )
+    found: dict[Choice, None] = {}
+    for assignment in candidate_assignments(rule, operands, results, mesh):
+        found[_reduced_first(rule, assignment, mesh.atom_sizes)] = None
+        for group, partial, kind in carried_partials(rule, operands):
+            choice = _carried(rule, assignment, group, partial, kind, mesh.atom_sizes)
+            if choice is not None:
+                found[choice] = None
+    return tuple(found)
 
 
 def candidate_assignments(
@@ -109,31 +111,45 @@ def _merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignm
     return tuple(assignment)
 
 
-def _choices(
+def _reduced_first(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> Choice:
+    """The choice in which every operand arrives full."""
+    reduced = reduced_axes(rule, assignment)
+    return Choice(
+        assignment,
+        tuple(project(rule, dims, assignment, sizes) for dims in rule.operands),
+        tuple(
+            project(rule, dims, assignment, sizes).with_partial(reduced, rule.reduction)
+            for dims in rule.results
+        ),
+    )
+
+
+def _carried(
     rule: Rule,
     assignment: Assignment,
-    operands: Sequence[Sharding | None],
+    group: tuple[int, ...],
+    partial: Axes,
+    kind: str,
     sizes: Sequence[int],
-) -> Iterable[Choice]:
-    needed = tuple(project(rule, dims, assignment, sizes) for dims in rule.operands)
-    given = tuple(project(rule, dims, assignment, sizes) for dims in rule.results)
-    reduced = reduced_axes(rule, assignment)
-    yield Choice(
-        assignment, needed, tuple(s.with_partial(reduced, rule.reduction) for s in given)
+) -> Choice | None:
+    """The choice in which a group's partial flows through; its axes cannot split a factor too."""
+    stripped = tuple(
+        axes[: next((k for k, a in enumerate(axes) if a in partial), len(axes))]
+        for axes in assignment
     )
-    for group, partial, kind in carried_partials(rule, operands):
-        if reduced and rule.reduction != kind:
-            continue
-        free = tuple(a for a in partial if all(a not in axes for axes in assignment))
-        if not free:
-            continue
-        yield Choice(
-            assignment,
-            tuple(
-                s.with_partial(free, kind) if i in group else s for i, s in enumerate(needed)
-            ),
-            tuple(s.with_partial((*free, *reduced), kind) for s in given),
-        )
+    if not is_legal_assignment(rule, stripped, sizes):
+        return None
+    full = _reduced_first(rule, stripped, sizes)
+    reduced = reduced_axes(rule, stripped)
+    if reduced and rule.reduction != kind:
+        return None
+    return Choice(
+        stripped,
+        tuple(
+            s.with_partial(partial, kind) if i in group else s for i, s in enumerate(full.operands)
+        ),
+        tuple(s.with_partial((*partial, *reduced), kind) for s in full.results),
+    )
 
 
 def carried_partials(

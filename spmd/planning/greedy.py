@@ -7,7 +7,7 @@ and the reshard of its results to what propagation proposed for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, ties, trip_count, users_of
@@ -24,7 +24,10 @@ from spmd.propagation.registry import rule_of
 
 
 def plan_greedily(
-    propagated: Propagated, topology: Topology, result_marks: Sequence[Sharding | None] = ()
+    propagated: Propagated,
+    topology: Topology,
+    result_marks: Sequence[Sharding | None] = (),
+    links: Sequence[tuple[int, int]] = (),
 ) -> Plan:
     """Plans a whole program.
 
@@ -32,8 +35,9 @@ def plan_greedily(
       propagated: the program with its proposals.
       topology: the machine to cost on.
       result_marks: for each result, the sharding that the user asked for, or None.
+      links: (result, argument) of donated arguments and their updates, which look alike.
     """
-    return _Greedy(propagated, topology).run(result_marks)
+    return _Greedy(propagated, topology).run(result_marks, dict(links))
 
 
 def whole_axes(dims: Sequence[Axes], mesh: Mesh) -> tuple[Axes, ...]:
@@ -69,13 +73,16 @@ class _Greedy:
         self.notes: list[str] = []
         self.seconds = 0.0
 
-    def run(self, result_marks: Sequence[Sharding | None]) -> Plan:
+    def run(self, result_marks: Sequence[Sharding | None], links: Mapping[int, int]) -> Plan:
         body = self.program.body
         arguments = tuple(self.boundary(v, replicated(self.types[v].rank)) for v in body.args)
         for value, state in zip(body.args, arguments, strict=True):
             self.define(value, state)
         self.region(body, 1)
-        marks = result_marks or [None] * len(body.results)
+        marks = list(result_marks or [None] * len(body.results))
+        for result, argument in links.items():
+            if marks[result] is None:
+                marks[result] = arguments[argument]
         results = tuple(
             mark if mark is not None else self.result(value)
             for value, mark in zip(body.results, marks, strict=True)

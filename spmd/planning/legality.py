@@ -1,1 +1,271 @@
-def check_plan(plan): pass
+"""What must hold of a plan, as a table of small checks: the partitioner relies on all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from spmd.ir.control_flow import ties
+from spmd.ir.legality import fail
+from spmd.ir.program import Op, Value
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_axes, format_sharding, is_legal
+from spmd.planning.plan import Choice, Plan
+from spmd.propagation.projection import is_legal_assignment, project, reduced_axes
+from spmd.propagation.propagate import Mark
+from spmd.propagation.registry import rule_of
+from spmd.propagation.rule import Rule
+
+OpCheck = Callable[[Plan, Op, Choice], str | None]
+PlanCheck = Callable[[Plan], str | None]
+
+
+def check_plan(plan: Plan) -> None:
+    """Holds a plan against its table.
+
+    Raises:
+      LegalityError: a check that does not hold, with the op.
+    """
+    for check in PLAN_CHECKS:
+        problem = check(plan)
+        if problem is not None:
+            fail("planned", check.__name__, problem)
+    for op in plan.program.walk():
+        _check_op(plan, op)
+
+
+def _check_op(plan: Plan, op: Op) -> None:
+    if op.results and all(v in plan.propagated.cheap for v in op.results):
+        return
+    choice = plan.choices.get(op.results[0]) if op.results else None
+    if choice is None:
+        fail("planned", "has_choice", "an op that is not cheap has no choice", op)
+    checks = REGION_OP_CHECKS if op.regions else OP_CHECKS
+    for check in checks:
+        problem = check(plan, op, choice)
+        if problem is not None:
+            fail("planned", check.__name__, problem, op)
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks of the whole plan.
+
+
+def states_are_legal(plan: Plan) -> str | None:
+    """Every state fits its value's type; only cheap and unused values have none."""
+    types = plan.program.types
+    if len(plan.states) != len(types):
+        return f"{len(plan.states)} states for {len(types)} values"
+    for value, (state, type_) in enumerate(zip(plan.states, types, strict=True)):
+        if state is not None and not is_legal(state, type_.shape, plan.mesh):
+            return f"%{value}: {type_} is {format_sharding(state, plan.mesh)}"
+    return None
+
+
+def arguments_fit(plan: Plan) -> str | None:
+    """Arguments are whole axes and nothing partial, and their values start from just these."""
+    args = plan.program.body.args
+    problem = _boundary(plan, "argument", args, plan.arguments)
+    if problem:
+        return problem
+    for value, sharding in zip(args, plan.arguments, strict=True):
+        if plan.states[value] != sharding:
+            return f"argument %{value} is not in the sharding of its value"
+    return None
+
+
+def results_fit(plan: Plan) -> str | None:
+    """Results are whole axes and nothing partial."""
+    return _boundary(plan, "result", plan.program.body.results, plan.results)
+
+
+def marks_hold(plan: Plan) -> str | None:
+    """A closed dim of a marked value is exactly as marked, an open one begins so.
+
+    A result's mark speaks of what is returned, not of the value: that may be returned twice.
+    """
+    program = plan.program
+    owners = {v for op in program.walk() if op.name == "spmd.mark" for v in op.results}
+    owners |= set(program.body.args)
+    for value, mark in plan.propagated.marks.items():
+        if value in owners:
+            state = plan.states[value]
+            problem = _against(plan, mark, state) if state else "has no state"
+        else:
+            returned = zip(program.body.results, plan.results, strict=True)
+            found = [_against(plan, mark, s) for v, s in returned if v == value]
+            problem = None if None in found else next(iter(found), None)
+        if problem:
+            return f"%{value} {problem} ({mark.reason})"
+    return None
+
+
+def _against(plan: Plan, mark: Mark, have: Sharding) -> str | None:
+    if have.partial:
+        return f"is marked and {format_sharding(have, plan.mesh)}"
+    for dim, (wanted, is_open) in enumerate(zip(mark.dims, mark.open, strict=True)):
+        axes = have.dims[dim]
+        if axes != wanted and not (is_open and axes[: len(wanted)] == wanted):
+            marked, found = format_axes(wanted, plan.mesh), format_axes(axes, plan.mesh)
+            return f"dim {dim} is marked {marked} and is {found}"
+    return None
+
+
+def _boundary(
+    plan: Plan, what: str, values: tuple[Value, ...], shardings: tuple[Sharding, ...]
+) -> str | None:
+    if len(values) != len(shardings):
+        return f"{len(shardings)} shardings for {len(values)} {what}s"
+    for i, (value, sharding) in enumerate(zip(values, shardings, strict=True)):
+        type_ = plan.program.types[value]
+        problem = None
+        if not is_legal(sharding, type_.shape, plan.mesh):
+            problem = f"does not fit {type_}"
+        elif sharding.partial:
+            problem = "is partial"
+        elif not _whole(sharding, plan.mesh):
+            problem = "has a sub-axis"
+        if problem:
+            return f"{what} {i}, {format_sharding(sharding, plan.mesh)}, {problem}"
+    return None
+
+
+def _whole(sharding: Sharding, mesh: Mesh) -> bool:
+    return all(ref.whole for axes in sharding.dims for ref in axis_refs(axes, mesh))
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks of one op's choice.
+
+
+def choice_has_arity(plan: Plan, op: Op, choice: Choice) -> str | None:
+    """A sharding for each operand and result."""
+    have = len(choice.operands), len(choice.results)
+    need = len(op.operands), len(op.results)
+    return None if have == need else f"shardings for {have} operands and results, not {need}"
+
+
+def shardings_fit_types(plan: Plan, op: Op, choice: Choice) -> str | None:
+    """Every sharding of a choice fits its type."""
+    types = op.kind.operands + op.kind.results
+    for sharding, type_ in zip(choice.operands + choice.results, types, strict=True):
+        if not is_legal(sharding, type_.shape, plan.mesh):
+            return f"{format_sharding(sharding, plan.mesh)} does not fit {type_}"
+    return None
+
+
+def results_are_states(plan: Plan, op: Op, choice: Choice) -> str | None:
+    """What an op leaves its results in is the state of these values."""
+    for value, sharding in zip(op.results, choice.results, strict=True):
+        if plan.states[value] != sharding:
+            return f"%{value} is left {format_sharding(sharding, plan.mesh)}, not in its state"
+    return None
+
+
+def partials_exist(plan: Plan, op: Op, choice: Choice) -> str | None:
+    """An operand is asked for as partial only over atoms over which its value is partial."""
+    for value, sharding in zip(op.operands, choice.operands, strict=True):
+        if not sharding.partial:
+            continue
+        state = plan.states[value]
+        if (
+            state is None
+            or sharding.kind != state.kind
+            or set(sharding.partial) - set(state.partial)
+        ):
+            return f"%{value} is needed {format_sharding(sharding, plan.mesh)} and is never so"
+    return None
+
+
+def assignment_is_legal(plan: Plan, op: Op, choice: Choice) -> str | None:
+    """No atom splits two factors, factors divide, dims stay contiguous."""
+    rule = rule_of(op.kind, op.loc)
+    if len(choice.assignment) != len(rule.factors):
+        return f"{len(choice.assignment)} entries for the {len(rule.factors)} factors of {rule}"
+    if is_legal_assignment(rule, choice.assignment, plan.mesh.atom_sizes):
+        return None
+    return f"{_assignment(plan, choice)} is not legal for {rule}"
+
+
+def shardings_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
+    """Operands and results are tiled as the assignment says."""
+    rule = rule_of(op.kind, op.loc)
+    sizes = plan.mesh.atom_sizes
+    for dims, sharding in zip(rule.values, choice.operands + choice.results, strict=True):
+        needed = project(rule, dims, choice.assignment, sizes)
+        if needed.dims != sharding.dims:
+            have, want = (format_sharding(s, plan.mesh) for s in (sharding, needed))
+            return f"{have} instead of {want}, as {_assignment(plan, choice)} of {rule} says"
+    return None
+
+
+def partials_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
+    """Partial operands form one group in which the op is linear; the results owe just that."""
+    rule = rule_of(op.kind, op.loc)
+    carried, kind, problem = _carried(rule, choice)
+    if problem:
+        return problem
+    reduced = reduced_axes(rule, choice.assignment)
+    if reduced and carried and kind != rule.reduction:
+        return f"a partial {kind} meets a reduction by {rule.reduction}"
+    if set(carried) & {a for axes in choice.assignment for a in axes}:
+        return "it is split over atoms over which its operands are partial"
+    owed = tuple(sorted((*carried, *reduced)))
+    owed_kind = (kind or rule.reduction) if owed else ""
+    for sharding in choice.results:
+        if (sharding.partial, sharding.kind) != (owed, owed_kind):
+            have = format_sharding(sharding, plan.mesh)
+            return f"a result is {have}, but owes {owed_kind} {format_axes(owed, plan.mesh)}"
+    return None
+
+
+def _carried(rule: Rule, choice: Choice) -> tuple[Axes, str, str | None]:
+    """Atoms and kind of the partial operands, and what is wrong with them."""
+    partial = tuple(i for i, s in enumerate(choice.operands) if s.partial)
+    if not partial:
+        return (), "", None
+    states = {(choice.operands[i].partial, choice.operands[i].kind) for i in partial}
+    if len(states) > 1:
+        return (), "", "its operands are partial in different ways"
+    ((atoms, kind),) = states
+    if partial not in {tuple(sorted(group)) for group in rule.linear}:
+        return (), "", f"operands {partial} are partial, it is linear in {rule.linear}"
+    if kind != "add" and not rule.moves:
+        return (), "", f"a partial {kind} can't flow through it"
+    return atoms, kind, None
+
+
+def _assignment(plan: Plan, choice: Choice) -> str:
+    return "(" + ", ".join(format_axes(axes, plan.mesh) for axes in choice.assignment) + ")"
+
+
+def carries_agree(plan: Plan, op: Op, choice: Choice) -> str | None:
+    """A loop's carry has one state: the operand's, the region arguments' and the result's."""
+    if op.name != "stablehlo.while":
+        return None
+    for i, tie in enumerate(ties(op)):
+        if choice.operands[i] != choice.results[i]:
+            return f"carry {i} comes in and goes out in two shardings"
+        for value in tie.inside:
+            is_argument = any(value in region.args for region in op.regions)
+            if is_argument and plan.states[value] != choice.results[i]:
+                return f"%{value} is not in the sharding of carry {i}"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# The tables.
+
+PLAN_CHECKS: tuple[PlanCheck, ...] = (states_are_legal, arguments_fit, results_fit, marks_hold)
+_EVERY_OP: tuple[OpCheck, ...] = (
+    choice_has_arity,
+    shardings_fit_types,
+    results_are_states,
+    partials_exist,
+)
+OP_CHECKS = (*_EVERY_OP, assignment_is_legal, shardings_follow, partials_follow)
+REGION_OP_CHECKS = (*_EVERY_OP, carries_agree)
+TABLE: Mapping[str, tuple[Callable[..., str | None], ...]] = {
+    "plan": PLAN_CHECKS,
+    "op": OP_CHECKS,
+    "region op": REGION_OP_CHECKS,
+}

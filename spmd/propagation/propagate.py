@@ -340,9 +340,8 @@ class _State:
 def _common_prefix(axes: Axes, claims: Iterable[tuple[Axes, Value, int]]) -> Axes:
     """The part of the longest claim with which no other claim disagrees."""
     for other, _, _ in claims:
-        if axes[: len(other)] != other:
-            length = next(k for k, (a, b) in enumerate(zip(axes, other, strict=False)) if a != b)
-            axes = axes[:length]
+        pairs = enumerate(zip(axes, other, strict=False))
+        axes = axes[: next((k for k, (a, b) in pairs if a != b), len(axes))]
     return axes
 
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from models.training.optimizer import (
-    DEFAULT_LEARNING_RATES,
+    OPTIMIZERS,
     OptimizerConfig,
     decay_mask,
+    default_learning_rate,
     make_optimizer,
     make_schedule,
 )
@@ -26,7 +27,9 @@ def test_schedule_warms_up_and_decays():
 
 @pytest.mark.parametrize("total_steps", [1, 2, 10])
 def test_short_runs_have_a_schedule(total_steps):
-    schedule = make_schedule(OptimizerConfig(name="adamw", total_steps=total_steps))
+    schedule = make_schedule(
+        OptimizerConfig(name="adamw", total_steps=total_steps, learning_rate=0.5)
+    )
     assert all(0 < float(schedule(step)) < 1 for step in range(total_steps))
 
 
@@ -40,7 +43,12 @@ def test_short_runs_have_a_schedule(total_steps):
 )
 def test_bad_configurations(changes, message):
     with pytest.raises(ValueError, match=message):
-        OptimizerConfig(**{"name": "adamw", "total_steps": 10, **changes})
+        OptimizerConfig(**{"name": "adamw", "total_steps": 10, "learning_rate": 0.1, **changes})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_larger_models_learn_more_slowly(name):
+    assert default_learning_rate(name, 10**6) > default_learning_rate(name, 7 * 10**9) > 0
 
 
 def test_norms_and_biases_are_not_decayed():
@@ -56,16 +64,16 @@ def test_norms_and_biases_are_not_decayed():
 
 def test_adamw_decays_weights_only():
     params = {"proj": jnp.ones((4, 4)), "norm": jnp.ones(4)}
-    optimizer = make_optimizer(OptimizerConfig(name="adamw", total_steps=10))
+    optimizer = make_optimizer(OptimizerConfig(name="adamw", total_steps=10, learning_rate=0.1))
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
     assert np.all(updates["proj"] < 0)
     assert np.all(updates["norm"] == 0)
 
 
-@pytest.mark.parametrize("name", sorted(DEFAULT_LEARNING_RATES))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_descend(name):
-    optimizer = make_optimizer(OptimizerConfig(name=name, total_steps=50))
+    optimizer = make_optimizer(OptimizerConfig(name=name, total_steps=50, learning_rate=3e-2))
     target = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
 
     def loss_fn(params):

@@ -1,0 +1,468 @@
+"""Reads XLA's optimized HLO as text: which collectives run how often, and what is large.
+
+The plan says what should be moved; this says what XLA made of it. Backends combine collectives,
+make them asynchronous, and promote their dtypes (the CPU's all-reduce of bf16 is one of f32), so
+the two are compared by kind and in bytes, not one by one. Grammar: XLA's `hlo_parser.cc`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from spmd.errors import ArgumentError
+from spmd.ir.control_flow import UNKNOWN_TRIPS
+from spmd.planning.comm import wire_bytes
+
+
+class HloCollective(NamedTuple):
+    """One collective instruction.
+
+    Attributes:
+      kind: `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `collective_permute` or
+        `collective_broadcast`.
+      bytes: bytes that one device sends in one execution, by the convention of
+        `spmd.planning.comm.wire_bytes`; for a combined collective, of all its operands.
+      count: executions in one run (loops multiply).
+      group_size: devices that exchange with one another.
+      op_name: the path of name scopes that it came from.
+      source: `file.py:line (function)`, empty where XLA does not know.
+    """
+
+    kind: str
+    bytes: int
+    count: int
+    group_size: int
+    op_name: str
+    source: str
+
+
+class HloValue(NamedTuple):
+    """All instructions outside fusions whose results have one and the same array shape.
+
+    Attributes:
+      dtype: XLA's element type (`f32`, `bf16`, `pred`).
+      shape: sizes on one device.
+      bytes: bytes on one device, without padding by layout tiles.
+      instructions: how many instructions have such a result.
+      opcode, op_name, source: of the first of them.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    instructions: int
+    opcode: str
+    op_name: str
+    source: str
+
+
+def hlo_collectives(text: str) -> tuple[HloCollective, ...]:
+    """Every collective that the program runs, in the order of the text.
+
+    Args:
+      text: `compiled.as_text("hlo")`.
+
+    Raises:
+      ArgumentError: the text has no ENTRY computation.
+    """
+    module = _parse(text)
+    counts = _executions(module)
+    return tuple(
+        found
+        for name, computation in module.computations.items()
+        if counts[name]
+        for instruction in computation
+        if (found := _collective(instruction, module, counts[name])) is not None
+    )
+
+
+def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
+    """The `n` largest array shapes among the results of instructions outside fusions.
+
+    Args:
+      text: `compiled.as_text("hlo")`.
+      n: how many.
+
+    Returns:
+      Largest first; shapes of equal bytes in the order of the text.
+
+    Raises:
+      ArgumentError: the text has no ENTRY computation.
+    """
+    module = _parse(text)
+    counts = _executions(module, into_fusions=False)
+    found: dict[tuple[str, tuple[int, ...]], HloValue] = {}
+    for name, computation in module.computations.items():
+        if not counts[name]:
+            continue
+        for instruction in computation:
+            for dtype, shape in _results(instruction):
+                old = found.get((dtype, shape))
+                if old is not None:
+                    found[dtype, shape] = old._replace(instructions=old.instructions + 1)
+                    continue
+                found[dtype, shape] = HloValue(
+                    dtype, shape, _array_bytes(dtype, shape), 1, instruction.opcode,
+                    _op_name(instruction), _source(instruction, module),
+                )  # fmt: skip
+    return tuple(sorted(found.values(), key=lambda value: -value.bytes)[:n])
+
+
+# ---------------------------------------------------------------------------------------------
+# The text as data.
+
+
+class _Instruction(NamedTuple):
+    """One line: `name = type opcode(operands), attributes, metadata={...}, ...`."""
+
+    name: str
+    type: str
+    opcode: str
+    rest: str
+    root: bool
+
+
+class _Module(NamedTuple):
+    """A module: computations by name, and the tables that metadata refers to."""
+
+    entry: str
+    computations: Mapping[str, list[_Instruction]]
+    devices: int
+    frames: Mapping[int, tuple[str, int]]
+
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
+_OPCODE = re.compile(r" ([a-z][\w-]*)\(")
+
+
+def _parse(text: str) -> _Module:
+    computations: dict[str, list[_Instruction]] = {}
+    tables: dict[str, dict[int, str]] = {}
+    entry = ""
+    current: list[_Instruction] | None = None
+    table: dict[int, str] | None = None
+    for line in text.splitlines():
+        if current is not None:
+            if line.startswith("}"):
+                current = None
+            elif (instruction := _instruction(line)) is not None:
+                current.append(instruction)
+        elif (match := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
+            current = computations.setdefault(match[2], [])
+            entry = match[2] if match[1] else entry
+        elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            table = tables.setdefault(line, {})
+        elif table is not None and (match := re.match(r"(\d+) (.*)", line)):
+            table[int(match[1])] = match[2]
+    if not entry:
+        raise ArgumentError(
+            "the text is not an HLO module: it has no ENTRY computation",
+            fix='pass compiled.as_text("hlo")',
+        )
+    return _Module(entry, computations, _device_count(text), _frames(tables))
+
+
+def _instruction(line: str) -> _Instruction | None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    body = match[3]
+    end = _type_end(body)
+    opcode = _OPCODE.match(body, end)
+    if opcode is None:
+        return None
+    return _Instruction(match[2], body[:end], opcode[1], body[opcode.end() :], bool(match[1]))
+
+
+def _type_end(body: str) -> int:
+    """Where the type at the start of an instruction ends: tuples nest, layouts hold parentheses."""
+    if not body.startswith("("):
+        return body.find(" ") if " " in body else len(body)
+    depth = 0
+    for match in re.finditer(r"[()]", body):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.end()
+    return len(body)
+
+
+def _device_count(text: str) -> int:
+    header = text[: text.find("\n")]
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+    return math.prod(int(count) for count in counts)
+
+
+def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[str, int]]:
+    """Stack frame -> its `file:line (function)` and its parent frame (0: none)."""
+    files = {k: v.strip('"') for k, v in tables.get("FileNames", {}).items()}
+    functions = {k: v.strip('"') for k, v in tables.get("FunctionNames", {}).items()}
+    locations = {}
+    for number, row in tables.get("FileLocations", {}).items():
+        file, function, line = (
+            _integer(rf"\b{key}=(\d+)", row) for key in ("file_name_id", "function_name_id", "line")
+        )
+        name = functions.get(function, "").rsplit("/", 1)[-1]
+        locations[number] = f"{files.get(file, '')}:{line}" + (f" ({name})" if name else "")
+    frames = {}
+    for number, row in tables.get("StackFrames", {}).items():
+        where = locations.get(_integer(r"file_location_id=(\d+)", row), "")
+        # XLA counts parents from 1 on top of counting frames from 1, so that 1 means none.
+        frames[number] = (where, max(0, _integer(r"parent_frame_id=(\d+)", row) - 1))
+    return frames
+
+
+def _integer(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    return int(match[1]) if match else 0
+
+
+# ---------------------------------------------------------------------------------------------
+# How often each computation runs.
+
+
+def _executions(module: _Module, into_fusions: bool = True) -> Counter[str]:
+    """Computation -> how often one run of the module runs it."""
+    counts: Counter[str] = Counter()
+    edges = {
+        name: [edge for i in computation for edge in _callees(i, module, into_fusions)]
+        for name, computation in module.computations.items()
+    }
+
+    def visit(name: str, times: int) -> None:
+        counts[name] += times
+        for callee, factor in edges.get(name, ()):
+            visit(callee, times * factor)
+
+    visit(module.entry, 1)
+    return counts
+
+
+_CALLS = {
+    "call": ("to_apply",),
+    "fusion": ("calls",),
+    "async-start": ("calls",),
+    "custom-call": ("called_computations",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "while": ("condition", "body"),
+}
+"""Opcode -> the attributes that name computations which it runs as a part of the program."""
+
+
+def _callees(
+    instruction: _Instruction, module: _Module, into_fusions: bool
+) -> Iterator[tuple[str, int]]:
+    """(computation, times) for everything that an instruction runs."""
+    opcode = instruction.opcode
+    if opcode not in _CALLS or (opcode == "fusion" and not into_fusions):
+        return
+    names = [name for key in _CALLS[opcode] for name in _names(instruction.rest, key)]
+    times = _trip_count(instruction, module) if opcode == "while" else 1
+    for name in names:
+        yield name, times
+
+
+def _names(rest: str, key: str) -> list[str]:
+    match = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|([^\s,]+))", rest)
+    if match is None:
+        return []
+    return [name.strip().lstrip("%") for name in (match[1] or match[2] or "").split(",")]
+
+
+def _trip_count(loop: _Instruction, module: _Module) -> int:
+    """How often a while runs: as XLA says, else from `i < n` in its condition, else a guess."""
+    known = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest)
+    if known is not None:
+        return int(known[1])
+    lines = [
+        line
+        for name in _names(loop.rest, "condition")
+        for line in _with_fusions(module.computations.get(name, ()), module)
+    ]
+    ends = {
+        int(match[1])
+        for line in lines
+        if line.opcode == "constant" and (match := re.match(r"(\d+)\)", line.rest))
+    }
+    directions = {
+        match[1]
+        for line in lines
+        if line.opcode == "compare" and (match := re.search(r"direction=(\w+)", line.rest))
+    }
+    if len(ends) != 1 or len(directions) != 1 or not directions <= {"LT", "NE", "LE", "GT"}:
+        return UNKNOWN_TRIPS
+    return ends.pop() + (directions == {"LE"})
+
+
+def _with_fusions(
+    computation: list[_Instruction] | tuple[()], module: _Module
+) -> Iterator[_Instruction]:
+    for instruction in computation:
+        yield instruction
+        if instruction.opcode == "fusion":
+            for name in _names(instruction.rest, "calls"):
+                yield from _with_fusions(module.computations.get(name, ()), module)
+
+
+# ---------------------------------------------------------------------------------------------
+# Collectives.
+
+_KINDS = {
+    "all-gather": "all_gather",
+    "all-reduce": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "collective_permute",
+    "collective-broadcast": "collective_broadcast",
+    "send": "collective_permute",
+}
+
+
+def _collective(instruction: _Instruction, module: _Module, count: int) -> HloCollective | None:
+    opcode = instruction.opcode.removesuffix("-start")
+    kind = _KINDS.get(opcode)
+    if kind is None or (opcode == "send" and "is_host_transfer=true" in instruction.rest):
+        return None
+    group = _group_size(instruction, kind, module)
+    received = sum(_array_bytes(dtype, shape) for dtype, shape in _arrays(_payload(instruction)))
+    return HloCollective(
+        kind,
+        _sent(kind, group, received),
+        count,
+        group,
+        _op_name(instruction),
+        _source(instruction, module),
+    )
+
+
+def _sent(kind: str, group: int, received: int) -> int:
+    if group == 1:
+        return 0
+    if kind == "collective_broadcast":
+        return received
+    sent = received * group if kind == "reduce_scatter" else received
+    return wire_bytes(kind, group, sent, received)
+
+
+def _payload(instruction: _Instruction) -> str:
+    """The type of what arrives: starts also carry their operands and some context along.
+
+    `all-reduce-start` has its result's type; the others have (operands, results, context...).
+    """
+    opcode = instruction.opcode
+    if opcode == "send":
+        return _elements(instruction.type)[0]
+    if not opcode.endswith("-start") or opcode == "all-reduce-start":
+        return instruction.type
+    return _elements(instruction.type)[1]
+
+
+def _group_size(instruction: _Instruction, kind: str, module: _Module) -> int:
+    rest = instruction.rest
+    if kind == "collective_permute":
+        return _largest_cycle(re.search(r"source_target_pairs=\{(\{.*?\})?\}", rest))
+    groups = re.search(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=)", rest)
+    if groups is None or groups[1] == "{}":
+        return module.devices
+    if groups[1].startswith("["):
+        return int(groups[1].partition("]")[0].rpartition(",")[2].lstrip("["))
+    return max(len(group.split(",")) for group in re.findall(r"\{([\d,\s]+)\}", groups[1]))
+
+
+def _largest_cycle(pairs: re.Match[str] | None) -> int:
+    """Devices in the largest set that source-target pairs connect."""
+    neighbours: dict[int, set[int]] = {}
+    found = re.findall(r"\{(\d+),\s*(\d+)\}", (pairs and pairs[1]) or "")
+    for source, target in ((int(a), int(b)) for a, b in found):
+        neighbours.setdefault(source, set()).add(target)
+        neighbours.setdefault(target, set()).add(source)
+    largest = 1
+    while neighbours:
+        waiting, size = [next(iter(neighbours))], 0
+        while waiting:
+            if (near := neighbours.pop(waiting.pop(), None)) is not None:
+                size += 1
+                waiting += near
+        largest = max(largest, size)
+    return largest
+
+
+# ---------------------------------------------------------------------------------------------
+# Types and metadata.
+
+_ALIASES = {
+    "after-all", "bitcast", "call", "conditional", "get-tuple-element", "opt-barrier",
+    "optimization-barrier", "tuple", "while",
+}  # fmt: skip
+"""Opcodes whose results are other instructions' results under another name."""
+
+
+def _results(instruction: _Instruction) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of every array that an instruction makes."""
+    opcode = instruction.opcode
+    if opcode in _ALIASES or opcode.endswith(("-done", "-update")):
+        return []
+    if opcode.removesuffix("-start") in _KINDS:
+        return _arrays(_payload(instruction))
+    if opcode == "async-start":
+        return _arrays(_elements(instruction.type)[1])
+    if opcode == "parameter" and instruction.type.startswith("("):
+        return []
+    return _arrays(instruction.type)
+
+
+def _elements(type_: str) -> list[str]:
+    """The top-level elements of a tuple type; an array type counts as its own only elements."""
+    if not type_.startswith("("):
+        return [type_, type_]
+    parts, depth, start = [], 0, 1
+    for match in re.finditer(r"[(){}\[\],]", type_[:-1]):
+        if match[0] in "({[":
+            depth += 1
+        elif match[0] in ")}]":
+            depth -= 1
+        elif depth == 1:
+            parts.append(type_[start : match.start()])
+            start = match.end()
+    parts = [part.strip() for part in [*parts, type_[start:-1]]]
+    return parts if len(parts) > 1 else parts * 2
+
+
+def _arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of every array in a type."""
+    return [
+        (dtype, tuple(int(size) for size in re.findall(r"\d+", sizes)))
+        for dtype, sizes in re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", type_)
+        if dtype not in ("token", "opaque")
+    ]
+
+
+def _array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    bits = 8 if dtype == "pred" else _integer(r"(\d+)", dtype)
+    return -(-math.prod(shape) * bits // 8)
+
+
+def _op_name(instruction: _Instruction) -> str:
+    match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.rest)
+    return match[1].replace('\\"', '"') if match else ""
+
+
+def _source(instruction: _Instruction, module: _Module) -> str:
+    """The innermost frame that is not in an installed library, else the innermost one."""
+    rest = instruction.rest
+    file = re.search(r'source_file="([^"]*)"', rest)
+    if file is not None:
+        line = _integer(r"source_line=(\d+)", rest)
+        return f"{file[1]}:{line}"
+    frame = first = _integer(r"stack_frame_id=(\d+)", rest)
+    while frame in module.frames:
+        where, parent = module.frames[frame]
+        if "site-packages" not in where and not where.startswith("<"):
+            return where
+        frame = parent if parent < frame else 0
+    return module.frames.get(first, ("", 0))[0]

@@ -1,0 +1,371 @@
+"""The steps that a reshard tries out of a sharding: all of them, or those towards the goal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, permutations
+from typing import NamedTuple
+
+from spmd.mesh.sharding import Axes
+from spmd.planning.reshard_problem import Dims, Problem, moved
+
+
+class Move(NamedTuple):
+    """A step while it is searched for: the sharding that it leads to, and as in `Step`."""
+
+    kind: str
+    dims: Dims
+    partial: Axes
+    axes: Axes
+    at: tuple[int, ...]
+
+
+class Moves:
+    """The moves out of a sharding; subclasses say which runs of atoms and permutes are tried."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.free_dims = [d for d in range(len(problem.shape)) if d not in problem.frozen]
+
+    def runs(self, dims: Dims, dim: int, pool: Axes) -> Iterable[Axes]:
+        """Runs out of `pool` to append to a dim."""
+        raise NotImplementedError
+
+    def gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
+        """How many major atoms of a dim an all-gather keeps; it may grow by a factor of `room`."""
+        raise NotImplementedError
+
+    def exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
+        """How many major atoms of a dim stay when the rest goes to dim `other`."""
+        raise NotImplementedError
+
+    def reduced(self, owed: Axes) -> Iterable[Axes]:
+        """Sets of owed atoms to all-reduce at once."""
+        raise NotImplementedError
+
+    def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
+        """Targets of a permute: dims with the same local shape."""
+        raise NotImplementedError
+
+    def out_of(self, dims: Dims, partial: Axes, pieces: int, last: str) -> Iterator[Move]:
+        """Every move that is tried from here; no two permutes follow one another."""
+        yield from self._slices(dims, partial)
+        yield from self._gathers(dims, partial, pieces // self.problem.fewest_pieces)
+        yield from self._exchanges(dims, partial)
+        yield from self._reductions(dims, partial)
+        if last != "collective_permute":
+            yield from self._permutes(dims, partial)
+
+    def _slices(self, dims: Dims, partial: Axes) -> Iterator[Move]:
+        pool = unused(self.problem.atoms, dims, partial)
+        for dim in self.free_dims if pool else ():
+            for run in self.runs(dims, dim, pool):
+                yield Move("slice", put(dims, dim, dims[dim] + run), partial, run, (dim,))
+
+    def _gathers(self, dims: Dims, partial: Axes, room: int) -> Iterator[Move]:
+        for dim in self.free_dims if room > 1 else ():
+            for keep in self.gathered(dims, dim, room):
+                run = dims[dim][keep:]
+                if self.problem.extent(run) <= room:
+                    after = put(dims, dim, dims[dim][:keep])
+                    yield Move("all_gather", after, partial, run, (dim,))
+
+    def _exchanges(self, dims: Dims, partial: Axes) -> Iterator[Move]:
+        for dim in self.free_dims:
+            for other in self.free_dims if dims[dim] else ():
+                if other == dim:
+                    continue
+                for keep in self.exchanged(dims, dim, other):
+                    run = dims[dim][keep:]
+                    if self.problem.divides(other, dims[other] + run):
+                        after = put(put(dims, dim, dims[dim][:keep]), other, dims[other] + run)
+                        yield Move("all_to_all", after, partial, run, (dim, other))
+
+    def _reductions(self, dims: Dims, partial: Axes) -> Iterator[Move]:
+        owed = self.problem.owed(partial)
+        if not owed:
+            return
+        for gone in self.reduced(owed):
+            yield Move("all_reduce", dims, without(partial, gone), gone, ())
+        for dim in self.free_dims:
+            for run in self.runs(dims, dim, owed):
+                after = put(dims, dim, dims[dim] + run)
+                yield Move("reduce_scatter", after, without(partial, run), run, (dim,))
+
+    def _permutes(self, dims: Dims, partial: Axes) -> Iterator[Move]:
+        sizes = self.problem.fabric.sizes
+        for after in self.arrangements(dims, partial):
+            if after != dims:
+                axes = moved(dims, after, sizes)
+                yield Move("collective_permute", after, partial, axes, ())
+
+
+class ExhaustiveMoves(Moves):
+    """Every legal move."""
+
+    def runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
+        for count in range(1, len(pool) + 1):
+            for run in permutations(pool, count):
+                if self.problem.divides(dim, dims[dim] + run):
+                    yield run
+
+    def gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
+        return range(len(dims[dim]))
+
+    def exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
+        return range(len(dims[dim]))
+
+    def reduced(self, owed: Axes) -> Iterator[Axes]:
+        for count in range(len(owed), 0, -1):
+            yield from combinations(owed, count)
+
+    def arrangements(self, dims: Dims, partial: Axes) -> Iterator[Dims]:
+        extents = [self.problem.extent(axes) for axes in dims]
+        return self._fill(dims, extents, 0, without(self.problem.atoms, partial))
+
+    def _fill(self, dims: Dims, extents: list[int], dim: int, pool: Axes) -> Iterator[Dims]:
+        if dim == len(dims):
+            yield ()
+            return
+        choices: Iterable[Axes] = (dims[dim],)
+        if dim not in self.problem.frozen:
+            choices = self._exactly(extents[dim], pool)
+        for axes in choices:
+            for rest in self._fill(dims, extents, dim + 1, without(pool, axes)):
+                yield (axes, *rest)
+
+    def _exactly(self, extent: int, pool: Axes) -> Iterator[Axes]:
+        """Ordered selections out of `pool` whose sizes multiply to `extent`."""
+        if extent == 1:
+            yield ()
+            return
+        for a in pool:
+            size = self.problem.fabric.sizes[a]
+            if extent % size == 0:
+                for rest in self._exactly(extent // size, without(pool, (a,))):
+                    yield (a, *rest)
+
+
+class DirectedMoves(Moves):
+    """Moves towards the goal, with stand-ins where any atom would do.
+
+    - Appended are the next atoms of the goal, or stand-ins: as many as go towards the goal's local
+      shape, and as many as there are.
+    - Dropped or exchanged are the atoms behind the prefix in common with the goal, those beyond the
+      goal's local shape, and those that the other dim's goal asks for next.
+    - A permute leads to the longest prefixes of the goal that the local shape allows, the rest
+      filled with atoms that then go to the dim that misses them, or that are gathered.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._cuts: list[dict[Axes, tuple[int, ...]]] = [{} for _ in problem.shape]
+
+    def runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
+        problem = self.problem
+        found = [_continuation(dims[dim], problem.dst.dims[dim], pool)]
+        stand_ins = sorted(pool, key=lambda a: (a in problem.goal_atoms, a))
+        for alike in self._by_size(stand_ins):
+            found.append(self._dividing(problem.goal_extents[dim], dims[dim], alike))
+            found.append(self._dividing(problem.shape[dim], dims[dim], alike))
+        return (run for run in dict.fromkeys(found) if run and problem.divides(dim, dims[dim] + run))
+
+    def _by_size(self, pool: Sequence[int]) -> list[Sequence[int]]:
+        sizes = self.problem.fabric.sizes
+        different = sorted({sizes[a] for a in pool})
+        if len(different) < 2:
+            return [pool]
+        return [pool, *([a for a in pool if sizes[a] == size] for size in different)]
+
+    def _dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
+        """As many atoms of `pool` as `size` still divides by."""
+        extent, run = self.problem.extent(axes), []
+        for a in pool:
+            if size % (extent * self.problem.fabric.sizes[a]) == 0:
+                extent *= self.problem.fabric.sizes[a]
+                run.append(a)
+        return tuple(run)
+
+    def gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
+        axes, paces = dims[dim], self.problem.fabric.paces
+        keeps = set(self._beyond_goal(axes, dim))
+        extent = self.problem.extent
+        keeps.update([k for k in range(len(axes)) if extent(axes[k:]) <= room][:1])
+        keeps.update(k for k in range(1, len(axes)) if paces[axes[k - 1]] != paces[axes[k]])
+        return sorted(keeps)
+
+    def exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
+        axes, target, goal = dims[dim], dims[other], self.problem.dst.dims[other]
+        keeps = set(self._beyond_goal(axes, dim))
+        extent, wanted = self.problem.extent, self.problem.goal_extents[other]
+        space = wanted // extent(target) if wanted % extent(target) == 0 else 1
+        known = goal[: len(target)] == target
+        for keep in range(len(axes)):
+            run = axes[keep:]
+            if extent(run) == space or (known and goal[len(target) :][: len(run)] == run):
+                keeps.add(keep)
+        return sorted(keeps)
+
+    def _beyond_goal(self, axes: Axes, dim: int) -> tuple[int, ...]:
+        """Where the prefix in common with the goal ends, and where the goal's extent is reached."""
+        found = self._cuts[dim].get(axes)
+        if found is None:
+            found = self._cuts[dim][axes] = self._find_cuts(axes, dim)
+        return found
+
+    def _find_cuts(self, axes: Axes, dim: int) -> tuple[int, ...]:
+        goal, wanted = self.problem.dst.dims[dim], self.problem.goal_extents[dim]
+        common = 0
+        while common < min(len(axes), len(goal)) and axes[common] == goal[common]:
+            common += 1
+        extent = self.problem.extent
+        return tuple(k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted)
+
+    def reduced(self, owed: Axes) -> Iterator[Axes]:
+        yield owed
+        stray = tuple(a for a in owed if a not in self.problem.goal_atoms)
+        if stray and stray != owed:
+            yield stray
+
+    def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
+        prefixes, missing, spaces = self._prefixes(dims, partial)
+        pool = [a for a in self.problem.atoms if a not in partial]
+        orders = [spaces] if len(spaces) < 2 else [spaces, dict(reversed(spaces.items()))]
+        found = [
+            self._filled(dims, prefixes, leaving, dict(order), pool)
+            for order in orders
+            for leaving in ([missing, []] if missing and spaces else [[]])
+        ]
+        return dict.fromkeys(after for after in found if after is not None)
+
+    def _prefixes(
+        self, dims: Dims, partial: Axes
+    ) -> tuple[list[Axes], list[tuple[int, int]], dict[int, int]]:
+        """Longest possible prefixes of the goal; (dim, atom) missing after them; extents to fill."""
+        sizes = self.problem.fabric.sizes
+        prefixes: list[Axes] = []
+        missing: list[tuple[int, int]] = []
+        spaces: dict[int, int] = {}
+        for dim, (axes, goal) in enumerate(zip(dims, self.problem.dst.dims, strict=True)):
+            space, count = self.problem.extent(axes), 0
+            while count < len(goal) and space % sizes[goal[count]] == 0:
+                if goal[count] in partial:
+                    break
+                space //= sizes[goal[count]]
+                count += 1
+            prefixes.append(goal[:count])
+            missing += [(dim, a) for a in goal[count:] if a not in partial]
+            if space > 1:
+                spaces[dim] = space
+        return prefixes, missing, spaces
+
+    def _filled(
+        self,
+        dims: Dims,
+        prefixes: list[Axes],
+        missing: list[tuple[int, int]],
+        spaces: dict[int, int],
+        pool: list[int],
+    ) -> Dims | None:
+        """The prefixes, then atoms that will be gathered, then those that will move on."""
+        sizes = self.problem.fabric.sizes
+        leaving: dict[int, list[tuple[int, Axes]]] = {dim: [] for dim in spaces}
+        left = set(pool).difference(*prefixes)
+        for target, a in missing:
+            for dim, space in spaces.items():
+                if dim != target and space % sizes[a] == 0:
+                    spaces[dim] = space // sizes[a]
+                    _extend(leaving[dim], target, a)
+                    left.remove(a)
+                    break
+        result = list(prefixes)
+        for dim, space in spaces.items():
+            spare = sorted(left, key=lambda a: (a not in dims[dim], a in self.problem.goal_atoms, a))
+            run = self._dividing(space, (), spare)
+            if self.problem.extent(run) != space:
+                return None
+            left.difference_update(run)
+            result[dim] += run
+        for dim, runs in leaving.items():
+            result[dim] += tuple(a for _, run in reversed(runs) for a in run)
+        return tuple(result)
+
+
+def straight(problem: Problem) -> list[Move] | None:
+    """Slices, reductions, one permute, all-to-alls and gathers, each where it fits at once.
+
+    Returns:
+      The moves; None when they do not lead to the goal, or not within the memory limit.
+    """
+    moves: list[Move] = []
+    goal, extent = problem.dst.dims, problem.extent
+    dims, partial = problem.src.dims, problem.src.partial
+    for dim, wanted in enumerate(goal):
+        if run := _continuation(dims[dim], wanted, unused(problem.atoms, dims, partial)):
+            dims = put(dims, dim, dims[dim] + run)
+            moves.append(Move("slice", dims, partial, run, (dim,)))
+    for dim, wanted in enumerate(goal):
+        if run := _continuation(dims[dim], wanted, problem.owed(partial)):
+            dims, partial = put(dims, dim, dims[dim] + run), without(partial, run)
+            moves.append(Move("reduce_scatter", dims, partial, run, (dim,)))
+    if owed := problem.owed(partial):
+        partial = without(partial, owed)
+        moves.append(Move("all_reduce", dims, partial, owed, ()))
+    if dims != goal and tuple(extent(axes) for axes in dims) == problem.goal_extents:
+        axes = moved(dims, goal, problem.fabric.sizes)
+        return [*moves, Move("collective_permute", goal, partial, axes, ())]
+    for dim, run, other in _strays(dims, goal):
+        if dims[other] + run == goal[other]:
+            dims = put(put(dims, dim, goal[dim]), other, goal[other])
+            moves.append(Move("all_to_all", dims, partial, run, (dim, other)))
+    for dim, run, _ in _strays(dims, goal):
+        if dims[dim] != goal[dim]:
+            dims = put(dims, dim, goal[dim])
+            moves.append(Move("all_gather", dims, partial, run, (dim,)))
+    fits = all(problem.pieces(move.dims) >= problem.fewest_pieces for move in moves)
+    return moves if dims == goal and fits else None
+
+
+def _strays(dims: Dims, goal: Dims) -> list[tuple[int, Axes, int]]:
+    """For each dim that starts as its goal and goes on: (dim, what goes on, every other dim)."""
+    return [
+        (dim, dims[dim][len(wanted) :], other)
+        for dim, wanted in enumerate(goal)
+        if len(dims[dim]) > len(wanted) and dims[dim][: len(wanted)] == wanted
+        for other in range(len(goal))
+        if other != dim or len(goal) == 1
+    ]
+
+
+def put(dims: Dims, dim: int, axes: Axes) -> Dims:
+    """`dims` with the atoms of one dim replaced."""
+    return (*dims[:dim], axes, *dims[dim + 1 :])
+
+
+def without(axes: Axes, gone: Axes) -> Axes:
+    """`axes` less some atoms."""
+    return tuple(a for a in axes if a not in gone)
+
+
+def unused(atoms: Axes, dims: Dims, partial: Axes) -> Axes:
+    """The atoms that neither split a dim nor are partial."""
+    taken = {a for axes in dims for a in axes}.union(partial)
+    return tuple(a for a in atoms if a not in taken)
+
+
+def _continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
+    """The next atoms of `goal` after its prefix `axes`, as long as they are in `pool`."""
+    start = end = len(axes)
+    if goal[:start] != axes:
+        return ()
+    while end < len(goal) and goal[end] in pool:
+        end += 1
+    return goal[start:end]
+
+
+def _extend(runs: list[tuple[int, Axes]], target: int, a: int) -> None:
+    """Adds an atom that goes to dim `target`: neighbours with the same target move together."""
+    if runs and runs[-1][0] == target:
+        runs[-1] = (target, (*runs[-1][1], a))
+    else:
+        runs.append((target, (a,)))

@@ -1,0 +1,300 @@
+"""The text form reads back exactly, says where it does not, and looks as it should."""
+
+import math
+import re
+import string
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd.errors import FrontendError
+from spmd.ir.builder import Builder, reducer_body
+from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region
+from spmd.ir.text import format_op, format_program, parse_program, without_locs
+from spmd.ir.types import Dense, DotDims, GatherDims, Opaque, ShardingAttr, TensorType, numpy_dtype
+from spmd.mesh.mesh import Mesh
+from tests.ir.examples import FUNCTIONS, example
+
+MESH = Mesh(None, (4, 2), ("data", "model"))
+F32 = TensorType((), "f32")
+
+
+def one_op(attrs, name="test.op"):
+    """A program of a single op without operands."""
+    kind = OpKind(name, (), (F32,), attrs)
+    return Program("p", (F32,), Region((), (Op(kind, (), (0,)),), (0,)), (), ("r",))
+
+
+def attrs_of(program):
+    return program.body.ops[0].kind.attrs
+
+
+def typed(value):
+    """A value with the types of all of its parts, since 1 == True and (1,) == DotDims(1)."""
+    parts = [typed(v) for v in value] if isinstance(value, tuple) else value
+    return type(value), parts
+
+
+def local_program():
+    """A program with collectives, numbers left over, a dead value and a program's odd names."""
+    b = Builder()
+    x = b.value(TensorType((4, 8), "f32"))
+    b.value(TensorType((), "token"))
+    b.begin()
+    (index,) = b.op("spmd.axis_index", (), (TensorType((), "i32"),), {"axes": (0, 2)})
+    attrs = {"axes": (1, 2), "body": reducer_body("add", "f32")}
+    b.loc = Loc("", (Frame("/home/me/train.py", 12, "step"),), "the loss is summed")
+    (y,) = b.op("stablehlo.all_reduce", (x,), (b.types[x],), attrs)
+    b.value(F32)
+    pairs = {"axes": (), "pairs": ((0, 1), (1, 0))}
+    (z,) = b.op("stablehlo.collective_permute", (y,), (b.types[x],), pairs)
+    region = b.end((x,), (z, index))
+    return Program('a "name"\n', tuple(b.types), region, ("a\\b",), ("['x']", "é\u2028\x85"))
+
+
+LOCAL_TEXT = r"""
+program @"a \"name\"\n"(
+  %0: tensor<4x8xf32> "a\\b"
+) {
+  %2 = spmd.axis_index {axes = {data:(1)2, model}} : () -> tensor<i32>
+  %3 = stablehlo.all_reduce %0 {axes = {data:(2)2, model}, body = add<f32>} : (tensor<4x8xf32>) -> tensor<4x8xf32>  // @ train.py:12 (step): the loss is summed
+  %5 = stablehlo.collective_permute %3 {axes = {}, pairs = [[0, 1], [1, 0]]} : (tensor<4x8xf32>) -> tensor<4x8xf32>  // @ train.py:12 (step): the loss is summed
+  return
+    %5 "['x']",
+    %2 "é\u{2028}\u{85}"
+  unused %1 : !stablehlo.token
+  unused %4 : tensor<f32>
+}
+"""  # noqa: E501 (an op a line)
+
+
+# ---------------------------------------------------------------------------------------------
+# Round trips.
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("locs", [False, True])
+def test_imported_programs_read_back(name, locs):
+    program = example(name)
+    text = format_program(program, annotate=lambda v: f"value {v}", locs=locs)
+    read = parse_program(text)
+    assert read == without_locs(program)
+    assert format_program(read) == format_program(program)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kinds_are_interned_and_keep_the_types_of_attributes(name):
+    program = example(name)
+    for op, read in zip(program.walk(), parse_program(format_program(program)).walk(), strict=True):
+        assert op.kind is read.kind
+        for attr, value in op.kind.attrs.items():
+            assert typed(value) == typed(read.kind.attrs[attr])
+
+
+@pytest.mark.parametrize("mesh", [None, MESH])
+def test_local_programs_read_back(mesh):
+    program = local_program()
+    text = format_program(program, mesh=mesh)
+    assert parse_program(text, mesh) == without_locs(program)
+
+
+def test_the_text_of_a_local_program():
+    text = format_program(local_program(), mesh=MESH, locs=True)
+    assert text == LOCAL_TEXT.removeprefix("\n")
+
+
+def test_the_text_is_deterministic():
+    assert format_program(example("train_step")) == format_program(example("train_step"))
+
+
+def test_unknown_or_odd_axes_are_written_as_atoms():
+    odd = Mesh(None, (4, 2), ("a}b", "c\nd"))
+    for mesh, axes in ((MESH, (7,)), (odd, (0, 1)), (MESH, "data"), (odd, (2,)), (odd, (True,))):
+        program = one_op({"axes": axes})
+        assert attrs_of(parse_program(format_program(program, mesh=mesh), mesh)) == {"axes": axes}
+
+
+TEXTS = st.text(st.characters(codec=None), max_size=20)
+NAMES = st.text(st.characters(codec=None), min_size=1, max_size=10)
+
+
+@given(TEXTS, TEXTS, NAMES, NAMES)
+def test_any_string_reads_back(string_value, opaque, attr, op_name):
+    attrs = {attr: string_value, attr + "2": Opaque(opaque), attr + "3": (string_value, ())}
+    program = one_op(attrs, op_name)._replace(name=string_value, result_names=(opaque,))
+    text = format_program(program)
+    assert parse_program(text) == program
+    assert text.splitlines() == text.removesuffix("\n").split("\n")
+
+
+SCALARS = st.one_of(
+    st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(string.printable, max_size=5)
+)
+TUPLES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=8)
+
+
+@given(TUPLES)
+def test_any_tuple_reads_back_with_its_types(value):
+    # Kinds that are equal are one object, so each type of attribute has a name of its own here.
+    program = one_op({repr(typed(value)): value})
+    ((_, read),) = attrs_of(parse_program(format_program(program))).items()
+    assert typed(read) == typed(value)
+    assert repr(read) == repr(value)  # -0.0 == 0.0
+
+
+def test_nan_reads_back():
+    assert math.isnan(attrs_of(parse_program(format_program(one_op({"x": math.nan}))))["x"])
+
+
+def test_structured_attributes_read_back():
+    attrs = {
+        "dot": DotDims((), (), (1,), (0,)),
+        "gather": GatherDims((1,), (0,), (), (), (0,), 1),
+        "mark": ShardingAttr(((("data", 1, 0),), (), (("model", 1, 2),)), (False, True, False)),
+        "scalar_mark": ShardingAttr((), ()),
+        "body": reducer_body("xor", "complex<f32>"),
+    }
+    read = attrs_of(parse_program(format_program(one_op(attrs))))
+    assert {n: typed(v) for n, v in read.items()} == {n: typed(v) for n, v in attrs.items()}
+    assert "dot = dot(lhs_contract = [1], rhs_contract = [0])" in format_program(one_op(attrs))
+
+
+def test_a_body_is_numbered_on_its_own():
+    scalar = TensorType((), "i32")
+    inner = OpKind("stablehlo.subtract", (scalar, scalar), (scalar,), {})
+    body = Body((scalar,) * 4, Region((0, 1), (Op(inner, (0, 1), (3,)),), (3,)))
+    program = one_op({"body": body, "last": True})
+    text = format_program(program)
+    assert parse_program(text) == program
+    assert "    %3 = stablehlo.subtract %0, %1" in text
+    assert "    unused %2 : tensor<i32>" in text
+    assert format_op(program.body.ops[0]).count("\n") == 0
+
+
+DTYPES = ["i1", "i4", "ui2", "i8", "ui64", "i64", "f16", "bf16", "f32", "f64", "f4E2M1FN",
+          "f8E4M3FN", "f8E8M0FNU", "complex<f32>", "complex<f64>"]  # fmt: skip
+SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@given(st.sampled_from(DTYPES), SHAPES, st.booleans(), st.data())
+def test_any_bits_of_a_constant_read_back(dtype, shape, splat, data):
+    type_ = TensorType(shape, dtype)
+    size = (1 if splat else type_.size) * numpy_dtype(dtype).itemsize
+    dense = Dense(type_, data.draw(st.binary(min_size=size, max_size=size)), splat)
+    read = attrs_of(parse_program(format_program(one_op({"value": dense}))))["value"]
+    assert typed(read) == typed(dense)
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype", "text"),
+    [
+        (np.full((2, 3), 0.1), "f32", "dense<0.1 : tensor<2x3xf32>>"),
+        ([[1, -2], [3, 4]], "i32", "dense<[[1, -2], [3, 4]] : tensor<2x2xi32>>"),
+        ([True, False], "i1", "dense<[true, false] : tensor<2xi1>>"),
+        (np.zeros((2, 0)), "bf16", "dense<[] : tensor<2x0xbf16>>"),
+        ([1 + 2j, 0], "complex<f32>", "dense<[(1+2j), 0j] : tensor<2xcomplex<f32>>>"),
+        (np.arange(17), "ui8", "dense<hex 000102030405060708090a0b0c0d0e0f10 : tensor<17xui8>>"),
+        ([np.inf, np.nan], "f32", "dense<[inf, nan] : tensor<2xf32>>"),
+    ],
+)
+def test_constants_are_readable(array, dtype, text):
+    assert f"value = {text}}}" in format_program(one_op({"value": Dense.of(array, dtype)}))
+
+
+def test_a_nan_with_a_payload_is_written_as_its_bits():
+    dense = Dense(TensorType((), "f32"), bytes.fromhex("0100c0ff"), True)
+    text = format_program(one_op({"value": dense}))
+    assert "dense<0xffc00001 : tensor<f32>>" in text
+    assert attrs_of(parse_program(text))["value"] == dense
+
+
+def test_quantized_types_read_back():
+    type_ = TensorType((2, 3), "!quant.uniform<i8:f32:1, {0.1:-3,0.2,<1>}>")
+    kind = OpKind("stablehlo.uniform_quantize", (), (type_,), {"value": Dense(type_, b"ab", True)})
+    program = Program("q", (type_,), Region((), (Op(kind, (), (0,)),), (0,)), (), ("",))
+    assert parse_program(format_program(program)) == program
+
+
+def test_comments_and_layout_are_skipped():
+    text = format_program(example("control_flow"), annotate=lambda v: f'"{v} // }} {{\n')
+    spaced = re.sub(r"\n", "  // really\n\n", text)
+    assert parse_program(spaced) == parse_program(text) == without_locs(example("control_flow"))
+
+
+def test_annotations_stand_behind_every_definition():
+    program = example("control_flow")
+    text = format_program(program, annotate=lambda v: f"<{v}>")
+    for value in range(len(program.types)):
+        assert f"<{value}>" in text
+
+
+def test_an_attribute_of_an_unknown_type_cannot_be_written():
+    with pytest.raises(TypeError, match="has no text form"):
+        format_program(one_op({"x": object()}))
+
+
+# ---------------------------------------------------------------------------------------------
+# Errors.
+
+GOOD = """program @p(
+  %0: tensor<4xf32> "x"
+) {
+  %1 = test.op %0 {n = 3, s = "a", d = dense<1.0 : tensor<2xf32>>} : (tensor<4xf32>) -> tensor<f32>
+  return
+    %1 "y"
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "expected"),
+    [
+        ("program @p", "func @p", 1, "`program`"),
+        ('tensor<4xf32> "', 'memref<4xf32> "', 2, "a type like tensor<2xf32>"),
+        ('tensor<4xf32> "', 'tensor<4xf32 "', 2, "text that ends in `>`"),
+        ('"x"', '"x', 2, "a string"),
+        ('"x"', r'"\q"', 2, "a string with escapes that exist"),
+        ('"x"', r'"\u{ffffff}"', 2, "a string with escapes that exist"),
+        ("%1 =", "%0 =", 4, "%0 has one"),
+        ("%1 =", "%7 =", 7, "a definition of %1"),
+        ("%1 =", "%1, %2 =", 4, "one type for each operand and result of test.op"),
+        ("test.op", "?", 4, "an op, or `return`"),
+        ("n = 3", "n = 3, n = 4", 4, "a single attribute n"),
+        ("n = 3", "n = ", 4, "the value of an attribute"),
+        ("n = 3", "n = maybe", 4, "the value of an attribute"),
+        ("n = 3", "n = 3 4", 4, "`,`"),
+        ("n = 3", "n = {data}", 4, "axes can only be named where a mesh is given"),
+        ("n = 3", "n = dot(lhs = [0])", 4, "one of the fields lhs_batch"),
+        ("n = 3", "n = gather()", 4, "the field index_vector_dim"),
+        ("1.0 :", "one :", 4, "elements of tensor<2xf32>"),
+        ("1.0 :", "[1.0] :", 4, "elements of tensor<2xf32>"),
+        ("1.0 :", "[1.0, 2.0, 3.0] :", 4, "elements of tensor<2xf32>"),
+        ("1.0 :", "hex 0q :", 4, "elements of tensor<2xf32>"),
+        ("  return\n", "", 5, "`=`"),
+        ("}\n", "", 7, "`,` or `}`"),
+        ("}\n", "}\nmore", 8, "the end of the text"),
+    ],
+)
+def test_errors_name_the_line(old, new, line, expected):
+    assert parse_program(GOOD)
+    head, _, tail = GOOD.rpartition(old) if old == "}\n" else GOOD.partition(old)
+    with pytest.raises(FrontendError) as error:
+        parse_program(head + new + tail)
+    assert f"line {line} " in str(error.value)
+    assert expected in str(error.value)
+
+
+def test_axes_that_the_mesh_lacks_are_named():
+    text = format_program(one_op({"axes": (0, 1)}), mesh=MESH)
+    with pytest.raises(FrontendError, match="'data' is not an axis"):
+        parse_program(text, Mesh(None, (8,), ("x",)))
+
+
+@given(st.integers(0, len(GOOD)), st.integers(1, 4))
+def test_broken_text_never_raises_anything_else(start, count):
+    try:
+        parse_program(GOOD[:start] + GOOD[start + count :])
+    except FrontendError as error:
+        assert "of the text is not a program: expected" in str(error)

@@ -1,0 +1,136 @@
+"""Programs that several tests compile: an MLP training step and a tiny Llama's."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import spmd
+from models.llama import model, sharding
+from models.llama.config import LlamaConfig, named_config
+
+
+class Training(NamedTuple):
+    """A training step with everything needed to run it, partitioned or not."""
+
+    step: Any
+    plain_step: Any
+    optimizer: optax.GradientTransformation
+    params: Any
+    marked_params: Any
+    batch: Any
+    marked_batch: Any
+    mesh: spmd.Mesh
+
+    def jit(self, **options: Any) -> spmd.Jitted:
+        return spmd.jit(
+            self.step,
+            mesh=self.mesh,
+            donate_argnums=(0, 1),
+            options=spmd.Options(check=True, **options),
+        )
+
+    def compile(self, **options: Any) -> spmd.Compiled:
+        return self.jit(**options).compile(*self.structs())
+
+    def lower(self, **options: Any) -> spmd.Lowered:
+        return self.jit(**options).lower(*self.structs())
+
+    def structs(self) -> tuple[Any, Any, Any]:
+        state = jax.eval_shape(self.optimizer.init, self.params)
+        return self.marked_params, state, self.marked_batch
+
+
+def mlp(mesh: spmd.Mesh) -> Training:
+    """Two matrices, AdamW; parameters, inputs and the hidden layer are marked."""
+    params = {
+        "w_in": jnp.asarray(np.linspace(-1, 1, 16 * 32, dtype=np.float32).reshape(16, 32)),
+        "w_out": jnp.asarray(np.linspace(1, -1, 32 * 8, dtype=np.float32).reshape(32, 8)),
+    }
+    batch = {
+        "x": np.sin(np.arange(8 * 16, dtype=np.float32)).reshape(8, 16),
+        "y": np.ones((8, 8), np.float32),
+    }
+    optimizer = optax.adamw(1e-2)
+
+    def step(params: Any, opt_state: Any, batch: Any, mark: Any = True) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            h = jax.nn.relu(batch["x"] @ params["w_in"])
+            if mark:
+                h = spmd.mark_sharding(h, mesh, ("data", "model"))
+            return jnp.mean((h @ params["w_out"] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def plain_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        return step(params, opt_state, batch, mark=False)
+
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        return step(params, opt_state, batch)
+
+    marked = spmd.mark_tree(
+        jax.tree.map(jnp.copy, params),
+        mesh,
+        {"w_in": ("data", "model"), "w_out": ("model", "data")},
+    )
+    marked_batch = spmd.mark_tree(batch, mesh, {"*": ("data", None)})
+    return Training(
+        train_step, plain_step, optimizer, params, marked, batch, marked_batch, mesh
+    )
+
+
+def llama_optimizer(name: str) -> optax.GradientTransformation:
+    """AdamW, or Adafactor factoring even the tiny model's matrices."""
+    if name == "adamw":
+        return optax.adamw(1e-3)
+    return optax.adafactor(1e-3, min_dim_size_to_factor=8)
+
+
+def llama(mesh: spmd.Mesh, optimizer: str, scan: bool, **config: Any) -> Training:
+    """A tiny Llama's training step, marked by the default tables."""
+    cfg = dataclasses.replace(named_config("tiny"), scan_layers=scan, **config)
+    opt = llama_optimizer(optimizer)
+    params = llama_params(cfg)
+    batch = llama_batch(cfg)
+    marks = sharding.activation_marks(mesh, cfg)
+
+    def make(mark: Any) -> Any:
+        def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(
+                lambda p: model.loss(p, batch["inputs"], batch["targets"], cfg, mark)
+            )(params)
+            updates, opt_state = opt.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        return train_step
+
+    return Training(
+        make(marks),
+        make(model.no_marks),
+        opt,
+        params,
+        sharding.mark_params(jax.tree.map(jnp.copy, params), mesh, cfg),
+        batch,
+        sharding.mark_batch(batch, mesh),
+        mesh,
+    )
+
+
+@lru_cache(maxsize=8)
+def llama_params(cfg: LlamaConfig) -> Any:
+    """Initial parameters of a config."""
+    return jax.jit(lambda key: model.init(key, cfg))(jax.random.key(0))
+
+
+def llama_batch(cfg: LlamaConfig) -> dict[str, np.ndarray[Any, Any]]:
+    """Eight sequences of random tokens."""
+    tokens = np.random.RandomState(0).randint(0, cfg.vocab_size, (8, 17)).astype(np.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
