@@ -287,7 +287,8 @@ class Jitted:
         positional = [static[i] if i in static else next(dynamic) for i in range(len(args))]
         keywords = {**named, **{k: v for k, v in call.static if isinstance(k, str)}}
         seen_meshes.clear()
-        mesh = self.mesh or _mesh_of_leaves(call.leaves)
+        given = self.given_mesh or _mesh_of_leaves(call.leaves)
+        mesh = None if given is None else as_mesh(given)
         platform = _platform(mesh)
         module, out_tree = trace(
             self.fn,
@@ -325,7 +326,7 @@ class Jitted:
         )
         stages = compile_module(request, self.options)
         return Lowered(stages, request, self.options, call.tree, out_def, out_leaves, donated,
-                       self.given_mesh, tuple(_key_impl(leaf) for leaf in call.leaves))  # fmt: skip
+                       given, tuple(_key_impl(leaf) for leaf in call.leaves))  # fmt: skip
 
 
 class Lowered:
@@ -440,6 +441,9 @@ class Compiled(Lowered):
         )  # fmt: skip
         partitioned = self.stages.optimized
         self._jax_mesh = jax_mesh(self.mesh)
+        given = self.given_mesh
+        is_other = isinstance(given, jax.sharding.Mesh) and given != self._jax_mesh
+        self._given = given if is_other else None
         jitted = executable(partitioned, self.stages.emitted, self.donated)
         types = self.stages.imported.program.types
         structs = [
@@ -478,6 +482,11 @@ class Compiled(Lowered):
             )
         ]
         results = self.executable(*placed)
+        if self._given is not None:  # results go back onto the mesh that came in
+            results = [
+                jax.device_put(r, NamedSharding(self._given, s.spec))
+                for r, s in zip(results, self._result_shardings, strict=True)
+            ]
         return jax.tree.unflatten(
             self.out_tree,
             [_wrap_key(r, s) for r, s in zip(results, self.out_structs, strict=True)],
@@ -486,7 +495,10 @@ class Compiled(Lowered):
     def _place(self, leaf: Any, sharding: NamedSharding, key_impl: Any) -> Any:
         if key_impl is not None:
             leaf = jax.random.key_data(leaf)
-        if getattr(leaf, "sharding", None) == sharding:
+        have = getattr(leaf, "sharding", None)
+        if have == sharding:
+            return leaf
+        if isinstance(have, NamedSharding) and have.is_equivalent_to(sharding, leaf.ndim):
             return leaf
         return jax.device_put(leaf, sharding)
 
@@ -573,12 +585,10 @@ def _mesh_sharding(leaf: Any) -> NamedSharding | None:
     return sharding
 
 
-def _mesh_of_leaves(leaves: Sequence[Any]) -> Mesh | None:
-    for leaf in leaves:
-        sharding = _mesh_sharding(leaf)
-        if sharding is not None:
-            return as_mesh(sharding.mesh)
-    return None
+def _mesh_of_leaves(leaves: Sequence[Any]) -> Any:
+    """The mesh of the first argument that lies on one."""
+    placed = (_mesh_sharding(leaf) for leaf in leaves)
+    return next((sharding.mesh for sharding in placed if sharding is not None), None)
 
 
 def _arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:

@@ -333,12 +333,13 @@ def _tensor_type(type_: Any) -> TensorType:
     text = str(type_)
     if text == "!stablehlo.token":
         return TensorType((), "token")
-    match = re.fullmatch(r"tensor<((?:(?:\d+|\?)x)*)(.+?)>", text)
-    if match is None:
+    match = re.fullmatch(r"tensor<((?:(?:\d+|\?)x)*)([!\w][\w.]*(?:<.*?>)?)(, .*)?>", text)
+    encoding = match[3] if match else None
+    if match is None or (encoding and "#stablehlo.bounds" not in encoding):
         raise FrontendError(
             f"a value of type {text} cannot be partitioned", required="ranked tensors and tokens"
         )
-    if "?" in match[1] or "#stablehlo.bounds" in match[2]:
+    if "?" in match[1] or encoding:
         raise FrontendError(
             f"the module has a dynamic shape: {text}",
             required="static shapes",

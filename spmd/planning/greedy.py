@@ -13,7 +13,7 @@ from typing import Any
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, ties, trip_count, users_of
 from spmd.ir.program import Op, Region, Value
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, replicated
+from spmd.mesh.sharding import Axes, Sharding, format_axes, replicated
 from spmd.mesh.topology import Topology
 from spmd.planning.candidates import candidates
 from spmd.planning.cost import op_seconds
@@ -75,6 +75,7 @@ class _Greedy:
 
     def run(self, result_marks: Sequence[Sharding | None], links: Mapping[int, int]) -> Plan:
         body = self.program.body
+        self.note_undivided()
         arguments = tuple(self.boundary(v, replicated(self.types[v].rank)) for v in body.args)
         for value, state in zip(body.args, arguments, strict=True):
             self.define(value, state)
@@ -101,6 +102,22 @@ class _Greedy:
             "greedy",
             tuple(self.notes),
         )
+
+    def note_undivided(self) -> None:
+        """Arguments and results keep the part of the wanted axes that divides them: say so."""
+        program, mesh = self.program, self.mesh
+        names = dict(zip(program.body.results, program.result_names, strict=True))
+        labels = {v: f"result {name}" for v, name in names.items()}
+        for v, name in zip(program.body.args, program.arg_names, strict=True):
+            labels[v] = f"argument {name}"
+        for (value, dim), axes in self.propagated.undivided.items():
+            if value in labels:
+                kept = self.propagated.proposals[value][dim]
+                self.notes.append(
+                    f"dim {dim} of {labels[value]} has size {self.types[value].shape[dim]}, which "
+                    f"{format_axes(axes, mesh)} does not divide: it is split over "
+                    f"{format_axes(kept, mesh) if kept else 'nothing'}"
+                )
 
     def boundary(self, value: Value, fallback: Sharding) -> Sharding:
         """A boundary value's sharding: its proposal in whole axes, else the fallback."""

@@ -26,7 +26,8 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds, wire_bytes
-from spmd.planning.reshard_moves import DirectedMoves, ExhaustiveMoves, Move, Moves, straight
+from spmd.planning.reshard_direct import direct_paths
+from spmd.planning.reshard_moves import DirectedMoves, ExhaustiveMoves, Move, Moves
 from spmd.planning.reshard_problem import Dims, Problem, fabric_of, moved
 
 EXACT_ATOMS = 3
@@ -152,17 +153,20 @@ Node = tuple[Dims, Axes]
 
 
 def _solve(problem: Problem) -> Sequence[Move]:
-    """Straight there where that is provably best; else the best that a search finds."""
-    known: Sequence[Move] | None = straight(problem)
-    if known is not None and _is_tight(problem, known):
-        return known
+    """The best direct path where that is provably best; else the best that a search finds."""
     directed = DirectedMoves(problem)
-    for greed, budget in PHASES: known = _search(problem, directed, known, budget, greed)
-    exact = len(problem.fabric.sizes) <= EXACT_ATOMS
-    if exact and (known is None or not _is_tight(problem, known)):
+    known: Sequence[Move] | None = None
+    for moves in direct_paths(problem, directed):
+        if known is None or _cost(problem, moves) < _cost(problem, known):
+            known = moves
+        if _is_tight(problem, known):
+            return known
+    for greed, budget in PHASES:
+        known = _search(problem, directed, known, budget, greed)
+    if len(problem.fabric.sizes) <= EXACT_ATOMS and not (known and _is_tight(problem, known)):
         known = _search(problem, ExhaustiveMoves(problem), known)
     if known is None:
-        known = _search(problem, DirectedMoves(problem), None, None, LAST)
+        known = _search(problem, directed, None, None, LAST)
     if known is None:
         raise LegalityError(
             f"no path of collectives was found for {problem.type}",

@@ -163,7 +163,7 @@ class DirectedMoves(Moves):
 
     def runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
         problem = self.problem
-        found = [_continuation(dims[dim], problem.dst.dims[dim], pool)]
+        found = [continuation(dims[dim], problem.dst.dims[dim], pool)]
         stand_ins = sorted(pool, key=lambda a: (a in problem.goal_atoms, a))
         for alike in self._by_size(stand_ins):
             found.append(self._dividing(problem.goal_extents[dim], dims[dim], alike))
@@ -291,52 +291,6 @@ class DirectedMoves(Moves):
         return tuple(result)
 
 
-def straight(problem: Problem) -> list[Move] | None:
-    """Slices, reductions, one permute, all-to-alls and gathers, each where it fits at once.
-
-    Returns:
-      The moves; None when they do not lead to the goal, or not within the memory limit.
-    """
-    moves: list[Move] = []
-    goal, extent = problem.dst.dims, problem.extent
-    dims, partial = problem.src.dims, problem.src.partial
-    for dim, wanted in enumerate(goal):
-        if run := _continuation(dims[dim], wanted, unused(problem.atoms, dims, partial)):
-            dims = put(dims, dim, dims[dim] + run)
-            moves.append(Move("slice", dims, partial, run, (dim,)))
-    for dim, wanted in enumerate(goal):
-        if run := _continuation(dims[dim], wanted, problem.owed(partial)):
-            dims, partial = put(dims, dim, dims[dim] + run), without(partial, run)
-            moves.append(Move("reduce_scatter", dims, partial, run, (dim,)))
-    if owed := problem.owed(partial):
-        partial = without(partial, owed)
-        moves.append(Move("all_reduce", dims, partial, owed, ()))
-    if dims != goal and tuple(extent(axes) for axes in dims) == problem.goal_extents:
-        axes = moved(dims, goal, problem.fabric.sizes)
-        return [*moves, Move("collective_permute", goal, partial, axes, ())]
-    for dim, run, other in _strays(dims, goal):
-        if dims[other] + run == goal[other]:
-            dims = put(put(dims, dim, goal[dim]), other, goal[other])
-            moves.append(Move("all_to_all", dims, partial, run, (dim, other)))
-    for dim, run, _ in _strays(dims, goal):
-        if dims[dim] != goal[dim]:
-            dims = put(dims, dim, goal[dim])
-            moves.append(Move("all_gather", dims, partial, run, (dim,)))
-    fits = all(problem.pieces(move.dims) >= problem.fewest_pieces for move in moves)
-    return moves if dims == goal and fits else None
-
-
-def _strays(dims: Dims, goal: Dims) -> list[tuple[int, Axes, int]]:
-    """For each dim that starts as its goal and goes on: (dim, what goes on, every other dim)."""
-    return [
-        (dim, dims[dim][len(wanted) :], other)
-        for dim, wanted in enumerate(goal)
-        if len(dims[dim]) > len(wanted) and dims[dim][: len(wanted)] == wanted
-        for other in range(len(goal))
-        if other != dim or len(goal) == 1
-    ]
-
-
 def put(dims: Dims, dim: int, axes: Axes) -> Dims:
     """`dims` with the atoms of one dim replaced."""
     return (*dims[:dim], axes, *dims[dim + 1 :])
@@ -353,7 +307,7 @@ def unused(atoms: Axes, dims: Dims, partial: Axes) -> Axes:
     return tuple(a for a in atoms if a not in taken)
 
 
-def _continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
+def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
     """The next atoms of `goal` after its prefix `axes`, as long as they are in `pool`."""
     start = end = len(axes)
     if goal[:start] != axes:

@@ -69,6 +69,7 @@ class Propagated(NamedTuple):
       cheap: values without a sharding of their own.
       origins: (value, dim) -> where its atoms came from, oldest first.
       conflicts: disagreements left to the planner.
+      undivided: (value, dim) -> axes that were wanted there and don't divide the dim.
     """
 
     program: Program
@@ -78,6 +79,7 @@ class Propagated(NamedTuple):
     cheap: frozenset[Value]
     origins: Mapping[tuple[Value, int], tuple[Origin, ...]]
     conflicts: tuple[Conflict, ...]
+    undivided: Mapping[tuple[Value, int], Axes]
 
     def why(self, value: Value, dim: int, atom: int) -> tuple[str, ...]:
         """The chain from an inferred atom back to the mark that caused it, nearest first."""
@@ -145,6 +147,7 @@ class _State:
         self.nodes: list[_Node] = []
         self.touching: list[list[int]] = [[] for _ in program.types]
         self.conflicts: dict[tuple[int, int], Conflict] = {}
+        self.undivided: dict[tuple[Value, int], Axes] = {}
         self.blocked: set[int] = set()
         self.queues: tuple[deque[int], deque[int]] = (deque(), deque())
         self.queued: set[int] = set()
@@ -306,6 +309,8 @@ class _State:
         if axes is None or axes[: len(have)] != have:
             return have
         size = self.program.types[value].shape[d]
+        if size % math.prod(self.sizes[a] for a in axes):
+            self.undivided[value, d] = axes
         while size % math.prod(self.sizes[a] for a in axes):
             axes = axes[:-1]
         return axes if len(axes) > len(have) else have
@@ -334,6 +339,7 @@ class _State:
             self.cheap,
             {key: tuple(found) for key, found in self.origins.items()},
             tuple(self.conflicts[key] for key in sorted(self.conflicts)),
+            dict(sorted(self.undivided.items())),
         )
 
 

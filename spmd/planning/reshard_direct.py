@@ -1,0 +1,119 @@
+"""Paths that are written down without a search: often the best ones, else something to undercut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmd.mesh.sharding import Axes
+from spmd.planning.reshard_moves import DirectedMoves, Move, continuation, put, unused, without
+from spmd.planning.reshard_problem import Dims, Problem, moved
+
+
+def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Move]]:
+    """Slice and reduce what the goal asks for, permute if need be, exchange, gather.
+
+    The first path is without a permute where there is one. The others permute once the local shape
+    has everything that the goal's has, into the arrangements that `directed` proposes.
+    """
+    begun = _Begun(problem)
+    begun.slice_towards_goal()
+    begun.reduce()
+    paths = [begun.finished(begun.dims)]
+    if paths[0] is None:
+        begun.slice_to_goal_shape()
+        arrangements = directed.arrangements(begun.dims, begun.partial)
+        paths = [begun.finished(after) for after in arrangements]
+    for path in paths:
+        if path and all(problem.pieces(m.dims) >= problem.fewest_pieces for m in path):
+            yield path
+
+
+class _Begun:
+    """The moves of a path so far, and where they have led."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.moves: list[Move] = []
+        self.dims, self.partial = problem.src.dims, problem.src.partial
+
+    def _append(self, kind: str, dim: int, run: Axes) -> None:
+        self.dims = put(self.dims, dim, self.dims[dim] + run)
+        self.partial = without(self.partial, run)
+        self.moves.append(Move(kind, self.dims, self.partial, run, (dim,)))
+
+    def slice_towards_goal(self) -> None:
+        """Slices every dim by the atoms that its goal has next and that are free."""
+        for dim, goal in enumerate(self.problem.dst.dims):
+            pool = unused(self.problem.atoms, self.dims, self.partial)
+            if run := continuation(self.dims[dim], goal, pool):
+                self._append("slice", dim, run)
+
+    def reduce(self) -> None:
+        """Reduces what is owed: scattered where the goal has it next, everywhere otherwise."""
+        for dim, goal in enumerate(self.problem.dst.dims):
+            if run := continuation(self.dims[dim], goal, self.problem.owed(self.partial)):
+                self._append("reduce_scatter", dim, run)
+        if owed := self.problem.owed(self.partial):
+            self.partial = without(self.partial, owed)
+            self.moves.append(Move("all_reduce", self.dims, self.partial, owed, ()))
+
+    def slice_to_goal_shape(self) -> None:
+        """Slices every dim by free atoms of the sizes that it lacks against its goal."""
+        sizes = self.problem.fabric.sizes
+        for dim, goal in enumerate(self.problem.dst.dims):
+            lacking = [sizes[a] for a in goal]
+            for a in self.dims[dim]:
+                if sizes[a] in lacking:
+                    lacking.remove(sizes[a])
+            run: Axes = ()
+            for a in unused(self.problem.atoms, self.dims, self.partial):
+                if sizes[a] in lacking:
+                    lacking.remove(sizes[a])
+                    run = (*run, a)
+            if run:
+                self._append("slice", dim, run)
+
+    def finished(self, dims: Dims) -> list[Move] | None:
+        """The moves so far, a permute to `dims`, exchanges, gathers; None if the goal is missed."""
+        problem, goal = self.problem, self.problem.dst.dims
+        moves = list(self.moves)
+        if dims != self.dims:
+            axes = moved(self.dims, dims, problem.fabric.sizes)
+            moves.append(Move("collective_permute", dims, self.partial, axes, ()))
+        while found := self._exchange(dims):
+            dims = found.dims
+            moves.append(found)
+        for dim in self._slowest_first(dims):
+            run, dims = dims[dim][len(goal[dim]) :], put(dims, dim, goal[dim])
+            moves.append(Move("all_gather", dims, self.partial, run, (dim,)))
+        return moves if dims == goal else None
+
+    def _exchange(self, dims: Dims) -> Move | None:
+        """An all-to-all of the longest minor run of a dim that another one's goal has next."""
+        goal = self.problem.dst.dims
+        for dim in self._straying(dims):
+            for keep in range(len(goal[dim]), len(dims[dim])):
+                run = dims[dim][keep:]
+                for other, wanted in enumerate(goal):
+                    if other != dim and continuation(dims[other], wanted, run) == run:
+                        after = put(put(dims, dim, dims[dim][:keep]), other, dims[other] + run)
+                        return Move("all_to_all", after, self.partial, run, (dim, other))
+        return None
+
+    def _straying(self, dims: Dims) -> list[int]:
+        """Dims that begin as their goal and go on."""
+        ends = enumerate(zip(dims, self.problem.dst.dims, strict=True))
+        return [
+            dim
+            for dim, (axes, goal) in ends
+            if len(axes) > len(goal) and axes[: len(goal)] == goal
+        ]
+
+    def _slowest_first(self, dims: Dims) -> list[int]:
+        """The dims to gather: those over slow links while pieces are small."""
+        paces, goal = self.problem.fabric.paces, self.problem.dst.dims
+
+        def pace(dim: int) -> float:
+            return max(paces[a] for a in dims[dim][len(goal[dim]) :])
+
+        return sorted(self._straying(dims), key=lambda dim: -pace(dim))
