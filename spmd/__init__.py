@@ -1,6 +1,14 @@
 """`spmd`: a sharding compiler. Mark a few tensors; the rest of the program follows."""
 
-from spmd.api import Compiled, Jitted, Lowered, jit, mark_sharding, mark_tree
+from spmd.api import (
+    Compiled,
+    Jitted,
+    Lowered,
+    compile_stablehlo,
+    jit,
+    mark_sharding,
+    mark_tree,
+)
 from spmd.errors import (
     ArgumentError,
     FrontendError,
@@ -33,6 +41,7 @@ __all__ = [
     "SpmdError",
     "Topology",
     "UnsupportedOpError",
+    "compile_stablehlo",
     "jit",
     "make_mesh",
     "mark_sharding",

@@ -18,6 +18,7 @@ from spmd.errors import ArgumentError, MeshError, SpecError
 from spmd.explain.collectives import Collective, list_collectives
 from spmd.explain.memory import Memory
 from spmd.frontend.marks import Entries
+from spmd.frontend.import_stablehlo import parse_module, signature
 from spmd.frontend.trace import seen_meshes, trace
 from spmd.ir.text import format_program
 from spmd.lowering.execute import executable
@@ -549,6 +550,67 @@ class Compiled(Lowered):
     def as_text(self, stage: str = "planned") -> str:
         """The program after a stage; `hlo` is XLA's optimized module."""
         return str(self.executable.as_text()) if stage == "hlo" else super().as_text(stage)
+
+
+def compile_stablehlo(
+    module_or_path: Any,
+    mesh: Any,
+    arg_specs: Sequence[Any] | None = None,
+    result_specs: Sequence[Any] | None = None,
+    options: Options | None = None,
+) -> Compiled:
+    """Compiles a StableHLO module that any framework wrote.
+
+    Args:
+      module_or_path: a module in memory, its text or bytecode, or the path of a file with either.
+      mesh: the mesh.
+      arg_specs: for each argument of the module's function a spec, or None (open).
+      result_specs: the same for its results.
+      options: compile options.
+
+    Returns:
+      A program to call with one array for each argument; it returns a tuple.
+
+    Raises:
+      FrontendError: a module that cannot be read.
+    """
+    options = options or Options()
+    own = as_mesh(mesh)
+    module = parse_module(module_or_path)
+    args, results = signature(module)
+    arg_names = tuple(f"arg{i}" for i in range(len(args)))
+    result_names = tuple(f"result{i}" for i in range(len(results)))
+    request = Request(
+        module,
+        own,
+        options.topology or _topology(own),
+        arg_names,
+        result_names,
+        _flat_entries(arg_specs, args, arg_names, own, "argument"),
+        _flat_entries(result_specs, results, result_names, own, "result"),
+    )
+    stages = compile_module(request, options)
+    structs = tuple(jax.ShapeDtypeStruct(t.shape, _dtype(t.dtype)) for t in results)
+    in_tree = jax.tree.structure((tuple(range(len(args))), {}))
+    out_tree = jax.tree.structure(structs)
+    keys = (None,) * len(args)
+    return Compiled(Lowered(stages, request, options, in_tree, out_tree, structs, (), mesh, keys))
+
+
+def _flat_entries(
+    specs: Sequence[Any] | None, types: Sequence[Any], names: Sequence[str], mesh: Mesh, what: str
+) -> tuple[Entries | None, ...]:
+    if specs is None:
+        return (None,) * len(types)
+    if len(specs) != len(types):
+        raise SpecError(
+            f"{len(specs)} {what} specs for a module with {len(types)} {what}s",
+            fix="give one spec for each, None for open ones",
+        )
+    return tuple(
+        None if spec is None else spec_entries(spec, t.rank, mesh, what=f"{what} {name}")
+        for spec, t, name in zip(specs, types, names, strict=True)
+    )
 
 
 # ---------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 # From the bottom up. A package may import those below it, and those beside it as long as no circle
 # comes of it.
 LAYERS = (
-    ("spmd.errors", "spmd.options"),
-    ("spmd.ir", "spmd.mesh"),
+    ("spmd.errors",),
+    ("spmd.ir", "spmd.mesh", "spmd.options"),
     ("spmd.frontend",),
     ("spmd.propagation",),
     ("spmd.planning",),

@@ -30,7 +30,7 @@ class Collective(NamedTuple):
     kind: str
     axes: tuple[str, ...]
     bytes: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     source: str
     reason: str
     seconds: float

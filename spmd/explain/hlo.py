@@ -34,7 +34,7 @@ class HloCollective(NamedTuple):
 
     kind: str
     bytes: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     group_size: int
     op_name: str
     source: str

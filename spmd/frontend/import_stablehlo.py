@@ -8,11 +8,14 @@ distinct one is converted once.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
@@ -66,6 +69,38 @@ def import_module(module: ir.Module, arg_names: Sequence[str] = ()) -> Imported:
         return _Importer(module).run(arg_names)
 
 
+def parse_module(source: Any) -> ir.Module:
+    """A module in memory from itself, its text or bytecode, or the path of a file with either.
+
+    Raises:
+      FrontendError: no such file, or something that MLIR cannot read.
+    """
+    if isinstance(source, ir.Module):
+        return source
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):
+        path = Path(source)
+        if not path.is_file():
+            raise FrontendError(f"no file {path}", fix="give a path, or the module itself")
+        source = path.read_bytes()
+    try:
+        with mlir.make_ir_context():
+            return ir.Module.parse(source)
+    except (ir.MLIRError, ValueError) as error:
+        raise FrontendError(
+            "the module cannot be read",
+            actual=str(error).strip().replace("\n", " ")[:400],
+            required="StableHLO as MLIR text or bytecode",
+        ) from error
+
+
+def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
+    """Types of the arguments and results of a module's function."""
+    with module.context:
+        main = _Importer(module).main()
+        type_ = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+        return tuple(map(_tensor_type, type_.inputs)), tuple(map(_tensor_type, type_.results))
+
+
 class _Importer:
     def __init__(self, module: ir.Module) -> None:
         self.functions: dict[str, Any] = {}
@@ -89,7 +124,8 @@ class _Importer:
         self.call_loc = Loc()
         self.constants: dict[int, Dense] = {}
 
-    def run(self, arg_names: Sequence[str]) -> Imported:
+    def main(self) -> Any:
+        """The function to compile."""
         main = self.functions.get("main")
         if main is None and len(self.functions) == 1:
             main = next(iter(self.functions.values()))
@@ -99,6 +135,10 @@ class _Importer:
                 actual=f"functions: {', '.join(self.functions) or 'none'}",
                 required="a public function `main`, or exactly one function",
             )
+        return main
+
+    def run(self, arg_names: Sequence[str]) -> Imported:
+        main = self.main()
         block = main.regions[0].blocks[0]
         env: dict[Any, int] = {}
         args = [self.bind(env, arg) for arg in block.arguments]
@@ -123,7 +163,8 @@ class _Importer:
         names = [f"result{i}" for i in range(count)]
         if attr in func.attributes:
             for i, item in enumerate(ir.ArrayAttr(func.attributes[attr])):
-                entries = {e.name: e.attr for e in ir.DictAttr(item)}
+                dictionary: Any = ir.DictAttr(item)
+                entries = {e.name: e.attr for e in dictionary}
                 if "sdy.sharding" in entries:
                     found[i] = _sharding(entries["sdy.sharding"])
                 if "jax.result_info" in entries:
@@ -444,7 +485,7 @@ def _literal(word: str, dtype: np.dtype[Any]) -> bytes:
     """One number as MLIR writes it, as bytes; NaN and infinities are written as their bits."""
     if word.startswith("0x"):
         return int(word, 16).to_bytes(dtype.itemsize, "little")
-    number = {"true": 1, "false": 0}.get(word)
+    number: float | None = {"true": 1, "false": 0}.get(word)
     if number is None:
         number = int(word) if re.fullmatch(r"[-+]?\d+", word) else float(word)
     return np.asarray([number]).astype(dtype).tobytes()

@@ -9,9 +9,8 @@ from spmd.frontend.import_stablehlo import Imported
 from spmd.ir.program import Value
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes
+from spmd.mesh.sharding import Axes, Mark
 from spmd.mesh.spec import dims_of, spec_entries
-from spmd.propagation.propagate import Mark
 
 Entries = tuple[tuple[str, ...] | None, ...]
 """A spelled-out spec: for each dim its axis names, or None if it is open."""

@@ -359,6 +359,9 @@ def _element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
 _SPACE = re.compile(r"(?:\s|//[^\n]*)*")
 _NUMBER = re.compile(r"-?(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?!\w)", re.ASCII)
 _WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_VALUE = re.compile(r"%\d+", re.ASCII)
+_TENSOR = re.compile(r"tensor<")
+_ELEMENTS = re.compile(r"[^:\n]*")
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _TICKED = re.compile(r"`(?:[^`\\\n]|\\.)*`")
 
@@ -412,15 +415,14 @@ class _Parser:
 
     def until(self, opening: str, closing: str) -> str:
         """The text up to the bracket that closes the one just taken; takes that too."""
-        depth = 1
-        for found in re.finditer(f"[{opening}{closing}\n]", self.text[self.at :]):
+        depth, start = 1, self.at
+        for found in re.compile(f"[{opening}{closing}\n]").finditer(self.text, start):
             depth += {opening: 1, closing: -1}.get(found[0], 0)
             if found[0] == "\n":
                 break
             if depth == 0:
-                start = self.at
-                self.at += found.end()
-                return self.text[start : start + found.start()]
+                self.at = found.end()
+                return self.text[start : found.start()]
         self.fail(f"text that ends in `{closing}`")
 
     def quoted(self, pattern: re.Pattern[str] = _QUOTED) -> str:
@@ -531,7 +533,7 @@ class _Parser:
     # Values and types.
 
     def value(self) -> Value:
-        return int(self.match(re.compile(r"%\d+", re.ASCII), "a value like %0")[1:])
+        return int(self.match(_VALUE, "a value like %0")[1:])
 
     def values(self) -> tuple[Value, ...]:
         found: list[Value] = []
@@ -556,7 +558,7 @@ class _Parser:
     def type(self) -> TensorType:
         if self.take("!stablehlo.token"):
             return TensorType((), "token")
-        self.match(re.compile("tensor<"), "a type like tensor<2xf32>")
+        self.match(_TENSOR, "a type like tensor<2xf32>")
         match = re.fullmatch(r"((?:\d+x)*)(.+)", self.until("<", ">"), re.ASCII)
         if match is None:
             self.fail("an element type before this")
@@ -653,7 +655,7 @@ class _Parser:
 
     def dense(self) -> Dense:
         start = self.at
-        elements = self.match(re.compile(r"[^:\n]*"), "elements").strip()
+        elements = self.match(_ELEMENTS, "elements").strip()
         self.expect(":")
         type_ = self.type()
         self.expect(">")

@@ -87,7 +87,8 @@ _BITS = {
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy (or ml_dtypes) dtype of an MLIR element type; KeyError when there is none."""
-    return np.dtype(_NUMPY_DTYPES[dtype])
+    found: np.dtype[Any] = np.dtype(_NUMPY_DTYPES[dtype])
+    return found
 
 
 def mlir_dtype(dtype: Any) -> str:
@@ -104,7 +105,7 @@ def dtype_bits(dtype: str) -> int:
     if dtype in _BITS:
         return _BITS[dtype]
     if dtype in _NUMPY_DTYPES:
-        return np.dtype(_NUMPY_DTYPES[dtype]).itemsize * 8
+        return numpy_dtype(dtype).itemsize * 8
     if dtype.startswith("!quant"):
         return 8
     raise KeyError(f"unknown element type {dtype}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd.ir.builder import Builder, reducer_body
+from spmd.ir.builder import Builder, identity_element, reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local import collective
@@ -38,6 +38,8 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
     if step.kind == "collective_permute":
         pairs = permute_pairs(step.before, step.after, global_type.shape, mesh)
         return collective(b, step.kind, x, type_, step.axes, pairs=pairs)
+    if not _has_collective(step.before.kind, type_.dtype):
+        return _reduce_gathered(b, x, type_, step, mesh.extent(step.axes))
     body = reducer_body(step.before.kind, type_.dtype)
     if step.kind == "reduce_scatter":
         return collective(
@@ -45,6 +47,40 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
         )
     assert step.kind == "all_reduce", step.kind
     return collective(b, step.kind, x, type_, step.axes, body=body)
+
+
+def _has_collective(kind: str, dtype: str) -> bool:
+    """Whether XLA's backends reduce this way across devices; bitwise ones only for predicates."""
+    return kind in ("add", "mul", "max", "min") or (kind in ("and", "or") and dtype == "i1")
+
+
+def _reduce_gathered(
+    b: Builder, x: Value, result: TensorType, step: Step, count: int
+) -> Value:
+    """A reduction that no backend offers as a collective: gather the terms, reduce them locally.
+
+    Args:
+      b: where to.
+      x: this device's term.
+      result: local type after the step.
+      step: an all-reduce or reduce-scatter.
+      count: number of terms.
+    """
+    local, kind = b.types[x], step.before.kind
+    stacked = b.reshape(x, (1, *local.shape))
+    gathered_type = local.with_shape((count, *local.shape))
+    gathered = collective(b, "all_gather", stacked, gathered_type, step.axes, all_gather_dim=0)
+    attrs = {
+        "dimensions": (0,),
+        "body": reducer_body(kind, local.dtype),
+        "reducer": kind,
+    }
+    init = b.constant(identity_element(kind, local.dtype), local.dtype)
+    (reduced,) = b.op("stablehlo.reduce", (gathered, init), (local,), attrs)
+    if step.kind == "all_reduce":
+        return reduced
+    attrs = {"axes": step.axes, "dim": step.dims[0]}
+    return b.op("spmd.local_slice", (reduced,), (result,), attrs)[0]
 
 
 def permute_pairs(

@@ -27,13 +27,10 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
     table, indices = op.operands
     piece = b.types[table].shape
     rule_table = op.rule.operands[0]
-    sizes = tuple(
-        piece[d] if op.split(rule_table, d) and d not in dims.start_index_map else size
-        for d, size in enumerate(op.attrs["slice_sizes"])
-    )
     whole = op.op.kind.operands[0].shape
     sizes = tuple(
-        piece[d] if size == whole[d] and size > 1 else size for d, size in enumerate(sizes)
+        piece[d] if size == whole[d] and size > 1 else size
+        for d, size in enumerate(op.attrs["slice_sizes"])
     )
     split = [
         op.split(rule_table, d) if op.attrs["slice_sizes"][d] == 1 else ()

@@ -47,6 +47,20 @@ class Sharding(NamedTuple):
         return Sharding(self.dims, atoms, kind if atoms else "")
 
 
+class Mark(NamedTuple):
+    """A promise about one value.
+
+    Attributes:
+      dims: atoms of each dim.
+      open: for each dim, whether the compiler may split it further.
+      reason: who promised, for people: `argument params/w_in`, `mark_sharding at train.py:12`.
+    """
+
+    dims: tuple[Axes, ...]
+    open: tuple[bool, ...]
+    reason: str
+
+
 def replicated(rank: int) -> Sharding:
     """The sharding of a value that every device holds whole."""
     return Sharding(((),) * rank)

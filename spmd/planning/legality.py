@@ -8,10 +8,17 @@ from spmd.ir.control_flow import ties
 from spmd.ir.legality import fail
 from spmd.ir.program import Op, Value
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_axes, format_sharding, is_legal
+from spmd.mesh.sharding import (
+    Axes,
+    Mark,
+    Sharding,
+    axis_refs,
+    format_axes,
+    format_sharding,
+    is_legal,
+)
 from spmd.planning.plan import Choice, Plan
 from spmd.propagation.projection import is_legal_assignment, project, reduced_axes
-from spmd.propagation.propagate import Mark
 from spmd.propagation.registry import rule_of
 from spmd.propagation.rule import Rule
 

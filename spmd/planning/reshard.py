@@ -33,8 +33,11 @@ from spmd.planning.reshard_problem import Dims, Problem, fabric_of, moved
 EXACT_ATOMS = 3
 """On meshes of so many atoms every legal step is tried: the path is exactly optimal."""
 
-PHASES = ((1.5, 40), (1.0, 30))
-LAST = 2
+PHASES = ((2.0, 20), (1.2, 20))
+"""The directed search's phases: weight of the lower bound, and shardings to expand at most."""
+
+LAST_GREED = 5.0
+"""Weight of the lower bound when no path is known at all: then any path will do."""
 
 
 class Step(NamedTuple):
@@ -166,7 +169,7 @@ def _solve(problem: Problem) -> Sequence[Move]:
     if len(problem.fabric.sizes) <= EXACT_ATOMS and not (known and _is_tight(problem, known)):
         known = _search(problem, ExhaustiveMoves(problem), known)
     if known is None:
-        known = _search(problem, directed, None, None, LAST)
+        known = _search(problem, directed, None, None, LAST_GREED)
     if known is None:
         raise LegalityError(
             f"no path of collectives was found for {problem.type}",

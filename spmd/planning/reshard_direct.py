@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from spmd.mesh.sharding import Axes
@@ -12,20 +13,39 @@ from spmd.planning.reshard_problem import Dims, Problem, moved
 def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Move]]:
     """Slice and reduce what the goal asks for, permute if need be, exchange, gather.
 
-    The first path is without a permute where there is one. The others permute once the local shape
-    has everything that the goal's has, into the arrangements that `directed` proposes.
+    One path without a permute where that leads to the goal. Else several that permute once the
+    local shape has everything that the goal's has, into the arrangements that `directed` proposes.
     """
     begun = _Begun(problem)
-    begun.slice_towards_goal()
-    begun.reduce()
+    begun.towards_goal("slice")
+    begun.towards_goal("reduce_scatter")
     paths = [begun.finished(begun.dims)]
     if paths[0] is None:
-        begun.slice_to_goal_shape()
-        arrangements = directed.arrangements(begun.dims, begun.partial)
-        paths = [begun.finished(after) for after in arrangements]
+        paths = [
+            begun.finished(after)
+            for begun in _permutable(problem)
+            for after in directed.arrangements(begun.dims, begun.partial)
+        ]
     for path in paths:
-        if path and all(problem.pieces(m.dims) >= problem.fewest_pieces for m in path):
+        if path and all(problem.pieces(move.dims) >= problem.fewest_pieces for move in path):
             yield path
+
+
+def _permutable(problem: Problem) -> Iterator[_Begun]:
+    """Paths that are sliced and reduced, ready for a permute; what is owed may be cut finer."""
+    for finer in (False, True) if problem.owed(problem.src.partial) else (False,):
+        begun = _Begun(problem)
+        begun.towards_goal("slice")
+        begun.towards_goal_shape("slice")
+        if finer:
+            begun.anywhere("slice")
+        begun.towards_goal("reduce_scatter")
+        begun.towards_goal_shape("reduce_scatter")
+        if finer:
+            begun.anywhere("reduce_scatter")
+        begun.reduce_rest()
+        begun.towards_goal_shape("slice")
+        yield begun
 
 
 class _Begun:
@@ -41,41 +61,50 @@ class _Begun:
         self.partial = without(self.partial, run)
         self.moves.append(Move(kind, self.dims, self.partial, run, (dim,)))
 
-    def slice_towards_goal(self) -> None:
-        """Slices every dim by the atoms that its goal has next and that are free."""
-        for dim, goal in enumerate(self.problem.dst.dims):
-            pool = unused(self.problem.atoms, self.dims, self.partial)
-            if run := continuation(self.dims[dim], goal, pool):
-                self._append("slice", dim, run)
+    def _pool(self, kind: str) -> Axes:
+        """The atoms that a slice or a reduce-scatter can append."""
+        if kind == "slice":
+            return unused(self.problem.atoms, self.dims, self.partial)
+        return self.problem.owed(self.partial)
 
-    def reduce(self) -> None:
-        """Reduces what is owed: scattered where the goal has it next, everywhere otherwise."""
+    def towards_goal(self, kind: str) -> None:
+        """Appends to every dim the atoms that its goal has next."""
         for dim, goal in enumerate(self.problem.dst.dims):
-            if run := continuation(self.dims[dim], goal, self.problem.owed(self.partial)):
-                self._append("reduce_scatter", dim, run)
+            if run := continuation(self.dims[dim], goal, self._pool(kind)):
+                self._append(kind, dim, run)
+
+    def towards_goal_shape(self, kind: str) -> None:
+        """Appends to every dim atoms of the sizes that it lacks against its goal."""
+        sizes = self.problem.fabric.sizes
+        for dim, goal in enumerate(self.problem.dst.dims):
+            lacking = Counter(sizes[a] for a in goal)
+            lacking.subtract(sizes[a] for a in self.dims[dim])
+            run: Axes = ()
+            for a in self._pool(kind):
+                if lacking[sizes[a]] > 0:
+                    lacking[sizes[a]] -= 1
+                    run = (*run, a)
+            if run:
+                self._append(kind, dim, run)
+
+    def anywhere(self, kind: str) -> None:
+        """Appends atoms wherever a dim still divides."""
+        for dim in range(len(self.dims)):
+            if dim not in self.problem.frozen:
+                size = self.problem.shape[dim]
+                if run := self.problem.dividing(size, self.dims[dim], self._pool(kind)):
+                    self._append(kind, dim, run)
+
+    def reduce_rest(self) -> None:
+        """All-reduces what is still owed."""
         if owed := self.problem.owed(self.partial):
             self.partial = without(self.partial, owed)
             self.moves.append(Move("all_reduce", self.dims, self.partial, owed, ()))
 
-    def slice_to_goal_shape(self) -> None:
-        """Slices every dim by free atoms of the sizes that it lacks against its goal."""
-        sizes = self.problem.fabric.sizes
-        for dim, goal in enumerate(self.problem.dst.dims):
-            lacking = [sizes[a] for a in goal]
-            for a in self.dims[dim]:
-                if sizes[a] in lacking:
-                    lacking.remove(sizes[a])
-            run: Axes = ()
-            for a in unused(self.problem.atoms, self.dims, self.partial):
-                if sizes[a] in lacking:
-                    lacking.remove(sizes[a])
-                    run = (*run, a)
-            if run:
-                self._append("slice", dim, run)
-
     def finished(self, dims: Dims) -> list[Move] | None:
         """The moves so far, a permute to `dims`, exchanges, gathers; None if the goal is missed."""
         problem, goal = self.problem, self.problem.dst.dims
+        self.reduce_rest()
         moves = list(self.moves)
         if dims != self.dims:
             axes = moved(self.dims, dims, problem.fabric.sizes)
@@ -104,9 +133,7 @@ class _Begun:
         """Dims that begin as their goal and go on."""
         ends = enumerate(zip(dims, self.problem.dst.dims, strict=True))
         return [
-            dim
-            for dim, (axes, goal) in ends
-            if len(axes) > len(goal) and axes[: len(goal)] == goal
+            dim for dim, (axes, goal) in ends if len(axes) > len(goal) and axes[: len(goal)] == goal
         ]
 
     def _slowest_first(self, dims: Dims) -> list[int]:

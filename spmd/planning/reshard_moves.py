@@ -27,19 +27,19 @@ class Moves:
         self.problem = problem
         self.free_dims = [d for d in range(len(problem.shape)) if d not in problem.frozen]
 
-    def runs(self, dims: Dims, dim: int, pool: Axes) -> Iterable[Axes]:
+    def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterable[Axes]:
         """Runs out of `pool` to append to a dim."""
         raise NotImplementedError
 
-    def gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
+    def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
         """How many major atoms of a dim an all-gather keeps; it may grow by a factor of `room`."""
         raise NotImplementedError
 
-    def exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
+    def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
         """How many major atoms of a dim stay when the rest goes to dim `other`."""
         raise NotImplementedError
 
-    def reduced(self, owed: Axes) -> Iterable[Axes]:
+    def _reduced(self, owed: Axes) -> Iterable[Axes]:
         """Sets of owed atoms to all-reduce at once."""
         raise NotImplementedError
 
@@ -59,12 +59,12 @@ class Moves:
     def _slices(self, dims: Dims, partial: Axes) -> Iterator[Move]:
         pool = unused(self.problem.atoms, dims, partial)
         for dim in self.free_dims if pool else ():
-            for run in self.runs(dims, dim, pool):
+            for run in self._runs(dims, dim, pool):
                 yield Move("slice", put(dims, dim, dims[dim] + run), partial, run, (dim,))
 
     def _gathers(self, dims: Dims, partial: Axes, room: int) -> Iterator[Move]:
         for dim in self.free_dims if room > 1 else ():
-            for keep in self.gathered(dims, dim, room):
+            for keep in self._gathered(dims, dim, room):
                 run = dims[dim][keep:]
                 if self.problem.extent(run) <= room:
                     after = put(dims, dim, dims[dim][:keep])
@@ -75,7 +75,7 @@ class Moves:
             for other in self.free_dims if dims[dim] else ():
                 if other == dim:
                     continue
-                for keep in self.exchanged(dims, dim, other):
+                for keep in self._exchanged(dims, dim, other):
                     run = dims[dim][keep:]
                     if self.problem.divides(other, dims[other] + run):
                         after = put(put(dims, dim, dims[dim][:keep]), other, dims[other] + run)
@@ -85,10 +85,10 @@ class Moves:
         owed = self.problem.owed(partial)
         if not owed:
             return
-        for gone in self.reduced(owed):
+        for gone in self._reduced(owed):
             yield Move("all_reduce", dims, without(partial, gone), gone, ())
         for dim in self.free_dims:
-            for run in self.runs(dims, dim, owed):
+            for run in self._runs(dims, dim, owed):
                 after = put(dims, dim, dims[dim] + run)
                 yield Move("reduce_scatter", after, without(partial, run), run, (dim,))
 
@@ -103,23 +103,24 @@ class Moves:
 class ExhaustiveMoves(Moves):
     """Every legal move."""
 
-    def runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
+    def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
         for count in range(1, len(pool) + 1):
             for run in permutations(pool, count):
                 if self.problem.divides(dim, dims[dim] + run):
                     yield run
 
-    def gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
+    def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
         return range(len(dims[dim]))
 
-    def exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
+    def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
         return range(len(dims[dim]))
 
-    def reduced(self, owed: Axes) -> Iterator[Axes]:
+    def _reduced(self, owed: Axes) -> Iterator[Axes]:
         for count in range(len(owed), 0, -1):
             yield from combinations(owed, count)
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterator[Dims]:
+        """Every way to lay free atoms out in the same local shape."""
         extents = [self.problem.extent(axes) for axes in dims]
         return self._fill(dims, extents, 0, without(self.problem.atoms, partial))
 
@@ -161,14 +162,16 @@ class DirectedMoves(Moves):
         super().__init__(problem)
         self._cuts: list[dict[Axes, tuple[int, ...]]] = [{} for _ in problem.shape]
 
-    def runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
+    def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
         problem = self.problem
         found = [continuation(dims[dim], problem.dst.dims[dim], pool)]
         stand_ins = sorted(pool, key=lambda a: (a in problem.goal_atoms, a))
         for alike in self._by_size(stand_ins):
-            found.append(self._dividing(problem.goal_extents[dim], dims[dim], alike))
-            found.append(self._dividing(problem.shape[dim], dims[dim], alike))
-        return (run for run in dict.fromkeys(found) if run and problem.divides(dim, dims[dim] + run))
+            found.append(self.problem.dividing(problem.goal_extents[dim], dims[dim], alike))
+            found.append(self.problem.dividing(problem.shape[dim], dims[dim], alike))
+        for run in dict.fromkeys(found):
+            if run and problem.divides(dim, dims[dim] + run):
+                yield run
 
     def _by_size(self, pool: Sequence[int]) -> list[Sequence[int]]:
         sizes = self.problem.fabric.sizes
@@ -177,16 +180,7 @@ class DirectedMoves(Moves):
             return [pool]
         return [pool, *([a for a in pool if sizes[a] == size] for size in different)]
 
-    def _dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
-        """As many atoms of `pool` as `size` still divides by."""
-        extent, run = self.problem.extent(axes), []
-        for a in pool:
-            if size % (extent * self.problem.fabric.sizes[a]) == 0:
-                extent *= self.problem.fabric.sizes[a]
-                run.append(a)
-        return tuple(run)
-
-    def gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
+    def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
         axes, paces = dims[dim], self.problem.fabric.paces
         keeps = set(self._beyond_goal(axes, dim))
         extent = self.problem.extent
@@ -194,7 +188,7 @@ class DirectedMoves(Moves):
         keeps.update(k for k in range(1, len(axes)) if paces[axes[k - 1]] != paces[axes[k]])
         return sorted(keeps)
 
-    def exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
+    def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
         axes, target, goal = dims[dim], dims[other], self.problem.dst.dims[other]
         keeps = set(self._beyond_goal(axes, dim))
         extent, wanted = self.problem.extent, self.problem.goal_extents[other]
@@ -221,13 +215,14 @@ class DirectedMoves(Moves):
         extent = self.problem.extent
         return tuple(k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted)
 
-    def reduced(self, owed: Axes) -> Iterator[Axes]:
+    def _reduced(self, owed: Axes) -> Iterator[Axes]:
         yield owed
         stray = tuple(a for a in owed if a not in self.problem.goal_atoms)
         if stray and stray != owed:
             yield stray
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
+        """The goal's prefixes, filled up in up to four ways."""
         prefixes, missing, spaces = self._prefixes(dims, partial)
         pool = [a for a in self.problem.atoms if a not in partial]
         orders = [spaces] if len(spaces) < 2 else [spaces, dict(reversed(spaces.items()))]
@@ -241,7 +236,7 @@ class DirectedMoves(Moves):
     def _prefixes(
         self, dims: Dims, partial: Axes
     ) -> tuple[list[Axes], list[tuple[int, int]], dict[int, int]]:
-        """Longest possible prefixes of the goal; (dim, atom) missing after them; extents to fill."""
+        """Longest prefixes of the goal that fit; (dim, atom) missing behind; extents to fill."""
         sizes = self.problem.fabric.sizes
         prefixes: list[Axes] = []
         missing: list[tuple[int, int]] = []
@@ -280,8 +275,9 @@ class DirectedMoves(Moves):
                     break
         result = list(prefixes)
         for dim, space in spaces.items():
-            spare = sorted(left, key=lambda a: (a not in dims[dim], a in self.problem.goal_atoms, a))
-            run = self._dividing(space, (), spare)
+            here, goal_atoms = dims[dim], self.problem.goal_atoms
+            spare = sorted(left, key=lambda a: (a not in here, a in goal_atoms, a))  # noqa: B023
+            run = self.problem.dividing(space, (), spare)
             if self.problem.extent(run) != space:
                 return None
             left.difference_update(run)

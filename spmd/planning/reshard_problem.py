@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 
 from spmd.errors import LegalityError
@@ -138,6 +139,15 @@ class Problem:
     def divides(self, dim: int, axes: Axes) -> bool:
         """Whether a dim divides by some atoms."""
         return self.shape[dim] % self.extent(axes) == 0
+
+    def dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
+        """As many atoms of `pool` to follow `axes` as `size` still divides by."""
+        extent, run = self.extent(axes), []
+        for a in pool:
+            if size % (extent * self.fabric.sizes[a]) == 0:
+                extent *= self.fabric.sizes[a]
+                run.append(a)
+        return tuple(run)
 
     def bound(self, dims: Dims, partial: Axes) -> tuple[int, int, int]:
         """Femtoseconds, bytes and collectives that no path from here to `dst` can undercut.

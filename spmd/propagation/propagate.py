@@ -21,24 +21,10 @@ from typing import NamedTuple
 from spmd.ir.control_flow import ties
 from spmd.ir.program import Loc, Op, Program, Value
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes
+from spmd.mesh.sharding import Axes, Mark
 from spmd.propagation.projection import dim_to_factors, factors_to_dim
 from spmd.propagation.registry import rule_of
 from spmd.propagation.rule import REDUCE, REPLICATE, Factor, Rule
-
-
-class Mark(NamedTuple):
-    """A promise about one value.
-
-    Attributes:
-      dims: atoms of each dim.
-      open: for each dim, whether the compiler may split it further.
-      reason: who promised, for people: `argument params/w_in`, `mark_sharding at train.py:12`.
-    """
-
-    dims: tuple[Axes, ...]
-    open: tuple[bool, ...]
-    reason: str
 
 
 class Origin(NamedTuple):

@@ -108,8 +108,8 @@ class Oracle:
         shape = self.local[self.index[here]]
         for j, after in enumerate(self.nodes):
             if self.local[j] == shape and after.partial == here.partial and after != here:
-                places = zip(self._places(here), self._places(after), strict=True)
-                yield "collective_permute", after, tuple(a for a, (x, y) in enumerate(places) if x != y)
+                places = enumerate(zip(self._places(here), self._places(after), strict=True))
+                yield "collective_permute", after, tuple(a for a, (x, y) in places if x != y)
 
     def _places(self, sharding: Sharding) -> list[tuple[int, int] | None]:
         """For each atom: the dim that it splits and the extent of what is more major there."""

@@ -1,0 +1,546 @@
+"""The tables behind the reports: every row is computed here, text and HTML only lay them out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from spmd.explain.collectives import Collective
+from spmd.explain.memory import Memory
+from spmd.ir.control_flow import UNKNOWN_TRIPS
+from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.types import TensorType
+from spmd.lowering.partition import Partitioned
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, axis_refs, local_shape
+from spmd.planning.cost import op_seconds
+from spmd.planning.plan import Plan
+from spmd.propagation.propagate import Conflict, Propagated
+from spmd.propagation.registry import rule_of
+
+
+class Stages(Protocol):
+    """What a report reads of the pipeline's results."""
+
+    @property
+    def propagated(self) -> Propagated:
+        """The program with its proposals."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+
+    @property
+    def optimized(self) -> Partitioned:
+        """The local program."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """How long each stage took, seconds."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Shardings and sizes as text.
+
+
+def spec_text(sharding: Sharding, mesh: Mesh) -> str:
+    """A sharding as `mark_sharding` takes it: `("data", None)`; or `replicated`, or `scalar`."""
+    if not any(sharding.dims):
+        text = "replicated" if sharding.dims else "scalar"
+    else:
+        entries = ", ".join(_entry_text(axes, mesh) for axes in sharding.dims)
+        text = f"({entries},)" if len(sharding.dims) == 1 else f"({entries})"
+    if sharding.partial:
+        text += f" partial {sharding.kind} over {axes_text(sharding.partial, mesh)}"
+    return text
+
+
+def _entry_text(axes: Axes, mesh: Mesh) -> str:
+    names = [f'"{ref}"' for ref in axis_refs(axes, mesh)]
+    return "None" if not names else names[0] if len(names) == 1 else f"({', '.join(names)})"
+
+
+def axes_text(axes: Axes, mesh: Mesh) -> str:
+    """`data, model`."""
+    return ", ".join(str(ref) for ref in axis_refs(axes, mesh))
+
+
+def bytes_text(count: float) -> str:
+    """`1.5 KiB`: three digits or so, in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """`1.25 ms`: three digits, in s, ms or us."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def type_text(type_: TensorType) -> str:
+    """`f32[8,128]`."""
+    return f"{type_.dtype}[{','.join(map(str, type_.shape))}]"
+
+
+def source_text(text: str) -> str:
+    """Shortens every source line in a text: `llama/model.py:12 (forward)`.
+
+    Of a path its last two parts stay, of a function's qualified name what is behind `<locals>`.
+    """
+    text = re.sub(r"[^\s(]*/([^/\s(]+/[^/\s(]+:\d+)", r"\1", text)
+    return re.sub(r"\([^\s()]*<locals>\.([^\s()]+)\)", r"(\1)", text)
+
+
+def local_type(type_: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:
+    """The type of one device's piece."""
+    return type_.with_shape(local_shape(type_.shape, sharding, mesh))
+
+
+# ---------------------------------------------------------------------------------------------
+# Arguments and results.
+
+
+class Leaf(NamedTuple):
+    """One argument or result.
+
+    Attributes:
+      name: its path in the user's pytree.
+      type: its whole type.
+      sharding: how it lies on the mesh.
+      local: the type of one device's piece.
+      origin: `marked`, or the mark that its sharding comes from, or why it has none.
+    """
+
+    name: str
+    type: TensorType
+    sharding: Sharding
+    local: TensorType
+    origin: str
+
+
+class Group(NamedTuple):
+    """Leaves of one type and sharding whose names differ in numbers, or in one part.
+
+    Attributes:
+      pattern: their common name, `layers/*/{mu,nu}/weight`.
+      leaves: at least one; all alike but for name and origin.
+      origin: the leaves' origins, abbreviated the same way.
+    """
+
+    pattern: str
+    leaves: tuple[Leaf, ...]
+    origin: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per device of all leaves together."""
+        return sum(leaf.local.bytes for leaf in self.leaves)
+
+
+def argument_leaves(stages: Stages) -> tuple[Leaf, ...]:
+    """Every argument, in order."""
+    program = stages.plan.program
+    return _leaves(stages, program.arg_names, program.body.args, stages.plan.arguments)
+
+
+def result_leaves(stages: Stages) -> tuple[Leaf, ...]:
+    """Every result, in order."""
+    program = stages.plan.program
+    return _leaves(stages, program.result_names, program.body.results, stages.plan.results)
+
+
+def _leaves(
+    stages: Stages, names: Sequence[str], values: Sequence[Value], shardings: Sequence[Sharding]
+) -> tuple[Leaf, ...]:
+    types, mesh = stages.plan.program.types, stages.plan.mesh
+    return tuple(
+        Leaf(name, types[v], s, local_type(types[v], s, mesh), _origin(stages.propagated, v, s))
+        for name, v, s in zip(names, values, shardings, strict=True)
+    )
+
+
+def _origin(propagated: Propagated, value: Value, sharding: Sharding) -> str:
+    if not sharding.dims:
+        return "-"
+    if value in propagated.marks:
+        return "marked"
+    causes: dict[str, None] = {}
+    for dim, axes in enumerate(sharding.dims):
+        for atom in axes:
+            chain = propagated.why(value, dim, atom)
+            causes[f"from {source_text(chain[-1])}" if chain else "the cheapest"] = None
+    return "; ".join(causes) or "no mark reaches it"
+
+
+def group_leaves(leaves: Iterable[Leaf]) -> tuple[Group, ...]:
+    """Collapses leaves of equal type and sharding whose names are alike, in order of the first.
+
+    Names that differ only in numbers go together, then groups whose names differ in one part, as
+    long as the result holds every combination: `{mu,nu}/{w,b}` stands for four leaves.
+    """
+    boxes: dict[object, _Box] = {}
+    for leaf in leaves:
+        parts = tuple(frozenset((part,)) for part in re.sub(r"\d+", "*", leaf.name).split("/"))
+        look = (leaf.type, leaf.sharding, _kind_of(leaf.origin))
+        box = boxes.setdefault((parts, look), _Box(parts, look, []))
+        box.leaves.append(leaf)
+    merged: list[_Box] = []
+    for box in boxes.values():
+        place = len(merged)
+        while (i := next((i for i, b in enumerate(merged) if b.differs_in_one_part(box)), -1)) >= 0:
+            box = merged.pop(i).union(box)
+            place = min(place, i)
+        merged.insert(place, box)
+    return tuple(
+        Group(pattern(m.name for m in members), tuple(members), pattern(m.origin for m in members))
+        for _, _, members in merged
+    )
+
+
+class _Box(NamedTuple):
+    """Leaves that look alike, one (or one for each number) for every combination of name parts."""
+
+    parts: tuple[frozenset[str], ...]
+    look: object
+    leaves: list[Leaf]
+
+    def union(self, other: _Box) -> _Box:
+        parts = tuple(a | b for a, b in zip(self.parts, other.parts, strict=True))
+        return _Box(parts, self.look, self.leaves + other.leaves)
+
+    def differs_in_one_part(self, other: _Box) -> bool:
+        if self.look != other.look or len(self.parts) != len(other.parts):
+            return False
+        if self.parts[0] != other.parts[0] or self.parts[-1] != other.parts[-1]:
+            return False
+        return sum(a != b for a, b in zip(self.parts, other.parts, strict=True)) == 1
+
+
+def _kind_of(origin: str) -> str:
+    """Whether an origin is a mark, nothing, or somewhere else."""
+    return origin if origin in ("-", "marked", "no mark reaches it") else "inferred"
+
+
+def pattern(names: Iterable[str]) -> str:
+    """What texts have in common, part by part: `a/0/w`, `a/1/w` -> `a/*/w`."""
+    given = list(dict.fromkeys(names))
+    split = [re.split(r"(/|\d+| )", name) for name in given]
+    if len(given) == 1:
+        return given[0]
+    if len({len(parts) for parts in split}) > 1:
+        return f"{given[0]} and {len(given) - 1} more"
+    return "".join(_common(list(dict.fromkeys(parts))) for parts in zip(*split, strict=True))
+
+
+def _common(parts: Sequence[str]) -> str:
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) > 3 or all(part.isdigit() for part in parts):
+        return "*"
+    return "{" + ",".join(parts) + "}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Collectives.
+
+
+class CollectiveRow(NamedTuple):
+    """Equal collectives of the program.
+
+    Attributes:
+      kind, axes, bytes, count, source, reason: as in `Collective`, of each of them.
+      ops: how many ops of the program are like this.
+      total_bytes: bytes that one device sends for all of them in one run.
+      seconds: predicted seconds of all of them in one run.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    source: str
+    reason: str
+    ops: int
+    total_bytes: int
+    seconds: float
+
+
+def collective_rows(collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
+    """Equal collectives together; most bytes first, then most time."""
+    rows: dict[Collective, int] = {}
+    for collective in collectives:
+        rows[collective] = rows.get(collective, 0) + 1
+    made = [
+        CollectiveRow(
+            *c[:6], ops=n, total_bytes=c.bytes * c.count * n, seconds=c.seconds * c.count * n
+        )
+        for c, n in rows.items()
+    ]
+    return tuple(sorted(made, key=lambda row: (-row.total_bytes, -row.seconds)))
+
+
+class Traffic(NamedTuple):
+    """All collectives of one kind over the same axes: ops, runs of them, bytes and seconds."""
+
+    kind: str
+    axes: tuple[str, ...]
+    ops: int
+    runs: int
+    bytes: int
+    seconds: float
+
+
+def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[Traffic, ...]:
+    """Totals per kind and axes (or per kind alone), most bytes first."""
+    totals: dict[tuple[str, tuple[str, ...]], Traffic] = {}
+    for c in collectives:
+        key = (c.kind, c.axes if by_axes else ())
+        old = totals.get(key, Traffic(*key, 0, 0, 0, 0.0))
+        totals[key] = Traffic(
+            *key,
+            old.ops + 1,
+            old.runs + c.count,
+            old.bytes + c.bytes * c.count,
+            old.seconds + c.seconds * c.count,
+        )
+    return tuple(sorted(totals.values(), key=lambda t: (-t.bytes, -t.seconds, t.kind)))
+
+
+# ---------------------------------------------------------------------------------------------
+# The largest values.
+
+
+class LargeValue(NamedTuple):
+    """Values made inside the program that are alike.
+
+    Attributes:
+      op: the op that makes it, or that reads the copy.
+      copy: whether it is a copy that a use wanted in another sharding.
+      type: its whole type.
+      sharding: how it lies on the mesh.
+      local: the type of one device's piece.
+      source: the user's source line.
+      values: how many are like this.
+    """
+
+    op: str
+    copy: bool
+    type: TensorType
+    sharding: Sharding
+    local: TensorType
+    source: str
+    values: int
+
+
+def largest_values(stages: Stages, n: int = 12) -> tuple[LargeValue, ...]:
+    """The largest values per device, most bytes first: what ops make, and copies for their uses."""
+    plan = stages.plan
+    found: dict[LargeValue, int] = {}
+
+    def note(op: Op, copy: bool, value: Value, sharding: Sharding) -> None:
+        type_ = plan.program.types[value]
+        local = local_type(type_, sharding, plan.mesh)
+        row = LargeValue(op.name, copy, type_, sharding, local, op.loc.source, 1)
+        found[row] = found.get(row, 0) + 1
+
+    copies: set[tuple[Value, Sharding]] = set()
+    for op in plan.program.walk():
+        for value in op.results:
+            if (state := plan.states[value]) is not None:
+                note(op, False, value, state)
+        for value, wanted in demands(plan, op):
+            if wanted != plan.states[value] and (value, wanted) not in copies:
+                copies.add((value, wanted))
+                note(op, True, value, wanted)
+    rows = [row._replace(values=count) for row, count in found.items()]
+    return tuple(sorted(rows, key=lambda row: -row.local.bytes)[:n])
+
+
+def demands(plan: Plan, op: Op) -> Iterator[tuple[Value, Sharding]]:
+    """(operand, sharding that the op wants it in), for operands that have a sharding at all."""
+    choice = plan.choices.get(op.results[0]) if op.results else None
+    if choice is None:
+        return
+    for value, wanted in zip(op.operands, choice.operands, strict=False):
+        if plan.states[value] is not None:
+            yield value, wanted
+
+
+# ---------------------------------------------------------------------------------------------
+# Conflicts.
+
+
+class ConflictRow(NamedTuple):
+    """A disagreement that the planner settled.
+
+    Attributes:
+      op: the op around which values disagree.
+      source: the user's source line.
+      claims: (value's name, its type, dim, axes that it wants there).
+      taken: the axes that the plan took.
+      ops: how many ops are like this.
+    """
+
+    op: str
+    source: str
+    claims: tuple[tuple[str, str, int, str], ...]
+    taken: str
+    ops: int
+
+
+def conflict_rows(stages: Stages) -> tuple[ConflictRow, ...]:
+    """Every conflict of the propagation and what became of it, equal ones together."""
+    rows: dict[object, ConflictRow] = {}
+    mesh, program = stages.plan.mesh, stages.plan.program
+    for conflict in stages.propagated.conflicts:
+        claims = tuple(
+            (
+                value_name(program, value),
+                type_text(program.types[value]),
+                dim,
+                axes_text(axes, mesh),
+            )
+            for axes, value, dim in conflict.claims
+        )
+        taken = axes_text(_taken(stages.plan, conflict), mesh) or "no axis"
+        source = conflict.op.loc.source
+        wishes = tuple(claim[1:] for claim in claims)
+        key = (conflict.op.kind, source, wishes, taken)
+        old = rows.get(key)
+        rows[key] = (
+            ConflictRow(conflict.op.name, source, claims, taken, 1)
+            if old is None
+            else old._replace(ops=old.ops + 1)
+        )
+    return tuple(rows.values())
+
+
+def _taken(plan: Plan, conflict: Conflict) -> Axes:
+    """The axes that the plan gave to the factor; of tied values, to the last claimant's dim."""
+    op = conflict.op
+    choice = plan.choices.get(op.results[0]) if op.results else None
+    if choice is not None and conflict.factor < len(choice.assignment):
+        return choice.assignment[conflict.factor]
+    _, value, dim = conflict.claims[-1]
+    state = plan.states[value]
+    return state.dims[dim] if state is not None else ()
+
+
+def value_name(program: Program, value: Value) -> str:
+    """An argument's name, else the value's number as the printed program has it: `%12`."""
+    if value in program.body.args:
+        return program.arg_names[program.body.args.index(value)]
+    return f"%{value}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Totals.
+
+
+class Overview(NamedTuple):
+    """The figures of one run.
+
+    Attributes:
+      mesh: the mesh as text.
+      topology: the machine's name.
+      devices: how many.
+      solver: which one made the plan.
+      seconds: predicted time of one run.
+      compute_seconds: of that, ops at their roofline.
+      comm_seconds: all collectives one after another.
+      comm_bytes: bytes that one device sends.
+      argument_bytes, result_bytes: per device.
+      whole_argument_bytes, whole_result_bytes: unpartitioned.
+      hbm_bytes: memory of one device.
+      memory: what XLA reports, once compiled.
+    """
+
+    mesh: str
+    topology: str
+    devices: int
+    solver: str
+    seconds: float
+    compute_seconds: float
+    comm_seconds: float
+    comm_bytes: int
+    argument_bytes: int
+    result_bytes: int
+    whole_argument_bytes: int
+    whole_result_bytes: int
+    hbm_bytes: int
+    memory: Memory | None
+
+    @property
+    def bound(self) -> str:
+        """What takes longer."""
+        return "communication" if self.comm_seconds > self.compute_seconds else "compute"
+
+
+def overview(stages: Stages, collectives: Sequence[Collective], memory: Memory | None) -> Overview:
+    """The figures of one run."""
+    plan = stages.plan
+    arguments, results = argument_leaves(stages), result_leaves(stages)
+    return Overview(
+        str(plan.mesh),
+        str(plan.topology),
+        plan.mesh.size,
+        plan.solver,
+        plan.seconds,
+        compute_seconds(plan),
+        math.fsum(c.seconds * c.count for c in collectives),
+        sum(c.bytes * c.count for c in collectives),
+        sum(leaf.local.bytes for leaf in arguments),
+        sum(leaf.local.bytes for leaf in results),
+        sum(leaf.type.bytes for leaf in arguments),
+        sum(leaf.type.bytes for leaf in results),
+        plan.topology.hbm_bytes,
+        memory,
+    )
+
+
+def compute_seconds(plan: Plan) -> float:
+    """Predicted time of all ops of one run without any reshard, seconds."""
+
+    def of(region: Region) -> float:
+        total = 0.0
+        for op in region.ops:
+            if op.regions:
+                trips = plan.trips.get(op.results[0], 1) if op.name == "stablehlo.while" else 1
+                total += (UNKNOWN_TRIPS if trips is None else trips) * sum(map(of, op.regions))
+            elif (choice := plan.choices.get(op.results[0])) and op.name != "spmd.mark":
+                rule = rule_of(op.kind, op.loc)
+                total += op_seconds(op.kind, rule, choice.assignment, plan.mesh, plan.topology)
+        return total
+
+    return of(plan.program.body)
+
+
+def memory_rows(figures: Overview) -> tuple[tuple[str, str], ...]:
+    """(what, bytes as text) per device; what XLA reports once it has compiled the program."""
+    memory = figures.memory
+    rows = [
+        ("arguments", _against(figures.argument_bytes, figures.whole_argument_bytes)),
+        ("results", _against(figures.result_bytes, figures.whole_result_bytes)),
+    ]
+    if memory is not None and memory.peak_bytes:
+        rows += [
+            ("results in donated arguments", bytes_text(memory.aliased)),
+            ("temporary", bytes_text(memory.temporary)),
+            (
+                "peak, at most",
+                f"{bytes_text(memory.peak_bytes)} of {bytes_text(figures.hbm_bytes)}",
+            ),
+        ]
+    return tuple(rows)
+
+
+def _against(part: int, whole: int) -> str:
+    ratio = f", {whole / part:.3g}x less" if 0 < part < whole else ""
+    return f"{bytes_text(part)} (unpartitioned {bytes_text(whole)}{ratio})"

@@ -1,0 +1,99 @@
+"""Every rule, run: partitioned equals unpartitioned under random shardings of both ends."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import spmd
+from spmd.lowering import local
+from spmd.propagation import registry
+from tests.propagation.cases import CASES, Case, random_spec
+
+SHARDINGS = 3
+STRUCTURAL = {"stablehlo.while", "stablehlo.case"}
+"""Control flow has no rule of its own: its values are tied."""
+
+
+def meshes() -> list[spmd.Mesh]:
+    return [
+        spmd.make_mesh(data=4, model=2),
+        spmd.make_mesh(data=2, model=4),
+        spmd.make_mesh(data=2, x=2, model=2),
+    ]
+
+
+def jitted(case: Case, mesh: spmd.Mesh, rng: np.random.RandomState, with_results: bool) -> Any:
+    in_specs = tuple(random_spec(rng, a.shape, mesh) for a in case.args)
+    out_specs = None
+    if with_results:
+        shapes = jax.eval_shape(case.fn, *case.args)
+        out_specs = jax.tree.map(lambda s: random_spec(rng, s.shape, mesh), shapes)
+    options = spmd.Options(check=True)
+    return spmd.jit(
+        case.fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, options=options
+    ), (in_specs, out_specs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_partitioned_equals_unpartitioned(case: Case) -> None:
+    rng = np.random.RandomState(zlib.crc32(case.name.encode()))
+    want = jax.jit(case.fn)(*case.args)
+    for number in range(SHARDINGS):
+        mesh = meshes()[0] if case.name == "mark" else meshes()[number]
+        step, specs = jitted(case, mesh, rng, with_results=number > 0 and case.name != "mark")
+        got = step(*case.args)
+
+        def check(a: Any, b: Any, specs: Any = specs, mesh: Any = mesh) -> None:
+            np.testing.assert_allclose(
+                np.asarray(a, np.complex64 if np.iscomplexobj(b) else None),
+                np.asarray(b),
+                rtol=2e-5,
+                atol=1e-5,
+                err_msg=f"{case.name} on ({mesh}) with specs {specs}",
+            )
+
+        jax.tree.map(check, got, want)
+
+
+ONLY_IN_MODULES = {
+    "chlo.is_inf": (np.isinf, "i1"),
+    "chlo.is_pos_inf": (np.isposinf, "i1"),
+    "chlo.is_neg_inf": (np.isneginf, "i1"),
+    "chlo.tan": (np.tan, "f32"),
+    "chlo.conj": (np.conj, "f32"),
+    "stablehlo.logistic": (lambda x: 1 / (1 + np.exp(-x)), "f32"),
+}
+"""Ops that jax itself never emits, with numpy's answer and the result's element type."""
+
+
+@pytest.mark.parametrize("op", sorted(ONLY_IN_MODULES))
+def test_ops_that_jax_never_emits(op: str) -> None:
+    want, dtype = ONLY_IN_MODULES[op]
+    module = f"""
+    func.func @main(%x: tensor<8x4xf32>) -> tensor<8x4x{dtype}> {{
+      %y = "{op}"(%x) : (tensor<8x4xf32>) -> tensor<8x4x{dtype}>
+      return %y : tensor<8x4x{dtype}>
+    }}"""
+    mesh = meshes()[0]
+    compiled = spmd.compile_stablehlo(module, mesh, [("data", "model")], [("model", None)])
+    x = np.linspace(-2, 2, 32, dtype=np.float32).reshape(8, 4)
+    x[0, 0], x[3, 1] = np.inf, -np.inf
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(compiled(x)[0], want(x), rtol=1e-5)
+
+
+def test_every_rule_has_a_case_and_a_local_lowering() -> None:
+    mesh = meshes()[0]
+    executed = set(ONLY_IN_MODULES)
+    for case in CASES:
+        lowered = spmd.jit(case.fn, mesh=mesh).lower(*case.args)
+        executed |= {op.name for op in lowered.stages.imported.program.walk()}
+    ruled = set(registry.registered_ops())
+    assert ruled == set(local.registered_ops())
+    assert executed - STRUCTURAL <= ruled
+    assert ruled - executed == set(), "rules that no case runs"
