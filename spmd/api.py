@@ -318,6 +318,7 @@ class Jitted:
             _arg_entries(leaf, spec, name, mesh)
             for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
         )
+        arg_entries = _like_parameters(names, call.avals, arg_entries)
         result_entries = _out_entries(self.out_specs, out_tree, out_names, mesh)
         donated = [i for i, n in enumerate(call.argnums) if n in self.donate_argnums]
         links = _links(structs, out_tree, args, static, self.donate_argnums)
@@ -674,6 +675,31 @@ def _arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
             fix="place the argument with mark_sharding on that mesh",
         )
     return _with_key_dims(spec_entries(placed.spec, rank, mesh, what=what), leaf)
+
+
+def _like_parameters(
+    names: Sequence[str], avals: Sequence[Any], entries: Sequence[Entries | None]
+) -> tuple[Entries | None, ...]:
+    """Open arguments that belong to a marked one get its spec.
+
+    Optimizer state repeats the parameters' tree further down: `opt_state/0/mu/w_in` has the shape
+    of `params/w_in` and ends with its path. Propagation would find the same split for most of it,
+    but would split the state of a parameter that is marked as not split.
+    """
+    marked: dict[tuple[tuple[str, ...], Any], Entries] = {}
+    for name, aval, entry in zip(names, avals, entries, strict=True):
+        path = tuple(name.split("/"))[1:]
+        if entry is not None and path:
+            marked.setdefault((path, aval[0]), entry)
+    filled = list(entries)
+    for i, (name, aval) in enumerate(zip(names, avals, strict=True)):
+        path = tuple(name.split("/"))[1:]
+        if entries[i] is None:
+            tails = (path[k:] for k in range(1, len(path)))
+            filled[i] = next(
+                (marked[tail, aval[0]] for tail in tails if (tail, aval[0]) in marked), None
+            )
+    return tuple(filled)
 
 
 def _with_key_dims(entries: Entries, leaf: Any) -> Entries:

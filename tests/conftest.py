@@ -25,6 +25,9 @@ XLA_FLAGS = {
     "--xla_force_host_platform_device_count": DEVICE_COUNT,
     # Eight devices share a few cores: arriving late at a collective is no reason to abort.
     "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
+    # Tests compile much and run little.
+    "--xla_backend_optimization_level": 0,
+    "--xla_llvm_disable_expensive_passes": "true",
 }
 
 

@@ -70,7 +70,7 @@ def axes_text(axes: Axes, mesh: Mesh) -> str:
 def bytes_text(count: float) -> str:
     """`1.5 KiB`: three digits or so, in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1000:
+        if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TiB"

@@ -68,11 +68,10 @@ class Builder:
 
     def once(self, key: Any, make: Any) -> Value:
         """The value that `make()` built for `key` where it is visible, else a new one."""
-        for scope, isolated in zip(
-            reversed(self._shared), reversed(self._isolated), strict=True
-        ):
+        for scope, isolated in zip(reversed(self._shared), reversed(self._isolated), strict=True):
             if key in scope:
-                return scope[key]
+                found: Value = scope[key]
+                return found
             if isolated:
                 break
         made: Value = make()

@@ -157,15 +157,18 @@ def parse_axes(text: str, mesh: Mesh) -> Axes:
             atoms += whole
             continue
         pre, size = int(match[2]), int(match[3])
-        atoms += [a for a in whole if pre <= mesh.atoms[a].pre < pre * size]
+        part = [a for a in whole if pre <= mesh.atoms[a].pre < pre * size]
+        if not part or mesh.atoms[part[0]].pre != pre or mesh.extent(part) != size:
+            raise SpecError(f"{item!r} is not a sub-axis of the mesh ({mesh})")
+        atoms += part
     return tuple(atoms)
 
 
 def parse_sharding(text: str, mesh: Mesh) -> Sharding:
     """Reads what `format_sharding` writes."""
-    match = re.fullmatch(r"\[(.*?)\](?: partial (\w+) \{(.*)\})?", text.strip())
+    dims_text = r"\[((?:\{[^{}]*\}(?:, *(?=\{))?)*)\]"
+    match = re.fullmatch(dims_text + r"(?: partial (\w+) \{([^{}]+)\})?", text.strip())
     if match is None:
         raise SpecError(f"{text!r} is not a sharding", fix="write it like [{data}, {}]")
     dims = tuple(parse_axes(part, mesh) for part in re.findall(r"\{(.*?)\}", match[1]))
-    partial = parse_axes(match[3], mesh) if match[2] else ()
-    return Sharding(dims, partial, match[2] or "")
+    return Sharding(dims).with_partial(parse_axes(match[3] or "", mesh), match[2] or "")

@@ -30,7 +30,7 @@ from spmd.planning.reshard_direct import direct_paths
 from spmd.planning.reshard_moves import DirectedMoves, ExhaustiveMoves, Move, Moves
 from spmd.planning.reshard_problem import Dims, Problem, fabric_of, moved
 
-EXACT_ATOMS = 3
+EXACT_ATOMS = 4
 """On meshes of so many atoms every legal step is tried: the path is exactly optimal."""
 
 PHASES = ((2.0, 20), (1.2, 20))
@@ -164,10 +164,11 @@ def _solve(problem: Problem) -> Sequence[Move]:
             known = moves
         if _is_tight(problem, known):
             return known
-    for greed, budget in PHASES:
-        known = _search(problem, directed, known, budget, greed)
-    if len(problem.fabric.sizes) <= EXACT_ATOMS and not (known and _is_tight(problem, known)):
+    if len(problem.fabric.sizes) <= EXACT_ATOMS:
         known = _search(problem, ExhaustiveMoves(problem), known)
+    else:
+        for greed, budget in PHASES:
+            known = _search(problem, directed, known, budget, greed)
     if known is None:
         known = _search(problem, directed, None, None, LAST_GREED)
     if known is None:
@@ -219,24 +220,19 @@ def _search(
     best: dict[Node, Cost] = {start: (0, 0, 0)}
     bounds: dict[Node, tuple[int, int, int]] = {}
     came: dict[Node, tuple[Node, Move]] = {}
-    done: set[Node] = set()
-    heap: list[tuple[Cost, int, Node, int]] = [
-        ((0, 0, 0), 0, start, problem.pieces(problem.src.dims))
-    ]
-    pushed = 0
-    while heap and (budget is None or len(done) < budget):
-        _, _, here, pieces = heapq.heappop(heap)
+    heap = [((0.0, 0, 0), (0, 0), best[start], start, problem.pieces(problem.src.dims))]
+    expanded = 0
+    while heap and (budget is None or expanded < budget):
+        _, _, spent, here, pieces = heapq.heappop(heap)
         if here == goal:
             return _unwind(came, here)
-        if here in done:
+        if best[here] < spent:
             continue
-        done.add(here)
-        time, sent, count = best[here]
+        expanded += 1
+        time, sent, count = spent
         last = came[here][1].kind if here in came else ""
-        for move in moves.out_of(*here, pieces, last):
+        for number, move in enumerate(moves.out_of(*here, pieces, last)):
             there = (move.dims, move.partial)
-            if there in done:
-                continue
             step_time, step_sent, after = problem.price(move.kind, move.axes, pieces)
             cost = (time + step_time, sent + step_sent, count + 1)
             if (there in best and best[there] <= cost) or (limit is not None and cost >= limit):
@@ -249,8 +245,8 @@ def _search(
                 continue
             best[there] = cost
             came[there] = (here, move)
-            pushed -= 1  # of equals, the last one first: deeper is nearer to the goal
-            heapq.heappush(heap, (estimate, pushed, there, after))
+            turn = (-expanded, number)  # of equals, the one found last: it is nearer to the goal
+            heapq.heappush(heap, (estimate, turn, cost, there, after))
     return known
 
 

@@ -150,8 +150,8 @@ class ExhaustiveMoves(Moves):
 class DirectedMoves(Moves):
     """Moves towards the goal, with stand-ins where any atom would do.
 
-    - Appended are the next atoms of the goal, or stand-ins: as many as go towards the goal's local
-      shape, and as many as there are.
+    - Appended are the next atoms of the goal (or of another dim's, to move there together), or
+      stand-ins: as many as go towards the goal's local shape, and as many as there are.
     - Dropped or exchanged are the atoms behind the prefix in common with the goal, those beyond the
       goal's local shape, and those that the other dim's goal asks for next.
     - A permute leads to the longest prefixes of the goal that the local shape allows, the rest
@@ -165,6 +165,7 @@ class DirectedMoves(Moves):
     def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
         problem = self.problem
         found = [continuation(dims[dim], problem.dst.dims[dim], pool)]
+        found += self._followers(dims, dim, pool)
         stand_ins = sorted(pool, key=lambda a: (a in problem.goal_atoms, a))
         for alike in self._by_size(stand_ins):
             found.append(self.problem.dividing(problem.goal_extents[dim], dims[dim], alike))
@@ -172,6 +173,13 @@ class DirectedMoves(Moves):
         for run in dict.fromkeys(found):
             if run and problem.divides(dim, dims[dim] + run):
                 yield run
+
+    def _followers(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
+        """What comes next in the goal of another dim that this one's minor atoms can move to."""
+        for other, goal in enumerate(self.problem.dst.dims):
+            if other != dim and goal[: len(dims[other])] == dims[other]:
+                for keep in range(len(dims[dim])):
+                    yield continuation(dims[other] + dims[dim][keep:], goal, pool)
 
     def _by_size(self, pool: Sequence[int]) -> list[Sequence[int]]:
         sizes = self.problem.fabric.sizes
@@ -276,7 +284,7 @@ class DirectedMoves(Moves):
         result = list(prefixes)
         for dim, space in spaces.items():
             here, goal_atoms = dims[dim], self.problem.goal_atoms
-            spare = sorted(left, key=lambda a: (a not in here, a in goal_atoms, a))  # noqa: B023
+            spare = sorted(left, key=lambda a: (a not in here, a in goal_atoms, a))
             run = self.problem.dividing(space, (), spare)
             if self.problem.extent(run) != space:
                 return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from spmd.errors import LegalityError
 from spmd.ir.types import TensorType, dtype_bits
@@ -30,8 +31,17 @@ class Fabric:
         self.paces = [1 / link.bandwidth for link in topology.atom_links(mesh)]
         self.best_latency = min(self.latencies, default=0.0)
         self.best_pace = min(self.paces, default=0.0)
+        self.slow = self._slow_classes()
         self._extents: dict[Axes, int] = {}
         self._terms: dict[tuple[str, Axes], tuple[int, float, float]] = {}
+
+    def _slow_classes(self) -> list[tuple[float, float, frozenset[int]]]:
+        """For each pace above the best: it, the least latency at it or worse, and those atoms."""
+        classes = []
+        for pace in sorted(set(self.paces) - {self.best_pace}):
+            atoms = frozenset(a for a, other in enumerate(self.paces) if other >= pace)
+            classes.append((pace, min(self.latencies[a] for a in atoms), atoms))
+        return classes
 
     def extent(self, axes: Axes) -> int:
         """Product of the sizes of some atoms."""
@@ -50,6 +60,40 @@ class Fabric:
             terms = self._terms[kind, axes] = (self.extent(axes), latency, pace)
         sent = wire_bytes(kind, terms[0], before, after)
         return math.ceil((terms[1] + sent * terms[2]) * FEMTO), sent
+
+
+class _Facts(NamedTuple):
+    """One dim against its goal.
+
+    Attributes:
+      extent: into how many pieces it is split.
+      agreed: into how many pieces what both have in common is split.
+      apart: whether the two differ before either ends.
+      losing: whether it has to lose atoms.
+      clash: whether it differs without having to lose any.
+      crossings: for each class of slow atoms, what has to cross them (see `_Crossing`).
+    """
+
+    extent: int
+    agreed: int
+    apart: bool
+    losing: bool
+    clash: bool
+    crossings: tuple[_Crossing, ...]
+
+
+class _Crossing(NamedTuple):
+    """Slow atoms of one dim that change place.
+
+    Attributes:
+      extent: their extent.
+      kept: extent of those that the goal uses elsewhere.
+      luck: the largest of those whose two places are independent digits.
+    """
+
+    extent: int
+    kept: int
+    luck: int
 
 
 @lru_cache(maxsize=64)
@@ -84,7 +128,9 @@ class Problem:
         self.goal_bytes = self.local_bytes(self.goal_pieces)
         self.fewest_pieces = min(self.goal_pieces, self.pieces(src.dims))
         self._tile_bytes = self._smallest_tile()
-        self._facts: list[dict[Axes, tuple[int, int, bool, bool, bool]]] = [{} for _ in dst.dims]
+        self._facts: list[dict[Axes, _Facts]] = [{} for _ in dst.dims]
+        self._goal_places = places(dst.dims, fabric.sizes)
+        self._devices = fabric.mesh.size // self.extent(dst.partial)
 
     def _check(self) -> None:
         src, dst, rank = self.src, self.dst, len(self.type.shape)
@@ -160,13 +206,15 @@ class Problem:
         pieces = common = 1
         losing = 0
         clash = apart = False
-        for dim, axes in enumerate(dims):
-            facts = self._facts[dim].get(axes) or self._compare(dim, axes)
-            pieces *= facts[0]
-            common *= facts[1]
-            apart |= facts[2]
-            losing += facts[3]
-            clash |= facts[4]
+        facts = [
+            self._facts[dim].get(axes) or self._compare(dim, axes) for dim, axes in enumerate(dims)
+        ]
+        for fact in facts:
+            pieces *= fact.extent
+            common *= fact.agreed
+            apart |= fact.apart
+            losing += fact.losing
+            clash |= fact.clash
         owed = self.owed(partial)
         ways = self.extent(owed) if owed else 1
         if owed:
@@ -182,23 +230,55 @@ class Problem:
         for a in owed:
             rounds += fabric.sizes[a] - 1
         seconds = fabric.best_latency * (launches + max(launches, rounds))
-        return int((seconds + fabric.best_pace * sent) * FEMTO), sent, launches
+        seconds += fabric.best_pace * sent
+        if fabric.slow:
+            seconds += self._slow_seconds(facts, owed)
+        return int(seconds * FEMTO), sent, launches
 
-    def _compare(self, dim: int, axes: Axes) -> tuple[int, int, bool, bool, bool]:
-        """One dim against its goal, for `bound`.
+    def _slow_seconds(self, facts: Sequence[_Facts], owed: Axes) -> float:
+        """What slow links add, at least, to the time of the same bytes over the fastest ones.
 
-        Returns:
-          Its extent; the extent of the parts that both agree on; whether the two start alike and
-          then differ; whether it has to lose atoms; whether it differs without having to.
+        The devices with equal coordinates along the atoms that cross hold some of the elements that
+        they need; the others have to come in over slow links, in equal shares.
         """
+        value = self.bits / 8 / self._devices
+        most = 0.0
+        for number, (pace, latency, atoms) in enumerate(self.fabric.slow):
+            crossings = [fact.crossings[number] for fact in facts]
+            extent = math.prod([crossing.extent for crossing in crossings])
+            terms = self.extent(tuple(a for a in owed if a in atoms))
+            if extent == terms == 1:
+                continue
+            kept = math.prod([crossing.kept for crossing in crossings])
+            luck = max(crossing.luck for crossing in crossings)
+            sent = value * max(extent / kept - 1 / luck, terms - 1, 0)
+            more = (pace - self.fabric.best_pace) * sent
+            most = max(most, more + 2 * (latency - self.fabric.best_latency))
+        return most
+
+    def _compare(self, dim: int, axes: Axes) -> _Facts:
         goal, wanted = self.dst.dims[dim], self.goal_extents[dim]
-        count = self.extent(axes)
+        extent = self.extent(axes)
         shorter = min(len(axes), len(goal))
-        differ = axes[:shorter] != goal[:shorter]
-        losing = wanted % count != 0
-        facts = (count, max(count, wanted), differ, losing, differ and not losing)
+        apart = axes[:shorter] != goal[:shorter]
+        losing = wanted % extent != 0
+        crossings = tuple(self._crossing(dim, axes, slow) for *_, slow in self.fabric.slow)
+        facts = _Facts(extent, max(extent, wanted), apart, losing, apart and not losing, crossings)
         self._facts[dim][axes] = facts
         return facts
+
+    def _crossing(self, dim: int, axes: Axes, slow: frozenset[int]) -> _Crossing:
+        sizes, extent, kept, luck = self.fabric.sizes, 1, 1, 1
+        for a, place in places((axes,), sizes).items():
+            goal = self._goal_places.get(a)
+            if a not in slow or goal == (dim, place[1]):
+                continue
+            extent *= sizes[a]
+            if goal is not None:
+                kept *= sizes[a]
+                if goal[0] != dim or len(set(sizes)) == 1:
+                    luck = max(luck, sizes[a])
+        return _Crossing(extent, kept, luck)
 
     def price(self, kind: str, axes: Axes, pieces: int) -> tuple[int, int, int]:
         """Femtoseconds and bytes of one step from so many pieces, and the pieces after it."""
@@ -215,15 +295,16 @@ class Problem:
 
 def moved(before: Dims, after: Dims, sizes: tuple[int, ...]) -> Axes:
     """Atoms whose place (dim, and extent of what is more major there) differs, ascending."""
-    first, second = _places(before, sizes), _places(after, sizes)
+    first, second = places(before, sizes), places(after, sizes)
     return tuple(sorted(a for a in first | second if first.get(a) != second.get(a)))
 
 
-def _places(dims: Dims, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
-    places = {}
+def places(dims: Dims, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+    """For each atom that splits a dim: the dim, and the extent of what is more major there."""
+    found = {}
     for dim, axes in enumerate(dims):
         extent = 1
         for a in axes:
-            places[a] = (dim, extent)
+            found[a] = (dim, extent)
             extent *= sizes[a]
-    return places
+    return found

@@ -1,0 +1,39 @@
+"""A small training step, compiled once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+
+
+def train_step(mesh: Any) -> Any:
+    def step(params: Any, batch: Any) -> Any:
+        def loss_fn(p: Any) -> Any:
+            h = spmd.mark_sharding(batch["x"] @ p["w_in"], mesh, ("data", "model"))
+            return jnp.mean((jax.nn.relu(h) @ p["w_out"] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return step
+
+
+@pytest.fixture(scope="session")
+def compiled(devices8: Any) -> Any:
+    """An MLP's training step on a mesh of data=4, model=2; one argument's name needs escaping."""
+    mesh = spmd.make_mesh(data=4, model=2)
+
+    def struct(shape: Any, *spec: Any) -> Any:
+        plain = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return spmd.mark_sharding(plain, mesh, spec) if spec else plain
+
+    params = {
+        "w_in": struct((16, 32), "data", "model"),
+        "w_out": struct((32, 8), "model", "data"),
+        "<b>&": struct((8,)),
+    }
+    batch = {"x": struct((8, 16), "data", None), "y": struct((8, 8), "data", None)}
+    return spmd.jit(train_step(mesh), mesh=mesh, donate_argnums=0).compile(params, batch)

@@ -1,0 +1,267 @@
+"""The text and the HTML report of one compiled training step."""
+
+import re
+from html import unescape
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+import spmd
+from spmd.errors import ArgumentError
+from spmd.explain import data
+from spmd.explain.collectives import Collective
+from spmd.explain.data import Leaf, bytes_text, group_leaves, pattern, seconds_text, source_text
+from spmd.explain.html import render
+from spmd.explain.picture import mesh_picture, tile_picture
+from spmd.explain.text import explain_program, explain_value, summarize
+from spmd.ir.types import TensorType
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding, parse_sharding
+
+# ---------------------------------------------------------------------------------------------
+# The rows.
+
+
+def leaf(name: str, dims: Any = ((0,), ()), origin: str = "marked") -> Leaf:
+    type_ = TensorType((8, 8), "f32")
+    return Leaf(name, type_, Sharding(dims), type_, origin)
+
+
+def test_leaves_that_are_alike_are_one_group() -> None:
+    names = [f"p/{i}/{m}/{w}/x" for m in ("mu", "nu") for w in "ab" for i in range(20)]
+    (group,) = group_leaves(leaf(name) for name in names)
+    assert group.pattern == "p/*/{mu,nu}/{a,b}/x"
+    assert len(group.leaves) == 80
+    assert group.bytes == 80 * 256
+
+
+def test_groups_hold_every_combination_of_their_pattern() -> None:
+    names = ["p/mu/a/x", "p/mu/b/x", "p/nu/a/x"]
+    groups = group_leaves(leaf(name) for name in names)
+    assert [g.pattern for g in groups] == ["p/mu/{a,b}/x", "p/nu/a/x"]
+
+
+def test_leaves_that_differ_are_groups_of_their_own() -> None:
+    leaves = [
+        leaf("p/0/w"), leaf("p/1/w", ((), (0,))), leaf("p/2/w", origin="from argument q"),
+        leaf("p/3/b"), leaf("q/0/w"),
+    ]  # fmt: skip
+    assert [g.pattern for g in group_leaves(leaves)] == [x.name for x in leaves]
+
+
+def test_patterns() -> None:
+    assert pattern(["a/1/w", "a/12/w"]) == "a/*/w"
+    assert pattern(["a", "a"]) == "a"
+    assert pattern(["a/b", "c"]) == "a/b and 1 more"
+
+
+def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
+    one = Collective("all_gather", ("data",), 100, 4, "t.py:1", "because", 1e-6)
+    other = one._replace(source="t.py:2", bytes=1000)
+    rows = data.collective_rows([one, other, one])
+    assert [(row.source, row.ops, row.total_bytes) for row in rows] == [
+        ("t.py:2", 1, 4000),
+        ("t.py:1", 2, 800),
+    ]
+    (total,) = data.traffic([one, other, one])
+    assert (total.ops, total.runs, total.bytes) == (3, 12, 4800)
+    assert total.seconds == pytest.approx(12e-6)
+
+
+def test_numbers_and_sources_as_text() -> None:
+    assert [bytes_text(n) for n in (0, 1000, 1536, 200 << 20, 3 << 40)] == [
+        "0 B", "1000 B", "1.5 KiB", "200 MiB", "3 TiB",
+    ]  # fmt: skip
+    assert [seconds_text(s) for s in (2, 0.0125, 3e-6)] == ["2 s", "12.5 ms", "3 us"]
+    assert source_text("/a/b/c/d.py:3 (f.<locals>.g)") == "c/d.py:3 (g)"
+    assert source_text("mark at /a/b/c.py:3 (f)") == "mark at b/c.py:3 (f)"
+    assert source_text("argument params/layers/0/w") == "argument params/layers/0/w"
+
+
+def test_shardings_as_specs() -> None:
+    mesh = Mesh(None, (4, 2), ("data", "model"))
+
+    def text(sharding: str) -> str:
+        return data.spec_text(parse_sharding(sharding, mesh), mesh)
+
+    assert text("[{data}, {}]") == '("data", None)'
+    assert text("[{model, data}]") == '(("model", "data"),)'
+    assert text("[{}, {}]") == "replicated"
+    assert text("[]") == "scalar"
+    assert text("[{data:(1)2}] partial add {model}") == '("data:(1)2",) partial add over model'
+
+
+# ---------------------------------------------------------------------------------------------
+# Text.
+
+
+@pytest.fixture(scope="module")
+def text(compiled: Any) -> str:
+    return explain_program(compiled.stages, compiled.collectives, compiled.memory)
+
+
+def test_text_names_every_argument_result_and_collective(compiled: Any, text: str) -> None:
+    program = compiled.stages.plan.program
+    for name in (*program.arg_names, *program.result_names):
+        assert name in text
+    for row in data.collective_rows(compiled.collectives):
+        assert source_text(row.source) in text
+        assert row.reason in text
+    for section in ("predicted", "largest values inside", "totals by kind", "memory per device"):
+        assert section in text
+
+
+def test_bytes_add_up(compiled: Any) -> None:
+    total = sum(c.bytes * c.count for c in compiled.collectives)
+    assert total > 0
+    assert sum(row.total_bytes for row in data.collective_rows(compiled.collectives)) == total
+    assert sum(row.bytes for row in data.traffic(compiled.collectives)) == total
+    figures = data.overview(compiled.stages, compiled.collectives, compiled.memory)
+    assert figures.comm_bytes == total
+    assert figures.argument_bytes == compiled.memory.arguments
+
+
+def test_text_says_where_shardings_come_from(text: str) -> None:
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert rows["params/w_in"].endswith("marked")
+    assert rows["0/w_in"].endswith("from argument params/w_in")
+    assert '("data", "model")' in rows["0/w_in"]
+
+
+def test_the_summary_is_short(compiled: Any) -> None:
+    short = summarize(compiled.stages, compiled.collectives, compiled.memory)
+    assert 8 <= len(short.splitlines()) <= 25
+    assert "5, 4 of them split" in short
+    for row in data.traffic(compiled.collectives):
+        assert re.search(rf"{row.kind} +{row.axes[0]} +{row.ops} +{row.runs} ", short)
+
+
+def test_nothing_to_report(devices8: Any) -> None:
+    mesh = spmd.make_mesh(data=8)
+    lowered = spmd.jit(lambda x: x, mesh=mesh).lower(1.0)
+    assert "collectives: 0" in lowered.explain()
+    assert "0 of them split" in lowered.summary()
+
+
+# ---------------------------------------------------------------------------------------------
+# One value.
+
+
+def test_a_marked_argument(compiled: Any) -> None:
+    why = explain_value(compiled.stages, "params/w_in")
+    assert "argument params/w_in (%" in why
+    assert "dim 0 (size 16) is split over data" in why
+    assert 'takes it as (None, "model")' in why
+    assert "all_gather over data: 768 B sent" in why
+
+
+def test_why_not(compiled: Any) -> None:
+    assert "closed by the mark: argument batch/x" in explain_value(compiled.stages, "batch/x")
+    bias = explain_value(compiled.stages, "params/<b>&")
+    assert "dim 0 (size 8) is not split" in bias
+    assert "data: no mark reaches it" in bias
+
+
+def test_a_result_says_what_is_still_owed(compiled: Any) -> None:
+    (name,) = (n for n in compiled.stages.plan.program.result_names if "/" not in n)
+    assert "all_reduce over" in explain_value(compiled.stages, name)
+
+
+def test_every_value_can_be_explained(compiled: Any) -> None:
+    for number in range(len(compiled.stages.plan.program.types)):
+        assert f"%{number}" in explain_value(compiled.stages, f"%{number}")
+
+
+def test_an_unknown_value_lists_close_names(compiled: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"close to it: .*params/w_in"):
+        explain_value(compiled.stages, "params/win")
+    for name in ("", "%100000", "%x"):
+        with pytest.raises(ArgumentError, match="no value"):
+            explain_value(compiled.stages, name)
+
+
+# ---------------------------------------------------------------------------------------------
+# HTML.
+
+
+class _Reader(HTMLParser):
+    """Checks that tags close, and keeps tables' rows and what would be loaded from elsewhere."""
+
+    VOID = ("meta", "line", "rect", "br", "wbr")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows = 0
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.rows += tag == "tr"
+        self.outside += [v for k, v in attrs if k in ("src", "href") and not v.startswith("#")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page(compiled: Any) -> str:
+    return render(compiled.stages, compiled.collectives, compiled.memory)
+
+
+def test_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
+    reader = _Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert reader.outside == []
+    assert "url(http" not in page
+
+
+def test_page_escapes_names(page: str) -> None:
+    assert "<b>&</" not in page
+    assert "&lt;b&gt;&amp;" in page
+
+
+def test_page_has_every_collective(compiled: Any, page: str) -> None:
+    plain = unescape(re.sub(r"<[^>]*>", "", page))
+    for row in data.collective_rows(compiled.collectives):
+        assert row.reason in plain
+        assert row.source in unescape(page)
+    keys = re.findall(r'data-v="([^"]*)"', page[page.index('id="collectives"') :])
+    total = sum(c.bytes * c.count for c in compiled.collectives)
+    rows = len(data.collective_rows(compiled.collectives))
+    assert sum(int(keys[8 * i + 5]) for i in range(rows)) == total
+
+
+def test_page_is_written(compiled: Any, page: str, tmp_path: Any) -> None:
+    path = tmp_path / "report.html"
+    compiled.report(str(path))
+    assert path.read_text(encoding="utf-8") == page
+
+
+def test_pictures_show_every_tile() -> None:
+    mesh = Mesh(None, (4, 2), ("data", "model"))
+    type_ = TensorType((8, 3, 16), "f32")
+    svg = tile_picture(type_, parse_sharding("[{data}, {}, {model}]", mesh), mesh)
+    assert svg.count('class="edge"') == 8
+    assert "hatch" not in svg
+    assert "8 over data" in svg
+    assert "16 over model" in svg
+    shared = tile_picture(type_, parse_sharding("[{data}, {}, {}]", mesh), mesh)
+    assert shared.count('class="edge"') == 4
+    assert shared.count("url(#hatch)") == 4
+    assert mesh_picture(mesh).count('class="edge"') == 8
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (8,), (2, 3, 5), (64, 128)])
+def test_pictures_of_any_mesh(sizes: tuple[int, ...]) -> None:
+    mesh = Mesh(None, sizes, [f"a{i}" for i in range(len(sizes))])
+    assert 1 <= mesh_picture(mesh).count('class="edge"') <= 256
+    for rank in range(3):
+        dims = (tuple(range(len(mesh.atoms))),) + ((),) * (rank - 1) if rank else ()
+        tile_picture(TensorType((1 << 13,) * rank, "f32"), Sharding(dims), mesh)

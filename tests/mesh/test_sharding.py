@@ -1,0 +1,128 @@
+"""Shardings: legality, local shapes and offsets, and the text form."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd.errors import SpecError
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import (
+    Sharding,
+    axis_refs,
+    format_sharding,
+    is_legal,
+    local_offset,
+    local_shape,
+    parse_sharding,
+    replicated,
+)
+
+MESH = Mesh(None, (4, 6, 2), ("data", "model", "x"))
+randoms = st.randoms(use_true_random=False)
+
+
+def random_sharding(rng: random.Random, mesh: Mesh, rank: int) -> Sharding:
+    dims: list[tuple[int, ...]] = [()] * rank
+    owed = []
+    for a in rng.sample(range(len(mesh.atoms)), len(mesh.atoms)):
+        dim = rng.randrange(-2, rank)
+        if dim == -1:
+            owed.append(a)
+        elif dim >= 0:
+            dims[dim] += (a,)
+    return Sharding(tuple(dims)).with_partial(owed, "max")
+
+
+@given(randoms, st.integers(0, 3))
+def test_text_reads_back(rng, rank: int):
+    sharding = random_sharding(rng, MESH, rank)
+    assert parse_sharding(format_sharding(sharding, MESH), MESH) == sharding
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "[{}]",
+        "[{data}, {model, x}]",
+        "[{data:(2)2}, {}, {model:(1)2}] partial add {data:(1)2, x}",
+        "[] partial min {model:(2)3}",
+    ],
+)
+def test_text_is_stable(text: str):
+    assert format_sharding(parse_sharding(text, MESH), MESH) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{data}",
+        "[{data]",
+        "[{data} and {x}]",
+        "[{nothing}]",
+        "[{}] partial {x}",
+        "[{}] partial add {}",
+        "[{data:2}]",
+        "[{data:(2)4}]",
+        "[{data:(3)2}]",
+        "[{model:(2)2}]",
+    ],
+)
+def test_text_that_is_no_sharding(text: str):
+    with pytest.raises(SpecError):
+        parse_sharding(text, MESH)
+
+
+def test_partial_atoms_are_read_in_any_order():
+    assert parse_sharding("[] partial add {x, data}", MESH).partial == (0, 1, 4)
+
+
+def test_whole_axes_are_merged():
+    refs = axis_refs(MESH.atoms_of(["data", "model"]), MESH)
+    assert [(ref.name, ref.pre, ref.size, ref.whole) for ref in refs] == [
+        ("data", 1, 4, True),
+        ("model", 1, 6, True),
+    ]
+    minor_first = tuple(reversed(MESH.atoms_of(["data"])))
+    assert [str(ref) for ref in axis_refs(minor_first, MESH)] == ["data:(2)2", "data:(1)2"]
+
+
+def test_legality():
+    data = MESH.atoms_of(["data"])
+    assert is_legal(Sharding((data, ())), (8, 3), MESH)
+    assert not is_legal(Sharding((data, ())), (6, 3), MESH)
+    assert not is_legal(Sharding((data,)), (8, 3), MESH)
+    assert not is_legal(Sharding((data, data)), (8, 8), MESH)
+    assert not is_legal(Sharding((data, ()), data, "add"), (8, 8), MESH)
+    assert not is_legal(Sharding(((), ()), data, ""), (8, 8), MESH)
+    assert not is_legal(Sharding(((), ()), (), "add"), (8, 8), MESH)
+
+
+@given(randoms)
+def test_tiles_cover_the_value_equally_often(rng):
+    sharding = random_sharding(rng, MESH, 2)
+    shape = (24, 48)
+    if not is_legal(sharding, shape, MESH):
+        return
+    starts = [local_offset(shape, sharding, MESH, p) for p in range(MESH.size)]
+    pieces = math.prod(MESH.extent(axes) for axes in sharding.dims)
+    assert len(set(starts)) == pieces
+    assert all(starts.count(start) == MESH.size // pieces for start in starts)
+    assert math.prod(local_shape(shape, sharding, MESH)) * pieces == math.prod(shape)
+
+
+def test_dims_that_do_not_divide_are_rounded_up():
+    sharding = parse_sharding("[{data}]", MESH)
+    assert local_shape((10,), sharding, MESH) == (3,)
+    assert local_offset((10,), sharding, MESH, MESH.size - 1) == (9,)
+
+
+def test_partial_atoms_come_and_go():
+    sharding = replicated(2).with_partial((2, 0, 0), "add")
+    assert sharding == Sharding(((), ()), (0, 2), "add")
+    assert sharding.used == {0, 2} and sharding.rank == 2
+    assert sharding.full() == replicated(2) == sharding.with_partial((), "add")

@@ -1,0 +1,141 @@
+"""Chips, shapes, and the links behind mesh axes."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from spmd.errors import MeshError
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import DTYPES, Chip, Link, Topology
+
+NAMES = ["v4:4x4x8", "v5e:4x4", "v5p:4x4x4", "v6e:2x4", "a100:8", "h100:16", "h200:8", "cpu:8"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_known_topologies(name: str, tmp_path: Path):
+    topology = Topology(name)
+    assert str(topology) == name
+    assert all(topology.peak_flops(dtype) > 0 for dtype in DTYPES)
+    assert topology.hbm_bytes > 1e9 and topology.hbm_bandwidth > 1e9
+    topology.save(tmp_path / "topology.json")
+    again = Topology.load(tmp_path / "topology.json")
+    assert again == topology and hash(again) == hash(topology)
+
+
+def test_counts_and_peaks():
+    assert Topology("v4:4x4x8").count == 128
+    assert Topology("h200:8").shape == (8,)
+    h200 = Topology("h200:8")
+    assert h200.peak_flops("f8E4M3FN") == h200.peak_flops("fp8") > h200.peak_flops("bf16")
+    assert h200.peak_flops("ui8") == h200.peak_flops("i8")
+    assert h200.peak_flops("f64") == h200.peak_flops("f32")
+
+
+@pytest.mark.parametrize("name", ["v9:4x4", "", "h200", "h200:2x4", "v5e:16", "v5e:4x0", "v4:axb"])
+def test_unknown_topologies_say_what_is_known(name: str):
+    with pytest.raises(MeshError) as caught:
+        Topology(name)
+    assert caught.value.required
+
+
+def test_unknown_chips_are_listed():
+    with pytest.raises(MeshError, match="v4, v5e, v5p, v6e, a100, h100, h200, cpu"):
+        Topology("tpu:8")
+
+
+def test_other_chips_can_be_given(tmp_path: Path):
+    link = Link(1e9, 1e-6)
+    chip = Chip("mine", tuple((d, 1e12) for d in DTYPES), 10**9, 1e11, link, link)
+    topology = Topology("mine:4", chip)
+    assert topology != Topology("cpu:4") and topology.count == 4
+    topology.save(tmp_path / "mine.json")
+    assert Topology.load(tmp_path / "mine.json") == topology
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"name": "h200:8", "chip": {}}'])
+def test_files_that_hold_no_topology(text: str, tmp_path: Path):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(MeshError, match="does not hold a topology"):
+        Topology.load(path)
+
+
+def test_gpu_axes_share_the_whole_switch():
+    mesh, topology = Mesh(None, (4, 2), ("data", "model")), Topology("h200:8")
+    assert topology.link(mesh, 0) == topology.link(mesh, 1)
+    assert topology.link(mesh, 0).bandwidth == 450e9
+
+
+def test_gpu_axes_across_hosts_use_the_network():
+    mesh, topology = Mesh(None, (2, 8), ("data", "model")), Topology("h100:16")
+    assert topology.link(mesh, 0).bandwidth == 50e9
+    assert topology.link(mesh, 1).bandwidth == 450e9
+    swapped = Mesh([8 * (i % 2) + i // 2 for i in range(16)], (8, 2), ("model", "data"))
+    assert topology.link(swapped, 0).bandwidth == 450e9
+    assert topology.link(swapped, 1).bandwidth == 50e9
+
+
+def test_torus_axes_have_the_links_of_the_dims_that_they_cover():
+    topology = Topology("v4:4x4x8")
+    one = topology.chip.ici.bandwidth
+    mesh = Mesh(None, (16, 8), ("data", "model"))
+    assert topology.link(mesh, 0).bandwidth == 4 * one  # two rings
+    assert topology.link(mesh, 1).bandwidth == 2 * one  # one ring
+    assert topology.link(Mesh(None, (64, 2), ("a", "b")), 1).bandwidth == one
+    line = Topology("v5e:4x4")
+    assert line.link(Mesh(None, (4, 4), ("a", "b")), 0).bandwidth == line.chip.ici.bandwidth
+    ring = Topology("v5e:16x16")
+    assert ring.link(Mesh(None, (16, 16), ("a", "b")), 0).bandwidth == 2 * ring.chip.ici.bandwidth
+
+
+def test_axes_across_slices_are_as_slow_as_the_network():
+    topology = Topology("v5e:4x4")
+    mesh = Mesh(None, (8, 4), ("data", "model"), (2, 1))
+    assert topology.link(mesh, 0) == topology.chip.dcn
+    assert topology.link(mesh, 1).bandwidth == topology.chip.ici.bandwidth
+    assert topology.atom_links(mesh)[0] == topology.chip.dcn
+    assert topology.atom_links(mesh)[1].bandwidth == topology.chip.ici.bandwidth
+
+
+def test_an_axis_of_size_one_has_a_link():
+    topology = Topology("h200:8")
+    assert topology.link(Mesh(None, (8, 1), ("a", "b")), 1) == topology.chip.ici
+
+
+def gpu(kind: str) -> SimpleNamespace:
+    return SimpleNamespace(device_kind=kind, platform="gpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "h200:8"),
+        ("NVIDIA H100 80GB HBM3", "h100:8"),
+        ("NVIDIA A100-SXM4-80GB", "a100:8"),
+        ("cpu", "cpu:8"),
+    ],
+)
+def test_devices_behind_a_switch_are_recognised(kind: str, name: str):
+    assert Topology.for_devices([gpu(kind)] * 8).name == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "box", "name"),
+    [
+        ("TPU v4", (2, 2, 4), "v4:2x2x4"),
+        ("TPU v5 lite", (4, 4, 1), "v5e:4x4"),
+        ("TPU v5", (2, 2, 1), "v5p:2x2x1"),
+        ("TPU v6 lite", (2, 4, 1), "v6e:2x4"),
+    ],
+)
+def test_devices_on_a_torus_are_recognised(kind: str, box: tuple[int, int, int], name: str):
+    coords = [(x, y, z) for x in range(box[0]) for y in range(box[1]) for z in range(box[2])]
+    devices = [SimpleNamespace(device_kind=kind, coords=c, slice_index=0) for c in coords]
+    assert Topology.for_devices(devices).name == name
+
+
+def test_unknown_devices_say_what_to_do():
+    with pytest.raises(MeshError, match="NVIDIA Z9") as caught:
+        Topology.for_devices([gpu("NVIDIA Z9")])
+    assert "Topology.load" in str(caught.value)
