@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.source_info_util import register_exclusion
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -17,8 +18,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from spmd.errors import ArgumentError, MeshError, SpecError
 from spmd.explain.collectives import Collective, list_collectives
 from spmd.explain.memory import Memory
-from spmd.frontend.marks import Entries
 from spmd.frontend.import_stablehlo import parse_module, signature
+from spmd.frontend.marks import Entries
 from spmd.frontend.trace import seen_meshes, trace
 from spmd.ir.text import format_program
 from spmd.lowering.execute import executable
@@ -102,7 +103,8 @@ def mark_tree(tree: Any, mesh: Any, rules: Mapping[str, Any]) -> Any:
     marked = []
     for path, (_, leaf) in zip(paths, leaves, strict=True):
         pattern = next((p for p in rules if fnmatch.fnmatchcase(path, p)), None)
-        unused.pop(pattern, None)  # type: ignore[call-overload]
+        if pattern is not None:
+            unused.pop(pattern, None)
         marked.append(leaf if pattern is None else mark_sharding(leaf, mesh, rules[pattern]))
     dead = [p for p in unused if not any(fnmatch.fnmatchcase(path, p) for path in paths)]
     if dead:
@@ -130,9 +132,7 @@ def _jax_spec(entries: Entries, open_entry: Any) -> PartitionSpec:
 
 
 def _abstract_mesh(mesh: Mesh) -> AbstractMesh:
-    return AbstractMesh(
-        mesh.sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.sizes)
-    )
+    return AbstractMesh(mesh.sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.sizes))
 
 
 def _caller() -> str | None:
@@ -459,8 +459,7 @@ class Compiled(Lowered):
             for s in partitioned.arguments
         )
         self._result_shardings = tuple(
-            NamedSharding(self._jax_mesh, partition_spec(s, self.mesh))
-            for s in partitioned.results
+            NamedSharding(self._jax_mesh, partition_spec(s, self.mesh)) for s in partitioned.results
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -709,7 +708,7 @@ def _with_key_dims(entries: Entries, leaf: Any) -> Entries:
 
 def _key_impl(leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype
     return None
 

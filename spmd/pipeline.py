@@ -129,9 +129,7 @@ def _propagate(request: Request, imported: Imported) -> Propagated:
     return propagate(program, request.mesh, marks, cheap_values(program), links)
 
 
-def _result_shardings(
-    request: Request, propagated: Propagated
-) -> Sequence[Sharding | None]:
+def _result_shardings(request: Request, propagated: Propagated) -> Sequence[Sharding | None]:
     """What each result must look like: its spec, or the sharding of the argument it updates."""
     wanted: list[Sharding | None] = []
     entries = request.result_entries or (None,) * len(propagated.program.body.results)
@@ -139,9 +137,7 @@ def _result_shardings(
         if entry is None or None in entry:
             wanted.append(None)
         else:
-            wanted.append(
-                Sharding(tuple(request.mesh.atoms_of(axes or ()) for axes in entry))
-            )
+            wanted.append(Sharding(tuple(request.mesh.atoms_of(axes or ()) for axes in entry)))
     return wanted
 
 

@@ -82,9 +82,7 @@ def mlp(mesh: spmd.Mesh) -> Training:
         {"w_in": ("data", "model"), "w_out": ("model", "data")},
     )
     marked_batch = spmd.mark_tree(batch, mesh, {"*": ("data", None)})
-    return Training(
-        train_step, plain_step, optimizer, params, marked, batch, marked_batch, mesh
-    )
+    return Training(train_step, plain_step, optimizer, params, marked, batch, marked_batch, mesh)
 
 
 def llama_optimizer(name: str) -> optax.GradientTransformation:

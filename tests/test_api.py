@@ -124,7 +124,7 @@ def test_key_arrays(mesh: spmd.Mesh) -> None:
     def fn(key: Any, x: jax.Array) -> Any:
         return jax.random.split(key)[0], x + 1
 
-    key, x = spmd.jit(fn, mesh=mesh)(jax.random.key(1), jnp.ones(8))
+    key, _ = spmd.jit(fn, mesh=mesh)(jax.random.key(1), jnp.ones(8))
     assert key.dtype == jax.random.key(0).dtype
     want = jax.random.key_data(jax.random.split(jax.random.key(1))[0])
     np.testing.assert_array_equal(jax.random.key_data(key), want)

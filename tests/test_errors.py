@@ -29,7 +29,9 @@ def message(error: type[spmd.SpmdError], run: Any) -> str:
 
 
 def test_unknown_axis_names_the_axes_there_are(mesh: spmd.Mesh) -> None:
-    text = message(spmd.SpecError, lambda: spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("dat", None)))
+    text = message(
+        spmd.SpecError, lambda: spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("dat", None))
+    )
     assert "unknown axis 'dat'" in text
     assert "'data', 'model'" in text
     assert "fix: use 'data'" in text
@@ -101,9 +103,7 @@ def test_op_without_a_rule(mesh: spmd.Mesh) -> None:
     def fn(x: jax.Array) -> jax.Array:
         return jax.ffi.ffi_call("nobody_wrote_this", jax.ShapeDtypeStruct((8, 4), jnp.float32))(x)
 
-    text = message(
-        spmd.UnsupportedOpError, lambda: spmd.jit(fn, mesh=mesh).lower(jnp.ones((8, 4)))
-    )
+    text = message(spmd.UnsupportedOpError, lambda: spmd.jit(fn, mesh=mesh).lower(jnp.ones((8, 4))))
     assert "no sharding rule for op custom_call:nobody_wrote_this" in text
     assert "tensor<8x4xf32>" in text
     assert re.search(rf"at: .*{THIS_FILE}:\d+ \(.*fn\)", text)

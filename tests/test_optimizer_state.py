@@ -69,14 +69,12 @@ def test_creating_the_state_never_makes_a_split_leaf_whole(
     training, program = compiled
     shardings = program.in_shardings[1]
     creation = jax.jit(training.optimizer.init, out_shardings=shardings)
-    text = creation.lower(training.marked_params).compile().as_text()
+    text = str(creation.lower(training.marked_params).compile().as_text())
     shapes = {value.shape for value in largest_values(text, 10_000)}
     state = jax.eval_shape(training.optimizer.init, training.params)
     split = [
         leaf
-        for leaf, sharding in zip(
-            jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True
-        )
+        for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
         if not sharding.is_fully_replicated
     ]
     largest = max(split, key=lambda leaf: math.prod(leaf.shape))

@@ -111,9 +111,7 @@ class _Importer:
                 self.functions[ir.StringAttr(op.attributes["sym_name"]).value] = op
             elif op.name == "sdy.mesh":
                 mesh = sdy.MeshAttr(op.attributes["mesh"])
-                axes = tuple(
-                    (a.name, a.size) for a in (sdy.MeshAxisAttr(x) for x in mesh.axes)
-                )
+                axes = tuple((a.name, a.size) for a in (sdy.MeshAxisAttr(x) for x in mesh.axes))
                 self.meshes[ir.StringAttr(op.attributes["sym_name"]).value] = axes
         self.types: list[TensorType] = []
         self.type_cache: dict[Any, TensorType] = {}

@@ -7,8 +7,8 @@ from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local import collective
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, local_offset, local_shape
-from spmd.planning.reshard import Step
+from spmd.mesh.sharding import local_shape
+from spmd.planning.reshard import Step, permute_pairs
 
 
 def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: Mesh) -> Value:
@@ -36,7 +36,7 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
             b, step.kind, x, type_, step.axes, concat_dimension=source, split_dimension=target
         )
     if step.kind == "collective_permute":
-        pairs = permute_pairs(step.before, step.after, global_type.shape, mesh)
+        pairs = permute_pairs(step.before, step.after, mesh)
         return collective(b, step.kind, x, type_, step.axes, pairs=pairs)
     if not _has_collective(step.before.kind, type_.dtype):
         return _reduce_gathered(b, x, type_, step, mesh.extent(step.axes))
@@ -54,9 +54,7 @@ def _has_collective(kind: str, dtype: str) -> bool:
     return kind in ("add", "mul", "max", "min") or (kind in ("and", "or") and dtype == "i1")
 
 
-def _reduce_gathered(
-    b: Builder, x: Value, result: TensorType, step: Step, count: int
-) -> Value:
+def _reduce_gathered(b: Builder, x: Value, result: TensorType, step: Step, count: int) -> Value:
     """A reduction that no backend offers as a collective: gather the terms, reduce them locally.
 
     Args:
@@ -79,33 +77,5 @@ def _reduce_gathered(
     (reduced,) = b.op("stablehlo.reduce", (gathered, init), (local,), attrs)
     if step.kind == "all_reduce":
         return reduced
-    attrs = {"axes": step.axes, "dim": step.dims[0]}
-    return b.op("spmd.local_slice", (reduced,), (result,), attrs)[0]
-
-
-def permute_pairs(
-    before: Sharding, after: Sharding, shape: tuple[int, ...], mesh: Mesh
-) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom so that tiles move from one sharding to another of equal local shape.
-
-    Every device sends once and receives once. A device that already holds what it needs keeps it.
-    """
-
-    def tile(sharding: Sharding, position: int) -> tuple[int, ...]:
-        term = mesh.coordinate(position, sharding.partial)
-        return (*local_offset(shape, sharding, mesh, position), term)
-
-    holders: dict[tuple[int, ...], list[int]] = {}
-    for position in range(mesh.size):
-        holders.setdefault(tile(before, position), []).append(position)
-    pairs = []
-    waiting = []
-    for position in range(mesh.size):
-        needed = tile(after, position)
-        if tile(before, position) == needed:
-            holders[needed].remove(position)
-            pairs.append((position, position))
-        else:
-            waiting.append((needed, position))
-    pairs += [(holders[needed].pop(0), position) for needed, position in waiting]
-    return tuple(sorted(pairs))
+    own = {"axes": step.axes, "dim": step.dims[0]}
+    return b.op("spmd.local_slice", (reduced,), (result,), own)[0]

@@ -47,9 +47,7 @@ class _Emitter:
 
     def run(self) -> str:
         body = self.program.body
-        args = ", ".join(
-            f"{self.define((v,))}: {self.program.types[v]}" for v in body.args
-        )
+        args = ", ".join(f"{self.define((v,))}: {self.program.types[v]}" for v in body.args)
         outs = [self.program.types[v] for v in body.results]
         results = ", ".join(map(str, outs))
         self.lines.append(f"module @{_symbol(self.program.name)} {{")

@@ -25,7 +25,7 @@ _program = Primitive("spmd_program")
 _program.multiple_results = True
 
 
-@_program.def_abstract_eval
+@_program.def_abstract_eval  # type: ignore[untyped-decorator]
 def _abstract(*_: Any, module: str, out_types: tuple[TensorType, ...]) -> list[Any]:
     return [jax.core.ShapedArray(t.shape, numpy_dtype(t.dtype)) for t in out_types]
 

@@ -127,9 +127,7 @@ def axis_index(b: Builder, axes: Axes) -> Value:
 def offset(b: Builder, axes: Axes, piece: int) -> Value:
     """Where this device's piece of a dim starts, an i32 scalar."""
     key = ("offset", axes, piece)
-    return b.once(
-        key, lambda: b.binary("multiply", axis_index(b, axes), b.constant(piece, "i32"))
-    )
+    return b.once(key, lambda: b.binary("multiply", axis_index(b, axes), b.constant(piece, "i32")))
 
 
 def same_op(op: LocalOp) -> tuple[Value, ...]:

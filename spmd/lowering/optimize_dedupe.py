@@ -33,7 +33,9 @@ def dedupe(program: Program) -> Program:
             elif op.name not in _KEEP:
                 first = seen.setdefault((op.kind, operands), op)
                 if first is not op:
-                    same.update(zip(op.results, (same.get(v, v) for v in first.results), strict=True))
+                    same.update(
+                        zip(op.results, (same.get(v, v) for v in first.results), strict=True)
+                    )
                     continue
                 op = op._replace(operands=operands)
             else:

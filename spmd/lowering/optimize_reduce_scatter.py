@@ -27,9 +27,7 @@ def reduce_scatter(program: Program) -> Program:
         slices = [user for user, _ in uses if user is not None]
         dims = {s.kind.attrs.get("dim") for s in slices}
         axes = op.kind.attrs["axes"]
-        whole = all(
-            s.name == "spmd.local_slice" and s.kind.attrs["axes"] == axes for s in slices
-        )
+        whole = all(s.name == "spmd.local_slice" and s.kind.attrs["axes"] == axes for s in slices)
         if slices and len(slices) == len(uses) and whole and len(dims) == 1:
             fused[value] = op
 

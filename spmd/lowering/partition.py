@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from spmd.ir.builder import Builder
 from spmd.ir.control_flow import producers_of
-from spmd.ir.program import Loc, Op, Program, Region, Value
+from spmd.ir.program import Frame, Loc, Op, Program, Region, Value
 from spmd.ir.types import TensorType
 from spmd.lowering import (  # noqa: F401 (they fill the table of local lowerings)
     local_contract,
@@ -21,7 +21,7 @@ from spmd.lowering import (  # noqa: F401 (they fill the table of local lowering
 from spmd.lowering.collectives import apply_step
 from spmd.lowering.local import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, format_sharding, replicated
+from spmd.mesh.sharding import Axes, Sharding, format_sharding, replicated
 from spmd.mesh.sharding import local_shape as shape_on_device
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.reshard import Path, reshard
@@ -86,7 +86,7 @@ class _Partitioner:
         local = local._replace(types=tuple(self.b.types))
         return Partitioned(local, self.mesh, self.plan.arguments, self.plan.results)
 
-    def frames(self, value: Value) -> tuple:  # type: ignore[type-arg]
+    def frames(self, value: Value) -> tuple[Frame, ...]:
         op = self.producers.get(value)
         return op.loc.frames if op else ()
 
@@ -119,9 +119,9 @@ class _Partitioner:
         """A cheap value's own op again, at the wanted sharding."""
         op = self.producers[value]
         rule = rule_of(op.kind, op.loc)
-        assignment = [()] * len(rule.factors)
+        assignment: list[Axes] = [()] * len(rule.factors)
         for dim, axes in zip(rule.results[0], wanted.dims, strict=True):
-            assignment[dim[0]] = axes  # type: ignore[call-overload]
+            assignment[dim[0]] = axes
         fixed = tuple(assignment)
         sizes = self.mesh.atom_sizes
         needed = tuple(project(rule, dims, fixed, sizes) for dims in rule.operands)
@@ -164,7 +164,7 @@ class _Partitioner:
         return op
 
     def best_source(self, value: Value, wanted: Sharding) -> tuple[Sharding, Value, Path]:
-        options = []
+        options: list[tuple[float, int, Sharding, Value, Path]] = []
         for scope in self.copies:
             for have, local in scope.get(value, {}).items():
                 if set(wanted.partial) <= set(have.partial):

@@ -197,7 +197,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
     return Mesh([device.id for device in arranged.flat], sizes, names)
 
 
-def HybridMesh(  # noqa: N802 (a constructor, named like one)
+def HybridMesh(
     ici: Mapping[str, int],
     dcn: Mapping[str, int],
     *,

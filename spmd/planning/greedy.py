@@ -234,8 +234,10 @@ class _Greedy:
             )
             # On a tie the one that keeps partials waits: it may still be summed with others.
             rank = (here + later, number - (len(options) if partial else 0))
-            if best is None or (rank[0] < best[0] * (1 - 1e-9)) or (
-                rank[0] <= best[0] * (1 + 1e-9) and rank[1] < best[1]
+            if (
+                best is None
+                or (rank[0] < best[0] * (1 - 1e-9))
+                or (rank[0] <= best[0] * (1 + 1e-9) and rank[1] < best[1])
             ):
                 best = (*rank, choice, here)
         assert best is not None
@@ -280,7 +282,7 @@ class _Greedy:
                 self.define(value, state)
             self.region(region, trips * inner_trips)
             wanted = carries if len(region.results) == len(carries) else None
-            if wanted is None or region is op.regions[0] and op.name == "stablehlo.while":
+            if wanted is None or (region is op.regions[0] and op.name == "stablehlo.while"):
                 wanted = tuple(replicated(self.types[v].rank) for v in region.results)
             for value, state in zip(region.results, wanted, strict=True):
                 self.seconds += trips * inner_trips * self.demand(value, state)
@@ -300,4 +302,3 @@ class _Greedy:
             return wish
         state = self.states[source] if source is not None else None
         return state.full() if state else replicated(self.types[result].rank)
-

@@ -77,9 +77,12 @@ def parse_rule(
     Args:
       text: `"b i k, b j k -> b i j"`: a term for each operand, `->`, a term for each result; one
         factor a dim, or `(i j)` for a dim made of several, major first.
-      operands, results: the op's types.
+      operands: types of the operands.
+      results: types of the results.
       kinds: factor -> kind where it is not `pass`.
-      reduction, linear, moves: as in `Rule`.
+      reduction: as in `Rule`.
+      linear: as in `Rule`.
+      moves: as in `Rule`.
 
     Raises:
       ValueError: a text that does not fit the types.
@@ -133,7 +136,9 @@ def _solve_sizes(
         for dim, size in zip(term, type_.shape, strict=True):
             if len(dim) == 1:
                 if sizes.setdefault(dim[0], size) != size:
-                    raise ValueError(f"rule {text!r}: factor {dim[0]} is {sizes[dim[0]]} and {size}")
+                    raise ValueError(
+                        f"rule {text!r}: factor {dim[0]} is {sizes[dim[0]]} and {size}"
+                    )
             else:
                 grouped.append((dim, size))
     for dim, size in grouped:

@@ -28,16 +28,16 @@ def _gather(kind: OpKind) -> Rule:
             position = dims.operand_batching_dims.index(d)
             operand.append(indices[dims.start_indices_batching_dims[position]])
             continue
-        place = None if d in dims.collapsed_slice_dims else next(offsets)
+        kept = None if d in dims.collapsed_slice_dims else next(offsets)
         if sizes[d] == size and size > 1:
             operand.append(build.factor(size))
         elif sizes[d] == 1 and d in dims.start_index_map:
             operand.append(build.factor(size, REDUCE))
         else:
             operand.append(build.factor(size, REPLICATE))
-        if place is not None:
+        if kept is not None:
             whole = sizes[d] == size and size > 1
-            result[place] = operand[-1] if whole else build.factor(sizes[d], REPLICATE)
+            result[kept] = operand[-1] if whole else build.factor(sizes[d], REPLICATE)
     return build.build([operand, indices], [result], reduction="add", linear=((0,),))
 
 

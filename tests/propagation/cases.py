@@ -29,6 +29,8 @@ def ints(*shape: int, seed: int = 0, low: int = 0, high: int = 8) -> Any:
     return np.random.RandomState(seed).randint(low, high, shape).astype(np.int32)
 
 
+MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
+
 X = floats(8, 16)
 Y = floats(8, 16, seed=1)
 I = ints(8, 16, low=1)  # noqa: E741
@@ -192,8 +194,11 @@ OTHER: tuple[Case, ...] = (
         lambda t, i, u: t.at[i].multiply(u),
         (floats(16, 8), ints(8, high=16), floats(8, 8, seed=1)),
     ),
-    Case("embedding_gradient", lambda t, i: jax.grad(lambda t: (jnp.take(t, i, axis=0) ** 2).sum())(t),
-         (floats(16, 8), ints(8, 4, high=16))),
+    Case(
+        "embedding_gradient",
+        lambda t, i: jax.grad(lambda t: (jnp.take(t, i, axis=0) ** 2).sum())(t),
+        (floats(16, 8), ints(8, 4, high=16)),
+    ),
     Case("sort", lambda x: jnp.sort(x, axis=1), (X,)),
     Case("argsort", lambda x: jnp.argsort(x, axis=0), (X,)),
     Case("while", lambda x: lax.fori_loop(0, 3, lambda i, c: c @ c * 0.1 + i, x), (floats(8, 8),)),
@@ -222,8 +227,6 @@ OTHER: tuple[Case, ...] = (
     Case("cond", lambda x: lax.cond(x.sum() > 1, lambda x: x + 1, lambda x: x - 1, x), (X,)),
     Case("mark", lambda x: spmd.mark_sharding(x * 2, MESH, (..., "model")), (X,)),
 )  # fmt: skip
-
-MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 
 CASES: tuple[Case, ...] = (
     *(Case(name, fn, (X,)) for name, fn in UNARY.items()),

@@ -34,9 +34,10 @@ def jitted(case: Case, mesh: spmd.Mesh, rng: np.random.RandomState, with_results
         shapes = jax.eval_shape(case.fn, *case.args)
         out_specs = jax.tree.map(lambda s: random_spec(rng, s.shape, mesh), shapes)
     options = spmd.Options(check=True)
-    return spmd.jit(
-        case.fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, options=options
-    ), (in_specs, out_specs)
+    return spmd.jit(case.fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, options=options), (
+        in_specs,
+        out_specs,
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -60,7 +61,7 @@ def test_partitioned_equals_unpartitioned(case: Case) -> None:
         jax.tree.map(check, got, want)
 
 
-ONLY_IN_MODULES = {
+ONLY_IN_MODULES: dict[str, tuple[Any, str]] = {
     "chlo.is_inf": (np.isinf, "i1"),
     "chlo.is_pos_inf": (np.isposinf, "i1"),
     "chlo.is_neg_inf": (np.isneginf, "i1"),
