@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import pytest
 
 import spmd
 from spmd.explain.text import explain_program
 from tests.programs import mlp
+
+JAX = ".".join(jax.__version__.split(".")[:2])
+"""jax releases trace the same function to slightly different modules."""
 
 STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 
@@ -24,7 +28,7 @@ def test_stage(stage: str, lowered: spmd.Lowered, golden: Callable[[str, str], N
     if stage == "emitted":
         text = "\n".join(line.partition(" loc(")[0] for line in text.splitlines())
         text = "\n".join(line for line in text.splitlines() if not line.startswith("#loc"))
-    golden(f"mlp_{stage}", text)
+    golden(f"jax-{JAX}/mlp_{stage}", text)
 
 
 def test_compiling_twice_gives_the_same_text(lowered: spmd.Lowered) -> None:

@@ -1,0 +1,120 @@
+"""Runs a fuzz case: `spmd.jit` against `jax.jit`, and tells errors from ill-conditioned programs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from tests.fuzz.cases import Case, definitions, execute, tolerance
+
+PASSED, FAILED, UNSUPPORTED, INVALID = "passed", "failed", "unsupported", "invalid"
+
+
+class Outcome(NamedTuple):
+    """How a case ended.
+
+    Attributes:
+      status: `passed`; `failed`; `unsupported`: an op without a rule; `invalid`: jax itself refuses.
+      key: what is the same for failures of one cause, as far as a program can tell.
+      message: for people.
+    """
+
+    status: str
+    key: str = ""
+    message: str = ""
+
+
+def run(case: Case) -> Outcome:
+    """Compiles and runs a case both ways and compares every result."""
+    scope = execute(definitions(case))
+    args = scope["arguments"]()
+    plain = scope["make_step"](lambda x, spec: x)
+    try:
+        reference = jax.jit(plain)
+        want = [np.asarray(x) for x in reference(*args)]
+    except Exception as error:
+        return Outcome(INVALID, type(error).__name__, str(error))
+    try:
+        got = [np.asarray(x) for x in _partitioned(case, scope, args)]
+    except spmd.UnsupportedOpError as error:
+        return Outcome(UNSUPPORTED, error.what, str(error))
+    except Exception as error:
+        return Outcome(FAILED, _key(error), f"{type(error).__name__}: {error}")
+    wrong = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if differ(a, b, case)]
+    if wrong:
+        others = _other_references(reference, plain, args, case)
+        wrong = [i for i in wrong if not any(differ(o[i], want[i], case) for o in others)]
+    if not wrong:
+        return Outcome(PASSED)
+    lines = [_difference(i, got[i], want[i]) for i in wrong]
+    return Outcome(FAILED, "mismatch", "\n".join(lines))
+
+
+def _partitioned(case: Case, scope: dict[str, Any], args: Sequence[Any]) -> Any:
+    mesh = spmd.make_mesh(**dict(case.mesh))
+    step = spmd.jit(
+        scope["make_step"](lambda x, spec: spmd.mark_sharding(x, mesh, spec)),
+        mesh=mesh,
+        in_specs=scope["IN_SPECS"],
+        out_specs=scope["OUT_SPECS"],
+        options=spmd.Options(check=True),
+    )
+    return step(*args)
+
+
+def _key(error: Exception) -> str:
+    """An error's type and the words of its first line."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {re.sub(r'[%\d\[\]{}(),x]+', '', first)[:80]}"
+
+
+def differ(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], case: Case) -> bool:
+    """Whether two results are different beyond rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return True
+    if not jnp.issubdtype(b.dtype, jnp.inexact):
+        return not np.array_equal(a, b)
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    finite = np.isfinite(y)
+    if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+        return True
+    scale = np.abs(y[finite]).max(initial=1e-3)
+    # NaN where a number should be compares unequal, as it should.
+    return not bool(np.all(np.abs(x[finite] - y[finite]) <= tolerance(case) * scale))
+
+
+def _other_references(
+    reference: Any, plain: Any, args: Sequence[Any], case: Case
+) -> list[list[np.ndarray[Any, Any]]]:
+    """Results that are as right as the reference: op by op, and from arguments a touch off."""
+    found = [plain(*args)]
+    size = tolerance(case) / 64
+    for seed in range(3):
+        rng = np.random.RandomState(seed)
+        touched = [
+            (a * (1 + size * rng.uniform(-1, 1, a.shape))).astype(a.dtype)
+            if jnp.issubdtype(a.dtype, jnp.inexact)
+            else a
+            for a in args
+        ]
+        found.append(reference(*touched))
+    return [[np.asarray(x) for x in outs] for outs in found]
+
+
+def _difference(i: int, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"result {i} is {a.dtype}{a.shape}, not {b.dtype}{b.shape}"
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    off = np.nan_to_num(np.abs(x - y), nan=np.inf)
+    worst = np.unravel_index(int(off.argmax()), off.shape)
+    count = int((off > 1e-3 * np.abs(np.nan_to_num(y)).max(initial=1e-3)).sum())
+    return (
+        f"result {i}: {count} of {x.size} elements differ; "
+        f"at {[int(k) for k in worst]} it is {x[worst]:.6g}, not {y[worst]:.6g}"
+    )

@@ -1,0 +1,812 @@
+"""Random well-typed programs: a hypothesis strategy for `Case`.
+
+A program grows line by line over a pool of values; every op picks operands that fit it and has its
+result's type inferred by jax. Each float value carries a bound of its magnitude, so that nothing
+overflows; what could be discontinuous is left in, and told from errors by perturbation (`check`).
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from tests.fuzz.cases import FLOATS, Arg, Case, Line, Spec, Type, infer, without_dead_lines
+
+SIZES = (4, 8, 6, 2, 3, 1, 5, 12, 16)
+LARGEST = 1024
+MOST_ARGS = 5
+BOUND = 1e3
+
+MESHES: tuple[tuple[int, ...], ...] = (
+    (4, 2), (8,), (2, 2, 2), (2, 4), (2, 3), (2,), (5,), (1, 8), (6,), (3, 2), (2, 1, 3), (7,), (4,),
+    (1,),
+)  # fmt: skip
+AXES = ("a", "b", "c")
+
+
+class Settings(NamedTuple):
+    """What programs may contain.
+
+    Attributes:
+      most_lines: length of the longest program.
+      uneven_marks: marks inside the program may name axes that do not divide a dim.
+      loops: allow scan, fori_loop, while_loop, cond and switch.
+    """
+
+    most_lines: int = 8
+    uneven_marks: bool = False
+    loops: bool = True
+
+
+class Var(NamedTuple):
+    """A value in the pool; `bound` is the largest magnitude that it may have."""
+
+    name: str
+    type: Type
+    bound: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.type.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.type.dtype
+
+    @property
+    def rank(self) -> int:
+        return len(self.type.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.type.shape)
+
+
+def is_float(v: Var) -> bool:
+    return v.dtype in FLOATS
+
+
+def is_number(v: Var) -> bool:
+    return v.dtype != "bool"
+
+
+def anything(v: Var) -> bool:
+    return True
+
+
+class Maker:
+    """Grows one block: the program, or the body of a loop inside it."""
+
+    def __init__(self, draw: Any, mesh: Sequence[tuple[str, int]], settings: Settings,
+                 gradient: bool, outer: Maker | None = None) -> None:  # fmt: skip
+        self.draw = draw
+        self.mesh = dict(mesh)
+        self.settings = settings
+        self.gradient = gradient
+        self.outer = outer
+        self.pool: list[Var] = []
+        self.args: list[Arg] = []
+        self.lines: list[Line] = []
+        self.counter: list[int] = outer.counter if outer else [0]
+
+    # Choices.
+
+    def integer(self, low: int, high: int) -> int:
+        return self.draw(st.integers(low, high)) if high > low else low
+
+    def pick(self, options: Sequence[Any]) -> Any:
+        return options[self.integer(0, len(options) - 1)]
+
+    def flag(self, one_in: int = 2) -> bool:
+        """True one time in so many; shrinks to False."""
+        return self.integer(0, one_in - 1) == one_in - 1
+
+    def subset(self, options: Sequence[int], least: int = 0) -> tuple[int, ...]:
+        chosen = [o for o in options if self.flag()]
+        for option in options:
+            if len(chosen) < least and option not in chosen:
+                chosen.append(option)
+        return tuple(sorted(chosen))
+
+    def permutation(self, n: int) -> tuple[int, ...]:
+        return tuple(self.draw(st.permutations(range(n))))
+
+    def shape(self, most_rank: int = 3, largest: int = LARGEST) -> tuple[int, ...]:
+        shape: tuple[int, ...] = ()
+        for _ in range(self.integer(1, most_rank)):
+            fitting = [n for n in SIZES if math.prod(shape) * n <= largest]
+            shape += (self.pick(fitting),)
+        return shape
+
+    def spec(self, shape: Sequence[int], uneven: bool = False) -> Spec:
+        """A random spec, with axes that divide the shape unless `uneven`."""
+        entries: list[Any] = [()] * len(shape)
+        for name in self.draw(st.permutations(list(self.mesh))):
+            if not shape or self.flag(4):
+                continue
+            dim = self.integer(0, len(shape) - 1)
+            wanted = (*entries[dim], name)
+            if uneven or shape[dim] % math.prod(self.mesh[n] for n in wanted) == 0:
+                entries[dim] = wanted
+        return tuple(
+            e if len(e) > 1 else e[0] if e else ... if self.flag(3) else None for e in entries
+        )
+
+    def boundary_spec(self, shape: Sequence[int]) -> Spec:
+        return None if self.flag(3) else self.spec(shape)
+
+    # Values.
+
+    def name(self, letter: str = "v") -> str:
+        self.counter[0] += 1
+        return f"{letter}{self.counter[0]}"
+
+    def var(self, fits: Callable[[Var], bool] = anything) -> Var | None:
+        """A value from the pool that fits, newest most likely."""
+        fitting = [v for v in reversed(self.pool) if fits(v)]
+        return self.pick(fitting) if fitting else None
+
+    def argument(self, shape: tuple[int, ...], dtype: str) -> Var:
+        arg = Arg(self.name("x"), Type(shape, dtype), self.boundary_spec(shape))
+        self.args.append(arg)
+        self.pool.insert(0, Var(arg.name, arg.type, 1.5))
+        return self.pool[0]
+
+    def value(self, shape: tuple[int, ...], dtype: str, bound: float = BOUND) -> Var:
+        """A value of this type: from the pool, a new argument, or an iota or constant."""
+        wanted = Type(shape, dtype)
+        have = [v for v in reversed(self.pool) if v.type == wanted and v.bound <= bound]
+        kind = self.integer(0, 3)
+        if have and kind < 2:
+            return self.pick(have)
+        if kind < 3 and self.outer is None and len(self.args) < MOST_ARGS:
+            return self.argument(shape, dtype)
+        return self.made(shape, dtype)
+
+    def made(self, shape: tuple[int, ...], dtype: str) -> Var:
+        size = math.prod(shape)
+        text = self.pick((
+            f"(jnp.arange({size}) % 5 - 1).reshape({shape}).astype('{dtype}')",
+            f"jnp.full({shape}, 1, '{dtype}')",
+            f"jnp.asarray((np.arange({size}) * 7 % 11 % 5 - 1).reshape({shape}), '{dtype}')",
+            f"(lax.broadcasted_iota(jnp.int32, {shape}, {len(shape) - 1}) % 4).astype('{dtype}')"
+            if shape
+            else f"jnp.asarray(2, '{dtype}')",
+        ))  # fmt: skip
+        return self.add(text, (), 4.0)
+
+    def add(self, text: str, reads: Sequence[Var], bound: float = 4.0) -> Var:
+        """A line `v = text`; large values are scaled down on the spot."""
+        target = self.name()
+        made = self.statement(f"{target} = {text}", target, [v.name for v in reads])
+        assert isinstance(made, Type)
+        var = Var(target, made, bound)
+        if made.dtype in FLOATS and bound > BOUND:
+            self.pool.append(var)
+            power = math.ceil(math.log2(bound / 8))
+            var = self.add(f"{target} * {2.0**-power!r}", [var], 8.0)
+            return var
+        self.pool.append(var)
+        return var
+
+    def tuple_of(self, text: str, target: str, reads: Sequence[str], bounds: Sequence[float]) -> None:
+        """A statement that defines a tuple, and a line for each element of it."""
+        types = self.statement(text, target, reads)
+        assert isinstance(types, list)
+        for i, (type_, bound) in enumerate(zip(types, bounds, strict=True)):
+            name = self.name()
+            self.lines.append(Line(name, f"{name} = {target}[{i}]", (target,), type_))
+            self.pool.append(Var(name, type_, bound))
+
+    def statement(self, text: str, target: str, reads: Sequence[str]) -> list[Type] | Type:
+        known = {v.name: v.type for v in self.visible()}
+        reads = tuple(dict.fromkeys(reads))
+        made = infer(text, target, [(name, known[name]) for name in reads])
+        type_ = made if isinstance(made, Type) else None
+        self.lines.append(Line(target, text, reads, type_))
+        return made
+
+    def visible(self) -> list[Var]:
+        return self.pool + (self.outer.visible() if self.outer else [])
+
+    def grow(self, lines: int, ops: Sequence[Callable[[Maker], None]]) -> None:
+        """Adds up to so many ops."""
+        for _ in range(lines):
+            if not self.flag(8):
+                self.pick(ops)(self)
+
+
+# ---------------------------------------------------------------------------------------------
+# Elementwise.
+
+UNARY: tuple[tuple[str, Callable[[float], float]], ...] = (
+    ("{0} * 0.5", lambda b: b / 2),
+    ("-{0}", lambda b: b),
+    ("jnp.tanh({0})", lambda b: 1),
+    ("jnp.sin({0})", lambda b: 1),
+    ("{0} + 1.0", lambda b: b + 1),
+    ("jnp.abs({0})", lambda b: b),
+    ("{0} * {0}", lambda b: b * b),
+    ("jnp.exp(-jnp.abs({0}))", lambda b: 1),
+    ("jnp.sqrt(jnp.abs({0}) + 0.25)", lambda b: b + 1),
+    ("jax.nn.relu({0})", lambda b: b),
+    ("jnp.floor({0})", lambda b: b + 1),
+    ("jnp.sign({0})", lambda b: 1),
+    ("lax.optimization_barrier({0})", lambda b: b),
+    ("lax.stop_gradient({0})", lambda b: b),
+)
+INT_UNARY = ("{0} + 3", "{0} % 5", "-{0}", "~{0}", "{0} // 3", "lax.population_count({0})")
+BINARY: tuple[tuple[str, Callable[[float, float], float]], ...] = (
+    ("{0} + {1}", lambda a, b: a + b),
+    ("{0} * {1}", lambda a, b: a * b),
+    ("{0} - {1}", lambda a, b: a + b),
+    ("jnp.maximum({0}, {1})", max),
+    ("jnp.minimum({0}, {1})", max),
+    ("{0} / (jnp.abs({1}) + 1)", lambda a, b: a),
+    ("jnp.where({0} < {1}, {0}, {1} * 2)", lambda a, b: max(a, 2 * b)),
+)
+INT_BINARY = ("{0} + {1}", "{0} * {1}", "{0} & {1}", "{0} ^ {1}", "jnp.maximum({0}, {1})")
+BOOL_BINARY = ("{0} & {1}", "{0} | {1}", "{0} ^ {1}")
+
+
+def unary(m: Maker) -> None:
+    v = m.var()
+    if v is None:
+        return
+    if v.dtype == "bool":
+        m.add(f"~{v.name}", [v])
+    elif v.dtype == "int32":
+        m.add(m.pick(INT_UNARY).format(v.name), [v])
+    else:
+        text, bound = m.pick(UNARY)
+        m.add(text.format(v.name), [v], bound(v.bound))
+
+
+def binary(m: Maker) -> None:
+    v = m.var()
+    if v is None:
+        return
+    w = m.value(v.shape, v.dtype)
+    x, y = (w, v) if m.flag() else (v, w)
+    if v.dtype == "bool":
+        m.add(m.pick(BOOL_BINARY).format(x.name, y.name), [x, y])
+    elif v.dtype == "int32":
+        m.add(m.pick(INT_BINARY).format(x.name, y.name), [x, y])
+    else:
+        text, bound = m.pick(BINARY)
+        m.add(text.format(x.name, y.name), [x, y], bound(x.bound, y.bound))
+
+
+def compare(m: Maker) -> None:
+    v = m.var(is_number)
+    if v is not None:
+        w = m.value(v.shape, v.dtype)
+        m.add(f"{v.name} {m.pick(('<', '>=', '==', '!='))} {w.name}", [v, w])
+
+
+def select(m: Maker) -> None:
+    v = m.var(is_number)
+    if v is not None:
+        w = m.value(v.shape, v.dtype)
+        if m.flag():
+            p = scalar(m, "bool")
+            m.add(f"lax.select({p.name}, {v.name}, {w.name})", [p, v, w], max(v.bound, w.bound))
+        else:
+            p = m.value(v.shape, "bool")
+            m.add(f"jnp.where({p.name}, {v.name}, {w.name})", [p, v, w], max(v.bound, w.bound))
+
+
+def convert(m: Maker) -> None:
+    v = m.var()
+    if v is None:
+        return
+    dtype = m.pick([d for d in ("bfloat16", "float32", "int32", "bool") if d != v.dtype])
+    if dtype == "bool":
+        m.add(f"{v.name} > 0", [v])
+    elif v.dtype == "int32":
+        m.add(f"({v.name} % 7).astype('{dtype}')", [v], 7.0)
+    else:
+        m.add(f"{v.name}.astype('{dtype}')", [v], max(v.bound, 1))
+
+
+def scalar(m: Maker, dtype: str) -> Var:
+    """A value of rank 0, out of some tensor if there is one."""
+    v = m.var(lambda v: v.dtype == dtype)
+    if v is None:
+        v = m.value((), dtype)
+    if v.rank == 0:
+        return v
+    reduced = {"bool": f"{v.name}.any()", "int32": f"{v.name}.max()"}.get(dtype)
+    element = f"{v.name}[{', '.join(['0'] * v.rank)}]"
+    return m.add(element if reduced is None or m.flag() else reduced, [v], v.bound)
+
+
+# ---------------------------------------------------------------------------------------------
+# Contractions.
+
+
+def dot(m: Maker) -> None:
+    v = m.var(lambda v: is_float(v) and v.rank > 0)
+    if v is None:
+        return
+    roles = [m.integer(0, 2) for _ in range(v.rank)]  # 0: contracted, 1: free, 2: batch
+    contract = [d for d, role in enumerate(roles) if role == 0]
+    batch = [d for d, role in enumerate(roles) if role == 2]
+    kept = math.prod(v.shape[d] for d in batch)
+    budget = LARGEST // math.prod(n for d, n in enumerate(v.shape) if d not in contract)
+    free = m.shape(2, max(1, budget)) if m.flag() else ()
+    inner = [v.shape[d] for d in (*batch, *contract)] + list(free)
+    if math.prod(inner) > LARGEST * 4 or kept * math.prod(free) > LARGEST or len(inner) > 5:
+        return
+    order = m.permutation(len(inner))
+    w = m.value(tuple(inner[i] for i in order), v.dtype)
+    where = {i: place for place, i in enumerate(order)}
+    rhs_batch = tuple(where[i] for i in range(len(batch)))
+    rhs_contract = tuple(where[len(batch) + i] for i in range(len(contract)))
+    dims = ((tuple(contract), rhs_contract), (tuple(batch), rhs_batch))
+    lhs, rhs = v, w
+    if m.flag():
+        lhs, rhs, dims = w, v, tuple((b, a) for a, b in dims)  # type: ignore[assignment]
+    bound = math.prod(v.shape[d] for d in contract) * v.bound * w.bound
+    m.add(f"lax.dot_general({lhs.name}, {rhs.name}, {dims})", [lhs, rhs], bound)
+
+
+def reduce(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0)
+    if v is None:
+        return
+    dims = m.subset(range(v.rank), least=1)
+    count = math.prod(v.shape[d] for d in dims)
+    if v.dtype == "bool":
+        m.add(f"{v.name}.{m.pick(('any', 'all'))}({dims})", [v])
+        return
+    kind = m.pick(("sum", "max", "min", "prod", "mean", "init", "argmax", "other"))
+    if kind in ("argmax", "other"):
+        _reduce_other(m, v, dims, kind)
+    elif kind == "init":
+        op = m.pick(("add", "max", "min", "mul"))
+        m.add(
+            f"lax.reduce({v.name}, np.asarray(2, {v.name}.dtype), lax.{op}, {dims})",
+            [v],
+            _power(max(v.bound, 2), count + 1) if op == "mul" else v.bound * count + 2,
+        )
+    elif kind == "prod" and is_float(v):
+        m.add(f"jnp.tanh({v.name}).prod({dims})", [v], 1.0)
+    elif kind == "mean" and v.dtype == "int32":
+        m.add(f"({v.name} % 3).sum({dims})", [v])
+    else:
+        m.add(f"{v.name}.{kind}({dims})", [v], v.bound * (count if kind == "sum" else 1))
+
+
+def _power(base: float, exponent: int) -> float:
+    return base**exponent if exponent * math.log10(base) < 30 else 1e30
+
+
+def _reduce_other(m: Maker, v: Var, dims: tuple[int, ...], kind: str) -> None:
+    if kind == "argmax":
+        m.add(f"jnp.{m.pick(('argmax', 'argmin'))}({v.name}, {dims[0]})", [v])
+    elif is_float(v):
+        m.add(f"jax.nn.{m.pick(('softmax', 'logsumexp'))}({v.name}, {dims})", [v], v.bound + 8)
+    else:
+        op = m.pick(("bitwise_xor", "bitwise_or", "bitwise_and"))
+        m.add(f"lax.reduce({v.name}, np.int32(3), lax.{op}, {dims})", [v])
+
+
+def scan_sum(m: Maker) -> None:
+    """cumsum and its kin."""
+    v = m.var(lambda v: is_number(v) and v.rank > 0)
+    if v is None:
+        return
+    dim = m.integer(0, v.rank - 1)
+    op = m.pick(("cumsum", "cummax", "cumprod", "cumlogsumexp"))
+    if op == "cumlogsumexp" and not is_float(v):
+        op = "cummin"
+    x = f"jnp.tanh({v.name})" if op == "cumprod" and is_float(v) else v.name
+    bound = v.bound * v.shape[dim] + 8
+    m.add(f"lax.{op}({x}, {dim}, reverse={m.flag()})", [v], bound)
+
+
+# ---------------------------------------------------------------------------------------------
+# Shapes.
+
+
+def broadcast(m: Maker) -> None:
+    v = m.var(lambda v: v.rank < 4)
+    if v is None:
+        return
+    shape, places = [], []
+    budget = LARGEST // max(v.size, 1)
+    for size in v.shape:
+        if m.flag(3) and len(shape) < 3:
+            shape.append(m.pick([n for n in SIZES if n <= max(budget, 1)]))
+            budget //= shape[-1]
+        places.append(len(shape))
+        expanded = size
+        if size == 1 and m.flag():
+            expanded = m.pick([n for n in SIZES if n <= max(budget, 1)])
+            budget //= expanded
+        shape.append(expanded)
+    if len(shape) == v.rank or m.flag():
+        shape.append(m.pick([n for n in SIZES if n <= max(budget, 1)]))
+    m.add(f"lax.broadcast_in_dim({v.name}, {tuple(shape)}, {tuple(places)})", [v], v.bound)
+
+
+def _split(m: Maker, size: int) -> tuple[int, ...]:
+    divisors = [n for n in range(2, size) if size % n == 0]
+    if not divisors:
+        return (size,)
+    major = m.pick(divisors)
+    return (major, size // major)
+
+
+def reshape(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0)
+    if v is None:
+        return
+    shape = list(v.shape)
+    kind = m.integer(0, 3)
+    dim = m.integer(0, v.rank - 1)
+    if kind == 0 and v.rank < 4:
+        shape[dim : dim + 1] = _split(m, shape[dim])
+    elif kind == 1 and dim + 1 < v.rank:
+        shape[dim : dim + 2] = [shape[dim] * shape[dim + 1]]
+    elif kind == 2 and v.rank < 4:
+        shape.insert(dim, 1)
+    else:
+        shape = list(_split(m, v.size)) if m.flag() else [v.size]
+        if len(shape) == 2 and m.flag():
+            shape[1:] = _split(m, shape[1])
+    m.add(f"{v.name}.reshape({tuple(shape)})", [v], v.bound)
+
+
+def transpose(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 1)
+    if v is not None:
+        m.add(f"{v.name}.transpose({m.permutation(v.rank)})", [v], v.bound)
+
+
+def slice_(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0)
+    if v is None:
+        return
+    parts = []
+    for size in v.shape:
+        if m.flag():
+            parts.append(":")
+            continue
+        start = m.integer(0, size - 1)
+        stop = m.integer(start + 1, size)
+        parts.append(f"{start}:{stop}:{m.integer(1, 3)}")
+    m.add(f"{v.name}[{', '.join(parts)}]", [v], v.bound)
+
+
+def pad(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0 and is_number(v) and v.size * 4 <= LARGEST)
+    if v is None:
+        return
+    config = []
+    for size in v.shape:
+        low, high, inner = 0, 0, 0
+        if m.flag():
+            low, inner = m.integer(-1, 3), m.integer(0, 1)
+            high = m.integer(-1, 3)
+        if low + high + size + inner * (size - 1) < 1:
+            low = high = 0
+        config.append((low, high, inner))
+    fill = f"np.asarray({m.pick((0, 2))}, {v.name}.dtype)"
+    m.add(f"lax.pad({v.name}, {fill}, {tuple(config)})", [v], max(v.bound, 2))
+
+
+def concatenate(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0 and v.size * 3 <= LARGEST)
+    if v is None:
+        return
+    dim = m.integer(0, v.rank - 1)
+    parts = [v]
+    for _ in range(m.integer(1, 2)):
+        size = v.shape[dim] if m.flag() else m.pick(SIZES[:6])
+        if v.size // v.shape[dim] * size <= LARGEST // 3:
+            parts.append(m.value((*v.shape[:dim], size, *v.shape[dim + 1 :]), v.dtype))
+    names = ", ".join(p.name for p in parts)
+    m.add(f"jnp.concatenate([{names}], {dim})", parts, max(p.bound for p in parts))
+
+
+def reverse(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0)
+    if v is None:
+        return
+    if m.flag():
+        dims = m.subset(range(v.rank), least=1)
+        m.add(f"lax.rev({v.name}, {dims})", [v], v.bound)
+    else:
+        dim = m.integer(0, v.rank - 1)
+        m.add(f"jnp.roll({v.name}, {m.integer(-2, 3)}, {dim})", [v], v.bound)
+
+
+# ---------------------------------------------------------------------------------------------
+# Indexing.
+
+
+def _starts(m: Maker, shape: Sequence[int], sizes: Sequence[int]) -> tuple[str, list[Var]]:
+    """Start indices as text: constants, and scalars out of the program (often out of range)."""
+    texts, reads = [], []
+    for size, part in zip(shape, sizes, strict=True):
+        if m.flag():
+            v = scalar(m, "int32")
+            reads.append(v)
+            texts.append(v.name)
+        else:
+            texts.append(f"np.int32({m.integer(-1, size - part + 1)})")
+    return f"({', '.join(texts)},)", reads
+
+
+def dynamic_slice(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0)
+    if v is None:
+        return
+    sizes = tuple(m.pick((n, m.integer(1, n))) for n in v.shape)
+    starts, reads = _starts(m, v.shape, sizes)
+    m.add(f"lax.dynamic_slice({v.name}, {starts}, {sizes})", [v, *reads], v.bound)
+
+
+def dynamic_update_slice(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0)
+    if v is None:
+        return
+    sizes = tuple(m.pick((n, m.integer(1, n))) for n in v.shape)
+    w = m.value(sizes, v.dtype)
+    starts, reads = _starts(m, v.shape, sizes)
+    m.add(
+        f"lax.dynamic_update_slice({v.name}, {w.name}, {starts})",
+        [v, w, *reads],
+        max(v.bound, w.bound),
+    )
+
+
+def take(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0)
+    if v is None:
+        return
+    dim = m.integer(0, v.rank - 1)
+    index_shape = m.shape(2, max(1, LARGEST // v.size))
+    if v.rank - 1 + len(index_shape) > 4:
+        return
+    i = m.value(index_shape, "int32")
+    mode = m.pick(("clip", "wrap", "fill"))
+    fill = ", fill_value=0" if mode == "fill" else ""
+    m.add(f"jnp.take({v.name}, {i.name}, {dim}, mode='{mode}'{fill})", [v, i], v.bound)
+
+
+def take_along(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0)
+    if v is None:
+        return
+    dim = m.integer(0, v.rank - 1)
+    count = m.pick([n for n in SIZES if v.size // v.shape[dim] * n <= LARGEST])
+    i = m.value((*v.shape[:dim], count, *v.shape[dim + 1 :]), "int32")
+    m.add(
+        f"jnp.take_along_axis({v.name}, {i.name} % {v.shape[dim]}, {dim}, mode='clip')",
+        [v, i],
+        v.bound,
+    )
+
+
+def scatter(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0 and is_number(v))
+    if v is None:
+        return
+    dim = m.integer(0, v.rank - 1)
+    size = v.shape[dim]
+    kind = m.pick(("add", "set", "max", "min"))
+    if kind == "set":  # which one of equal indices wins is not defined
+        count = m.integer(1, size)
+        index, reads = f"np.asarray({m.permutation(size)[:count]})", []
+    else:
+        i = m.value((m.pick(SIZES),), "int32")
+        count, index, reads = i.shape[0], i.name, [i]
+    if v.size // size * count > LARGEST:
+        return
+    w = m.value((*v.shape[:dim], count, *v.shape[dim + 1 :]), v.dtype)
+    place = ", ".join([":"] * dim + [index])
+    bound = v.bound + w.bound * (count if kind == "add" else 1)
+    m.add(f"{v.name}.at[{place}].{kind}({w.name}, mode='drop')", [v, w, *reads], bound)
+
+
+def points(m: Maker) -> None:
+    """Gather or scatter-add of single elements by index tuples."""
+    v = m.var(lambda v: v.rank > 1 and is_number(v))
+    if v is None:
+        return
+    i = m.value((m.pick(SIZES),), "int32")
+    place = f"{i.name}, {i.name} * 2 + 1" + ", :" * (v.rank - 2)
+    if m.flag() or v.size // (v.shape[0] * v.shape[1]) * i.size > LARGEST:
+        m.add(f"{v.name}.at[{place}].get(mode='clip')", [v, i], v.bound)
+        return
+    w = m.value((i.shape[0], *v.shape[2:]), v.dtype)
+    m.add(
+        f"{v.name}.at[{place}].add({w.name}, mode='drop')",
+        [v, i, w],
+        v.bound + w.bound * i.size,
+    )
+
+
+def sort(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0 and is_number(v))
+    if v is None:
+        return
+    dim = m.integer(0, v.rank - 1)
+    kind = m.integer(0, 2)
+    if kind == 0:
+        m.add(f"jnp.sort({v.name}, {dim})", [v], v.bound)
+    elif kind == 1:
+        m.add(f"jnp.argsort({v.name}, {dim})", [v])
+    else:
+        w = m.value(v.shape, m.pick(("float32", "int32")))
+        target = m.name("t")
+        text = f"{target} = lax.sort(({v.name}, {w.name}), dimension={dim}, num_keys=1)"
+        m.tuple_of(text, target, [v.name, w.name], [v.bound, w.bound])
+
+
+# ---------------------------------------------------------------------------------------------
+# Marks and control flow.
+
+
+def mark(m: Maker) -> None:
+    v = m.var(lambda v: v.rank > 0)
+    if v is not None:
+        spec = m.spec(v.shape, uneven=m.settings.uneven_marks and m.flag())
+        m.add(f"mark({v.name}, {spec!r})", [v], v.bound)
+
+
+def _body(m: Maker, params: Sequence[Var], captured: int) -> Maker:
+    inner = Maker(m.draw, tuple(m.mesh.items()), m.settings, m.gradient, m)
+    for _ in range(captured):
+        seen = m.var()
+        if seen is not None and seen not in inner.pool:
+            inner.pool.append(seen)
+    inner.pool += params
+    inner.grow(m.integer(1, 3), SIMPLE)
+    return inner
+
+
+def _close(inner: Maker, carry: Var) -> tuple[str, str]:
+    """What a body returns for a carry: something of its type that does not grow, and its name."""
+    fits = [v for v in reversed(inner.pool) if v.type == carry.type and v.name != carry.name]
+    v = inner.pick(fits) if fits else carry
+    grows = carry.dtype in FLOATS and v.bound > carry.bound
+    return (f"jnp.sin({v.name})" if grows else v.name), v.name
+
+
+def _define(m: Maker, name: str, params: str, inner: Maker, returns: str) -> str:
+    body = "\n".join([line.text for line in inner.lines] + [f"return {returns}"])
+    return f"def {name}({params}):\n{textwrap.indent(body, '    ')}\n"
+
+
+def _reads(m: Maker, inner: Maker, params: Sequence[str], *more: str) -> list[str]:
+    local = {line.target for line in inner.lines} | set(params)
+    inside = [name for line in inner.lines for name in line.reads if name not in local]
+    names = {v.name for v in m.visible()}
+    return [name for name in (*inside, *more) if name in names]
+
+
+def scan(m: Maker) -> None:
+    init = m.var(lambda v: v.rank > 0)
+    if init is None:
+        return
+    xs = m.var(lambda v: v.rank > 1 and v.shape[0] <= 8)
+    trips = xs.shape[0] if xs else m.integer(1, 4)
+    adds = m.flag() and is_float(init)
+    f, c, x = m.name("f"), m.name("c"), m.name("s")
+    bound = init.bound if not is_float(init) else max(init.bound, 1.0)
+    carry = Var(c, init.type, bound)
+    params = [Var(x, Type(xs.shape[1:], xs.dtype), xs.bound)] if xs else []
+    inner = _body(m, params if adds else [*params, carry], 2)
+    if adds:  # sums up something that does not depend on the sum
+        fits = [v for v in reversed(inner.pool) if v.type == init.type]
+        term = inner.pick(fits) if fits else inner.made(init.shape, init.dtype)
+        result, bound = f"{c} + {term.name}", init.bound + trips * term.bound
+        reads = [term.name]
+    else:
+        result, *reads = _close(inner, carry)
+    if bound > BOUND:
+        return
+    stacks = [v for v in reversed(inner.pool) if v.size * trips <= LARGEST and v.rank < 4]
+    y = inner.pick(stacks) if stacks and m.flag() else None
+    text = _define(m, f, f"{c}, {x}", inner, f"{result}, {y.name if y else '()'}")
+    target = m.name("t")
+    given = f"{xs.name}" if xs else f"None, length={trips}"
+    stacked = f"[0], {target}[1]" if y else "[0],"
+    text += f"{target} = lax.scan({f}, {init.name}, {given}, reverse={m.flag(3)})\n"
+    text += f"{target} = ({target}{stacked})"
+    names = [*reads, init.name, *([xs.name] if xs else []), *([y.name] if y else [])]
+    bounds = [bound, y.bound] if y else [bound]
+    m.tuple_of(text, target, _reads(m, inner, (c, x), *names), bounds)
+
+
+def loop(m: Maker) -> None:
+    """fori_loop, or a while_loop whose trip count only the data knows."""
+    init = m.var(lambda v: v.rank > 0)
+    if init is None:
+        return
+    f, c, i = m.name("f"), m.name("c"), m.name("i")
+    carry = Var(c, init.type, max(init.bound, 1.0) if is_float(init) else init.bound)
+    count = scalar(m, "int32") if not m.gradient and m.flag(3) else None
+    inner = _body(m, [Var(i, Type((), "int32"), 8.0), carry], 2)
+    result, *reads = _close(inner, carry)
+    text = _define(m, f, f"{i}, {c}", inner, result)
+    target = m.name()
+    if count is None:
+        text += f"{target} = lax.fori_loop(0, {m.integer(1, 4)}, {f}, {init.name})"
+    else:
+        text += (
+            f"{target} = lax.while_loop(lambda s: s[0] < jnp.clip({count.name}, 0, 3), "
+            f"lambda s: (s[0] + 1, {f}(s[0], s[1])), (0, {init.name}))[1]"
+        )
+        reads.append(count.name)
+    made = m.statement(text, target, _reads(m, inner, (c, i), init.name, *reads))
+    assert isinstance(made, Type)
+    m.pool.append(Var(target, made, carry.bound))
+
+
+def branch(m: Maker) -> None:
+    """cond or switch."""
+    v = m.var(lambda v: v.rank > 0)
+    if v is None:
+        return
+    count = m.integer(2, 3)
+    pred = scalar(m, "bool" if count == 2 else "int32")
+    text, names, reads = "", [], [pred.name, v.name]
+    bound = v.bound
+    for _ in range(count):
+        f, x = m.name("f"), m.name("b")
+        inner = _body(m, [Var(x, v.type, v.bound)], 1)
+        fits = [w for w in reversed(inner.pool) if w.type == v.type]
+        out = inner.pick(fits)
+        bound = max(bound, out.bound)
+        text += _define(m, f, x, inner, out.name)
+        reads += _reads(m, inner, (x,), out.name)
+        names.append(f)
+    target = m.name()
+    if count == 2:
+        text += f"{target} = lax.cond({pred.name}, {', '.join(names)}, {v.name})"
+    else:
+        text += f"{target} = lax.switch({pred.name}, [{', '.join(names)}], {v.name})"
+    made = m.statement(text, target, reads)
+    assert isinstance(made, Type)
+    m.pool.append(Var(target, made, bound))
+
+
+SIMPLE: tuple[Callable[[Maker], None], ...] = (
+    unary, binary, dot, reduce, reshape, transpose, broadcast, slice_, select, compare, convert,
+    pad, concatenate, reverse, dynamic_slice, dynamic_update_slice, take, take_along, scatter,
+    points, sort, mark,
+)  # fmt: skip
+ALL = (*SIMPLE, binary, dot, reduce, reshape, scan_sum, scan, loop, branch)
+
+
+# ---------------------------------------------------------------------------------------------
+# Cases.
+
+
+@st.composite
+def cases(draw: Any, settings: Settings = Settings()) -> Case:  # noqa: B008
+    """Programs with their arguments, specs and mesh."""
+    sizes = draw(st.sampled_from(MESHES))
+    mesh = tuple(zip(AXES, sizes, strict=False))
+    gradient = draw(st.booleans())
+    m = Maker(draw, mesh, settings, gradient)
+    for _ in range(m.integer(1, 3)):
+        m.argument(m.shape(), m.pick(("float32", "float32", "int32", "bfloat16")))
+    m.grow(m.integer(1, settings.most_lines), ALL if settings.loops else SIMPLE)
+    results = tuple(
+        dict.fromkeys(m.pick(list(reversed(m.pool))).name for _ in range(m.integer(1, 3)))
+    )
+    shapes = {v.name: v.shape for v in m.pool}
+    out_specs = tuple(m.boundary_spec(shapes[name]) for name in results)
+    return without_dead_lines(
+        Case(mesh, tuple(m.args), tuple(m.lines), results, out_specs, gradient)
+    )
