@@ -3,8 +3,9 @@
 before: `%3 = all_reduce %1 {data}; ...; %9 = all_reduce %8 {data}`
 after:  `...; %20 = all_reduce concatenate(flat %1, flat %8) {data}; %3, %9 = slices of %20`
 
-A small collective costs latency, not bytes: one for all costs it once. An all-reduce waits until
-one of the waiting results is read, so that nothing is delayed that was needed earlier.
+A small collective costs latency, not bytes: one for all costs it once. Small all-reduces move up
+to where their operand is made; there they wait until one of the waiting results is read, so that
+nothing is delayed that was needed earlier.
 
 (StableHLO's variadic all_reduce would say the same without copies, but XLA 0.10's export rejects
 it inside a manually partitioned loop: "Sharding is tuple-shaped but validation shape is not".)
@@ -41,7 +42,7 @@ def combine(program: Program, small_bytes: int = SMALL_BYTES) -> Program:
                 del results_of[member.results[0]]
             ops.extend(_combined(group, types))
 
-        for op in old.ops:
+        for op in _started_early(old, small_bytes):
             reads = op.operands
             if op.regions:
                 op = op._replace(regions=tuple(region(r) for r in op.regions))
@@ -61,6 +62,26 @@ def combine(program: Program, small_bytes: int = SMALL_BYTES) -> Program:
 
     body = region(program.body)
     return program._replace(types=tuple(types), body=body)
+
+
+def _started_early(region: Region, small_bytes: int) -> list[Op]:
+    """The ops of a block with every small all-reduce right behind the op that makes its operand."""
+    early: dict[Value, list[Op]] = {}
+    made = {result for op in region.ops for result in op.results}
+    for op in region.ops:
+        if _is_small(op, small_bytes) and op.operands[0] in made:
+            early.setdefault(op.operands[0], []).append(op)
+    moved = {id(op) for ops in early.values() for op in ops}
+    ordered: list[Op] = []
+    waiting = [op for op in region.ops if id(op) not in moved]
+    for op in waiting:
+        ordered.append(op)
+        ready = list(op.results)
+        while ready:  # an all-reduce may feed another one over other axes
+            for follower in early.get(ready.pop(0), ()):
+                ordered.append(follower)
+                ready += follower.results
+    return ordered
 
 
 def _is_small(op: Op, small_bytes: int) -> bool:

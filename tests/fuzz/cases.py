@@ -154,10 +154,12 @@ _GRADIENT_STEP = """
             outs = program(
                 *(next(given) if jnp.issubdtype(a.dtype, jnp.inexact) else a for a in args)
             )
-            return sum(weights(o) for o in outs if jnp.issubdtype(o.dtype, jnp.inexact))
+            floats = (o for o in outs.values() if jnp.issubdtype(o.dtype, jnp.inexact))
+            return sum(weights(o) for o in floats)
 
         floats = [a for a in args if jnp.issubdtype(a.dtype, jnp.inexact)]
-        return *program(*args), *jax.grad(loss, tuple(range(len(floats))))(*floats)
+        grads = jax.grad(loss, tuple(range(len(floats))))(*floats)
+        return program(*args) | {f"gradient{i}": g for i, g in enumerate(grads)}
 """
 
 _MAIN = '''
@@ -178,10 +180,10 @@ def main():
     )
     print(step.lower(*args).explain())
     got = step(*args)
-    for i, (a, b) in enumerate(zip(got, want)):
-        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
-        print(f"result {i}: largest difference", np.abs(a - b).max(initial=0))
-        np.testing.assert_allclose(a, b, rtol=RTOL, atol=RTOL)
+    for name in want:
+        a, b = (np.asarray(x[name]).astype(np.float64) for x in (got, want))
+        print(f"{name}: largest difference", np.abs(a - b).max(initial=0))
+        np.testing.assert_allclose(a, b, rtol=RTOL, atol=RTOL * np.abs(b).max(initial=1e-3))
 
 
 if __name__ == "__main__":
@@ -211,9 +213,9 @@ def definitions(case: Case) -> str:
 def program_text(case: Case) -> str:
     """The program as a function that returns it."""
     names = ", ".join(arg.name for arg in case.args)
-    body = "\n".join(line.text for line in case.lines)
-    returned = f"return ({', '.join(case.results)},)"
-    program = f"def program({names}):\n{textwrap.indent(f'{body}\n{returned}'.strip(), '    ')}"
+    returned = ", ".join(f'"{name}": {name}' for name in case.results)
+    body = [line.text for line in case.lines] + [f"return {{{returned}}}"]
+    program = f"def program({names}):\n" + textwrap.indent("\n".join(body), "    ")
     return f"\n\ndef make_program(mark):\n{textwrap.indent(program, '    ')}\n\n    return program\n"
 
 
@@ -231,9 +233,10 @@ def tolerance(case: Case) -> float:
     return 5e-2 if narrow else 1e-4
 
 
-def _all_out_specs(case: Case) -> tuple[Spec, ...]:
+def _all_out_specs(case: Case) -> dict[str, Spec]:
+    specs = dict(zip(case.results, case.out_specs, strict=True))
     floats = sum(arg.type.dtype in FLOATS for arg in case.args) if has_gradient(case) else 0
-    return case.out_specs + (None,) * floats
+    return specs | {f"gradient{i}": None for i in range(floats)}
 
 
 def _arguments_text(args: Iterable[Arg]) -> str:

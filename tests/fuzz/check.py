@@ -37,23 +37,27 @@ def run(case: Case) -> Outcome:
     plain = scope["make_step"](lambda x, spec: x)
     try:
         reference = jax.jit(plain)
-        want = [np.asarray(x) for x in reference(*args)]
+        want = _arrays(reference(*args))
     except Exception as error:
         return Outcome(INVALID, type(error).__name__, str(error))
     try:
-        got = [np.asarray(x) for x in _partitioned(case, scope, args)]
+        got = _arrays(_partitioned(case, scope, args))
     except spmd.UnsupportedOpError as error:
         return Outcome(UNSUPPORTED, error.what, str(error))
     except Exception as error:
         return Outcome(FAILED, _key(error), f"{type(error).__name__}: {error}")
-    wrong = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if differ(a, b, case)]
+    wrong = [name for name in want if differ(got[name], want[name], case)]
     if wrong:
         others = _other_references(reference, plain, args, case)
-        wrong = [i for i in wrong if not any(differ(o[i], want[i], case) for o in others)]
+        wrong = [n for n in wrong if not any(differ(o[n], want[n], case) for o in others)]
     if not wrong:
         return Outcome(PASSED)
-    lines = [_difference(i, got[i], want[i]) for i in wrong]
+    lines = [_difference(name, got[name], want[name]) for name in wrong]
     return Outcome(FAILED, "mismatch", "\n".join(lines))
+
+
+def _arrays(results: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: np.asarray(x) for name, x in results.items()}
 
 
 def _partitioned(case: Case, scope: dict[str, Any], args: Sequence[Any]) -> Any:
@@ -71,7 +75,8 @@ def _partitioned(case: Case, scope: dict[str, Any], args: Sequence[Any]) -> Any:
 def _key(error: Exception) -> str:
     """An error's type and the words of its first line."""
     first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {re.sub(r'[%\d\[\]{}(),x]+', '', first)[:80]}"
+    words = re.sub(r"[%\d\[\]{}(),x]+", "", first)[:80]
+    return f"{type(error).__name__}: {words}"
 
 
 def differ(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], case: Case) -> bool:
@@ -91,7 +96,7 @@ def differ(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], case: Case) -> bool
 
 def _other_references(
     reference: Any, plain: Any, args: Sequence[Any], case: Case
-) -> list[list[np.ndarray[Any, Any]]]:
+) -> list[dict[str, np.ndarray[Any, Any]]]:
     """Results that are as right as the reference: op by op, and from arguments a touch off."""
     found = [plain(*args)]
     size = tolerance(case) / 64
@@ -104,17 +109,17 @@ def _other_references(
             for a in args
         ]
         found.append(reference(*touched))
-    return [[np.asarray(x) for x in outs] for outs in found]
+    return [_arrays(outs) for outs in found]
 
 
-def _difference(i: int, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
+def _difference(name: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
     if a.shape != b.shape or a.dtype != b.dtype:
-        return f"result {i} is {a.dtype}{a.shape}, not {b.dtype}{b.shape}"
+        return f"{name} is {a.dtype}{a.shape}, not {b.dtype}{b.shape}"
     x, y = a.astype(np.float64), b.astype(np.float64)
     off = np.nan_to_num(np.abs(x - y), nan=np.inf)
     worst = np.unravel_index(int(off.argmax()), off.shape)
     count = int((off > 1e-3 * np.abs(np.nan_to_num(y)).max(initial=1e-3)).sum())
     return (
-        f"result {i}: {count} of {x.size} elements differ; "
+        f"{name}: {count} of {x.size} elements differ; "
         f"at {[int(k) for k in worst]} it is {x[worst]:.6g}, not {y[worst]:.6g}"
     )

@@ -37,7 +37,7 @@ class Settings(NamedTuple):
       loops: allow scan, fori_loop, while_loop, cond and switch.
     """
 
-    most_lines: int = 8
+    most_lines: int = 10
     uneven_marks: bool = False
     loops: bool = True
 
@@ -146,9 +146,11 @@ class Maker:
         return f"{letter}{self.counter[0]}"
 
     def var(self, fits: Callable[[Var], bool] = anything) -> Var | None:
-        """A value from the pool that fits, newest most likely."""
+        """A value from the pool that fits, the newest half of the time."""
         fitting = [v for v in reversed(self.pool) if fits(v)]
-        return self.pick(fitting) if fitting else None
+        if not fitting or not self.flag():
+            return fitting[0] if fitting else None
+        return self.pick(fitting)
 
     def argument(self, shape: tuple[int, ...], dtype: str) -> Var:
         arg = Arg(self.name("x"), Type(shape, dtype), self.boundary_spec(shape))
@@ -216,8 +218,7 @@ class Maker:
     def grow(self, lines: int, ops: Sequence[Callable[[Maker], None]]) -> None:
         """Adds up to so many ops."""
         for _ in range(lines):
-            if not self.flag(8):
-                self.pick(ops)(self)
+            self.pick(ops)(self)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -801,10 +802,9 @@ def cases(draw: Any, settings: Settings = Settings()) -> Case:  # noqa: B008
     m = Maker(draw, mesh, settings, gradient)
     for _ in range(m.integer(1, 3)):
         m.argument(m.shape(), m.pick(("float32", "float32", "int32", "bfloat16")))
-    m.grow(m.integer(1, settings.most_lines), ALL if settings.loops else SIMPLE)
-    results = tuple(
-        dict.fromkeys(m.pick(list(reversed(m.pool))).name for _ in range(m.integer(1, 3)))
-    )
+    m.grow(m.integer(2, settings.most_lines), ALL if settings.loops else SIMPLE)
+    picked = (m.var() for _ in range(m.integer(1, 3)))
+    results = tuple(dict.fromkeys(v.name for v in picked if v is not None))
     shapes = {v.name: v.shape for v in m.pool}
     out_specs = tuple(m.boundary_spec(shapes[name]) for name in results)
     return without_dead_lines(
