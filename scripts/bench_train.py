@@ -41,7 +41,7 @@ _PEER = flags.DEFINE_bool("peer", True, "also run plain jax.jit")
 def parse_mesh(text: str) -> spmd.Mesh:
     """`data=4:model=2` as a mesh."""
     axes = {name: int(size) for name, size in (p.split("=") for p in text.split(":"))}
-    return spmd.make_mesh(**{"data": 1, "model": 1, **axes})
+    return spmd.make_mesh(devices=None, **{"data": 1, "model": 1, **axes})
 
 
 def make_step(config: LlamaConfig, mesh: spmd.Mesh, optimizer: Any) -> Any:
@@ -89,7 +89,7 @@ def bench(text: str) -> list[str]:
     start = time.perf_counter()
     jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
     compiled = jitted.compile(marked, jax.eval_shape(optimizer.init, structs), batch_struct)
-    rows = [("spmd.jit", compiled, time.perf_counter() - start)]
+    rows: list[tuple[str, Any, float]] = [("spmd.jit", compiled, time.perf_counter() - start)]
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
     batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
 

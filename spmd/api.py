@@ -318,13 +318,21 @@ class Jitted:
             _arg_entries(leaf, spec, name, mesh)
             for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
         )
-        arg_entries = _like_parameters(names, call.avals, arg_entries)
+        arg_entries, arg_reasons = _like_parameters(names, call.avals, arg_entries)
         result_entries = _out_entries(self.out_specs, out_tree, out_names, mesh)
         donated = [i for i, n in enumerate(call.argnums) if n in self.donate_argnums]
         links = _links(structs, out_tree, args, static, self.donate_argnums)
         topology = topology or self.options.topology or _topology(mesh)
         request = Request(
-            module, mesh, topology, names, out_names, arg_entries, result_entries, links
+            module,
+            mesh,
+            topology,
+            names,
+            out_names,
+            arg_entries,
+            result_entries,
+            arg_reasons,
+            links,
         )
         stages = compile_module(request, self.options)
         return Lowered(stages, request, self.options, call.tree, out_def, out_leaves, donated,
@@ -678,27 +686,29 @@ def _arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
 
 def _like_parameters(
     names: Sequence[str], avals: Sequence[Any], entries: Sequence[Entries | None]
-) -> tuple[Entries | None, ...]:
-    """Open arguments that belong to a marked one get its spec.
+) -> tuple[tuple[Entries | None, ...], tuple[str | None, ...]]:
+    """Open arguments that belong to a marked one get its spec; why goes beside it.
 
     Optimizer state repeats the parameters' tree further down: `opt_state/0/mu/w_in` has the shape
     of `params/w_in` and ends with its path. Propagation would find the same split for most of it,
     but would split the state of a parameter that is marked as not split.
     """
-    marked: dict[tuple[tuple[str, ...], Any], Entries] = {}
-    for name, aval, entry in zip(names, avals, entries, strict=True):
+    marked: dict[tuple[tuple[str, ...], Any], int] = {}
+    for i, (name, aval) in enumerate(zip(names, avals, strict=True)):
         path = tuple(name.split("/"))[1:]
-        if entry is not None and path:
-            marked.setdefault((path, aval[0]), entry)
+        if entries[i] is not None and path:
+            marked.setdefault((path, aval[0]), i)
     filled = list(entries)
+    reasons: list[str | None] = [None] * len(filled)
     for i, (name, aval) in enumerate(zip(names, avals, strict=True)):
         path = tuple(name.split("/"))[1:]
         if entries[i] is None:
             tails = (path[k:] for k in range(1, len(path)))
-            filled[i] = next(
-                (marked[tail, aval[0]] for tail in tails if (tail, aval[0]) in marked), None
-            )
-    return tuple(filled)
+            like = next((marked[t, aval[0]] for t in tails if (t, aval[0]) in marked), None)
+            if like is not None:
+                filled[i] = entries[like]
+                reasons[i] = f"like argument {names[like]}"
+    return tuple(filled), tuple(reasons)
 
 
 def _with_key_dims(entries: Entries, leaf: Any) -> Entries:

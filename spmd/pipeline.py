@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.import_stablehlo import Imported, import_module
 from spmd.frontend.marks import Entries, collect_marks
 from spmd.ir.legality import check_program
@@ -48,6 +49,7 @@ class Request:
       result_names: paths of the results.
       arg_entries: for each argument its spelled-out spec, or None for an open argument.
       result_entries: the same for results.
+      arg_reasons: for each argument, why it has the spec it has, where the user did not give it.
       links: (result index, argument index) of donated arguments and their updates.
     """
 
@@ -58,6 +60,7 @@ class Request:
     result_names: tuple[str, ...] = ()
     arg_entries: tuple[Entries | None, ...] = ()
     result_entries: tuple[Entries | None, ...] = ()
+    arg_reasons: tuple[str | None, ...] = ()
     links: tuple[tuple[int, int], ...] = ()
 
 
@@ -112,6 +115,7 @@ def check_stages(stages: Stages) -> None:
 
 def _import(request: Request) -> Imported:
     imported = import_module(request.module, request.arg_names)
+    imported = imported._replace(program=canonicalize(imported.program))
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=program)
@@ -122,7 +126,8 @@ def _propagate(request: Request, imported: Imported) -> Propagated:
     program = imported.program
     arg_entries = request.arg_entries or (None,) * len(program.body.args)
     result_entries = request.result_entries or (None,) * len(program.body.results)
-    marks = collect_marks(imported, request.mesh, arg_entries, result_entries)
+    reasons = request.arg_reasons or (None,) * len(arg_entries)
+    marks = collect_marks(imported, request.mesh, arg_entries, result_entries, reasons)
     links: list[tuple[Value, Value]] = [
         (program.body.results[result], program.body.args[arg]) for result, arg in request.links
     ]

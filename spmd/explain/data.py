@@ -170,7 +170,8 @@ def _origin(propagated: Propagated, value: Value, sharding: Sharding) -> str:
     if not sharding.dims:
         return "-"
     if value in propagated.marks:
-        return "marked"
+        reason = propagated.marks[value].reason
+        return reason if reason.startswith("like ") else "marked"
     causes: dict[str, None] = {}
     for dim, axes in enumerate(sharding.dims):
         for atom in axes:

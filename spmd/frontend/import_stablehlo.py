@@ -21,8 +21,9 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError
+from spmd.frontend.unsupported import refuse
 from spmd.ir.builder import identity_element
-from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, body_reducer
+from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, body_reducer, walk_region
 from spmd.ir.types import (
     Attribute,
     Dense,
@@ -36,8 +37,19 @@ from spmd.ir.types import (
 )
 
 _CONTROL_FLOW = {"stablehlo.while", "stablehlo.case", "stablehlo.if"}
+_ARTIFACT = b"StableHLO_v"
 _NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.pad"}
 _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
+_TUPLES = {"stablehlo.tuple", "stablehlo.get_tuple_element"}
+_WHOLE_COMPOSITES = {
+    f"chlo.{name}"
+    for name in (
+        "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf",
+        "erf_inv", "erfc", "lgamma", "next_after", "polygamma", "sinh", "square", "tan", "top_k",
+        "zeta",
+    )
+}  # fmt: skip
+"""CHLO ops that an exported module carries as composites of the same name."""
 
 
 class Imported(NamedTuple):
@@ -83,13 +95,15 @@ def parse_module(source: Any) -> ir.Module:
             raise FrontendError(f"no file {path}", fix="give a path, or the module itself")
         source = path.read_bytes()
     try:
-        with mlir.make_ir_context():
+        with mlir.make_ir_context() as context:
+            if isinstance(source, bytes) and _ARTIFACT in source[:64]:
+                return hlo.deserialize_portable_artifact(context, source)
             return ir.Module.parse(source)
     except (ir.MLIRError, ValueError) as error:
         raise FrontendError(
             "the module cannot be read",
             actual=str(error).strip().replace("\n", " ")[:400],
-            required="StableHLO as MLIR text or bytecode",
+            required="StableHLO as MLIR text, bytecode or portable artifact, without quantized types",
         ) from error
 
 
@@ -121,6 +135,7 @@ class _Importer:
         self.calls: list[str] = []
         self.call_loc = Loc()
         self.constants: dict[int, Dense] = {}
+        self.tuples: dict[Any, tuple[int, ...]] = {}
 
     def main(self) -> Any:
         """The function to compile."""
@@ -208,10 +223,16 @@ class _Importer:
             name = op.name
             if name in _RETURNS:
                 return ops, tuple(env[v] for v in op.operands)
-            if name in ("func.call", "stablehlo.composite"):
+            if name in _TUPLES:
+                self.fold_tuple(op, name, env)
+            elif name == "stablehlo.composite" and _composite_name(op) in _WHOLE_COMPOSITES:
+                ops.append(self.op(op, _composite_name(op), env))
+            elif name in ("func.call", "stablehlo.composite"):
                 self.inline(op, env, ops)
             else:
-                ops.append(self.op(op, name, env))
+                made = self.op(op, name, env)
+                if not _does_nothing(made):
+                    ops.append(made)
         raise FrontendError("a block of the module has no terminator")
 
     def inline(self, op: Any, env: dict[Any, int], ops: list[Op]) -> None:
@@ -233,8 +254,23 @@ class _Importer:
         ops.extend(inner_ops)
         env.update(zip(op.results, results, strict=True))
 
+    def fold_tuple(self, op: Any, name: str, env: dict[Any, int]) -> None:
+        """A tuple is the values that it was made of; taking one out gives that value."""
+        if name == "stablehlo.tuple" and all(v in env for v in op.operands):
+            self.tuples[op.results[0]] = tuple(env[v] for v in op.operands)
+            return
+        source = self.tuples.get(op.operands[0]) if name != "stablehlo.tuple" else None
+        if source is None:
+            raise FrontendError(
+                f"{name} of tuples that the module does not make itself",
+                source=self.loc(op.location).source,
+                fix="pass the elements one by one, without nesting",
+            )
+        env[op.results[0]] = source[ir.IntegerAttr(op.attributes["index"]).value]
+
     def op(self, op: Any, name: str, env: dict[Any, int]) -> Op:
         loc = self.loc(op.location)
+        refuse(_refusal_name(op, name), loc.source)
         operands = list(op.operands)
         results = list(op.results)
         try:
@@ -278,6 +314,10 @@ class _Importer:
         attrs = {n: self.attribute(name, n, a) for n, a in entries}
         if name == "sdy.sharding_constraint":
             name = "spmd.mark"
+        if name in _WHOLE_COMPOSITES:
+            attrs = self.composite_attributes(op)
+        if "called_computations" in attrs:
+            attrs |= self.called_body(op, attrs)
         if has_body:
             attrs |= self.bodies(op, name)
         attrs = {n: a for n, a in attrs.items() if a is not None}
@@ -307,6 +347,21 @@ class _Importer:
         ops, results = self.block(block, inner)
         return Region(args, tuple(ops), results)
 
+    def composite_attributes(self, op: Any) -> dict[str, Attribute]:
+        """The attributes of the op that a composite stands for."""
+        if "composite_attributes" not in op.attributes:
+            return {}
+        dictionary: Any = ir.DictAttr(op.attributes["composite_attributes"])
+        return {e.name: self.attribute(op.name, e.name, e.attr) for e in dictionary}
+
+    def called_body(self, op: Any, attrs: dict[str, Attribute]) -> dict[str, Attribute]:
+        """The one scalar function that a custom call names, as a `Body`."""
+        names = [ir.FlatSymbolRefAttr(a).value for a in op.attributes["called_computations"]]
+        function = self.functions.get(names[0]) if len(names) == 1 else None
+        if function is None:
+            return {}
+        return {"called_computations": None, "body": self.body(function.regions[0], op.name)}
+
     def bodies(self, op: Any, name: str) -> dict[str, Attribute]:
         """The regions of an op as `Body` attributes, and `reducer` when it is a known one."""
         names = (
@@ -333,6 +388,28 @@ class _Importer:
             raise FrontendError(f"the body of {name} reads a value from outside it") from error
         finally:
             self.types = outer
+
+
+def _does_nothing(op: Op) -> bool:
+    """Control flow that gives no results; only custom calls could have an effect besides."""
+    inner = (inner for region in op.regions for inner in walk_region(region))
+    return (
+        bool(op.regions)
+        and not op.results
+        and all(i.name != "stablehlo.custom_call" for i in inner)
+    )
+
+
+def _composite_name(op: Any) -> str:
+    """The name of a composite: the op that it stands for."""
+    return str(ir.StringAttr(op.attributes["name"]).value)
+
+
+def _refusal_name(op: Any, name: str) -> str:
+    """What `unsupported.REFUSED` calls an op."""
+    if name != "stablehlo.custom_call":
+        return name
+    return f"custom_call:{ir.StringAttr(op.attributes['call_target_name']).value}"
 
 
 def _entries(op: Any) -> tuple[tuple[str, Any], ...]:
@@ -429,6 +506,8 @@ def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
         )
     if op_name == "sdy.sharding_constraint":
         return _sharding(attr)
+    if name == "sdy.sharding_rule":  # its sizes are global ones; rules are ours
+        return None
     text = str(attr)
     if name == "value" and text.startswith("dense"):
         return _dense(attr)

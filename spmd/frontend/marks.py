@@ -21,6 +21,7 @@ def collect_marks(
     mesh: Mesh,
     arg_entries: Sequence[Entries | None],
     result_entries: Sequence[Entries | None],
+    arg_reasons: Sequence[str | None],
 ) -> dict[Value, Mark]:
     """Marks of all mark ops and of the program's arguments.
 
@@ -47,7 +48,7 @@ def collect_marks(
         attr_mark = imported.arg_marks[i]
         if entries is not None:
             dims, is_open = dims_of(entries, shape, mesh, what=what)
-            marks[value] = Mark(dims, is_open, what)
+            marks[value] = Mark(dims, is_open, arg_reasons[i] or what)
         elif attr_mark is not None:
             dims = atoms_of_attr(attr_mark, shape, mesh, what, None)
             marks[value] = Mark(dims, attr_mark.open, what)

@@ -16,6 +16,10 @@ from spmd.lowering import (  # noqa: F401 (they fill the table of local lowering
     local_contract,
     local_elementwise,
     local_index,
+    local_linalg,
+    local_misc,
+    local_ragged,
+    local_random,
     local_shape,
 )
 from spmd.lowering.collectives import apply_step

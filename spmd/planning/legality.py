@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from spmd.ir.control_flow import ties
 from spmd.ir.legality import fail
 from spmd.ir.program import Op, Value
 from spmd.mesh.mesh import Mesh
@@ -249,13 +248,12 @@ def carries_agree(plan: Plan, op: Op, choice: Choice) -> str | None:
     """A loop's carry has one state: the operand's, the region arguments' and the result's."""
     if op.name != "stablehlo.while":
         return None
-    for i, tie in enumerate(ties(op)):
+    for i in range(len(op.results)):
         if choice.operands[i] != choice.results[i]:
             return f"carry {i} comes in and goes out in two shardings"
-        for value in tie.inside:
-            is_argument = any(value in region.args for region in op.regions)
-            if is_argument and plan.states[value] != choice.results[i]:
-                return f"%{value} is not in the sharding of carry {i}"
+        for region in op.regions:
+            if plan.states[region.args[i]] != choice.results[i]:
+                return f"%{region.args[i]} is not in the sharding of carry {i}"
     return None
 
 

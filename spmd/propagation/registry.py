@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +33,39 @@ def registered_ops() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
+BATCHED_CALL = "custom_call:num_batch_dims"
+"""Where custom calls without a rule of their own, but with batch dims, find theirs."""
+
+_LIBRARY_CALL = re.compile(
+    r"(lapack|(cu|hip)solver|(cu|hip)sparse|(cu|hip)_cholesky_update)_?.*_ffi$"
+)
+_VECTOR_CALL = re.compile(r"(cu|hip)_lu_pivots_to_permutation$")
+
+
 def rule_name(kind: OpKind) -> str:
     """The name that an op's rule is registered under: a custom call's target, else its own."""
-    if kind.name == "stablehlo.custom_call":
-        return f"custom_call:{kind.attrs.get('call_target_name', '')}"
-    return kind.name
+    if kind.name != "stablehlo.custom_call":
+        return kind.name
+    name = f"custom_call:{kind.attrs.get('call_target_name', '')}"
+    return BATCHED_CALL if name not in _RULES and batch_rank(kind) is not None else name
+
+
+def batch_rank(kind: OpKind) -> int | None:
+    """How many leading dims of a custom call's operands are a batch; None if nobody says.
+
+    jax writes it on every call of a target registered as batch-partitionable. Calls of linear
+    algebra libraries that lack it have matrices (or vectors of pivots) behind the batch.
+    """
+    frontend = getattr(kind.attrs.get("mhlo.frontend_attributes"), "text", "")
+    said = re.search(r'num_batch_dims = "(\d+)"', frontend)
+    if said is not None:
+        return int(said[1])
+    target = str(kind.attrs.get("call_target_name", ""))
+    if _VECTOR_CALL.match(target):
+        return kind.operands[0].rank - 1
+    if _LIBRARY_CALL.match(target):
+        return max(t.rank for t in kind.operands) - 2
+    return None
 
 
 def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:

@@ -4,5 +4,9 @@ from spmd.propagation import (  # noqa: F401
     rules_contract,
     rules_elementwise,
     rules_index,
+    rules_linalg,
+    rules_misc,
+    rules_ragged,
+    rules_random,
     rules_shape,
 )

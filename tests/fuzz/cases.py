@@ -162,7 +162,7 @@ _GRADIENT_STEP = """
         return program(*args) | {f"gradient{i}": g for i, g in enumerate(grads)}
 """
 
-_MAIN = '''
+_MAIN = """
 
 def main():
     mesh = spmd.make_mesh(**MESH)
@@ -188,7 +188,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
 
 
 def source(case: Case, title: str = "One fuzz case: run this file.") -> str:
@@ -216,7 +216,9 @@ def program_text(case: Case) -> str:
     returned = ", ".join(f'"{name}": {name}' for name in case.results)
     body = [line.text for line in case.lines] + [f"return {{{returned}}}"]
     program = f"def program({names}):\n" + textwrap.indent("\n".join(body), "    ")
-    return f"\n\ndef make_program(mark):\n{textwrap.indent(program, '    ')}\n\n    return program\n"
+    return (
+        f"\n\ndef make_program(mark):\n{textwrap.indent(program, '    ')}\n\n    return program\n"
+    )
 
 
 def has_gradient(case: Case) -> bool:
@@ -240,10 +242,7 @@ def _all_out_specs(case: Case) -> dict[str, Spec]:
 
 
 def _arguments_text(args: Iterable[Arg]) -> str:
-    lines = [
-        f"        {_argument(arg.type)},  # {arg.name}"
-        for arg in args
-    ]
+    lines = [f"        {_argument(arg.type)},  # {arg.name}" for arg in args]
     return "\n\ndef arguments():\n    rng = np.random.RandomState(0)\n    return (\n{}\n    )\n".format(
         "\n".join(lines)
     )

@@ -195,7 +195,9 @@ class Maker:
         self.pool.append(var)
         return var
 
-    def tuple_of(self, text: str, target: str, reads: Sequence[str], bounds: Sequence[float]) -> None:
+    def tuple_of(
+        self, text: str, target: str, reads: Sequence[str], bounds: Sequence[float]
+    ) -> None:
         """A statement that defines a tuple, and a line for each element of it."""
         types = self.statement(text, target, reads)
         assert isinstance(types, list)
@@ -803,8 +805,9 @@ def cases(draw: Any, settings: Settings = Settings()) -> Case:  # noqa: B008
     for _ in range(m.integer(1, 3)):
         m.argument(m.shape(), m.pick(("float32", "float32", "int32", "bfloat16")))
     m.grow(m.integer(2, settings.most_lines), ALL if settings.loops else SIMPLE)
-    picked = (m.var() for _ in range(m.integer(1, 3)))
-    results = tuple(dict.fromkeys(v.name for v in picked if v is not None))
+    read = {name for line in m.lines for name in line.reads}
+    unread = [v.name for v in reversed(m.pool) if v.name not in read]
+    results = tuple(unread[: m.integer(1, 4)])
     shapes = {v.name: v.shape for v in m.pool}
     out_specs = tuple(m.boundary_spec(shapes[name]) for name in results)
     return without_dead_lines(

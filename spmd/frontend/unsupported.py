@@ -1,0 +1,103 @@
+"""Ops that no program to be partitioned may contain, each with the reason and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from spmd.errors import UnsupportedOpError
+
+
+class Refusal(NamedTuple):
+    """Why an op is refused, and what to write instead."""
+
+    reason: str
+    fix: str
+
+
+_PER_DEVICE = Refusal(
+    "the program is already written for one device",
+    "compile the program as one device would run it, and let the marks place the collectives",
+)
+_HOST = Refusal(
+    "it talks to the host or to another program while it runs",
+    "pass the data as arguments and results",
+)
+_TOKEN = Refusal(
+    "tokens order side effects, which every device would repeat",
+    "remove the ordered effects (jax.debug.print(ordered=True), io_callback(ordered=True), ...)",
+)
+_ASYNC = Refusal(
+    "asynchronous ops hold their operands across others",
+    "compile the program before its collectives were split into start and done",
+)
+_RNG = Refusal(
+    "its numbers come from a generator of each device's own, so the devices would disagree",
+    "use jax.random, or stablehlo.rng_bit_generator with an explicit state",
+)
+_CALLBACK = Refusal(
+    "it calls back into Python, which the partitioned program cannot keep alive",
+    "remove the callback (jax.debug.print, jax.pure_callback, jax.experimental.io_callback)",
+)
+_QUANTIZED = Refusal(
+    "quantized element types are unknown to jaxlib's MLIR",
+    "write the scale and the zero point out as arithmetic on integers",
+)
+
+REFUSED: Mapping[str, Refusal] = {
+    **dict.fromkeys(
+        (
+            "stablehlo.all_gather",
+            "stablehlo.all_reduce",
+            "stablehlo.all_to_all",
+            "stablehlo.collective_broadcast",
+            "stablehlo.collective_permute",
+            "stablehlo.cross-replica-sum",
+            "stablehlo.partition_id",
+            "stablehlo.reduce_scatter",
+            "stablehlo.replica_id",
+            "custom_call:SPMDFullToShardShape",
+            "custom_call:SPMDShardToFullShape",
+        ),
+        _PER_DEVICE,
+    ),
+    **dict.fromkeys(
+        ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stablehlo.send"), _HOST
+    ),
+    **dict.fromkeys(("stablehlo.after_all", "stablehlo.create_token"), _TOKEN),
+    **dict.fromkeys(("stablehlo.async_done", "stablehlo.async_start"), _ASYNC),
+    "stablehlo.rng": _RNG,
+    **dict.fromkeys(
+        (
+            "custom_call:xla_ffi_partitioned_python_cpu_callback",
+            "custom_call:xla_ffi_partitioned_python_gpu_callback",
+            "custom_call:xla_ffi_python_cpu_callback",
+            "custom_call:xla_ffi_python_gpu_callback",
+            "custom_call:xla_python_cpu_callback",
+            "custom_call:xla_python_gpu_callback",
+        ),
+        _CALLBACK,
+    ),
+    **dict.fromkeys(("stablehlo.uniform_dequantize", "stablehlo.uniform_quantize"), _QUANTIZED),
+}
+"""Op (or `custom_call:` and its target) -> why the importer refuses it."""
+
+
+def refuse(name: str, source: str) -> None:
+    """Raises where an op is refused.
+
+    Args:
+      name: the op's name, or `custom_call:` and its target.
+      source: the user's source line.
+
+    Raises:
+      UnsupportedOpError: the op is in `REFUSED`.
+    """
+    refusal = REFUSED.get(name)
+    if refusal is not None:
+        raise UnsupportedOpError(
+            f"{name} cannot be partitioned: {refusal.reason}",
+            op=name,
+            source=source,
+            fix=refusal.fix,
+        )

@@ -1,0 +1,29 @@
+"""Rules of random number generation."""
+
+from __future__ import annotations
+
+from spmd.ir.program import OpKind
+from spmd.propagation.registry import rule
+from spmd.propagation.rule import REPLICATE, Rule, RuleBuilder
+from spmd.propagation.rules_elementwise import elementwise_rule
+
+THREEFRY_CALLS = ("cu_threefry2x32_ffi", "hip_threefry2x32_ffi")
+"""jax's GPU kernels of its default generator: elementwise over keys and counters."""
+
+
+@rule("stablehlo.rng_bit_generator")
+def _rng_bit_generator(kind: OpKind) -> Rule:
+    """Nothing is split: every device makes all numbers, and so the same as one device would.
+
+    The numbers depend on the whole shape by the backend's own algorithm; generating a piece with
+    a state of its own would give others.
+    """
+    build = RuleBuilder()
+    operands, results = (
+        [[build.factor(size, REPLICATE) for size in t.shape] for t in types]
+        for types in (kind.operands, kind.results)
+    )
+    return build.build(operands, results)
+
+
+rule(*(f"custom_call:{target}" for target in THREEFRY_CALLS))(elementwise_rule)
