@@ -18,17 +18,20 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from spmd.errors import ArgumentError, MeshError, SpecError
 from spmd.explain.collectives import Collective, list_collectives
 from spmd.explain.memory import Memory
+from spmd.explain.verify import Verification, verify
 from spmd.frontend.import_stablehlo import parse_module, signature
 from spmd.frontend.marks import Entries
 from spmd.frontend.trace import seen_meshes, trace
 from spmd.ir.text import format_program
 from spmd.lowering.execute import executable
+from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.mesh.spec import as_mesh, dims_of, has_devices, jax_mesh, partition_spec, spec_entries
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import Request, Stages, compile_module
+from spmd.pipeline import Request, Stages, compile_module, lower_plan
+from spmd.planning.plan import Plan
 
 register_exclusion(os.path.dirname(__file__))  # our own frames are not the user's
 
@@ -472,7 +475,11 @@ class Compiled(Lowered):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program (without its static arguments)."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        return self.run(self._check_structure(args, kwargs))
+
+    def _check_structure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The flat arguments of a call."""
+        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
         if tree != self.in_tree:
             raise ArgumentError(
                 "the arguments have another structure than those compiled for",
@@ -480,7 +487,7 @@ class Compiled(Lowered):
                 required=str(self.in_tree),
                 fix="call with the same pytrees",
             )
-        return self.run(leaves)
+        return leaves
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat arguments, placing those that lie elsewhere."""
@@ -545,6 +552,36 @@ class Compiled(Lowered):
         """
         wanted = jax.tree.unflatten(self.in_tree, self._arg_shardings)[0][argnum]
         return jax.jit(fn, out_shardings=wanted)(*args)
+
+    def verify(
+        self, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
+    ) -> Verification:
+        """Runs the unpartitioned program too, on one device, and compares every result.
+
+        Args:
+          *args, **kwargs: as for calling it; they are copied, never donated.
+          rtol, atol: tolerances of floats; by dtype when left out.
+
+        Returns:
+          A report to print, true if all results agree; else it names the first op that differs.
+
+        Example:
+          >>> assert compiled.verify(params, opt_state, batch)
+        """
+
+        def lower(plan: Plan) -> tuple[Partitioned, str]:
+            _, optimized, emitted = lower_plan(plan, self.options)
+            return optimized, emitted
+
+        def run(arrays: Sequence[Any]) -> Sequence[Any]:
+            return list(self.executable(*jax.device_put(list(arrays), list(self._arg_shardings))))
+
+        leaves = self._check_structure(args, kwargs)
+        given = [
+            leaf if impl is None else jax.random.key_data(leaf)
+            for leaf, impl in zip(leaves, self.key_impls, strict=True)
+        ]
+        return verify(self.stages, self.request.module, run, given, lower, rtol, atol)
 
     @cached_property
     def _memory(self) -> Memory:

@@ -84,21 +84,30 @@ def compile_module(request: Request, options: Options) -> Stages:
       SpmdError: whatever a stage cannot do, named with its op and source line.
     """
     clock = _Clock(options.verbose)
-    mesh = request.mesh
     imported = clock("import", lambda: _import(request))
     propagated = clock("propagate", lambda: _propagate(request, imported))
     wanted = _result_shardings(request, propagated)
     plan = clock("plan", lambda: plan_greedily(propagated, request.topology, wanted, request.links))
+    partitioned, optimized, emitted = lower_plan(plan, options, clock)
+    stages = Stages(imported, propagated, plan, partitioned, optimized, emitted, clock.seconds)
+    if options.check:
+        check_stages(stages)
+    return stages
+
+
+def lower_plan(
+    plan: Plan, options: Options, clock: _Clock | None = None
+) -> tuple[Partitioned, Partitioned, str]:
+    """The stages behind the plan: the local program as partitioned, optimized and emitted."""
+    clock = clock or _Clock(False)
+    mesh = plan.mesh
     partitioned = clock("partition", lambda: partition(plan))
     optimized = clock(
         "optimize",
         lambda: partitioned._replace(program=optimize(partitioned.program, options.combine_bytes)),
     )
     emitted = clock("emit", lambda: emit(expand(optimized.program, mesh), mesh))
-    stages = Stages(imported, propagated, plan, partitioned, optimized, emitted, clock.seconds)
-    if options.check:
-        check_stages(stages)
-    return stages
+    return partitioned, optimized, emitted
 
 
 def check_stages(stages: Stages) -> None:

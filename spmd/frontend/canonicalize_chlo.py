@@ -14,16 +14,17 @@ import numpy as np
 from spmd.frontend.canonical import Canonical, Site, inline_elementwise, is_elementwise
 from spmd.ir.builder import Builder
 from spmd.ir.program import Body, Value
-from spmd.ir.types import Attribute, Dense, Opaque, TensorType, numpy_dtype
+from spmd.ir.types import Attribute, Dense, Opaque, TensorType, dtype_bits, numpy_dtype
 
+_STABLEHLO = (
+    "add", "and", "atan2", "compare", "complex", "divide", "maximum", "minimum", "multiply", "or",
+    "power", "remainder", "select", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "subtract", "xor",
+)  # fmt: skip
 BROADCASTING = {
-    f"chlo.broadcast_{name}": f"stablehlo.{name}"
-    for name in (
-        "add", "and", "atan2", "compare", "complex", "divide", "maximum", "minimum", "multiply",
-        "or", "power", "remainder", "select", "shift_left", "shift_right_arithmetic",
-        "shift_right_logical", "subtract", "xor",
-    )
-} | {f"chlo.broadcast_{name}": f"chlo.{name}" for name in ("next_after", "polygamma", "zeta")}  # fmt: skip
+    **{f"chlo.broadcast_{name}": f"stablehlo.{name}" for name in _STABLEHLO},
+    **{f"chlo.broadcast_{name}": f"chlo.{name}" for name in ("next_after", "polygamma", "zeta")},
+}
 """Broadcasting op -> the op that it is once its operands have one shape."""
 
 
@@ -70,6 +71,46 @@ def _number(attr: Attribute, type_: TensorType) -> Any:
     if text.startswith("0x"):
         return np.frombuffer(int(text, 16).to_bytes(dtype.itemsize, "little"), dtype)[0]
     return int(text) if dtype.kind in "iu" else float(text)
+
+
+def _mulhi(site: Site) -> Sequence[Value]:
+    """The upper half of a product: of twice the width, or of 32-bit halves for 64 bits."""
+    b, dtype = site.b, site.result.dtype
+    bits = dtype_bits(dtype)
+    if bits == 64:
+        return (_mulhi_64(b, *site.operands),)
+    wide = dtype.replace(str(bits), str(2 * bits))
+    x, y = (b.convert(v, wide) for v in site.operands)
+    product = b.binary("multiply", x, y)
+    width = b.splat(bits, b.types[product])
+    return (b.convert(b.binary("shift_right_logical", product, width), dtype),)
+
+
+def _mulhi_64(b: Builder, x: Value, y: Value) -> Value:
+    """Schoolbook multiplication of halves; a negative factor counts 2**64 too much, unsigned."""
+    type_ = b.types[x]
+    half, mask = b.splat(32, type_), b.splat(2**32 - 1, type_)
+
+    def low(v: Value) -> Value:
+        return b.binary("and", v, mask)
+
+    def high(v: Value) -> Value:
+        return b.binary("shift_right_logical", v, half)
+
+    def times(v: Value, w: Value) -> Value:
+        return b.binary("multiply", v, w)
+
+    middle = b.binary("add", times(high(x), low(y)), high(times(low(x), low(y))))
+    other = b.binary("add", times(low(x), high(y)), low(middle))
+    carried = b.binary("add", high(middle), high(other))
+    result = b.binary("add", times(high(x), high(y)), carried)
+    if type_.dtype.startswith("u"):
+        return result
+    sign = b.splat(63, type_)
+    for negative, factor in ((x, y), (y, x)):
+        bits = b.binary("shift_right_arithmetic", negative, sign)
+        result = b.binary("subtract", result, b.binary("and", bits, factor))
+    return result
 
 
 def _scan(site: Site) -> Sequence[Value]:
@@ -153,5 +194,6 @@ CHLO: Mapping[str, Canonical] = {
     **dict.fromkeys(BROADCASTING, _broadcasting),
     "chlo.constant": _constant,
     "chlo.constant_like": _constant_like,
+    "chlo.mulhi": _mulhi,
     "chlo.scan": _scan,
 }

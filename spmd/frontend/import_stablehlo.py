@@ -103,7 +103,7 @@ def parse_module(source: Any) -> ir.Module:
         raise FrontendError(
             "the module cannot be read",
             actual=str(error).strip().replace("\n", " ")[:400],
-            required="StableHLO as MLIR text, bytecode or portable artifact, without quantized types",
+            required="StableHLO text, bytecode or portable artifact, without quantized types",
         ) from error
 
 
@@ -314,7 +314,7 @@ class _Importer:
         attrs = {n: self.attribute(name, n, a) for n, a in entries}
         if name == "sdy.sharding_constraint":
             name = "spmd.mark"
-        if name in _WHOLE_COMPOSITES:
+        if op.name == "stablehlo.composite":
             attrs = self.composite_attributes(op)
         if "called_computations" in attrs:
             attrs |= self.called_body(op, attrs)
@@ -484,7 +484,7 @@ def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
             tuple(d.lhs_contracting_dimensions),
             tuple(d.rhs_contracting_dimensions),
         )
-    if name == "dimension_numbers" and op_name == "stablehlo.gather":
+    if name == "dimension_numbers" and op_name in ("stablehlo.gather", "stablehlo.dynamic_gather"):
         g = hlo.GatherDimensionNumbers(attr)
         return GatherDims(
             tuple(g.offset_dims),

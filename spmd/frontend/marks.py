@@ -40,7 +40,8 @@ def collect_marks(
             continue
         attr: ShardingAttr = op.kind.attrs["sharding"]
         what, source = "a marked value", op.loc.source
-        dims = atoms_of_attr(attr, op.kind.results[0].shape, mesh, what, source)
+        shape = op.kind.results[0].shape
+        dims = atoms_of_attr(attr, shape, mesh, what, source, even=False)
         marks[op.results[0]] = Mark(dims, attr.open, f"mark_sharding at {source or 'unknown'}")
     for i, (value, entries) in enumerate(zip(program.body.args, arg_entries, strict=True)):
         what = f"argument {program.arg_names[i]}"
@@ -83,13 +84,18 @@ def _first_mark_source(imported: Imported) -> str | None:
 
 
 def atoms_of_attr(
-    attr: ShardingAttr, shape: Sequence[int], mesh: Mesh, what: str, source: str | None
+    attr: ShardingAttr,
+    shape: Sequence[int],
+    mesh: Mesh,
+    what: str,
+    source: str | None,
+    even: bool = True,
 ) -> tuple[Axes, ...]:
     """A module's sharding attribute as atoms of the mesh."""
     if not any(size for axes in attr.dims for _, _, size in axes):
         entries = tuple(tuple(name for name, _, _ in axes) for axes in attr.dims)
         spec_entries(entries, len(shape), mesh, what=what, source=source)
-        return dims_of(entries, shape, mesh, what=what, source=source)[0]
+        return dims_of(entries, shape, mesh, what=what, source=source, even=even)[0]
     dims = []
     for size, axes in zip(shape, attr.dims, strict=True):
         atoms: Axes = ()
@@ -100,7 +106,7 @@ def atoms_of_attr(
                 if mesh.extent(whole) != part:
                     raise SpecError(f"sub-axis {name}:({pre}){part} does not exist in ({mesh})")
             atoms += whole
-        if size % mesh.extent(atoms):
+        if even and size % mesh.extent(atoms):
             raise SpecError(
                 f"a dim of {what} has size {size}, which {mesh.extent(atoms)} does not divide",
                 source=source,

@@ -6,6 +6,7 @@ from spmd.ir.builder import Builder, identity_element, reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local import collective
+from spmd.lowering.padding import cut, join
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import local_shape
 from spmd.planning.reshard import Step, permute_pairs
@@ -25,19 +26,30 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
       The local value in `step.after`.
     """
     type_ = global_type.with_shape(local_shape(global_type.shape, step.after, mesh))
+    count = mesh.extent(step.axes)
     if step.kind == "slice":
+        x = cut(b, x, step.dims[0], step.axes, mesh)
         attrs = {"axes": step.axes, "dim": step.dims[0]}
         return b.op("spmd.local_slice", (x,), (type_,), attrs)[0]
     if step.kind == "all_gather":
-        return collective(b, step.kind, x, type_, step.axes, all_gather_dim=step.dims[0])
+        (dim,) = step.dims
+        pieces = _scaled(b.types[x], dim, count)
+        x = collective(b, step.kind, x, pieces, step.axes, all_gather_dim=dim)
+        return join(b, x, dim, type_.shape[dim], step.axes, mesh)
     if step.kind == "all_to_all":
         source, target = step.dims
-        return collective(
-            b, step.kind, x, type_, step.axes, concat_dimension=source, split_dimension=target
+        x = cut(b, x, target, step.axes, mesh)
+        pieces = _scaled(b.types[x], source, count)
+        pieces = pieces.with_shape(_replaced(pieces.shape, target, type_.shape[target]))
+        x = collective(
+            b, step.kind, x, pieces, step.axes, concat_dimension=source, split_dimension=target
         )
+        return join(b, x, source, type_.shape[source], step.axes, mesh)
     if step.kind == "collective_permute":
         pairs = permute_pairs(step.before, step.after, mesh)
         return collective(b, step.kind, x, type_, step.axes, pairs=pairs)
+    if step.kind == "reduce_scatter":
+        x = cut(b, x, step.dims[0], step.axes, mesh)
     if not _has_collective(step.before.kind, type_.dtype):
         return _reduce_gathered(b, x, type_, step, mesh.extent(step.axes))
     body = reducer_body(step.before.kind, type_.dtype)
@@ -47,6 +59,14 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
         )
     assert step.kind == "all_reduce", step.kind
     return collective(b, step.kind, x, type_, step.axes, body=body)
+
+
+def _scaled(type_: TensorType, dim: int, count: int) -> TensorType:
+    return type_.with_shape(_replaced(type_.shape, dim, type_.shape[dim] * count))
+
+
+def _replaced(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _has_collective(kind: str, dtype: str) -> bool:

@@ -32,7 +32,7 @@ def _abstract(*_: Any, module: str, out_types: tuple[TensorType, ...]) -> list[A
 
 def _lower(ctx: Any, *args: Any, module: str, out_types: tuple[TensorType, ...]) -> Any:
     source = ir.Module.parse(module)
-    main = source.body.operations[0]
+    main = next(op for op in source.body.operations if _symbol(op) == "main")
     results = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
     name = mlir.merge_mlir_modules(
         ctx.module_context.module,
@@ -41,6 +41,10 @@ def _lower(ctx: Any, *args: Any, module: str, out_types: tuple[TensorType, ...])
         dst_symtab=ctx.module_context.symbol_table,
     )
     return func.CallOp(list(results), ir.FlatSymbolRefAttr.get(name), args).results
+
+
+def _symbol(op: Any) -> str:
+    return str(ir.StringAttr(op.attributes["sym_name"]).value)
 
 
 mlir.register_lowering(_program, _lower)
@@ -87,6 +91,46 @@ def executable(
         donate_argnums=tuple(donate),
         keep_unused=True,
     )
+
+
+def executable_on_one_device(module: str, out_types: Sequence[TensorType], device: Any) -> Any:
+    """A function of host arrays that runs a whole program, as it is, on one device.
+
+    Args:
+      module: StableHLO text with a function `main`.
+      out_types: types of its results.
+      device: a jax device.
+    """
+
+    def run(*args: Any) -> Any:
+        return tuple(_program.bind(*args, module=module, out_types=tuple(out_types)))
+
+    jitted = jax.jit(run, keep_unused=True)
+    return lambda *args: jitted(*jax.device_put(args, device))
+
+
+def without_shardings(module: ir.Module) -> str:
+    """A module's text without anything that says how values lie on devices."""
+    with module.context:
+        copy = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
+        for item in list(copy.body.operations):
+            if item.operation.name == "sdy.mesh":
+                item.operation.erase()
+        copy.operation.walk(_without_sharding)
+        functions = [op for op in copy.body.operations if op.operation.name == "func.func"]
+        if len(functions) == 1:
+            functions[0].attributes["sym_name"] = ir.StringAttr.get("main")
+        return str(copy.operation.get_asm(enable_debug_info=True))
+
+
+def _without_sharding(op: Any) -> Any:
+    for name in ("sdy.sharding", "mhlo.sharding", "arg_attrs", "res_attrs"):
+        if name in op.attributes:
+            del op.attributes[name]
+    if op.name == "sdy.sharding_constraint":
+        op.results[0].replace_all_uses_with(op.operands[0])
+        op.erase()
+    return ir.WalkResult.ADVANCE
 
 
 def named_shardings(shardings: Sequence[Sharding], mesh: Mesh, jmesh: Any) -> tuple[Any, ...]:

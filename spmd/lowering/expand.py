@@ -5,28 +5,40 @@ after:  `%1 = convert(partition_id) / 2 % 4`
 
 before: `%3 = spmd.local_slice %2 {data} dim=0`
 after:  `%3 = dynamic_slice %2, axis_index * piece, 0`
+
+XLA merges a slice of a slice by adding their starts, as if neither were out of range. So what a
+local slice is taken from gets starts in range:
+
+before: `%3 = dynamic_slice %2, %1; %4 = spmd.local_slice %3`
+after:  `%3 = dynamic_slice %2, clamp(0, %1, last); %4 = dynamic_slice %3, ...`
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from spmd.ir.builder import Builder
+from spmd.ir.control_flow import producers_of
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import rewrite_ops
-from spmd.ir.types import TensorType
+from spmd.ir.types import TensorType, numpy_dtype
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
 
 def expand(program: Program, mesh: Mesh) -> Program:
     """Replaces every `spmd.*` op of a local program."""
+    sliced = _sliced_again(program)
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         if op.name == "spmd.axis_index":
             return (_axis_index(b, op.kind.attrs["axes"], mesh),)
         if op.name == "spmd.local_slice":
             return (_local_slice(b, op, operands[0], mesh),)
+        if op.results and op.results[0] in sliced:
+            return _with_starts_in_range(b, op, operands)
         return None
 
     return rewrite_ops(program, rewrite)
@@ -77,3 +89,48 @@ def _local_slice(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
     zero = b.constant(0, "i32")
     starts = [start if d == dim else zero for d in range(len(shape))]
     return b.dynamic_slice(x, starts, shape)
+
+
+_MOVES = {
+    "stablehlo.broadcast_in_dim",
+    "stablehlo.convert",
+    "stablehlo.reshape",
+    "stablehlo.transpose",
+}
+"""Ops that XLA moves a slice across."""
+
+
+def _sliced_again(program: Program) -> frozenset[Value]:
+    """Results of dynamic slices that a local slice is taken from."""
+    producers = producers_of(program)
+    found = set()
+    for op in program.walk():
+        if op.name != "spmd.local_slice":
+            continue
+        source = producers.get(op.operands[0])
+        while source is not None and source.name in _MOVES:
+            source = producers.get(source.operands[0])
+        if source is not None and source.name == "stablehlo.dynamic_slice":
+            found.add(source.results[0])
+    return frozenset(found)
+
+
+def _with_starts_in_range(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:
+    x, *starts = operands
+    sizes = op.kind.attrs["slice_sizes"]
+    clamped = [
+        _clamp(b, start, whole - part)
+        for start, whole, part in zip(starts, b.types[x].shape, sizes, strict=True)
+    ]
+    return b.op(op.name, (x, *clamped), op.kind.results, op.kind.attrs)
+
+
+def _clamp(b: Builder, index: Value, last: int) -> Value:
+    """An index scalar between 0 and `last`."""
+    dtype = b.types[index].dtype
+    last = min(last, int(np.iinfo(numpy_dtype(dtype)).max))
+    if last == 0:
+        return b.constant(0, dtype)
+    return b.binary(
+        "minimum", b.binary("maximum", index, b.constant(0, dtype)), b.constant(last, dtype)
+    )

@@ -18,7 +18,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape
 from spmd.planning.plan import Choice
 from spmd.propagation.registry import rule_name, rule_of
-from spmd.propagation.rule import Rule
+from spmd.propagation.rule import REDUCE, Rule
 
 
 class LocalOp:
@@ -74,6 +74,19 @@ class LocalOp:
         """This device's coordinate along some atoms, an i32 scalar."""
         return axis_index(self.b, axes)
 
+    def masked(self, number: int, fill: Any, dims: Sequence[int]) -> Value:
+        """An operand with the padding along some of its dims replaced by `fill`."""
+        from spmd.lowering.padding import mask
+
+        shape = self.op.kind.operands[number].shape
+        sharding = self.choice.operands[number]
+        return mask(self.b, self.operands[number], shape, sharding, self.mesh, fill, dims)
+
+    def reduced_dims(self, number: int) -> tuple[int, ...]:
+        """Dims of an operand along which the op reduces."""
+        kinds = [self.rule.factors[f].kind for dim in self.rule.operands[number] for f in dim[:1]]
+        return tuple(d for d, kind in enumerate(kinds) if kind == REDUCE)
+
     def is_first(self, axes: Axes) -> Value:
         """Whether this device's coordinate along some atoms is 0, an i1 scalar."""
         return self.b.compare("EQ", self.index(axes), self.b.constant(0, "i32"))
@@ -125,7 +138,7 @@ def axis_index(b: Builder, axes: Axes) -> Value:
 
 
 def offset(b: Builder, axes: Axes, piece: int) -> Value:
-    """Where this device's piece of a dim starts, an i32 scalar."""
+    """Where this device's piece of an evenly split dim starts, an i32 scalar."""
     key = ("offset", axes, piece)
     return b.once(key, lambda: b.binary("multiply", axis_index(b, axes), b.constant(piece, "i32")))
 

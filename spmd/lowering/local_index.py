@@ -9,7 +9,8 @@ import numpy as np
 from spmd.ir.builder import Builder, identity_element, reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import GatherDims, ScatterDims, TensorType
-from spmd.lowering.local import LocalOp, local, offset, same_op
+from spmd.lowering.local import LocalOp, local, same_op
+from spmd.lowering.padding import own_count, start_of
 from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import reduced_axes
 
@@ -36,21 +37,24 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
         op.split(rule_table, d) if op.attrs["slice_sizes"][d] == 1 else ()
         for d in dims.start_index_map
     ]
-    if not any(split):
+    last = [whole[d] - op.attrs["slice_sizes"][d] for d in dims.start_index_map]
+    one_slice = b.types[indices].size == len(last)
+    if not any(split) and not one_slice:
         return op.emit(slice_sizes=sizes)
     indices = _as_signed(b, indices)
-    last = [whole[d] - op.attrs["slice_sizes"][d] for d in dims.start_index_map]
     vector = _VectorDim(b, indices, dims.index_vector_dim)
     clamped = b.binary("minimum", b.binary("maximum", indices, vector.of([0] * len(last))),
                        vector.of(last))  # fmt: skip
-    local_index = b.binary("subtract", clamped, vector.offsets(split, piece, dims.start_index_map))
-    far = np.iinfo(np.int32).max
-    upper = [piece[d] - 1 if axes else far for d, axes in zip(dims.start_index_map, split)]  # noqa: B905
-    lower = [0 if axes else -far for axes in split]
+    if not any(split):  # XLA makes it a dynamic slice, which must be in range (see `expand`)
+        return op.emit([table, clamped], slice_sizes=sizes)
+    where = list(zip(dims.start_index_map, split, strict=True))
+    starts = vector.join([start_of(b, whole[d], axes, op.mesh) for d, axes in where])
+    ends = vector.join([own_count(b, whole[d], axes, op.mesh) for d, axes in where])
+    local_index = b.binary("subtract", clamped, starts)
     inside = b.binary(
         "and",
-        b.compare("GE", local_index, vector.of(lower)),
-        b.compare("LE", local_index, vector.of(upper)),
+        b.compare("GE", local_index, vector.of([0] * len(where))),
+        b.compare("LT", local_index, ends),
     )
     (found,) = op.emit([table, local_index], slice_sizes=sizes)
     type_ = b.types[found]
@@ -68,6 +72,15 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
     tables, indices, updates = op.operands[:count], op.operands[count], op.operands[count + 1 :]
     axes = reduced_axes(op.rule, op.choice.assignment)
     reducer = op.attrs["reducer"]
+    if axes:  # padded updates must change nothing, wherever their padded indices point
+        updates = tuple(
+            op.masked(
+                count + 1 + i,
+                identity_element(reducer, b.types[u].dtype),
+                op.reduced_dims(count + 1 + i),
+            )
+            for i, u in enumerate(updates)
+        )
     if axes and reducer not in ("max", "min", "and", "or"):
         first = op.is_first(axes)
         tables = tuple(
@@ -82,8 +95,12 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
     if any(split):
         indices = _as_signed(b, indices)
         vector = _VectorDim(b, indices, dims.index_vector_dim)
-        starts = vector.offsets(split, b.types[tables[0]].shape, dims.scatter_dims_to_operand_dims)
-        indices = b.binary("subtract", indices, starts)
+        whole = op.op.kind.operands[0].shape
+        starts = [
+            start_of(b, whole[d], s, op.mesh)
+            for s, d in zip(split, dims.scatter_dims_to_operand_dims, strict=True)
+        ]
+        indices = b.binary("subtract", indices, vector.join(starts))
     return op.emit([*tables, indices, *updates])
 
 
@@ -105,15 +122,10 @@ class _VectorDim:
         """One constant a component, in the shape of the indices."""
         return self.spread(self.b.constant(np.asarray(numbers), self.type.dtype))
 
-    def offsets(
-        self, split: Sequence[Axes], piece: Sequence[int], components: Sequence[int]
-    ) -> Value:
-        """Where this device's piece starts, for each component, in the shape of the indices."""
+    def join(self, scalars: Sequence[Value]) -> Value:
+        """One i32 scalar a component, in the shape and type of the indices."""
         b = self.b
-        parts = []
-        for axes, d in zip(split, components, strict=True):
-            start = offset(b, axes, piece[d]) if axes else b.constant(0, "i32")
-            parts.append(b.reshape(b.convert(start, self.type.dtype), (1,)))
+        parts = [b.reshape(b.convert(s, self.type.dtype), (1,)) for s in scalars]
         joined = parts[0]
         if len(parts) > 1:
             result = TensorType((len(parts),), self.type.dtype)

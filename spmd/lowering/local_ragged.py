@@ -10,7 +10,8 @@ from __future__ import annotations
 from spmd.ir.builder import Builder, identity_element, reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
-from spmd.lowering.local import LocalOp, local, offset
+from spmd.lowering.local import LocalOp, local
+from spmd.lowering.padding import cut, start_of
 from spmd.mesh.sharding import Axes
 from spmd.propagation.rules_ragged import RaggedDims
 
@@ -18,19 +19,21 @@ from spmd.propagation.rules_ragged import RaggedDims
 @local("chlo.ragged_dot")
 def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
     b, dims = op.b, RaggedDims.of(op.op.kind)
-    lhs, rhs, sizes = op.operands
+    lhs, rhs = (op.masked(i, 0, op.reduced_dims(i)) for i in range(2))
+    sizes = op.operands[2]
     rows = op.split(op.rule.operands[0], dims.ragged)
     groups = op.split(op.rule.operands[1], dims.group) if dims.group is not None else ()
     if not rows and not groups:
-        return op.emit()
+        return op.emit([lhs, rhs, sizes])
     count = b.types[lhs].shape[dims.ragged]
     ends = _running_sum(b, sizes)
     if rows:
-        ends = _clip(b, ends, offset(b, rows, count), count)
+        start = start_of(b, op.op.kind.operands[0].shape[dims.ragged], rows, op.mesh)
+        ends = _clip(b, ends, start, count)
     starts = _shifted(b, ends)
     if not groups or dims.group is None:
         return op.emit([lhs, rhs, b.binary("subtract", ends, starts)])
-    own = _own_groups(b, starts, ends, groups, b.types[rhs].shape[dims.group], count)
+    own = _own_groups(b, _piece(op, starts, groups), _piece(op, ends, groups), count)
     return op.emit([lhs, _between_zeros(b, rhs, dims.group), own])
 
 
@@ -43,13 +46,15 @@ def _running_sum(b: Builder, sizes: Value) -> Value:
     spread = b.broadcast(sizes, square.shape, (*range(rank - 2), rank - 1))
     counts = [b.iota(TensorType(square.shape, "i32"), d) for d in (rank - 1, rank - 2)]
     masked = b.select(b.compare("LE", *counts), spread, b.splat(0, square))
-    attrs = {
-        "dimensions": (rank - 1,),
-        "body": reducer_body("add", type_.dtype),
-        "reducer": "add",
-    }
+    return _sum(b, masked, rank - 1)
+
+
+def _sum(b: Builder, x: Value, dim: int) -> Value:
+    type_ = b.types[x]
+    result = type_.with_shape(type_.shape[:dim] + type_.shape[dim + 1 :])
+    attrs = {"dimensions": (dim,), "body": reducer_body("add", type_.dtype), "reducer": "add"}
     zero = b.constant(identity_element("add", type_.dtype), type_.dtype)
-    return b.op("stablehlo.reduce", (masked, zero), (type_,), attrs)[0]
+    return b.op("stablehlo.reduce", (x, zero), (result,), attrs)[0]
 
 
 def _clip(b: Builder, ends: Value, start: Value, count: int) -> Value:
@@ -69,19 +74,24 @@ def _shifted(b: Builder, ends: Value) -> Value:
     return _join_last(b, [zero, before])
 
 
-def _own_groups(
-    b: Builder, starts: Value, ends: Value, groups: Axes, held: int, count: int
-) -> Value:
+def _piece(op: LocalOp, bounds: Value, groups: Axes) -> Value:
+    """Bounds of this device's groups; those of padding are 0."""
+    b = op.b
+    last = b.types[bounds].rank - 1
+    whole = cut(b, bounds, last, groups, op.mesh)
+    shape = b.types[whole].shape
+    type_ = b.types[bounds].with_shape((*shape[:-1], shape[-1] // op.mesh.extent(groups)))
+    return b.op("spmd.local_slice", (whole,), (type_,), {"axes": groups, "dim": last})[0]
+
+
+def _own_groups(b: Builder, starts: Value, ends: Value, count: int) -> Value:
     """Rows before this device's groups, in each of them, and after them."""
-    shape = b.types[ends].shape
-    zero = b.constant(0, "i32")
-    place = [*(zero,) * (len(shape) - 1), offset(b, groups, held)]
-    own_starts = b.dynamic_slice(starts, place, (*shape[:-1], held))
-    own_ends = b.dynamic_slice(ends, place, (*shape[:-1], held))
-    before = _slice_last(b, own_starts, 0, 1)
-    last = _slice_last(b, own_ends, held - 1, held)
-    after = b.binary("subtract", b.splat(count, b.types[last]), last)
-    return _join_last(b, [before, b.binary("subtract", own_ends, own_starts), after])
+    before = _slice_last(b, starts, 0, 1)
+    sizes = b.binary("subtract", ends, starts)
+    total = b.reshape(_sum(b, sizes, b.types[sizes].rank - 1), b.types[before].shape)
+    done = b.binary("add", before, total)
+    after = b.binary("subtract", b.splat(count, b.types[done]), done)
+    return _join_last(b, [before, sizes, after])
 
 
 def _between_zeros(b: Builder, rhs: Value, dim: int) -> Value:

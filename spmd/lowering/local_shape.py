@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from spmd.ir.program import Value
 from spmd.ir.types import Dense
-from spmd.lowering.local import LocalOp, local, offset, same_op
+from spmd.lowering.local import LocalOp, local, same_op
+from spmd.lowering.padding import cut, start_of
 
 local(
     "stablehlo.broadcast_in_dim",
@@ -25,14 +26,15 @@ def _constant(op: LocalOp) -> tuple[Value, ...]:
     type_ = op.result_types()[0]
     if dense.splat:
         return op.b.op(op.op.name, (), (type_,), {"value": Dense(type_, dense.data, True)})
-    whole = op.b.constant(dense.array(), dense.type.dtype)
-    if type_ == dense.type:
-        return (whole,)
-    starts = [
-        offset(op.b, axes, piece)
-        for axes, piece in zip(op.choice.results[0].dims, type_.shape, strict=True)
-    ]
-    return (op.b.dynamic_slice(whole, starts, type_.shape),)
+    piece = op.b.constant(dense.array(), dense.type.dtype)
+    for dim, axes in enumerate(op.choice.results[0].dims):
+        if axes:
+            piece = cut(op.b, piece, dim, axes, op.mesh)
+            shape = op.b.types[piece].shape
+            kept = type_.with_shape((*shape[:dim], type_.shape[dim], *shape[dim + 1 :]))
+            attrs = {"axes": axes, "dim": dim}
+            (piece,) = op.b.op("spmd.local_slice", (piece,), (kept,), attrs)
+    return (piece,)
 
 
 @local("stablehlo.iota")
@@ -44,7 +46,8 @@ def _iota(op: LocalOp) -> tuple[Value, ...]:
     axes = op.choice.results[0].dims[dim]
     if not axes:
         return (count,)
-    start = op.b.convert(offset(op.b, axes, type_.shape[dim]), type_.dtype)
+    size = op.op.kind.results[0].shape[dim]
+    start = op.b.convert(start_of(op.b, size, axes, op.mesh), type_.dtype)
     return (op.b.binary("add", count, op.b.broadcast(start, type_.shape)),)
 
 
@@ -63,5 +66,13 @@ def _slice(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.dynamic_slice")
 def _dynamic_slice(op: LocalOp) -> tuple[Value, ...]:
-    """Dims taken whole are taken whole locally: their start is clamped to 0 either way."""
-    return op.emit(slice_sizes=op.result_types()[0].shape)
+    """Dims taken whole are taken whole locally, from 0: any other start is clamped to that.
+
+    Written as 0, because XLA adds it to the start of another slice before it clamps.
+    """
+    (x, *starts), sizes = op.operands, op.result_types()[0].shape
+    starts = [
+        op.b.constant(0, op.b.types[start].dtype) if size == whole else start
+        for start, size, whole in zip(starts, sizes, op.b.types[x].shape, strict=True)
+    ]
+    return op.emit([x, *starts], slice_sizes=sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -66,37 +65,75 @@ def replicated(rank: int) -> Sharding:
     return Sharding(((),) * rank)
 
 
-def is_legal(sharding: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether ranks agree, no atom is used twice, and every dim divides."""
+def is_legal(
+    sharding: Sharding, shape: Sequence[int], mesh: Mesh, *, even: bool = True
+) -> bool:
+    """Whether ranks agree, no atom is used twice, and (if `even`) every dim divides."""
     atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
     if len(sharding.dims) != len(shape) or len(set(atoms)) != len(atoms):
         return False
     if bool(sharding.partial) != bool(sharding.kind):
         return False
-    return all(
+    return not even or all(
         size % mesh.extent(axes) == 0 for size, axes in zip(shape, sharding.dims, strict=True)
     )
 
 
+# Tiles. A dim of size n split over the atoms a, b, ... is split atom by atom: over `a` into equal
+# pieces of ceil(n / a), each of these over `b`, and so on. Where it divides that is the ordinary
+# split. Where it does not, the last pieces of every level end in padding, whose content is
+# undefined; a coarser piece is always the finer ones joined and cut to its own size, so that every
+# reshard step stays local to its group.
+
+
+def piece_sizes(size: int, axes: Axes, mesh: Mesh) -> tuple[int, ...]:
+    """Size of a dim's pieces after each atom, the whole first: 10 over {2, 2} is (10, 5, 3)."""
+    sizes = [size]
+    for a in axes:
+        sizes.append(-(-sizes[-1] // mesh.atom_sizes[a]))
+    return tuple(sizes)
+
+
 def local_shape(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of one device's piece; a dim that does not divide is rounded up."""
-    sizes = mesh.atom_sizes
+    """Shape of one device's piece, padding included."""
+    atom_sizes = mesh.atom_sizes
     local = []
     for size, axes in zip(shape, sharding.dims, strict=True):
-        if axes:
-            size = -(-size // math.prod([sizes[a] for a in axes]))
+        for a in axes:
+            size = -(-size // atom_sizes[a])
         local.append(size)
     return tuple(local)
+
+
+def tile(size: int, axes: Axes, mesh: Mesh, index: int) -> tuple[int, int]:
+    """Where the piece with a flat index along `axes` starts, and how many elements are its own.
+
+    The rest of the piece, up to the local size, is padding.
+    """
+    pieces = piece_sizes(size, axes, mesh)
+    start, own = 0, size
+    rest = index
+    for level in range(len(axes)):
+        below = mesh.extent(axes[level + 1 :])
+        digit, rest = rest // below, rest % below
+        piece = pieces[level + 1]
+        start += digit * piece
+        own = max(0, min(piece, own - digit * piece))
+    return start, own
+
+
+def is_even(size: int, axes: Axes, mesh: Mesh) -> bool:
+    """Whether a dim's pieces have no padding."""
+    return size % mesh.extent(axes) == 0
 
 
 def local_offset(
     shape: Sequence[int], sharding: Sharding, mesh: Mesh, position: int
 ) -> tuple[int, ...]:
     """Where the piece of the device at `position` (row-major in the mesh) starts, for each dim."""
-    pieces = local_shape(shape, sharding, mesh)
     return tuple(
-        mesh.coordinate(position, axes) * piece
-        for axes, piece in zip(sharding.dims, pieces, strict=True)
+        tile(size, axes, mesh, mesh.coordinate(position, axes))[0]
+        for size, axes in zip(shape, sharding.dims, strict=True)
     )
 
 

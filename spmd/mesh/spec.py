@@ -155,17 +155,18 @@ def dims_of(
     *,
     what: str,
     source: str | None = None,
+    even: bool = True,
 ) -> tuple[tuple[Axes, ...], tuple[bool, ...]]:
     """Spelled-out entries as atoms, with which dims are open.
 
     Raises:
-      SpecError: a dim that its axes don't divide.
+      SpecError: a dim that its axes don't divide, if `even`.
     """
     dims: list[Axes] = []
     for d, (entry, size) in enumerate(zip(entries, shape, strict=True)):
         atoms = mesh.atoms_of(entry or ())
         extent = mesh.extent(atoms)
-        if size % extent:
+        if even and size % extent:
             axes = " x ".join(f"{name}={mesh.shape[name]}" for name in entry or ())
             padded = -(-size // extent) * extent
             raise SpecError(

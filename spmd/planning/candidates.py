@@ -96,6 +96,7 @@ def _merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignm
     """Lets each source in turn split factors, or split them further, with atoms still free."""
     assignment: list[Axes] = [()] * len(rule.factors)
     used: set[int] = set()
+    joined = {f for dims in rule.values for dim in dims if len(dim) > 1 for f in dim}
     for claims in order:
         for factor, axes in claims.items():
             have = assignment[factor]
@@ -104,7 +105,7 @@ def _merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignm
             extent = math.prod(sizes[a] for a in have)
             for atom in axes[len(have) :]:
                 extent *= sizes[atom]
-                if atom in used or rule.factors[factor].size % extent:
+                if atom in used or (factor in joined and rule.factors[factor].size % extent):
                     break
                 used.add(atom)
                 assignment[factor] += (atom,)

@@ -13,7 +13,7 @@ from typing import Any
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, ties, trip_count, users_of
 from spmd.ir.program import Op, Region, Value
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, format_axes, replicated
+from spmd.mesh.sharding import Axes, Sharding, format_axes, is_even, replicated
 from spmd.mesh.topology import Topology
 from spmd.planning.candidates import candidates
 from spmd.planning.cost import op_seconds
@@ -40,15 +40,17 @@ def plan_greedily(
     return _Greedy(propagated, topology).run(result_marks, dict(links))
 
 
-def whole_axes(dims: Sequence[Axes], mesh: Mesh) -> tuple[Axes, ...]:
-    """The longest part of each dim's atoms that consists of whole axes, as boundaries require."""
+def whole_axes(
+    dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh
+) -> tuple[Axes, ...]:
+    """The longest part of each dim's atoms that is whole axes and divides it, as boundaries ask."""
     kept = []
-    for axes in dims:
+    for axes, size in zip(dims, shape, strict=True):
         done: Axes = ()
         rest = axes
         while rest:
             axis = mesh.axis_atoms[mesh.axis_names[mesh.atoms[rest[0]].axis]]
-            if rest[: len(axis)] != axis:
+            if rest[: len(axis)] != axis or not is_even(size, done + axis, mesh):
                 break
             done += axis
             rest = rest[len(axis) :]
@@ -121,14 +123,18 @@ class _Greedy:
 
     def boundary(self, value: Value, fallback: Sharding) -> Sharding:
         """A boundary value's sharding: its proposal in whole axes, else the fallback."""
-        dims = whole_axes(self.propagated.proposals[value], self.mesh)
+        dims = self.whole(value, self.propagated.proposals[value])
         return Sharding(dims) if any(dims) or value in self.propagated.marks else fallback
+
+    def whole(self, value: Value, dims: Sequence[Axes]) -> tuple[Axes, ...]:
+        """As much of each dim's atoms as a boundary may have: whole axes that divide it."""
+        return whole_axes(dims, self.types[value].shape, self.mesh)
 
     def result(self, value: Value) -> Sharding:
         state = self.states[value]
         rank = self.types[value].rank
-        fallback = Sharding(whole_axes(state.dims, self.mesh)) if state else replicated(rank)
-        return self.boundary(value, fallback)
+        dims = self.whole(value, state.dims) if state else ()
+        return self.boundary(value, Sharding(dims) if state else replicated(rank))
 
     # Values.
 

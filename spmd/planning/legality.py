@@ -62,7 +62,7 @@ def states_are_legal(plan: Plan) -> str | None:
     if len(plan.states) != len(types):
         return f"{len(plan.states)} states for {len(types)} values"
     for value, (state, type_) in enumerate(zip(plan.states, types, strict=True)):
-        if state is not None and not is_legal(state, type_.shape, plan.mesh):
+        if state is not None and not is_legal(state, type_.shape, plan.mesh, even=False):
             return f"%{value}: {type_} is {format_sharding(state, plan.mesh)}"
     return None
 
@@ -154,7 +154,7 @@ def shardings_fit_types(plan: Plan, op: Op, choice: Choice) -> str | None:
     """Every sharding of a choice fits its type."""
     types = op.kind.operands + op.kind.results
     for sharding, type_ in zip(choice.operands + choice.results, types, strict=True):
-        if not is_legal(sharding, type_.shape, plan.mesh):
+        if not is_legal(sharding, type_.shape, plan.mesh, even=False):
             return f"{format_sharding(sharding, plan.mesh)} does not fit {type_}"
     return None
 

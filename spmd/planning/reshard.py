@@ -16,6 +16,7 @@ reductions of partial values and the links of the machine are part of the same s
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from typing import NamedTuple
 from spmd.errors import LegalityError
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, format_sharding
+from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds, wire_bytes
 from spmd.planning.reshard_direct import direct_paths
@@ -80,8 +81,8 @@ def reshard(
     Args:
       src: sharding that the value has.
       dst: sharding that is wanted. It may stay partial over some of `src`'s partial atoms.
-      type_: global type. A dim that does not divide by its atoms must have the same atoms in `src`
-        and `dst`; it stays as it is.
+      type_: global type. A dim that does not divide is searched as if it were padded until it did
+        (its figures are those of the padded pieces).
       mesh: the mesh of both shardings.
       topology: the links.
 
@@ -99,8 +100,49 @@ def reshard(
     """
     if src == dst:
         return Path((), 0.0, 0)
-    problem = Problem(src, dst, type_, fabric_of(mesh, topology))
-    return _path(problem, _solve(problem))
+    padded = type_.with_shape(_padded(src, dst, type_.shape, mesh))
+    problem = Problem(src, dst, padded, fabric_of(mesh, topology))
+    path = _path(problem, _solve(problem))
+    if padded == type_:
+        return path
+    torn = {d for step in path.steps for d in _torn_dims(step, type_.shape, mesh)}
+    if not torn:
+        return path
+    middle = Sharding(
+        tuple(() if d in torn else axes for d, axes in enumerate(src.dims)), src.partial, src.kind
+    )
+    first = reshard(src, middle, type_, mesh, topology)
+    second = reshard(middle, dst, type_, mesh, topology)
+    seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
+    return Path(first.steps + second.steps, seconds, sent)
+
+
+def _padded(
+    src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh
+) -> tuple[int, ...]:
+    """The shape with every dim that either sharding does not divide rounded up until both do."""
+    sizes = []
+    for size, a, b in zip(shape, src.dims, dst.dims, strict=True):
+        unit = math.lcm(mesh.extent(a), mesh.extent(b))
+        fits = size % mesh.extent(a) == 0 and size % mesh.extent(b) == 0
+        sizes.append(size if fits else -(-size // unit) * unit)
+    return tuple(sizes)
+
+
+def _torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
+    """Dims whose padded pieces a permute cannot move whole.
+
+    Pieces are cut atom by atom; without padding only their number matters, with padding the order
+    of the atoms' sizes does too.
+    """
+    if step.kind != "collective_permute":
+        return []
+    sizes = mesh.atom_sizes
+    return [
+        d
+        for d, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True))
+        if not is_even(shape[d], a, mesh) and [sizes[x] for x in a] != [sizes[x] for x in b]
+    ]
 
 
 def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[int, int], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spmd.mesh.sharding import Axes, Sharding
-from spmd.propagation.rule import DimFactors, Factor, Rule
+from spmd.propagation.rule import REDUCE, REPLICATE, DimFactors, Factor, Rule
 
 Assignment = tuple[Axes, ...]
 """For one op: which atoms split each factor."""
@@ -36,7 +36,10 @@ def dim_to_factors(
 def factors_to_dim(
     dim: DimFactors, assignment: Sequence[Axes], factors: Sequence[Factor], sizes: Sequence[int]
 ) -> Axes | None:
-    """A dim's atoms under an assignment; None where its pieces would not be contiguous."""
+    """A dim's atoms under an assignment; None where its pieces would not be equal and contiguous.
+
+    A dim of one factor takes any atoms: where they don't divide it, its pieces are padded.
+    """
     if len(dim) == 1:
         return assignment[dim[0]]
     axes: Axes = ()
@@ -49,22 +52,19 @@ def factors_to_dim(
         extent = 1
         for a in own:
             extent *= sizes[a]
+        if factors[factor].size % extent:
+            return None
         complete = complete and extent == factors[factor].size
     return axes
 
 
 def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence[int]) -> bool:
-    """No atom twice, every factor divides, `replicate` factors whole, dims contiguous."""
+    """No atom twice, `replicate` factors whole, dims of several factors equal and contiguous."""
     used: set[int] = set()
     for factor, axes in zip(rule.factors, assignment, strict=True):
-        extent = 1
-        for a in axes:
-            if a in used:
-                return False
-            used.add(a)
-            extent *= atom_sizes[a]
-        if factor.size % extent or (axes and factor.kind == "replicate"):
+        if not used.isdisjoint(axes) or (axes and factor.kind == REPLICATE):
             return False
+        used.update(axes)
     return all(
         len(dim) == 1 or factors_to_dim(dim, assignment, rule.factors, atom_sizes) is not None
         for value in rule.values
@@ -90,7 +90,7 @@ def reduced_axes(rule: Rule, assignment: Assignment) -> Axes:
         sorted(
             a
             for factor, axes in zip(rule.factors, assignment, strict=True)
-            if factor.kind == "reduce"
+            if factor.kind == REDUCE
             for a in axes
         )
     )

@@ -127,6 +127,7 @@ class _State:
         self.sizes = mesh.atom_sizes
         self.marks = marks
         self.cheap = cheap
+        self.boundary = {*program.body.args, *program.body.results}
         self.proposals: list[list[Axes]] = [[()] * t.rank for t in program.types]
         self.closed: set[tuple[Value, int]] = set()
         self.origins: dict[tuple[Value, int], list[Origin]] = {}
@@ -287,13 +288,18 @@ class _State:
         assignment: Sequence[Axes],
         factors: Sequence[Factor],
     ) -> Axes:
-        """What the factors want for one dim: an extension of what it has that divides it."""
+        """What the factors want for one dim: an extension of what it has.
+
+        At the boundary only as much of it as divides the dim.
+        """
         have = self.proposals[value][d]
         if (value, d) in self.closed:
             return have
         axes = factors_to_dim(dim, assignment, factors, self.sizes)
         if axes is None or axes[: len(have)] != have:
             return have
+        if value not in self.boundary:
+            return axes if len(axes) > len(have) else have
         size = self.program.types[value].shape[d]
         if size % math.prod(self.sizes[a] for a in axes):
             self.undivided[value, d] = axes

@@ -15,9 +15,9 @@ NONLINEAR = (
     "convert", "complex",
 )  # fmt: skip
 CHLO = (
-    "_asin_acos_kernel", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "conj", "cosh", "digamma",
-    "erf", "erf_inv", "erfc", "is_inf", "is_neg_inf", "is_pos_inf", "lgamma", "mulhi", "next_after",
-    "polygamma", "sinh", "square", "tan", "zeta",
+    "_asin_acos_kernel", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "conj",
+    "cosh", "digamma", "erf", "erf_inv", "erfc", "is_inf", "is_neg_inf", "is_pos_inf", "lgamma",
+    "next_after", "polygamma", "sinh", "square", "tan", "zeta",
 )  # fmt: skip
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "add": ((0, 1),),

@@ -1,4 +1,4 @@
-"""Runs a fuzz case: `spmd.jit` against `jax.jit`, and tells errors from ill-conditioned programs."""
+"""Runs a fuzz case: `spmd.jit` against `jax.jit`; tells errors from ill-conditioned programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Outcome(NamedTuple):
     """How a case ended.
 
     Attributes:
-      status: `passed`; `failed`; `unsupported`: an op without a rule; `invalid`: jax itself refuses.
+      status: `passed`, `failed`, `unsupported` (an op without a rule), `invalid` (for jax too).
       key: what is the same for failures of one cause, as far as a program can tell.
       message: for people.
     """
@@ -61,7 +61,7 @@ def _arrays(results: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _partitioned(case: Case, scope: dict[str, Any], args: Sequence[Any]) -> Any:
-    mesh = spmd.make_mesh(**dict(case.mesh))
+    mesh = spmd.make_mesh(None, **dict(case.mesh))
     step = spmd.jit(
         scope["make_step"](lambda x, spec: spmd.mark_sharding(x, mesh, spec)),
         mesh=mesh,

@@ -22,8 +22,8 @@ MOST_ARGS = 5
 BOUND = 1e3
 
 MESHES: tuple[tuple[int, ...], ...] = (
-    (4, 2), (8,), (2, 2, 2), (2, 4), (2, 3), (2,), (5,), (1, 8), (6,), (3, 2), (2, 1, 3), (7,), (4,),
-    (1,),
+    (4, 2), (8,), (2, 2, 2), (2, 4), (2, 3), (2,), (5,), (1, 8), (6,), (3, 2), (2, 1, 3), (7,),
+    (4,), (1,),
 )  # fmt: skip
 AXES = ("a", "b", "c")
 
@@ -421,7 +421,8 @@ def broadcast(m: Maker) -> None:
     v = m.var(lambda v: v.rank < 4)
     if v is None:
         return
-    shape, places = [], []
+    shape: list[int] = []
+    places: list[int] = []
     budget = LARGEST // max(v.size, 1)
     for size in v.shape:
         if m.flag(3) and len(shape) < 3:

@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 
 import spmd
+from tests.propagation.cases_linalg import LINALG
+from tests.propagation.cases_misc import MISC
 
 
 class Case(NamedTuple):
@@ -233,6 +235,7 @@ CASES: tuple[Case, ...] = (
     *(Case(name, fn, (X, Y)) for name, fn in BINARY.items()),
     *(Case(name, fn, (I, J)) for name, fn in INTEGER.items()),
     *OTHER,
+    *(Case(*entry) for entry in (*LINALG, *MISC)),
 )
 
 

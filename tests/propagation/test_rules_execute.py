@@ -13,6 +13,8 @@ import spmd
 from spmd.lowering import local
 from spmd.propagation import registry
 from tests.propagation.cases import CASES, Case, random_spec
+from tests.propagation.cases_module import MODULES, ModuleCase
+from tests.propagation.ragged import expand_for_cpu
 
 SHARDINGS = 3
 STRUCTURAL = {"stablehlo.while", "stablehlo.case"}
@@ -86,6 +88,26 @@ def test_ops_that_jax_never_emits(op: str) -> None:
     x[0, 0], x[3, 1] = np.inf, -np.inf
     with np.errstate(all="ignore"):
         np.testing.assert_allclose(compiled(x)[0], want(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", MODULES, ids=lambda case: case.name)
+def test_modules(case: ModuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmd.pipeline.expand", expand_for_cpu)
+    rng = np.random.RandomState(zlib.crc32(case.name.encode()))
+    want = case.want(*case.args)
+    results = want if isinstance(want, tuple) else (want,)
+    for mesh in meshes():
+        arg_specs = [random_spec(rng, a.shape, mesh) for a in case.args]
+        result_specs = [random_spec(rng, np.shape(r), mesh) for r in results]
+        options = spmd.Options(check=True)
+        with jax.enable_x64(True):
+            compiled = spmd.compile_stablehlo(
+                case.text, mesh, arg_specs, result_specs, options=options
+            )
+            got = compiled(*case.args)
+        for a, b in zip(got, results, strict=True):
+            where = f"{case.name} on ({mesh}) with specs {arg_specs} -> {result_specs}"
+            np.testing.assert_allclose(np.asarray(a), b, rtol=2e-4, atol=1e-5, err_msg=where)
 
 
 def test_every_rule_has_a_case_and_a_local_lowering() -> None:

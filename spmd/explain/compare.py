@@ -1,0 +1,120 @@
+"""How far two results are apart, and whether that is more than rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd.ir.program import Program
+from spmd.ir.types import TensorType, is_float, numpy_dtype
+
+_TOLERANCE_BITS = {64: 1e-9, 32: 1e-4, 16: 3e-2, 8: 3e-1, 4: 5e-1}
+"""Relative tolerance by the bits of the narrowest float type that a program computes in."""
+
+
+class Comparison(NamedTuple):
+    """One result of two programs.
+
+    Attributes:
+      name: whose.
+      type: shape and element type.
+      max_abs: largest difference.
+      max_rel: the same over the largest magnitude of the expected result.
+      at: index of that element.
+      got, wanted: that element.
+      ok: every element agrees within the tolerance; integers and predicates exactly.
+    """
+
+    name: str
+    type: TensorType
+    max_abs: float
+    max_rel: float
+    at: tuple[int, ...]
+    got: Any
+    wanted: Any
+    ok: bool
+
+    def __str__(self) -> str:
+        sign = "ok" if self.ok else "DIFFERS"
+        text = f"{sign:<8}{self.name}: {self.type}, largest difference {self.max_abs:.3g}"
+        if self.max_abs:
+            text += f" (relative {self.max_rel:.3g})"
+        if not self.ok:
+            text += f", at {list(self.at)} it is {self.got} instead of {self.wanted}"
+        return text
+
+
+class Tolerance(NamedTuple):
+    """Two floats agree when they are not further apart than `atol + rtol * |wanted|`.
+
+    Without `atol`, it is `rtol` times the largest magnitude of the result: what a sum in another
+    order is off by depends on its terms, not on what is left of them.
+    """
+
+    rtol: float
+    atol: float | None = None
+
+    @staticmethod
+    def of(program: Program, rtol: float | None, atol: float | None) -> Tolerance:
+        """The given tolerance, `rtol` by the narrowest float type in the program if left out."""
+        return Tolerance(default_rtol(program.types) if rtol is None else rtol, atol)
+
+
+def default_rtol(types: Iterable[TensorType]) -> float:
+    """The tolerance for programs that compute in these types."""
+    bits = [_float_bits(type_.dtype) for type_ in types]
+    return _TOLERANCE_BITS[min((b for b in bits if b), default=32)]
+
+
+def _float_bits(dtype: str) -> int:
+    if dtype.startswith("complex"):
+        return numpy_dtype(dtype).itemsize * 4
+    if not is_float(dtype):
+        return 0
+    return 4 if dtype.startswith("f4") else numpy_dtype(dtype).itemsize * 8
+
+
+def compare(
+    name: str, type_: TensorType, got: Any, wanted: Any, tolerance: Tolerance
+) -> Comparison:
+    """Compares two arrays of one type; NaN equals NaN, and infinities only themselves."""
+    if np.shape(got) != np.shape(wanted):
+        text = f"shape {np.shape(got)}", f"shape {np.shape(wanted)}"
+        return Comparison(name, type_, np.inf, np.inf, (), *text, False)
+    x, y = _wide(got), _wide(wanted)
+    with np.errstate(invalid="ignore", over="ignore"):
+        same = (x == y) | ((x != x) & (y != y))
+        off = np.where(same, 0.0, np.abs(x - y).astype(np.float64))
+    off = np.where(np.isnan(off), np.inf, off)
+    if not off.size:
+        return Comparison(name, type_, 0.0, 0.0, (), None, None, True)
+    size = np.where(np.isfinite(y), np.abs(y), 0.0)
+    allowed = np.zeros(())
+    if _float_bits(type_.dtype):
+        atol = tolerance.rtol * size.max() if tolerance.atol is None else tolerance.atol
+        allowed = atol + tolerance.rtol * size
+    excess = np.where(off > 0, off - allowed, -np.inf)
+    at = np.unravel_index(int(excess.argmax()), off.shape)
+    worst = float(off.max())
+    return Comparison(
+        name,
+        type_,
+        worst,
+        worst / float(size.max()) if size.max() else worst,
+        tuple(int(i) for i in at),
+        np.asarray(got)[at],
+        np.asarray(wanted)[at],
+        not bool((off > allowed).any()),
+    )
+
+
+def _wide(array: Any) -> Any:
+    """Elements in a type in which differences are exact enough."""
+    elements = np.asarray(array)
+    if elements.dtype.kind == "c":
+        return elements.astype(np.complex128)
+    if elements.dtype.kind in "iu" and elements.dtype.itemsize == 8:
+        return elements.astype(np.longdouble)
+    return elements.astype(np.float64)

@@ -1,0 +1,47 @@
+"""Programs of ops that belong to no family; see `cases.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tests.propagation.cases_linalg import matrices
+
+X = matrices(8, 16)
+WORDS = np.random.RandomState(0).randint(-(2**31), 2**31 - 1, (8, 16)).astype(np.int32)
+Z = (X + 1j * matrices(8, 16, seed=1)).astype(np.complex64)
+
+
+def complex_chain(z: Any, w: Any) -> Any:
+    y = jnp.exp(z) @ jnp.conj(w).T
+    return jnp.abs(y), jnp.angle(y + 1), (y * 2j).sum(0), jnp.sort_complex(y.reshape(-1)), y.prod()
+
+
+def ragged(x: Any, w: Any) -> Any:
+    return lax.ragged_dot(x, w, np.asarray([2, 1, 4, 1], np.int32))
+
+
+MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    ("top_k", lambda x: tuple(lax.top_k(x, 3)), (X,)),
+    ("top_k_gradient", jax.grad(lambda x: lax.top_k(x, 3)[0].sum()), (X,)),
+    ("approx_max_k", lambda x: tuple(lax.approx_max_k(x, 4)), (X,)),
+    ("approx_min_k", lambda x: tuple(lax.approx_min_k(x, 4, reduction_dimension=0)), (X,)),
+    ("mulhi", lambda x: lax.mulhi(x, x[::-1]), (WORDS,)),
+    ("mulhi_unsigned", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.uint32),)),
+    ("mulhi_narrow", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.int8),)),
+    ("complex", complex_chain, (Z, Z)),
+    ("complex_roots", lambda z: (jnp.sqrt(z), jnp.log(z), jnp.tanh(z), z**3, z / (z + 2)), (Z,)),
+    ("placement", lambda x: jax.device_put(x * 2, jax.memory.Space.Device) + 1, (X,)),
+    ("ragged_dot", ragged, (X, matrices(4, 16, 6))),
+    ("bitcast_wider", lambda x: lax.bitcast_convert_type(x, jnp.int8), (X,)),
+    (
+        "bitcast_narrower",
+        lambda x: lax.bitcast_convert_type(x.astype(jnp.int8).reshape(8, 4, 4), jnp.int32),
+        (WORDS,),
+    ),
+)
+"""(name, function, arguments)."""
