@@ -21,12 +21,12 @@ from spmd.explain.memory import Memory
 from spmd.explain.verify import Verification, verify
 from spmd.frontend.import_stablehlo import parse_module, signature
 from spmd.frontend.marks import Entries
-from spmd.frontend.trace import seen_meshes, trace
+from spmd.frontend.trace import mark_uneven, seen_meshes, trace
 from spmd.ir.text import format_program
 from spmd.lowering.execute import executable
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, format_sharding
+from spmd.mesh.sharding import Sharding, format_sharding, is_legal
 from spmd.mesh.spec import as_mesh, dims_of, has_devices, jax_mesh, partition_spec, spec_entries
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -61,8 +61,8 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
       The marked tensor.
 
     Raises:
-      SpecError: an unknown axis, an axis used twice, a spec longer than the rank, a dim that its
-        axes don't divide.
+      SpecError: an unknown axis, an axis used twice, a spec longer than the rank, or, outside of
+        traced code, a dim that its axes don't divide (inside, its pieces are padded).
       MeshError: an array to be placed on devices that are not there.
 
     Example:
@@ -72,12 +72,15 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
     shape = np.shape(t) if not hasattr(t, "shape") else tuple(t.shape)
     what, source = f"a tensor of shape {shape}", _caller()
     entries = spec_entries(spec, len(shape), own, what=what, source=source)
-    dims_of(entries, shape, own, what=what, source=source)
     if isinstance(t, jax.core.Tracer):
         seen_meshes.append(own)
+        dims, _ = dims_of(entries, shape, own, what=what, source=source, even=False)
+        if not is_legal(Sharding(dims), shape, own):
+            return mark_uneven(t, own, entries)
         where = jax_mesh(own) if has_devices(own) else _abstract_mesh(own)
         sharding = NamedSharding(where, _jax_spec(entries, PartitionSpec.UNCONSTRAINED))
         return jax.lax.with_sharding_constraint(t, sharding)
+    dims_of(entries, shape, own, what=what, source=source)
     plain = _jax_spec(entries, None)
     if isinstance(t, jax.ShapeDtypeStruct):
         where = jax_mesh(own) if has_devices(own) else _abstract_mesh(own)
@@ -463,8 +466,10 @@ class Compiled(Lowered):
             jax.ShapeDtypeStruct(types[v].shape, _dtype(types[v].dtype))
             for v in self.stages.imported.program.body.args
         ]
-        lowered_jax = jitted.lower(*structs)
-        self.executable = lowered_jax.compile(dict(self.options.compiler_options) or None)
+        self._x64 = jax.config.jax_enable_x64 or any(_is_wide(t.dtype) for t in types)
+        with jax.enable_x64(self._x64):
+            lowered_jax = jitted.lower(*structs)
+            self.executable = lowered_jax.compile(dict(self.options.compiler_options) or None)
         self._arg_shardings = tuple(
             NamedSharding(self._jax_mesh, partition_spec(s, self.mesh))
             for s in partitioned.arguments
@@ -516,7 +521,8 @@ class Compiled(Lowered):
             return leaf
         if isinstance(have, NamedSharding) and have.is_equivalent_to(sharding, leaf.ndim):
             return leaf
-        return jax.device_put(leaf, sharding)
+        with jax.enable_x64(self._x64):  # else jax narrows 64-bit elements on the way in
+            return jax.device_put(leaf, sharding)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments placed on a mesh lie as this program wants them."""
@@ -574,14 +580,16 @@ class Compiled(Lowered):
             return optimized, emitted
 
         def run(arrays: Sequence[Any]) -> Sequence[Any]:
-            return list(self.executable(*jax.device_put(list(arrays), list(self._arg_shardings))))
+            placed = jax.device_put(list(arrays), list(self._arg_shardings))
+            return list(self.executable(*placed))
 
         leaves = self._check_structure(args, kwargs)
         given = [
             leaf if impl is None else jax.random.key_data(leaf)
             for leaf, impl in zip(leaves, self.key_impls, strict=True)
         ]
-        return verify(self.stages, self.request.module, run, given, lower, rtol, atol)
+        with jax.enable_x64(self._x64):
+            return verify(self.stages, self.request.module, run, given, lower, rtol, atol)
 
     @cached_property
     def _memory(self) -> Memory:
@@ -666,6 +674,11 @@ def _dtype(name: str) -> Any:
     from spmd.ir.types import numpy_dtype
 
     return numpy_dtype(name)
+
+
+def _is_wide(dtype: str) -> bool:
+    """Whether jax narrows this element type unless it is told not to."""
+    return dtype in ("i64", "ui64", "f64", "complex<f64>")
 
 
 def _aval(leaf: Any) -> tuple[Any, ...]:

@@ -14,7 +14,6 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
 from spmd.planning.plan import Plan
 
-
 _READ_WRONGLY = "the module was read wrongly: as imported and not partitioned, it differs as well"
 _NOT_REPRODUCED = "partitioned once more, without XLA's options and donation, the results agree"
 

@@ -124,8 +124,7 @@ class _Importer:
             if op.name == "func.func":
                 self.functions[ir.StringAttr(op.attributes["sym_name"]).value] = op
             elif op.name == "sdy.mesh":
-                mesh = sdy.MeshAttr(op.attributes["mesh"])
-                axes = tuple((a.name, a.size) for a in (sdy.MeshAxisAttr(x) for x in mesh.axes))
+                axes = _mesh_axes(op.attributes["mesh"])
                 self.meshes[ir.StringAttr(op.attributes["sym_name"]).value] = axes
         self.types: list[TensorType] = []
         self.type_cache: dict[Any, TensorType] = {}
@@ -334,9 +333,17 @@ class _Importer:
             self.kind_cache[key] = kind
         return kind
 
+    def note_inline_mesh(self, attr: Any) -> None:
+        """A sharding may spell its mesh out instead of naming one of the module's."""
+        mesh = sdy.TensorShardingAttr(attr).mesh_or_ref
+        if str(mesh).startswith("#sdy.mesh"):
+            self.meshes[str(mesh)] = _mesh_axes(mesh)
+
     def attribute(self, op_name: str, name: str, attr: Any) -> Attribute:
         key = (name, attr)
         if key not in self.attr_cache:
+            if op_name == "sdy.sharding_constraint":
+                self.note_inline_mesh(attr)
             self.attr_cache[key] = _attribute(op_name, name, attr)
         return self.attr_cache[key]
 
@@ -512,6 +519,11 @@ def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
     if name == "value" and text.startswith("dense"):
         return _dense(attr)
     return Opaque(text)
+
+
+def _mesh_axes(attr: Any) -> tuple[tuple[str, int], ...]:
+    axes = (sdy.MeshAxisAttr(x) for x in sdy.MeshAttr(attr).axes)
+    return tuple((axis.name, axis.size) for axis in axes)
 
 
 def _sharding(attr: Any) -> ShardingAttr:

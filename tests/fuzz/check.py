@@ -61,7 +61,7 @@ def _arrays(results: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _partitioned(case: Case, scope: dict[str, Any], args: Sequence[Any]) -> Any:
-    mesh = spmd.make_mesh(None, **dict(case.mesh))
+    mesh = spmd.Mesh(None, tuple(n for _, n in case.mesh), tuple(a for a, _ in case.mesh))
     step = spmd.jit(
         scope["make_step"](lambda x, spec: spmd.mark_sharding(x, mesh, spec)),
         mesh=mesh,
