@@ -67,12 +67,12 @@ def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...])
     return _uneven_mark.bind(x, mesh=axes, entries=entries)
 
 
-@_uneven_mark.def_impl
+@_uneven_mark.def_impl  # type: ignore[untyped-decorator]
 def _apply_mark(x: Any, **_: Any) -> Any:
     return x
 
 
-@_uneven_mark.def_abstract_eval
+@_uneven_mark.def_abstract_eval  # type: ignore[untyped-decorator]
 def _mark_type(x: Any, **_: Any) -> Any:
     return x
 

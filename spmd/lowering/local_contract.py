@@ -30,10 +30,10 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
     _, init = op.operands  # a body that is one known op has one operand
     dtype = b.types[init].dtype
     element = identity_element(reducer, dtype)
-    identity = b.constant(element, dtype)
     x = op.masked(0, element, op.reduced_dims(0))
     if op.attrs.get("spmd.neutral"):
         return op.emit([x, init])
+    identity = b.constant(element, dtype)
     (terms,) = op.emit([x, identity])
     if reducer not in _IDEMPOTENT:
         init = b.select(op.is_first(axes), init, identity)

@@ -100,7 +100,8 @@ def reshard(
     """
     if src == dst:
         return Path((), 0.0, 0)
-    padded = type_.with_shape(_padded(src, dst, type_.shape, mesh))
+    ranks = {len(src.dims), len(dst.dims), type_.rank}
+    padded = type_.with_shape(_padded(src, dst, type_.shape, mesh)) if len(ranks) == 1 else type_
     problem = Problem(src, dst, padded, fabric_of(mesh, topology))
     path = _path(problem, _solve(problem))
     if padded == type_:

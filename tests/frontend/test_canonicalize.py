@@ -1,0 +1,90 @@
+"""Canonicalization: what the rewritten programs look like. That they compute the same is tested
+by `tests/propagation/test_rules_execute.py`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import spmd
+from spmd.frontend.canonicalize import CANONICAL, canonicalize
+from spmd.frontend.import_stablehlo import import_module, parse_module
+from spmd.ir.legality import check_program
+from tests.propagation.cases_module import MODULES, ModuleCase
+
+
+def names(case: ModuleCase) -> tuple[list[str], list[str]]:
+    """Ops of a module as it is imported, and after canonicalization."""
+    program = import_module(parse_module(case.text)).program
+    after = canonicalize(program)
+    check_program(after)
+    return [op.name for op in program.walk()], [op.name for op in after.walk()]
+
+
+BY_NAME = {case.name: case for case in MODULES}
+
+
+@pytest.mark.parametrize(
+    ("case", "ops"),
+    [
+        ("stablehlo.dot", ["dot_general"]),
+        ("stablehlo.einsum", ["constant", "reduce", "dot_general", "transpose"]),
+        ("einsum_batch", ["dot_general"]),
+        ("stablehlo.unary_einsum", ["constant", "reduce", "transpose"]),
+        ("stablehlo.broadcast", ["broadcast_in_dim"]),
+        ("stablehlo.torch_index_select", ["gather"]),
+        ("stablehlo.map", ["constant", "multiply", "add"]),
+        ("stablehlo.dynamic_reshape", ["constant", "reshape"]),
+        ("stablehlo.dynamic_iota", ["constant", "iota", "add"]),
+        ("stablehlo.real_dynamic_slice", ["constant", "constant", "constant", "slice"]),
+        ("stablehlo.tuple", ["subtract"]),
+        ("stablehlo.composite", ["constant", "multiply"]),
+        ("custom_call:Sharding", []),
+        ("custom_call:mhlo.erf", ["chlo.erf"]),
+        ("custom_call:mhlo.topk", ["chlo.top_k"]),
+        ("chlo.broadcast_add", ["broadcast_in_dim", "add"]),
+        ("chlo.broadcast_zeta", ["broadcast_in_dim", "chlo.zeta"]),
+        ("chlo.constant_like", ["constant", "multiply"]),
+    ],
+)
+def test_rewritten_ops(case: str, ops: list[str]) -> None:
+    _, after = names(BY_NAME[case])
+    wanted = [name if "." in name else f"stablehlo.{name}" for name in ops]
+    assert after == wanted
+
+
+@pytest.mark.parametrize("case", MODULES, ids=lambda case: case.name)
+def test_no_op_of_the_table_is_left(case: ModuleCase) -> None:
+    _, after = names(case)
+    assert not set(after) & set(CANONICAL)
+
+
+def test_a_program_without_such_ops_is_not_rebuilt() -> None:
+    program = import_module(parse_module(BY_NAME["stablehlo.cholesky"].text)).program
+    assert canonicalize(program) is program
+
+
+def test_batch_statistics_over_a_split_batch_are_partial_sums() -> None:
+    text = BY_NAME["stablehlo.batch_norm_training"].text.replace("8x4x4x8x", "64x128x128x8x")
+    mesh = spmd.make_mesh(data=4, model=2)
+    specs = [("data", None, None, "model"), ("model",), ("model",)]
+    compiled = spmd.compile_stablehlo(text, mesh, specs, None)
+    assert {c.kind for c in compiled.collectives} == {"all_reduce"}
+    assert all(c.axes == ("data",) for c in compiled.collectives)
+
+
+def test_a_portable_artifact_keeps_its_chlo_ops() -> None:
+    def fn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.erf(x), jax.lax.top_k(x, 2)[0]
+
+    artifact = export.export(jax.jit(fn))(jnp.ones((8, 4))).mlir_module_serialized
+    program = import_module(parse_module(artifact)).program
+    assert [op.name for op in program.walk()] == ["chlo.erf", "chlo.top_k"]
+    mesh = spmd.make_mesh(data=4, model=2)
+    compiled = spmd.compile_stablehlo(parse_module(artifact), mesh, [("data", "model")])
+    x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+    for a, b in zip(compiled(x), fn(x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)

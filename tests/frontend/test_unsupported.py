@@ -1,0 +1,197 @@
+"""Every op that the importer refuses: one clear error that says why and what to do instead."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.frontend.canonicalize import canonicalize
+from spmd.frontend.import_stablehlo import import_module, parse_module
+from spmd.frontend.unsupported import REFUSED
+
+_GROUPS = "replica_groups = dense<[[0, 1]]> : tensor<1x2xi64>"
+_SUM = """({
+  ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+    %c = "stablehlo.add"(%a, %b) : (tensor<f32>, tensor<f32>) -> tensor<f32>
+    "stablehlo.return"(%c) : (tensor<f32>) -> ()
+})"""
+_SAME = "(tensor<8x4xf32>) -> tensor<8x4xf32>"
+_HANDLE = "channel_handle = #stablehlo.channel_handle<handle = 1, type = 2>"
+_HALVES = "tensor<8x4xf32>) -> tensor<16x4xf32>"
+_TOKEN = '%t = "stablehlo.create_token"() : () -> !stablehlo.token\n'
+_AFTER = '%t = "stablehlo.after_all"() : () -> !stablehlo.token\n'
+_FUTURE = "!stablehlo.future<tensor<8x4xf32>>"
+_QUANTIZED = "tensor<8x4x!quant.uniform<i8:f32, 0.5>>"
+
+TEXTS = {
+    "stablehlo.all_gather": f'"stablehlo.all_gather"(%x) {{all_gather_dim = 0 : i64, {_GROUPS}}}'
+    f" : ({_HALVES}",
+    "stablehlo.all_reduce": f'"stablehlo.all_reduce"(%x) {_SUM} {{{_GROUPS}}} : {_SAME}',
+    "stablehlo.all_to_all": '"stablehlo.all_to_all"(%x) {split_dimension = 0 : i64, '
+    f"concat_dimension = 0 : i64, split_count = 2 : i64, {_GROUPS}}} : {_SAME}",
+    "stablehlo.collective_broadcast": f'"stablehlo.collective_broadcast"(%x) {{{_GROUPS}}}'
+    f" : {_SAME}",
+    "stablehlo.collective_permute": '"stablehlo.collective_permute"(%x) '
+    f"{{source_target_pairs = dense<[[0, 1]]> : tensor<1x2xi64>}} : {_SAME}",
+    "stablehlo.cross-replica-sum": f'"stablehlo.cross-replica-sum"(%x) {{{_GROUPS}}} : {_SAME}',
+    "stablehlo.partition_id": '"stablehlo.partition_id"() : () -> tensor<ui32>',
+    "stablehlo.reduce_scatter": f'"stablehlo.reduce_scatter"(%x) {_SUM} '
+    f"{{scatter_dimension = 0 : i64, {_GROUPS}}} : (tensor<8x4xf32>) -> tensor<4x4xf32>",
+    "stablehlo.replica_id": '"stablehlo.replica_id"() : () -> tensor<ui32>',
+    "stablehlo.infeed": '"stablehlo.infeed"(%t) : (!stablehlo.token) '
+    "-> (tensor<f32>, !stablehlo.token)",
+    "stablehlo.outfeed": '"stablehlo.outfeed"(%x, %t) '
+    ": (tensor<8x4xf32>, !stablehlo.token) -> !stablehlo.token",
+    "stablehlo.recv": f'"stablehlo.recv"(%t) {{{_HANDLE.replace("type = 2", "type = 3")}, is_host_transfer = true}} '
+    ": (!stablehlo.token) -> (tensor<f32>, !stablehlo.token)",
+    "stablehlo.send": f'"stablehlo.send"(%x, %t) {{{_HANDLE}, is_host_transfer = true}} '
+    ": (tensor<8x4xf32>, !stablehlo.token) -> !stablehlo.token",
+    "stablehlo.after_all": '"stablehlo.after_all"() : () -> !stablehlo.token',
+    "stablehlo.create_token": '"stablehlo.create_token"() : () -> !stablehlo.token',
+    "stablehlo.rng": '"stablehlo.rng"(%z, %z, %s) '
+    "{rng_distribution = #stablehlo<rng_distribution UNIFORM>} "
+    ": (tensor<f32>, tensor<f32>, tensor<2xi64>) -> tensor<8x4xf32>",
+    **{
+        name: f'"stablehlo.custom_call"(%x) {{call_target_name = "{name[12:]}"}} : {_SAME}'
+        for name in REFUSED
+        if name.startswith("custom_call:")
+    },
+}
+NEEDS_TOKEN = {"stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stablehlo.send"}
+NOT_READ = {
+    "stablehlo.async_done",
+    "stablehlo.async_start",
+    "stablehlo.uniform_dequantize",
+    "stablehlo.uniform_quantize",
+}
+"""Ops of types that the parser does not know, or that need a module of their own."""
+
+
+def module(line: str, token: str = "") -> str:
+    return f"""
+    func.func @main(%x: tensor<8x4xf32>) -> tensor<8x4xf32> {{
+      %z = "stablehlo.constant"() {{value = dense<0.0> : tensor<f32>}} : () -> tensor<f32>
+      %s = "stablehlo.constant"() {{value = dense<[8, 4]> : tensor<2xi64>}} : () -> tensor<2xi64>
+      {token}
+      %y{":2" if line.endswith("!stablehlo.token)") else ""} = {line}
+      return %x : tensor<8x4xf32>
+    }}"""
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_refused_by_name_and_reason(name: str) -> None:
+    token = _TOKEN if name in NEEDS_TOKEN else ""
+    with pytest.raises(spmd.UnsupportedOpError) as caught:
+        import_module(parse_module(module(TEXTS[name], token)))
+    text = str(caught.value)
+    refused = "stablehlo.create_token" if token else name
+    assert f"{refused} cannot be partitioned: {REFUSED[refused].reason}" in text
+    assert f"fix: {REFUSED[refused].fix}" in text
+
+
+def test_every_refused_op_is_tested() -> None:
+    assert set(REFUSED) == {*TEXTS, *NOT_READ}
+
+
+def test_asynchronous_ops() -> None:
+    text = f"""
+    func.func @main(%x: tensor<8x4xf32>) -> tensor<8x4xf32> {{
+      %f = "stablehlo.async_start"(%x) ({{
+        ^bb0(%a: tensor<8x4xf32>):
+          %b = "stablehlo.collective_permute"(%a)
+            {{source_target_pairs = dense<[[0, 1]]> : tensor<1x2xi64>}} : {_SAME}
+          "stablehlo.return"(%b) : (tensor<8x4xf32>) -> ()
+      }}) : (tensor<8x4xf32>) -> {_FUTURE}
+      %y = "stablehlo.async_done"(%f) : ({_FUTURE}) -> tensor<8x4xf32>
+      return %y : tensor<8x4xf32>
+    }}"""
+    with pytest.raises(spmd.UnsupportedOpError, match="asynchronous ops hold their operands"):
+        import_module(parse_module(text))
+
+
+def test_quantized_types() -> None:
+    line = f'"stablehlo.uniform_quantize"(%x) : (tensor<8x4xf32>) -> {_QUANTIZED}'
+    with pytest.raises(spmd.FrontendError, match="without quantized types"):
+        parse_module(module(line))
+
+
+def test_callbacks_of_jax() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x.sum())
+        return x * 2
+
+    step = spmd.jit(fn, mesh=spmd.make_mesh(data=4, model=2))
+    with pytest.raises(spmd.UnsupportedOpError, match="calls back into Python"):
+        step.lower(jnp.ones((8, 4)))
+
+
+REWRITES = {
+    "its amounts are computed": (
+        """%y = "stablehlo.dynamic_pad"(%x, %z, %i, %i, %i) : (tensor<8x4xf32>, tensor<f32>,
+        tensor<2xi32>, tensor<2xi32>, tensor<2xi32>) -> tensor<8x4xf32>"""
+    ),
+    "its strides are computed": (
+        """%y = "stablehlo.real_dynamic_slice"(%x, %i, %i, %i) : (tensor<8x4xf32>, tensor<2xi32>,
+        tensor<2xi32>, tensor<2xi32>) -> tensor<4x4xf32>"""
+    ),
+    "its body is not elementwise": (
+        """%y = "stablehlo.map"(%x) ({
+          ^bb0(%a: tensor<f32>):
+            %n = "stablehlo.rng"(%a, %a, %e) {
+              rng_distribution = #stablehlo<rng_distribution UNIFORM>}
+              : (tensor<f32>, tensor<f32>, tensor<0xi64>) -> tensor<f32>
+            "stablehlo.return"(%n) : (tensor<f32>) -> ()
+        }) {dimensions = array<i64: 0, 1>} : (tensor<8x4xf32>) -> tensor<8x4xf32>"""
+    ),
+    "repeats a letter": (
+        """%y = "stablehlo.unary_einsum"(%x) {einsum_config = "ii->i"}
+        : (tensor<8x4xf32>) -> tensor<8xf32>"""
+    ),
+    "only a scan of one tensor": (
+        """%y:2 = "chlo.scan"(%x, %r) ({
+          ^bb0(%a: tensor<8xf32>, %b: tensor<8xf32>):
+            %m = "stablehlo.subtract"(%a, %b) : (tensor<8xf32>, tensor<8xf32>) -> tensor<8xf32>
+            "stablehlo.return"(%m, %m) : (tensor<8xf32>, tensor<8xf32>) -> ()
+        }) {dimension = 1 : i64, is_associative = false, is_reverse = false,
+            operandSegmentSizes = array<i32: 1, 1>, resultSegmentSizes = array<i32: 1, 1>}
+        : (tensor<8x4xf32>, tensor<8xf32>) -> (tensor<8x4xf32>, tensor<8xf32>)"""
+    ),
+    "it asks for the smallest": (
+        """%y:2 = "stablehlo.custom_call"(%x) {call_target_name = "mhlo.topk",
+        mhlo.attributes = {k = 2 : i64, largest = false}}
+        : (tensor<8x4xf32>) -> (tensor<8x2xf32>, tensor<8x2xi32>)"""
+    ),
+}
+
+
+@pytest.mark.parametrize("why", sorted(REWRITES))
+def test_forms_that_no_other_op_says(why: str) -> None:
+    text = f"""
+    func.func @main(%x: tensor<8x4xf32>, %i: tensor<2xi32>, %z: tensor<f32>, %r: tensor<8xf32>)
+        -> tensor<8x4xf32> {{
+      {REWRITES[why]}
+      return %x : tensor<8x4xf32>
+    }}"""
+    if "%e)" in text:  # a body may read nothing from outside, so the shape is made inside
+        text = text.replace(
+            '%n = "stablehlo.rng"',
+            """%e = "stablehlo.constant"() {value = dense<> : tensor<0xi64>} : () -> tensor<0xi64>
+            %n = "stablehlo.rng\"""",
+        )
+    with pytest.raises(spmd.UnsupportedOpError) as caught:
+        canonicalize(import_module(parse_module(text)).program)
+    assert why in str(caught.value) or "stablehlo.rng" in str(caught.value)
+    assert "\n  fix: " in str(caught.value)
+
+
+def test_tuples_of_the_boundary() -> None:
+    text = """
+    func.func @main(%t: tuple<tensor<8xf32>, tensor<8xf32>>) -> tensor<8xf32> {
+      %x = "stablehlo.get_tuple_element"(%t) {index = 0 : i32}
+        : (tuple<tensor<8xf32>, tensor<8xf32>>) -> tensor<8xf32>
+      return %x : tensor<8xf32>
+    }"""
+    with pytest.raises(spmd.FrontendError, match="tuple"):
+        import_module(parse_module(text))
