@@ -466,7 +466,7 @@ class Compiled(Lowered):
             jax.ShapeDtypeStruct(types[v].shape, _dtype(types[v].dtype))
             for v in self.stages.imported.program.body.args
         ]
-        self._x64 = jax.config.jax_enable_x64 or any(_is_wide(t.dtype) for t in types)
+        self._x64 = jax.config.read("jax_enable_x64") or any(_is_wide(t.dtype) for t in types)
         with jax.enable_x64(self._x64):
             lowered_jax = jitted.lower(*structs)
             self.executable = lowered_jax.compile(dict(self.options.compiler_options) or None)

@@ -7,9 +7,11 @@ Each stage is a pure function from a frozen value to a frozen value.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -83,6 +85,11 @@ def compile_module(request: Request, options: Options) -> Stages:
     Raises:
       SpmdError: whatever a stage cannot do, named with its op and source line.
     """
+    with _no_garbage_collection():
+        return _compile(request, options)
+
+
+def _compile(request: Request, options: Options) -> Stages:
     clock = _Clock(options.verbose)
     imported = clock("import", lambda: _import(request))
     propagated = clock("propagate", lambda: _propagate(request, imported))
@@ -108,6 +115,18 @@ def lower_plan(
     )
     emitted = clock("emit", lambda: emit(expand(optimized.program, mesh), mesh))
     return partitioned, optimized, emitted
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Stages make many small tuples that all live on: looking for cycles only costs time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def check_stages(stages: Stages) -> None:

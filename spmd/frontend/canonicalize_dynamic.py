@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd.frontend.canonical import Canonical, Site
 from spmd.ir.program import Value
-from spmd.ir.types import GatherDims, Opaque
+from spmd.ir.types import GatherDims
 
 
 def _need(site: Site, operand: int, what: str) -> tuple[int, ...]:
@@ -61,9 +61,8 @@ def _pad(site: Site) -> Sequence[Value]:
 
 
 def _conv(site: Site) -> Sequence[Value]:
-    pairs = np.asarray(_need(site, 2, "its amounts of padding")).reshape(-1, 2)
-    rows = ", ".join(f"[{low}, {high}]" for low, high in pairs)
-    padding = Opaque(f"dense<[{rows}]> : tensor<{len(pairs)}x2xi64>")
+    amounts = _need(site, 2, "its amounts of padding")
+    padding = tuple(zip(amounts[::2], amounts[1::2], strict=True))
     attrs = {**site.attrs, "padding": padding}
     return site.b.op("stablehlo.convolution", site.operands[:2], (site.result,), attrs)
 

@@ -8,24 +8,27 @@ distinct one is converted once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.dialects import chlo, sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
 
-from spmd.errors import FrontendError
+from spmd.errors import FrontendError, SpmdError
+from spmd.frontend.bytecode import MAGIC, bytecode_to_text
 from spmd.frontend.unsupported import refuse
 from spmd.ir.builder import identity_element
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, body_reducer, walk_region
 from spmd.ir.types import (
     Attribute,
+    ConvDims,
     Dense,
     DotDims,
     GatherDims,
@@ -37,7 +40,15 @@ from spmd.ir.types import (
 )
 
 _CONTROL_FLOW = {"stablehlo.while", "stablehlo.case", "stablehlo.if"}
-_ARTIFACT = b"StableHLO_v"
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|->|[(){}\[\]<>]')
+DEEPEST = 1000
+"""How many brackets of a module's text may be open at once."""
+DEEPEST_REGIONS = 64
+"""How many loops and branches may be inside each other."""
+DEEPEST_CALLS = 100
+"""How many functions may call each other in turn."""
+MOST_OPS = 250_000
+"""How many ops a program may have with its calls inlined."""
 _NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.pad"}
 _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
 _TUPLES = {"stablehlo.tuple", "stablehlo.get_tuple_element"}
@@ -77,7 +88,7 @@ def import_module(module: ir.Module, arg_names: Sequence[str] = ()) -> Imported:
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
     """
-    with module.context:
+    with module.context, _malformed():
         return _Importer(module).run(arg_names)
 
 
@@ -90,29 +101,112 @@ def parse_module(source: Any) -> ir.Module:
     if isinstance(source, ir.Module):
         return source
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):
-        path = Path(source)
-        if not path.is_file():
-            raise FrontendError(f"no file {path}", fix="give a path, or the module itself")
-        source = path.read_bytes()
+        source = _read_file(Path(source))
     try:
-        with mlir.make_ir_context() as context:
-            if isinstance(source, bytes) and _ARTIFACT in source[:64]:
-                return hlo.deserialize_portable_artifact(context, source)
+        if not isinstance(source, str):
+            data = bytes(source)
+            source = bytecode_to_text(data) if data.startswith(MAGIC) else data.decode()
+        _check_depth(source)
+        _check_strings(source)
+        with mlir.make_ir_context():
             return ir.Module.parse(source)
-    except (ir.MLIRError, ValueError) as error:
+    except (ir.MLIRError, ValueError, TypeError) as error:
         raise FrontendError(
             "the module cannot be read",
+            op=_line_of(error, source),
             actual=str(error).strip().replace("\n", " ")[:400],
             required="StableHLO text, bytecode or portable artifact, without quantized types",
         ) from error
 
 
+def _line_of(error: Exception, source: Any) -> str | None:
+    """The line of a module's text that MLIR complains about."""
+    found = re.search(r'error: "-":(\d+):', str(error))
+    if found is None or not isinstance(source, str):
+        return None
+    lines = source.split("\n", int(found[1]))
+    return lines[int(found[1]) - 1].strip()[:200] if len(lines) >= int(found[1]) else None
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        known = isinstance(error, FileNotFoundError)
+        raise FrontendError(
+            f"no file {path}" if known else f"the file {str(path)[:200]} cannot be read",
+            actual=None if known else str(error)[:200],
+            fix="give a path, or the module itself",
+        ) from error
+
+
+def dialect_ops() -> tuple[str, ...]:
+    """Names of every op of StableHLO and CHLO that the installed jaxlib knows, sorted."""
+    found = set()
+    for dialect in (hlo, chlo):
+        for item in vars(dialect).values():
+            name = getattr(item, "OPERATION_NAME", None)
+            if isinstance(name, str) and name.startswith(("stablehlo.", "chlo.")):
+                found.add(name)
+    return tuple(sorted(found))
+
+
 def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
     """Types of the arguments and results of a module's function."""
-    with module.context:
+    with module.context, _malformed():
         main = _Importer(module).main()
         type_ = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
         return tuple(map(_tensor_type, type_.inputs)), tuple(map(_tensor_type, type_.results))
+
+
+def _check_depth(text: str) -> None:
+    """MLIR's parser calls itself for each bracket inside another and has no limit of its own."""
+    if text.count("(") + text.count("{") + text.count("[") + text.count("<") <= DEEPEST:
+        return
+    depth = 0
+    for part in _BRACKETS.finditer(text):
+        depth += 1 if part[0] in "({[<" else -1 if part[0] in ")}]>" else 0
+        if depth > DEEPEST:
+            raise FrontendError(
+                f"the module nests more than {DEEPEST} brackets",
+                source=f"line {text.count(chr(10), 0, part.start()) + 1} of the module",
+            )
+
+
+def _check_strings(text: str) -> None:
+    """MLIR aborts the process when it has to complain about a name that is not UTF-8.
+
+    Raises:
+      UnicodeDecodeError: a string with such escapes.
+    """
+    if re.search(r"\\[89a-fA-F][0-9a-fA-F]", text) is None:
+        return
+    for part in _BRACKETS.finditer(text):
+        if part[0].startswith('"') and "\\" in part[0]:
+            escape = rb"\\([0-9a-fA-F]{2})"
+            re.sub(
+                escape, lambda found: bytes.fromhex(found[1].decode()), part[0].encode()
+            ).decode()
+
+
+@contextlib.contextmanager
+def _malformed() -> Iterator[None]:
+    """What the bindings make of attributes that have no sense, as errors of ours."""
+    try:
+        yield
+    except SpmdError:
+        raise
+    except RecursionError as error:
+        raise FrontendError("the module nests regions or calls too deeply") from error
+    except (
+        ir.MLIRError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError,
+        RuntimeError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        raise FrontendError(
+            "the module is malformed",
+            actual=f"{type(error).__name__}: {error}".strip()[:400],
+            fix="export it again; if it is as its framework wrote it, please report this",
+        ) from error
 
 
 class _Importer:
@@ -132,6 +226,8 @@ class _Importer:
         self.loc_cache: dict[Any, Loc] = {}
         self.kind_cache: dict[Any, OpKind] = {}
         self.calls: list[str] = []
+        self.count = 0
+        self.depth = 0
         self.call_loc = Loc()
         self.constants: dict[int, Dense] = {}
         self.tuples: dict[Any, tuple[int, ...]] = {}
@@ -200,7 +296,9 @@ class _Importer:
 
     def loc(self, location: Any) -> Loc:
         """The location as data; inside an inlined call, the caller's scope and stack are kept."""
-        key = (location, self.call_loc)
+        # Locations compare equal by identity in MLIR but hash by their Python wrapper; the
+        # attribute behind one hashes properly.
+        key = (location.attr, id(self.call_loc))
         found = self.loc_cache.get(key)
         if found is None:
             frames: list[Frame] = []
@@ -220,6 +318,12 @@ class _Importer:
         for item in block.operations:
             op = item.operation
             name = op.name
+            self.count += 1
+            if self.count > MOST_OPS:
+                raise FrontendError(
+                    f"the module has more than {MOST_OPS} ops with its calls inlined",
+                    fix="keep repeated parts in a loop",
+                )
             if name in _RETURNS:
                 return ops, tuple(env[v] for v in op.operands)
             if name in _TUPLES:
@@ -242,6 +346,8 @@ class _Importer:
             problem = "calls itself" if callee in self.calls else "has no body in the module"
             source = self.loc(op.location).source
             raise FrontendError(f"function @{callee} {problem}", source=source)
+        if len(self.calls) >= DEEPEST_CALLS:
+            raise FrontendError(f"functions call each other more than {DEEPEST_CALLS} deep")
         outer = self.call_loc
         self.call_loc = self.loc(op.location)
         self.calls.append(callee)
@@ -269,20 +375,22 @@ class _Importer:
 
     def op(self, op: Any, name: str, env: dict[Any, int]) -> Op:
         loc = self.loc(op.location)
-        refuse(_refusal_name(op, name), loc.source)
-        operands = list(op.operands)
+        refuse(_refusal_name(op, name), loc)
         results = list(op.results)
         try:
-            inputs = tuple([env[v] for v in operands])
+            inputs = tuple([env[v] for v in op.operands])
         except KeyError as error:
             raise FrontendError(f"{name} reads a value that is not visible") from error
-        kind = self.kind(op, name, operands, results, loc)
+        kind = self.kind(op, name, inputs, results, loc)
         if name in _NEUTRAL_OPERAND:
             kind = self.note_neutral(kind, inputs)
         regions: tuple[Region, ...] = ()
         if name in _CONTROL_FLOW:
             regions = tuple(self.region(region, env) for region in op.regions)
-        outs = tuple([self.bind(env, r) for r in results])
+        start = len(self.types)
+        self.types.extend(kind.results)
+        outs = tuple(range(start, len(self.types)))
+        env.update(zip(results, outs, strict=True))
         if name == "stablehlo.constant" and kind.attrs["value"].splat:
             self.constants[outs[0]] = kind.attrs["value"]
         return Op(kind, inputs, outs, regions, loc)
@@ -299,17 +407,21 @@ class _Importer:
         attrs = {**kind.attrs, "spmd.neutral": neutral}
         return OpKind(kind.name, kind.operands, kind.results, attrs)
 
-    def kind(self, op: Any, name: str, operands: list[Any], results: list[Any], loc: Loc) -> OpKind:
+    def kind(
+        self, op: Any, name: str, inputs: tuple[int, ...], results: list[Any], loc: Loc
+    ) -> OpKind:
         entries = _entries(op) if len(op.attributes) else ()
-        has_body = len(op.regions) > 0 and name not in _CONTROL_FLOW
+        has_body = name not in _CONTROL_FLOW and len(op.regions) > 0
+        types = self.types
+        operands = tuple([types[v] for v in inputs])
         key = (
             name,
-            tuple([v.type for v in operands]),
-            tuple([v.type for v in results]),
+            tuple([id(t) for t in operands]),  # types are made once (see `type`)
+            tuple([r.type for r in results]),
             entries,
         )
-        if not has_body and key in self.kind_cache:
-            return self.kind_cache[key]
+        if not has_body and (found := self.kind_cache.get(key)) is not None:
+            return found
         attrs = {n: self.attribute(name, n, a) for n, a in entries}
         if name == "sdy.sharding_constraint":
             name = "spmd.mark"
@@ -323,7 +435,7 @@ class _Importer:
         try:
             kind = OpKind(
                 name,
-                tuple([self.type(v.type) for v in operands]),
+                operands,
                 tuple([self.type(v.type) for v in results]),
                 attrs,
             )
@@ -348,10 +460,14 @@ class _Importer:
         return self.attr_cache[key]
 
     def region(self, region: Any, env: dict[Any, int]) -> Region:
+        if self.depth >= DEEPEST_REGIONS:
+            raise FrontendError(f"loops and branches nest more than {DEEPEST_REGIONS} deep")
+        self.depth += 1
         block = region.blocks[0]
         inner = dict(env)
         args = tuple(self.bind(inner, arg) for arg in block.arguments)
         ops, results = self.block(block, inner)
+        self.depth -= 1
         return Region(args, tuple(ops), results)
 
     def composite_attributes(self, op: Any) -> dict[str, Attribute]:
@@ -501,6 +617,13 @@ def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
             tuple(g.start_index_map),
             g.index_vector_dim,
         )
+    if name == "dimension_numbers" and op_name in (
+        "stablehlo.convolution",
+        "stablehlo.dynamic_conv",
+    ):
+        return _conv_dims(attr)
+    if name == "padding" and isinstance(attr, ir.DenseIntElementsAttr):
+        return tuple((int(low), int(high)) for low, high in np.asarray(attr)) or None
     if name == "scatter_dimension_numbers":
         s = hlo.ScatterDimensionNumbers(attr)
         return ScatterDims(
@@ -524,6 +647,21 @@ def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
 def _mesh_axes(attr: Any) -> tuple[tuple[str, int], ...]:
     axes = (sdy.MeshAxisAttr(x) for x in sdy.MeshAttr(attr).axes)
     return tuple((axis.name, axis.size) for axis in axes)
+
+
+def _conv_dims(attr: Any) -> ConvDims:
+    dims = hlo.ConvDimensionNumbers(attr)
+    return ConvDims(
+        dims.input_batch_dimension,
+        dims.input_feature_dimension,
+        tuple(dims.input_spatial_dimensions),
+        dims.kernel_input_feature_dimension,
+        dims.kernel_output_feature_dimension,
+        tuple(dims.kernel_spatial_dimensions),
+        dims.output_batch_dimension,
+        dims.output_feature_dimension,
+        tuple(dims.output_spatial_dimensions),
+    )
 
 
 def _sharding(attr: Any) -> ShardingAttr:

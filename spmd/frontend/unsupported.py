@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from spmd.errors import UnsupportedOpError
+from spmd.ir.program import Loc
 
 
 class Refusal(NamedTuple):
@@ -52,6 +53,7 @@ REFUSED: Mapping[str, Refusal] = {
             "stablehlo.all_to_all",
             "stablehlo.collective_broadcast",
             "stablehlo.collective_permute",
+            "stablehlo.collective_reduce",
             "stablehlo.cross-replica-sum",
             "stablehlo.partition_id",
             "stablehlo.reduce_scatter",
@@ -83,12 +85,12 @@ REFUSED: Mapping[str, Refusal] = {
 """Op (or `custom_call:` and its target) -> why the importer refuses it."""
 
 
-def refuse(name: str, source: str) -> None:
+def refuse(name: str, loc: Loc) -> None:
     """Raises where an op is refused.
 
     Args:
       name: the op's name, or `custom_call:` and its target.
-      source: the user's source line.
+      loc: where it comes from.
 
     Raises:
       UnsupportedOpError: the op is in `REFUSED`.
@@ -98,6 +100,6 @@ def refuse(name: str, source: str) -> None:
         raise UnsupportedOpError(
             f"{name} cannot be partitioned: {refusal.reason}",
             op=name,
-            source=source,
+            source=loc.source,
             fix=refusal.fix,
         )

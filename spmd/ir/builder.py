@@ -46,6 +46,24 @@ class Builder:
         self._blocks[-1].append(Op(kind, tuple(operands), outs, regions, self.loc))
         return outs
 
+    def repeat(self, kind: OpKind, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+        """Appends an op of a kind that is known to fit its operands."""
+        start = len(self.types)
+        self.types.extend(kind.results)
+        outs = tuple(range(start, len(self.types)))
+        self._blocks[-1].append(Op(kind, operands, outs, (), self.loc))
+        return outs
+
+    @property
+    def count(self) -> int:
+        """How many ops the current block has."""
+        return len(self._blocks[-1])
+
+    @property
+    def last(self) -> Op:
+        """The op appended last to the current block."""
+        return self._blocks[-1][-1]
+
     def append(self, op: Op) -> None:
         """Appends an op whose results are already numbered."""
         self._blocks[-1].append(op)

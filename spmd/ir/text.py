@@ -38,6 +38,7 @@ from spmd.ir.program import (
 )
 from spmd.ir.types import (
     Attribute,
+    ConvDims,
     Dense,
     DotDims,
     GatherDims,
@@ -56,6 +57,7 @@ READABLE_ELEMENTS = 16
 """Constants of more elements are written as the hexadecimal digits of their bytes."""
 
 _STRUCTS: dict[str, Any] = {
+    "conv": ConvDims,
     "dot": DotDims,
     "gather": GatherDims,
     "scatter": ScatterDims,

@@ -178,6 +178,20 @@ class ScatterDims(NamedTuple):
     index_vector_dim: int
 
 
+class ConvDims(NamedTuple):
+    """`#stablehlo.conv`: which dims of input, kernel and output are what."""
+
+    input_batch: int
+    input_feature: int
+    input_spatial: tuple[int, ...]
+    kernel_input_feature: int
+    kernel_output_feature: int
+    kernel_spatial: tuple[int, ...]
+    output_batch: int
+    output_feature: int
+    output_spatial: tuple[int, ...]
+
+
 class ShardingAttr(NamedTuple):
     """A mark as the module states it, before there is a mesh to check it against.
 

@@ -15,6 +15,7 @@ import numpy as np
 from spmd.ir.program import Body, Loc, Op, Program, Region, Value
 from spmd.ir.types import (
     Attribute,
+    ConvDims,
     Dense,
     DotDims,
     GatherDims,
@@ -186,13 +187,32 @@ def _attribute(attr: Attribute) -> str:
         )
     if isinstance(attr, GatherDims):
         return _struct("gather", **attr._asdict())
+    if isinstance(attr, ConvDims):
+        return _conv(attr)
     if isinstance(attr, ScatterDims):
         return _struct("scatter", **attr._asdict())
     if isinstance(attr, tuple):
         if attr and isinstance(attr[0], bool):
             return "array<i1: " + ", ".join("true" if a else "false" for a in attr) + ">"
+        if attr and isinstance(attr[0], tuple):
+            rows = ", ".join(f"[{low}, {high}]" for low, high in attr)
+            return f"dense<[{rows}]> : tensor<{len(attr)}x2xi64>"
         return "array<i64" + (": " + ", ".join(map(str, attr)) if attr else "") + ">"
     raise TypeError(f"attribute {attr!r} cannot be emitted")
+
+
+def _conv(dims: ConvDims) -> str:
+    def term(first: tuple[str, int], second: tuple[str, int], spatial: tuple[int, ...]) -> str:
+        names = {first[1]: first[0], second[1]: second[0]}
+        names |= {dim: str(i) for i, dim in enumerate(spatial)}
+        return "[" + ", ".join(names[d] for d in range(len(names))) + "]"
+
+    source = term(("b", dims.input_batch), ("f", dims.input_feature), dims.input_spatial)
+    kernel = term(
+        ("i", dims.kernel_input_feature), ("o", dims.kernel_output_feature), dims.kernel_spatial
+    )
+    result = term(("b", dims.output_batch), ("f", dims.output_feature), dims.output_spatial)
+    return f"#stablehlo.conv<{source}x{kernel}->{result}>"
 
 
 def _struct(name: str, **fields: Any) -> str:

@@ -101,11 +101,11 @@ _MOVES = {
 
 
 def _sliced_again(program: Program) -> frozenset[Value]:
-    """Results of dynamic slices that a local slice is taken from."""
+    """Results of dynamic slices that another slice is taken from."""
     producers = producers_of(program)
     found = set()
     for op in program.walk():
-        if op.name != "spmd.local_slice":
+        if op.name not in ("spmd.local_slice", "stablehlo.dynamic_slice"):
             continue
         source = producers.get(op.operands[0])
         while source is not None and source.name in _MOVES:
@@ -119,14 +119,14 @@ def _with_starts_in_range(b: Builder, op: Op, operands: tuple[Value, ...]) -> Se
     x, *starts = operands
     sizes = op.kind.attrs["slice_sizes"]
     clamped = [
-        _clamp(b, start, whole - part)
+        clamped_index(b, start, whole - part)
         for start, whole, part in zip(starts, b.types[x].shape, sizes, strict=True)
     ]
     return b.op(op.name, (x, *clamped), op.kind.results, op.kind.attrs)
 
 
-def _clamp(b: Builder, index: Value, last: int) -> Value:
-    """An index scalar between 0 and `last`."""
+def clamped_index(b: Builder, index: Value, last: int) -> Value:
+    """An index scalar of any integer type, between 0 and `last`."""
     dtype = b.types[index].dtype
     last = min(last, int(np.iinfo(numpy_dtype(dtype)).max))
     if last == 0:

@@ -12,10 +12,6 @@ local(
     "stablehlo.transpose",
     "stablehlo.reshape",
     "stablehlo.bitcast_convert",
-    "stablehlo.reverse",
-    "stablehlo.pad",
-    "stablehlo.concatenate",
-    "stablehlo.dynamic_update_slice",
 )(same_op)
 
 
@@ -49,30 +45,3 @@ def _iota(op: LocalOp) -> tuple[Value, ...]:
     size = op.op.kind.results[0].shape[dim]
     start = op.b.convert(start_of(op.b, size, axes, op.mesh), type_.dtype)
     return (op.b.binary("add", count, op.b.broadcast(start, type_.shape)),)
-
-
-@local("stablehlo.slice")
-def _slice(op: LocalOp) -> tuple[Value, ...]:
-    """Dims taken whole are taken whole locally; the others are not split."""
-    local_operand = op.b.types[op.operands[0]].shape
-    limits = tuple(
-        piece if axes else limit
-        for piece, axes, limit in zip(
-            local_operand, op.choice.operands[0].dims, op.attrs["limit_indices"], strict=True
-        )
-    )
-    return op.emit(limit_indices=limits)
-
-
-@local("stablehlo.dynamic_slice")
-def _dynamic_slice(op: LocalOp) -> tuple[Value, ...]:
-    """Dims taken whole are taken whole locally, from 0: any other start is clamped to that.
-
-    Written as 0, because XLA adds it to the start of another slice before it clamps.
-    """
-    (x, *starts), sizes = op.operands, op.result_types()[0].shape
-    starts = [
-        op.b.constant(0, op.b.types[start].dtype) if size == whole else start
-        for start, size, whole in zip(starts, sizes, op.b.types[x].shape, strict=True)
-    ]
-    return op.emit([x, *starts], slice_sizes=sizes)

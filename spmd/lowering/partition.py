@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from spmd.ir.builder import Builder
 from spmd.ir.control_flow import producers_of
-from spmd.ir.program import Frame, Loc, Op, Program, Region, Value
+from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import TensorType
 from spmd.lowering import (  # noqa: F401 (they fill the table of local lowerings)
     local_contract,
@@ -21,6 +21,7 @@ from spmd.lowering import (  # noqa: F401 (they fill the table of local lowering
     local_ragged,
     local_random,
     local_shape,
+    local_window,
 )
 from spmd.lowering.collectives import apply_step
 from spmd.lowering.local import LocalOp, lower_op
@@ -62,7 +63,9 @@ class _Partitioner:
         self.producers = producers_of(plan.program)
         self.b = Builder()
         self.copies: list[dict[Value, dict[Sharding, Value]]] = [{}]
-        self.use = ""
+        self.user: tuple[str, int | None] = ("", None)
+        self.recipes: dict[tuple[OpKind, Sharding], Choice] = {}
+        self.local_kinds: dict[tuple[int, int], OpKind] = {}
 
     def run(self) -> Partitioned:
         program = self.plan.program
@@ -78,7 +81,7 @@ class _Partitioner:
             zip(program.body.results, self.plan.results, strict=True)
         ):
             self.b.loc = Loc(frames=self.frames(value))
-            self.use = f"result {program.result_names[i]}"
+            self.user = (f"result {program.result_names[i]}", None)
             results.append(self.get(value, sharding))
         local = Program(
             program.name,
@@ -108,9 +111,9 @@ class _Partitioner:
 
     def get(self, value: Value, wanted: Sharding) -> Value:
         """The local value in the wanted sharding, made if it does not exist here yet."""
-        for scope in self.copies:
-            found = scope.get(value, {}).get(wanted)
-            if found is not None:
+        for scope in reversed(self.copies):
+            copies = scope.get(value)
+            if copies is not None and (found := copies.get(wanted)) is not None:
                 return found
         if value in self.cheap:
             made = self.recompute(value, wanted)
@@ -122,6 +125,19 @@ class _Partitioner:
     def recompute(self, value: Value, wanted: Sharding) -> Value:
         """A cheap value's own op again, at the wanted sharding."""
         op = self.producers[value]
+        choice = self.recipes.get((op.kind, wanted))
+        if choice is None:
+            choice = self.recipes[op.kind, wanted] = self.recipe(op, wanted)
+        operands = tuple(
+            [self.get(v, s) for v, s in zip(op.operands, choice.operands, strict=True)]
+        )
+        outer, self.b.loc = self.b.loc, op.loc
+        (made,) = self.lower(op, choice, operands)
+        self.b.loc = outer
+        return made
+
+    def recipe(self, op: Op, wanted: Sharding) -> Choice:
+        """The choice by which an op makes its result in the wanted sharding."""
         rule = rule_of(op.kind, op.loc)
         assignment: list[Axes] = [()] * len(rule.factors)
         for dim, axes in zip(rule.results[0], wanted.dims, strict=True):
@@ -129,12 +145,25 @@ class _Partitioner:
         fixed = tuple(assignment)
         sizes = self.mesh.atom_sizes
         needed = tuple(project(rule, dims, fixed, sizes) for dims in rule.operands)
-        operands = [self.get(v, s) for v, s in zip(op.operands, needed, strict=True)]
-        outer, self.b.loc = self.b.loc, op.loc
-        choice = Choice(fixed, needed, (wanted,))
-        (made,) = lower_op(LocalOp(self.b, self.mesh, op, choice, operands))
-        self.b.loc = outer
-        return made
+        return Choice(fixed, needed, (wanted,))
+
+    def lower(self, op: Op, choice: Choice, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+        """The local results of an op.
+
+        Where its local form is one op over just its operands, equal ops with equal choices repeat
+        that op without asking the local lowering again.
+        """
+        key = (id(op.kind), id(choice))
+        kind = self.local_kinds.get(key)
+        if kind is not None:
+            return self.b.repeat(kind, operands)
+        before = self.b.count
+        results = lower_op(LocalOp(self.b, self.mesh, op, choice, operands))
+        if self.b.count == before + 1:
+            last = self.b.last
+            if last.operands == operands and last.results == tuple(results):
+                self.local_kinds[key] = last.kind
+        return results
 
     def convert(self, value: Value, wanted: Sharding) -> Value:
         """The cheapest reshard from the copies that are visible."""
@@ -183,21 +212,32 @@ class _Partitioner:
         if op.regions:
             self.control_flow(op)
             return
-        if all(v in self.cheap for v in op.results):
+        cheap = self.cheap
+        if all([v in cheap for v in op.results]):
             return
-        choice = self.plan.choice(op)
+        choice = self.plan.choices[op.results[0]]
         self.b.loc = op.loc
-        operands = [
-            self.operand(op, i, v, s)
-            for i, (v, s) in enumerate(zip(op.operands, choice.operands, strict=True))
-        ]
-        results = lower_op(LocalOp(self.b, self.mesh, op, choice, operands))
+        operands = tuple(
+            [
+                self.operand(op, i, v, s)
+                for i, (v, s) in enumerate(zip(op.operands, choice.operands, strict=True))
+            ]
+        )
+        results = self.lower(op, choice, operands)
         for value, sharding, local in zip(op.results, choice.results, results, strict=True):
             self.copies[-1][value] = {sharding: local}
 
     def operand(self, op: Op, index: int, value: Value, wanted: Sharding) -> Value:
-        self.use = "the mark" if op.name == "spmd.mark" else f"operand {index} of {op.name}"
+        self.user = (op.kind.name, index)
         return self.get(value, wanted)
+
+    @property
+    def use(self) -> str:
+        """What is being made ready, for people."""
+        name, index = self.user
+        if index is None:
+            return name
+        return "the mark" if name == "spmd.mark" else f"operand {index} of {name}"
 
     def control_flow(self, op: Op) -> None:
         choice = self.plan.choice(op)
@@ -237,7 +277,7 @@ class _Partitioner:
         self.b.loc = op.loc
         outs = []
         for i, (value, sharding) in enumerate(zip(region.results, results, strict=True)):
-            self.use = f"result {i} of the body of {op.name}"
+            self.user = (f"result {i} of the body of {op.name}", None)
             self.b.loc = Loc(op.loc.scope, self.frames(value) or op.loc.frames)
             outs.append(self.get(value, sharding))
         self.copies.pop()

@@ -65,9 +65,7 @@ def replicated(rank: int) -> Sharding:
     return Sharding(((),) * rank)
 
 
-def is_legal(
-    sharding: Sharding, shape: Sequence[int], mesh: Mesh, *, even: bool = True
-) -> bool:
+def is_legal(sharding: Sharding, shape: Sequence[int], mesh: Mesh, *, even: bool = True) -> bool:
     """Whether ranks agree, no atom is used twice, and (if `even`) every dim divides."""
     atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
     if len(sharding.dims) != len(shape) or len(set(atoms)) != len(atoms):

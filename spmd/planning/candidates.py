@@ -11,11 +11,12 @@ from spmd.planning.plan import Choice
 from spmd.propagation.projection import (
     Assignment,
     dim_to_factors,
+    fitting,
     is_legal_assignment,
     project,
     reduced_axes,
 )
-from spmd.propagation.rule import REPLICATE, Rule
+from spmd.propagation.rule import REPLICATE, WINDOW, Rule
 
 Claims = Mapping[int, Axes]
 """Factor -> atoms that one operand or result has on it."""
@@ -75,9 +76,19 @@ def candidate_assignments(
         assignment = _merge(rule, order, sizes)
         if is_legal_assignment(rule, assignment, sizes):
             found[assignment] = None
+    for assignment in tuple(found):
+        found[_without_windows(rule, assignment)] = None
     if not found:
         found[((),) * len(rule.factors)] = None
     return tuple(found)
+
+
+def _without_windows(rule: Rule, assignment: Assignment) -> Assignment:
+    """The same with window factors whole: that may cost less than what their halos take."""
+    return tuple(
+        () if factor.kind == WINDOW else axes
+        for factor, axes in zip(rule.factors, assignment, strict=True)
+    )
 
 
 def _claims(
@@ -87,6 +98,7 @@ def _claims(
     for axes, dim in zip(sharding.dims, dims, strict=True):
         if axes:
             for factor, part in dim_to_factors(axes, dim, rule.factors, sizes):
+                part = fitting(part, rule.factors[factor], sizes)
                 if part and rule.factors[factor].kind != REPLICATE:
                     claims[factor] = part
     return claims

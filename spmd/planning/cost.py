@@ -7,9 +7,12 @@ import math
 from spmd.ir.program import OpKind
 from spmd.ir.types import dtype_bits
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
+from spmd.planning.comm import collective_seconds
 from spmd.propagation.projection import Assignment
 from spmd.propagation.rule import Rule
+from spmd.propagation.window import Halo, exchange, reads_of
 
 _CONTRACTIONS = {"stablehlo.dot_general", "stablehlo.convolution"}
 
@@ -27,10 +30,45 @@ def op_seconds(
     """Time of one device's share of an op under an assignment."""
     split = mesh.extent(a for axes in assignment for a in axes)
     dtype = kind.operands[0].dtype if kind.operands else kind.results[0].dtype
-    compute = 0.0
+    compute, halos = 0.0, halo_seconds(kind, rule, assignment, mesh, topology)
     if kind.name in _CONTRACTIONS:
         compute = op_flops(kind, rule) / split / topology.peak_flops(dtype)
-    return max(compute, local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth)
+    memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth
+    return max(compute, memory) + halos
+
+
+def halo_seconds(
+    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
+) -> float:
+    """Time of the exchanges that bring what devices read of their neighbours' pieces."""
+    seconds = 0.0
+    for halo in rule.halos:
+        axes = assignment[halo.factor]
+        if axes:
+            type_ = kind.operands[halo.operand]
+            line = Sharding(tuple(
+                () if d == halo.dim else tuple(a for f in dim for a in assignment[f])
+                for d, dim in enumerate(rule.operands[halo.operand])
+            ))  # fmt: skip
+            shape = local_shape(type_.shape, line, mesh)
+            row = type_.with_shape((*shape[: halo.dim], 1, *shape[halo.dim + 1 :])).bytes
+            for name, sent, received in halo_moves(halo, type_.shape[halo.dim], axes, mesh):
+                seconds += collective_seconds(name, axes, sent * row, received * row, mesh, topology)
+    return seconds
+
+
+def halo_moves(
+    halo: Halo, size: int, axes: Axes, mesh: Mesh
+) -> tuple[tuple[str, int, int], ...]:
+    """The collectives of a halo: (kind, elements along the dim before, and after)."""
+    devices = mesh.extent(axes)
+    if halo.window is None:
+        return (("all_gather", 1, devices),)
+    plan = exchange(reads_of(halo.window, size, axes, mesh).need, size, axes, mesh)
+    if plan.gather:
+        piece = piece_sizes(size, axes, mesh)[-1]
+        return (("all_gather", piece, devices * piece),)
+    return tuple(("collective_permute", length, length) for length in plan.lengths)
 
 
 def local_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> float:

@@ -8,6 +8,7 @@ and the reshard of its results to what propagation proposed for them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, ties, trip_count, users_of
@@ -40,9 +41,7 @@ def plan_greedily(
     return _Greedy(propagated, topology).run(result_marks, dict(links))
 
 
-def whole_axes(
-    dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh
-) -> tuple[Axes, ...]:
+def whole_axes(dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh) -> tuple[Axes, ...]:
     """The longest part of each dim's atoms that is whole axes and divides it, as boundaries ask."""
     kept = []
     for axes, size in zip(dims, shape, strict=True):
@@ -58,6 +57,17 @@ def whole_axes(
     return tuple(kept)
 
 
+def _wishes(propagated: Propagated) -> list[Sharding | None]:
+    """What propagation proposed for each value, if anything; equal ones are one object."""
+    made: dict[tuple[Axes, ...], Sharding | None] = {}
+    wishes = []
+    for dims in propagated.proposals:
+        if dims not in made:
+            made[dims] = Sharding(dims) if any(dims) else None
+        wishes.append(made[dims])
+    return wishes
+
+
 class _Greedy:
     def __init__(self, propagated: Propagated, topology: Topology) -> None:
         self.propagated = propagated
@@ -65,10 +75,12 @@ class _Greedy:
         self.mesh = propagated.mesh
         self.topology = topology
         self.types = self.program.types
-        self.users = users_of(self.program)
+        self.cheap = propagated.cheap
+        self.wishes = _wishes(propagated)
         self.producers = producers_of(self.program)
         self.states: list[Sharding | None] = [None] * len(self.types)
-        self.copies: list[dict[Value, list[Sharding]]] = [{}]
+        self.copies: dict[Value, tuple[Sharding, ...]] = {}
+        self.undo: list[list[tuple[Value, tuple[Sharding, ...]]]] = [[]]
         self.choices: dict[Value, Choice] = {}
         self.trips: dict[Value, int | None] = {}
         self.decided: dict[Any, tuple[Choice, float]] = {}
@@ -138,22 +150,32 @@ class _Greedy:
 
     # Values.
 
+    @cached_property
+    def users(self) -> dict[Value, list[tuple[Op | None, int]]]:
+        """Uses of every value; few programs ask."""
+        return users_of(self.program)
+
     def define(self, value: Value, state: Sharding) -> None:
         self.states[value] = state
-        self.copies[-1][value] = [state]
+        self.copies[value] = (state,)
 
-    def copies_of(self, value: Value) -> list[Sharding]:
-        """Every sharding that the value exists in here, its own first."""
-        return [s for scope in self.copies for s in scope.get(value, ())]
+    def enter(self) -> None:
+        """Copies made from here on are seen only until `leave`."""
+        self.undo.append([])
+
+    def leave(self) -> None:
+        """Forgets the copies made since `enter`."""
+        for value, before in reversed(self.undo.pop()):
+            self.copies[value] = before
 
     def reshard_seconds(self, value: Value, wanted: Sharding) -> float:
         """Time of the cheapest reshard from a copy that exists; 0 for values made to order."""
-        if value in self.propagated.cheap:
+        if value in self.cheap:
             return 0.0
-        return min(
-            (self.path_seconds(value, have, wanted) for have in self.copies_of(value)),
-            default=0.0,
-        )
+        copies = self.copies[value]
+        if wanted in copies:
+            return 0.0
+        return min(self.path_seconds(value, have, wanted) for have in copies)
 
     def path_seconds(self, value: Value, have: Sharding, wanted: Sharding) -> float:
         if have == wanted:
@@ -164,25 +186,24 @@ class _Greedy:
 
     def demand(self, value: Value, wanted: Sharding) -> float:
         """Makes the copy that a use wants; returns its cost."""
-        if value in self.propagated.cheap:
+        if value in self.cheap:
+            return 0.0
+        copies = self.copies[value]
+        if wanted in copies:
             return 0.0
         seconds = self.reshard_seconds(value, wanted)
-        if wanted not in self.copies_of(value):
-            self.copies[-1].setdefault(value, []).append(wanted)
+        self.undo[-1].append((value, copies))
+        self.copies[value] = (*copies, wanted)
         return seconds
-
-    def wish(self, value: Value) -> Sharding | None:
-        """What propagation proposed for a value, if anything."""
-        dims = self.propagated.proposals[value]
-        return Sharding(dims) if any(dims) else None
 
     # Ops.
 
     def region(self, region: Region, trips: int) -> None:
+        cheap = self.cheap
         for op in region.ops:
             if op.regions:
                 self.control_flow(op, trips)
-            elif all(v in self.propagated.cheap for v in op.results):
+            elif all([v in cheap for v in op.results]):
                 continue
             else:
                 choice, seconds = self.decide(op)
@@ -197,20 +218,25 @@ class _Greedy:
         self.choices[op.results[0]] = choice
 
     def decide(self, op: Op) -> tuple[Choice, float]:
-        if op.name == "spmd.mark":
+        if op.kind.name == "spmd.mark":
             choice = self.mark_choice(op)
             return choice, self.reshard_seconds(op.operands[0], choice.operands[0])
-        cheap = self.propagated.cheap
-        states = tuple(None if v in cheap else self.states[v] for v in op.operands)
-        copies = tuple(() if v in cheap else tuple(self.copies_of(v)) for v in op.operands)
-        wishes = tuple(self.wish(v) for v in op.results)
+        copies_of = self.copies.get
+        copies = tuple([copies_of(v, ()) for v in op.operands])  # nothing for cheap values
+        wishes = tuple([self.wishes[v] for v in op.results])
         carries = tuple(
-            i for i, v in enumerate(op.operands) if states[i] and self.can_stay_partial(v)
+            [
+                i
+                for i, found in enumerate(copies)
+                if found and found[0].partial and self.can_stay_partial(op.operands[i])
+            ]
         )
         key = (op.kind, copies, wishes, carries)
-        if key not in self.decided:
-            self.decided[key] = self.cheapest(op, states, wishes, carries)
-        return self.decided[key]
+        decision = self.decided.get(key)
+        if decision is None:
+            states = tuple(found[0] if found else None for found in copies)
+            decision = self.decided[key] = self.cheapest(op, states, wishes, carries)
+        return decision
 
     def mark_choice(self, op: Op) -> Choice:
         value = op.results[0]
@@ -268,7 +294,7 @@ class _Greedy:
     def control_flow(self, op: Op, trips: int) -> None:
         bound = ties(op)
         inner_trips = 1
-        if op.name == "stablehlo.while":
+        if op.kind.name == "stablehlo.while":
             count = trip_count(self.program, op, self.producers)
             self.trips[op.results[0]] = count
             inner_trips = UNKNOWN_TRIPS if count is None else count
@@ -277,22 +303,22 @@ class _Greedy:
             if tie.source is not None:
                 self.seconds += trips * self.demand(tie.source, state)
         operands = tuple(
-            carries[i] if op.name == "stablehlo.while" else self.full_state(v)
+            carries[i] if op.kind.name == "stablehlo.while" else self.full_state(v)
             for i, v in enumerate(op.operands)
         )
         for value, state in zip(op.operands, operands, strict=True):
             self.seconds += trips * self.demand(value, state)
         for region in op.regions:
-            self.copies.append({})
+            self.enter()
             for value, state in zip(region.args, carries, strict=False):
                 self.define(value, state)
             self.region(region, trips * inner_trips)
             wanted = carries if len(region.results) == len(carries) else None
-            if wanted is None or (region is op.regions[0] and op.name == "stablehlo.while"):
+            if wanted is None or (region is op.regions[0] and op.kind.name == "stablehlo.while"):
                 wanted = tuple(replicated(self.types[v].rank) for v in region.results)
             for value, state in zip(region.results, wanted, strict=True):
                 self.seconds += trips * inner_trips * self.demand(value, state)
-            self.copies.pop()
+            self.leave()
         for value, state in zip(op.results, carries, strict=True):
             self.define(value, state)
         self.choices[op.results[0]] = Choice((), operands, carries)
@@ -303,7 +329,7 @@ class _Greedy:
 
     def carry(self, result: Value, source: Value | None) -> Sharding:
         """One state for everything that a carry is tied to."""
-        wish = self.wish(result)
+        wish = self.wishes[result]
         if wish is not None:
             return wish
         state = self.states[source] if source is not None else None

@@ -118,9 +118,7 @@ def reshard(
     return Path(first.steps + second.steps, seconds, sent)
 
 
-def _padded(
-    src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh
-) -> tuple[int, ...]:
+def _padded(src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
     """The shape with every dim that either sharding does not divide rounded up until both do."""
     sizes = []
     for size, a, b in zip(shape, src.dims, dst.dims, strict=True):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from spmd.mesh.sharding import Axes, Sharding
-from spmd.propagation.rule import REDUCE, REPLICATE, DimFactors, Factor, Rule
+from spmd.propagation.rule import REDUCE, REPLICATE, WINDOW, DimFactors, Factor, Rule
 
 Assignment = tuple[Axes, ...]
 """For one op: which atoms split each factor."""
@@ -31,6 +32,14 @@ def dim_to_factors(
         dealt.append((factor, rest[:taken]))
         rest = rest[taken:] if left == 1 else ()
     return tuple(dealt)
+
+
+def fitting(axes: Axes, factor: Factor, sizes: Sequence[int]) -> Axes:
+    """The atoms that a factor takes: those that leave every tile of a window factor something."""
+    if factor.kind == WINDOW:
+        while axes and math.prod(sizes[a] for a in axes) > factor.size:
+            axes = axes[:-1]
+    return axes
 
 
 def factors_to_dim(

@@ -3,7 +3,8 @@
 Every value ends with a *proposal*: the axes that the marks suggest for each of its dims. The plan
 reads proposals as wishes and is free to decide otherwise, except for marks.
 
-Tie-breaks, all of them: (1) ops that only pass dims through are settled before ops that reduce;
+Tie-breaks, all of them: (1) ops that only pass dims through are settled before ops that reduce
+or read their neighbours;
 (2) within a kind, first in program order, first operand before second, operands before results;
 (3) where two dims of one value claim the same axis, neither gets it, until everything that
 follows by necessity is settled; then the more major dim gets it, first op in program order first;
@@ -19,21 +20,37 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.ir.control_flow import ties
-from spmd.ir.program import Loc, Op, Program, Value
+from spmd.ir.program import Loc, Op, OpKind, Program, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark
-from spmd.propagation.projection import dim_to_factors, factors_to_dim
+from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
 from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import REDUCE, REPLICATE, Factor, Rule
+from spmd.propagation.rule import REDUCE, REPLICATE, WINDOW, Factor, Rule
 
 
 class Origin(NamedTuple):
-    """Why a dim has some of its atoms: from a neighbouring value's dim, or from a mark."""
+    """Why a dim has some of its atoms: from a neighbouring value's dim, or from a mark.
+
+    Attributes:
+      atoms: the atoms.
+      value, dim: where they came from; no value: a mark.
+      label: the op that they came through, or the mark's reason.
+      loc: where that op is.
+    """
 
     atoms: Axes
     value: Value | None
     dim: int
-    reason: str
+    label: str
+    loc: Loc = Loc()
+
+    @property
+    def reason(self) -> str:
+        """For people: `through stablehlo.add at train.py:12 (step)`, or the mark's reason."""
+        if self.value is None:
+            return self.label
+        source = self.loc.source
+        return f"through {self.label}" + (f" at {source}" if source else "")
 
 
 class Conflict(NamedTuple):
@@ -80,14 +97,54 @@ class Propagated(NamedTuple):
         return tuple(chain)
 
 
+class _Shape(NamedTuple):
+    """What two nodes share when the same axes flow through them alike: equal nodes are `is`.
+
+    Attributes:
+      rule: factors of every value's dims.
+      flags: for each value and dim, `OPEN`, `CLOSED`, or the size of a dim at the boundary, where
+        axes must divide it; None for a cheap value.
+      reduces: whether the rule sums factors away.
+    """
+
+    rule: Rule
+    flags: tuple[tuple[int, ...] | None, ...]
+    reduces: bool
+
+
+OPEN, CLOSED = -1, -2
+
+
 class _Node(NamedTuple):
     """An op, or a tie of values that are one, as the propagation sees it."""
 
-    rule: Rule
+    shape: _Shape
     values: tuple[Value, ...]
     op: Op | None
     loc: Loc
     label: str
+
+
+class _Change(NamedTuple):
+    """One dim of one of a node's values gets longer axes, because of another dim."""
+
+    position: int
+    dim: int
+    axes: Axes
+    source: int
+    source_dim: int
+
+
+class _Flow(NamedTuple):
+    """What a visit of a node does, given the proposals around it."""
+
+    changes: tuple[_Change, ...]
+    conflicts: tuple[tuple[int, tuple[tuple[Axes, int, int], ...]], ...]
+    undivided: tuple[tuple[int, int, Axes], ...]
+    blocked: bool
+
+
+Proposal = tuple[Axes, ...]
 
 
 def propagate(
@@ -127,9 +184,8 @@ class _State:
         self.sizes = mesh.atom_sizes
         self.marks = marks
         self.cheap = cheap
-        self.boundary = {*program.body.args, *program.body.results}
-        self.proposals: list[list[Axes]] = [[()] * t.rank for t in program.types]
-        self.closed: set[tuple[Value, int]] = set()
+        self.proposals: list[Proposal] = [((),) * len(t.shape) for t in program.types]
+        self.flags: list[tuple[int, ...] | None] = self.value_flags()
         self.origins: dict[tuple[Value, int], list[Origin]] = {}
         self.nodes: list[_Node] = []
         self.touching: list[list[int]] = [[] for _ in program.types]
@@ -138,13 +194,28 @@ class _State:
         self.blocked: set[int] = set()
         self.queues: tuple[deque[int], deque[int]] = (deque(), deque())
         self.queued: set[int] = set()
+        self.shapes: dict[tuple[int, tuple[tuple[int, ...] | None, ...]], _Shape] = {}
+        self.tie_rules: dict[tuple[int, tuple[int, ...]], Rule] = {}
+        self.flows: dict[tuple[int, tuple[Proposal, ...], bool], _Flow] = {}
         for value, mark in marks.items():
+            self.proposals[value] = mark.dims
             for dim, axes in enumerate(mark.dims):
-                self.proposals[value][dim] = axes
-                if not mark.open[dim]:
-                    self.closed.add((value, dim))
                 if axes:
                     self.origins[value, dim] = [Origin(axes, None, dim, mark.reason)]
+
+    def value_flags(self) -> list[tuple[int, ...] | None]:
+        program = self.program
+        flags: list[tuple[int, ...] | None] = [(OPEN,) * len(t.shape) for t in program.types]
+        for value in (*program.body.args, *program.body.results):
+            flags[value] = program.types[value].shape
+        for value, mark in self.marks.items():
+            found = flags[value] or ()
+            flags[value] = tuple(
+                flag if is_open else CLOSED for flag, is_open in zip(found, mark.open, strict=True)
+            )
+        for value in self.cheap:
+            flags[value] = None
+        return flags
 
     # Building the graph.
 
@@ -154,33 +225,42 @@ class _State:
                 values = (*tie.inside, tie.result)
                 if tie.source is not None:
                     values = (tie.source, *values)
-                self.add_tie(values, op.loc, op.name)
+                self.add_tie(values, op.loc, op.kind.name)
             return
-        values = op.operands + op.results
-        if all(v in self.cheap for v in op.results):
+        cheap = self.cheap
+        if cheap and all([v in cheap for v in op.results]):
             return
-        self.add(_Node(rule_of(op.kind, op.loc), values, op, op.loc, op.name))
+        self.add(rule_of(op.kind, op.loc), op.operands + op.results, op, op.loc, op.kind.name)
 
     def add_tie(self, values: tuple[Value, ...], loc: Loc, label: str) -> None:
         shape = self.program.types[values[-1]].shape
-        dims = tuple((i,) for i in range(len(shape)))
-        rule = Rule((dims,) * (len(values) - 1), (dims,), tuple(Factor(n) for n in shape))
-        self.add(_Node(rule, values, None, loc, label))
+        rule = self.tie_rules.get((len(values), shape))
+        if rule is None:
+            dims = tuple((i,) for i in range(len(shape)))
+            factors = tuple(Factor(n) for n in shape)
+            rule = Rule((dims,) * (len(values) - 1), (dims,), factors)
+            self.tie_rules[len(values), shape] = rule
+        self.add(rule, values, None, loc, label)
 
-    def add(self, node: _Node) -> None:
-        if not node.rule.factors or len(self.mesh.atoms) == 0:
+    def add(
+        self, rule: Rule, values: tuple[Value, ...], op: Op | None, loc: Loc, label: str
+    ) -> None:
+        if not rule.factors or not self.sizes:
             return
+        all_flags = self.flags
+        flags = tuple([all_flags[v] for v in values])
+        key = (id(rule), flags)
+        shape = self.shapes.get(key)
+        if shape is None:
+            reduces = any(f.kind in (REDUCE, WINDOW) for f in rule.factors)
+            shape = self.shapes[key] = _Shape(rule, flags, reduces)
         index = len(self.nodes)
-        self.nodes.append(node)
-        for value in dict.fromkeys(node.values):
-            self.touching[value].append(index)
-        self.enqueue(index)
-
-    def enqueue(self, index: int) -> None:
-        if index not in self.queued:
-            self.queued.add(index)
-            reduces = any(f.kind == REDUCE for f in self.nodes[index].rule.factors)
-            self.queues[reduces].append(index)
+        self.nodes.append(_Node(shape, values, op, loc, label))
+        touching = self.touching
+        for value in values:
+            touching[value].append(index)
+        self.queued.add(index)
+        self.queues[shape.reduces].append(index)
 
     # The fixed point.
 
@@ -191,142 +271,68 @@ class _State:
             progress = False
             for index in sorted(self.blocked):
                 self.blocked.discard(index)
-                if self.visit(index, guess=True):
+                if self.visit(index, True):
                     progress = True
                     self.drain()
 
     def drain(self) -> None:
         first, second = self.queues
+        queued = self.queued
         while first or second:
             index = (first or second).popleft()
-            self.queued.discard(index)
-            self.visit(index, guess=False)
+            queued.discard(index)
+            self.visit(index, False)
 
     def visit(self, index: int, guess: bool) -> bool:
         """Lets axes flow through one node; returns whether anything changed."""
         node = self.nodes[index]
-        claims = self.claims(node)
-        if not claims:
-            return False
-        assignment: list[Axes] = [()] * len(node.rule.factors)
-        source: dict[int, tuple[Value, int]] = {}
-        for factor, found in claims.items():
-            axes, value, dim = max(found, key=lambda claim: len(claim[0]))
-            agreed = _common_prefix(axes, found)
-            if agreed != axes:
-                self.conflicts[index, factor] = Conflict(
-                    node.op or _tie_op(node), factor, tuple(dict.fromkeys(found))
-                )
-            assignment[factor] = agreed
-            source[factor] = (value, dim)
-        changed = False
-        for value, dims in zip(node.values, node.rule.values, strict=True):
-            if value not in self.cheap:
-                changed |= self.update(index, node, value, dims, assignment, source, guess)
-        return changed
+        proposals = self.proposals
+        around = tuple([proposals[v] for v in node.values])
+        key = (id(node.shape), around, guess)
+        flow = self.flows.get(key)
+        if flow is None:
+            flow = self.flows[key] = _flow(node.shape, around, guess, self.sizes)
+        if flow.changes:
+            self.apply(index, node, flow.changes)
+        if flow.conflicts or flow.undivided or flow.blocked:
+            self.note(index, node, flow)
+        return bool(flow.changes)
 
-    def claims(self, node: _Node) -> dict[int, list[tuple[Axes, Value, int]]]:
-        """Factor -> the (axes, value, dim) that want it split."""
-        found: dict[int, list[tuple[Axes, Value, int]]] = {}
-        factors = node.rule.factors
-        for value, dims in zip(node.values, node.rule.values, strict=True):
-            if value in self.cheap:
-                continue
-            for d, axes in enumerate(self.proposals[value]):
-                if not axes:
-                    continue
-                for factor, part in dim_to_factors(axes, dims[d], factors, self.sizes):
-                    if part and factors[factor].kind != REPLICATE:
-                        found.setdefault(factor, []).append((part, value, d))
-        return found
-
-    def update(
-        self,
-        index: int,
-        node: _Node,
-        value: Value,
-        dims: Sequence[tuple[int, ...]],
-        assignment: Sequence[Axes],
-        source: Mapping[int, tuple[Value, int]],
-        guess: bool,
-    ) -> bool:
-        """Extends one value's proposal by what its factors say; returns whether it changed."""
-        current = self.proposals[value]
-        wanted = [
-            self.wanted(value, d, dim, assignment, node.rule.factors) for d, dim in enumerate(dims)
-        ]
-        changed = False
-        for d, axes in enumerate(wanted):
-            have = current[d]
-            if len(axes) <= len(have):
-                continue
-            taken = {a for e, other in enumerate(current) if e != d for a in other}
-            if not guess:
-                taken |= {a for e, other in enumerate(wanted) if e != d for a in other}
-            else:
-                taken |= {a for e, other in enumerate(wanted) if e < d for a in other}
-            clash = next((k for k, a in enumerate(axes) if k >= len(have) and a in taken), None)
-            if clash is not None:
-                held = {a for e, other in enumerate(current) if e != d for a in other}
-                if axes[clash] not in held:
-                    self.blocked.add(index)
-                axes = axes[:clash]
-            if len(axes) > len(have):
-                self.extend(node, value, d, axes, dims[d], source)
-                changed = True
-        if changed:
+    def apply(self, index: int, node: _Node, changes: Iterable[_Change]) -> None:
+        touched: dict[Value, None] = {}
+        for change in changes:
+            value = node.values[change.position]
+            have = self.proposals[value]
+            if len(have[change.dim]) >= len(change.axes):
+                continue  # a value that the node has twice
+            added = change.axes[len(have[change.dim]) :]
+            source = node.values[change.source]
+            origin = Origin(added, source, change.source_dim, node.label, node.loc)
+            self.origins.setdefault((value, change.dim), []).append(origin)
+            dims = (*have[: change.dim], change.axes, *have[change.dim + 1 :])
+            self.proposals[value] = dims
+            touched[value] = None
+        for value in touched:
             for neighbour in self.touching[value]:
-                if neighbour != index:
-                    self.enqueue(neighbour)
-        return changed
+                if neighbour != index and neighbour not in self.queued:
+                    self.queued.add(neighbour)
+                    self.queues[self.nodes[neighbour].shape.reduces].append(neighbour)
 
-    def wanted(
-        self,
-        value: Value,
-        d: int,
-        dim: tuple[int, ...],
-        assignment: Sequence[Axes],
-        factors: Sequence[Factor],
-    ) -> Axes:
-        """What the factors want for one dim: an extension of what it has.
-
-        At the boundary only as much of it as divides the dim.
-        """
-        have = self.proposals[value][d]
-        if (value, d) in self.closed:
-            return have
-        axes = factors_to_dim(dim, assignment, factors, self.sizes)
-        if axes is None or axes[: len(have)] != have:
-            return have
-        if value not in self.boundary:
-            return axes if len(axes) > len(have) else have
-        size = self.program.types[value].shape[d]
-        if size % math.prod(self.sizes[a] for a in axes):
-            self.undivided[value, d] = axes
-        while size % math.prod(self.sizes[a] for a in axes):
-            axes = axes[:-1]
-        return axes if len(axes) > len(have) else have
-
-    def extend(
-        self,
-        node: _Node,
-        value: Value,
-        d: int,
-        axes: Axes,
-        dim: tuple[int, ...],
-        source: Mapping[int, tuple[Value, int]],
-    ) -> None:
-        added = axes[len(self.proposals[value][d]) :]
-        cause = next(source[f] for f in reversed(dim) if f in source)
-        reason = f"through {node.label}" + (f" at {node.loc.source}" if node.loc.source else "")
-        self.origins.setdefault((value, d), []).append(Origin(added, *cause, reason))
-        self.proposals[value][d] = axes
+    def note(self, index: int, node: _Node, flow: _Flow) -> None:
+        if flow.blocked:
+            self.blocked.add(index)
+        for factor, claims in flow.conflicts:
+            named = [(axes, node.values[position], dim) for axes, position, dim in claims]
+            op = node.op or _tie_op(node)
+            self.conflicts[index, factor] = Conflict(op, factor, tuple(dict.fromkeys(named)))
+        for position, dim, axes in flow.undivided:
+            self.undivided[node.values[position], dim] = axes
 
     def finish(self) -> Propagated:
         return Propagated(
             self.program,
             self.mesh,
-            tuple(tuple(dims) for dims in self.proposals),
+            tuple(self.proposals),
             self.marks,
             self.cheap,
             {key: tuple(found) for key, found in self.origins.items()},
@@ -335,7 +341,118 @@ class _State:
         )
 
 
-def _common_prefix(axes: Axes, claims: Iterable[tuple[Axes, Value, int]]) -> Axes:
+# ---------------------------------------------------------------------------------------------
+# One visit, as a pure function of the node's shape and the proposals around it.
+
+
+def _flow(shape: _Shape, around: tuple[Proposal, ...], guess: bool, sizes: Sequence[int]) -> _Flow:
+    """What flows through a node: claims on factors, merged, and projected back onto every dim."""
+    claims = _claims(shape, around, sizes)
+    if not claims:
+        return _Flow((), (), (), False)
+    assignment: list[Axes] = [()] * len(shape.rule.factors)
+    source: dict[int, tuple[int, int]] = {}
+    conflicts = []
+    for factor, found in claims.items():
+        axes, position, dim = max(found, key=lambda claim: len(claim[0]))
+        agreed = _common_prefix(axes, found)
+        if agreed != axes:
+            conflicts.append((factor, tuple(found)))
+        assignment[factor] = agreed
+        source[factor] = (position, dim)
+    changes: list[_Change] = []
+    undivided: list[tuple[int, int, Axes]] = []
+    blocked = False
+    for position, flags in enumerate(shape.flags):
+        if flags is None:
+            continue
+        dims = shape.rule.values[position]
+        wanted = []
+        for d, own in enumerate(dims):
+            axes = _wanted(around[position][d], own, flags[d], shape.rule, assignment, sizes)
+            if flags[d] >= 0:
+                kept = _dividing(axes, flags[d], sizes)
+                if len(kept) < len(axes):
+                    undivided.append((position, d, axes))
+                    axes = max(kept, around[position][d], key=len)
+            wanted.append(axes)
+        more, stuck = _extensions(around[position], wanted, guess)
+        blocked |= stuck
+        for d, axes in more:
+            cause = next(source[f] for f in reversed(dims[d]) if f in source)
+            changes.append(_Change(position, d, axes, *cause))
+    return _Flow(tuple(changes), tuple(conflicts), tuple(undivided), blocked)
+
+
+def _claims(
+    shape: _Shape, around: tuple[Proposal, ...], sizes: Sequence[int]
+) -> dict[int, list[tuple[Axes, int, int]]]:
+    """Factor -> the (axes, position, dim) that want it split."""
+    found: dict[int, list[tuple[Axes, int, int]]] = {}
+    factors = shape.rule.factors
+    for position, dims in enumerate(shape.rule.values):
+        if shape.flags[position] is None:
+            continue
+        for d, axes in enumerate(around[position]):
+            if not axes:
+                continue
+            for factor, part in dim_to_factors(axes, dims[d], factors, sizes):
+                part = fitting(part, factors[factor], sizes)
+                if part and factors[factor].kind != REPLICATE:
+                    found.setdefault(factor, []).append((part, position, d))
+    return found
+
+
+def _wanted(
+    have: Axes,
+    dim: tuple[int, ...],
+    flag: int,
+    rule: Rule,
+    assignment: Sequence[Axes],
+    sizes: Sequence[int],
+) -> Axes:
+    """What the factors want for one dim: an extension of what it has, or just that."""
+    if flag == CLOSED:
+        return have
+    axes = factors_to_dim(dim, assignment, rule.factors, sizes)
+    if axes is None or len(axes) <= len(have) or axes[: len(have)] != have:
+        return have
+    return axes
+
+
+def _dividing(axes: Axes, size: int, sizes: Sequence[int]) -> Axes:
+    """The longest part of some atoms that divides a dim: all that a boundary may have."""
+    while size % math.prod([sizes[a] for a in axes]):
+        axes = axes[:-1]
+    return axes
+
+
+def _extensions(
+    current: Proposal, wanted: Sequence[Axes], guess: bool
+) -> tuple[list[tuple[int, Axes]], bool]:
+    """The dims of one value that get longer axes, and whether a tie held one back."""
+    more: list[tuple[int, Axes]] = []
+    blocked = False
+    now = list(current)
+    for d, axes in enumerate(wanted):
+        have = current[d]
+        if len(axes) <= len(have):
+            continue
+        held = {a for e, other in enumerate(now) if e != d for a in other}
+        rivals = wanted[:d] if guess else [*wanted[:d], *wanted[d + 1 :]]
+        taken = held.union(*rivals)
+        fresh = axes[len(have) :]
+        clash = next((k for k, a in enumerate(fresh) if a in taken), None)
+        if clash is not None:
+            blocked |= fresh[clash] not in held
+            axes = have + fresh[:clash]
+        if len(axes) > len(have):
+            more.append((d, axes))
+            now[d] = axes
+    return more, blocked
+
+
+def _common_prefix(axes: Axes, claims: Iterable[tuple[Axes, int, int]]) -> Axes:
     """The part of the longest claim with which no other claim disagrees."""
     for other, _, _ in claims:
         pairs = enumerate(zip(axes, other, strict=False))
@@ -345,6 +462,4 @@ def _common_prefix(axes: Axes, claims: Iterable[tuple[Axes, Value, int]]) -> Axe
 
 def _tie_op(node: _Node) -> Op:
     """Stands for a tie in a conflict: an op of the same name over the tied values."""
-    from spmd.ir.program import OpKind
-
     return Op(OpKind(node.label, (), (), {}), node.values, (), (), node.loc)

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.ir.types import TensorType
+from spmd.propagation.window import Halo
 
 PASS = "pass"
 REDUCE = "reduce"
 REPLICATE = "replicate"
+WINDOW = "window"
 
 DimFactors = tuple[int, ...]
 """Factors of one dim, major to minor."""
@@ -25,8 +27,9 @@ class Factor(NamedTuple):
 
     Attributes:
       size: its extent.
-      kind: `pass` (split freely), `reduce` (splitting it leaves the results partial) or
-        `replicate` (must not be split).
+      kind: `pass` (split freely), `reduce` (splitting it leaves the results partial), `window`
+        (split if neighbours exchange what they read of each other; dims that share it may differ
+        in size, it has the result's) or `replicate` (must not be split).
     """
 
     size: int
@@ -44,6 +47,7 @@ class Rule(NamedTuple):
       linear: groups of operands. If exactly one whole group is partial (by addition, over the
         same axes) and every other operand is full, the results are partial over these axes.
       moves: the op only moves elements, so a partial of any kind may flow through `linear`.
+      halos: dims of operands of which a device reads more than its own tile when they are split.
     """
 
     operands: tuple[tuple[DimFactors, ...], ...]
@@ -52,6 +56,7 @@ class Rule(NamedTuple):
     reduction: str = ""
     linear: tuple[tuple[int, ...], ...] = ()
     moves: bool = False
+    halos: tuple[Halo, ...] = ()
 
     @property
     def values(self) -> tuple[tuple[DimFactors, ...], ...]:
@@ -190,6 +195,7 @@ class RuleBuilder:
         reduction: str = "",
         linear: Iterable[Sequence[int]] = (),
         moves: bool = False,
+        halos: Iterable[Halo] = (),
     ) -> Rule:
         """The rule over the factors made so far."""
         return Rule(
@@ -199,4 +205,5 @@ class RuleBuilder:
             reduction,
             tuple(tuple(group) for group in linear),
             moves,
+            tuple(halos),
         )

@@ -9,4 +9,5 @@ from spmd.propagation import (  # noqa: F401
     rules_ragged,
     rules_random,
     rules_shape,
+    rules_window,
 )

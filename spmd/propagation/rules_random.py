@@ -5,7 +5,6 @@ from __future__ import annotations
 from spmd.ir.program import OpKind
 from spmd.propagation.registry import rule
 from spmd.propagation.rule import REPLICATE, Rule, RuleBuilder
-from spmd.propagation.rules_elementwise import elementwise_rule
 
 THREEFRY_CALLS = ("cu_threefry2x32_ffi", "hip_threefry2x32_ffi")
 """jax's GPU kernels of its default generator: elementwise over keys and counters."""
@@ -26,4 +25,11 @@ def _rng_bit_generator(kind: OpKind) -> Rule:
     return build.build(operands, results)
 
 
-rule(*(f"custom_call:{target}" for target in THREEFRY_CALLS))(elementwise_rule)
+@rule(*(f"custom_call:{target}" for target in THREEFRY_CALLS))
+def _threefry(kind: OpKind) -> Rule:
+    """`i, i, i, i -> i, i`: two words of key and of counter give two words."""
+    build = RuleBuilder()
+    shape = kind.results[0].shape
+    dims = [build.factor(size) for size in shape]
+    operands = [dims if t.shape == shape else [] for t in kind.operands]
+    return build.build(operands, [dims] * len(kind.results))

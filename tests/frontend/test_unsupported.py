@@ -19,6 +19,7 @@ _SUM = """({
 })"""
 _SAME = "(tensor<8x4xf32>) -> tensor<8x4xf32>"
 _HANDLE = "channel_handle = #stablehlo.channel_handle<handle = 1, type = 2>"
+_FROM_HOST = _HANDLE.replace("type = 2", "type = 3")
 _HALVES = "tensor<8x4xf32>) -> tensor<16x4xf32>"
 _TOKEN = '%t = "stablehlo.create_token"() : () -> !stablehlo.token\n'
 _AFTER = '%t = "stablehlo.after_all"() : () -> !stablehlo.token\n'
@@ -44,7 +45,7 @@ TEXTS = {
     "-> (tensor<f32>, !stablehlo.token)",
     "stablehlo.outfeed": '"stablehlo.outfeed"(%x, %t) '
     ": (tensor<8x4xf32>, !stablehlo.token) -> !stablehlo.token",
-    "stablehlo.recv": f'"stablehlo.recv"(%t) {{{_HANDLE.replace("type = 2", "type = 3")}, is_host_transfer = true}} '
+    "stablehlo.recv": f'"stablehlo.recv"(%t) {{{_FROM_HOST}, is_host_transfer = true}} '
     ": (!stablehlo.token) -> (tensor<f32>, !stablehlo.token)",
     "stablehlo.send": f'"stablehlo.send"(%x, %t) {{{_HANDLE}, is_host_transfer = true}} '
     ": (tensor<8x4xf32>, !stablehlo.token) -> !stablehlo.token",
@@ -63,10 +64,11 @@ NEEDS_TOKEN = {"stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stabl
 NOT_READ = {
     "stablehlo.async_done",
     "stablehlo.async_start",
+    "stablehlo.collective_reduce",
     "stablehlo.uniform_dequantize",
     "stablehlo.uniform_quantize",
 }
-"""Ops of types that the parser does not know, or that need a module of their own."""
+"""Ops that not every supported jaxlib parses, or that need a module of their own."""
 
 
 def module(line: str, token: str = "") -> str:

@@ -515,9 +515,9 @@ BROKEN_LOCALS = [
     ("reduces_pairs", ", body = max<f32>", "", "no body"),
     ("slice_shrinks", "dim = 0}", "dim = 1}", "instead of 8x2"),
     ("slice_shrinks", "tensor<2x8xf32>\n  %7", "tensor<2x8xi32>\n  %7", "becomes tensor<2x8xi32>"),
-    ("pairs_permute", "[1, 0]", "[1, 1]", "its targets are not the 8 devices"),
-    ("pairs_permute", "[1, 0]", "[0, 0]", "its sources are not the 8 devices"),
-    ("pairs_permute", ", [7, 7]", "", "its sources are not the 8 devices"),
+    ("pairs_permute", "[1, 0]", "[1, 1]", "its targets are not among the 8 devices"),
+    ("pairs_permute", "[1, 0]", "[0, 0]", "its sources are not among the 8 devices"),
+    ("pairs_permute", ", [7, 7]", ", [7, 8]", "its targets are not among the 8 devices"),
 ]  # fmt: skip
 
 

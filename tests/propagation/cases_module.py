@@ -72,6 +72,7 @@ LONGS = np.random.RandomState(0).randint(-(2**62), 2**62, (8, 4)).astype(np.int6
 ROWS = matrices(16, 8)
 EXPERTS = matrices(4, 8, 8)
 SIZES = np.asarray([3, 0, 7, 4], np.int32)
+ALL_ROWS = np.asarray([3, 2, 7, 4], np.int32)
 
 
 # Numpy's answers.
@@ -131,6 +132,13 @@ def scan_reversed(x: Array, init: Array) -> Any:
     return y.astype(np.float32), y[0].astype(np.float32)
 
 
+def convolved(x: Array, w: Array) -> Any:
+    """NHWC by HWIO, one row and column of zeros around."""
+    y = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    h, v = x.shape[1:3]
+    return sum(y[:, i : i + h, j : j + v] @ w[i, j] for i in range(3) for j in range(3))
+
+
 def top_k(x: Array) -> Any:
     order = np.argsort(-x, -1, kind="stable")[:, :3].astype(np.int32)
     return np.take_along_axis(x, order, -1), order
@@ -188,9 +196,7 @@ BROADCASTING = (
         attrs="{broadcast_dimensions = array<i64: 0>}",
     ),
     broadcasting("xor", np.bitwise_xor, I, J),
-    broadcasting(
-        "zeta", lambda x, q: scipy.special.zeta(x, q).astype(np.float32), X + 3, ROW + 2
-    ),
+    broadcasting("zeta", lambda x, q: scipy.special.zeta(x, q).astype(np.float32), X + 3, ROW + 2),
 )
 
 NORM = (
@@ -306,6 +312,16 @@ DYNAMIC = (
         X, INDEX,
     ),
     case(
+        "stablehlo.dynamic_conv",
+        """%p = stablehlo.constant dense<1> : tensor<2x2xi32>
+        %r = "stablehlo.dynamic_conv"(%0, %1, %p) {
+          dimension_numbers = #stablehlo.conv<[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]>,
+          feature_group_count = 1 : i64, batch_group_count = 1 : i64}
+        : ($0, $1, tensor<2x2xi32>) -> $r""",
+        convolved,
+        IMAGE, matrices(3, 3, 8, 4, seed=8),
+    ),
+    case(
         "stablehlo.dynamic_pad",
         """%z = stablehlo.constant dense<2.0> : tensor<f32>
         %one = stablehlo.constant dense<1> : tensor<1xi32>
@@ -407,7 +423,7 @@ _ROWS = """lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [1],
 
 MISC = (
     ragged("chlo.ragged_dot", _ROWS, ragged_rows, ROWS, EXPERTS, SIZES),
-    ragged("ragged_dot_all_rows", _ROWS, ragged_rows, ROWS, EXPERTS, SIZES + np.asarray([0, 2, 0, 0], np.int32)),
+    ragged("ragged_dot_all_rows", _ROWS, ragged_rows, ROWS, EXPERTS, ALL_ROWS),
     ragged("ragged_dot_uneven", _ROWS, ragged_rows, ROWS[:15], EXPERTS[:3], SIZES[[0, 2, 3]]),
     ragged(
         "ragged_dot_contraction",
@@ -436,6 +452,15 @@ MISC = (
         %r = stablehlo.multiply %0, %c : $0""",
         lambda x: x * 2.5,
         X,
+    ),
+    case(
+        "chlo._asin_acos_kernel",
+        """%k = "chlo._asin_acos_kernel"(%0) : ($0) -> $0
+        %w = stablehlo.real %k : ($0) -> $r
+        %x = stablehlo.real %0 : ($0) -> $r
+        %r = stablehlo.atan2 %x, %w : $r""",
+        lambda z: np.arcsin(z).real,
+        (X + 1j * Y).astype(np.complex64),
     ),
     case("mulhi_64", "%r = chlo.mulhi %0, %1 : $0, $1 -> $r", mulhi, LONGS, LONGS[::-1].copy()),
     case(
@@ -486,6 +511,15 @@ MISC = (
         "custom_call:Sharding",
         custom_call("Sharding", "($0) -> $r", '{mhlo.sharding = "{devices=[8,1]<=[8]}"}'),
         lambda x: x,
+        X,
+    ),
+    case(
+        "custom_call:annotate_device_placement",
+        """%a = stablehlo.add %0, %0 : $0
+        %p = stablehlo.custom_call @annotate_device_placement(%a) {has_side_effect = true,
+          mhlo.frontend_attributes = {_xla_buffer_placement = "device"}} : ($0) -> $0
+        %r = stablehlo.add %p, %0 : $0""",
+        lambda x: x * 3,
         X,
     ),
     case(

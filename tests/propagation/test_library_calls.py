@@ -12,8 +12,9 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.api import _topology
-from spmd.pipeline import Request, Stages, compile_module
+from spmd.frontend.import_stablehlo import parse_module
+from spmd.mesh.topology import Topology
+from spmd.pipeline import Request, compile_module
 
 MATRIX = jax.ShapeDtypeStruct((8, 6, 4), jnp.float32)
 SQUARE = jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)
@@ -45,16 +46,15 @@ MISSING = {
 """Functions that jax itself does not lower for a platform."""
 
 
-def stages(name: str, platform: str, split: bool = True) -> Stages:
-    fn, args = FUNCTIONS[name]
+def emitted(fn: Any, args: tuple[Any, ...], platform: str) -> str:
+    """The local program, with the first dim of every batched argument split over `data`."""
     module = jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).compiler_ir()
     mesh = spmd.make_mesh(data=4, model=2)
     entries = tuple(
-        (("data",), *((),) * (len(a.shape) - 1)) if split and a.shape[0] == 8 else None
-        for a in args
+        (("data",), *((),) * (len(a.shape) - 1)) if len(a.shape) > 1 else None for a in args
     )
-    request = Request(module, mesh, _topology(mesh), arg_entries=entries)
-    return compile_module(request, spmd.Options(check=True))
+    request = Request(module, mesh, Topology("cpu:8"), arg_entries=entries)
+    return compile_module(request, spmd.Options(check=True)).emitted
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
@@ -62,7 +62,7 @@ def stages(name: str, platform: str, split: bool = True) -> Stages:
 def test_only_the_batch_is_split(name: str, platform: str) -> None:
     if name in MISSING.get(platform, ()):
         pytest.skip(f"jax has no {name} for {platform}")
-    text = stages(name, platform).emitted
+    text = emitted(*FUNCTIONS[name], platform)
     assert "sdy.sharding_rule" not in text
     if (name, platform) != ("svd", "tpu"):  # it loops until every matrix has converged
         assert not re.search(r"stablehlo\.(all_|collective|reduce_scatter)", text)
@@ -73,9 +73,22 @@ def test_only_the_batch_is_split(name: str, platform: str) -> None:
 
 
 def test_a_cholesky_update_stays_whole() -> None:
-    matrix, row = jnp.zeros((8, 8)), jnp.zeros(8)
-    FUNCTIONS["update"] = (lambda a, b: lax.linalg.cholesky_update(a, b), (matrix, row))
-    try:
-        assert "tensor<8x8xf32>, tensor<8xf32>" in stages("update", "cuda").emitted
-    finally:
-        del FUNCTIONS["update"]
+    text = emitted(lax.linalg.cholesky_update, (jnp.zeros((8, 8)), jnp.zeros(8)), "cuda")
+    (call,) = [line for line in text.split("\n") if '"stablehlo.custom_call"' in line]
+    assert "(tensor<8x8xf32>, tensor<8xf32>)" in call
+
+
+def test_threefry_kernels_are_elementwise() -> None:
+    text = """
+    func.func @main(%k: tensor<8xui32>, %x: tensor<8xui32>) -> (tensor<8xui32>, tensor<8xui32>) {
+      %r:2 = stablehlo.custom_call @cu_threefry2x32_ffi(%k, %k, %x, %x)
+        : (tensor<8xui32>, tensor<8xui32>, tensor<8xui32>, tensor<8xui32>)
+        -> (tensor<8xui32>, tensor<8xui32>)
+      return %r#0, %r#1 : tensor<8xui32>, tensor<8xui32>
+    }"""
+    mesh = spmd.make_mesh(data=4, model=2)
+    entries = ((("data",),), None)
+    request = Request(parse_module(text), mesh, Topology("cpu:8"), arg_entries=entries)
+    stages = compile_module(request, spmd.Options(check=True))
+    assert stages.emitted.count("tensor<2xui32>, tensor<2xui32>)") >= 2
+    assert "stablehlo.all_" not in stages.emitted

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.frontend.canonicalize import CANONICAL
 from spmd.lowering import local
 from spmd.propagation import registry
 from tests.propagation.cases import CASES, Case, random_spec
 from tests.propagation.cases_module import MODULES, ModuleCase
+from tests.propagation.executed import NOT_ON_CPU, ONLY_IN_MODULES, executed_ops
 from tests.propagation.ragged import expand_for_cpu
 
 SHARDINGS = 3
-STRUCTURAL = {"stablehlo.while", "stablehlo.case"}
-"""Control flow has no rule of its own: its values are tied."""
 
 
 def meshes() -> list[spmd.Mesh]:
@@ -63,17 +63,6 @@ def test_partitioned_equals_unpartitioned(case: Case) -> None:
         jax.tree.map(check, got, want)
 
 
-ONLY_IN_MODULES: dict[str, tuple[Any, str]] = {
-    "chlo.is_inf": (np.isinf, "i1"),
-    "chlo.is_pos_inf": (np.isposinf, "i1"),
-    "chlo.is_neg_inf": (np.isneginf, "i1"),
-    "chlo.tan": (np.tan, "f32"),
-    "chlo.conj": (np.conj, "f32"),
-    "stablehlo.logistic": (lambda x: 1 / (1 + np.exp(-x)), "f32"),
-}
-"""Ops that jax itself never emits, with numpy's answer and the result's element type."""
-
-
 @pytest.mark.parametrize("op", sorted(ONLY_IN_MODULES))
 def test_ops_that_jax_never_emits(op: str) -> None:
     want, dtype = ONLY_IN_MODULES[op]
@@ -111,12 +100,10 @@ def test_modules(case: ModuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_rule_has_a_case_and_a_local_lowering() -> None:
-    mesh = meshes()[0]
-    executed = set(ONLY_IN_MODULES)
-    for case in CASES:
-        lowered = spmd.jit(case.fn, mesh=mesh).lower(*case.args)
-        executed |= {op.name for op in lowered.stages.imported.program.walk()}
     ruled = set(registry.registered_ops())
+    executed = executed_ops()
     assert ruled == set(local.registered_ops())
-    assert executed - STRUCTURAL <= ruled
-    assert ruled - executed == set(), "rules that no case runs"
+    assert set(CANONICAL) - executed == {"stablehlo.dynamic_conv"}, (
+        "canonicalizations that no case runs"
+    )
+    assert ruled - executed == NOT_ON_CPU, "rules that no case runs"

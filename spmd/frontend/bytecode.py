@@ -1,0 +1,84 @@
+"""MLIR bytecode -> text, read in a process of its own.
+
+MLIR's bytecode reader is not made for input that somebody damaged: on such bytes it aborts the
+process (a diagnostic that is not UTF-8), reads out of bounds, or never ends. So another process
+reads them, and this one reads the text that it printed, with a parser that stands wrong input.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+MAGIC = b"ML\xefR"
+"""What bytecode begins with, a portable artifact's too."""
+
+_ARTIFACT = b"StableHLO_v"
+_SECONDS = 20.0
+_SECONDS_PER_MEGABYTE = 1.0
+_MEMORY = 4 << 30
+_MEMORY_PER_BYTE = 64
+
+
+class BytecodeError(ValueError):
+    """Bytes that MLIR cannot read as a module."""
+
+
+def bytecode_to_text(data: bytes) -> str:
+    """The text of a module in bytecode, or of a portable artifact.
+
+    Raises:
+      BytecodeError: MLIR refuses the bytes, or did not survive them.
+    """
+    limit = _SECONDS + _SECONDS_PER_MEGABYTE * len(data) / 2**20
+    try:
+        reader = subprocess.run(
+            [sys.executable, "-P", os.path.abspath(__file__)],
+            input=data,
+            capture_output=True,
+            timeout=limit,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BytecodeError(f"MLIR is still reading it after {limit:.0f} seconds") from error
+    if reader.returncode < 0:
+        raise BytecodeError(f"MLIR ends with {signal.Signals(-reader.returncode).name} on it")
+    if reader.returncode:
+        raise BytecodeError(reader.stderr.decode(errors="replace").strip()[-400:])
+    return reader.stdout.decode()
+
+
+def main() -> None:
+    """The other process: bytecode on stdin, text on stdout."""
+    data = sys.stdin.buffer.read()
+    _limit_memory(_MEMORY + _MEMORY_PER_BYTE * len(data))
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    with mlir.make_ir_context() as context:
+        try:
+            if _ARTIFACT in data[:64]:
+                module: Any = stablehlo.deserialize_portable_artifact(context, data)
+            else:
+                module = ir.Module.parse(data)
+        except (ir.MLIRError, ValueError) as error:
+            sys.exit(str(error))
+        module.operation.print(
+            file=sys.stdout.buffer, binary=True, enable_debug_info=True, print_generic_op_form=True
+        )
+
+
+def _limit_memory(size: int) -> None:
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+if __name__ == "__main__":
+    main()

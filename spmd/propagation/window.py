@@ -1,0 +1,194 @@
+"""Windows: which elements of a dim the tiles of another dim read, and who sends them to whom.
+
+Everything here is static arithmetic on tiles: the planner costs with it what the lowering does.
+
+A 3-wide window at stride 1 over 8 elements in 4 tiles, padded by one on both sides:
+
+    tile      0      1      2      3
+    own       0 1    2 3    4 5    6 7
+    reads   . 0 1 2  1 2 3 4  3 4 5 6  5 6 7 .
+    rounds  each device to its right neighbour: 1 element; each to its left: 1 element
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, piece_sizes, tile
+
+
+class Window(NamedTuple):
+    """Which base positions of an operand's dim the positions of a tiled dim read.
+
+    Position `o` of the tiled dim reads the base positions `o * stride - low + [0, span)`, where
+    element `e` of the operand lies at base position `e * dilation`; what lies between elements and
+    beyond them is padding.
+
+    Attributes:
+      tiled: size of the dim whose tiles decide: the result's, or a kernel's.
+      stride, low, dilation, span: as above.
+      reverse: the tiled dim is counted from its end.
+    """
+
+    tiled: int
+    stride: int = 1
+    low: int = 0
+    dilation: int = 1
+    span: int = 1
+    reverse: bool = False
+
+
+class Halo(NamedTuple):
+    """An operand's dim of which a device reads more, or other parts, than its own tile.
+
+    Attributes:
+      operand, dim: which.
+      factor: the factor of the operand's dim.
+      window: what is read; None where every device learns one element of each tile.
+    """
+
+    operand: int
+    dim: int
+    factor: int
+    window: Window | None
+
+
+class Need(NamedTuple):
+    """For each tile the elements `[start, start + length)` that its device gets.
+
+    Only `[low, high)` of them matter; what is outside that becomes padding.
+    """
+
+    length: int
+    starts: tuple[int, ...]
+    lows: tuple[int, ...]
+    highs: tuple[int, ...]
+
+    @staticmethod
+    def of(size: int, length: int, ranges: Iterable[tuple[int, int, int]]) -> Need:
+        """A need from (start, low, high) of each tile, cut to the `size` elements that exist."""
+        starts, lows, highs = [], [], []
+        for start, low, high in ranges:
+            low, high = max(low, start, 0), min(high, start + length, size)
+            if low >= high:
+                low = high = max(start, 0)
+            starts.append(start)
+            lows.append(low)
+            highs.append(high)
+        return Need(length, tuple(starts), tuple(lows), tuple(highs))
+
+
+class Reads(NamedTuple):
+    """What the tiles read, and where it lies in the base positions that they need.
+
+    Attributes:
+      need: elements.
+      base: number of base positions that each device needs.
+      low: base positions before the first element where every device has as many, else None.
+      skips: else, for each tile, base positions to drop from the first element on.
+    """
+
+    need: Need
+    base: int
+    low: int | None
+    skips: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
+    """What each tile reads.
+
+    Args:
+      window: the window.
+      size: size of the operand's dim.
+      axes: what the tiled dim is split over.
+      mesh: the mesh.
+    """
+    total, dilation = window.tiled, window.dilation
+    piece = piece_sizes(total, axes, mesh)[-1]
+    base = (piece - 1) * window.stride + window.span
+    tiles = [tile(total, axes, mesh, i) for i in range(mesh.extent(axes))]
+    firsts = [
+        (total - s - piece if window.reverse else s) * window.stride - window.low for s, _ in tiles
+    ]
+    phases = {-first % dilation for first, (_, own) in zip(firsts, tiles, strict=True) if own}
+    phase = phases.pop() if len(phases) == 1 else None
+    if phase is not None:
+        length = max(1, (base - 1 - phase) // dilation + 1)
+        starts = [(first + phase) // dilation for first in firsts]
+    else:
+        length = -(-(base + dilation - 2) // dilation) + 1
+        starts = [first // dilation for first in firsts]
+    ranges = []
+    for (s, own), start in zip(tiles, starts, strict=True):
+        begin = total - s - own if window.reverse else s
+        low = -(-(begin * window.stride - window.low) // dilation)
+        last = (begin + own - 1) * window.stride - window.low + window.span - 1
+        ranges.append((start, low, last // dilation + 1 if own else low))
+    skips = tuple(
+        first - start * dilation if phase is None and own else 0
+        for first, start, (_, own) in zip(firsts, starts, tiles, strict=True)
+    )
+    return Reads(Need.of(size, length, ranges), base, phase, skips)
+
+
+class Transfer(NamedTuple):
+    """Elements `[low, high)` go from one tile's device to another's."""
+
+    source: int
+    target: int
+    low: int
+    high: int
+
+
+class Exchange(NamedTuple):
+    """How devices get what they need beyond their own tile.
+
+    Attributes:
+      rounds: transfers that travel together: every device sends and receives at most once.
+      lengths: elements that each round sends, the longest of its transfers.
+      gather: the rounds would move as much as a gather of the whole dim: do that instead.
+    """
+
+    rounds: tuple[tuple[Transfer, ...], ...]
+    lengths: tuple[int, ...]
+    gather: bool
+
+
+@lru_cache(maxsize=4096)
+def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> Exchange:
+    """The rounds that bring a need together, for a dim of `size` elements split over `axes`."""
+    tiles = [tile(size, axes, mesh, i) for i in range(mesh.extent(axes))]
+    found: list[Transfer] = []
+    for target, (low, high) in enumerate(zip(need.lows, need.highs, strict=True)):
+        for source, (start, own) in enumerate(tiles):
+            begin, end = max(low, start), min(high, start + own)
+            if begin < end and source != target:
+                found.append(Transfer(source, target, begin, end))
+    rounds = _rounds(sorted(found, key=lambda t: (t.source - t.target, t.target)))
+    lengths = tuple(max(t.high - t.low for t in transfers) for transfers in rounds)
+    piece = piece_sizes(size, axes, mesh)[-1]
+    gather = sum(lengths) > 0 and sum(lengths) >= (len(tiles) - 1) * piece
+    return Exchange(rounds, lengths, gather)
+
+
+def _rounds(transfers: Iterable[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
+    """Each transfer joins the first round in which both of its devices are still free."""
+    rounds: list[list[Transfer]] = []
+    busy: list[tuple[set[int], set[int]]] = []
+    for transfer in transfers:
+        source, target = transfer.source, transfer.target
+        number = next(
+            (n for n, (out, into) in enumerate(busy) if source not in out and target not in into),
+            len(rounds),
+        )
+        if number == len(rounds):
+            rounds.append([])
+            busy.append((set(), set()))
+        rounds[number].append(transfer)
+        busy[number][0].add(source)
+        busy[number][1].add(target)
+    return tuple(map(tuple, rounds))
