@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ _LAYERS = flags.DEFINE_list("layers", ["4"], "numbers of layers")
 _SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
 _OPTIMIZER = flags.DEFINE_enum("optimizer", "adamw", ["adamw", "adafactor"], "optimizer")
 _TOPOLOGY = flags.DEFINE_string("topology", "h200:8", "machine to plan for")
+_SHARDY = flags.DEFINE_bool("shardy", True, "time Shardy's propagation on the same module too")
 _REPEAT = flags.DEFINE_integer("repeat", 3, "runs; the fastest is shown")
 
 STAGES = ("import", "propagate", "plan", "partition", "optimize", "emit")
@@ -60,21 +62,55 @@ def lower(layers: int) -> spmd.Lowered:
     )
 
 
+def shardy_seconds(lowered: spmd.Lowered) -> float:
+    """Time of `sdy-propagation-pipeline` alone on a copy of the same marked module."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.passmanager import PassManager
+
+    module = lowered.request.module
+    with module.context:
+        copy = ir.Module.parse(module.operation.get_asm(binary=True))
+        main_op = next(
+            op.operation
+            for op in copy.body.operations
+            if op.operation.name == "func.func"
+            and str(op.operation.attributes["sym_name"]) == '"main"'
+        )
+        attrs = []
+        for entries in lowered.request.arg_entries:
+            dims = ", ".join(
+                "{?}" if names is None else "{" + ", ".join(f'"{n}"' for n in names) + "}"
+                for names in entries or ()
+            )
+            known = entries is not None and entries != ()
+            text = f"{{sdy.sharding = #sdy.sharding<@mesh, [{dims}]>}}" if known else "{}"
+            attrs.append(ir.Attribute.parse(text))
+        main_op.attributes["arg_attrs"] = ir.ArrayAttr.get(attrs)
+        pipeline = PassManager.parse("builtin.module(sdy-propagation-pipeline)")
+        start = time.perf_counter()
+        pipeline.run(copy.operation)
+        seconds = time.perf_counter() - start
+    return seconds
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints one table."""
     del argv
     print(f"jax {jax.__version__}, {_MODEL.value}, {_OPTIMIZER.value}, mesh {_MESH.value}, "
           f"{'scanned' if _SCAN.value else 'unrolled'}")  # fmt: skip
-    print(f"| layers | ops | {' | '.join(STAGES)} | import to partition, s | us/op |")
-    print("| --- " * (len(STAGES) + 4) + "|")
+    print(f"| layers | ops | {' | '.join(STAGES)} | import to partition, s | us/op "
+          "| Shardy propagation, s | ratio |")  # fmt: skip
+    print("| --- " * (len(STAGES) + 6) + "|")
     for layers in map(int, _LAYERS.value):
-        runs = [lower(layers).stages for _ in range(_REPEAT.value)]
-        best = min(runs, key=lambda stages: sum(stages.seconds.values()))
+        runs = [lower(layers) for _ in range(_REPEAT.value)]
+        peer = min(map(shardy_seconds, runs)) if _SHARDY.value else float("nan")
+        best = min((run.stages for run in runs), key=lambda s: sum(s.seconds.values()))
         ops = sum(1 for _ in best.imported.program.walk())
         seconds = best.seconds
         total = sum(seconds[s] for s in ("import", "propagate", "plan", "partition"))
         times = " | ".join(f"{seconds[s]:.3f}" for s in STAGES)
-        print(f"| {layers} | {ops} | {times} | {total:.3f} | {total / ops * 1e6:.0f} |", flush=True)
+        print(f"| {layers} | {ops} | {times} | {total:.3f} | {total / ops * 1e6:.0f} "
+              f"| {peer:.3f} | {total / peer:.2f} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

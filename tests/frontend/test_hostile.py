@@ -105,7 +105,18 @@ def test_truncated_text(text: str) -> None:
 
 
 def test_mutated_text(text: str) -> None:
-    pieces = ["-1", "0", "9223372036854775807", "[", ")", "tensor<?xf32>", "dense<1>", '"', "@", "!"]
+    pieces = [
+        "-1",
+        "0",
+        "9223372036854775807",
+        "[",
+        ")",
+        "tensor<?xf32>",
+        "dense<1>",
+        '"',
+        "@",
+        "!",
+    ]
     rng = random.Random(0)
     readable = 0
     for _ in range(300):
@@ -202,8 +213,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "returns too little": (function("return"), "cannot be read"),
     "duplicate symbol": (function() + function(), "'main'"),
     "dynamic shape": (
-        "func.func @main(%x: tensor<?x4xf32>) -> tensor<?x4xf32> {\n"
-        "return %x : tensor<?x4xf32>\n}",
+        "func.func @main(%x: tensor<?x4xf32>) -> tensor<?x4xf32> {\nreturn %x : tensor<?x4xf32>\n}",
         "dynamic shape: tensor<?x4xf32>",
     ),
     "unranked": (
