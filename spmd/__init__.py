@@ -19,6 +19,7 @@ from spmd.errors import (
     SpmdError,
     UnsupportedOpError,
 )
+from spmd.lowering.register import register_rule
 from spmd.mesh.mesh import HybridMesh, Mesh, make_mesh
 from spmd.mesh.spec import OPEN
 from spmd.mesh.topology import Topology
@@ -46,4 +47,5 @@ __all__ = [
     "make_mesh",
     "mark_sharding",
     "mark_tree",
+    "register_rule",
 ]

@@ -44,6 +44,7 @@ MLIR_FILES = (
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",
     "spmd/lowering/execute.py",
+    "scripts/bench_compiler.py",  # runs Shardy's own passes, the peer
 )
 
 

@@ -206,11 +206,11 @@ class _Search:
         """Searches a region by itself, given its arguments."""
         piece = _region_program(self.plan, region)
         captured = piece.body.args[len(region.args) :]
-        plan = _with_program(self.plan, piece)
+        arguments_at = tuple(probe_sharding(self.plan, v) for v in piece.body.args)
+        plan = _with_program(self.plan, piece)._replace(arguments=arguments_at)
         states = [self.plan.states[v] for v in piece.body.args]
         if any(state is not None and state.partial for state in states):
             return None  # a partial value cannot be handed in from outside
-        plan = plan._replace(arguments=tuple(probe_sharding(plan, v) for v in piece.body.args))
         given = [*arguments, *self.values_before(index, captured)]
         return _Search(plan, given, self.lower, self.tolerance, (*self.inside, place)).run()
 
@@ -234,8 +234,8 @@ def _with_body(program: Program, body: Region) -> Program:
 
 def _with_program(plan: Plan, program: Program) -> Plan:
     """The same decisions for another program over the same values."""
-    plan = plan._replace(propagated=plan.propagated._replace(program=program))
-    return plan._replace(results=tuple(probe_sharding(plan, v) for v in program.body.results))
+    results = tuple(probe_sharding(plan, v) for v in program.body.results)
+    return plan._replace(propagated=plan.propagated._replace(program=program), results=results)
 
 
 def _until(plan: Plan, cut: int) -> Plan:
@@ -291,7 +291,7 @@ def _boundary(axes: Axes, size: int, mesh: Mesh) -> Axes:
 def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
     """The sharding in which a value that is made for each use is first made."""
     cheap = plan.propagated.cheap
-    for op in plan.propagated.program.walk():
+    for op in plan.program.walk():
         if value not in op.operands or op.regions:
             continue
         index = op.operands.index(value)

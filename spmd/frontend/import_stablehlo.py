@@ -595,7 +595,9 @@ def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
         return bool(attr.value)
     if isinstance(attr, ir.IntegerAttr) and str(attr.type) == "i64":
         return int(attr.value)
-    if isinstance(attr, ir.DenseI64ArrayAttr | ir.DenseBoolArrayAttr):
+    if isinstance(attr, ir.DenseBoolArrayAttr):
+        return tuple(attr) or None  # an empty tuple would be emitted as one of integers
+    if isinstance(attr, ir.DenseI64ArrayAttr):
         return tuple(attr)
     if isinstance(attr, ir.StringAttr):
         return str(attr.value)

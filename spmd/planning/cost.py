@@ -46,20 +46,18 @@ def halo_seconds(
         axes = assignment[halo.factor]
         if axes:
             type_ = kind.operands[halo.operand]
-            line = Sharding(tuple(
+            dims = [
                 () if d == halo.dim else tuple(a for f in dim for a in assignment[f])
                 for d, dim in enumerate(rule.operands[halo.operand])
-            ))  # fmt: skip
-            shape = local_shape(type_.shape, line, mesh)
+            ]
+            shape = local_shape(type_.shape, Sharding(tuple(dims)), mesh)
             row = type_.with_shape((*shape[: halo.dim], 1, *shape[halo.dim + 1 :])).bytes
-            for name, sent, received in halo_moves(halo, type_.shape[halo.dim], axes, mesh):
-                seconds += collective_seconds(name, axes, sent * row, received * row, mesh, topology)
+            for name, sent, got in halo_moves(halo, type_.shape[halo.dim], axes, mesh):
+                seconds += collective_seconds(name, axes, sent * row, got * row, mesh, topology)
     return seconds
 
 
-def halo_moves(
-    halo: Halo, size: int, axes: Axes, mesh: Mesh
-) -> tuple[tuple[str, int, int], ...]:
+def halo_moves(halo: Halo, size: int, axes: Axes, mesh: Mesh) -> tuple[tuple[str, int, int], ...]:
     """The collectives of a halo: (kind, elements along the dim before, and after)."""
     devices = mesh.extent(axes)
     if halo.window is None:

@@ -22,7 +22,7 @@ def complex_chain(z: Any, w: Any) -> Any:
 
 
 def ragged(x: Any, w: Any) -> Any:
-    return lax.ragged_dot(x, w, np.asarray([2, 1, 4, 1], np.int32))
+    return lax.ragged_dot(x, w, jnp.asarray([2, 1, 4, 1], jnp.int32))
 
 
 MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (

@@ -1,0 +1,83 @@
+"""A short fuzz that repeats itself exactly; `scripts/fuzz` is the long one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.fuzz.cases import Arg, Case, Line, Type, definitions, execute, source
+from tests.fuzz.check import FAILED, INVALID, PASSED, run
+from tests.fuzz.programs import Settings, cases
+from tests.fuzz.shrink import shrink, size
+
+CASES = 110
+SECONDS = 45.0
+"""A slow machine runs fewer cases, not longer."""
+
+_START: list[float] = []
+
+
+@settings(
+    max_examples=CASES,
+    phases=[Phase.generate],
+    database=None,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(cases(Settings(most_lines=12)))
+def test_partitioned_equals_unpartitioned(case: Case) -> None:
+    _START.append(time.monotonic())
+    if _START[-1] - _START[0] > SECONDS:
+        return
+    outcome = run(case)
+    assert outcome.status != INVALID, f"{outcome.message}\n{source(case)}"
+    if outcome.status == FAILED:
+        small = shrink(case, lambda c: run(c).key == outcome.key, 30.0)
+        pytest.fail(f"{run(small).message}\n\n{source(small)}", pytrace=False)
+
+
+F32 = Type((4, 4), "float32")
+CASE = Case(
+    mesh=(("a", 4), ("b", 2)),
+    args=(Arg("x1", F32, ("a", None)), Arg("x2", F32, (None, "b"))),
+    lines=(
+        Line("v1", "v1 = x1 @ x2", ("x1", "x2"), F32),
+        Line("v2", "v2 = jnp.tanh(v1)", ("v1",), F32),
+        Line("v3", "v3 = mark(v2, ('b', None))", ("v2",), F32),
+        Line("v4", "v4 = v3 - x1", ("v3", "x1"), F32),
+    ),
+    results=("v4", "v2"),
+    out_specs=(("a", "b"), None),
+    gradient=True,
+)
+
+
+def test_a_case_is_a_file_that_runs() -> None:
+    assert run(CASE).status == PASSED
+    scope = execute(source(CASE))
+    assert scope["MESH"] == {"a": 4, "b": 2}
+    assert len(scope["arguments"]()) == 2
+
+
+def test_shrinking_keeps_what_fails() -> None:
+    small = shrink(CASE, lambda case: "tanh" in definitions(case))
+    assert [line.text for line in small.lines] == ["v2 = jnp.tanh(v1)"]
+    assert [arg.name for arg in small.args] == ["v1"]
+    assert small.results == ("v2",)
+    assert not small.gradient
+    assert small.out_specs == (None,)
+    assert size(small) < size(CASE)
+
+
+def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmd.lowering import local
+
+    broken = {"stablehlo.subtract": lambda op: (op.b.binary("add", *op.operands),)}
+    monkeypatch.setattr(local, "_LOCAL", {**local._LOCAL, **broken})
+    outcome = run(CASE)
+    assert outcome.status == FAILED
+    assert outcome.key == "mismatch"
+    assert "v4: " in outcome.message
