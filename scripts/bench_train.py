@@ -41,7 +41,7 @@ _PEER = flags.DEFINE_bool("peer", True, "also run plain jax.jit")
 def parse_mesh(text: str) -> spmd.Mesh:
     """`data=4:model=2` as a mesh."""
     axes = {name: int(size) for name, size in (p.split("=") for p in text.split(":"))}
-    return spmd.make_mesh(devices=None, **{"data": 1, "model": 1, **axes})
+    return spmd.make_mesh(**{"data": 1, "model": 1, **axes})
 
 
 def make_step(config: LlamaConfig, mesh: spmd.Mesh, optimizer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md: what becomes of every StableHLO and CHLO op.
+"""Writes docs/coverage.md: what becomes of every StableHLO and CHLO op, and of whole programs.
 
 Usage: python scripts/coverage.py [--check]
 
@@ -40,6 +40,21 @@ Any other call needs a rule of its own (`spmd.register_rule`).
 | --- | --- | --- |
 """
 
+PROGRAMS_HEAD = """
+## Programs
+
+The corpus of `tests/corpus/programs.py`: models of flax and equinox, every optimizer of optax, and
+what else people write. Each one runs partitioned against plain `jax.jit`, on the meshes {meshes}
+of data, (shard,) model: equal within the tolerance of its dtypes, random bits identical. Only
+arguments are marked; the tests that are not `quick` run with `-m heavy`.
+
+| marks of an argument | what is split |
+| --- | --- |
+{marks}
+| program | what it is | marks | quick on |
+| --- | --- | --- | --- |
+"""
+
 STRUCTURE = {
     "stablehlo.case": "control flow: its regions are partitioned",
     "stablehlo.composite": "inlined; one named like a CHLO op becomes that op",
@@ -79,8 +94,8 @@ def names_of(dialects: tuple[str, ...]) -> set[str]:
     return {name for name in names if name.startswith(dialects)}
 
 
-def executed() -> set[str]:
-    """Names of the ops that the tests run."""
+def printed_by(module: str) -> str:
+    """What a module prints, run with eight CPU devices."""
     flags = os.environ.get("XLA_FLAGS", "")
     env = {
         **os.environ,
@@ -88,9 +103,27 @@ def executed() -> set[str]:
         "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=8",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "tests.propagation.executed"]
+    command = [sys.executable, "-m", module]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return done.stdout
+
+
+def executed() -> set[str]:
+    """Names of the ops that the tests run."""
+    return set(printed_by("tests.propagation.executed").split())
+
+
+def programs() -> str:
+    """The section about the corpus."""
+    from tests.corpus.program import MARKS, MESHES, QUICK_MESH
+
+    table = []
+    for line in printed_by("tests.corpus.programs").splitlines():
+        name, what, marks, heavy = line.split("\t")
+        quick = "-" if heavy == "True" else QUICK_MESH
+        table.append(f"| `{name}` | {what} | {marks} | {quick} |\n")
+    marks = "".join(f"| {word} | {what} |\n" for word, what in MARKS.items())
+    return PROGRAMS_HEAD.format(meshes=", ".join(MESHES), marks=marks) + "".join(table)
 
 
 def rows(names: Iterable[str], ran: set[str]) -> str:
@@ -112,7 +145,7 @@ def page() -> str:
     ran = executed()
     ops = sorted({*dialect_ops(), *names_of(("stablehlo.", "chlo."))})
     calls = sorted(names_of(("custom_call:",)))
-    return HEAD + rows(ops, ran) + CALLS_HEAD + rows(calls, ran)
+    return HEAD + rows(ops, ran) + CALLS_HEAD + rows(calls, ran) + programs()
 
 
 def main() -> int:

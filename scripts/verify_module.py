@@ -109,7 +109,7 @@ def verify_file(path: str) -> bool:
     arguments, results = signature(module)
     compiled = spmd.compile_stablehlo(
         module,
-        spmd.make_mesh(**axes),
+        spmd.make_mesh(devices=None, **axes),
         parse_specs("arg_spec", _ARG_SPECS.value, len(arguments)),
         parse_specs("result_spec", _RESULT_SPECS.value, len(results)),
         spmd.Options(check=True),
@@ -123,7 +123,7 @@ def verify_file(path: str) -> bool:
 
 
 def _make_cpu_devices(count: int) -> None:
-    """jax reads this when it is imported; it has no effect on other platforms than the CPU."""
+    """Jax reads this when it is imported; it has no effect on other platforms than the CPU."""
     flag = "--xla_force_host_platform_device_count"
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={count}".strip()

@@ -777,9 +777,7 @@ def _wrap_key(result: Any, struct: Any) -> Any:
     """Key data as a key array again where the function returned one."""
     if _key_impl(struct) is None:
         return result
-    name = str(struct.dtype).removeprefix("key<").removesuffix(">")
-    impl = {"fry": "threefry2x32"}.get(name, name)
-    return jax.random.wrap_key_data(result, impl=impl)
+    return jax.random.wrap_key_data(result, impl=struct.dtype)
 
 
 def _platform(mesh: Mesh | None) -> str:

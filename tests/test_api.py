@@ -120,13 +120,15 @@ def test_mesh_axis_indices_and_tuples(mesh: spmd.Mesh) -> None:
     assert x.sharding.spec == P(("data", "model"), None)
 
 
-def test_key_arrays(mesh: spmd.Mesh) -> None:
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_key_arrays(mesh: spmd.Mesh, impl: str) -> None:
     def fn(key: Any, x: jax.Array) -> Any:
         return jax.random.split(key)[0], x + 1
 
-    key, _ = spmd.jit(fn, mesh=mesh)(jax.random.key(1), jnp.ones(8))
-    assert key.dtype == jax.random.key(0).dtype
-    want = jax.random.key_data(jax.random.split(jax.random.key(1))[0])
+    given = jax.random.key(1, impl=impl)
+    key, _ = spmd.jit(fn, mesh=mesh)(given, jnp.ones(8))
+    assert key.dtype == given.dtype
+    want = jax.random.key_data(jax.random.split(given)[0])
     np.testing.assert_array_equal(jax.random.key_data(key), want)
 
 

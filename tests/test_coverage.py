@@ -6,6 +6,7 @@ from pathlib import Path
 
 from scripts.coverage import how
 from spmd.frontend.import_stablehlo import dialect_ops
+from tests.corpus.programs import PROGRAMS
 
 PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
 
@@ -20,3 +21,9 @@ def test_the_page_says_so() -> None:
         assert f"| `{name}` | {how(name) or '**missing**'} |" in page, (
             f"{name}: run python scripts/coverage.py"
         )
+
+
+def test_the_page_lists_every_program() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for program in PROGRAMS:
+        assert f"| `{program.name}` |" in page, f"{program.name}: run python scripts/coverage.py"

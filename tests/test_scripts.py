@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SHELL_SCRIPTS = ["scripts/quickstart", "scripts/test", "scripts/check", ".ci/run"]
+SHELL_SCRIPTS = [
+    "scripts/quickstart",
+    "scripts/test",
+    "scripts/check",
+    "scripts/fuzz",
+    "scripts/verify",
+    ".ci/run",
+]
 
 # Stands for the environment's Python: writes down what pip was asked, and does the rest for real.
 FAKE_PYTHON = f"""#!/bin/sh

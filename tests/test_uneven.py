@@ -28,9 +28,7 @@ def check(fn: Any, *args: Any, mesh: spmd.Mesh, gradient: bool = True) -> None:
         grad = jax.grad(scalar, argnums)
         got = spmd.jit(grad, mesh=mesh, options=options)(*args)
         want = jax.jit(grad)(*args)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want
-        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
 
 
 @pytest.fixture(params=MESH_SHAPES, ids=str)

@@ -49,7 +49,7 @@ DEEPEST_CALLS = 100
 """How many functions may call each other in turn."""
 MOST_OPS = 250_000
 """How many ops a program may have with its calls inlined."""
-_NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.pad"}
+_NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.pad"}
 _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
 _TUPLES = {"stablehlo.tuple", "stablehlo.get_tuple_element"}
 _WHOLE_COMPOSITES = {
@@ -393,11 +393,13 @@ class _Importer:
         env.update(zip(results, outs, strict=True))
         if name == "stablehlo.constant" and kind.attrs["value"].splat:
             self.constants[outs[0]] = kind.attrs["value"]
+        elif inputs and inputs[0] in self.constants and _is_wrapped_scalar(kind):
+            self.constants[outs[0]] = self.constants[inputs[0]]
         return Op(kind, inputs, outs, regions, loc)
 
     def note_neutral(self, kind: OpKind, inputs: tuple[int, ...]) -> OpKind:
         """Records whether the init or padding operands are the constants that change nothing."""
-        count = len(inputs) // 2 if kind.name == "stablehlo.reduce" else 1
+        count = 1 if kind.name == "stablehlo.pad" else len(inputs) // 2
         reducer = kind.attrs.get("reducer", "add")
         neutral = bool(reducer) and all(
             value in self.constants
@@ -511,6 +513,11 @@ class _Importer:
             raise FrontendError(f"the body of {name} reads a value from outside it") from error
         finally:
             self.types = outer
+
+
+def _is_wrapped_scalar(kind: OpKind) -> bool:
+    """A broadcast from scalar to scalar: so jax writes initial values of windows."""
+    return kind.name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
 
 
 def _does_nothing(op: Op) -> bool:

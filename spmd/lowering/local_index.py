@@ -11,7 +11,6 @@ from spmd.ir.program import Value
 from spmd.ir.types import GatherDims, ScatterDims, TensorType
 from spmd.lowering.local import LocalOp, local, same_op
 from spmd.lowering.padding import own_count, start_of
-from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import reduced_axes
 
 local("stablehlo.sort")(same_op)
@@ -101,7 +100,37 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
             for s, d in zip(split, dims.scatter_dims_to_operand_dims, strict=True)
         ]
         indices = b.binary("subtract", indices, vector.join(starts))
+        if b.types[indices].size == len(split):
+            return _scatter_one(op, tables, indices, updates)
     return op.emit([*tables, indices, *updates])
+
+
+def _scatter_one(
+    op: LocalOp, tables: Sequence[Value], indices: Value, updates: Sequence[Value]
+) -> tuple[Value, ...]:
+    """One slice, put somewhere in range, where it changes nothing unless it belongs there.
+
+    XLA makes it a dynamic slice and a dynamic update slice, which must be in range (see `expand`).
+    """
+    b, dims, reducer = op.b, op.attrs["scatter_dimension_numbers"], op.attrs["reducer"]
+    piece, update = b.types[tables[0]].shape, b.types[updates[0]].shape
+    windows = iter(dims.update_window_dims)
+    single = {*dims.inserted_window_dims, *dims.input_batching_dims}
+    sizes = [1 if d in single else update[next(windows)] for d in range(len(piece))]
+    vector = _VectorDim(b, indices, dims.index_vector_dim)
+    places = dims.scatter_dims_to_operand_dims
+    first, last = vector.of([0] * len(places)), vector.of([piece[d] - sizes[d] for d in places])
+    inside = b.binary("and", b.compare("GE", indices, first), b.compare("LE", indices, last))
+    belongs = b.reshape(vector.all(inside), ())
+    indices = b.binary("minimum", b.binary("maximum", indices, first), last)
+    if not reducer:
+        results = op.emit([*tables, indices, *updates])
+        return tuple(b.select(belongs, r, t) for r, t in zip(results, tables, strict=True))
+    masked = [
+        b.select(belongs, u, b.splat(identity_element(reducer, b.types[u].dtype), b.types[u]))
+        for u in updates
+    ]
+    return op.emit([*tables, indices, *masked])
 
 
 def _as_signed(b: Builder, indices: Value) -> Value:

@@ -158,7 +158,7 @@ class Mesh:
         return tuple(sorted(ordered))
 
 
-def make_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
+def make_mesh(*, devices: Any = None, **axes: int) -> Mesh:
     """A mesh over the visible devices, one keyword an axis, major first.
 
     The device order comes from `jax.experimental.mesh_utils`, which places neighbours along the

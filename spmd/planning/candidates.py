@@ -76,18 +76,19 @@ def candidate_assignments(
         assignment = _merge(rule, order, sizes)
         if is_legal_assignment(rule, assignment, sizes):
             found[assignment] = None
-    for assignment in tuple(found):
-        found[_without_windows(rule, assignment)] = None
+    if rule.halos:
+        found |= {_without_windows(rule, assignment): None for assignment in tuple(found)}
     if not found:
         found[((),) * len(rule.factors)] = None
     return tuple(found)
 
 
 def _without_windows(rule: Rule, assignment: Assignment) -> Assignment:
-    """The same with window factors whole: that may cost less than what their halos take."""
+    """The same with windows whole: that may cost less than what their halos take."""
+    halos = {halo.factor for halo in rule.halos}
     return tuple(
-        () if factor.kind == WINDOW else axes
-        for factor, axes in zip(rule.factors, assignment, strict=True)
+        () if number in halos or factor.kind == WINDOW else axes
+        for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True))
     )
 
 

@@ -417,6 +417,8 @@ def _wanted(
     axes = factors_to_dim(dim, assignment, rule.factors, sizes)
     if axes is None or len(axes) <= len(have) or axes[: len(have)] != have:
         return have
+    if len(dim) > 1 and len(set(axes)) < len(axes):  # two of its factors are split alike
+        return have
     return axes
 
 

@@ -17,7 +17,7 @@ import spmd
 from spmd.frontend import bytecode
 from spmd.frontend.import_stablehlo import DEEPEST_CALLS, import_module, parse_module, signature
 
-SECONDS = 15.0
+SECONDS = 25.0
 BODY = "return %x : tensor<8x4xf32>"
 
 

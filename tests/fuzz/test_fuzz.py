@@ -12,8 +12,8 @@ from tests.fuzz.check import FAILED, INVALID, PASSED, run
 from tests.fuzz.programs import Settings, cases
 from tests.fuzz.shrink import shrink, size
 
-CASES = 110
-SECONDS = 45.0
+CASES = 90
+SECONDS = 35.0
 """A slow machine runs fewer cases, not longer."""
 
 _START: list[float] = []

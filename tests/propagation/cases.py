@@ -13,6 +13,7 @@ from jax import lax
 import spmd
 from tests.propagation.cases_linalg import LINALG
 from tests.propagation.cases_misc import MISC
+from tests.propagation.cases_window import WINDOWS
 
 
 class Case(NamedTuple):
@@ -235,7 +236,7 @@ CASES: tuple[Case, ...] = (
     *(Case(name, fn, (X, Y)) for name, fn in BINARY.items()),
     *(Case(name, fn, (I, J)) for name, fn in INTEGER.items()),
     *OTHER,
-    *(Case(*entry) for entry in (*LINALG, *MISC)),
+    *(Case(*entry) for entry in (*LINALG, *MISC, *WINDOWS)),
 )
 
 

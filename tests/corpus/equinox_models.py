@@ -1,0 +1,149 @@
+"""Models of equinox's layers, written for one example and mapped over the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from tests.corpus.program import Made
+from tests.corpus.training import cross_entropy, integers, normal
+
+BATCH = 8
+
+
+def training_step(model: Any, loss: Callable[..., Any], batch: tuple[Any, ...]) -> Made:
+    """One AdamW step of the model's arrays; what is no array stays in the closure."""
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
+
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        @eqx.filter_value_and_grad
+        def of_params(params: Any) -> Any:
+            return loss(eqx.combine(params, static), *batch)
+
+        value, grads = of_params(params)
+        updates, state = optimizer.update(grads, state, params)
+        return eqx.apply_updates(params, updates), state, value, grads
+
+    args = (params, optimizer.init(params), *batch)
+    return Made(step, args, ("params", "open", *["batch"] * len(batch)))
+
+
+def mlp() -> Made:
+    """eqx.nn.MLP under vmap: one clipped AdamW step."""
+    model = eqx.nn.MLP(16, 8, 32, 3, activation=jax.nn.silu, key=jax.random.key(0))
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    return training_step(model, loss, (normal(0, BATCH, 16), normal(1, BATCH, 8)))
+
+
+class Attention(eqx.Module):
+    embed: eqx.nn.Embedding
+    rope: eqx.nn.RotaryPositionalEmbedding
+    attention: eqx.nn.MultiheadAttention
+    norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+    head: eqx.nn.Linear
+
+    def __init__(self, key: Any) -> None:
+        keys = jax.random.split(key, 3)
+        self.embed = eqx.nn.Embedding(64, 32, key=keys[0])
+        self.rope = eqx.nn.RotaryPositionalEmbedding(8)
+        self.attention = eqx.nn.MultiheadAttention(4, 32, dropout_p=0.1, key=keys[1])
+        self.norm = eqx.nn.LayerNorm(32)
+        self.dropout = eqx.nn.Dropout(0.1)
+        self.head = eqx.nn.Linear(32, 64, key=keys[2])
+
+    def __call__(self, tokens: Any, key: Any) -> Any:
+        def rotate(q: Any, k: Any, v: Any) -> Any:
+            turn = jax.vmap(self.rope, in_axes=1, out_axes=1)
+            return turn(q), turn(k), v
+
+        keys = jax.random.split(key)
+        x = jax.vmap(self.embed)(tokens)
+        h = jax.vmap(self.norm)(x)
+        mask = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
+        h = self.attention(h, h, h, mask, key=keys[0], process_heads=rotate)
+        return jax.vmap(self.head)(x + self.dropout(h, key=keys[1]))
+
+
+def attention() -> Made:
+    """eqx.nn.MultiheadAttention with rotary embedding and dropout, a key for each example."""
+
+    def loss(model: Any, tokens: Any, keys: Any) -> Any:
+        return cross_entropy(jax.vmap(model)(tokens[:, :-1], keys), tokens[:, 1:])
+
+    batch = (integers(0, 64, BATCH, 9), jax.random.split(jax.random.key(2), BATCH))
+    made = training_step(Attention(jax.random.key(0)), loss, batch)
+    return Made(made.fn, made.args, (*made.specs[:-1], "open"))
+
+
+class Convolutions(eqx.Module):
+    layers: list[Any]
+
+    def __init__(self, key: Any) -> None:
+        keys = jax.random.split(key, 4)
+        self.layers = [
+            eqx.nn.Conv2d(3, 16, 3, padding=1, key=keys[0]),
+            jax.nn.relu,
+            eqx.nn.GroupNorm(4, 16),
+            eqx.nn.MaxPool2d(2, 2),
+            eqx.nn.Conv2d(16, 16, 3, padding=2, dilation=2, groups=2, key=keys[1]),
+            jax.nn.gelu,
+            eqx.nn.ConvTranspose2d(16, 8, 2, stride=2, key=keys[2]),
+            eqx.nn.AdaptiveAvgPool2d(2),
+            jnp.ravel,
+            eqx.nn.Linear(32, 8, key=keys[3]),
+        ]
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def convolutions() -> Made:
+    """eqx.nn.Conv2d, dilated and grouped, ConvTranspose2d, pools and GroupNorm."""
+
+    def loss(model: Any, images: Any, labels: Any) -> Any:
+        return cross_entropy(jax.vmap(model)(images), labels)
+
+    batch = (normal(0, BATCH, 3, 8, 8), integers(1, 8, BATCH))
+    return training_step(Convolutions(jax.random.key(0)), loss, batch)
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.nn.LSTMCell
+    gate: eqx.nn.GRUCell
+
+    def __init__(self, key: Any) -> None:
+        keys = jax.random.split(key)
+        self.cell = eqx.nn.LSTMCell(16, 32, key=keys[0])
+        self.gate = eqx.nn.GRUCell(32, 16, key=keys[1])
+
+    def __call__(self, xs: Any) -> Any:
+        def step(carry: Any, x: Any) -> Any:
+            (h, c), g = carry
+            h, c = self.cell(x, (h, c))
+            g = self.gate(h, g)
+            return ((h, c), g), g
+
+        zeros = (jnp.zeros(32), jnp.zeros(32)), jnp.zeros(16)
+        return jax.lax.scan(step, zeros, xs)[1]
+
+
+def recurrent() -> Made:
+    """eqx.nn.LSTMCell and GRUCell under scan under vmap: one clipped AdamW step."""
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    batch = (normal(0, BATCH, 6, 16), normal(1, BATCH, 6, 16))
+    return training_step(Recurrent(jax.random.key(0)), loss, batch)

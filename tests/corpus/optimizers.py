@@ -1,0 +1,124 @@
+"""One step of every optax optimizer that a learning rate is enough for, and of chains."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from tests.corpus.program import Made, Program
+from tests.corpus.training import normal
+
+LEARNING_RATE = 1e-2
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    h = jnp.tanh(batch["x"] @ params["w_in"] + params["b"])
+    return jnp.mean((h @ params["w_out"] - batch["y"]) ** 2)
+
+
+def optimizer_step(optimizer: optax.GradientTransformation) -> Made:
+    """The second step of an optimizer on a two-layer network."""
+    extended = optax.with_extra_args_support(optimizer)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        def value_fn(params: Any, obj_fn: Any = None) -> Any:  # line searches pass on the extras
+            return loss_fn(params, batch)
+
+        value, grads = jax.value_and_grad(value_fn)(params)
+        extras = {"value": value, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
+        updates, state = extended.update(grads, state, params, **extras)
+        return optax.apply_updates(params, updates), state, value
+
+    params = {"w_in": normal(0, 16, 32), "b": normal(1, 32), "w_out": normal(2, 32, 8)}
+    batch = {"x": normal(3, 8, 16), "y": normal(4, 8, 8)}
+    params, state, _ = jax.jit(step)(params, optimizer.init(params), batch)
+    return Made(step, (params, state, batch), ("params", "open", "batch"))
+
+
+def constructors(module: Any) -> dict[str, Callable[[], Any]]:
+    """The functions of a module that make an optimizer from a learning rate."""
+    found: dict[str, Callable[[], Any]] = {}
+    for name, make in sorted(vars(module).items()):
+        if name.startswith(("_", "scale_by_")) or not inspect.isfunction(make):
+            continue
+        construct = partial(constructed, make)
+        try:
+            optimizer = construct()
+        except (TypeError, ValueError):
+            continue
+        if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+            found[name] = construct
+    return found
+
+
+def constructed(make: Callable[..., Any]) -> Any:
+    """The optimizer, with a key where it takes one, even if it is deprecated."""
+    key = {"key": jax.random.key(0)} if "key" in inspect.signature(make).parameters else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(learning_rate=LEARNING_RATE, **key)
+
+
+def matrices(params: Any) -> Any:
+    return jax.tree.map(lambda p: p.ndim == 2, params)
+
+
+def labels(params: Any) -> Any:
+    return jax.tree.map(lambda p: "matrix" if p.ndim == 2 else "vector", params)
+
+
+CHAINS: dict[str, Callable[[], Any]] = {
+    "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=LEARNING_RATE),
+    "clip_schedule": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10), mask=matrices),
+    ),
+    "clip_elementwise_noise": lambda: optax.chain(
+        optax.clip(0.1),
+        optax.add_noise(0.01, 0.55, jax.random.key(0)),
+        optax.trace(0.9, nesterov=True),
+        optax.scale_by_schedule(optax.exponential_decay(-1e-2, 3, 0.5)),
+    ),
+    "masked_ema": lambda: optax.chain(
+        optax.masked(optax.add_decayed_weights(0.1), matrices),
+        optax.ema(0.9),
+        optax.scale(-1e-2),
+    ),
+    "partition": lambda: optax.partition(
+        {"matrix": optax.adafactor(1e-2, min_dim_size_to_factor=8), "vector": optax.sgd(1e-2)},
+        labels,
+    ),
+    "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
+        optax.linear_schedule(1e-2, 1e-3, 10)
+    ),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+    "agc_centralize_lion": lambda: optax.chain(
+        optax.adaptive_grad_clip(0.1), optax.centralize(), optax.scale_by_lion(), optax.scale(-0.01)
+    ),
+}
+QUICK = {"adam", "adafactor", "lamb", "sgd", "chain.clip_schedule", "chain.masked_ema"}
+
+
+def _program(name: str, make: Callable[[], Any]) -> Program:
+    def made() -> Made:
+        return optimizer_step(make())
+
+    made.__doc__ = "The second step of the optimizer on a two-layer network."
+    return Program(f"optax.{name}", made, heavy=name not in QUICK)
+
+
+def programs() -> list[Program]:
+    """All of them, in the order of their names."""
+    named = constructors(optax)
+    named |= {f"contrib.{name}": make for name, make in constructors(optax.contrib).items()}
+    named |= {f"chain.{name}": make for name, make in CHAINS.items()}
+    return [_program(name, make) for name, make in named.items()]

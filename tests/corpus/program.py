@@ -1,0 +1,70 @@
+"""What a program of the corpus is, and how its arguments are marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import spmd
+
+MESHES: dict[str, dict[str, int]] = {
+    "4x2": {"data": 4, "model": 2},
+    "8x1": {"data": 8, "model": 1},
+    "2x2x2": {"data": 2, "shard": 2, "model": 2},
+}
+
+QUICK_MESH = "4x2"
+"""The mesh of the tests that are not heavy."""
+
+MARKS = {
+    "batch": "leading dim over `data`",
+    "params": "two of three: largest dim over `model`, next over `shard` or `data`",
+    "open": "not marked",
+}
+"""What a word of `Made.specs` marks. A dim that its axes don't divide stays unsplit."""
+
+
+class Made(NamedTuple):
+    """A function, its arguments, and a word of `MARKS` for each of these."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    specs: tuple[str, ...]
+
+
+class Program(NamedTuple):
+    """A named program; `make`'s docstring says what it computes."""
+
+    name: str
+    make: Callable[[], Made]
+    heavy: bool = False
+
+
+def mark(tree: Any, word: str, mesh: spmd.Mesh) -> Any:
+    """Marks the leaves of an argument."""
+    leaves, treedef = jax.tree.flatten(tree)
+    if word == "batch":
+        leaves = [_mark_batch(leaf, mesh) for leaf in leaves]
+    if word == "params":
+        leaves = [leaf if i % 3 == 2 else _mark_param(leaf, mesh) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _mark_batch(leaf: Any, mesh: spmd.Mesh) -> Any:
+    if not np.ndim(leaf) or np.shape(leaf)[0] % mesh.shape["data"]:
+        return leaf
+    return spmd.mark_sharding(leaf, mesh, ("data",))
+
+
+def _mark_param(leaf: Any, mesh: spmd.Mesh) -> Any:
+    shape = np.shape(leaf)
+    spec: list[str | None] = [None] * len(shape)
+    for axis in ("model", "shard" if "shard" in mesh.axis_names else "data"):
+        for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
+            if spec[dim] is None and shape[dim] and shape[dim] % mesh.shape[axis] == 0:
+                spec[dim] = axis
+                break
+    return spmd.mark_sharding(leaf, mesh, tuple(spec)) if any(spec) else leaf

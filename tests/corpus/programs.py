@@ -1,0 +1,91 @@
+"""The table of the corpus's programs. `python -m tests.corpus.programs` prints it, a line each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from tests.corpus import (
+    equinox_models,
+    flax_models,
+    numerics,
+    optimizers,
+    sampling,
+    science,
+    sequences,
+    transforms,
+    vision,
+)
+from tests.corpus.program import Program
+
+MODELS: list[Program] = [
+    Program("flax.linen_transformer", flax_models.linen_transformer, heavy=True),
+    Program("flax.linen_scanned", flax_models.linen_scanned, heavy=True),
+    Program("flax.linen_lstm", flax_models.linen_lstm, heavy=True),
+    Program("flax.linen_batch_norm", flax_models.linen_batch_norm, heavy=True),
+    Program("flax.nnx_transformer", flax_models.nnx_transformer, heavy=True),
+    Program("flax.nnx_resnet", flax_models.resnet, heavy=True),
+    Program("equinox.mlp", equinox_models.mlp),
+    Program("equinox.attention", equinox_models.attention, heavy=True),
+    Program("equinox.convolutions", equinox_models.convolutions, heavy=True),
+    Program("equinox.recurrent", equinox_models.recurrent, heavy=True),
+    Program("vision.resnet", vision.resnet, heavy=True),
+    Program("vision.unet", vision.unet, heavy=True),
+    Program("sequence.lstm", sequences.lstm),
+    Program("sequence.spectral", sequences.spectral),
+    Program("sequence.experts", sequences.experts),
+    Program("sequence.ragged_experts", sequences.ragged_experts),
+    Program("sequence.state_space", sequences.state_space),
+    Program("sequence.mixed_precision", sequences.mixed_precision),
+]
+
+FUNCTIONS: list[Program] = [
+    Program("numerics.linalg", numerics.linalg, heavy=True),
+    Program("numerics.linalg_gradients", numerics.linalg_gradients, heavy=True),
+    Program("numerics.einsum", numerics.einsum, heavy=True),
+    Program("numerics.sorting", numerics.sorting, heavy=True),
+    Program("numerics.indexing", numerics.indexing, heavy=True),
+    Program("numerics.cumulative", numerics.cumulative, heavy=True),
+    Program("numerics.control_flow", numerics.control_flow),
+    Program("science.ode", science.ode, heavy=True),
+    Program("science.minimize", science.minimize, heavy=True),
+    Program("science.special", science.special, heavy=True),
+    Program("science.signals", science.signals, heavy=True),
+    Program("science.quantized", science.quantized),
+    *sampling.programs(),
+    Program("transforms.jacobians", transforms.jacobians),
+    Program("transforms.per_example", transforms.per_example),
+    Program("transforms.remat", transforms.remat, heavy=True),
+    Program("transforms.custom_vjp", transforms.custom_vjp),
+    Program("transforms.implicit", transforms.implicit),
+]
+
+PROGRAMS: list[Program] = [*MODELS, *FUNCTIONS, *optimizers.programs()]
+
+
+def specs(program: Program) -> tuple[str, ...]:
+    """The program's marks, without running what it makes its arguments with."""
+    found: list[tuple[str, ...]] = []
+
+    def make() -> Any:
+        made = program.make()
+        found.append(made.specs)
+        return jax.tree.leaves(made.args)
+
+    jax.eval_shape(make)
+    return found[0]
+
+
+def table() -> list[str]:
+    """Name, first line of the docstring, marks and whether it is heavy, tab-separated."""
+    lines = []
+    for program in PROGRAMS:
+        what = (program.make.__doc__ or "").partition("\n")[0].strip()
+        marks = ", ".join(specs(program))
+        lines.append("\t".join([program.name, what, marks, str(program.heavy)]))
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

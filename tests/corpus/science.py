@@ -1,0 +1,124 @@
+"""Scientific programs of jax's own libraries: equations, optimization, signals, small types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.scipy as jsp
+from jax import lax
+from jax.experimental import sparse
+from jax.experimental.ode import odeint
+from jax.scipy.optimize import minimize as bfgs
+
+from tests.corpus.program import Made
+from tests.corpus.training import integers, normal
+
+BATCH = 8
+
+
+def ode() -> Made:
+    """A neural differential equation by odeint, and its adjoint."""
+
+    def loss(w: Any, x: Any) -> Any:
+        path = odeint(lambda y, t: jnp.tanh(y @ w) * jnp.cos(t), x, jnp.linspace(0.0, 1.0, 4))
+        return jnp.mean(path**2)
+
+    args = (normal(0, 4, 4) * 0.5, normal(1, BATCH, 4))
+    return Made(jax.value_and_grad(loss, (0, 1)), args, ("params", "batch"))
+
+
+def minimize() -> Made:
+    """BFGS with its line search on a least squares problem; GMRES and BiCGStab on a system."""
+
+    def fn(w: Any, x: Any) -> Any:
+        def residual(v: Any) -> Any:
+            return jnp.mean((x @ w @ v - x.sum(1)) ** 2) + 0.1 * jnp.sum(v**2)
+
+        found = bfgs(residual, jnp.zeros(4), method="BFGS", options={"maxiter": 10})
+        matrix = jnp.eye(4) + 0.1 * (x.T @ x)
+        solved, _ = jsp.sparse.linalg.gmres(matrix, w[0], maxiter=2)
+        other, _ = jsp.sparse.linalg.bicgstab(lambda v: matrix @ v, w[1], maxiter=8)
+        return found.x, found.fun, solved, other
+
+    return Made(fn, (normal(0, 4, 4) * 0.3 + jnp.eye(4), normal(1, BATCH, 4)), ("params", "batch"))
+
+
+def special() -> Made:
+    """jax.scipy.special and stats: gamma, beta, error, Bessel functions, densities; gradients."""
+
+    def all_of(x: Any) -> Any:
+        positive = jnp.abs(x) + 0.5
+        unit = jax.nn.sigmoid(x)
+        return [
+            jsp.special.gammaln(positive), jsp.special.digamma(positive),
+            jsp.special.betainc(2.0, 3.0, unit), jsp.special.erf(x),
+            jsp.special.erfinv(unit), jsp.special.i0e(x), jsp.special.i1e(x),
+            jsp.special.logsumexp(x, 0), jsp.special.logit(unit), jsp.special.entr(positive),
+            jsp.special.xlogy(positive, positive), jsp.special.ndtri(unit),
+            jsp.stats.norm.logcdf(x), jsp.stats.gamma.logpdf(positive, 2.0),
+            jsp.stats.t.logpdf(x, 3.0), jsp.stats.beta.logpdf(unit, 2.0, 3.0),
+            jnp.sinc(x), jnp.logaddexp(x, 1.0), jnp.hypot(x, 1.0), jnp.cbrt(positive),
+        ]  # fmt: skip
+
+    def fn(x: Any) -> Any:
+        total = jax.grad(lambda x: sum(map(jnp.sum, all_of(x))))
+        smooth = (jsp.special.gammainc(2.0, jnp.abs(x)), jsp.special.zeta(jnp.abs(x) + 2, 1.0))
+        return all_of(x), total(x), smooth, jnp.frexp(x), jnp.modf(x)
+
+    return Made(fn, (normal(0, BATCH, 8),), ("batch",))
+
+
+def signals() -> Made:
+    """Convolutions, STFT, map_coordinates, scale_and_translate, polynomials, sparse matrices."""
+
+    def fn(kernel: Any, x: Any) -> Any:
+        matrix = sparse.BCOO.fromdense(jnp.eye(16)[::2], nse=8)
+        rows = jnp.linspace(0.0, 6.0, 16).reshape(4, 4)
+        resized = jax.image.resize(x, (BATCH, 8), "cubic")
+        return {
+            "convolve": jsp.signal.convolve(x, kernel, mode="same"),
+            "fft": jsp.signal.fftconvolve(x, kernel, mode="valid"),
+            "stft": jnp.abs(jsp.signal.stft(x, nperseg=8)[2]),
+            "coordinates": jsp.ndimage.map_coordinates(x, [rows, rows.T], order=1),
+            "resized": resized,
+            "poly": (jnp.polyval(kernel[0], x), jnp.vander(x[:, 0], 3)),
+            "sparse": matrix @ x.T,
+            "gradient": jax.grad(lambda k: jnp.sum(jsp.signal.convolve(x, k) ** 2))(kernel),
+            "dct": jsp.fft.dct(x, axis=1),
+            "trapezoid": jsp.integrate.trapezoid(x, axis=1),
+            "covariance": (jnp.cov(x), jnp.corrcoef(x.T)),
+        }
+
+    return Made(fn, (normal(0, 2, 4), normal(1, BATCH, 16)), ("params", "batch"))
+
+
+def quantized() -> Made:
+    """int8 and float8 matrix products with scales, bit operations, packing, complex numbers."""
+
+    def fn(w: Any, x: Any, n: Any) -> Any:
+        scale = jnp.max(jnp.abs(x), 1, keepdims=True) / 127
+        small = jnp.round(x / scale).astype(jnp.int8)
+        weights = jnp.round(w * 50).astype(jnp.int8)
+        product = lax.dot(small, weights, preferred_element_type=jnp.int32)
+        narrow = lax.dot(
+            x.astype(jnp.float8_e4m3fn).astype(jnp.bfloat16),
+            w.astype(jnp.float8_e5m2).astype(jnp.bfloat16),
+            preferred_element_type=jnp.float32,
+        )
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        wave = lax.complex(x, x[::-1])
+        return {
+            "int8": (product, product * scale / 50),
+            "float8": narrow,
+            "bits": (bits >> 3, lax.population_count(bits), lax.clz(bits), ~n & 5, n ^ 3),
+            "bytes": lax.bitcast_convert_type(bits, jnp.uint8),
+            "packed": jnp.packbits(n > 2, axis=1),
+            "division": (n // 4, n % -3, jnp.divmod(n, 5), jnp.gcd(n, 6)),
+            "complex": (wave @ wave.conj().T, jnp.angle(wave), jnp.exp(wave * 0.1)),
+            "rounded": lax.reduce_precision(x, 5, 10),
+        }
+
+    args = (normal(0, 8, 8), normal(1, BATCH, 8), integers(2, 100, BATCH, 8))
+    return Made(fn, args, ("params", "batch", "batch"))

@@ -1,0 +1,174 @@
+"""Sequence models in plain jax: recurrent, spectral, mixtures of experts, state space, bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tests.corpus.program import Made
+from tests.corpus.training import cross_entropy, integers, momentum_state, momentum_step, normal
+
+BATCH, LENGTH, WIDTH = 8, 16, 16
+
+
+def regression() -> tuple[Any, Any]:
+    return normal(10, BATCH, LENGTH, WIDTH), normal(11, BATCH, LENGTH, WIDTH)
+
+
+def trained(loss: Any, params: Any, *batch: Any) -> Made:
+    args = (params, momentum_state(params), *batch)
+    return Made(momentum_step(loss), args, ("params", "open", *["batch"] * len(batch)))
+
+
+def lstm() -> Made:
+    """Two LSTM layers by scan over time, one of them reversed: one SGD step."""
+    layer = {"w": 0.2 * normal(0, WIDTH, 4 * WIDTH), "u": 0.2 * normal(1, WIDTH, 4 * WIDTH)}
+    layer["b"] = jnp.zeros(4 * WIDTH)
+    params = {"first": layer, "second": jax.tree.map(lambda a: a * 0.5, layer)}
+
+    def run(p: Any, xs: Any, reverse: bool) -> Any:
+        def step(carry: Any, x: Any) -> Any:
+            h, c = carry
+            i, f, g, o = jnp.split(x @ p["w"] + h @ p["u"] + p["b"], 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        zeros = jnp.zeros(xs.shape[1:])
+        return lax.scan(step, (zeros, zeros), xs, reverse=reverse)[1]
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        h = run(params["first"], x.swapaxes(0, 1), False)
+        return jnp.mean((run(params["second"], h, True).swapaxes(0, 1) - y) ** 2)
+
+    return trained(loss, params, *regression())
+
+
+def spectral() -> Made:
+    """A Fourier model: rfft and irfft along time, complex weights, fft2 along time and width."""
+    modes = LENGTH // 2 + 1
+    params = {
+        "re": normal(0, modes, WIDTH, WIDTH) * 0.1,
+        "im": normal(1, modes, WIDTH, WIDTH) * 0.1,
+        "w": normal(2, WIDTH, WIDTH) * 0.2,
+    }
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        spectrum = jnp.fft.rfft(x, axis=1)
+        kernel = lax.complex(params["re"], params["im"])
+        h = jnp.fft.irfft(jnp.einsum("bmi,mio->bmo", spectrum, kernel), LENGTH, axis=1)
+        h = jax.nn.gelu(h + x @ params["w"])
+        mixed = jnp.fft.fft2(h).real + jnp.fft.ifft(h, axis=1).imag
+        return jnp.mean((mixed - y) ** 2)
+
+    return trained(loss, params, *regression())
+
+
+def experts() -> Made:
+    """A mixture of experts: top-2 routing, one-hot dispatch with a capacity, balance loss."""
+    count, capacity = 4, 8
+    params = {
+        "gate": normal(0, WIDTH, count) * 0.3,
+        "up": normal(1, count, WIDTH, 32) * 0.2,
+        "down": normal(2, count, 32, WIDTH) * 0.2,
+    }
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        gates = jax.nn.softmax(x @ params["gate"])
+        weights, chosen = lax.top_k(gates, 2)
+        onehot = jax.nn.one_hot(chosen, count)
+        order = onehot.swapaxes(1, 2).reshape(BATCH, -1, count).cumsum(1)
+        place = (order.reshape(BATCH, 2, LENGTH, count).swapaxes(1, 2) - 1) * onehot
+        slot = (
+            jax.nn.one_hot(place.sum(-1).astype(int), capacity)
+            * (place.sum(-1) < capacity)[..., None]
+        )
+        dispatch = jnp.einsum("bske,bskc->bsec", onehot, slot)
+        combine = jnp.einsum("bsk,bske,bskc->bsec", weights, onehot, slot)
+        h = jnp.einsum("bsec,bsd->becd", dispatch, x)
+        h = jax.nn.gelu(jnp.einsum("becd,edf->becf", h, params["up"]))
+        h = jnp.einsum("becf,efd->becd", h, params["down"])
+        out = jnp.einsum("bsec,becd->bsd", combine, h)
+        balance = jnp.sum(gates.mean((0, 1)) * onehot.mean((0, 1, 2))) * count
+        return jnp.mean((out - y) ** 2) + 0.01 * balance
+
+    return trained(loss, params, *regression())
+
+
+def ragged_experts() -> Made:
+    """A mixture of experts without capacity: tokens sorted by expert, ragged_dot, unsorted."""
+    count = 4
+    params = {"gate": normal(0, WIDTH, count), "w": normal(1, count, WIDTH, WIDTH) * 0.2}
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        tokens = x.reshape(-1, WIDTH)
+        gates = jax.nn.softmax(tokens @ params["gate"])
+        chosen = gates.argmax(-1)
+        order = jnp.argsort(chosen, stable=True)
+        sizes = jnp.bincount(chosen, length=count).astype(jnp.int32)
+        h = lax.ragged_dot(tokens[order], params["w"], sizes)
+        out = jnp.zeros_like(h).at[order].set(h)
+        out = out * jnp.take_along_axis(gates, chosen[:, None], 1)
+        return jnp.mean((out.reshape(x.shape) - y) ** 2)
+
+    return trained(loss, params, *regression())
+
+
+def state_space() -> Made:
+    """A diagonal state space model: associative_scan over time, gated, depthwise convolution."""
+    params = {
+        "decay": normal(0, WIDTH),
+        "b": normal(1, WIDTH, WIDTH) * 0.2,
+        "c": normal(2, WIDTH, WIDTH) * 0.2,
+        "kernel": normal(3, 4, 1, WIDTH),
+    }
+
+    def combine(left: Any, right: Any) -> Any:
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        x = lax.conv_general_dilated(
+            x, params["kernel"], (1,), [(3, 0)],
+            dimension_numbers=("NHC", "HIO", "NHC"), feature_group_count=WIDTH,
+        )  # fmt: skip
+        gate = jax.nn.sigmoid(params["decay"] + x @ params["b"])
+        _, h = lax.associative_scan(combine, (gate, (1 - gate) * x), axis=1)
+        return jnp.mean((h @ params["c"] - y) ** 2)
+
+    return trained(loss, params, *regression())
+
+
+def mixed_precision() -> Made:
+    """bf16 computation on f32 master weights, scaled loss, fp32 softmax and accumulation."""
+    params = {
+        "embed": normal(0, 32, WIDTH) * 0.5,
+        "w_in": normal(1, WIDTH, 32) * 0.3,
+        "w_out": normal(2, 32, WIDTH) * 0.3,
+    }
+    tokens = integers(3, 32, BATCH, LENGTH + 1)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        x = half["embed"][tokens[:, :-1]]
+        h = jax.nn.silu(jnp.einsum("bsd,df->bsf", x, half["w_in"]))
+        x = x + jnp.einsum("bsf,fd->bsd", h, half["w_out"])
+        logits = lax.dot_general(
+            x, half["embed"], (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        return 8.0 * cross_entropy(logits, tokens[:, 1:])
+
+    inner = momentum_step(loss)
+
+    def step(params: Any, state: Any, tokens: Any) -> Any:
+        params, state, value, grads = inner(params, state, tokens)
+        # The f32 weights hold bf16 gradients: they are compared as what they were computed in.
+        low = jax.tree.map(lambda g: (g / 8.0).astype(jnp.bfloat16), grads)
+        finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+        scaled = jax.tree.map(lambda p: p.astype(jnp.bfloat16), (params, state))
+        return scaled, value.astype(jnp.bfloat16), low, finite
+
+    args = (params, momentum_state(params), tokens)
+    return Made(step, args, ("params", "open", "batch"))

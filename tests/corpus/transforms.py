@@ -1,0 +1,156 @@
+"""jax's transformations of a small sharded network."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from tests.corpus.program import Made
+from tests.corpus.training import momentum_state, momentum_step, normal
+
+BATCH = 8
+
+
+def network(params: Any, x: Any) -> Any:
+    return jnp.tanh(jnp.tanh(x @ params["w1"]) @ params["w2"])
+
+
+def parameters() -> dict[str, Any]:
+    return {"w1": normal(0, 4, 8) * 0.5, "w2": normal(1, 8, 4) * 0.5}
+
+
+def squared(params: Any, x: Any) -> Any:
+    return jnp.mean(network(params, x) ** 2)
+
+
+def jacobians() -> Made:
+    """jacrev, jacfwd, hessian, jvp, vjp and a Hessian-vector product."""
+
+    def fn(params: Any, x: Any) -> Any:
+        ones = jax.tree.map(jnp.ones_like, params)
+        value, push = jax.linearize(lambda p: network(p, x), params)
+        return {
+            "jacrev": jax.jacrev(network)(params, x[0]),
+            "jacfwd": jax.jacfwd(network, 1)(params, x[0]),
+            "hessian": jax.hessian(squared)(params, x),
+            "jvp": jax.jvp(lambda p: network(p, x), (params,), (ones,)),
+            "hvp": jax.jvp(jax.grad(lambda p: squared(p, x)), (params,), (ones,)),
+            "vjp": jax.vjp(network, params, x)[1](value),
+            "linear": push(ones),
+        }
+
+    return Made(fn, (parameters(), normal(2, BATCH, 4)), ("params", "batch"))
+
+
+def per_example() -> Made:
+    """vmap(grad) for each example, clipped one by one; vmap(jacrev); vmap over parameters."""
+
+    def fn(params: Any, x: Any) -> Any:
+        grads = jax.vmap(jax.grad(squared), (None, 0))(params, x)
+        norms = jnp.sqrt(sum(jnp.sum(g**2, (1, 2)) for g in jax.tree.leaves(grads)))
+        scale = jnp.minimum(1.0, 0.01 / norms)
+        clipped = jax.tree.map(lambda g: jnp.einsum("b,bij->ij", scale, g), grads)
+        stacked = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
+        return {
+            "grads": grads,
+            "clipped": clipped,
+            "jacobians": jax.vmap(jax.jacrev(network, 1), (None, 0))(params, x),
+            "ensemble": jax.vmap(network, (0, None), out_axes=1)(stacked, x),
+        }
+
+    return Made(fn, (parameters(), normal(2, BATCH, 4)), ("params", "batch"))
+
+
+def remat() -> Made:
+    """jax.checkpoint with policies, under scan, and with named residuals: one SGD step."""
+    params = {"w": normal(0, 3, 8, 8) * 0.4, "v": normal(1, 8, 8) * 0.4}
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return jnp.sin(x @ w) + x, None
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("kept"))
+    def last(x: Any, v: Any) -> Any:
+        return jnp.tanh(checkpoint_name(jnp.cos(x @ v), "kept"))
+
+    def loss(params: Any, x: Any) -> Any:
+        x, _ = lax.scan(layer, x, params["w"])
+        return jnp.mean(jax.checkpoint(last)(x, params["v"]) ** 2)
+
+    args = (params, momentum_state(params), normal(2, BATCH, 8))
+    return Made(momentum_step(loss), args, ("params", "open", "batch"))
+
+
+@jax.custom_vjp
+def clipped_identity(x: Any) -> Any:
+    return x
+
+
+def _clip_forward(x: Any) -> Any:
+    return x, jnp.mean(jnp.abs(x), 0)
+
+
+def _clip_backward(scale: Any, g: Any) -> Any:
+    return (jnp.clip(g, -1e-3, 1e-3) * scale,)
+
+
+clipped_identity.defvjp(_clip_forward, _clip_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def quantized(levels: int, x: Any) -> Any:
+    return jnp.round(x * levels) / levels
+
+
+quantized.defvjp(
+    lambda levels, x: (quantized(levels, x), x),
+    lambda levels, x, g: (jnp.where(jnp.abs(x) < 1, g, 0.0),),
+)
+
+
+@jax.custom_jvp
+def softplus(x: Any) -> Any:
+    return jnp.log1p(jnp.exp(x))
+
+
+softplus.defjvps(lambda t, y, x: t * jax.nn.sigmoid(x))
+
+
+def custom_vjp() -> Made:
+    """custom_vjp: clipped gradients, straight-through rounding; custom_jvp: one SGD step."""
+
+    def loss(params: Any, x: Any) -> Any:
+        h = clipped_identity(jnp.tanh(x @ params["w1"]))
+        h = softplus(quantized(64, h)) @ params["w2"]
+        return jnp.mean(jnp.sin(h) ** 2)
+
+    args = (parameters(), momentum_state(parameters()), normal(2, BATCH, 4))
+    return Made(momentum_step(loss), args, ("params", "open", "batch"))
+
+
+def implicit() -> Made:
+    """custom_root and custom_linear_solve with conjugate gradients: implicit derivatives."""
+
+    def loss(w: Any, x: Any) -> Any:
+        matrix = w @ w.T + 4 * jnp.eye(4)
+        solved, _ = jax.scipy.sparse.linalg.cg(lambda v: v @ matrix, x, maxiter=8)
+
+        def residual(z: Any) -> Any:
+            return z - 0.3 * jnp.tanh(z @ w) - x
+
+        def iterate(f: Any, start: Any) -> Any:
+            return lax.fori_loop(0, 20, lambda _, z: z - f(z), start)
+
+        def linear(f: Any, y: Any) -> Any:
+            return lax.fori_loop(0, 20, lambda _, z: z - (f(z) - y), y)
+
+        root = lax.custom_root(residual, x, iterate, linear)
+        return jnp.mean(solved**2) + jnp.mean(root**2)
+
+    args = (normal(0, 4, 4) * 0.4, normal(1, BATCH, 4))
+    return Made(jax.value_and_grad(loss, (0, 1)), args, ("params", "batch"))
