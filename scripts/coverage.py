@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "coverage.md"
+sys.path.insert(0, str(ROOT))  # the tables of what is run belong to the tests
 
 HEAD = """# What becomes of every op
 

@@ -823,7 +823,17 @@ def _is_spec(x: Any) -> bool:
 
 
 def _spread(specs: Any, tree: Any, what: str) -> list[Any]:
-    """A prefix pytree of specs as one spec a leaf."""
+    """A prefix pytree of specs as one spec a leaf.
+
+    Beside a tuple or list of results, a tuple or list of as many entries is one spec for each.
+    """
+    is_each = (
+        type(tree) in (tuple, list) and type(specs) in (tuple, list) and len(specs) == len(tree)
+    )
+    if is_each and all(_is_spec(spec) for spec in specs):
+        return [
+            s for spec, part in zip(specs, tree, strict=True) for s in _spread(spec, part, what)
+        ]
     if _is_spec(specs):
         return [specs] * len(jax.tree.leaves(tree))
     try:

@@ -35,6 +35,13 @@ def test_results_and_their_shardings_follow_the_specs(mesh: spmd.Mesh) -> None:
     assert out["sum"].sharding.is_fully_replicated
 
 
+def test_a_spec_for_each_of_several_results(mesh: spmd.Mesh) -> None:
+    for specs in [(("data",), None), [("data",), ("model",)], (("data", "model"), ())]:
+        step = spmd.jit(lambda x: (x * 2, x + 1), mesh=mesh, out_specs=specs)
+        doubled, _ = step(np.ones((8, 8), np.float32))
+        assert doubled.sharding.spec[0] == "data"
+
+
 def test_one_compilation_serves_arrays_where_it_put_them(mesh: spmd.Mesh) -> None:
     step = spmd.jit(lambda w, s: (w * 2, s + w), mesh=mesh)
     w = spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data", "model"))

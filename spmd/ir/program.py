@@ -73,7 +73,7 @@ class OpKind:
     ) -> OpKind:
         """The one kind with these fields."""
         items = tuple(sorted(attrs.items()))
-        key = (name, operands, results, items)
+        key = (name, operands, results, items, tuple([_flavour(value) for _, value in items]))
         kind = cls._interned.get(key)
         if kind is None:
             kind = super().__new__(cls)
@@ -90,6 +90,11 @@ class OpKind:
 
     def __lt__(self, other: OpKind) -> bool:
         return self.name < other.name
+
+
+def _flavour(value: Any) -> Any:
+    """What tells `True` from `1`, alone and in tuples: Python calls them equal."""
+    return type(value[0]) if type(value) is tuple and value else type(value)
 
 
 class Op(NamedTuple):

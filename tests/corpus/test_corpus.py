@@ -54,7 +54,7 @@ def assert_same(path: Any, got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol, rtol / 5 * max(scale, 1e-3), err_msg=where)
 
 
-@pytest.mark.parametrize(("program", "mesh_name"), parameters())
+@pytest.mark.parametrize(("program", "mesh_name"), list(parameters()))
 def test_partitioned_equals_unpartitioned(program: Program, mesh_name: str) -> None:
     made, want = reference(program)
     mesh = spmd.make_mesh(**MESHES[mesh_name])

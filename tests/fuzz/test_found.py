@@ -104,15 +104,15 @@ def test_one_update_of_a_locally_sliced_value(op: str, index: tuple[int, int]) -
     dims = lax.ScatterDimensionNumbers((), (0, 1), (0, 1))
     scatter = {"add": lax.scatter_add, "set": lax.scatter, "max": lax.scatter_max}[op]
 
-    def fn(x: Any, i: Any, u: Any) -> Any:
-        table = lax.broadcast_in_dim(jnp.concatenate([x, x * 2]), (4, 12), (1,))
+    def fn(x: Any, y: Any, z: Any, i: Any, u: Any) -> Any:
+        table = lax.broadcast_in_dim(jnp.concatenate([x, y, z]), (4, 12), (1,))
         return scatter(table, i, u, dims, mode=lax.GatherScatterMode.FILL_OR_DROP).min(0)
 
-    x, u = numbers(6), np.asarray([-5.0 if op != "max" else 5.0], np.float32)
-    want = np.broadcast_to(np.concatenate([x, x * 2]), (4, 12)).copy()
+    x, u = numbers(12), np.asarray([-5.0 if op != "max" else 5.0], np.float32)
+    want = np.broadcast_to(x, (4, 12)).copy()
     if 0 <= index[0] < 4 and 0 <= index[1] < 12:
         new = {"add": want[index] + u[0], "set": u[0], "max": max(want[index], u[0])}[op]
         want[index] = new
     mesh = spmd.Mesh(None, (2,), ("a",))
     i = np.asarray([index], np.int32)
-    check(fn, x, i, u, want=want.min(0), mesh=mesh, out_specs=("a",))
+    check(fn, x[:3], x[3:4], x[4:], i, u, want=want.min(0), mesh=mesh, out_specs=("a",))

@@ -498,7 +498,7 @@ program @p(%0: tensor<4x8xf32> "x") {
 """
 BROKEN_LOCALS = [
     ("axes_are_valid", "{axes = {model}} : ()", "{axes = 2} : ()", "is not a tuple of atoms"),
-    ("axes_are_valid", "{axes = {model}} : ()", "{axes = [true]} : ()", "is not a tuple of atoms"),
+    ("axes_are_valid", "{axes = {model}} : ()", "{axes = [1.5]} : ()", "is not a tuple of atoms"),
     ("axes_are_valid", "{axes = {model}} : ()", "{axes = [7]} : ()", "lacks"),
     ("axes_are_valid", "{axes = {model}} : ()", "{axes = [1, 1]} : ()", "repeats an atom"),
     ("axes_are_valid", "axes = {data}, body = max<f32>", "axes = {}, body = max<f32>", "empty"),

@@ -99,9 +99,13 @@ def test_modules(case: ModuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_allclose(np.asarray(a), b, rtol=2e-4, atol=1e-5, err_msg=where)
 
 
+OTHER_TESTS = "custom_call:test_"
+"""Names of ops that other tests in the same process register rules for."""
+
+
 def test_every_rule_has_a_case_and_a_local_lowering() -> None:
-    ruled = set(registry.registered_ops())
+    ruled = {op for op in registry.registered_ops() if not op.startswith(OTHER_TESTS)}
     executed = executed_ops()
-    assert ruled == set(local.registered_ops())
+    assert set(registry.registered_ops()) == set(local.registered_ops())
     assert set(CANONICAL) - executed == set(), "canonicalizations that no case runs"
     assert ruled - executed == NOT_ON_CPU, "rules that no case runs"
