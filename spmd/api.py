@@ -73,7 +73,8 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
     what, source = f"a tensor of shape {shape}", _caller()
     entries = spec_entries(spec, len(shape), own, what=what, source=source)
     if isinstance(t, jax.core.Tracer):
-        seen_meshes.append(own)
+        if own not in seen_meshes:  # under plain jax.jit nobody empties it
+            seen_meshes.append(own)
         dims, _ = dims_of(entries, shape, own, what=what, source=source, even=False)
         if not is_legal(Sharding(dims), shape, own):
             return mark_uneven(t, own, entries)

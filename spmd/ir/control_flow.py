@@ -26,11 +26,6 @@ class Tie(NamedTuple):
     result: Value
 
 
-def is_control_flow(op: Op) -> bool:
-    """Whether the op's regions run as part of the program (and are partitioned)."""
-    return bool(op.regions)
-
-
 def ties(op: Op) -> tuple[Tie, ...]:
     """For each result of a region op, the values that it is tied to.
 

@@ -17,7 +17,6 @@ from jaxlib.mlir.dialects import func
 
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.lowering.partition import Partitioned
-from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh, partition_spec
 
@@ -131,8 +130,3 @@ def _without_sharding(op: Any) -> Any:
         op.results[0].replace_all_uses_with(op.operands[0])
         op.erase()
     return ir.WalkResult.ADVANCE
-
-
-def named_shardings(shardings: Sequence[Sharding], mesh: Mesh, jmesh: Any) -> tuple[Any, ...]:
-    """Boundary shardings as jax's own."""
-    return tuple(jax.sharding.NamedSharding(jmesh, partition_spec(s, mesh)) for s in shardings)

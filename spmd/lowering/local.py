@@ -15,7 +15,7 @@ from spmd.ir.builder import Builder
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, local_shape
+from spmd.mesh.sharding import Axes, local_shape
 from spmd.planning.plan import Choice
 from spmd.propagation.registry import rule_name, rule_of
 from spmd.propagation.rule import REDUCE, Rule
@@ -153,16 +153,3 @@ def collective(
 ) -> Value:
     """A collective over some atoms; replica groups are written out when the program is emitted."""
     return b.op(f"stablehlo.{kind}", (x,), (type_,), {"axes": axes, **attrs})[0]
-
-
-__all__ = [
-    "LocalOp",
-    "Sharding",
-    "axis_index",
-    "collective",
-    "local",
-    "lower_op",
-    "offset",
-    "registered_ops",
-    "same_op",
-]
