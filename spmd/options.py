@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from spmd.mesh.topology import Topology
 
@@ -14,6 +15,7 @@ class Options:
 
     Attributes:
       topology: the machine to plan for; guessed from the mesh's devices when left out.
+      planner: `exact` weighs all decisions together, `greedy` takes them in program order.
       combine_bytes: all-reduces up to this many bytes are combined with others like them.
       check: verify every stage's result against its legality table.
       verbose: print the time of every stage.
@@ -21,6 +23,7 @@ class Options:
     """
 
     topology: Topology | None = None
+    planner: Literal["exact", "greedy"] = "exact"
     combine_bytes: int = 1 << 20
     check: bool = False
     verbose: bool = False

@@ -29,6 +29,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.topology import Topology
 from spmd.options import Options
+from spmd.planning.exact import plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
@@ -37,6 +38,8 @@ from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import Propagated, propagate
 
 T = TypeVar("T")
+
+PLANNERS = {"exact": plan_exactly, "greedy": plan_greedily}
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ def _compile(request: Request, options: Options) -> Stages:
     imported = clock("import", lambda: _import(request))
     propagated = clock("propagate", lambda: _propagate(request, imported))
     wanted = _result_shardings(request, propagated)
-    plan = clock("plan", lambda: plan_greedily(propagated, request.topology, wanted, request.links))
+    planner = PLANNERS[options.planner]
+    plan = clock("plan", lambda: planner(propagated, request.topology, wanted, request.links))
     partitioned, optimized, emitted = lower_plan(plan, options, clock)
     stages = Stages(imported, propagated, plan, partitioned, optimized, emitted, clock.seconds)
     if options.check:

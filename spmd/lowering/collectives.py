@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmd.ir.builder import Builder, identity_element, reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
-from spmd.lowering.local import collective
+from spmd.lowering.local import axis_index, collective
 from spmd.lowering.padding import cut, join
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import local_shape
@@ -31,6 +31,9 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
         x = cut(b, x, step.dims[0], step.axes, mesh)
         attrs = {"axes": step.axes, "dim": step.dims[0]}
         return b.op("spmd.local_slice", (x,), (type_,), attrs)[0]
+    if step.kind == "mask":
+        first = b.compare("EQ", axis_index(b, step.axes), b.constant(0, "i32"))
+        return b.select(first, x, b.splat(0, type_))
     if step.kind == "all_gather":
         (dim,) = step.dims
         pieces = _scaled(b.types[x], dim, count)

@@ -29,7 +29,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, replicated
 from spmd.mesh.sharding import local_shape as shape_on_device
 from spmd.planning.plan import Choice, Plan
-from spmd.planning.reshard import Path, reshard
+from spmd.planning.reshard import Path, Step, can_reshard, reshard
 from spmd.propagation.projection import project
 from spmd.propagation.registry import rule_of
 
@@ -118,12 +118,19 @@ class _Partitioner:
         if value in self.cheap:
             made = self.recompute(value, wanted)
         else:
+            shared = self.plan.copies.get(value)
+            if shared is not None and shared != wanted:
+                self.get(value, shared)
             made = self.convert(value, wanted)
         self.copies[-1].setdefault(value, {})[wanted] = made
         return made
 
     def recompute(self, value: Value, wanted: Sharding) -> Value:
         """A cheap value's own op again, at the wanted sharding."""
+        if wanted.partial:
+            full = self.get(value, wanted.full())
+            mask = Step("mask", wanted.full(), wanted, wanted.partial, ())
+            return apply_step(self.b, full, self.types[value], mask, self.mesh)
         op = self.producers[value]
         choice = self.recipes.get((op.kind, wanted))
         if choice is None:
@@ -200,7 +207,7 @@ class _Partitioner:
         options: list[tuple[float, int, Sharding, Value, Path]] = []
         for scope in self.copies:
             for have, local in scope.get(value, {}).items():
-                if set(wanted.partial) <= set(have.partial):
+                if can_reshard(have, wanted):
                     path = reshard(have, wanted, self.types[value], self.mesh, self.plan.topology)
                     options.append((path.seconds, len(options), have, local, path))
         _, _, have, local, path = min(options, key=lambda option: option[:2])

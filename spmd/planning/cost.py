@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from spmd.ir.program import OpKind
 from spmd.ir.types import dtype_bits
@@ -12,6 +13,7 @@ from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds
 from spmd.propagation.projection import Assignment
 from spmd.propagation.rule import Rule
+from spmd.propagation.rules_elementwise import CHLO, LINEAR, NONLINEAR
 from spmd.propagation.window import Halo, exchange, reads_of
 
 _CONTRACTIONS = {"stablehlo.dot_general", "stablehlo.convolution"}
@@ -33,7 +35,7 @@ def op_seconds(
     compute, halos = 0.0, halo_seconds(kind, rule, assignment, mesh, topology)
     if kind.name in _CONTRACTIONS:
         compute = op_flops(kind, rule) / split / topology.peak_flops(dtype)
-    memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth
+    memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth * passes(kind)
     return max(compute, memory) + halos
 
 
@@ -69,10 +71,51 @@ def halo_moves(halo: Halo, size: int, axes: Axes, mesh: Mesh) -> tuple[tuple[str
     return tuple(("collective_permute", length, length) for length in plan.lengths)
 
 
+_LINEAR_ALGEBRA = {"stablehlo.cholesky", "stablehlo.triangular_solve", "stablehlo.custom_call"}
+_LOGARITHMIC = {"stablehlo.sort", "stablehlo.fft", "chlo.top_k"}
+
+
+def passes(kind: OpKind) -> float:
+    """How often an op goes through its operands: factorisations once for each column."""
+    shape = max((t.shape for t in kind.operands), key=math.prod, default=())
+    longest = max(shape[-2:], default=1)
+    if kind.name in _LINEAR_ALGEBRA:
+        return max(1, longest)
+    if kind.name in _LOGARITHMIC:
+        return 1 + math.log2(max(2, max(shape, default=2)))
+    return 1
+
+
+_IN_PLACE = {"stablehlo.dynamic_update_slice": (1, 1), "stablehlo.scatter": (2, 2)}
+"""Ops that write over an operand, and the positions of what they read and then write."""
+
+_PIECES = {"stablehlo.dynamic_slice", "stablehlo.slice", "stablehlo.gather"}
+"""Ops that read no more of their operand than they write."""
+
+_FREE = {"stablehlo.reshape", "stablehlo.bitcast_convert", "spmd.mark"}
+_FUSED = {f"stablehlo.{name}" for name in (*NONLINEAR, *LINEAR, "broadcast_in_dim", "iota")}
+_FUSED |= {f"chlo.{name}" for name in CHLO}
+"""Ops that a compiler computes where their operands are made: they write, and read nothing."""
+
+
 def local_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> float:
     """Bytes that one device reads and writes."""
+    count = len(kind.operands)
+    results = range(count, count + len(kind.results))
+    moved: Iterable[int]
+    if kind.name in _FREE:
+        return 0.0
+    if kind.name in _IN_PLACE and len(kind.results) == 1:
+        moved = _IN_PLACE[kind.name]
+    elif kind.name in _PIECES:
+        moved = (count, count)
+    elif kind.name in _FUSED:
+        moved = results
+    else:
+        moved = range(results.stop)
+    types, dims = (*kind.operands, *kind.results), rule.values
     total = 0.0
-    for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True):
-        split = mesh.extent(a for dim in dims for f in dim for a in assignment[f])
-        total += type_.size * dtype_bits(type_.dtype) / 8 / split
+    for i in moved:
+        split = mesh.extent(a for dim in dims[i] for f in dim for a in assignment[f])
+        total += types[i].size * dtype_bits(types[i].dtype) / 8 / split
     return total

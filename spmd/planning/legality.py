@@ -168,9 +168,9 @@ def results_are_states(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def partials_exist(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """An operand is asked for as partial only over atoms over which its value is partial."""
+    """An operand is asked for as partial where its value is, or as a sum, which a mask makes."""
     for value, sharding in zip(op.operands, choice.operands, strict=True):
-        if not sharding.partial:
+        if sharding.kind in ("", "add"):
             continue
         state = plan.states[value]
         if (

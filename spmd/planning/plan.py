@@ -36,10 +36,14 @@ class Plan(NamedTuple):
       choices: an op's first result -> its choice. Region ops have one too: their carries' states.
       states: for each value, the sharding that its producer leaves it in; None for cheap values,
         which are made anew for every use.
+      copies: values of which a second copy is made before the first use that needs another state
+        than the value's: uses share it.
       arguments, results: boundary shardings: whole axes, nothing partial.
       trips: a loop's first result -> how often it runs, None where that is not known.
       seconds: predicted compute and reshard time of one run.
       solver: which solver made it.
+      greedy_seconds: what the greedy plan costs.
+      lower_seconds: what no plan of the choices that were weighed undercuts; 0 if unknown.
       notes: what people should know (fallbacks taken), in program order.
     """
 
@@ -47,12 +51,15 @@ class Plan(NamedTuple):
     topology: Topology
     choices: Mapping[Value, Choice]
     states: tuple[Sharding | None, ...]
+    copies: Mapping[Value, Sharding]
     arguments: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
     trips: Mapping[Value, int | None]
     seconds: float
     solver: str
     notes: tuple[str, ...]
+    greedy_seconds: float = 0.0
+    lower_seconds: float = 0.0
 
     @property
     def program(self) -> Program:

@@ -11,6 +11,7 @@ reductions of partial values and the links of the machine are part of the same s
     collective_permute    tiles keep their shape and change place
     reduce_scatter        partial atoms become the minor atoms of a dim
     all_reduce            partial atoms vanish
+    mask                  nothing is sent: one term keeps the value, the others become 0
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from spmd.errors import LegalityError
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even
+from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, local_shape
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds, wire_bytes
 from spmd.planning.reshard_direct import direct_paths
@@ -45,11 +46,11 @@ class Step(NamedTuple):
     """One collective, or one slice.
 
     Attributes:
-      kind: one of `comm.KINDS`.
+      kind: one of `comm.KINDS`, or `mask`.
       before: sharding that it starts from.
       after: sharding that it leads to.
-      axes: atoms along which devices exchange (or that a slice cuts by), in group order, major to
-        minor.
+      axes: atoms along which devices exchange (or that a slice cuts by, or over which a mask leaves
+        one device the value), in group order, major to minor.
       dims: slice, all_gather, reduce_scatter: `(dim,)`; all_to_all: `(dim that the axes leave and
         that is concatenated, dim that they go to and that is split)`; otherwise `()`.
     """
@@ -80,7 +81,8 @@ def reshard(
 
     Args:
       src: sharding that the value has.
-      dst: sharding that is wanted. It may stay partial over some of `src`'s partial atoms.
+      dst: sharding that is wanted. It may stay partial over some of `src`'s partial atoms, and, if
+        its terms are added, become partial over others: that is done last, by a mask.
       type_: global type. A dim that does not divide is searched as if it were padded until it did
         (its figures are those of the padded pieces).
       mesh: the mesh of both shardings.
@@ -90,7 +92,8 @@ def reshard(
       A `Path`, empty when `src == dst`.
 
     Raises:
-      LegalityError: a sharding that is not legal, or a full value that is to become partial.
+      LegalityError: a sharding that is not legal, or a value that is to become partial in a way
+        in which no mask can make it.
 
     Example:
       >>> mesh = Mesh(None, (4, 2), ("data", "model"))
@@ -100,6 +103,13 @@ def reshard(
     """
     if src == dst:
         return Path((), 0.0, 0)
+    owed = tuple(a for a in dst.partial if a not in src.partial)
+    if owed and dst.kind == "add" and src.kind in ("", "add"):
+        unmasked = dst.with_partial(set(dst.partial).difference(owed), "add")
+        path = reshard(src, unmasked, type_, mesh, topology)
+        mask = Step("mask", unmasked, dst, owed, ())
+        seconds = path.seconds + mask_seconds(unmasked, type_, mesh, topology)
+        return Path((*path.steps, mask), seconds, path.bytes)
     ranks = {len(src.dims), len(dst.dims), type_.rank}
     padded = type_.with_shape(_padded(src, dst, type_.shape, mesh)) if len(ranks) == 1 else type_
     problem = Problem(src, dst, padded, fabric_of(mesh, topology))
@@ -116,6 +126,21 @@ def reshard(
     second = reshard(middle, dst, type_, mesh, topology)
     seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
     return Path(first.steps + second.steps, seconds, sent)
+
+
+def can_reshard(src: Sharding, dst: Sharding) -> bool:
+    """Whether there is a path at all: a sum can be split into terms, nothing else can."""
+    if not dst.partial:
+        return True
+    if dst.kind == "add":
+        return src.kind in ("", "add")
+    return src.kind == dst.kind and set(dst.partial) <= set(src.partial)
+
+
+def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: Topology) -> float:
+    """Time to read one device's piece and to write it, or zeros."""
+    local = type_.with_shape(local_shape(type_.shape, sharding, mesh))
+    return 2 * local.bytes / topology.hbm_bandwidth
 
 
 def _padded(src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:

@@ -39,7 +39,18 @@ def elementwise_rule(kind: OpKind) -> Rule:
     dims = [build.factor(size) for size in shape]
     operands = [dims if t.shape == shape else [] for t in kind.operands]
     linear = LINEAR.get(kind.name.removeprefix("stablehlo."), ())
+    if kind.name == "stablehlo.convert" and widens(kind.operands[0].dtype, kind.results[0].dtype):
+        linear = ((0,),)
     return build.build(operands, [dims], linear=linear)
+
+
+_WIDER = (("bf16", "f32", "f64"), ("f16", "f32", "f64"), ("i8", "i16", "i32", "i64"))
+"""Each element type holds every number of those before it."""
+
+
+def widens(narrow: str, wide: str) -> bool:
+    """Whether a convert changes no number: then the sum of converted terms is as exact, or more."""
+    return any(narrow in chain and wide in chain[chain.index(narrow) + 1 :] for chain in _WIDER)
 
 
 rule(*(f"stablehlo.{name}" for name in (*NONLINEAR, *LINEAR)))(elementwise_rule)

@@ -349,7 +349,7 @@ def result_unlike_its_state(plan):
 def partial_out_of_nowhere(plan):
     dot = op_named(plan, "dot_general")
     first, second = plan.choice(dot).operands
-    return with_choice(plan, dot, operands=(first._replace(partial=MODEL, kind="add"), second))
+    return with_choice(plan, dot, operands=(first._replace(partial=MODEL, kind="max"), second))
 
 
 def assignment_too_short(plan):

@@ -1,0 +1,140 @@
+"""Lower bounds by message passing: which states of a network's variables no best solution has.
+
+Tree-reweighted message passing (Kolmogorov 2006) moves costs between variables and pairs, changing
+no sum, until the sum of everyone's own least cost is as large as it gets: a lower bound. A state
+whose own excess over it is more than some known solution has left to lose can be dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from spmd.planning.network import Network, Table
+
+
+class Bounds(NamedTuple):
+    """What message passing found.
+
+    Attributes:
+      lower: no joint state costs less.
+      upper: what `states` costs.
+      states: the best joint state seen.
+      alive: for each variable the states that a cheaper joint state than `states` might have, and
+        that of `states` itself.
+    """
+
+    lower: float
+    upper: float
+    states: tuple[int, ...]
+    alive: tuple[Table, ...]
+
+
+class _Pair(NamedTuple):
+    """A pair (first, second), `first` the lower number; messages are arrays changed in place."""
+
+    first: int
+    second: int
+    costs: Table
+    to_second: Table
+    to_first: Table
+
+
+class Passing:
+    """Messages between the variables of a network; they are kept from one run to the next."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.unary = network.unary
+        self.pairs = [
+            _Pair(u, v, table, np.zeros(table.shape[1]), np.zeros(table.shape[0]))
+            for (u, v), table in sorted(network.pairs.items())
+        ]
+        count = len(network.unary)
+        self.later: list[list[_Pair]] = [[] for _ in range(count)]
+        self.earlier: list[list[_Pair]] = [[] for _ in range(count)]
+        for pair in self.pairs:
+            self.later[pair.first].append(pair)
+            self.earlier[pair.second].append(pair)
+        ends = zip(self.later, self.earlier, strict=True)
+        self.share = [1.0 / max(len(a), len(b), 1) for a, b in ends]
+
+    def run(self, sweeps: int, start: Sequence[int] | None = None) -> Bounds:
+        """Passes messages, and bounds the least cost from both sides.
+
+        Args:
+          sweeps: how often, there and back.
+          start: a joint state that is known.
+        """
+        best = tuple(start) if start is not None else self.rounded()
+        upper = self.network.cost(best)
+        for _ in range(sweeps):
+            self.sweep()
+            found = self.rounded()
+            cost = self.network.cost(found)
+            if cost < upper:
+                upper, best = cost, found
+        lower, excess = self.bound()
+        slack = upper - lower + 1e-9 * abs(upper)
+        alive = []
+        for v, costs in enumerate(excess):
+            costs[best[v]] = 0.0
+            alive.append(np.flatnonzero(costs <= slack))
+        return Bounds(lower, upper, best, tuple(alive))
+
+    def belief(self, v: int) -> Table:
+        """A variable's costs with everything that was sent to it."""
+        total = self.unary[v].copy()
+        for pair in self.earlier[v]:
+            total += pair.to_second
+        for pair in self.later[v]:
+            total += pair.to_first
+        return total
+
+    def sweep(self) -> None:
+        """Backward, then forward."""
+        for v in reversed(range(len(self.unary))):
+            if self.earlier[v]:
+                mine = self.belief(v) * self.share[v]
+                for pair in self.earlier[v]:
+                    sent = (pair.costs + (mine - pair.to_second)).min(axis=1)
+                    pair.to_first[:] = sent - sent.min()
+        for v in range(len(self.unary)):
+            if self.later[v]:
+                mine = self.belief(v) * self.share[v]
+                for pair in self.later[v]:
+                    sent = (pair.costs + (mine - pair.to_first)[:, None]).min(axis=0)
+                    pair.to_second[:] = sent - sent.min()
+
+    def rounded(self) -> tuple[int, ...]:
+        """A joint state: each variable's best, given those before it and what the others sent."""
+        states: list[int] = []
+        for v, costs in enumerate(self.unary):
+            total = costs.copy()
+            for pair in self.earlier[v]:
+                total += pair.costs[states[pair.first]]
+            for pair in self.later[v]:
+                total += pair.to_first
+            states.append(int(np.argmin(total)))
+        return tuple(states)
+
+    def bound(self) -> tuple[float, list[Table]]:
+        """The lower bound after a forward sweep, and every state's own excess over it."""
+        lower, excess = 0.0, []
+        kept = []
+        for v in range(len(self.unary)):
+            belief = self.belief(v)
+            kept.append(belief * self.share[v])
+            own = belief * (1.0 - self.share[v] * len(self.later[v]))
+            least = float(own.min())
+            lower += least
+            excess.append(own - least)
+        for pair in self.pairs:
+            table = pair.costs - pair.to_second + (kept[pair.first] - pair.to_first)[:, None]
+            least = float(table.min())
+            lower += least
+            excess[pair.first] += table.min(axis=1) - least
+            excess[pair.second] += table.min(axis=0) - least
+        return lower, excess

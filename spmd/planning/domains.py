@@ -1,0 +1,321 @@
+"""`Domains`: the states that each class of units may be in, and the choices that each op has.
+
+States spread from where they are known. Forward, an op's choices follow from the states that its
+operands may have; backward, what an op's consumers could use is a wish for its results. A few
+passes in both directions reach the choices that are worth costing; sets are small and ordered, the
+likely first, and what does not fit is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from spmd.ir.program import OpKind
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, replicated
+from spmd.mesh.topology import Topology
+from spmd.planning.candidates import (
+    Claims,
+    _carried,
+    _claims,
+    _merge,
+    _reduced_first,
+    _without_windows,
+)
+from spmd.planning.cost import op_seconds
+from spmd.planning.plan import Choice, Plan
+from spmd.planning.reshard import can_reshard, reshard
+from spmd.planning.units import ARGUMENT, CARRY, OP, RESULT, Unit, Units
+from spmd.propagation.projection import Assignment, is_legal_assignment
+from spmd.propagation.propagate import Propagated
+from spmd.propagation.registry import rule_of
+from spmd.propagation.rule import Rule
+
+MOST_STATES = 6
+"""States of one value that are looked at."""
+
+MOST_CHOICES = 12
+"""Choices of one op, with operands that arrive full; as many again with partial ones."""
+
+MOST_PASSES = 5
+"""Passes forward; there is one backward between two of them."""
+
+States = tuple[Sharding, ...]
+
+
+class Domains(NamedTuple):
+    """What there is to choose from.
+
+    Attributes:
+      left: for each class and each of its results, the state for each of its choices.
+      choices: for each class of ops its choices; none for others.
+    """
+
+    left: tuple[tuple[States, ...], ...]
+    choices: tuple[tuple[Choice, ...], ...]
+
+
+def domains_of(
+    propagated: Propagated,
+    units: Units,
+    arguments: Sequence[Sharding],
+    results: Sequence[Sharding | None],
+    topology: Topology,
+    known: Plan | None = None,
+) -> Domains:
+    """States and choices worth costing, for a whole program.
+
+    Args:
+      propagated: the program with its proposals.
+      units: the program taken apart.
+      arguments: the sharding of each argument.
+      results: the sharding that each result must have, or None.
+      topology: the machine.
+      known: a plan whose choices are to be among them.
+    """
+    return _Spread(propagated, units, arguments, results, topology, known).run()
+
+
+class _Spread:
+    def __init__(
+        self,
+        propagated: Propagated,
+        units: Units,
+        arguments: Sequence[Sharding],
+        results: Sequence[Sharding | None],
+        topology: Topology,
+        known: Plan | None,
+    ) -> None:
+        self.propagated = propagated
+        self.types = propagated.program.types
+        self.mesh = propagated.mesh
+        self.topology = topology
+        self.units = units
+        self.arguments = arguments
+        self.results = results
+        self.known = known
+        count = len(units.units)
+        self.left: list[tuple[States, ...]] = [() for _ in range(count)]
+        self.states: list[tuple[States, ...]] = [() for _ in range(count)]
+        self.choices: list[tuple[Choice, ...]] = [()] * count
+        self.wants: dict[tuple[int, int], States] = {}
+        self.into: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+        for use in units.uses:
+            self.into[use.target].append((use.position, use.source, use.result))
+        self.made: dict[tuple[OpKind, tuple[States, ...], tuple[States, ...]], tuple[Choice, ...]]
+        self.made = {}
+
+    def run(self) -> Domains:
+        for number in range(MOST_PASSES):
+            if number:
+                self.backward()
+            before = list(self.states)
+            self.forward()
+            if before == self.states:
+                break
+        return Domains(tuple(self.left), tuple(self.choices))
+
+    # Forward: states of operands -> choices -> states of results.
+
+    def forward(self) -> None:
+        for i, unit in enumerate(self.units.units):
+            if unit.role == ARGUMENT:
+                self.settle(i, ((self.arguments[unit.number],),))
+            elif unit.role == CARRY:
+                found = self.carry_states(i, unit)
+                self.settle(i, (found,) * len(self.units.wishes[i]))
+            elif unit.role == OP:
+                options = self.choices[i] = self.op_choices(i, unit)
+                count = len(self.units.wishes[i])
+                self.settle(i, tuple(tuple([c.results[k] for c in options]) for k in range(count)))
+
+    def settle(self, number: int, left: tuple[States, ...]) -> None:
+        self.left[number] = left
+        self.states[number] = tuple(tuple(dict.fromkeys(states)) for states in left)
+
+    def wished(self, number: int) -> tuple[States, ...]:
+        """What results should look like: as proposed, then as their consumers could use them."""
+        return tuple(
+            _first((*((wish,) if wish else ()), *self.wants.get((number, k), ())), MOST_STATES)
+            for k, wish in enumerate(self.units.wishes[number])
+        )
+
+    def op_choices(self, number: int, unit: Unit) -> tuple[Choice, ...]:
+        op = unit.op
+        assert op is not None
+        if op.kind.name == "spmd.mark":
+            wanted = Sharding(self.propagated.proposals[op.results[0]])
+            return (Choice(wanted.dims, (wanted,), (wanted,)),)
+        operands: list[States] = [()] * len(op.operands)
+        for position, source, index in self.into[number]:
+            found = self.states[source][index] if self.states[source] else ()
+            operands[position] = operands[position] or found
+        wishes = self.wished(number)
+        key = (op.kind, tuple(operands), wishes)
+        made = self.made.get(key)
+        if made is None:
+            rule = rule_of(op.kind, op.loc)
+            made = choices_of(rule, operands, wishes, self.mesh)
+            made = undominated(op.kind, rule, made, self.mesh, self.topology)
+            self.made[key] = made
+        if self.known is not None and (choice := self.known.choices[op.results[0]]) not in made:
+            made = (*made, choice)
+        return made
+
+    def carry_states(self, number: int, unit: Unit) -> States:
+        """A carry's states: as proposed, as what flows in has it, as its users want it."""
+        wish = self.units.wishes[number][0]
+        first = [
+            s
+            for _, source, index in sorted(self.into[number])
+            if self.states[source]
+            for s in self.states[source][index]
+        ]
+        assert unit.tie is not None
+        found: list[Sharding] = [wish] if wish else []
+        if self.known is not None and (state := self.known.states[unit.tie.result]) is not None:
+            found.append(state)
+        wants = (*self.wants.get((number, 0), ()), *self.wants.get((number, 1), ()))
+        found += [*(s.full() for s in first[:1]), *first, *wants]
+        return _first(found, MOST_STATES + 2) or (replicated(self.types[unit.tie.result].rank),)
+
+    # Backward: choices -> wishes for operands.
+
+    def backward(self) -> None:
+        for i in reversed(range(len(self.units.units))):
+            for position, source, index in self.into[i]:
+                role = self.units.units[i].role
+                if role == OP:
+                    self.want(source, index, [c.operands[position] for c in self.choices[i]])
+                elif role == CARRY:
+                    wants = (*self.wants.get((i, 0), ()), *self.wants.get((i, 1), ()))
+                    self.want(source, index, (*self.states[i][0], *wants))
+                elif role == RESULT:
+                    wanted = self.results[self.units.units[i].number]
+                    self.want(source, index, [wanted] if wanted else [])
+
+    def want(self, source: int, index: int, states: Iterable[Sharding]) -> None:
+        full = [s.full() for s in states]
+        have = self.wants.get((source, index), ())
+        self.wants[source, index] = _first((*have, *full), MOST_STATES)
+
+
+def _first(states: Iterable[Sharding], most: int) -> States:
+    """The first few different states."""
+    return tuple(dict.fromkeys(states))[:most]
+
+
+# ---------------------------------------------------------------------------------------------
+# The choices of one op.
+
+
+def choices_of(
+    rule: Rule, operands: Sequence[States], wishes: Sequence[States], mesh: Mesh
+) -> tuple[Choice, ...]:
+    """Assignments that some state or wish leads to, each with and without partial operands.
+
+    Args:
+      rule: the op's rule.
+      operands: the states that each operand may have; none if it is made to order.
+      wishes: for each result, what it should look like, the best first.
+      mesh: the mesh.
+    """
+    sizes = mesh.atom_sizes
+    assignments = assignments_of(rule, (*operands, *wishes), sizes)
+    found = {_reduced_first(rule, a, sizes): None for a in assignments}
+    carried: dict[Choice, None] = {}
+    for group, partial, kind in partials_of(rule, operands):
+        for assignment in assignments:
+            choice = _carried(rule, assignment, group, partial, kind, sizes)
+            if choice is not None:
+                carried[choice] = None
+    return (*found, *tuple(carried)[:MOST_CHOICES])
+
+
+def assignments_of(
+    rule: Rule, states: Sequence[States], sizes: Sequence[int]
+) -> tuple[Assignment, ...]:
+    """Every state leads once with the others' first states after it, and once alone."""
+    claims: list[list[Claims]] = []
+    for options, dims in zip(states, rule.values, strict=True):
+        claims.append([c for s in options if (c := _claims(rule, dims, s, sizes))])
+    first = [options[0] for options in claims if options]
+    found: dict[Assignment, None] = {}
+    seen: set[tuple[tuple[int, Axes], ...]] = set()
+    leads = []
+    for lead in [*first, *(c for options in claims for c in options)]:
+        key = tuple(sorted(lead.items()))
+        if key not in seen:
+            seen.add(key)
+            leads.append(lead)
+    orders = [[lead, *(c for c in first if c is not lead)] for lead in leads]
+    orders += [[lead] for lead in leads]
+    for order in orders:
+        found[_merge(rule, order, sizes)] = None
+    legal = [a for a in found if is_legal_assignment(rule, a, sizes)]
+    if rule.halos:
+        legal += [_without_windows(rule, a) for a in legal]
+    whole: Assignment = ((),) * len(rule.factors)
+    kept = tuple(dict.fromkeys(legal))[: MOST_CHOICES - 1]
+    return kept if whole in kept else (*kept, whole)
+
+
+def partials_of(
+    rule: Rule, operands: Sequence[States]
+) -> Iterable[tuple[tuple[int, ...], Axes, str]]:
+    """Groups of operands through which a partial of one of them may flow: (group, atoms, kind).
+
+    Those of the group that are not partial become so by a mask, which only sums allow.
+    """
+    for group in rule.linear:
+        owed = dict.fromkeys((s.partial, s.kind) for i in group for s in operands[i] if s.partial)
+        for partial, kind in owed:
+            alone = all(any(s.kind == kind for s in operands[i]) for i in group)
+            if kind == "add" or (rule.moves and alone):
+                yield group, partial, kind
+
+
+def undominated(
+    kind: OpKind,
+    rule: Rule,
+    options: Sequence[Choice],
+    mesh: Mesh,
+    topology: Topology,
+) -> tuple[Choice, ...]:
+    """The choices of an op that are not always beaten by a finer one and a reshard of its results.
+
+    A choice loses to another one whose operands are slices of its own, if the time that the finer
+    one saves pays for bringing the results to where the coarser one leaves them.
+    """
+    seconds = [op_seconds(kind, rule, c.assignment, mesh, topology) for c in options]
+    kept = []
+    for a, coarse in enumerate(options):
+        beaten = any(
+            seconds[b] < seconds[a]
+            and all(map(_refines, fine.operands, coarse.operands))
+            and seconds[b] + _results_seconds(kind, fine, coarse, mesh, topology) < seconds[a]
+            for b, fine in enumerate(options)
+        )
+        if not beaten:
+            kept.append(coarse)
+    return tuple(kept)
+
+
+def _refines(fine: Sharding, coarse: Sharding) -> bool:
+    """Whether a tile of one sharding is a slice of the other's tile."""
+    return (fine.partial, fine.kind) == (coarse.partial, coarse.kind) and all(
+        f[: len(c)] == c for f, c in zip(fine.dims, coarse.dims, strict=True)
+    )
+
+
+def _results_seconds(
+    kind: OpKind, have: Choice, wanted: Choice, mesh: Mesh, topology: Topology
+) -> float:
+    """Time to bring the results of one choice to where another one leaves them."""
+    total = 0.0
+    for h, w, type_ in zip(have.results, wanted.results, kind.results, strict=True):
+        if not can_reshard(h, w):
+            return float("inf")
+        total += reshard(h, w, type_, mesh, topology).seconds
+    return total

@@ -1,0 +1,46 @@
+"""Dead-end elimination: states that another state undercuts whatever the neighbours do.
+
+Goldstein 1994, "Efficient rotamer elimination applied to protein side-chains and related spin
+glasses".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from spmd.planning.network import Network, Table
+
+
+def undominated(network: Network) -> list[Table]:
+    """For each variable the states that no other state of it always undercuts, or equals."""
+    alive = [np.arange(len(costs)) for costs in network.unary]
+    around: list[list[tuple[int, Table]]] = [[] for _ in network.unary]
+    for (u, v), table in network.pairs.items():
+        around[u].append((v, table))
+        around[v].append((u, table.T))
+    queue = deque(v for v, kept in enumerate(alive) if len(kept) > 1)
+    queued = set(queue)
+    while queue:
+        v = queue.popleft()
+        queued.discard(v)
+        mine = alive[v]
+        if len(mine) == 1:
+            continue
+        worse = network.unary[v][mine]
+        worse = worse[:, None] - worse[None, :]
+        for u, table in around[v]:
+            seen = table[np.ix_(mine, alive[u])]
+            worse = worse + (seen[:, None, :] - seen[None, :, :]).min(axis=2)
+        never_better = worse >= 0
+        lower_number = np.tri(len(mine), k=-1, dtype=bool)
+        loses = (worse > 0) | (never_better & (~never_better.T | lower_number))
+        np.fill_diagonal(loses, False)
+        if loses.any():
+            alive[v] = mine[~loses.any(axis=1)]
+            for u, _ in around[v]:
+                if u not in queued:
+                    queued.add(u)
+                    queue.append(u)
+    return alive

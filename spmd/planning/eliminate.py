@@ -1,0 +1,155 @@
+"""Elimination: variables of a network are replaced by their best responses, one after another.
+
+The one whose neighbours have the fewest joint states goes first (bucket elimination, Dechter 1999;
+with one or two neighbours these are the reductions of partitioned boolean quadratic programming,
+Scholz and Eckstein 2002). What is found is exact as far as it goes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from spmd.planning.network import FORBIDDEN, Network, Table
+
+
+class _Factor(NamedTuple):
+    """Costs of the joint states of some variables, in ascending order of variables."""
+
+    variables: tuple[int, ...]
+    table: Table
+
+
+class _Response(NamedTuple):
+    """A variable's best state for each joint state of the neighbours that it had."""
+
+    variable: int
+    neighbours: tuple[int, ...]
+    best: Table
+
+
+class Elimination:
+    """A network of which some variables are gone."""
+
+    def __init__(self, network: Network) -> None:
+        self.unary = list(network.unary)
+        self.sizes = [len(costs) for costs in self.unary]
+        self.factors: dict[int, _Factor] = {}
+        self.touching: list[set[int]] = [set() for _ in self.unary]
+        self.near: list[dict[int, int]] = [{} for _ in self.unary]
+        self.done: list[_Response] = []
+        self.next = 0
+        self._left = set(range(len(self.unary)))
+        for (u, v), table in network.pairs.items():
+            if table.any():
+                self._add(_Factor((u, v), table))
+
+    @property
+    def left(self) -> list[int]:
+        """The variables that are left, ascending."""
+        return sorted(self._left)
+
+    def run(self, limit: int, neighbours: int = 1 << 30) -> bool:
+        """Eliminates as long as no table gets too large.
+
+        Args:
+          limit: entries of the largest table.
+          neighbours: how many a variable may have to be eliminated.
+
+        Returns:
+          Whether nothing is left.
+        """
+        heap = [(self._width(v), v) for v in self._left]
+        heapq.heapify(heap)
+        while heap:
+            width, v = heapq.heappop(heap)
+            if v not in self._left or width != self._width(v):
+                continue
+            if width > limit:
+                break
+            if len(self.near[v]) > neighbours:
+                continue
+            for u in self._eliminate(v):
+                heapq.heappush(heap, (self._width(u), u))
+        return not self._left
+
+    def core(self) -> Network:
+        """What is left, as a network, if no variable with more than two neighbours is gone."""
+        core = Network()
+        number = {v: core.variable(self.unary[v]) for v in self.left}
+        for factor in self.factors.values():
+            u, v = factor.variables
+            core.pair(number[u], number[v], factor.table)
+        return core
+
+    def unwound(self, known: Mapping[int, int]) -> list[int]:
+        """Every variable's state, given those of the variables that are left."""
+        states = [0] * len(self.sizes)
+        for v, state in known.items():
+            states[v] = state
+        for step in reversed(self.done):
+            states[step.variable] = int(step.best[tuple(states[u] for u in step.neighbours)])
+        return states
+
+    def _add(self, factor: _Factor) -> None:
+        number, self.next = self.next, self.next + 1
+        self.factors[number] = factor
+        for v in factor.variables:
+            self.touching[v].add(number)
+            for u in factor.variables:
+                if u != v:
+                    self.near[v][u] = self.near[v].get(u, 0) + 1
+
+    def _remove(self, number: int) -> _Factor:
+        factor = self.factors.pop(number)
+        for v in factor.variables:
+            self.touching[v].discard(number)
+            for u in factor.variables:
+                if u != v:
+                    self.near[v][u] -= 1
+                    if not self.near[v][u]:
+                        del self.near[v][u]
+        return factor
+
+    def _width(self, v: int) -> int:
+        """Entries of the table that eliminating a variable builds."""
+        size = self.sizes[v]
+        for u in self.near[v]:
+            size *= self.sizes[u]
+        return size
+
+    def _eliminate(self, v: int) -> tuple[int, ...]:
+        """Replaces all that touches a variable by its best response; returns its neighbours."""
+        near = tuple(sorted(self.near[v]))
+        order = (*near, v)
+        place = {u: i for i, u in enumerate(order)}
+        total = np.zeros([self.sizes[u] for u in order]) + self.unary[v]
+        for number in sorted(self.touching[v]):
+            factor = self._remove(number)
+            # A factor's variables ascend; in the table the eliminated one comes last.
+            own = sorted(range(len(factor.variables)), key=lambda i: place[factor.variables[i]])
+            shape = [1] * len(order)
+            for i in own:
+                shape[place[factor.variables[i]]] = self.sizes[factor.variables[i]]
+            total += factor.table.transpose(own).reshape(shape)
+        best = np.argmin(total, axis=-1)
+        self.done.append(_Response(v, near, best))
+        self._left.discard(v)
+        if near:
+            costs = np.minimum(np.take_along_axis(total, best[..., None], -1)[..., 0], FORBIDDEN)
+            if len(near) == 1:
+                self.unary[near[0]] = self.unary[near[0]] + costs
+            elif costs.any():
+                self._merge(near, costs)
+        return near
+
+    def _merge(self, variables: tuple[int, ...], table: Table) -> None:
+        """Adds a factor, to the one over the same variables if there is one."""
+        for number in sorted(self.touching[variables[0]]):
+            if self.factors[number].variables == variables:
+                table = table + self._remove(number).table
+                break
+        self._add(_Factor(variables, table))

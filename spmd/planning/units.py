@@ -1,0 +1,235 @@
+"""`Units`: a program as decisions and what flows between them, equal decisions taken together.
+
+A unit is whatever has a state of its own to choose: an argument, an op, a carry of a loop (or a
+result of a conditional), a result of the program. Units that look alike as far as `RADIUS` steps
+around are one *class*: the layers of an unrolled network share their decisions, and a plan costs as
+much time as it has different parts. Colours are refined as in Weisfeiler and Leman 1968.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from spmd.ir.control_flow import UNKNOWN_TRIPS, Tie, producers_of, ties, trip_count
+from spmd.ir.program import Op, Program, Region, Value
+from spmd.mesh.sharding import Sharding
+from spmd.planning.walk import argument_shardings, proposed
+from spmd.propagation.propagate import Propagated
+
+RADIUS = 2
+"""Steps around a unit that tell it from others."""
+
+ARGUMENT, OP, CARRY, RESULT, WHOLE = "argument", "op", "carry", "result", "whole"
+
+
+class Unit(NamedTuple):
+    """One decision.
+
+    Attributes:
+      role: `argument`, `op`, `carry`, `result`, or `whole` for uses that need all of a value.
+      op: the op, or the region op that a carry belongs to.
+      tie: what is one with a carry.
+      number: which argument or result.
+      trips: how often it happens.
+      inner: how often the body of a loop that a carry belongs to runs.
+    """
+
+    role: str
+    op: Op | None = None
+    tie: Tie | None = None
+    number: int = 0
+    trips: int = 1
+    inner: int = 0
+
+
+class Use(NamedTuple):
+    """A class reads what a class leaves: `result` as operand `position`, `trips` times."""
+
+    source: int
+    result: int
+    target: int
+    position: int
+    trips: int
+
+
+class Units(NamedTuple):
+    """A program's classes of units.
+
+    Attributes:
+      units: one unit for each class, the first of it, in program order.
+      trips: for each class, how often its units happen, all together.
+      inner: the same for the bodies of loops that carries belong to.
+      of: for each value its class (-1 for cheap values) and which of its results it is. A carry has
+        two: 0 is what the loop returns, 1 is the body's argument.
+      wishes: for each class, what propagation proposed for its results.
+      results: the class of each result of the program.
+      uses: what reads what, cheap values left out.
+    """
+
+    units: tuple[Unit, ...]
+    trips: tuple[int, ...]
+    inner: tuple[int, ...]
+    of: tuple[tuple[int, int], ...]
+    wishes: tuple[tuple[Sharding | None, ...], ...]
+    results: tuple[int, ...]
+    uses: tuple[Use, ...]
+
+
+def units_of(
+    propagated: Propagated,
+    result_states: Sequence[Sharding | None],
+    radius: int = RADIUS,
+) -> Units:
+    """Takes a program apart.
+
+    Args:
+      propagated: the program with its proposals.
+      result_states: for each result, the sharding that it must have, or None.
+      radius: steps around a unit that tell it from others.
+    """
+    found = _Collector(propagated)
+    found.collect(result_states)
+    return found.classes(radius)
+
+
+class _Collector:
+    def __init__(self, propagated: Propagated) -> None:
+        self.program: Program = propagated.program
+        self.propagated = propagated
+        self.cheap = propagated.cheap
+        self.wishes = proposed(propagated)
+        self.producers = producers_of(self.program)
+        self.units: list[Unit] = []
+        self.colours: list[int] = []
+        self.unit_wishes: list[tuple[Sharding | None, ...]] = []
+        self.names: dict[Hashable, int] = {}
+        self.of: list[tuple[int, int]] = [(-1, 0)] * len(self.program.types)
+        self.uses: list[tuple[Value, int, int, int]] = []  # value, unit, position, trips
+
+    def collect(self, result_states: Sequence[Sharding | None]) -> None:
+        body = self.program.body
+        for i, (value, state) in enumerate(
+            zip(body.args, argument_shardings(self.propagated), strict=True)
+        ):
+            self.add(Unit(ARGUMENT, number=i), (self.program.types[value], state), (value,))
+        self.whole = self.add(Unit(WHOLE), WHOLE, ())
+        self.region(body, 1)
+        for i, (value, wanted) in enumerate(zip(body.results, result_states, strict=True)):
+            proposal = self.propagated.proposals[value]
+            unit = self.add(Unit(RESULT, number=i), (RESULT, wanted, proposal), ())
+            self.uses.append((value, unit, 0, 1))
+
+    def add(self, unit: Unit, colour: Hashable, values: Sequence[Value]) -> int:
+        number = len(self.units)
+        wishes = tuple([self.wishes[v] for v in values])
+        self.units.append(unit)
+        self.unit_wishes.append(wishes)
+        self.colours.append(self.names.setdefault((colour, wishes), len(self.names)))
+        for i, value in enumerate(values):
+            self.of[value] = (number, i)
+        return number
+
+    def region(self, region: Region, trips: int) -> None:
+        cheap = self.cheap
+        for op in region.ops:
+            if op.regions:
+                self.control_flow(op, trips)
+            elif not all([v in cheap for v in op.results]):
+                unit = self.add(Unit(OP, op, trips=trips), (op.kind, trips), op.results)
+                for i, value in enumerate(op.operands):
+                    self.uses.append((value, unit, i, trips))
+
+    def control_flow(self, op: Op, trips: int) -> None:
+        inner, is_loop = trips, op.name == "stablehlo.while"
+        bound = ties(op)
+        if is_loop:
+            count = trip_count(self.program, op, self.producers)
+            inner *= UNKNOWN_TRIPS if count is None else count
+        else:
+            self.uses += [(value, self.whole, 0, trips) for value in op.operands]
+        units = []
+        for tie in bound:
+            colour = (op.kind, inner, self.program.types[tie.result])
+            carry = Unit(CARRY, op, tie, trips=trips, inner=inner if is_loop else 0)
+            values = (tie.result, tie.inside[1]) if is_loop else (tie.result,)
+            units.append(self.add(carry, colour, values))
+            if is_loop:
+                self.of[tie.inside[0]] = (units[-1], 1)
+            if tie.source is not None:
+                self.uses.append((tie.source, units[-1], 0, trips))
+        for region in op.regions:
+            self.region(region, inner)
+        for region in op.regions[is_loop:]:
+            for unit, value in zip(units, region.results, strict=True):
+                if self.of[value][0] != unit:
+                    self.uses.append((value, unit, 1, inner))
+        if is_loop:
+            self.uses += [(value, self.whole, 0, inner) for value in op.regions[0].results]
+
+    def classes(self, radius: int) -> Units:
+        """Units by colour."""
+        uses = [u for u in self.uses if self.of[u[0]][0] >= 0]
+        edges = np.array(
+            [(*self.of[value], unit, position) for value, unit, position, _ in uses], dtype=np.int64
+        ).reshape(-1, 4)
+        colours = _refined(np.array(self.colours), edges, radius)
+        names: dict[int, int] = {}
+        class_of = [names.setdefault(c, len(names)) for c in colours.tolist()]
+        first: dict[int, int] = {}
+        trips, inner = [0] * len(names), [0] * len(names)
+        for unit, c in enumerate(class_of):
+            first.setdefault(c, unit)
+            trips[c] += self.units[unit].trips
+            inner[c] += self.units[unit].inner
+        total: dict[tuple[int, int, int, int], int] = {}
+        for (source, index, unit, position), use in zip(edges.tolist(), uses, strict=True):
+            key = (class_of[source], index, class_of[unit], position)
+            total[key] = total.get(key, 0) + use[3]
+        first_result = len(self.units) - len(self.program.body.results)
+        return Units(
+            tuple(self.units[unit] for unit in first.values()),
+            tuple(trips),
+            tuple(inner),
+            tuple((class_of[u] if u >= 0 else -1, i) for u, i in self.of),
+            tuple(self.unit_wishes[unit] for unit in first.values()),
+            tuple(class_of[first_result:]),
+            tuple(Use(*key, count) for key, count in total.items()),
+        )
+
+
+Colours = np.ndarray[tuple[int], np.dtype[np.uint64]]
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(x: Colours) -> Colours:
+    """Scrambles 64-bit numbers (the finaliser of SplitMix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _refined(colours: Colours, edges: np.ndarray, radius: int) -> Colours:
+    """Colours that also tell what is up to `radius` steps away.
+
+    Args:
+      colours: one for each unit.
+      edges: rows (source unit, result index, target unit, operand position).
+      radius: number of rounds.
+    """
+    colours = _mixed(colours.astype(np.uint64) + np.uint64(1))
+    source, target = edges[:, 0], edges[:, 2]
+    label = _mixed((edges[:, 1] * 4096 + edges[:, 3]).astype(np.uint64) * _MIX)
+    count = len(np.unique(colours))
+    for _ in range(radius):
+        after = colours * _MIX
+        np.add.at(after, target, _mixed(colours[source] ^ label))
+        np.add.at(after, source, _mixed(colours[target] + label))
+        colours = _mixed(after)
+        found = len(np.unique(colours))
+        if found == count:
+            break
+        count = found
+    return colours
