@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Body, Loc, Op, Program, Region, Value
 from spmd.ir.types import (
     Attribute,
@@ -25,10 +26,10 @@ from spmd.ir.types import (
     numpy_dtype,
 )
 from spmd.mesh.mesh import Mesh
+from spmd.planning.comm import group_size
 
-_NOT_EMITTED = {"reducer", "axes", "pairs"}
+_NOT_EMITTED = {"reducer", "axes", "groups", "pairs"}
 _GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce_scatter"}
-_COLLECTIVES = {*_GLOBAL_IDS, "stablehlo.all_to_all", "stablehlo.collective_permute"}
 
 
 def emit(program: Program, mesh: Mesh) -> str:
@@ -77,7 +78,7 @@ class _Emitter:
         operands = ", ".join([self.names[v] for v in op.operands])
         target = f"{self.define(op.results)} = " if op.results else ""
         attrs = [f"{n} = {_attribute(a)}" for n, a in op.kind.attrs.items() if _is_emitted(n, a)]
-        if op.name in _COLLECTIVES:
+        if op.name in COLLECTIVES:
             attrs += self.collective_attrs(op)
         kept_op_name = op.name
         head = f'{target}"{kept_op_name}"({operands})'
@@ -131,13 +132,15 @@ class _Emitter:
             pairs = op.kind.attrs["pairs"]
             text = ", ".join(f"[{a}, {b}]" for a, b in pairs)
             return [*attrs, f"source_target_pairs = dense<[{text}]> : tensor<{len(pairs)}x2xi64>"]
-        if axes not in self.groups:
-            groups = self.mesh.groups(axes)
-            rows = ", ".join("[" + ", ".join(map(str, g)) + "]" for g in groups)
-            self.groups[axes] = f"dense<[{rows}]> : tensor<{len(groups)}x{len(groups[0])}xi64>"
-        attrs.append(f"replica_groups = {self.groups[axes]}")
+        if "groups" in op.kind.attrs:
+            groups = _replica_groups(op.kind.attrs["groups"])
+        else:
+            if axes not in self.groups:
+                self.groups[axes] = _replica_groups(self.mesh.groups(axes))
+            groups = self.groups[axes]
+        attrs.append(f"replica_groups = {groups}")
         if op.name == "stablehlo.all_to_all":
-            attrs.append(f"split_count = {self.mesh.extent(axes)} : i64")
+            attrs.append(f"split_count = {group_size(op.kind.attrs, self.mesh)} : i64")
         if op.name in _GLOBAL_IDS:
             attrs.append("use_global_device_ids")
         return attrs
@@ -147,6 +150,11 @@ class _Emitter:
             return "unknown"
         short = Loc(loc.scope, loc.frames[:1])
         return self.locs.setdefault(short, f"#loc{len(self.locs)}")
+
+
+def _replica_groups(groups: Sequence[Sequence[int]]) -> str:
+    rows = ", ".join("[" + ", ".join(map(str, g)) + "]" for g in groups)
+    return f"dense<[{rows}]> : tensor<{len(groups)}x{len(groups[0])}xi64>"
 
 
 def _is_emitted(name: str, attr: Attribute) -> bool:

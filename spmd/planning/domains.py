@@ -27,7 +27,7 @@ from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.reshard import can_reshard, reshard
 from spmd.planning.units import ARGUMENT, CARRY, OP, RESULT, Unit, Units
-from spmd.propagation.projection import Assignment, is_legal_assignment
+from spmd.propagation.projection import Assignment, is_legal_assignment, unsplit
 from spmd.propagation.propagate import Propagated
 from spmd.propagation.registry import rule_of
 from spmd.propagation.rule import Rule
@@ -256,7 +256,7 @@ def assignments_of(
     legal = [a for a in found if is_legal_assignment(rule, a, sizes)]
     if rule.halos:
         legal += [_without_windows(rule, a) for a in legal]
-    whole: Assignment = ((),) * len(rule.factors)
+    whole = unsplit(rule)
     kept = tuple(dict.fromkeys(legal))[: MOST_CHOICES - 1]
     return kept if whole in kept else (*kept, whole)
 

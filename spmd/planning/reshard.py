@@ -72,7 +72,12 @@ class Path(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def reshard(
-    src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
+    src: Sharding,
+    dst: Sharding,
+    type_: TensorType,
+    mesh: Mesh,
+    topology: Topology,
+    held: Axes = (),
 ) -> Path:
     """The cheapest path from one sharding of a value to another.
 
@@ -87,6 +92,7 @@ def reshard(
         (its figures are those of the padded pieces).
       mesh: the mesh of both shardings.
       topology: the links.
+      held: atoms that no step may use: along them the value differs (see `ir.control_flow`).
 
     Returns:
       A `Path`, empty when `src == dst`.
@@ -106,13 +112,13 @@ def reshard(
     owed = tuple(a for a in dst.partial if a not in src.partial)
     if owed and dst.kind == "add" and src.kind in ("", "add"):
         unmasked = dst.with_partial(set(dst.partial).difference(owed), "add")
-        path = reshard(src, unmasked, type_, mesh, topology)
+        path = reshard(src, unmasked, type_, mesh, topology, held)
         mask = Step("mask", unmasked, dst, owed, ())
         seconds = path.seconds + mask_seconds(unmasked, type_, mesh, topology)
         return Path((*path.steps, mask), seconds, path.bytes)
     ranks = {len(src.dims), len(dst.dims), type_.rank}
     padded = type_.with_shape(_padded(src, dst, type_.shape, mesh)) if len(ranks) == 1 else type_
-    problem = Problem(src, dst, padded, fabric_of(mesh, topology))
+    problem = Problem(src, dst, padded, fabric_of(mesh, topology), held)
     path = _path(problem, _solve(problem))
     if padded == type_:
         return path
@@ -122,8 +128,8 @@ def reshard(
     middle = Sharding(
         tuple(() if d in torn else axes for d, axes in enumerate(src.dims)), src.partial, src.kind
     )
-    first = reshard(src, middle, type_, mesh, topology)
-    second = reshard(middle, dst, type_, mesh, topology)
+    first = reshard(src, middle, type_, mesh, topology, held)
+    second = reshard(middle, dst, type_, mesh, topology, held)
     seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
     return Path(first.steps + second.steps, seconds, sent)
 
