@@ -138,6 +138,21 @@ def _jax_spec(entries: Entries, open_entry: Any) -> PartitionSpec:
     )
 
 
+def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:
+    """Collectives of `jax.shard_map` name devices by position: there is one order of devices."""
+    for other in manual_meshes:
+        if not isinstance(other, jax.sharding.Mesh):
+            continue
+        own = as_mesh(other)
+        if own.sizes == mesh.sizes and own.device_ids != mesh.device_ids:
+            raise MeshError(
+                "a jax.shard_map has the devices in another order than the program's mesh",
+                actual=f"device ids {list(own.device_ids)}",
+                required=f"device ids {list(mesh.device_ids)}",
+                fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
+            )
+
+
 def _abstract_mesh(mesh: Mesh) -> AbstractMesh:
     return AbstractMesh(mesh.sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.sizes))
 
@@ -298,7 +313,7 @@ class Jitted:
         given = self.given_mesh or _mesh_of_leaves(call.leaves)
         mesh = None if given is None else as_mesh(given)
         platform = _platform(mesh)
-        module, out_tree = trace(
+        module, out_tree, manual_meshes = trace(
             self.fn,
             positional,
             keywords,
@@ -307,13 +322,15 @@ class Jitted:
             static_argnames=self.static_argnames,
         )
         if mesh is None:
-            if not seen_meshes:
+            found = seen_meshes or [as_mesh(other) for other in manual_meshes]
+            if not found:
                 raise MeshError(
                     f"spmd.jit of {self.__name__} has no mesh",
                     actual="no mesh= was given, no argument is placed on a mesh, nothing is marked",
                     fix="pass mesh=spmd.make_mesh(data=4, model=2)",
                 )
-            mesh = seen_meshes[0]
+            mesh = found[0]
+        _check_device_order(manual_meshes, mesh)
         names = _argument_names(self.fn, structs, [i for i in range(len(args)) if i not in static])
         out_leaves, out_def = jax.tree.flatten(out_tree)
         out_names = tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ def trace(
     platform: str,
     static_argnums: Sequence[int] = (),
     static_argnames: Sequence[str] = (),
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, list[Any]]:
     """Traces `fn` at the given arguments and lowers it for `platform`, whole and unpartitioned.
 
     Args:
@@ -35,7 +35,8 @@ def trace(
       static_argnums, static_argnames: which arguments are static.
 
     Returns:
-      The MLIR module and the result's pytree of `ShapeDtypeStruct`s.
+      The MLIR module, the result's pytree of `ShapeDtypeStruct`s, and the distinct meshes of the
+      calls of `jax.shard_map` in it.
     """
     jitted = jax.jit(
         fn,
@@ -45,7 +46,21 @@ def trace(
     )
     traced = jitted.trace(*args, **kwargs)
     lowered = traced.lower(lowering_platforms=(platform,))
-    return lowered.compiler_ir("stablehlo"), lowered.out_info
+    module = lowered.compiler_ir("stablehlo")
+    has_mesh = any(op.operation.name == "sdy.mesh" for op in module.body.operations)
+    meshes = dict.fromkeys(_shard_map_meshes(traced.jaxpr)) if has_mesh else {}
+    return module, lowered.out_info, list(meshes)
+
+
+def _shard_map_meshes(jaxpr: Any) -> Iterator[Any]:
+    """The mesh of every `shard_map` of a (closed) jaxpr and of those inside it."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "shard_map":
+            yield eqn.params["mesh"]
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, (tuple, list)) else (param,):
+                if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
+                    yield from _shard_map_meshes(inner)
 
 
 # ---------------------------------------------------------------------------------------------

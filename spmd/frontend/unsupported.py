@@ -17,8 +17,8 @@ class Refusal(NamedTuple):
 
 
 _PER_DEVICE = Refusal(
-    "the program is already written for one device",
-    "compile the program as one device would run it, and let the marks place the collectives",
+    "it is written for one device among several, and is outside any jax.shard_map",
+    "leave it out, and let the marks place the collectives; or put it into jax.shard_map",
 )
 _HOST = Refusal(
     "it talks to the host or to another program while it runs",

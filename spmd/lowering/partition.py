@@ -34,7 +34,6 @@ from spmd.planning.reshard import Path, Step, can_reshard, reshard
 from spmd.propagation.projection import project
 from spmd.propagation.registry import rule_of
 
-
 _USES = {"spmd.mark": "the mark", TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
 
 
