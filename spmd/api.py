@@ -61,8 +61,9 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
       The marked tensor.
 
     Raises:
-      SpecError: an unknown axis, an axis used twice, a spec longer than the rank, or, outside of
-        traced code, a dim that its axes don't divide (inside, its pieces are padded).
+      SpecError: an unknown axis, an axis used twice, a spec longer than the rank, an axis that is
+        manual in the `jax.shard_map` around, or, outside of traced code, a dim that its axes don't
+        divide (inside, its pieces are padded).
       MeshError: an array to be placed on devices that are not there.
 
     Example:
@@ -76,9 +77,15 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
         if own not in seen_meshes:  # under plain jax.jit nobody empties it
             seen_meshes.append(own)
         dims, _ = dims_of(entries, shape, own, what=what, source=source, even=False)
+        manual = _manual_axes(own)
+        _check_not_manual(entries, manual, what, source)
+        if len(manual) == len(own.axis_names):
+            return t
         if not is_legal(Sharding(dims), shape, own):
             return mark_uneven(t, own, entries)
         where = jax_mesh(own) if has_devices(own) else _abstract_mesh(own)
+        if manual:
+            where = jax.sharding.get_abstract_mesh()
         sharding = NamedSharding(where, _jax_spec(entries, PartitionSpec.UNCONSTRAINED))
         return jax.lax.with_sharding_constraint(t, sharding)
     dims_of(entries, shape, own, what=what, source=source)
@@ -87,6 +94,29 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
         where = jax_mesh(own) if has_devices(own) else _abstract_mesh(own)
         return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(where, plain))
     return jax.device_put(t, NamedSharding(jax_mesh(own), plain))
+
+
+def _manual_axes(mesh: Mesh) -> frozenset[str]:
+    """The axes of a mesh along which the code being traced is written for one device."""
+    around = jax.sharding.get_abstract_mesh()
+    if tuple(around.axis_names) != mesh.axis_names:
+        return frozenset()
+    types = zip(around.axis_names, around.axis_types, strict=True)
+    return frozenset(name for name, type_ in types if type_ == AxisType.Manual)
+
+
+def _check_not_manual(
+    entries: Entries, manual: frozenset[str], what: str, source: str | None
+) -> None:
+    for entry in entries:
+        for name in entry or ():
+            if name in manual:
+                raise SpecError(
+                    f"axis {name!r} splits {what} inside a jax.shard_map over it",
+                    source=source,
+                    actual=f"here every device has its own tensor along {name!r} already",
+                    fix="mark the other axes alone, or mark outside of shard_map",
+                )
 
 
 def mark_tree(tree: Any, mesh: Any, rules: Mapping[str, Any]) -> Any:

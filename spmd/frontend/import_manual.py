@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-from jaxlib.mlir import ir
+from typing import NamedTuple
 
 from spmd.errors import UnsupportedOpError
 from spmd.frontend.unsupported import refuse
@@ -27,7 +24,7 @@ BY_USER = "written by the user in shard_map"
 Groups = tuple[tuple[int, ...], ...]
 """Devices that exchange with one another, in the order of what they exchange."""
 
-_DIMS = ("all_gather_dim", "concat_dimension", "scatter_dimension", "split_dimension")
+COLLECTIVE_DIMS = ("all_gather_dim", "concat_dimension", "scatter_dimension", "split_dimension")
 _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.reduce_scatter")
 """Collectives whose groups are of replicas, unless `use_global_device_ids` says otherwise."""
 
@@ -68,9 +65,9 @@ def says_nothing(sharding: ShardingAttr) -> bool:
     return not any(sharding.dims) and all(sharding.open)
 
 
-def manual_axes(attr: Any) -> tuple[str, ...]:
+def manual_axes(text: str) -> tuple[str, ...]:
     """The names in `#sdy<manual_axes{"x", "y"}>`."""
-    quoted = re.findall(r'"((?:[^"\\]|\\.)*)"', str(attr))
+    quoted = re.findall(r'"((?:[^"\\]|\\.)*)"', text)
     return tuple(re.sub(r"\\(.)", r"\1", name) for name in quoted)
 
 
@@ -78,8 +75,28 @@ def manual_axes(attr: Any) -> tuple[str, ...]:
 # Collectives.
 
 
+class Exchange(NamedTuple):
+    """A collective as the module states it.
+
+    Attributes:
+      name: the op.
+      dims: the attributes that say along which dims.
+      rows: its replica groups, padded with -1, or the pairs of a permute.
+      mesh_axes: `#stablehlo.replica_group_mesh_axes<...>`, where it has no groups.
+      channel: the number of its channel; 0 if it has none.
+      global_ids: whether `use_global_device_ids` is set.
+    """
+
+    name: str
+    dims: Mapping[str, int]
+    rows: Groups
+    mesh_axes: str
+    channel: int
+    global_ids: bool
+
+
 def collective(
-    op: Any, scope: Scope | None, meshes: Mapping[str, Mesh], loc: Loc, partitions: int
+    stated: Exchange, scope: Scope | None, meshes: Mapping[str, Mesh], loc: Loc, partitions: int
 ) -> dict[str, Attribute] | None:
     """The attributes of a collective, its body left out.
 
@@ -87,7 +104,7 @@ def collective(
     of the axes.
 
     Args:
-      op: a collective of StableHLO.
+      stated: the collective as the module states it.
       scope: the manual region that it is in.
       meshes: the module's meshes.
       loc: where it comes from.
@@ -99,29 +116,24 @@ def collective(
     Raises:
       UnsupportedOpError: it is outside any manual region, or runs over axes that are not manual.
     """
-    name = op.name
-    if name == "stablehlo.collective_permute":
-        pairs = _rows(op.attributes["source_target_pairs"])
-        everyone = scope.mesh.size if scope else partitions
-        if sorted(pairs) == [(i, i) for i in range(everyone)]:
-            return None
-        exchanges: Groups = pairs
-    else:
-        exchanges = _groups(op, scope, meshes, partitions)
-        if all(len(group) == 1 for group in exchanges):
-            return None
+    everyone = tuple(range(scope.mesh.size if scope else partitions))
+    permutes = stated.name == "stablehlo.collective_permute"
+    groups = stated.rows if permutes else _groups(stated, meshes, everyone)
+    if permutes and sorted(groups) == [(i, i) for i in everyone]:
+        return None
+    if not permutes and all(len(group) == 1 for group in groups):
+        return None
     if scope is None:
-        refuse(name, loc)
-        raise AssertionError(name)
-    _check(op, exchanges, scope, loc)
-    attrs = {n: int(ir.IntegerAttr(op.attributes[n]).value) for n in _DIMS if n in op.attributes}
-    crossed = _crossed(exchanges, scope.mesh)
-    if name == "stablehlo.collective_permute":
-        return {"axes": crossed or scope.axes, "pairs": exchanges}
-    axes = axes_of_groups(exchanges, scope.mesh)
+        refuse(stated.name, loc)
+        raise AssertionError(stated.name)
+    _check(stated, groups, scope, loc)
+    crossed = _crossed(groups, scope.mesh)
+    if permutes:
+        return {"axes": crossed or scope.axes, "pairs": groups}
+    axes = axes_of_groups(groups, scope.mesh)
     if axes is not None:
-        return {**attrs, "axes": axes}
-    return {**attrs, "axes": crossed, "groups": exchanges}
+        return {**stated.dims, "axes": axes}
+    return {**stated.dims, "axes": crossed, "groups": groups}
 
 
 def axes_of_groups(groups: Groups, mesh: Mesh) -> Axes | None:
@@ -146,11 +158,11 @@ def _crossed(groups: Groups, mesh: Mesh) -> Axes:
     )
 
 
-def _check(op: Any, groups: Groups, scope: Scope, loc: Loc) -> None:
+def _check(stated: Exchange, groups: Groups, scope: Scope, loc: Loc) -> None:
     """Groups are of one size, of replicas of one program, and stay within the manual axes."""
     problem = fix = ""
     devices = {p for group in groups for p in group}
-    if not _has_channel(op):
+    if not stated.channel:
         problem, fix = "it exchanges between replicas of the program", "give it a channel handle"
     elif not groups or not devices <= set(range(scope.mesh.size)):
         problem, fix = f"its devices are not among the {scope.mesh.size} of the mesh", "correct it"
@@ -162,23 +174,19 @@ def _check(op: Any, groups: Groups, scope: Scope, loc: Loc) -> None:
         fix = "name these axes in the axis_names of shard_map"
     if problem:
         raise UnsupportedOpError(
-            f"{op.name} cannot be partitioned: {problem}",
-            op=op.name,
+            f"{stated.name} cannot be partitioned: {problem}",
+            op=stated.name,
             source=loc.source,
             fix=fix,
         )
 
 
-def _groups(op: Any, scope: Scope | None, meshes: Mapping[str, Mesh], partitions: int) -> Groups:
-    everyone = tuple(range(scope.mesh.size if scope else partitions))
-    attr = op.attributes["replica_groups"]
-    if "replica_group_mesh_axes" in str(attr):
-        return _mesh_groups(str(attr), meshes)
-    groups = tuple(tuple(p for p in row if p >= 0) for row in _rows(attr)) or (everyone,)
-    of_replicas = op.name in _WITH_REPLICAS and "use_global_device_ids" not in op.attributes
-    if of_replicas and _has_channel(op) and groups == ((0,),):
-        return (everyone,)
-    return groups
+def _groups(stated: Exchange, meshes: Mapping[str, Mesh], everyone: tuple[int, ...]) -> Groups:
+    if stated.mesh_axes:
+        return _mesh_groups(stated.mesh_axes, meshes)
+    groups = tuple(tuple(p for p in row if p >= 0) for row in stated.rows) or (everyone,)
+    of_replicas = stated.name in _WITH_REPLICAS and not stated.global_ids
+    return (everyone,) if of_replicas and stated.channel and groups == ((0,),) else groups
 
 
 def _mesh_groups(text: str, meshes: Mapping[str, Mesh]) -> Groups:
@@ -195,18 +203,6 @@ def _mesh_groups(text: str, meshes: Mapping[str, Mesh]) -> Groups:
             found = tuple(a for a in found if pre <= mesh.atoms[a].pre < pre * size)
         atoms += found
     return mesh.groups(atoms)
-
-
-def _rows(attr: Any) -> Groups:
-    array = np.asarray(attr)
-    return tuple(tuple(int(n) for n in row) for row in array.reshape(len(array), -1))
-
-
-def _has_channel(op: Any) -> bool:
-    if "channel_handle" not in op.attributes:
-        return False
-    found = re.search(r"handle = (\d+)", str(op.attributes["channel_handle"]))
-    return found is not None and int(found[1]) > 0
 
 
 assert set(_WITH_REPLICAS) < set(COLLECTIVES)

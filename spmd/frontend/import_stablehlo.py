@@ -25,6 +25,8 @@ from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
 from spmd.frontend.import_manual import (
     BY_USER,
+    COLLECTIVE_DIMS,
+    Exchange,
     Scope,
     collective,
     manual_axes,
@@ -516,7 +518,7 @@ class _Importer:
         ins, outs = (_per_value(op.attributes[n]) for n in ("in_shardings", "out_shardings"))
         outer = self.scopes[-1] if self.scopes else None
         mesh = self.mesh_of([*ins, *outs]) or (outer.mesh if outer else Mesh(None, (), ()))
-        scope = scope_of(manual_axes(op.attributes["manual_axes"]), mesh, outer)
+        scope = scope_of(manual_axes(str(op.attributes["manual_axes"])), mesh, outer)
         loc, block = self.loc(op.location), op.regions[0].blocks[0]
         ops: list[Op] = []
         inner: dict[Any, int] = {}
@@ -602,7 +604,7 @@ class _Importer:
         loc = self.loc(op.location)
         scope = self.scopes[-1] if self.scopes else None
         meshes = {name: _as_mesh(axes) for name, axes in self.meshes.items()}
-        attrs = collective(op, scope, meshes, loc, self.partitions)
+        attrs = collective(_exchange(op), scope, meshes, loc, self.partitions)
         if attrs is None:
             env.update((r, env[v]) for r, v in zip(op.results, op.operands, strict=True))
             return
@@ -778,6 +780,27 @@ def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
     if name == "value" and text.startswith("dense"):
         return _dense(attr)
     return Opaque(text)
+
+
+def _exchange(op: Any) -> Exchange:
+    """What a collective says of who exchanges what."""
+    attrs = op.attributes
+    permutes = op.name == "stablehlo.collective_permute"
+    stated = attrs["source_target_pairs" if permutes else "replica_groups"]
+    rows: list[list[int]] = []
+    is_dense = isinstance(stated, ir.DenseIntElementsAttr)
+    if is_dense:
+        rows = np.asarray(stated).tolist()
+    channel = str(attrs["channel_handle"]) if "channel_handle" in attrs else ""
+    number = re.search(r"handle = (\d+)", channel)
+    return Exchange(
+        op.name,
+        {name: int(ir.IntegerAttr(attrs[name]).value) for name in COLLECTIVE_DIMS if name in attrs},
+        tuple(tuple(row) for row in rows),
+        "" if is_dense else str(stated),
+        int(number[1]) if number else 0,
+        "use_global_device_ids" in attrs,
+    )
 
 
 def _per_value(attr: Any) -> list[Any]:

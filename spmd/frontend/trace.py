@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.experimental.custom_partitioning import custom_partitioning_p
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -45,7 +46,7 @@ def trace(
         keep_unused=True,
     )
     traced = jitted.trace(*args, **kwargs)
-    lowered = traced.lower(lowering_platforms=(platform,))
+    lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=_PARAMETERS)
     module = lowered.compiler_ir("stablehlo")
     has_mesh = any(op.operation.name == "sdy.mesh" for op in module.body.operations)
     meshes = dict.fromkeys(_shard_map_meshes(traced.jaxpr)) if has_mesh else {}
@@ -62,6 +63,17 @@ def _shard_map_meshes(jaxpr: Any) -> Iterator[Any]:
                 if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
                     yield from _shard_map_meshes(inner)
 
+
+# ---------------------------------------------------------------------------------------------
+# `jax.custom_partitioning`. Where a program names devices, jax lowers it to a custom call that only
+# points to its Python callbacks. We need none: what it computes is inlined, and partitioned.
+
+
+def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
+    return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *values)
+
+
+_PARAMETERS = mlir.LoweringParameters(override_lowering_rules=((custom_partitioning_p, _inline),))
 
 # ---------------------------------------------------------------------------------------------
 # A mark that jax's own sharding constraint refuses: a dim that its axes don't divide. It is linear

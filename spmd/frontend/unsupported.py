@@ -40,6 +40,10 @@ _CALLBACK = Refusal(
     "it calls back into Python, which the partitioned program cannot keep alive",
     "remove the callback (jax.debug.print, jax.pure_callback, jax.experimental.io_callback)",
 )
+_CUSTOM_PARTITIONING = Refusal(
+    "the module only points to what it computes, which is Python in the process that made it",
+    "compile the jax function itself with spmd.jit, which inlines jax.custom_partitioning",
+)
 _QUANTIZED = Refusal(
     "quantized element types are unknown to jaxlib's MLIR",
     "write the scale and the zero point out as arithmetic on integers",
@@ -80,6 +84,7 @@ REFUSED: Mapping[str, Refusal] = {
         ),
         _CALLBACK,
     ),
+    "custom_call:CustomSPMDPartitioning": _CUSTOM_PARTITIONING,
     **dict.fromkeys(("stablehlo.uniform_dequantize", "stablehlo.uniform_quantize"), _QUANTIZED),
 }
 """Op (or `custom_call:` and its target) -> why the importer refuses it."""
