@@ -413,6 +413,7 @@ IDS = region(
         %r = stablehlo.add %a, %h : tensor<2x4xf32>""",
     axes='"x", "y"',
 )
+MODULES = (SEVERAL_OPERANDS, EVERYONE, IDS)
 BROADCAST = region(
     f"""%r = "stablehlo.collective_broadcast"(%a) <{{{CHANNEL}, {EVEN_GROUPS}}}>
           : (tensor<2x4xf32>) -> tensor<2x4xf32>"""
