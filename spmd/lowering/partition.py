@@ -25,6 +25,7 @@ from spmd.lowering import (  # noqa: F401 (they fill the table of local lowering
     local_window,
 )
 from spmd.lowering.collectives import apply_step
+from spmd.lowering.divergence import HELD, without_permutes
 from spmd.lowering.local import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, replicated
@@ -94,7 +95,7 @@ class _Partitioner:
             program.arg_names,
             program.result_names,
         )
-        local = local._replace(types=tuple(self.b.types))
+        local = without_permutes(local._replace(types=tuple(self.b.types)), self.mesh)
         return Partitioned(local, self.mesh, self.plan.arguments, self.plan.results)
 
     def frames(self, value: Value) -> tuple[Frame, ...]:
@@ -285,6 +286,9 @@ class _Partitioner:
             self.local_type(v, s) for v, s in zip(op.results, choice.results, strict=True)
         )
         attrs = op.kind.attrs
+        held = self.held.get(op.results[0], ())
+        if held and self.plan.trips.get(op.results[0]) is None:
+            attrs = {**attrs, HELD: held}
         results = self.b.op(op.name, operands, types, attrs, tuple(regions))
         for value, sharding, local in zip(op.results, choice.results, results, strict=True):
             self.copies[-1][value] = {sharding: local}

@@ -186,6 +186,36 @@ def test_axes_that_name_groups() -> None:
     assert "groups = [[0, 6], [2, 4], [1, 7], [3, 5]]" in lowered.as_text("local")
 
 
+def test_no_permute_waits_for_devices_that_went_another_way() -> None:
+    """A convolution over a free axis, in a branch that half of the devices take."""
+    mesh = spmd.make_mesh(x=4, y=2)
+    x = (np.arange(8 * 4096) % 11).astype(np.float32).reshape(8, 1, 4096)
+    kernel = jnp.ones((1, 1, 3), jnp.float32)
+
+    def convolved(y: Any) -> Any:
+        return lax.conv_general_dilated(y, kernel, (1,), "SAME") * 2
+
+    def body(x: Any) -> Any:
+        x = spmd.mark_sharding(x, mesh, (None, None, "y"))
+        even = lax.axis_index("x") % 2 == 0
+        y = lax.cond(even, convolved, lambda y: y + 1, x)
+        return spmd.mark_sharding(y, mesh, (None, None, "y"))
+
+    fn = manual(jax_mesh(mesh), body, P("x"), P("x"))
+    compiled = spmd.jit(fn, mesh=mesh, options=Options(check=True)).compile(x)
+    kinds = {(c.kind, c.axes) for c in compiled.collectives}
+    assert kinds == {("all_gather", ("y",))}
+    want = np.where(np.arange(8).reshape(8, 1, 1) // 2 % 2 == 0, convolved(x), x + 1)
+    np.testing.assert_allclose(compiled(x), want, rtol=1e-6)
+
+    def always(x: Any) -> Any:
+        return convolved(spmd.mark_sharding(x, mesh, (None, None, "y")))
+
+    always_there = manual(jax_mesh(mesh), always, P("x"), P("x"))
+    lowered = spmd.jit(always_there, mesh=mesh, out_specs=("x", None, "y")).lower(x)
+    assert {c.kind for c in lowered.collectives} == {"collective_permute"}
+
+
 def test_origins_name_the_region() -> None:
     mesh = spmd.make_mesh(x=4, y=2)
     fn = manual(jax_mesh(mesh), lambda x: x * 2, P("x"), P("x"))
