@@ -42,6 +42,11 @@ class Scope(NamedTuple):
     axes: Axes
     held: Axes
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no axis is free: what is inside is one device's program and nothing else."""
+        return len(self.held) == len(self.mesh.atoms)
+
     def split(self, sharding: ShardingAttr) -> tuple[tuple[Axes, ...], ShardingAttr | None]:
         """What a sharding of the boundary says of manual axes, and of the others, if anything."""
         own = {name for name, atoms in self.mesh.axis_atoms.items() if set(atoms) <= set(self.axes)}
@@ -49,9 +54,8 @@ class Scope(NamedTuple):
             self.mesh.atoms_of(name for name, _, _ in dim if name in own) for dim in sharding.dims
         )
         free = tuple(tuple(ref for ref in dim if ref[0] not in own) for dim in sharding.dims)
-        all_manual = len(self.held) == len(self.mesh.atoms)
         rest = ShardingAttr(free, sharding.open)
-        return fixed, None if all_manual or says_nothing(rest) else rest
+        return fixed, None if self.is_whole or says_nothing(rest) else rest
 
 
 def scope_of(names: Sequence[str], mesh: Mesh, outer: Scope | None) -> Scope:

@@ -35,7 +35,7 @@ from spmd.frontend.import_manual import (
 )
 from spmd.frontend.unsupported import refuse
 from spmd.ir.builder import identity_element
-from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.control_flow import ALONE, FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.legality import COLLECTIVES, DEVICE_IDS
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, body_reducer, walk_region
 from spmd.ir.types import (
@@ -445,12 +445,15 @@ class _Importer:
             tuple([id(t) for t in operands]),  # types are made once (see `type`)
             tuple([r.type for r in results]),
             entries,
+            is_alone := name == "stablehlo.custom_call" and self.is_alone(),
         )
         if not has_body and (found := self.kind_cache.get(key)) is not None:
             return found
         attrs = {n: self.attribute(name, n, a) for n, a in entries}
         if name == "sdy.sharding_constraint":
             name = "spmd.mark"
+        if is_alone:
+            attrs[ALONE] = True
         if op.name == "stablehlo.composite":
             attrs = self.composite_attributes(op)
         if "called_computations" in attrs:
@@ -584,6 +587,10 @@ class _Importer:
         kind = OpKind(name, (self.types[operand],), (type_,), attrs)
         ops.append(Op(kind, (operand,), (result,), (), loc))
         return result
+
+    def is_alone(self) -> bool:
+        """Whether no axis is free here."""
+        return bool(self.scopes) and self.scopes[-1].is_whole
 
     def is_idle(self, op: Any) -> bool:
         """Whether a constraint says nothing: jax puts them on all that is manual in part."""

@@ -20,6 +20,10 @@ _PER_DEVICE = Refusal(
     "it is written for one device among several, and is outside any jax.shard_map",
     "leave it out, and let the marks place the collectives; or put it into jax.shard_map",
 )
+_FOR_DEVICES = Refusal(
+    "it says what becomes of one device's piece",
+    "compile the program as one device would run it, and let the marks place the collectives",
+)
 _HOST = Refusal(
     "it talks to the host or to another program while it runs",
     "pass the data as arguments and results",
@@ -57,15 +61,20 @@ REFUSED: Mapping[str, Refusal] = {
             "stablehlo.all_to_all",
             "stablehlo.collective_broadcast",
             "stablehlo.collective_permute",
-            "stablehlo.collective_reduce",
-            "stablehlo.cross-replica-sum",
             "stablehlo.partition_id",
             "stablehlo.reduce_scatter",
             "stablehlo.replica_id",
+        ),
+        _PER_DEVICE,
+    ),
+    **dict.fromkeys(
+        (
+            "stablehlo.collective_reduce",
+            "stablehlo.cross-replica-sum",
             "custom_call:SPMDFullToShardShape",
             "custom_call:SPMDShardToFullShape",
         ),
-        _PER_DEVICE,
+        _FOR_DEVICES,
     ),
     **dict.fromkeys(
         ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stablehlo.send"), _HOST

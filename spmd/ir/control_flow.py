@@ -19,6 +19,9 @@ are split over the axes of its own region first."""
 FROM_MANUAL = "spmd.from_manual"
 """The inverse: the value outside, each device's piece of which is the operand."""
 
+ALONE = "spmd.alone"
+"""Attribute of a custom call where all axes of the mesh are manual."""
+
 UNKNOWN_TRIPS = 16
 """How often a loop is taken to run when its condition doesn't tell."""
 

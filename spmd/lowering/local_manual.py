@@ -10,9 +10,10 @@ after:  nothing: `%0` is a `tensor<2x8xf32>` on each device, and `%5` is the sam
 from spmd.ir.control_flow import FROM_MANUAL, TO_MANUAL
 from spmd.ir.legality import COLLECTIVES, DEVICE_IDS
 from spmd.lowering.local import LocalOp, local, same_op
+from spmd.propagation.registry import LONE_CALL
 
 local(*COLLECTIVES)(same_op)
-local(*DEVICE_IDS)(same_op)
+local(*DEVICE_IDS, LONE_CALL)(same_op)
 
 
 @local(TO_MANUAL, FROM_MANUAL)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.errors import SpmdError, UnsupportedOpError
+from spmd.ir.control_flow import ALONE
 from spmd.ir.program import Loc, OpKind
 from spmd.propagation.rule import Rule
 
@@ -36,6 +37,9 @@ def registered_ops() -> tuple[str, ...]:
 BATCHED_CALL = "custom_call:num_batch_dims"
 """Where custom calls without a rule of their own, but with batch dims, find theirs."""
 
+LONE_CALL = "custom_call:in_manual_region"
+"""Where calls that are `ALONE` and have no rule find one: there is nothing to split them over."""
+
 _LIBRARY_CALL = re.compile(
     r"(lapack|(cu|hip)solver|(cu|hip)sparse|(cu|hip)_cholesky_update)_?.*_ffi$"
 )
@@ -47,7 +51,11 @@ def rule_name(kind: OpKind) -> str:
     if kind.name != "stablehlo.custom_call":
         return kind.name
     name = f"custom_call:{kind.attrs.get('call_target_name', '')}"
-    return BATCHED_CALL if name not in _RULES and batch_rank(kind) is not None else name
+    if name in _RULES:
+        return name
+    if kind.attrs.get(ALONE):
+        return LONE_CALL
+    return BATCHED_CALL if batch_rank(kind) is not None else name
 
 
 def batch_rank(kind: OpKind) -> int | None:

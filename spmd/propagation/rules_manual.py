@@ -10,7 +10,7 @@ from __future__ import annotations
 from spmd.ir.control_flow import FROM_MANUAL, TO_MANUAL
 from spmd.ir.legality import DEVICE_IDS
 from spmd.ir.program import Body, OpKind, body_reducer
-from spmd.propagation.registry import rule
+from spmd.propagation.registry import LONE_CALL, rule
 from spmd.propagation.rule import FIXED, REPLICATE, DimFactors, Rule, RuleBuilder
 
 
@@ -43,6 +43,15 @@ def _boundary(kind: OpKind, whole: tuple[int, ...], inner: tuple[int, ...]) -> R
 @rule(*DEVICE_IDS)
 def _device_id(kind: OpKind) -> Rule:
     return RuleBuilder().build([], [[]])
+
+
+@rule(LONE_CALL)
+def _lone_call(kind: OpKind) -> Rule:
+    """Nothing is split: one device's program has it as the user wrote it."""
+    build = RuleBuilder()
+    types = (*kind.operands, *kind.results)
+    dims = [[build.factor(size, REPLICATE) for size in t.shape] for t in types]
+    return build.build(dims[: len(kind.operands)], dims[len(kind.operands) :])
 
 
 @rule("stablehlo.all_reduce")

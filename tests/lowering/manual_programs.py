@@ -413,7 +413,21 @@ IDS = region(
         %r = stablehlo.add %a, %h : tensor<2x4xf32>""",
     axes='"x", "y"',
 )
-MODULES = (SEVERAL_OPERANDS, EVERYONE, IDS)
+NAMED = """
+    sdy.mesh @mesh = <["x"=4, "y"=2]>
+    func.func @main(%x: tensor<8x4xf32>) -> tensor<8x4xf32> {
+      %0 = sdy.named_computation<"layer">(%x) in_shardings=[<@mesh, [{"x"}, {?}]>]
+          out_shardings=[<@mesh, [{}, {"y"}]>] (%a: tensor<8x4xf32>) {
+        %1 = stablehlo.sine %a : tensor<8x4xf32>
+        sdy.return %1 : tensor<8x4xf32>
+      } : (tensor<8x4xf32>) -> tensor<8x4xf32>
+      %2 = sdy.named_computation<"plain">(%0) (%a: tensor<8x4xf32>) {
+        %3 = stablehlo.negate %a : tensor<8x4xf32>
+        sdy.return %3 : tensor<8x4xf32>
+      } : (tensor<8x4xf32>) -> tensor<8x4xf32>
+      return %2 : tensor<8x4xf32>
+    }"""
+MODULES = (SEVERAL_OPERANDS, EVERYONE, IDS, NAMED)
 BROADCAST = region(
     f"""%r = "stablehlo.collective_broadcast"(%a) <{{{CHANNEL}, {EVEN_GROUPS}}}>
           : (tensor<2x4xf32>) -> tensor<2x4xf32>"""

@@ -23,6 +23,7 @@ from tests.lowering.manual_programs import (
     EVEN_GROUPS,
     EVERYONE,
     IDS,
+    NAMED,
     PROGRAMS,
     SEVERAL_OPERANDS,
     SUM,
@@ -326,22 +327,8 @@ def test_collectives_that_no_region_may_have(why: str) -> None:
 
 
 def test_named_computations_are_inlined_with_their_marks() -> None:
-    text = """
-    sdy.mesh @mesh = <["x"=4, "y"=2]>
-    func.func @main(%x: tensor<8x4xf32>) -> tensor<8x4xf32> {
-      %0 = sdy.named_computation<"layer">(%x) in_shardings=[<@mesh, [{"x"}, {?}]>]
-          out_shardings=[<@mesh, [{}, {"y"}]>] (%a: tensor<8x4xf32>) {
-        %1 = stablehlo.sine %a : tensor<8x4xf32>
-        sdy.return %1 : tensor<8x4xf32>
-      } : (tensor<8x4xf32>) -> tensor<8x4xf32>
-      %2 = sdy.named_computation<"plain">(%0) (%a: tensor<8x4xf32>) {
-        %3 = stablehlo.negate %a : tensor<8x4xf32>
-        sdy.return %3 : tensor<8x4xf32>
-      } : (tensor<8x4xf32>) -> tensor<8x4xf32>
-      return %2 : tensor<8x4xf32>
-    }"""
     mesh = spmd.make_mesh(x=4, y=2)
-    compiled = spmd.compile_stablehlo(text, mesh, options=Options(check=True))
+    compiled = spmd.compile_stablehlo(NAMED, mesh, options=Options(check=True))
     np.testing.assert_allclose(compiled(A)[0], -np.sin(A), rtol=1e-5)
     planned = compiled.as_text("planned")
     assert planned.count("spmd.mark") == 2

@@ -1,0 +1,80 @@
+"""The page about kernels of one's own, run: its C++ is compiled, its Python executed."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.mesh.spec import jax_mesh
+from tests.lowering.manual_programs import manual
+
+PAGE = Path(__file__).parents[2] / "docs" / "custom_calls.md"
+
+
+def block(language: str) -> str:
+    (code,) = re.findall(rf"(?s)```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"))
+    return str(code)
+
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder where the page's kernel is built, with the page's command."""
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "rms_norm.cc").write_text(block("cpp"), encoding="utf-8")
+    command = block("sh").replace("python", sys.executable)
+    subprocess.run(["sh", "-c", command], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_the_page_runs(
+    built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(built)
+    names: dict[str, Any] = {}
+    exec(compile(block("python"), str(PAGE), "exec"), names)
+    assert "all_gather" in capsys.readouterr().out
+
+    compiled = names["step"].compile(names["x"], names["w"])
+    assert [c.axes for c in compiled.collectives] == [("model",)]
+    text = compiled.as_text("local")
+    assert "(tensor<16x16xf32>) -> tensor<16x16xf32>" in text, "each device has its own rows"
+    rows = names["x"] @ names["w"]
+    want = 2 * rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(compiled(names["x"], names["w"]), want, rtol=1e-4, atol=1e-4)
+
+
+def test_in_a_manual_region_no_rule_is_needed(built: Path) -> None:
+    """Kernels written for one device stay as they are; with a free axis they need a rule."""
+    library = ctypes.cdll.LoadLibrary(str(built / "rms_norm.so"))
+    handler = jax.ffi.pycapsule(library.RmsNormHandler)
+    jax.ffi.register_ffi_target("rms_norm_alone", handler, platform="cpu")
+    mesh = spmd.make_mesh(x=4, y=2)
+
+    def body(x: Any) -> Any:
+        call = jax.ffi.ffi_call("rms_norm_alone", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return call(x, eps=np.float32(0))
+
+    x = np.random.default_rng(0).standard_normal((8, 16), np.float32)
+    whole = manual(jax_mesh(mesh), body, P("x", "y"), P("x", "y"), whole=True)
+    step = spmd.jit(whole, mesh=mesh, options=spmd.Options(check=True))
+    halves = x.reshape(8, 2, 8)
+    want = halves / np.sqrt((halves**2).mean(-1, keepdims=True))
+    np.testing.assert_allclose(step(x), want.reshape(8, 16), rtol=1e-4, atol=1e-5)
+
+    part = manual(jax_mesh(mesh), body, P("x"), P("x"))
+    with pytest.raises(spmd.UnsupportedOpError, match=r"no sharding rule for op .*rms_norm_alone"):
+        spmd.jit(part, mesh=mesh).lower(x)
