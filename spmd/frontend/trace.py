@@ -12,6 +12,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
+from spmd.errors import FrontendError
 from spmd.mesh.mesh import Mesh
 
 seen_meshes: list[Mesh] = []
@@ -38,6 +39,9 @@ def trace(
     Returns:
       The MLIR module, the result's pytree of `ShapeDtypeStruct`s, and the distinct meshes of the
       calls of `jax.shard_map` in it.
+
+    Raises:
+      FrontendError: a `shard_map` over explicit axes.
     """
     jitted = jax.jit(
         fn,
@@ -45,12 +49,28 @@ def trace(
         static_argnames=tuple(static_argnames),
         keep_unused=True,
     )
-    traced = jitted.trace(*args, **kwargs)
+    try:
+        traced = jitted.trace(*args, **kwargs)
+    except ValueError as error:
+        if "does not match the specs of the input" in str(error):
+            raise _explicit_axes(error) from error
+        raise
     lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=_PARAMETERS)
     module = lowered.compiler_ir("stablehlo")
     has_mesh = any(op.operation.name == "sdy.mesh" for op in module.body.operations)
     meshes = dict.fromkeys(_shard_map_meshes(traced.jaxpr)) if has_mesh else {}
     return module, lowered.out_info, list(meshes)
+
+
+def _explicit_axes(error: ValueError) -> FrontendError:
+    """The error of a `shard_map` over axes that make shardings a part of types."""
+    return FrontendError(
+        "a jax.shard_map over explicit axes: programs are traced before anything is split",
+        actual=str(error).partition(". ")[0],
+        required="a mesh whose axes are Auto",
+        fix="make it with axis_types=(jax.sharding.AxisType.Auto,) * len(axis_names), or take "
+        "spmd.mesh.spec.jax_mesh(mesh)",
+    )
 
 
 def _shard_map_meshes(jaxpr: Any) -> Iterator[Any]:

@@ -68,7 +68,9 @@ def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
     def visit(region: Region, held: tuple[int, ...], outer: tuple[int, ...]) -> None:
         found.update((v, held) for v in region.args if held)
         for op in region.ops:
-            is_manual = op.name == MANUAL
+            if not held and not op.regions:
+                continue
+            is_manual = op.kind.name == MANUAL
             for inner in op.regions:
                 if is_manual:
                     visit(inner, held + op.kind.attrs["axes"], held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -111,6 +112,14 @@ def test_the_mesh_of_the_region_is_the_programs() -> None:
     with pytest.raises(spmd.MeshError, match="two different meshes") as caught:
         spmd.jit(fn, mesh=spmd.make_mesh(x=2, y=4)).lower(X, W)
     assert "test_manual.py" in str(caught.value)
+
+
+def test_explicit_axes_are_an_error() -> None:
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    fn = next(p for p in PROGRAMS if p.name == "all_axes").make(mesh)
+    with pytest.raises(spmd.FrontendError, match="over explicit axes") as caught:
+        spmd.jit(fn, mesh=mesh).lower(X, W)
+    assert "axis_types=(jax.sharding.AxisType.Auto,)" in str(caught.value)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -352,6 +361,17 @@ def test_marks_inside_name_free_axes_only() -> None:
 
     whole = manual(jax_mesh(mesh), lambda x: spmd.mark_sharding(x, mesh, ()), P("x"), P("x"), True)
     np.testing.assert_array_equal(spmd.jit(whole, mesh=mesh)(X), X)
+
+
+def test_reports_have_a_page(tmp_path: Path) -> None:
+    mesh = spmd.make_mesh(x=4, y=2)
+    fn = next(p for p in PROGRAMS if p.name == "scan_inside").make(jax_mesh(mesh))
+    compiled = spmd.jit(fn, mesh=mesh, in_specs=(("x", None), None)).compile(X, W)
+    compiled.report(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert BY_USER in page
+    assert "manual_programs.py" in page
+    assert any(c.count == 12 for c in compiled.collectives), "once for each row of the scan"
 
 
 @pytest.mark.parametrize("name", ["nested", "inside_scan", "uneven", "groups"])
