@@ -33,13 +33,13 @@ from spmd.planning.exact import plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
+from spmd.planning.problem import problem_of
 from spmd.propagation import rules  # noqa: F401 (fills the registry)
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import Propagated, propagate
+from spmd.propagation.sink import sink_invariants
 
 T = TypeVar("T")
-
-PLANNERS = {"exact": plan_exactly, "greedy": plan_greedily}
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,24 @@ def _compile(request: Request, options: Options) -> Stages:
     imported = clock("import", lambda: _import(request))
     propagated = clock("propagate", lambda: _propagate(request, imported))
     wanted = _result_shardings(request, propagated)
-    planner = PLANNERS[options.planner]
-    plan = clock("plan", lambda: planner(propagated, request.topology, wanted, request.links))
+    plan = clock("plan", lambda: _plan(request, options, propagated, wanted))
     partitioned, optimized, emitted = lower_plan(plan, options, clock)
     stages = Stages(imported, propagated, plan, partitioned, optimized, emitted, clock.seconds)
     if options.check:
         check_stages(stages)
     return stages
+
+
+def _plan(
+    request: Request,
+    options: Options,
+    propagated: Propagated,
+    results: Sequence[Sharding | None],
+) -> Plan:
+    problem = problem_of(propagated, request.topology, results, request.links)
+    if options.planner == "greedy":
+        return plan_greedily(problem)
+    return plan_exactly(problem, options.memory_limit)
 
 
 def lower_plan(
@@ -147,7 +158,7 @@ def check_stages(stages: Stages) -> None:
 
 def _import(request: Request) -> Imported:
     imported = import_module(request.module, request.arg_names)
-    imported = imported._replace(program=canonicalize(imported.program))
+    imported = imported._replace(program=sink_invariants(canonicalize(imported.program)))
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=program)

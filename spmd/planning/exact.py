@@ -16,18 +16,19 @@ import numpy as np
 from spmd.ir.control_flow import Tie
 from spmd.ir.program import Op, Value
 from spmd.ir.types import TensorType
-from spmd.mesh.sharding import Sharding, replicated
-from spmd.mesh.topology import Topology
+from spmd.mesh.sharding import Sharding, local_shape, replicated
 from spmd.planning.cost import op_seconds
 from spmd.planning.domains import Domains, States, domains_of
 from spmd.planning.greedy import plan_greedily
+from spmd.planning.limit import Prices, plan_within
+from spmd.planning.liveness import bound_of
 from spmd.planning.network import FORBIDDEN, Network, Table
 from spmd.planning.plan import Choice, Plan
+from spmd.planning.problem import Problem
 from spmd.planning.reshard import can_reshard, reshard
 from spmd.planning.solve import Solution, solve
-from spmd.planning.units import CARRY, OP, WHOLE, Units, Use, units_of
-from spmd.planning.walk import Walk, argument_shardings, boundary, fixed_results, whole_axes
-from spmd.propagation.propagate import Propagated
+from spmd.planning.units import ARGUMENT, CARRY, LINK, OP, RESULT, WHOLE, Units, Use, units_of
+from spmd.planning.walk import Walk, boundary, whole_axes
 from spmd.propagation.registry import rule_of
 
 MOST_COPIES = 4
@@ -37,28 +38,48 @@ LATER = 1e-12
 """What a partial result costs on top, in seconds: of equals, the plan that reduces early."""
 
 
-def plan_exactly(
-    propagated: Propagated,
-    topology: Topology,
-    result_marks: Sequence[Sharding | None] = (),
-    links: Sequence[tuple[int, int]] = (),
-) -> Plan:
-    """Plans a whole program; arguments as in `plan_greedily`.
+def plan_exactly(problem: Problem, memory_limit: int | None = None) -> Plan:
+    """Plans a whole program.
 
     The greedy plan's choices are among those that are weighed, and where the two plans come out
     alike in spite of all, the cheaper one is returned.
+
+    Args:
+      problem: what is to be planned.
+      memory_limit: bytes that one device may use; the topology's memory if left out, which is then
+        a wish: a plan that misses it is returned with a note.
+
+    Raises:
+      PlanError: no plan was found that keeps to the limit that was given.
     """
-    greedy = plan_greedily(propagated, topology, result_marks, links)
-    arguments = argument_shardings(propagated)
-    count = len(propagated.program.body.results)
-    results = fixed_results(arguments, result_marks, dict(links), count)
-    units = units_of(propagated, results)
-    domains = domains_of(propagated, units, arguments, results, topology, greedy)
-    built = CostNetwork(propagated, units, domains, results, topology)
+    greedy = plan_greedily(problem)
+    units = units_of(problem)
+    return best_plan(problem, units, domains_of(problem, units, greedy), greedy, memory_limit)
+
+
+def best_plan(
+    problem: Problem,
+    units: Units,
+    domains: Domains,
+    greedy: Plan,
+    memory_limit: int | None,
+) -> Plan:
+    """The best plan of some domains, or the greedy one if that is better; see `plan_exactly`."""
+    built = CostNetwork(problem, units, domains)
     solution = solve(built.network)
-    plan = _Decoded(built, solution).run(result_marks, dict(links))
-    best = plan if plan.seconds <= greedy.seconds else greedy
-    return best._replace(greedy_seconds=greedy.seconds, lower_seconds=solution.lower)
+    plan = built.decoded(solution)
+    plan = plan if plan.seconds <= greedy.seconds else greedy
+    plan = plan._replace(greedy_seconds=greedy.seconds, lower_seconds=solution.lower)
+    limit = memory_limit if memory_limit is not None else problem.topology.hbm_bytes
+    if bound_of(plan) <= limit:
+        return plan
+
+    def priced(prices: Prices) -> Plan:
+        plan = built.decoded(solve(built.priced(prices)))
+        return plan._replace(greedy_seconds=greedy.seconds)
+
+    donated = frozenset(problem.links)
+    return plan_within(limit, memory_limit is not None, (plan, greedy), donated, priced)
 
 
 class _Variable(NamedTuple):
@@ -81,21 +102,14 @@ class _Variable(NamedTuple):
 class CostNetwork:
     """The network of a program, and how its variables stand for classes of units."""
 
-    def __init__(
-        self,
-        propagated: Propagated,
-        units: Units,
-        domains: Domains,
-        results: Sequence[Sharding | None],
-        topology: Topology,
-    ) -> None:
-        self.propagated = propagated
-        self.types = propagated.program.types
-        self.mesh = propagated.mesh
-        self.topology = topology
+    def __init__(self, problem: Problem, units: Units, domains: Domains) -> None:
+        self.problem = problem
+        self.propagated = problem.propagated
+        self.types = self.propagated.program.types
+        self.mesh = self.propagated.mesh
+        self.topology = problem.topology
         self.units = units
         self.domains = domains
-        self.results = results
         self.network = Network()
         self.tables: dict[tuple[States, States, TensorType], Table] = {}
         self.own: dict[tuple[int, tuple[Choice, ...]], Table] = {}
@@ -103,10 +117,17 @@ class CostNetwork:
         self.uses: dict[tuple[int, int], list[Use]] = {}
         for use in units.uses:
             self.uses.setdefault((use.source, use.result), []).append(use)
+        self.linked = {use.target: use.source for use in units.uses if self._is_link(use)}
         self.variables = [self._variable(i) for i in range(len(units.units))]
-        self.hubs: dict[tuple[int, int], _Variable] = {}
         for (source, index), uses in self.uses.items():
             self._connect(source, index, uses)
+
+    def decoded(self, solution: Solution) -> Plan:
+        """The plan that a solution of the network says."""
+        return _Decoded(self, solution).plan()
+
+    def _is_link(self, use: Use) -> bool:
+        return self.units.units[use.target].role == RESULT and use.position == LINK
 
     def _values(self) -> dict[tuple[int, int], Value]:
         """One value of each class and result: the first."""
@@ -114,6 +135,28 @@ class CostNetwork:
         for value, place in enumerate(self.units.of):
             found.setdefault(place, value)
         return found
+
+    def priced(self, prices: Prices) -> Network:
+        """The network in which what is alive at the peak costs so much a byte."""
+        network = Network()
+        network.unary = [costs.copy() for costs in self.network.unary]
+        network.pairs = self.network.pairs
+        for value, price in prices.items():
+            number, index = self.units.of[value]
+            if number < 0:
+                continue
+            variable, type_ = self.variables[number], self.types[value]
+            left = self.domains.left[number][index]
+            held = [price * self._local_bytes(type_, s) for s in left]
+            copied = [price * self._local_bytes(type_, s) for s in variable.copies]
+            for row, (choice, copy) in enumerate(variable.rows):
+                network.unary[variable.number][row] += held[choice]
+                if copy >= 0 and variable.copied == index:
+                    network.unary[variable.number][row] += copied[copy]
+        return network
+
+    def _local_bytes(self, type_: TensorType, state: Sharding) -> int:
+        return type_.with_shape(local_shape(type_.shape, state, self.mesh)).bytes
 
     # Variables.
 
@@ -123,6 +166,8 @@ class CostNetwork:
         if unit.role == OP:
             assert unit.op is not None
             own = self.own_seconds(unit.op, self.domains.choices[number]) * trips
+        elif unit.role == ARGUMENT:
+            own = np.zeros(len(self.domains.left[number][0]))
         elif unit.role == CARRY:
             own = np.array([LATER * bool(s.partial) for s in self.domains.left[number][0]])
         else:
@@ -191,7 +236,9 @@ class CostNetwork:
             return self.domains.left[use.target][0]
         if unit.role == WHOLE:
             return (replicated(self._type(use.source, use.result).rank),)
-        wanted = self.results[unit.number]
+        if use.target in self.linked:
+            return self.domains.left[self.linked[use.target]][0]
+        wanted = self.problem.results[unit.number]
         return (wanted,) if wanted is not None else None
 
     def _type(self, source: int, index: int) -> TensorType:
@@ -204,6 +251,8 @@ class CostNetwork:
         type_ = self._type(source, index)
         choices = [i for i, _ in variable.rows]
         for use in uses:
+            if self._is_link(use):
+                continue
             needs = self._needs(use)
             if needs is None:
                 self._as_it_is(variable, source, index)
@@ -219,7 +268,7 @@ class CostNetwork:
                     ]
                 )
             if rows.any():
-                target = self.variables[use.target]
+                target = self.variables[self.linked.get(use.target, use.target)]
                 columns = [i for i, _ in target.rows]
                 self.network.pair(variable.number, target.number, rows[:, columns] * use.trips)
 
@@ -262,6 +311,7 @@ class _Decoded(Walk):
     def __init__(self, built: CostNetwork, solution: Solution) -> None:
         super().__init__(built.propagated, built.topology)
         self.built = built
+        self.lower = solution.lower
         self.solver = "exact" if solution.exact else "local search"
         rows = [v.rows[solution.states[v.number]] for v in built.variables]
         self.chosen = [choice for choice, _ in rows]
@@ -270,6 +320,14 @@ class _Decoded(Walk):
             if number >= 0 and index == variable.copied and (copy := rows[number][1]) >= 0:
                 self.shared[value] = variable.copies[copy]
 
+    def plan(self) -> Plan:
+        """The plan."""
+        problem = self.built.problem
+        arguments = tuple(map(self.state, self.program.body.args))
+        return self.run(arguments, problem.results, problem.links)._replace(
+            lower_seconds=self.lower
+        )
+
     def choose(self, op: Op) -> tuple[Choice, float]:
         number, _ = self.built.units.of[op.results[0]]
         options = self.built.domains.choices[number]
@@ -277,5 +335,9 @@ class _Decoded(Walk):
         return options[self.chosen[number]], float(own[self.chosen[number]])
 
     def carry(self, tie: Tie) -> Sharding:
-        number, _ = self.built.units.of[tie.result]
+        return self.state(tie.result)
+
+    def state(self, value: Value) -> Sharding:
+        """The state of an argument or a carry."""
+        number, _ = self.built.units.of[value]
         return self.built.domains.left[number][0][self.chosen[number]]

@@ -16,11 +16,14 @@ import numpy as np
 from spmd.ir.control_flow import UNKNOWN_TRIPS, Tie, producers_of, ties, trip_count
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.sharding import Sharding
-from spmd.planning.walk import argument_shardings, proposed
-from spmd.propagation.propagate import Propagated
+from spmd.planning.problem import Problem
+from spmd.planning.walk import proposed
 
 RADIUS = 2
 """Steps around a unit that tell it from others."""
+
+LINK = 1
+"""Position at which a result that looks like an argument reads it."""
 
 ARGUMENT, OP, CARRY, RESULT, WHOLE = "argument", "op", "carry", "result", "whole"
 
@@ -78,25 +81,22 @@ class Units(NamedTuple):
     uses: tuple[Use, ...]
 
 
-def units_of(
-    propagated: Propagated,
-    result_states: Sequence[Sharding | None],
-    radius: int = RADIUS,
-) -> Units:
+def units_of(problem: Problem, radius: int = RADIUS) -> Units:
     """Takes a program apart.
 
     Args:
-      propagated: the program with its proposals.
-      result_states: for each result, the sharding that it must have, or None.
+      problem: what is to be planned.
       radius: steps around a unit that tell it from others.
     """
-    found = _Collector(propagated)
-    found.collect(result_states)
+    found = _Collector(problem)
+    found.collect()
     return found.classes(radius)
 
 
 class _Collector:
-    def __init__(self, propagated: Propagated) -> None:
+    def __init__(self, problem: Problem) -> None:
+        propagated = problem.propagated
+        self.problem = problem
         self.program: Program = propagated.program
         self.propagated = propagated
         self.cheap = propagated.cheap
@@ -109,18 +109,19 @@ class _Collector:
         self.of: list[tuple[int, int]] = [(-1, 0)] * len(self.program.types)
         self.uses: list[tuple[Value, int, int, int]] = []  # value, unit, position, trips
 
-    def collect(self, result_states: Sequence[Sharding | None]) -> None:
-        body = self.program.body
-        for i, (value, state) in enumerate(
-            zip(body.args, argument_shardings(self.propagated), strict=True)
-        ):
-            self.add(Unit(ARGUMENT, number=i), (self.program.types[value], state), (value,))
+    def collect(self) -> None:
+        """Finds every unit and every use."""
+        body, problem = self.program.body, self.problem
+        for i, (value, states) in enumerate(zip(body.args, problem.arguments, strict=True)):
+            self.add(Unit(ARGUMENT, number=i), (self.program.types[value], states), (value,))
         self.whole = self.add(Unit(WHOLE), WHOLE, ())
         self.region(body, 1)
-        for i, (value, wanted) in enumerate(zip(body.results, result_states, strict=True)):
+        for i, (value, wanted) in enumerate(zip(body.results, problem.results, strict=True)):
             proposal = self.propagated.proposals[value]
             unit = self.add(Unit(RESULT, number=i), (RESULT, wanted, proposal), ())
             self.uses.append((value, unit, 0, 1))
+            if wanted is None and i in problem.links:
+                self.uses.append((body.args[problem.links[i]], unit, LINK, 1))
 
     def add(self, unit: Unit, colour: Hashable, values: Sequence[Value]) -> int:
         number = len(self.units)
