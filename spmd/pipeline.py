@@ -92,6 +92,12 @@ def compile_module(request: Request, options: Options) -> Stages:
         return _compile(request, options)
 
 
+def propagated_of(request: Request) -> Propagated:
+    """The stages in front of the plan alone."""
+    with _no_garbage_collection():
+        return _propagate(request, _import(request))
+
+
 def _compile(request: Request, options: Options) -> Stages:
     clock = _Clock(options.verbose)
     imported = clock("import", lambda: _import(request))

@@ -26,7 +26,7 @@ from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
 from spmd.planning.reshard import can_reshard, reshard
-from spmd.planning.units import ARGUMENT, CARRY, LINK, OP, RESULT, Unit, Units
+from spmd.planning.units import ARGUMENT, CARRY, OP, RESULT, Unit, Units
 from spmd.propagation.projection import Assignment, is_legal_assignment, reduced_axes
 from spmd.propagation.registry import rule_of
 from spmd.propagation.rule import Rule
@@ -171,9 +171,9 @@ class _Spread:
                     self.want(source, index, (*self.states[i][0], *wants))
                 elif role == RESULT:
                     wanted = self.problem.results[self.units.units[i].number]
-                    linked = [a for p, a, _ in self.into[i] if p == LINK]
-                    states = self.left[linked[0]][0] if linked else (wanted,) if wanted else ()
-                    self.want(source, index, states)
+                    self.want(source, index, (wanted,) if wanted else ())
+                elif role == ARGUMENT:
+                    self.want(source, index, self.left[i][0])
 
     def want(self, source: int, index: int, states: Iterable[Sharding]) -> None:
         full = [s.full() for s in states]

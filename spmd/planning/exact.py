@@ -27,7 +27,7 @@ from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
 from spmd.planning.reshard import can_reshard, reshard
 from spmd.planning.solve import Solution, solve
-from spmd.planning.units import ARGUMENT, CARRY, LINK, OP, RESULT, WHOLE, Units, Use, units_of
+from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use, units_of
 from spmd.planning.walk import Walk, boundary, whole_axes
 from spmd.propagation.registry import rule_of
 
@@ -82,6 +82,10 @@ def best_plan(
     return plan_within(limit, memory_limit is not None, (plan, greedy), donated, priced)
 
 
+SMALLER = 1e-15
+"""Seconds for each byte of an argument: of equals, the plan whose arguments are smaller."""
+
+
 class _Variable(NamedTuple):
     """A variable of the network that stands for a class.
 
@@ -117,7 +121,6 @@ class CostNetwork:
         self.uses: dict[tuple[int, int], list[Use]] = {}
         for use in units.uses:
             self.uses.setdefault((use.source, use.result), []).append(use)
-        self.linked = {use.target: use.source for use in units.uses if self._is_link(use)}
         self.variables = [self._variable(i) for i in range(len(units.units))]
         for (source, index), uses in self.uses.items():
             self._connect(source, index, uses)
@@ -125,9 +128,6 @@ class CostNetwork:
     def decoded(self, solution: Solution) -> Plan:
         """The plan that a solution of the network says."""
         return _Decoded(self, solution).plan()
-
-    def _is_link(self, use: Use) -> bool:
-        return self.units.units[use.target].role == RESULT and use.position == LINK
 
     def _values(self) -> dict[tuple[int, int], Value]:
         """One value of each class and result: the first."""
@@ -167,7 +167,8 @@ class CostNetwork:
             assert unit.op is not None
             own = self.own_seconds(unit.op, self.domains.choices[number]) * trips
         elif unit.role == ARGUMENT:
-            own = np.zeros(len(self.domains.left[number][0]))
+            type_, states = self._type(number, 0), self.domains.left[number][0]
+            own = np.array([SMALLER * self._local_bytes(type_, s) for s in states])
         elif unit.role == CARRY:
             own = np.array([LATER * bool(s.partial) for s in self.domains.left[number][0]])
         else:
@@ -232,12 +233,10 @@ class CostNetwork:
         unit = self.units.units[use.target]
         if unit.role == OP:
             return tuple([c.operands[use.position] for c in self.domains.choices[use.target]])
-        if unit.role == CARRY:
+        if unit.role in (ARGUMENT, CARRY):
             return self.domains.left[use.target][0]
         if unit.role == WHOLE:
             return (replicated(self._type(use.source, use.result).rank),)
-        if use.target in self.linked:
-            return self.domains.left[self.linked[use.target]][0]
         wanted = self.problem.results[unit.number]
         return (wanted,) if wanted is not None else None
 
@@ -251,11 +250,9 @@ class CostNetwork:
         type_ = self._type(source, index)
         choices = [i for i, _ in variable.rows]
         for use in uses:
-            if self._is_link(use):
-                continue
             needs = self._needs(use)
             if needs is None:
-                self._as_it_is(variable, source, index)
+                self._as_it_is(variable, use)
                 continue
             table = self.table(type_, left, needs)
             rows = table[choices]
@@ -268,20 +265,20 @@ class CostNetwork:
                     ]
                 )
             if rows.any():
-                target = self.variables[self.linked.get(use.target, use.target)]
+                target = self.variables[use.target]
                 columns = [i for i, _ in target.rows]
                 self.network.pair(variable.number, target.number, rows[:, columns] * use.trips)
 
-    def _as_it_is(self, variable: _Variable, source: int, index: int) -> None:
+    def _as_it_is(self, variable: _Variable, use: Use) -> None:
         """A result that nothing asks for: it is brought into whole axes at most."""
-        value = self.values[source, index]
+        value = self.values[use.source, use.result]
         type_ = self.types[value]
         costs = []
         for i, _ in variable.rows:
-            state = self.domains.left[source][index][i]
+            state = self.domains.left[use.source][use.result][i]
             whole = Sharding(whole_axes(state.dims, type_.shape, self.mesh))
             costs.append(self.seconds(type_, state, boundary(self.propagated, value, whole)))
-        self.network.unary[variable.number] += np.array(costs)
+        self.network.unary[variable.number] += np.array(costs) * use.trips
 
     def table(self, type_: TensorType, states: States, needs: States) -> Table:
         """Seconds of the reshard from each state to each need."""

@@ -83,8 +83,10 @@ def plan_within(
 def _largest(plan: Plan, peak: Peak) -> str:
     """The arguments' share and the largest values at the peak, for people."""
     types = plan.program.types
-    order = sorted(peak.alive.items(), key=lambda item: -item[1])[:3]
-    parts = [f"{_text(peak.bytes - sum(peak.alive.values()))} arguments and results"]
+    own = set(plan.program.body.args)
+    values = [(held, size) for held, size in peak.alive.items() if held[0] not in own]
+    order = sorted(values, key=lambda item: -item[1])[:3]
+    parts = [f"{_text(peak.arguments)} arguments"]
     for (value, state), size in order:
         parts.append(f"{_text(size)} {types[value]} {format_sharding(state, plan.mesh)}")
     return ", ".join(parts)

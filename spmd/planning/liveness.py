@@ -23,10 +23,12 @@ class Peak(NamedTuple):
 
     Attributes:
       bytes: on one device: arguments, results in memory of their own, and what is alive between.
-      alive: what is alive then, with its bytes, arguments left out.
+      arguments: of these, the program's arguments.
+      alive: what is alive then, with its bytes, arguments included.
     """
 
     bytes: int
+    arguments: int
     alive: dict[Held, int]
 
 
@@ -76,7 +78,10 @@ class _Liveness:
 
     def run(self, donated: frozenset[int]) -> Peak:
         body = self.plan.program.body
-        fixed = sum(map(self.bytes, zip(body.args, self.plan.arguments, strict=True)))
+        arguments = {
+            held: self.bytes(held) for held in zip(body.args, self.plan.arguments, strict=True)
+        }
+        fixed = sum(arguments.values())
         own = [
             (v, s)
             for i, (v, s) in enumerate(zip(body.results, self.plan.results, strict=True))
@@ -84,7 +89,7 @@ class _Liveness:
         ]
         inside = self.region(body, dict(zip(body.results, self.plan.results, strict=True)))
         late = sum(map(self.bytes, own)) - sum(inside.alive.get(held, 0) for held in own)
-        return Peak(fixed + max(0, late) + inside.bytes, inside.alive)
+        return Peak(fixed + max(0, late) + inside.bytes, fixed, arguments | inside.alive)
 
     def region(self, region: Region, returned: dict[Value, Sharding]) -> Peak:
         """What is alive at the worst moment, besides the region's own arguments."""
@@ -162,4 +167,4 @@ def _worst(changes: list[list[tuple[Held, int]]], inner: dict[int, Peak]) -> Pea
                 alive.pop(held, None)
     if at in inner:
         alive |= inner[at].alive
-    return Peak(most, alive)
+    return Peak(most, 0, alive)

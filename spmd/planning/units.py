@@ -22,9 +22,6 @@ from spmd.planning.walk import proposed
 RADIUS = 2
 """Steps around a unit that tell it from others."""
 
-LINK = 1
-"""Position at which a result that looks like an argument reads it."""
-
 ARGUMENT, OP, CARRY, RESULT, WHOLE = "argument", "op", "carry", "result", "whole"
 
 
@@ -32,7 +29,8 @@ class Unit(NamedTuple):
     """One decision.
 
     Attributes:
-      role: `argument`, `op`, `carry`, `result`, or `whole` for uses that need all of a value.
+      role: `argument`, `op`, `carry`, `result`, or `whole` for uses that need all of a value. A
+        result that looks like an argument is a use of that one: its value has to get there.
       op: the op, or the region op that a carry belongs to.
       tie: what is one with a carry.
       number: which argument or result.
@@ -68,7 +66,6 @@ class Units(NamedTuple):
       of: for each value its class (-1 for cheap values) and which of its results it is. A carry has
         two: 0 is what the loop returns, 1 is the body's argument.
       wishes: for each class, what propagation proposed for its results.
-      results: the class of each result of the program.
       uses: what reads what, cheap values left out.
     """
 
@@ -77,7 +74,6 @@ class Units(NamedTuple):
     inner: tuple[int, ...]
     of: tuple[tuple[int, int], ...]
     wishes: tuple[tuple[Sharding | None, ...], ...]
-    results: tuple[int, ...]
     uses: tuple[Use, ...]
 
 
@@ -117,11 +113,13 @@ class _Collector:
         self.whole = self.add(Unit(WHOLE), WHOLE, ())
         self.region(body, 1)
         for i, (value, wanted) in enumerate(zip(body.results, problem.results, strict=True)):
+            if wanted is None and i in problem.links:
+                argument, _ = self.of[body.args[problem.links[i]]]
+                self.uses.append((value, argument, 0, 1))
+                continue
             proposal = self.propagated.proposals[value]
             unit = self.add(Unit(RESULT, number=i), (RESULT, wanted, proposal), ())
             self.uses.append((value, unit, 0, 1))
-            if wanted is None and i in problem.links:
-                self.uses.append((body.args[problem.links[i]], unit, LINK, 1))
 
     def add(self, unit: Unit, colour: Hashable, values: Sequence[Value]) -> int:
         number = len(self.units)
@@ -189,14 +187,12 @@ class _Collector:
         for (source, index, unit, position), use in zip(edges.tolist(), uses, strict=True):
             key = (class_of[source], index, class_of[unit], position)
             total[key] = total.get(key, 0) + use[3]
-        first_result = len(self.units) - len(self.program.body.results)
         return Units(
             tuple(self.units[unit] for unit in first.values()),
             tuple(trips),
             tuple(inner),
             tuple((class_of[u] if u >= 0 else -1, i) for u, i in self.of),
             tuple(self.unit_wishes[unit] for unit in first.values()),
-            tuple(class_of[first_result:]),
             tuple(Use(*key, count) for key, count in total.items()),
         )
 
