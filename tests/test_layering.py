@@ -24,7 +24,7 @@ LAYERS = (
     ("spmd.planning",),
     ("spmd.lowering", "spmd.explain", "spmd.ops", "spmd.launch"),
     ("spmd.pipeline",),
-    ("spmd.api", "spmd"),  # "spmd" is spmd/__init__.py, and importing it is using the public names
+    ("spmd.api", "spmd.auto", "spmd"),  # "spmd" is spmd/__init__.py, and importing it is using the public names
     ("models",),
     ("scripts", "serving"),
     ("tests",),
