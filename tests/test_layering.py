@@ -44,11 +44,11 @@ MLIR_FILES = (
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",
     "spmd/lowering/execute.py",
-    "scripts/bench_compiler.py",  # runs Shardy's own passes, the peer
+    "scripts/shardy.py",  # runs Shardy's own passes, the peer
 )
 
 
-READ_TESTS = ("scripts/coverage.py",)
+READ_TESTS = ("scripts/compare_shardy.py", "scripts/coverage.py")
 """Scripts that write down what the tests run."""
 
 

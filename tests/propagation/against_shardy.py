@@ -9,19 +9,19 @@ we rewrite some ops on the way in.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import spmd
 from scripts import shardy
 from spmd.frontend.import_stablehlo import parse_module
 from spmd.frontend.marks import atoms_of_attr
-from spmd.ir.program import Loc, Op
+from spmd.ir.program import Loc, Op, Program
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, format_sharding
+from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding
 from spmd.pipeline import Request, Stages, compile_module
-from tests.propagation.necessity import Necessity, necessity
+from spmd.propagation.rule import REPLICATE, WINDOW
+from tests.propagation.necessity import Necessity, necessity, nodes
 
 Dims = tuple[Axes, ...]
 
@@ -134,49 +134,115 @@ def atoms(value: shardy.Value, mesh: Mesh) -> Dims:
 
 
 # ---------------------------------------------------------------------------------------------
-# Reasons.
+# Reasons. A difference has one of its own, or it comes with another that a chain of ops leads to.
 
-TIE = "an axis that two dims of the value want"
-CONFLICT = "a dim that two different claims reach"
-DOWNSTREAM = "behind one of these"
-BOUNDARY = "an argument or result that the axes do not divide"
-NO_PATH = "our rules lead no axis there"
-NECESSARY = "necessary by our rules"
-
-
-def reasons(comparison: Comparison, pair: Pair) -> tuple[str, ...]:
-    """Why a pair differs, for each of its dims that does."""
-    return tuple(
-        dict.fromkeys(
-            _reason(comparison, pair, dim)
-            for dim in range(len(pair.ours))
-            if pair.ours[dim] != pair.theirs[dim]
-        )
-    )
+TIE = "two dims of the value want the axis"
+CONFLICT = "two different claims reach the dim"
+NEIGHBOUR = "two factors of an op around it want the axis"
+BOUNDARY = "the axes do not divide an argument or result"
+SUB_AXIS = "a sub-axis of an argument or result"
+SHORT = "the axes are longer than the dim"
+WHOLE = "an op needs the dim whole"
+WINDOW_DIM = "the op reads beyond its piece of the dim"
+RESULT = "a mark on a result"
+OPERAND = "a mark's operand"
+CONSTANT = "computed from constants alone"
+NO_RULE = "an op that Shardy has no rule for"
+FOLLOWS = "behind another difference"
+UNEXPLAINED = "unexplained"
 
 
-def _reason(comparison: Comparison, pair: Pair, dim: int) -> str:
+def explain(comparison: Comparison) -> dict[Pair, tuple[str, ...]]:
+    """The reasons for every pair that differs."""
+    different = [pair for pair in comparison.pairs if pair.relation != EQUAL]
+    found = {pair: own_reasons(comparison, pair) for pair in different}
+    groups = _groups(comparison, [pair.value for pair in different])
+    explained = {groups[pair.value] for pair, why in found.items() if why}
+    for pair, why in found.items():
+        if not why:
+            found[pair] = (FOLLOWS if groups[pair.value] in explained else UNEXPLAINED,)
+    return found
+
+
+def own_reasons(comparison: Comparison, pair: Pair) -> tuple[str, ...]:
+    """Why a pair differs, dim by dim, as far as the value itself tells."""
+    dims = [d for d, (a, b) in enumerate(zip(pair.ours, pair.theirs, strict=True)) if a != b]
+    why = [_own_reason(comparison, pair, dim) for dim in dims]
+    return tuple(dict.fromkeys(filter(None, why)))
+
+
+def _own_reason(comparison: Comparison, pair: Pair, dim: int) -> str:
     needs, place = comparison.needs, (pair.value, dim)
+    propagated = comparison.stages.propagated
+    program, mesh = propagated.program, propagated.mesh
+    kinds = {
+        node.rule.factors[f].kind
+        for node in nodes(program)
+        for value, dims in zip(node.values, node.rule.values, strict=True)
+        if value == pair.value
+        for f in dims[dim]
+    }
+    at_boundary = pair.value in (*program.body.args, *program.body.results)
     if place in needs.contested:
-        chains = needs.may[place]
-        longest = max(chains, key=len)
-        alike = all(longest[: len(c)] == c for c in chains)
+        longest = max(needs.may[place], key=len)
+        alike = all(longest[: len(claim)] == claim for claim in needs.may[place])
         return TIE if alike else CONFLICT
-    if place in comparison.stages.propagated.undivided:
+    if place in propagated.undivided:
         return BOUNDARY
-    wanted = max(pair.ours[dim], pair.theirs[dim], key=len)
-    if needs.must.get(place, ()) == wanted:
-        return NECESSARY
-    claims: Mapping = needs.may
-    if any(c[: len(wanted)] == wanted for c in claims.get(place, ())):
-        return DOWNSTREAM
-    return NO_PATH
+    if at_boundary and any(not ref.whole for ref in axis_refs(pair.ours[dim], mesh)):
+        return SUB_AXIS
+    if mesh.extent(pair.theirs[dim]) > program.types[pair.value].shape[dim]:
+        return SHORT
+    if REPLICATE in kinds:
+        return WHOLE
+    if pair.value in propagated.marks and at_boundary:
+        return RESULT
+    if pair.value in _marked_operands(comparison.stages):
+        return OPERAND
+    if pair.value not in _from_arguments(program):
+        return CONSTANT
+    if pair.key[1].startswith("chlo."):
+        return NO_RULE
+    if WINDOW in kinds:
+        return WINDOW_DIM
+    return NEIGHBOUR if place in needs.disputed else ""
 
 
-def describe(comparison: Comparison, pair: Pair) -> str:
-    """One line on one pair."""
+def _marked_operands(stages: Stages) -> set[int]:
+    walk = stages.imported.program.walk()
+    return {op.operands[0] for op in walk if op.name == "spmd.mark"}
+
+
+def _from_arguments(program: Program) -> set[int]:
+    """Values that some argument has a part in."""
+    found = set(program.body.args)
+    for _ in range(2):  # what a loop carries comes back to its start
+        for node in nodes(program):
+            if not found.isdisjoint(node.values[:-1]):
+                found.update(node.values)
+    return found
+
+
+def _groups(comparison: Comparison, values: list[int]) -> dict[int, int]:
+    """Joins values that an op or a tie has in common: value -> a number for its group."""
+    group = {value: value for value in values}
+
+    def root(value: int) -> int:
+        while group[value] != value:
+            value = group[value]
+        return value
+
+    for node in nodes(comparison.stages.imported.program):
+        together = [root(v) for v in node.values if v in group]
+        for value in together:
+            group[value] = together[0]
+    return {value: root(value) for value in values}
+
+
+def describe(comparison: Comparison, pair: Pair, why: tuple[str, ...]) -> str:
+    """One line on one pair that differs."""
     mesh = comparison.stages.plan.mesh
     where, op, number = pair.key
     ours, theirs = (format_sharding(Sharding(d), mesh) for d in (pair.ours, pair.theirs))
     place = f"line {'<'.join(map(str, where))}" if where else "main"
-    return f"{place} {op}#{number}: ours {ours}, Shardy {theirs} ({', '.join(reasons(comparison, pair))})"
+    return f"{place} {op}#{number}: ours {ours}, Shardy {theirs} ({', '.join(why)})"

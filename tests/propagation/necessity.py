@@ -2,9 +2,10 @@
 
 An axis *may* reach a dim if rules lead it there from some mark, whoever else is there. A dim is
 *contested* if claims may reach it of which neither continues the other, or if another dim of the
-same value may get one of its axes too. What reaches a dim from a mark through dims none of which is
-contested is *necessary*: there is one source, nobody else wants the place, and any propagation
-has to find it.
+same value may get one of its axes too. Two factors of an op *dispute* an axis that both may be split
+over. What reaches a dim from a mark through dims none of which is contested, along factors none of
+which is disputed, is *necessary*: there is one source, nobody else wants the place, and any
+propagation has to find it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from spmd.ir.control_flow import ties
 from spmd.ir.program import Op, Program, Value
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Mark
+from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import dim_to_factors, factors_to_dim
 from spmd.propagation.propagate import Propagated
 from spmd.propagation.registry import rule_of
@@ -44,11 +44,13 @@ class Necessity(NamedTuple):
     Attributes:
       may: the axes that may reach a dim.
       contested: dims that claims compete for.
+      disputed: dims around an op that mean a disputed factor of it.
       must: the axes that necessarily reach a dim.
     """
 
     may: Mapping[Place, frozenset[Axes]]
     contested: frozenset[Place]
+    disputed: frozenset[Place]
     must: Mapping[Place, Axes]
 
 
@@ -57,11 +59,11 @@ def necessity(propagated: Propagated) -> Necessity:
     flow = _Flow(propagated)
     may = flow.spread(frozenset())
     contested = frozenset(p for p in may if flow.is_contested(p, may))
-    sure = flow.spread(contested)
+    disputed = frozenset(p for node in flow.nodes for p in flow.disputed(node, may))
+    sure = flow.spread(contested | disputed)
     must = {place: max(claims, key=len) for place, claims in sure.items()}
-    return Necessity(
-        {place: frozenset(claims) for place, claims in may.items()}, contested, must
-    )
+    known = {place: frozenset(claims) for place, claims in may.items()}
+    return Necessity(known, contested, disputed, must)
 
 
 class _Flow:
@@ -100,15 +102,7 @@ class _Flow:
     def visit(self, node: Node, claims: Mapping[Place, set[Axes]]) -> Iterator[tuple[Place, Axes]]:
         """Every claim that a node passes on, given those around it."""
         rule, sizes = node.rule, self.sizes
-        wants: list[set[Axes]] = [{()} for _ in rule.factors]
-        for value, dims in zip(node.values, rule.values, strict=True):
-            if value in self.cheap:
-                continue
-            for d, dim in enumerate(dims):
-                for axes in claims.get((value, d), ()):
-                    for factor, part in dim_to_factors(axes, dim, rule.factors, sizes):
-                        if part and rule.factors[factor].kind != REPLICATE:
-                            wants[factor].add(self.fitting(part, rule.factors[factor]))
+        wants = self.wants(node, claims)
         for value, dims in zip(node.values, rule.values, strict=True):
             if value in self.cheap:
                 continue
@@ -120,6 +114,29 @@ class _Flow:
                     axes = factors_to_dim(dim, assignment, rule.factors, sizes)
                     if axes and len(set(axes)) == len(axes):
                         yield (value, d), axes
+
+    def wants(self, node: Node, claims: Mapping[Place, set[Axes]]) -> list[set[Axes]]:
+        """For each factor, what the dims around it would have it split over; always nothing."""
+        rule = node.rule
+        wants: list[set[Axes]] = [{()} for _ in rule.factors]
+        for value, dims in zip(node.values, rule.values, strict=True):
+            if value in self.cheap:
+                continue
+            for d, dim in enumerate(dims):
+                for axes in claims.get((value, d), ()):
+                    for factor, part in dim_to_factors(axes, dim, rule.factors, self.sizes):
+                        if part and rule.factors[factor].kind != REPLICATE:
+                            wants[factor].add(self.fitting(part, rule.factors[factor]))
+        return wants
+
+    def disputed(self, node: Node, may: Mapping[Place, set[Axes]]) -> Iterator[Place]:
+        """Dims of factors that share an axis with another factor of the same op."""
+        atoms = [{a for axes in found for a in axes} for found in self.wants(node, may)]
+        for value, dims in zip(node.values, node.rule.values, strict=True):
+            for d, dim in enumerate(dims):
+                others = [atoms[f] for f in range(len(atoms)) if f not in dim]
+                if any(not atoms[f].isdisjoint(set().union(*others)) for f in dim):
+                    yield value, d
 
     def fitting(self, axes: Axes, factor: Factor) -> Axes:
         if factor.kind != WINDOW:
@@ -175,14 +192,3 @@ def _ties(op: Op, program: Program) -> Iterator[Node]:
         dims = tuple((i,) for i in range(len(shape)))
         rule = Rule((dims,) * (len(values) - 1), (dims,), tuple(map(Factor, shape)))
         yield Node(rule, values)
-
-
-def marked_places(marks: Mapping[Value, Mark]) -> Iterable[tuple[Place, Axes, bool]]:
-    """Every dim of every marked value, its axes, and whether it is open."""
-    for value, mark in marks.items():
-        for dim, (axes, is_open) in enumerate(zip(mark.dims, mark.open, strict=True)):
-            yield (value, dim), axes, is_open
-
-
-def extent(axes: Axes, mesh: Mesh) -> int:
-    return mesh.extent(axes)
