@@ -6,8 +6,9 @@ reads proposals as wishes and is free to decide otherwise, except for marks.
 Tie-breaks, all of them: (1) ops that only pass dims through are settled before ops that reduce
 or read their neighbours;
 (2) within a kind, first in program order, first operand before second, operands before results;
-(3) where two dims of one value claim the same axis, neither gets it, until everything that
-follows by necessity is settled; then the more major dim gets it, first op in program order first;
+(3) where two dims of one value claim the same axis, neither gets it, through whatever op it comes,
+until everything that follows by necessity is settled; then the more major dim gets it, first op in
+program order first;
 (4) where two values disagree about one factor, their common part flows on and the conflict is
 recorded for the planner.
 """
@@ -136,12 +137,19 @@ class _Change(NamedTuple):
 
 
 class _Flow(NamedTuple):
-    """What a visit of a node does, given the proposals around it."""
+    """What a visit of a node does, given the proposals around it.
+
+    Attributes:
+      changes: dims that get longer axes.
+      conflicts: factors that are wanted split in different ways, with the claims.
+      undivided: dims at the boundary, with wanted axes that don't divide them.
+      disputed: values by position, each with an atom that two of its dims claim.
+    """
 
     changes: tuple[_Change, ...]
     conflicts: tuple[tuple[int, tuple[tuple[Axes, int, int], ...]], ...]
     undivided: tuple[tuple[int, int, Axes], ...]
-    blocked: bool
+    disputed: tuple[tuple[int, int], ...]
 
 
 Proposal = tuple[Axes, ...]
@@ -192,6 +200,7 @@ class _State:
         self.conflicts: dict[tuple[int, int], Conflict] = {}
         self.undivided: dict[tuple[Value, int], Axes] = {}
         self.blocked: set[int] = set()
+        self.disputed: dict[Value, set[int]] = {}
         self.queues: tuple[deque[int], deque[int]] = (deque(), deque())
         self.queued: set[int] = set()
         self.shapes: dict[tuple[int, tuple[tuple[int, ...] | None, ...]], _Shape] = {}
@@ -292,11 +301,29 @@ class _State:
         flow = self.flows.get(key)
         if flow is None:
             flow = self.flows[key] = _flow(node.shape, around, guess, self.sizes)
-        if flow.changes:
-            self.apply(index, node, flow.changes)
-        if flow.conflicts or flow.undivided or flow.blocked:
+        if flow.conflicts or flow.undivided or flow.disputed:
             self.note(index, node, flow)
-        return bool(flow.changes)
+        changes = flow.changes
+        if changes and self.disputed and not guess:
+            changes = self.undisputed(index, node, changes)
+        if changes:
+            self.apply(index, node, changes)
+        return bool(changes)
+
+    def undisputed(self, index: int, node: _Node, changes: Iterable[_Change]) -> tuple[_Change, ...]:
+        """Changes up to the first atom that two dims of the value dispute, whoever brings it."""
+        kept = []
+        for change in changes:
+            value = node.values[change.position]
+            disputed = self.disputed.get(value)
+            if disputed and not disputed.isdisjoint(change.axes):
+                self.blocked.add(index)
+                held = len(self.proposals[value][change.dim])
+                fresh = enumerate(change.axes[held:])
+                length = next((k for k, a in fresh if a in disputed), len(change.axes))
+                change = change._replace(axes=change.axes[: held + length])
+            kept.append(change)
+        return tuple(kept)
 
     def apply(self, index: int, node: _Node, changes: Iterable[_Change]) -> None:
         touched: dict[Value, None] = {}
@@ -319,8 +346,9 @@ class _State:
                     self.queues[self.nodes[neighbour].shape.reduces].append(neighbour)
 
     def note(self, index: int, node: _Node, flow: _Flow) -> None:
-        if flow.blocked:
+        for position, atom in flow.disputed:
             self.blocked.add(index)
+            self.disputed.setdefault(node.values[position], set()).add(atom)
         for factor, claims in flow.conflicts:
             named = [(axes, node.values[position], dim) for axes, position, dim in claims]
             op = node.op or _tie_op(node)
@@ -349,7 +377,7 @@ def _flow(shape: _Shape, around: tuple[Proposal, ...], guess: bool, sizes: Seque
     """What flows through a node: claims on factors, merged, and projected back onto every dim."""
     claims = _claims(shape, around, sizes)
     if not claims:
-        return _Flow((), (), (), False)
+        return _Flow((), (), (), ())
     assignment: list[Axes] = [()] * len(shape.rule.factors)
     source: dict[int, tuple[int, int]] = {}
     conflicts = []
@@ -362,7 +390,7 @@ def _flow(shape: _Shape, around: tuple[Proposal, ...], guess: bool, sizes: Seque
         source[factor] = (position, dim)
     changes: list[_Change] = []
     undivided: list[tuple[int, int, Axes]] = []
-    blocked = False
+    disputed: list[tuple[int, int]] = []
     for position, flags in enumerate(shape.flags):
         if flags is None:
             continue
@@ -377,11 +405,11 @@ def _flow(shape: _Shape, around: tuple[Proposal, ...], guess: bool, sizes: Seque
                     axes = max(kept, around[position][d], key=len)
             wanted.append(axes)
         more, stuck = _extensions(around[position], wanted, guess)
-        blocked |= stuck
+        disputed += [(position, atom) for atom in stuck]
         for d, axes in more:
             cause = next(source[f] for f in reversed(dims[d]) if f in source)
             changes.append(_Change(position, d, axes, *cause))
-    return _Flow(tuple(changes), tuple(conflicts), tuple(undivided), blocked)
+    return _Flow(tuple(changes), tuple(conflicts), tuple(undivided), tuple(disputed))
 
 
 def _claims(
@@ -431,10 +459,10 @@ def _dividing(axes: Axes, size: int, sizes: Sequence[int]) -> Axes:
 
 def _extensions(
     current: Proposal, wanted: Sequence[Axes], guess: bool
-) -> tuple[list[tuple[int, Axes]], bool]:
-    """The dims of one value that get longer axes, and whether a tie held one back."""
+) -> tuple[list[tuple[int, Axes]], list[int]]:
+    """The dims of one value that get longer axes, and the atoms that two of them claim."""
     more: list[tuple[int, Axes]] = []
-    blocked = False
+    disputed: list[int] = []
     now = list(current)
     for d, axes in enumerate(wanted):
         have = current[d]
@@ -446,12 +474,13 @@ def _extensions(
         fresh = axes[len(have) :]
         clash = next((k for k, a in enumerate(fresh) if a in taken), None)
         if clash is not None:
-            blocked |= fresh[clash] not in held
+            if fresh[clash] not in held:
+                disputed.append(fresh[clash])
             axes = have + fresh[:clash]
         if len(axes) > len(have):
             more.append((d, axes))
             now[d] = axes
-    return more, blocked
+    return more, disputed
 
 
 def _common_prefix(axes: Axes, claims: Iterable[tuple[Axes, int, int]]) -> Axes:
