@@ -132,8 +132,9 @@ def tables() -> Iterator[list[Row]]:
 def main(argv: Sequence[str]) -> None:
     """Prints one table, or those of --growth."""
     del argv
-    print(f"Python {sys.version.split()[0]}, jax {jax.__version__}, jaxlib {version('jaxlib')}, "
-          f"{os.cpu_count()} cores; {_MODEL.value}, {_OPTIMIZER.value}, planned for {_CHIP.value}")  # fmt: skip
+    versions = f"Python {sys.version.split()[0]}, jax {jax.__version__}, jaxlib {version('jaxlib')}"
+    what = f"{_MODEL.value}, {_OPTIMIZER.value}, planned for {_CHIP.value}"
+    print(f"{versions}, {os.cpu_count()} cores; {what}")
     titles = ["layers", "devices", "ops", *STAGES, "import to partition, s", "us/op"]
     titles += ["Shardy propagation, s", "ratio"] if _SHARDY.value else []
     for rows in tables():

@@ -18,9 +18,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
@@ -30,6 +27,9 @@ from spmd.frontend.import_stablehlo import sharding_attr
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
 
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = "from scripts.shardy import main; main()"
+"""What the process of `run_all` runs."""
 PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 TIMEOUT = 600
 
@@ -179,7 +179,8 @@ def _per_value(op: Any) -> list[tuple[tuple[Axis, ...], ...]]:
 
 
 def _entry_dims(item: Any, rank: int) -> tuple[tuple[Axis, ...], ...]:
-    entries = {e.name: e.attr for e in ir.DictAttr(item)} if item is not None else {}
+    dictionary: Any = ir.DictAttr(item) if item is not None else ()
+    entries = {e.name: e.attr for e in dictionary}
     return _dims(entries["sdy.sharding"]) if "sdy.sharding" in entries else ((),) * rank
 
 
@@ -209,7 +210,7 @@ def run_all(texts: Mapping[str, str]) -> dict[str, list[Value] | Failure]:
 def _child(request: str) -> tuple[int, str, str]:
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, "-c", PROGRAM],
         input=request, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
@@ -231,7 +232,3 @@ def main() -> None:
                 print(json.dumps([name, list(values_of(module)), ""]), flush=True)
         except ir.MLIRError as error:
             print(json.dumps([name, [], str(error)[:400]]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -167,9 +167,7 @@ def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding
     count = len(imported.program.body.results)
     entries = request.result_entries or (None,) * count
     marks = [result_mark(imported, request.mesh, entries, i) for i in range(count)]
-    return [
-        None if mark is None or any(mark.open) else Sharding(mark.dims) for mark in marks
-    ]
+    return [None if mark is None or any(mark.open) else Sharding(mark.dims) for mark in marks]
 
 
 class _Clock:

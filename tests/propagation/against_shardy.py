@@ -9,19 +9,20 @@ we rewrite some ops on the way in.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import spmd
 from scripts import shardy
 from spmd.frontend.import_stablehlo import parse_module
 from spmd.frontend.marks import atoms_of_attr
-from spmd.ir.program import Loc, Op, Program
+from spmd.ir.program import Loc, Op
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding
 from spmd.pipeline import Request, Stages, compile_module
 from spmd.propagation.rule import REPLICATE, WINDOW
-from tests.propagation.necessity import Necessity, necessity, nodes
+from tests.propagation.necessity import Necessity, Place, necessity, nodes
 
 Dims = tuple[Axes, ...]
 
@@ -91,10 +92,20 @@ def compare(text: str, mesh: Mesh, theirs: list[shardy.Value]) -> Comparison:
             continue
         ours = stages.propagated.proposals[value]
         if len(dims) == len(ours):
-            state = stages.plan.states[value]
-            planned = state.dims if state is not None else None
+            planned = _planned(stages, key, value)
             pairs.append(Pair(value, key, ours, planned, dims))
     return Comparison(stages, tuple(pairs), necessity(stages.propagated))
+
+
+def _planned(stages: Stages, key: Key, value: int) -> Dims | None:
+    """What the plan makes of a value, or of an argument or result at the boundary."""
+    _, what, number = key
+    if what == "argument":
+        return stages.plan.arguments[number].dims
+    if what == "result":
+        return stages.plan.results[number].dims
+    state = stages.plan.states[value]
+    return None if state is None else state.dims
 
 
 def our_values(stages: Stages) -> dict[Key, int]:
@@ -121,9 +132,7 @@ def _unique(values: list[shardy.Value], mesh: Mesh) -> dict[Key, Dims]:
     keys = [(value.lines, value.op, value.number) for value in values]
     counts = Counter(keys)
     return {
-        key: atoms(value, mesh)
-        for key, value in zip(keys, values, strict=True)
-        if counts[key] == 1
+        key: atoms(value, mesh) for key, value in zip(keys, values, strict=True) if counts[key] == 1
     }
 
 
@@ -136,26 +145,57 @@ def atoms(value: shardy.Value, mesh: Mesh) -> Dims:
 # ---------------------------------------------------------------------------------------------
 # Reasons. A difference has one of its own, or it comes with another that a chain of ops leads to.
 
-TIE = "two dims of the value want the axis"
-CONFLICT = "two different claims reach the dim"
-NEIGHBOUR = "two factors of an op around it want the axis"
-BOUNDARY = "the axes do not divide an argument or result"
-SUB_AXIS = "a sub-axis of an argument or result"
-SHORT = "the axes are longer than the dim"
-WHOLE = "an op needs the dim whole"
-WINDOW_DIM = "the op reads beyond its piece of the dim"
-RESULT = "a mark on a result"
-OPERAND = "a mark's operand"
-CONSTANT = "computed from constants alone"
-NO_RULE = "an op that Shardy has no rule for"
-FOLLOWS = "behind another difference"
-UNEXPLAINED = "unexplained"
+TIE, CONFLICT, NEIGHBOUR = "tie", "conflict", "dispute"
+BOUNDARY, SUB_AXIS, SHORT = "uneven", "sub-axis", "short"
+WHOLE, WINDOW_DIM = "whole", "window"
+RESULT, OPERAND, CONSTANT, NO_RULE = "result", "mark", "constant", "rule"
+FOLLOWS, UNEXPLAINED = "behind", "unexplained"
+
+REASONS = {
+    TIE: "Two dims of the value may get the axis. We hold both claims back until the rest is "
+    "settled, Shardy decides at the op that it looks at.",
+    CONFLICT: "Claims may reach the dim of which neither continues the other; the first one wins. "
+    "Shardy lets axes through broadcasts late, we do so at once.",
+    NEIGHBOUR: "An op beside the value may be split over the axis in two ways. Shardy gives the "
+    "value nothing, we give it what it gets from its other side.",
+    FOLLOWS: "Reached through ops from a value that differs for another reason.",
+    BOUNDARY: "The axes do not divide an argument or result: we take the part that does, Shardy "
+    "none.",
+    SUB_AXIS: "Shardy takes sub-axes off arguments and results at once, we do so in the plan.",
+    SHORT: "Shardy splits dims over more devices than they have elements, we do not.",
+    WHOLE: "An op needs the dim whole (the sorted dim of a sort). Shardy lets the axes through.",
+    WINDOW_DIM: "The op reads beyond its piece of the dim. Shardy reshards before some of these "
+    "ops, we exchange halos.",
+    RESULT: "A mark on a result is for us the value's own, for Shardy that of what is returned.",
+    OPERAND: "Shardy puts a mark on the producer of what is marked too; ours begins at the mark.",
+    CONSTANT: "Made of constants alone: Shardy makes a copy for each use.",
+    NO_RULE: "Shardy lets nothing through CHLO ops and `if` (XLA rewrites them before it comes).",
+    UNEXPLAINED: "Nothing of the above.",
+}
+"""Reason -> what it means, for people."""
+
+
+class _Facts(NamedTuple):
+    """What the reasons of a program's differences are read from.
+
+    Attributes:
+      kinds: for each dim, the kinds of the factors that it means to the ops around it.
+      given: values that some argument has a part in.
+      marked_operands: values that a mark inside the program is put on.
+      boundary: arguments and results.
+    """
+
+    kinds: Mapping[Place, set[str]]
+    given: set[int]
+    marked_operands: set[int]
+    boundary: set[int]
 
 
 def explain(comparison: Comparison) -> dict[Pair, tuple[str, ...]]:
     """The reasons for every pair that differs."""
     different = [pair for pair in comparison.pairs if pair.relation != EQUAL]
-    found = {pair: own_reasons(comparison, pair) for pair in different}
+    facts = _facts(comparison.stages)
+    found = {pair: _own_reasons(comparison, facts, pair) for pair in different}
     groups = _groups(comparison, [pair.value for pair in different])
     explained = {groups[pair.value] for pair, why in found.items() if why}
     for pair, why in found.items():
@@ -164,63 +204,61 @@ def explain(comparison: Comparison) -> dict[Pair, tuple[str, ...]]:
     return found
 
 
-def own_reasons(comparison: Comparison, pair: Pair) -> tuple[str, ...]:
+def _own_reasons(comparison: Comparison, facts: _Facts, pair: Pair) -> tuple[str, ...]:
     """Why a pair differs, dim by dim, as far as the value itself tells."""
     dims = [d for d, (a, b) in enumerate(zip(pair.ours, pair.theirs, strict=True)) if a != b]
-    why = [_own_reason(comparison, pair, dim) for dim in dims]
+    why = [_own_reason(comparison, facts, pair, dim) for dim in dims]
     return tuple(dict.fromkeys(filter(None, why)))
 
 
-def _own_reason(comparison: Comparison, pair: Pair, dim: int) -> str:
-    needs, place = comparison.needs, (pair.value, dim)
-    propagated = comparison.stages.propagated
-    program, mesh = propagated.program, propagated.mesh
-    kinds = {
-        node.rule.factors[f].kind
-        for node in nodes(program)
-        for value, dims in zip(node.values, node.rule.values, strict=True)
-        if value == pair.value
-        for f in dims[dim]
-    }
-    at_boundary = pair.value in (*program.body.args, *program.body.results)
-    if place in needs.contested:
-        longest = max(needs.may[place], key=len)
-        alike = all(longest[: len(claim)] == claim for claim in needs.may[place])
-        return TIE if alike else CONFLICT
-    if place in propagated.undivided:
-        return BOUNDARY
-    if at_boundary and any(not ref.whole for ref in axis_refs(pair.ours[dim], mesh)):
-        return SUB_AXIS
-    if mesh.extent(pair.theirs[dim]) > program.types[pair.value].shape[dim]:
-        return SHORT
-    if REPLICATE in kinds:
-        return WHOLE
-    if pair.value in propagated.marks and at_boundary:
-        return RESULT
-    if pair.value in _marked_operands(comparison.stages):
-        return OPERAND
-    if pair.value not in _from_arguments(program):
-        return CONSTANT
-    if pair.key[1].startswith("chlo."):
-        return NO_RULE
-    if WINDOW in kinds:
-        return WINDOW_DIM
-    return NEIGHBOUR if place in needs.disputed else ""
+def _own_reason(comparison: Comparison, facts: _Facts, pair: Pair, dim: int) -> str:
+    needs, propagated = comparison.needs, comparison.stages.propagated
+    value, place, mesh = pair.value, (pair.value, dim), comparison.stages.plan.mesh
+    at_boundary = value in facts.boundary
+    in_pieces = any(not ref.whole for ref in axis_refs(pair.ours[dim], mesh))
+    size = propagated.program.types[value].shape[dim]
+    kinds = facts.kinds.get(place, set())
+    rows = (
+        (place in needs.contested, _contest(needs, place)),
+        (place in propagated.undivided, BOUNDARY),
+        (at_boundary and in_pieces, SUB_AXIS),
+        (mesh.extent(pair.theirs[dim]) > size, SHORT),
+        (REPLICATE in kinds, WHOLE),
+        (at_boundary and value in propagated.marks, RESULT),
+        (value in facts.marked_operands, OPERAND),
+        (value not in facts.given, CONSTANT),
+        (pair.key[1].startswith(NOT_RULED), NO_RULE),
+        (WINDOW in kinds, WINDOW_DIM),
+        (place in needs.disputed, NEIGHBOUR),
+    )
+    return next((reason for holds, reason in rows if holds), "")
 
 
-def _marked_operands(stages: Stages) -> set[int]:
-    walk = stages.imported.program.walk()
-    return {op.operands[0] for op in walk if op.name == "spmd.mark"}
+NOT_RULED = ("chlo.", "stablehlo.if")
+"""CHLO ops are rewritten with others, and `if` with `case`, before Shardy sees them under XLA."""
 
 
-def _from_arguments(program: Program) -> set[int]:
-    """Values that some argument has a part in."""
-    found = set(program.body.args)
+def _contest(needs: Necessity, place: Place) -> str:
+    claims = needs.may.get(place, frozenset({()}))
+    longest = max(claims, key=len)
+    return TIE if all(longest[: len(claim)] == claim for claim in claims) else CONFLICT
+
+
+def _facts(stages: Stages) -> _Facts:
+    program = stages.imported.program
+    every = list(nodes(program))
+    kinds: dict[Place, set[str]] = {}
+    for node in every:
+        for value, dims in zip(node.values, node.rule.values, strict=True):
+            for d, dim in enumerate(dims):
+                kinds.setdefault((value, d), set()).update(node.rule.factors[f].kind for f in dim)
+    given = set(program.body.args)
     for _ in range(2):  # what a loop carries comes back to its start
-        for node in nodes(program):
-            if not found.isdisjoint(node.values[:-1]):
-                found.update(node.values)
-    return found
+        for node in every:
+            if not given.isdisjoint(node.values[:-1]):
+                given.update(node.values)
+    marked = {op.operands[0] for op in program.walk() if op.name == "spmd.mark"}
+    return _Facts(kinds, given, marked, {*program.body.args, *program.body.results})
 
 
 def _groups(comparison: Comparison, values: list[int]) -> dict[int, int]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-import textwrap
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,13 +13,7 @@ import optax
 from jax import lax
 
 import spmd
-from models.llama import sharding
-from models.llama.config import named_config
-from models.llama.training import argument_types, train_step
 from scripts.shardy import marked_text
-from tests.corpus.program import mark as mark_words
-from tests.corpus.programs import PROGRAMS
-from tests.programs import llama_optimizer
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 CUBE = spmd.Mesh(None, (2, 2, 2), ("x", "y", "z"))
@@ -50,20 +41,6 @@ class Marked(NamedTuple):
         jitted = spmd.jit(self.fn, mesh=self.mesh, in_specs=specs)
         return marked_text(jitted.lower(*structs, topology=TOPOLOGY))
 
-
-class Given(NamedTuple):
-    """A module that something else makes, as text."""
-
-    name: str
-    make: Callable[[], str]
-    mesh: spmd.Mesh = MESH
-
-    def text(self) -> str:
-        """The marked module."""
-        return self.make()
-
-
-Case = Marked | Given
 
 PARTS = (lambda a: a.struct, lambda a: a.at)
 
@@ -228,171 +205,139 @@ IMAGE = arg(8, 16, 16, 8, at=("data", ..., ..., ...))
 KERNEL = arg(3, 3, 8, 16, at=(..., ..., ..., "model"))
 
 
-# Modules as other tools write them: with axes on open dims, sub-axes, and marks on results.
-
-
-def module(body: str) -> Callable[[], str]:
-    """A module around a function's text; `S` stands for a sharding on the mesh of `MESH`."""
-    text = re.sub(r"S(\[.*?\])", r"#sdy.sharding<@mesh, \1>", body)
-    mesh = '  sdy.mesh @mesh = <["data"=4, "model"=2]>'
-    return lambda: f"module {{\n{mesh}\n{textwrap.dedent(text)}\n}}"
-
-
-OPEN_WITH_AXES = """
-func.func @main(%x: tensor<16x16xf32> {sdy.sharding = S[{"data", ?}, {?}]},
-                %y: tensor<16x16xf32> {sdy.sharding = S[{"data", "model"}, {}]}) -> tensor<16x16xf32> {
-  %0 = stablehlo.sine %x : tensor<16x16xf32>
-  %1 = stablehlo.add %0, %y : tensor<16x16xf32>
-  return %1 : tensor<16x16xf32>
-}"""
-SUB_AXIS = """
-func.func @main(%x: tensor<16x16xf32>) -> tensor<4x4x16xf32> {
-  %0 = stablehlo.sine %x : tensor<16x16xf32>
-  %1 = sdy.sharding_constraint %0 <@mesh, [{"data":(1)2}, {"data":(2)2, "model"}]> : tensor<16x16xf32>
-  %2 = stablehlo.tanh %1 : tensor<16x16xf32>
-  %3 = stablehlo.reshape %2 : (tensor<16x16xf32>) -> tensor<4x4x16xf32>
-  %4 = stablehlo.add %3, %3 : tensor<4x4x16xf32>
-  return %4 : tensor<4x4x16xf32>
-}"""
-RESULTS = """
-func.func @main(%x: tensor<16x16xf32>, %y: tensor<16x16xf32>)
-    -> (tensor<16x16xf32> {sdy.sharding = S[{"data"}, {"model"}]},
-        tensor<16x16xf32> {sdy.sharding = S[{?}, {"data", ?}]}) {
-  %0 = stablehlo.sine %x : tensor<16x16xf32>
-  %1 = stablehlo.exponential %y : tensor<16x16xf32>
-  return %0, %1 : tensor<16x16xf32>, tensor<16x16xf32>
-}"""
-TWO_MARKS = """
-func.func @main(%x: tensor<16x16xf32>) -> tensor<16x16xf32> {
-  %0 = stablehlo.sine %x : tensor<16x16xf32>
-  %1 = sdy.sharding_constraint %0 <@mesh, [{"data"}, {}]> : tensor<16x16xf32>
-  %2 = sdy.sharding_constraint %1 <@mesh, [{}, {"data"}]> : tensor<16x16xf32>
-  %3 = stablehlo.tanh %2 : tensor<16x16xf32>
-  return %3 : tensor<16x16xf32>
-}"""
-IF = """
-func.func @main(%x: tensor<16x16xf32> {sdy.sharding = S[{"data", ?}, {?}]}, %y: tensor<16x16xf32>,
-                %flag: tensor<i1>) -> tensor<16x16xf32> {
-  %0 = "stablehlo.if"(%flag) ({
-    %1 = stablehlo.sine %x : tensor<16x16xf32>
-    stablehlo.return %1 : tensor<16x16xf32>
-  }, {
-    %2 = stablehlo.tanh %y : tensor<16x16xf32>
-    stablehlo.return %2 : tensor<16x16xf32>
-  }) : (tensor<i1>) -> tensor<16x16xf32>
-  %3 = stablehlo.negate %0 : tensor<16x16xf32>
-  return %3 : tensor<16x16xf32>
-}"""
-
-
-# Whole training steps.
-
-
-def llama(scan: bool, optimizer: str) -> Callable[[], str]:
-    """The tiny Llama's training step, marked by the default tables."""
-
-    def make() -> str:
-        config = dataclasses.replace(named_config("tiny"), scan_layers=scan)
-        chosen = llama_optimizer(optimizer)
-        step = train_step(config, chosen, sharding.activation_marks(MESH, config))
-        jitted = spmd.jit(step, mesh=MESH, donate_argnums=(0, 1))
-        types = argument_types(config, chosen, MESH, (8, 16))
-        return marked_text(jitted.lower(*types, topology=TOPOLOGY))
-
-    return make
-
-
-def from_corpus(name: str) -> Given:
-    """A program that nobody wrote for this compiler."""
-
-    def make() -> str:
-        program = next(p for p in PROGRAMS if p.name == name)
-        made = program.make()
-        types = [jax.eval_shape(lambda a: a, a) for a in made.args]
-        marked = [mark_words(a, word, MESH) for a, word in zip(types, made.specs, strict=True)]
-        return marked_text(spmd.jit(made.fn, mesh=MESH).lower(*marked, topology=TOPOLOGY))
-
-    return Given(f"corpus.{name}", make)
-
-
-MODULES = (
-    Given("module.open_with_axes", module(OPEN_WITH_AXES)),
-    Given("module.sub_axis", module(SUB_AXIS)),
-    Given("module.results", module(RESULTS)),
-    Given("module.two_marks", module(TWO_MARKS)),
-    Given("module.if", module(IF)),
-    Given("llama.scanned_adamw", llama(True, "adamw")),
-    Given("llama.unrolled_adafactor", llama(False, "adafactor")),
-    from_corpus("vision.resnet"),
-    from_corpus("vision.unet"),
-    from_corpus("sequence.experts"),
-    from_corpus("sequence.lstm"),
-    from_corpus("sequence.state_space"),
-    from_corpus("equinox.attention"),
-    from_corpus("transforms.remat"),
-    from_corpus("transforms.per_example"),
-    from_corpus("numerics.control_flow"),
-    from_corpus("optax.lamb"),
-)
-
 MARKED: tuple[Marked, ...] = (
     # Elementwise.
-    Marked("elementwise.chain", lambda x: jnp.exp(jnp.sin(x) * 2 + x),
-           (arg(8, 16, at=("data", "model")),)),
-    Marked("elementwise.backward", lambda x, y: mark(x * y + 1, "data", "model"),
-           (arg(8, 16), arg(8, 16))),
-    Marked("elementwise.both_ends", lambda x, y: jnp.where(x > 0, x, y) + y,
-           (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model")))),
-    Marked("elementwise.longer_wins", lambda x, y: x + y,
-           (arg(16, 16, at=("data", ...)), arg(16, 16, at=(("data", "model"), ...)))),
-    Marked("elementwise.uneven", lambda x, y: jnp.sin(mark(x + y, "data", ...)) * 2,
-           (arg(10, 16), arg(10, 16))),
-    Marked("elementwise.shared_constant", lambda x, y: (x + 1, y + 1),
-           (arg(8, 16, at=("data", None)), arg(8, 16, at=(None, "model")))),
+    Marked(
+        "elementwise.chain",
+        lambda x: jnp.exp(jnp.sin(x) * 2 + x),
+        (arg(8, 16, at=("data", "model")),),
+    ),
+    Marked(
+        "elementwise.backward",
+        lambda x, y: mark(x * y + 1, "data", "model"),
+        (arg(8, 16), arg(8, 16)),
+    ),
+    Marked(
+        "elementwise.both_ends",
+        lambda x, y: jnp.where(x > 0, x, y) + y,
+        (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model"))),
+    ),
+    Marked(
+        "elementwise.longer_wins",
+        lambda x, y: x + y,
+        (arg(16, 16, at=("data", ...)), arg(16, 16, at=(("data", "model"), ...))),
+    ),
+    Marked(
+        "elementwise.uneven",
+        lambda x, y: jnp.sin(mark(x + y, "data", ...)) * 2,
+        (arg(10, 16), arg(10, 16)),
+    ),
+    Marked(
+        "elementwise.shared_constant",
+        lambda x, y: (x + 1, y + 1),
+        (arg(8, 16, at=("data", None)), arg(8, 16, at=(None, "model"))),
+    ),
     # Closed and open dims.
-    Marked("dims.closed_argument", lambda x, y: x * 2 + y,
-           (arg(8, 16, at=("data", None)), arg(8, 16, at=("data", "model")))),
-    Marked("dims.open_argument", lambda x, y: x * 2 + y,
-           (arg(8, 16, at=("data", ...)), arg(8, 16, at=("data", "model")))),
-    Marked("dims.closed_inside", lambda x: jnp.sin(mark(jnp.cos(x), "data", None)) + x,
-           (arg(8, 16, at=("data", "model")),)),
-    Marked("dims.open_inside", lambda x, y: jnp.sin(mark(x, "data", ...)) + y,
-           (arg(8, 16), arg(8, 16, at=(..., "model")))),
-    Marked("dims.replicated_inside", lambda x: jnp.sin(mark(x * 2, None, None)) + 1,
-           (arg(8, 16, at=("data", "model")),)),
+    Marked(
+        "dims.closed_argument",
+        lambda x, y: x * 2 + y,
+        (arg(8, 16, at=("data", None)), arg(8, 16, at=("data", "model"))),
+    ),
+    Marked(
+        "dims.open_argument",
+        lambda x, y: x * 2 + y,
+        (arg(8, 16, at=("data", ...)), arg(8, 16, at=("data", "model"))),
+    ),
+    Marked(
+        "dims.closed_inside",
+        lambda x: jnp.sin(mark(jnp.cos(x), "data", None)) + x,
+        (arg(8, 16, at=("data", "model")),),
+    ),
+    Marked(
+        "dims.open_inside",
+        lambda x, y: jnp.sin(mark(x, "data", ...)) + y,
+        (arg(8, 16), arg(8, 16, at=(..., "model"))),
+    ),
+    Marked(
+        "dims.replicated_inside",
+        lambda x: jnp.sin(mark(x * 2, None, None)) + 1,
+        (arg(8, 16, at=("data", "model")),),
+    ),
     # dot_general.
     Marked("dot.free_dims", lambda x, w: x @ w, XW),
     Marked("dot.contracting", lambda x, w: x @ w, (arg(8, 16, at=(..., "model")), arg(16, 32))),
-    Marked("dot.batch", lambda x, y: jnp.einsum("bik,bkj->bij", x, y),
-           (arg(8, 4, 6, at=("data", ..., "model")), arg(8, 6, 4))),
+    Marked(
+        "dot.batch",
+        lambda x, y: jnp.einsum("bik,bkj->bij", x, y),
+        (arg(8, 4, 6, at=("data", ..., "model")), arg(8, 6, 4)),
+    ),
     Marked("dot.backward", lambda x, w: mark(x @ w, "data", "model"), (arg(8, 16), arg(16, 32))),
-    Marked("dot.many_dims", lambda x, y: jnp.einsum("abcd,bdef->abcef", x, y),
-           (arg(2, 4, 6, 8, at=("model", "data", ..., ...)), arg(4, 8, 6, 4))),
-    Marked("dot.outer", lambda x, y: jnp.outer(x, y), (arg(8, at=("data",)), arg(16, at=("model",)))),
+    Marked(
+        "dot.many_dims",
+        lambda x, y: jnp.einsum("abcd,bdef->abcef", x, y),
+        (arg(2, 4, 6, 8, at=("model", "data", ..., ...)), arg(4, 8, 6, 4)),
+    ),
+    Marked(
+        "dot.outer", lambda x, y: jnp.outer(x, y), (arg(8, at=("data",)), arg(16, at=("model",)))
+    ),
     Marked("dot.vector", lambda x, v: x @ v, (arg(8, 16, at=("data", "model")), arg(16))),
-    Marked("dot.axis_wanted_twice", lambda x, w: x @ w,
-           (arg(8, 16, at=("data", ...)), arg(16, 32, at=(..., "data")))),
+    Marked(
+        "dot.axis_wanted_twice",
+        lambda x, w: x @ w,
+        (arg(8, 16, at=("data", ...)), arg(16, 32, at=(..., "data"))),
+    ),
     Marked("dot.gradients", gradients(lambda x, w: x @ w), XW),
     # Reshape, transpose, broadcast.
     Marked("reshape.split", lambda x: x.reshape(4, 2, 16) * 2, (arg(8, 16, at=("data", "model")),)),
-    Marked("reshape.merge", lambda x: x.reshape(8, 16) * 2, (arg(4, 2, 16, at=("data", "model", ...)),)),
-    Marked("reshape.split_sub_axis", lambda x: x.reshape(2, 4, 16) + 1, (arg(8, 16, at=("data", ...)),)),
-    Marked("reshape.merge_sub_axis", lambda x: mark(x.reshape(8, 16), "data", ...), (arg(2, 4, 16),)),
-    Marked("reshape.split_both_axes", lambda x: jnp.sin(x.reshape(4, 8)),
-           (arg(32, at=(("data", "model"),)),)),
-    Marked("reshape.size_one", lambda x: x.reshape(8, 1, 16, 1) + 1, (arg(8, 16, at=("data", "model")),)),
-    Marked("reshape.drop_size_one", lambda x: x.reshape(8, 16) + 1,
-           (arg(1, 8, 1, 16, at=(..., "data", ..., "model")),)),
-    Marked("reshape.minor_of_merge", lambda x: x.reshape(8, 16) * 2, (arg(4, 2, 16, at=(..., "model", ...)),)),
+    Marked(
+        "reshape.merge", lambda x: x.reshape(8, 16) * 2, (arg(4, 2, 16, at=("data", "model", ...)),)
+    ),
+    Marked(
+        "reshape.split_sub_axis", lambda x: x.reshape(2, 4, 16) + 1, (arg(8, 16, at=("data", ...)),)
+    ),
+    Marked(
+        "reshape.merge_sub_axis", lambda x: mark(x.reshape(8, 16), "data", ...), (arg(2, 4, 16),)
+    ),
+    Marked(
+        "reshape.split_both_axes",
+        lambda x: jnp.sin(x.reshape(4, 8)),
+        (arg(32, at=(("data", "model"),)),),
+    ),
+    Marked(
+        "reshape.size_one",
+        lambda x: x.reshape(8, 1, 16, 1) + 1,
+        (arg(8, 16, at=("data", "model")),),
+    ),
+    Marked(
+        "reshape.drop_size_one",
+        lambda x: x.reshape(8, 16) + 1,
+        (arg(1, 8, 1, 16, at=(..., "data", ..., "model")),),
+    ),
+    Marked(
+        "reshape.minor_of_merge",
+        lambda x: x.reshape(8, 16) * 2,
+        (arg(4, 2, 16, at=(..., "model", ...)),),
+    ),
     Marked("reshape.unrelated", lambda x: x.reshape(8, 3) * 2, (arg(6, 4, at=("model", ...)),)),
-    Marked("reshape.heads", lambda x: x.reshape(8, 16, 4, 8).swapaxes(1, 2),
-           (arg(8, 16, 32, at=("data", ..., "model")),)),
-    Marked("transpose", lambda x: x.transpose(2, 0, 1) * 2, (arg(4, 8, 16, at=("model", "data", ...)),)),
+    Marked(
+        "reshape.heads",
+        lambda x: x.reshape(8, 16, 4, 8).swapaxes(1, 2),
+        (arg(8, 16, 32, at=("data", ..., "model")),),
+    ),
+    Marked(
+        "transpose", lambda x: x.transpose(2, 0, 1) * 2, (arg(4, 8, 16, at=("model", "data", ...)),)
+    ),
     Marked("broadcast.rows", lambda x, b: x + b, (arg(8, 16, at=("data", "model")), arg(16))),
     Marked("broadcast.size_one", lambda x, c: x * c, (arg(8, 16, at=("data", "model")), arg(8, 1))),
-    Marked("broadcast.backward", lambda b: mark(jnp.broadcast_to(b, (8, 16)), "data", "model"), (arg(16),)),
+    Marked(
+        "broadcast.backward",
+        lambda b: mark(jnp.broadcast_to(b, (8, 16)), "data", "model"),
+        (arg(16),),
+    ),
     # Reductions.
-    Marked("reduce.sum", lambda x: (x.sum(0), x.sum(1), x.sum()), (arg(8, 16, at=("data", "model")),)),
+    Marked(
+        "reduce.sum", lambda x: (x.sum(0), x.sum(1), x.sum()), (arg(8, 16, at=("data", "model")),)
+    ),
     Marked("reduce.backward", lambda x: mark(x.sum(1), "data"), (arg(8, 16),)),
     Marked("reduce.argmax", lambda x: (x.argmax(1), x.max(1)), (arg(8, 16, at=("data", "model")),)),
     Marked("reduce.softmax", jax.nn.softmax, (arg(8, 16, at=("data", "model")),)),
@@ -400,94 +345,225 @@ MARKED: tuple[Marked, ...] = (
     Marked("reduce.cumsum", lambda x: jnp.cumsum(x, 1), (arg(8, 16, at=("data", ...)),)),
     Marked("reduce.cumsum_split", lambda x: jnp.cumsum(x, 1), (arg(8, 16, at=(..., "model")),)),
     # Joining and cutting.
-    Marked("concatenate.other_dim", lambda x, y: jnp.concatenate([x, y], 1),
-           (arg(8, 16, at=("data", ...)), arg(8, 8))),
-    Marked("concatenate.own_dim", lambda x, y: jnp.concatenate([x, y], 1),
-           (arg(8, 16, at=(..., "model")), arg(8, 16))),
+    Marked(
+        "concatenate.other_dim",
+        lambda x, y: jnp.concatenate([x, y], 1),
+        (arg(8, 16, at=("data", ...)), arg(8, 8)),
+    ),
+    Marked(
+        "concatenate.own_dim",
+        lambda x, y: jnp.concatenate([x, y], 1),
+        (arg(8, 16, at=(..., "model")), arg(8, 16)),
+    ),
     Marked("stack", lambda x, y: jnp.stack([x, y]), (arg(8, 16, at=("data", "model")), arg(8, 16))),
-    Marked("pad.other_dim", lambda x: jnp.pad(x, ((0, 0), (1, 1))), (arg(8, 16, at=("data", ...)),)),
-    Marked("pad.own_dim", lambda x: jnp.pad(x, ((0, 0), (0, 16))), (arg(8, 16, at=(..., "model")),)),
+    Marked(
+        "pad.other_dim", lambda x: jnp.pad(x, ((0, 0), (1, 1))), (arg(8, 16, at=("data", ...)),)
+    ),
+    Marked(
+        "pad.own_dim", lambda x: jnp.pad(x, ((0, 0), (0, 16))), (arg(8, 16, at=(..., "model")),)
+    ),
     Marked("slice.other_dim", lambda x: x[:, 2:10], (arg(8, 16, at=("data", ...)),)),
     Marked("slice.own_dim", lambda x: x[:, :8], (arg(8, 16, at=("data", "model")),)),
-    Marked("slice.halves", lambda x: jnp.sin(x[:, :8]) * x[:, 8:], (arg(8, 16, at=("data", "model")),)),
+    Marked(
+        "slice.halves", lambda x: jnp.sin(x[:, :8]) * x[:, 8:], (arg(8, 16, at=("data", "model")),)
+    ),
     Marked("reverse", lambda x: x[:, ::-1], (arg(8, 16, at=("data", "model")),)),
-    Marked("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (0, i), (8, 4)),
-           (arg(8, 16, at=("data", "model")), ints())),
-    Marked("dynamic_update_slice", lambda x, y, i: lax.dynamic_update_slice(x, y, (0, i)),
-           (arg(8, 16, at=("data", "model")), arg(8, 4), ints())),
+    Marked(
+        "dynamic_slice",
+        lambda x, i: lax.dynamic_slice(x, (0, i), (8, 4)),
+        (arg(8, 16, at=("data", "model")), ints()),
+    ),
+    Marked(
+        "dynamic_update_slice",
+        lambda x, y, i: lax.dynamic_update_slice(x, y, (0, i)),
+        (arg(8, 16, at=("data", "model")), arg(8, 4), ints()),
+    ),
     # Indexing.
-    Marked("gather.embedding", embedding, (ints(8, 16, at=("data", ...)), arg(64, 32, at=(..., "model")))),
-    Marked("gather.vocabulary_split", embedding,
-           (ints(8, 16, at=("data", ...)), arg(64, 32, at=("model", ...)))),
-    Marked("gather.backward", lambda i, t: mark(embedding(i, t), "data", None, "model"),
-           (ints(8, 16), arg(64, 32))),
-    Marked("gather.batched", lambda x, i: jnp.take_along_axis(x, i, 1),
-           (arg(8, 16, at=("data", ...)), ints(8, 4))),
-    Marked("scatter.add", lambda x, i, y: x.at[i].add(y),
-           (arg(64, 32, at=(..., "model")), ints(16, at=("data",)), arg(16, 32))),
-    Marked("scatter.embedding_gradient", lambda i, t: jax.grad(lambda t: embedding(i, t).sum())(t),
-           (ints(8, 16, at=("data", ...)), arg(64, 32, at=(..., "model")))),
+    Marked(
+        "gather.embedding",
+        embedding,
+        (ints(8, 16, at=("data", ...)), arg(64, 32, at=(..., "model"))),
+    ),
+    Marked(
+        "gather.vocabulary_split",
+        embedding,
+        (ints(8, 16, at=("data", ...)), arg(64, 32, at=("model", ...))),
+    ),
+    Marked(
+        "gather.backward",
+        lambda i, t: mark(embedding(i, t), "data", None, "model"),
+        (ints(8, 16), arg(64, 32)),
+    ),
+    Marked(
+        "gather.batched",
+        lambda x, i: jnp.take_along_axis(x, i, 1),
+        (arg(8, 16, at=("data", ...)), ints(8, 4)),
+    ),
+    Marked(
+        "scatter.add",
+        lambda x, i, y: x.at[i].add(y),
+        (arg(64, 32, at=(..., "model")), ints(16, at=("data",)), arg(16, 32)),
+    ),
+    Marked(
+        "scatter.embedding_gradient",
+        lambda i, t: jax.grad(lambda t: embedding(i, t).sum())(t),
+        (ints(8, 16, at=("data", ...)), arg(64, 32, at=(..., "model"))),
+    ),
     Marked("sort", lambda x: jnp.sort(x, 1), (arg(8, 16, at=("data", ...)),)),
     Marked("top_k", lambda x: lax.top_k(x, 4), (arg(8, 16, at=("data", ...)),)),
-    Marked("iota.one_hot", lambda i: jax.nn.one_hot(i, 32) @ jnp.ones((32, 4)), (ints(8, at=("data",)),)),
+    Marked(
+        "iota.one_hot",
+        lambda i: jax.nn.one_hot(i, 32) @ jnp.ones((32, 4)),
+        (ints(8, at=("data",)),),
+    ),
     Marked("cross_entropy", cross_entropy, (arg(8, 64, at=("data", "model")), ints(8))),
-    Marked("cross_entropy.gradient", lambda x, y: jax.grad(cross_entropy)(x, y),
-           (arg(8, 64, at=("data", "model")), ints(8, at=("data",)))),
+    Marked(
+        "cross_entropy.gradient",
+        lambda x, y: jax.grad(cross_entropy)(x, y),
+        (arg(8, 64, at=("data", "model")), ints(8, at=("data",))),
+    ),
     # Convolution and pooling.
-    Marked("conv", lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC),
-           (IMAGE, KERNEL)),
-    Marked("conv.gradients", gradients(
-        lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC)),
-        (IMAGE, KERNEL)),
-    Marked("conv.features_in", lambda x, k: lax.conv_general_dilated(
-        x, k, (2, 2), "SAME", dimension_numbers=NHWC),
-        (arg(8, 16, 16, 8, at=("data", ..., ..., "model")), arg(3, 3, 8, 16))),
-    Marked("conv.grouped", lambda x, k: lax.conv_general_dilated(
-        x, k, (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=4),
-        (IMAGE, arg(3, 3, 2, 16, at=(..., ..., ..., "model")))),
-    Marked("conv.spatial", lambda x, k: lax.conv_general_dilated(
-        x, k, (1, 1), "SAME", dimension_numbers=NHWC),
-        (arg(8, 16, 16, 8, at=(..., "data", ..., ...)), arg(3, 3, 8, 16))),
-    Marked("pooling", lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME"),
-           (arg(8, 16, 16, 8, at=("data", ..., ..., "model")),)),
+    Marked(
+        "conv",
+        lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC),
+        (IMAGE, KERNEL),
+    ),
+    Marked(
+        "conv.gradients",
+        gradients(
+            lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC)
+        ),
+        (IMAGE, KERNEL),
+    ),
+    Marked(
+        "conv.features_in",
+        lambda x, k: lax.conv_general_dilated(x, k, (2, 2), "SAME", dimension_numbers=NHWC),
+        (arg(8, 16, 16, 8, at=("data", ..., ..., "model")), arg(3, 3, 8, 16)),
+    ),
+    Marked(
+        "conv.grouped",
+        lambda x, k: lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=4
+        ),
+        (IMAGE, arg(3, 3, 2, 16, at=(..., ..., ..., "model"))),
+    ),
+    Marked(
+        "conv.spatial",
+        lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC),
+        (arg(8, 16, 16, 8, at=(..., "data", ..., ...)), arg(3, 3, 8, 16)),
+    ),
+    Marked(
+        "pooling",
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME"),
+        (arg(8, 16, 16, 8, at=("data", ..., ..., "model")),),
+    ),
     # Conflicts.
-    Marked("conflict.two_arguments", lambda x, y: x + y,
-           (arg(8, 16, at=("data", ...)), arg(8, 16, at=("model", ...)))),
+    Marked(
+        "conflict.two_arguments",
+        lambda x, y: x + y,
+        (arg(8, 16, at=("data", ...)), arg(8, 16, at=("model", ...))),
+    ),
     Marked("conflict.transposed", lambda x: x + x.T, (arg(16, 16, at=("data", "model")),)),
     Marked("conflict.square", lambda x: x @ x, (arg(16, 16, at=("data", "model")),)),
-    Marked("conflict.chain", lambda x, v, w: (x @ v) @ w,
-           (arg(8, 16, at=("data", ...)), arg(16, 16, at=("model", "data")), arg(16, 16, at=("data", ...)))),
-    Marked("conflict.order_of_axes", lambda x, y: x * y,
-           (arg(16, 16, at=(("data", "model"), ...)), arg(16, 16, at=(("model", "data"), ...)))),
+    Marked(
+        "conflict.chain",
+        lambda x, v, w: (x @ v) @ w,
+        (
+            arg(8, 16, at=("data", ...)),
+            arg(16, 16, at=("model", "data")),
+            arg(16, 16, at=("data", ...)),
+        ),
+    ),
+    Marked(
+        "conflict.weights_from_behind",
+        lambda x, w, v: jnp.sin(x @ w) + v @ w,
+        (arg(16, 16, at=("data", ...)), arg(16, 16, at=(None, "data")), arg(16, 16)),
+    ),
+    Marked(
+        "conflict.weights_from_a_loss",
+        gradients(lambda x, v, w: jnp.tanh(jnp.tanh(x @ v) @ w)),
+        (
+            arg(16, 16, at=("data", None)),
+            arg(16, 16, at=("model", "data")),
+            arg(16, 16, at=("model", "data")),
+        ),
+    ),
+    Marked(
+        "conflict.order_of_axes",
+        lambda x, y: x * y,
+        (arg(16, 16, at=(("data", "model"), ...)), arg(16, 16, at=(("model", "data"), ...))),
+    ),
     # Control flow.
     Marked("while.forward", while_loop, (arg(8, 16, at=("data", "model")), arg(8, 16))),
-    Marked("while.backward", lambda x, y: mark(while_loop(x, y)[1], "data", "model"),
-           (arg(8, 16), arg(8, 16))),
-    Marked("while.swapped", swapped_carries, (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model")))),
-    Marked("scan.forward", scanned, (arg(8, 16, at=("data", ...)), arg(3, 16, 16, at=(None, None, "model")))),
+    Marked(
+        "while.backward",
+        lambda x, y: mark(while_loop(x, y)[1], "data", "model"),
+        (arg(8, 16), arg(8, 16)),
+    ),
+    Marked(
+        "while.swapped",
+        swapped_carries,
+        (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model"))),
+    ),
+    Marked(
+        "scan.forward",
+        scanned,
+        (arg(8, 16, at=("data", ...)), arg(3, 16, 16, at=(None, None, "model"))),
+    ),
     Marked("scan.marked_inside", scan_marked_inside, (arg(8, 16), arg(16, 16))),
-    Marked("scan.gradients", gradients(lambda x, ws: scanned(x, ws)[0]),
-           (arg(8, 16, at=("data", ...)), arg(3, 16, 16, at=(None, "model", ...)))),
-    Marked("cond.forward", branches, (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model")), ints())),
-    Marked("cond.backward", lambda x, y, f: mark(branches(x, y, f), "data", "model"),
-           (arg(8, 16), arg(8, 16), ints())),
+    Marked(
+        "scan.gradients",
+        gradients(lambda x, ws: scanned(x, ws)[0]),
+        (arg(8, 16, at=("data", ...)), arg(3, 16, 16, at=(None, "model", ...))),
+    ),
+    Marked(
+        "cond.forward",
+        branches,
+        (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model")), ints()),
+    ),
+    Marked(
+        "cond.backward",
+        lambda x, y, f: mark(branches(x, y, f), "data", "model"),
+        (arg(8, 16), arg(8, 16), ints()),
+    ),
     Marked("case", switch, (arg(8, 16, at=("data", ...)), arg(16, 16, at=(..., "model")), ints())),
-    Marked("optimization_barrier", lambda x, y: lax.optimization_barrier((x, y + 1)),
-           (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model")))),
+    Marked(
+        "optimization_barrier",
+        lambda x, y: lax.optimization_barrier((x, y + 1)),
+        (arg(8, 16, at=("data", ...)), arg(8, 16, at=(..., "model"))),
+    ),
     # Calls and transformations.
     Marked("calls.function_twice", called_twice, (*XW, arg(32, 16))),
     Marked("calls.custom_vjp", gradients(lambda x, w: clipped(x @ w)), XW),
-    Marked("calls.remat", gradients(rematerialized),
-           (arg(8, 16, at=("data", ...)), arg(16, 16, at=(..., "model")), arg(16, 16))),
-    Marked("calls.vmap", lambda x, w: jax.vmap(lambda a: jnp.tanh(a @ w))(x),
-           (arg(8, 4, 16, at=("data", ..., ...)), arg(16, 32, at=(..., "model")))),
+    Marked(
+        "calls.remat",
+        gradients(rematerialized),
+        (arg(8, 16, at=("data", ...)), arg(16, 16, at=(..., "model")), arg(16, 16)),
+    ),
+    Marked(
+        "calls.vmap",
+        lambda x, w: jax.vmap(lambda a: jnp.tanh(a @ w))(x),
+        (arg(8, 4, 16, at=("data", ..., ...)), arg(16, 32, at=(..., "model"))),
+    ),
     # Three axes.
-    Marked("cube.matmul", lambda x, w: x @ w,
-           (arg(8, 16, at=(("x", "y"), ...)), arg(16, 32, at=("x", "z"))), CUBE),
-    Marked("cube.merge", lambda x: jnp.sin(x.reshape(16, 16)),
-           (arg(2, 8, 16, at=("x", ("y", "z"), ...)),), CUBE),
-    Marked("cube.split", lambda x: jnp.sin(x.reshape(2, 2, 4, 16)),
-           (arg(16, 16, at=(("x", "y", "z"), ...)),), CUBE),
+    Marked(
+        "cube.matmul",
+        lambda x, w: x @ w,
+        (arg(8, 16, at=(("x", "y"), ...)), arg(16, 32, at=("x", "z"))),
+        CUBE,
+    ),
+    Marked(
+        "cube.merge",
+        lambda x: jnp.sin(x.reshape(16, 16)),
+        (arg(2, 8, 16, at=("x", ("y", "z"), ...)),),
+        CUBE,
+    ),
+    Marked(
+        "cube.split",
+        lambda x: jnp.sin(x.reshape(2, 2, 4, 16)),
+        (arg(16, 16, at=(("x", "y", "z"), ...)),),
+        CUBE,
+    ),
     # Models.
     Marked("model.mlp", mlp, MLP),
     Marked("model.mlp_gradients", gradients(mlp), MLP),
@@ -495,12 +571,19 @@ MARKED: tuple[Marked, ...] = (
     Marked("model.attention_gradients", gradients(attention), ATTENTION),
     Marked("model.experts", experts, EXPERTS),
     Marked("model.experts_gradients", gradients(experts), EXPERTS),
-    Marked("model.resnet_block", resnet_block,
-           (IMAGE, arg(3, 3, 8, 8, at=(..., ..., ..., "model")), arg(3, 3, 8, 8), arg(8))),
-    Marked("model.resnet_gradients", gradients(resnet_block),
-           (IMAGE, arg(3, 3, 8, 8, at=(..., ..., ..., "model")), arg(3, 3, 8, 8), arg(8))),
-    Marked("model.adam", adam_step,
-           ({"a": arg(16, 32, at=("data", "model")), "b": arg(32)}, {"a": arg(16, 32), "b": arg(32)})),
-)  # fmt: skip
-
-CASES: tuple[Case, ...] = (*MARKED, *MODULES)
+    Marked(
+        "model.resnet_block",
+        resnet_block,
+        (IMAGE, arg(3, 3, 8, 8, at=(..., ..., ..., "model")), arg(3, 3, 8, 8), arg(8)),
+    ),
+    Marked(
+        "model.resnet_gradients",
+        gradients(resnet_block),
+        (IMAGE, arg(3, 3, 8, 8, at=(..., ..., ..., "model")), arg(3, 3, 8, 8), arg(8)),
+    ),
+    Marked(
+        "model.adam",
+        adam_step,
+        ({"a": arg(16, 32, at=("data", "model")), "b": arg(32)}, {"a": arg(16, 32), "b": arg(32)}),
+    ),
+)

@@ -2,9 +2,9 @@
 
 An axis *may* reach a dim if rules lead it there from some mark, whoever else is there. A dim is
 *contested* if claims may reach it of which neither continues the other, or if another dim of the
-same value may get one of its axes too. Two factors of an op *dispute* an axis that both may be split
-over. What reaches a dim from a mark through dims none of which is contested, along factors none of
-which is disputed, is *necessary*: there is one source, nobody else wants the place, and any
+same value may get one of its axes too. Two factors of an op *dispute* an axis that both may be
+split over. What reaches a dim from a mark through dims none of which is contested, along factors
+none of which is disputed, is *necessary*: there is one source, nobody else wants the place, and any
 propagation has to find it.
 """
 
