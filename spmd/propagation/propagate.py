@@ -366,20 +366,19 @@ class _State:
     def spread(self, node: _Node) -> list[Value]:
         """Takes what may come to a node's values to the others; returns those that it is new to."""
         pending, proposals = self.pending, self.proposals
-        around = tuple(
-            [pending.get(v) or (0,) * len(proposals[v]) for v in node.values],
-        )
+        around = tuple([pending.get(v) or (0,) * len(proposals[v]) for v in node.values])
         key = (id(node.shape), around)
         masks = self.spreads.get(key)
         if masks is None:
             masks = self.spreads[key] = _spread(node.shape, around)
         new = []
-        for value, have, wanted in zip(node.values, around, masks, strict=True):
-            if have == wanted:
+        for value, before, wanted in zip(node.values, around, masks, strict=True):
+            if before == wanted:
                 continue
+            have = pending.get(value, before)  # a node may have a value twice
             held = _union(1 << a for axes in proposals[value] for a in axes)
             found = tuple([h | (w & ~held) for h, w in zip(have, wanted, strict=True)])
-            if found != have and found != pending.get(value):
+            if found != have:
                 pending[value] = found
                 new.append(value)
         return new
@@ -549,22 +548,18 @@ def _extensions(
 
 def _spread(shape: _Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]:
     """What may come to each open dim through the factors that it shares with others."""
-    reach = [0] * len(shape.rule.factors)
+    factors = shape.rule.factors
+    reach = [0] * len(factors)
     for masks, terms in zip(around, shape.rule.values, strict=True):
         for mask, term in zip(masks, terms, strict=True):
             for factor in term if mask else ():
-                reach[factor] |= mask
+                if factors[factor].kind != REPLICATE:
+                    reach[factor] |= mask
     found: list[Masks] = []
     for masks, flags, terms in zip(around, shape.flags, shape.rule.values, strict=True):
-        if flags is None:
-            found.append(masks)
-            continue
-        found.append(
-            tuple([
-                mask if flag == CLOSED else _union([mask, *[reach[f] for f in term]])
-                for mask, flag, term in zip(masks, flags, terms, strict=True)
-            ])
-        )  # fmt: skip
+        dims = zip(masks, flags or (), terms, strict=False)
+        more = [m if f == CLOSED else _union([m, *[reach[x] for x in t]]) for m, f, t in dims]
+        found.append(masks if flags is None else tuple(more))
     return tuple(found)
 
 

@@ -475,6 +475,11 @@ MARKED: tuple[Marked, ...] = (
         ),
     ),
     Marked(
+        "conflict.square_of_disputed",
+        lambda x, w: (lambda h: h @ h + h.T)(jnp.sin(x @ w)),
+        (arg(16, 16, at=("data", ...)), arg(16, 16, at=(None, "data"))),
+    ),
+    Marked(
         "conflict.weights_from_behind",
         lambda x, w, v: jnp.sin(x @ w) + v @ w,
         (arg(16, 16, at=("data", ...)), arg(16, 16, at=(None, "data")), arg(16, 16)),
