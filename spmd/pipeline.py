@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.import_stablehlo import Imported, import_module
-from spmd.frontend.marks import Entries, collect_marks
+from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.ir.legality import check_program
 from spmd.ir.program import Value
 from spmd.lowering.emit import emit
@@ -102,7 +102,7 @@ def _compile(request: Request, options: Options) -> Stages:
     clock = _Clock(options.verbose)
     imported = clock("import", lambda: _import(request))
     propagated = clock("propagate", lambda: _propagate(request, imported))
-    wanted = _result_shardings(request, propagated)
+    wanted = _result_shardings(request, imported)
     plan = clock("plan", lambda: _plan(request, options, propagated, wanted))
     partitioned, optimized, emitted = lower_plan(plan, options, clock)
     stages = Stages(imported, propagated, plan, partitioned, optimized, emitted, clock.seconds)
@@ -183,16 +183,12 @@ def _propagate(request: Request, imported: Imported) -> Propagated:
     return propagate(program, request.mesh, marks, cheap_values(program), links)
 
 
-def _result_shardings(request: Request, propagated: Propagated) -> Sequence[Sharding | None]:
-    """What each result must look like: its spec, or the sharding of the argument it updates."""
-    wanted: list[Sharding | None] = []
-    entries = request.result_entries or (None,) * len(propagated.program.body.results)
-    for entry in entries:
-        if entry is None or None in entry:
-            wanted.append(None)
-        else:
-            wanted.append(Sharding(tuple(request.mesh.atoms_of(axes or ()) for axes in entry)))
-    return wanted
+def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding | None]:
+    """What each result must look like, where it is marked; a mark with open dims only wishes."""
+    count = len(imported.program.body.results)
+    entries = request.result_entries or (None,) * count
+    marks = [result_mark(imported, request.mesh, entries, i) for i in range(count)]
+    return [None if mark is None or any(mark.open) else Sharding(mark.dims) for mark in marks]
 
 
 class _Clock:

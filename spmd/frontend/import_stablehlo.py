@@ -274,7 +274,7 @@ class _Importer:
                 dictionary: Any = ir.DictAttr(item)
                 entries = {e.name: e.attr for e in dictionary}
                 if "sdy.sharding" in entries:
-                    found[i] = _sharding(entries["sdy.sharding"])
+                    found[i] = sharding_attr(entries["sdy.sharding"])
                 if "jax.result_info" in entries:
                     info = ir.StringAttr(entries["jax.result_info"]).value
                     names[i] = re.sub(r"^result", "", info) or "result"
@@ -644,7 +644,7 @@ def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
             s.index_vector_dim,
         )
     if op_name == "sdy.sharding_constraint":
-        return _sharding(attr)
+        return sharding_attr(attr)
     if name == "sdy.sharding_rule":  # its sizes are global ones; rules are ours
         return None
     text = str(attr)
@@ -673,7 +673,8 @@ def _conv_dims(attr: Any) -> ConvDims:
     )
 
 
-def _sharding(attr: Any) -> ShardingAttr:
+def sharding_attr(attr: Any) -> ShardingAttr:
+    """An `sdy.sharding` of one value as plain data."""
     dims, is_open = [], []
     for item in sdy.TensorShardingAttr(attr).dimension_shardings:
         dim = sdy.DimensionShardingAttr(item)

@@ -20,7 +20,9 @@ import heapq
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from spmd.errors import LegalityError
 from spmd.ir.types import TensorType
@@ -178,21 +180,20 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
     axes = moved(before.dims, after.dims, mesh.atom_sizes)
     fixed = [a for a in range(len(mesh.atoms)) if a not in axes]
 
-    def tile(position: int, sharding: Sharding) -> tuple[int, ...]:
-        index = [mesh.coordinate(position, axes) for axes in sharding.dims]
-        return (*index, *(mesh.coordinate(position, [a]) for a in fixed))
+    have, wanted = (_pieces(sharding.dims, fixed, mesh) for sharding in (before, after))
+    source = np.arange(mesh.size)
+    moving = np.flatnonzero(have != wanted)
+    takers, holders = (moving[np.argsort(p[moving], kind="stable")] for p in (wanted, have))
+    source[takers] = holders
+    return tuple(zip(source.tolist(), range(mesh.size), strict=True))
 
-    source: dict[int, int] = {}
-    holders: dict[tuple[int, ...], list[int]] = {}
-    for position in range(mesh.size):
-        if tile(position, before) == tile(position, after):
-            source[position] = position
-        else:
-            holders.setdefault(tile(position, before), []).append(position)
-    for position in range(mesh.size):
-        if position not in source:
-            source[position] = holders[tile(position, after)].pop(0)
-    return tuple((source[target], target) for target in range(mesh.size))
+
+def _pieces(dims: Dims, fixed: Sequence[int], mesh: Mesh) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """A number for the piece that each device holds, and for where it is along other atoms."""
+    number = mesh.coordinates(fixed)
+    for axes in dims:  # a permute leaves the number of pieces of every dim alone
+        number = number * mesh.extent(axes) + mesh.coordinates(axes)
+    return number
 
 
 def _path(problem: Problem, moves: Sequence[Move]) -> Path:
