@@ -223,6 +223,41 @@ Node = tuple[Dims, Axes]
 
 
 def _solve(problem: Problem) -> Sequence[Move]:
+    """The path that is best at any size, if there is one; else the best at this size."""
+    fabric = problem.fabric
+    shape = tuple(math.gcd(size, fabric.mesh.size) for size in problem.shape)
+    moves = _best_at_any_size(problem.src, problem.dst, shape, fabric.mesh, fabric.topology)
+    return moves if moves is not None else _solve_at_size(problem)
+
+
+@lru_cache(maxsize=1 << 16)
+def _best_at_any_size(
+    src: Sharding, dst: Sharding, shape: tuple[int, ...], mesh: Mesh, topology: Topology
+) -> Sequence[Move] | None:
+    """The path that is best whether values are small or large, hence for all in between.
+
+    A path takes a fixed time and a time for each byte. If the one that is best for values so small
+    that only the first counts costs no less than the one for values so large that only the second
+    does, that one is best at both ends, and costs are linear.
+
+    Args:
+      src, dst: the shardings.
+      shape: for each dim, what it has in common with the number of devices: all that legality asks.
+      mesh: the mesh.
+      topology: the links.
+    """
+    type_ = TensorType(shape, "i8")
+    bits = 8 * mesh.size
+    small, large = (
+        Problem(src, dst, type_, fabric_of(mesh, topology), bits * scale) for scale in (1, 1 << 40)
+    )
+    best = _solve_at_size(large)
+    least = _cost(small, _solve_at_size(small))
+    time, _, steps = _cost(small, best)
+    return best if time <= least[0] + steps else None
+
+
+def _solve_at_size(problem: Problem) -> Sequence[Move]:
     """The best direct path where that is provably best; else the best that a search finds."""
     directed = DirectedMoves(problem)
     known: Sequence[Move] | None = None

@@ -109,10 +109,18 @@ class Problem:
       shape: global shape; a dim that does not divide is padded to equal pieces.
       frozen: the dims that do not divide, which no step touches.
       atoms: the atoms that steps may touch.
+      bits: of the whole value, as if it had the type's, unless it is said to have others.
       fewest_pieces: into how many pieces the value must at least be split: the memory limit.
     """
 
-    def __init__(self, src: Sharding, dst: Sharding, type_: TensorType, fabric: Fabric) -> None:
+    def __init__(
+        self,
+        src: Sharding,
+        dst: Sharding,
+        type_: TensorType,
+        fabric: Fabric,
+        bits: int | None = None,
+    ) -> None:
         self.src, self.dst, self.type, self.fabric = src, dst, type_, fabric
         self.extent = fabric.extent
         self._check()
@@ -123,7 +131,7 @@ class Problem:
         held = {a for dim in self.frozen for a in src.dims[dim]}.union(dst.partial)
         self.atoms = tuple(a for a in range(len(fabric.sizes)) if a not in held)
         self.goal_atoms = frozenset(a for axes in dst.dims for a in axes)
-        self.bits = math.prod(self.shape) * dtype_bits(type_.dtype)
+        self.bits = math.prod(self.shape) * dtype_bits(type_.dtype) if bits is None else bits
         self.goal_pieces = math.prod(self.goal_extents)
         self.goal_bytes = self.local_bytes(self.goal_pieces)
         self.fewest_pieces = min(self.goal_pieces, self.pieces(src.dims))
