@@ -57,6 +57,9 @@ arguments are marked; the tests that are not `quick` run with `-m heavy`.
 """
 
 STRUCTURE = {
+    "sdy.manual_computation": "a region for one device along some axes (`jax.shard_map`)",
+    "sdy.named_computation": "inlined, its shardings are marks",
+    "sdy.sharding_constraint": "a mark",
     "stablehlo.case": "control flow: its regions are partitioned",
     "stablehlo.composite": "inlined; one named like a CHLO op becomes that op",
     "stablehlo.custom_call": "by its target, see below",
@@ -75,12 +78,15 @@ def how(name: str) -> str:
     from spmd.lowering import local, partition  # noqa: F401 (fills the table of lowerings)
     from spmd.propagation import registry, rules  # noqa: F401 (fills the table of rules)
 
+    has_rule = name in registry.registered_ops() and name in local.registered_ops()
+    if name in REFUSED and has_rule:
+        return "rule + local lowering in `jax.shard_map`; refused outside, unless of one device"
     if name in REFUSED:
         return f"refused: {REFUSED[name].reason}"
     if name in CANONICAL:
         module = CANONICAL[name].__module__.rpartition(".")[2]
         return f"canonicalized (`{module}`)"
-    if name in registry.registered_ops() and name in local.registered_ops():
+    if has_rule:
         return "rule + local lowering"
     return STRUCTURE.get(name, "")
 
@@ -144,7 +150,7 @@ def page() -> str:
     from spmd.frontend.import_stablehlo import dialect_ops
 
     ran = executed()
-    ops = sorted({*dialect_ops(), *names_of(("stablehlo.", "chlo."))})
+    ops = sorted({*dialect_ops(), *names_of(("stablehlo.", "chlo.", "sdy."))})
     calls = sorted(names_of(("custom_call:",)))
     return HEAD + rows(ops, ran) + CALLS_HEAD + rows(calls, ran) + programs()
 

@@ -61,8 +61,9 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
       The marked tensor.
 
     Raises:
-      SpecError: an unknown axis, an axis used twice, a spec longer than the rank, or, outside of
-        traced code, a dim that its axes don't divide (inside, its pieces are padded).
+      SpecError: an unknown axis, an axis used twice, a spec longer than the rank, an axis that is
+        manual in the `jax.shard_map` around, or, outside of traced code, a dim that its axes don't
+        divide (inside, its pieces are padded).
       MeshError: an array to be placed on devices that are not there.
 
     Example:
@@ -76,9 +77,15 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
         if own not in seen_meshes:  # under plain jax.jit nobody empties it
             seen_meshes.append(own)
         dims, _ = dims_of(entries, shape, own, what=what, source=source, even=False)
+        manual = _manual_axes(own)
+        _check_not_manual(entries, manual, what, source)
+        if len(manual) == len(own.axis_names):
+            return t
         if not is_legal(Sharding(dims), shape, own):
             return mark_uneven(t, own, entries)
         where = jax_mesh(own) if has_devices(own) else _abstract_mesh(own)
+        if manual:
+            where = jax.sharding.get_abstract_mesh()
         sharding = NamedSharding(where, _jax_spec(entries, PartitionSpec.UNCONSTRAINED))
         return jax.lax.with_sharding_constraint(t, sharding)
     dims_of(entries, shape, own, what=what, source=source)
@@ -87,6 +94,29 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
         where = jax_mesh(own) if has_devices(own) else _abstract_mesh(own)
         return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(where, plain))
     return jax.device_put(t, NamedSharding(jax_mesh(own), plain))
+
+
+def _manual_axes(mesh: Mesh) -> frozenset[str]:
+    """The axes of a mesh along which the code being traced is written for one device."""
+    around = jax.sharding.get_abstract_mesh()
+    if tuple(around.axis_names) != mesh.axis_names:
+        return frozenset()
+    types = zip(around.axis_names, around.axis_types, strict=True)
+    return frozenset(name for name, type_ in types if type_ == AxisType.Manual)
+
+
+def _check_not_manual(
+    entries: Entries, manual: frozenset[str], what: str, source: str | None
+) -> None:
+    for entry in entries:
+        for name in entry or ():
+            if name in manual:
+                raise SpecError(
+                    f"axis {name!r} splits {what} inside a jax.shard_map over it",
+                    source=source,
+                    actual=f"here every device has its own tensor along {name!r} already",
+                    fix="mark the other axes alone, or mark outside of shard_map",
+                )
 
 
 def mark_tree(tree: Any, mesh: Any, rules: Mapping[str, Any]) -> Any:
@@ -136,6 +166,21 @@ def _jax_spec(entries: Entries, open_entry: Any) -> PartitionSpec:
             for e in entries
         )
     )
+
+
+def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:
+    """Collectives of `jax.shard_map` name devices by position: there is one order of devices."""
+    for other in manual_meshes:
+        if not isinstance(other, jax.sharding.Mesh):
+            continue
+        own = as_mesh(other)
+        if own.sizes == mesh.sizes and own.device_ids != mesh.device_ids:
+            raise MeshError(
+                "a jax.shard_map has the devices in another order than the program's mesh",
+                actual=f"device ids {list(own.device_ids)}",
+                required=f"device ids {list(mesh.device_ids)}",
+                fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
+            )
 
 
 def _abstract_mesh(mesh: Mesh) -> AbstractMesh:
@@ -319,7 +364,7 @@ class Jitted:
         given = self.given_mesh or _mesh_of_leaves(call.leaves)
         mesh = None if given is None else as_mesh(given)
         platform = _platform(mesh)
-        module, out_tree = trace(
+        module, out_tree, manual_meshes = trace(
             self.fn,
             positional,
             keywords,
@@ -328,13 +373,15 @@ class Jitted:
             static_argnames=self.static_argnames,
         )
         if mesh is None:
-            if not seen_meshes:
+            found = seen_meshes or [as_mesh(other) for other in manual_meshes]
+            if not found:
                 raise MeshError(
                     f"spmd.jit of {self.__name__} has no mesh",
                     actual="no mesh= was given, no argument is placed on a mesh, nothing is marked",
                     fix="pass mesh=spmd.make_mesh(data=4, model=2)",
                 )
-            mesh = seen_meshes[0]
+            mesh = found[0]
+        _check_device_order(manual_meshes, mesh)
         names = _argument_names(self.fn, structs, [i for i in range(len(args)) if i not in static])
         out_leaves, out_def = jax.tree.flatten(out_tree)
         out_names = tuple(

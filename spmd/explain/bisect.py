@@ -15,13 +15,13 @@ import numpy as np
 
 from spmd.explain.compare import Comparison, Tolerance, compare
 from spmd.ir.builder import Builder
-from spmd.ir.control_flow import producers_of
+from spmd.ir.control_flow import MANUAL, producers_of
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.text import format_op
 from spmd.ir.types import TensorType
 from spmd.lowering.emit import emit
-from spmd.lowering.execute import executable, executable_on_one_device
+from spmd.lowering.execute import executable, executable_on_mesh, executable_on_one_device
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding
@@ -77,10 +77,19 @@ def find_culprit(
 
 
 def run_whole(program: Program, arguments: Arrays, mesh: Mesh) -> Arrays:
-    """The global program on the first device of the mesh."""
+    """The global program as it is: see `run_text`."""
     bare = rewrite_ops(program, lambda b, op, operands: operands if _is_mark(op) else None)
+    return run_text(emit(bare, mesh), program, arguments, mesh)
+
+
+def run_text(text: str, program: Program, arguments: Arrays, mesh: Mesh) -> Arrays:
+    """A whole program's module on the first device of the mesh.
+
+    With manual regions it takes the whole mesh, and XLA's partitioner.
+    """
     types = tuple(program.types[v] for v in program.body.results)
-    text = emit(bare, Mesh(None, (1,), ("one",)))
+    if any(op.name == MANUAL for op in program.walk()):
+        return host_arrays(executable_on_mesh(text, types, mesh)(*arguments))
     device = jax_mesh(mesh).devices.flat[0]
     return host_arrays(executable_on_one_device(text, types, device)(*arguments))
 
@@ -163,6 +172,8 @@ class _Search:
     def descend(self, index: int, op: Op, wrong: tuple[Comparison, ...]) -> Culprit | None:
         if op.name == "stablehlo.while":
             return self.descend_loop(index, op, wrong)
+        if op.name == MANUAL:  # what is inside has no value on the whole program's side
+            return self.culprit(op, wrong, f"{_place(op)}, taken as one op")
         if op.regions:
             (selector,) = self.values_before(index, op.operands[:1])
             number = _branch(op, int(selector))

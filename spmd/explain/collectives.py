@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
+from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Op, Region
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
-from spmd.planning.comm import collective_seconds, wire_bytes
+from spmd.planning.comm import collective_seconds, group_size, wire_bytes
 
-KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
+KINDS = tuple(name.removeprefix("stablehlo.") for name in COLLECTIVES)
 
 
 class Collective(NamedTuple):
@@ -23,7 +24,7 @@ class Collective(NamedTuple):
       bytes: bytes that one device sends in one execution.
       count: executions in one run of the program (loops multiply).
       source: the user's source line.
-      reason: which use wanted what.
+      reason: which use wanted what, or that the user wrote it.
       seconds: predicted time of one execution.
     """
 
@@ -62,7 +63,7 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
         return Collective(
             kind,
             tuple(str(ref) for ref in axis_refs(axes, mesh)),
-            wire_bytes(kind, mesh.extent(axes), sent, received),
+            wire_bytes(kind, group_size(op.kind.attrs, mesh), sent, received),
             times,
             op.loc.source,
             op.loc.note,

@@ -11,6 +11,7 @@ from spmd.explain import data
 from spmd.explain.collectives import Collective
 from spmd.explain.data import Group, Overview, Stages
 from spmd.explain.memory import Memory
+from spmd.ir.control_flow import held_atoms
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.sharding import Sharding, local_shape
 from spmd.planning.comm import wire_bytes
@@ -433,10 +434,11 @@ def _returned(
 def _steps(plan: Plan, value: Value, state: Sharding, wanted: Sharding) -> Lines:
     """The collectives between two shardings; another copy that exists may make them cheaper."""
     type_, mesh = plan.program.types[value], plan.mesh
+    held = held_atoms(plan.program).get(value, ())
     if not set(wanted.partial) <= set(state.partial):
         yield "made from another copy"
         return
-    for step in reshard(state, wanted, type_, mesh, plan.topology).steps:
+    for step in reshard(state, wanted, type_, mesh, plan.topology, held).steps:
         before, after = (
             type_.with_shape(local_shape(type_.shape, s, mesh)).bytes
             for s in (step.before, step.after)

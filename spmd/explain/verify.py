@@ -6,12 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from spmd.errors import ArgumentError
-from spmd.explain.bisect import Arrays, Culprit, Lower, find_culprit, host_arrays, run_whole
+from spmd.explain.bisect import (
+    Arrays,
+    Culprit,
+    Lower,
+    find_culprit,
+    host_arrays,
+    run_text,
+    run_whole,
+)
 from spmd.explain.compare import Comparison, Tolerance, compare
 from spmd.ir.program import Program
-from spmd.lowering.execute import executable_on_one_device, without_shardings
+from spmd.lowering.execute import without_shardings
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import jax_mesh
 from spmd.planning.plan import Plan
 
 _READ_WRONGLY = "the module was read wrongly: as imported and not partitioned, it differs as well"
@@ -71,7 +78,8 @@ def verify(
 ) -> Verification:
     """Runs both programs and compares every result; looks for the op that is wrong if one is.
 
-    The whole program runs on one device, which has to have room for it.
+    The whole program runs on one device, which has to have room for it. One with manual regions
+    runs on all of the mesh, partitioned by XLA, and every device has to have room for it.
 
     Args:
       stages: gives the plan.
@@ -102,11 +110,8 @@ def verify(
 
 
 def run_module(module: Any, program: Program, arguments: Arrays, mesh: Mesh) -> Arrays:
-    """A module as jax runs it, its shardings ignored, on the first device of the mesh."""
-    types = tuple(program.types[v] for v in program.body.results)
-    device = jax_mesh(mesh).devices.flat[0]
-    run = executable_on_one_device(without_shardings(module), types, device)
-    return host_arrays(run(*arguments))
+    """A module as jax runs it, its shardings ignored: see `run_text`."""
+    return run_text(without_shardings(module), program, arguments, mesh)
 
 
 def _compared(

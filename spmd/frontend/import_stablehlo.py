@@ -23,8 +23,20 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
+from spmd.frontend.import_manual import (
+    BY_USER,
+    COLLECTIVE_DIMS,
+    Exchange,
+    Scope,
+    collective,
+    manual_axes,
+    says_nothing,
+    scope_of,
+)
 from spmd.frontend.unsupported import refuse
 from spmd.ir.builder import identity_element
+from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.legality import COLLECTIVES, DEVICE_IDS
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, body_reducer, walk_region
 from spmd.ir.types import (
     Attribute,
@@ -38,6 +50,7 @@ from spmd.ir.types import (
     TensorType,
     numpy_dtype,
 )
+from spmd.mesh.mesh import Mesh
 
 _CONTROL_FLOW = {"stablehlo.while", "stablehlo.case", "stablehlo.if"}
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|->|[(){}\[\]<>]')
@@ -231,6 +244,9 @@ class _Importer:
         self.call_loc = Loc()
         self.constants: dict[int, Dense] = {}
         self.tuples: dict[Any, tuple[int, ...]] = {}
+        self.scopes: list[Scope] = []
+        self.in_bodies = 0
+        self.partitions = _partitions(module)
 
     def main(self) -> Any:
         """The function to compile."""
@@ -332,8 +348,15 @@ class _Importer:
                 ops.append(self.op(op, _composite_name(op), env))
             elif name in ("func.call", "stablehlo.composite"):
                 self.inline(op, env, ops)
+            elif name in COLLECTIVES:
+                self.collective(op, env, ops)
+            elif name == "sdy.named_computation":
+                self.named(op, env, ops)
+            elif name == "sdy.sharding_constraint" and self.is_idle(op):
+                env[op.results[0]] = env[op.operands[0]]
             else:
-                made = self.op(op, name, env)
+                is_manual = name == "sdy.manual_computation"
+                made = self.manual(op, env) if is_manual else self.op(op, name, env)
                 if not _does_nothing(made):
                     ops.append(made)
         raise FrontendError("a block of the module has no terminator")
@@ -375,7 +398,8 @@ class _Importer:
 
     def op(self, op: Any, name: str, env: dict[Any, int]) -> Op:
         loc = self.loc(op.location)
-        refuse(_refusal_name(op, name), loc)
+        if not (name in DEVICE_IDS and self.scopes):
+            refuse(_refusal_name(op, name), loc)
         results = list(op.results)
         try:
             inputs = tuple([env[v] for v in op.operands])
@@ -487,6 +511,109 @@ class _Importer:
             return {}
         return {"called_computations": None, "body": self.body(function.regions[0], op.name)}
 
+    # Manual regions.
+
+    def manual(self, op: Any, env: dict[Any, int]) -> Op:
+        """`sdy.manual_computation`: operands and results cross at ops inside of the region."""
+        ins, outs = (_per_value(op.attributes[n]) for n in ("in_shardings", "out_shardings"))
+        outer = self.scopes[-1] if self.scopes else None
+        mesh = self.mesh_of([*ins, *outs]) or (outer.mesh if outer else Mesh(None, (), ()))
+        scope = scope_of(manual_axes(str(op.attributes["manual_axes"])), mesh, outer)
+        loc, block = self.loc(op.location), op.regions[0].blocks[0]
+        ops: list[Op] = []
+        inner: dict[Any, int] = {}
+        for arg, value, attr in zip(block.arguments, op.operands, ins, strict=True):
+            fixed, rest = scope.split(sharding_attr(attr))
+            attrs = {"axes": scope.held, "dims": fixed}
+            inner[arg] = self.add(ops, TO_MANUAL, env[value], self.type(arg.type), attrs, loc)
+            if rest is not None:
+                inner[arg] = self.mark(ops, inner[arg], rest, loc)
+        self.scopes.append(scope)
+        body, results = self.block(block, inner)
+        self.scopes.pop()
+        ops += body
+        returned = []
+        for result, value, attr in zip(op.results, results, outs, strict=True):
+            fixed, rest = scope.split(sharding_attr(attr))
+            marked = value if rest is None else self.mark(ops, value, rest, loc)
+            attrs = {"axes": scope.held, "dims": fixed}
+            returned.append(self.add(ops, FROM_MANUAL, marked, self.type(result.type), attrs, loc))
+        found = tuple([self.bind(env, result) for result in op.results])
+        kind = OpKind(MANUAL, (), tuple(self.types[v] for v in found), {"axes": scope.axes})
+        return Op(kind, (), found, (Region((), tuple(ops), tuple(returned)),), loc)
+
+    def named(self, op: Any, env: dict[Any, int], ops: list[Op]) -> None:
+        """`sdy.named_computation` is what is inside, between the marks that it states."""
+        loc, block = self.loc(op.location), op.regions[0].blocks[0]
+        inner = {
+            arg: self.mark_stated(ops, env[value], op, "in_shardings", i, loc)
+            for i, (arg, value) in enumerate(zip(block.arguments, op.operands, strict=True))
+        }
+        body, results = self.block(block, inner)
+        ops += body
+        for i, (result, value) in enumerate(zip(op.results, results, strict=True)):
+            env[result] = self.mark_stated(ops, value, op, "out_shardings", i, loc)
+
+    def mark_stated(
+        self, ops: list[Op], value: int, op: Any, name: str, index: int, loc: Loc
+    ) -> int:
+        if name not in op.attributes:
+            return value
+        attr = _per_value(op.attributes[name])[index]
+        sharding = sharding_attr(attr)
+        if says_nothing(sharding):
+            return value
+        self.note_inline_mesh(attr)
+        return self.mark(ops, value, sharding, loc)
+
+    def mark(self, ops: list[Op], value: int, sharding: ShardingAttr, loc: Loc) -> int:
+        return self.add(ops, "spmd.mark", value, self.types[value], {"sharding": sharding}, loc)
+
+    def add(
+        self,
+        ops: list[Op],
+        name: str,
+        operand: int,
+        type_: TensorType,
+        attrs: dict[str, Attribute],
+        loc: Loc,
+    ) -> int:
+        """Appends an op of one operand and one result."""
+        self.types.append(type_)
+        result = len(self.types) - 1
+        kind = OpKind(name, (self.types[operand],), (type_,), attrs)
+        ops.append(Op(kind, (operand,), (result,), (), loc))
+        return result
+
+    def is_idle(self, op: Any) -> bool:
+        """Whether a constraint says nothing: jax puts them on all that is manual in part."""
+        where = self.in_bodies or self.scopes
+        return bool(where) and says_nothing(sharding_attr(op.attributes["sharding"]))
+
+    def mesh_of(self, shardings: Sequence[Any]) -> Mesh | None:
+        """The mesh that the first of some shardings names."""
+        for attr in shardings:
+            self.note_inline_mesh(attr)
+            name = str(sdy.TensorShardingAttr(attr).mesh_or_ref)
+            axes = self.meshes.get(name) or self.meshes[name.lstrip("@").strip('"')]
+            return _as_mesh(axes)
+        return _as_mesh(next(iter(self.meshes.values()))) if len(self.meshes) == 1 else None
+
+    def collective(self, op: Any, env: dict[Any, int], ops: list[Op]) -> None:
+        """A collective of a manual region: one op for each of its operands."""
+        loc = self.loc(op.location)
+        scope = self.scopes[-1] if self.scopes else None
+        meshes = {name: _as_mesh(axes) for name, axes in self.meshes.items()}
+        attrs = collective(_exchange(op), scope, meshes, loc, self.partitions)
+        if attrs is None:
+            env.update((r, env[v]) for r, v in zip(op.results, op.operands, strict=True))
+            return
+        if len(op.regions):
+            attrs |= self.bodies(op, op.name)
+        loc = loc._replace(note=BY_USER)
+        for result, value in zip(op.results, op.operands, strict=True):
+            env[result] = self.add(ops, op.name, env[value], self.type(result.type), attrs, loc)
+
     def bodies(self, op: Any, name: str) -> dict[str, Attribute]:
         """The regions of an op as `Body` attributes, and `reducer` when it is a known one."""
         names = (
@@ -502,6 +629,7 @@ class _Importer:
 
     def body(self, region: Any, name: str) -> Body:
         outer, self.types = self.types, []
+        self.in_bodies += 1
         try:
             block = region.blocks[0]
             env: dict[Any, int] = {}
@@ -513,6 +641,7 @@ class _Importer:
             raise FrontendError(f"the body of {name} reads a value from outside it") from error
         finally:
             self.types = outer
+            self.in_bodies -= 1
 
 
 def _is_wrapped_scalar(kind: OpKind) -> bool:
@@ -651,6 +780,46 @@ def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
     if name == "value" and text.startswith("dense"):
         return _dense(attr)
     return Opaque(text)
+
+
+def _exchange(op: Any) -> Exchange:
+    """What a collective says of who exchanges what."""
+    attrs = op.attributes
+    permutes = op.name == "stablehlo.collective_permute"
+    stated = attrs["source_target_pairs" if permutes else "replica_groups"]
+    rows: list[list[int]] = []
+    is_dense = isinstance(stated, ir.DenseIntElementsAttr)
+    if is_dense:
+        rows = np.asarray(stated).tolist()
+    channel = str(attrs["channel_handle"]) if "channel_handle" in attrs else ""
+    number = re.search(r"handle = (\d+)", channel)
+    return Exchange(
+        op.name,
+        {name: int(ir.IntegerAttr(attrs[name]).value) for name in COLLECTIVE_DIMS if name in attrs},
+        tuple(tuple(row) for row in rows),
+        "" if is_dense else str(stated),
+        int(number[1]) if number else 0,
+        "use_global_device_ids" in attrs,
+    )
+
+
+def _per_value(attr: Any) -> list[Any]:
+    """The shardings of several values."""
+    return list(sdy.TensorShardingPerValueAttr(attr).shardings)
+
+
+def _as_mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
+    return Mesh(None, [size for _, size in axes], [name for name, _ in axes])
+
+
+def _partitions(module: ir.Module) -> int:
+    """For how many devices a module says that it is."""
+    found = module.operation.attributes
+    count = 1
+    for name in ("mhlo.num_partitions", "mhlo.num_replicas"):
+        if name in found:
+            count *= int(ir.IntegerAttr(found[name]).value)
+    return count
 
 
 def _mesh_axes(attr: Any) -> tuple[tuple[str, int], ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spmd.errors import MeshError, SpecError
 from spmd.frontend.import_stablehlo import Imported
+from spmd.ir.control_flow import MANUAL
 from spmd.ir.program import Value
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
@@ -88,14 +89,14 @@ def check_meshes(imported: Imported, mesh: Mesh) -> None:
             raise MeshError(
                 "two different meshes in one program",
                 source=_first_mark_source(imported),
-                actual=f"marks inside the program use the mesh ({other})",
+                actual=f"marks or shard_map inside the program use the mesh ({other})",
                 required=f"the mesh that the program is compiled for ({mesh})",
                 fix="mark and compile with one and the same mesh",
             )
 
 
 def _first_mark_source(imported: Imported) -> str | None:
-    ops = (op for op in imported.program.walk() if op.name == "spmd.mark")
+    ops = (op for op in imported.program.walk() if op.name in ("spmd.mark", MANUAL))
     first = next(ops, None)
     return first.loc.source if first else None
 

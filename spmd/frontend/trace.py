@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.experimental.custom_partitioning import custom_partitioning_p
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -25,7 +26,7 @@ def trace(
     platform: str,
     static_argnums: Sequence[int] = (),
     static_argnames: Sequence[str] = (),
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, list[Any]]:
     """Traces `fn` at the given arguments and lowers it for `platform`, whole and unpartitioned.
 
     Args:
@@ -35,7 +36,8 @@ def trace(
       static_argnums, static_argnames: which arguments are static.
 
     Returns:
-      The MLIR module and the result's pytree of `ShapeDtypeStruct`s.
+      The MLIR module, the result's pytree of `ShapeDtypeStruct`s, and the distinct meshes of the
+      calls of `jax.shard_map` in it.
     """
     jitted = jax.jit(
         fn,
@@ -44,9 +46,34 @@ def trace(
         keep_unused=True,
     )
     traced = jitted.trace(*args, **kwargs)
-    lowered = traced.lower(lowering_platforms=(platform,))
-    return lowered.compiler_ir("stablehlo"), lowered.out_info
+    lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=_PARAMETERS)
+    module = lowered.compiler_ir("stablehlo")
+    has_mesh = any(op.operation.name == "sdy.mesh" for op in module.body.operations)
+    meshes = dict.fromkeys(_shard_map_meshes(traced.jaxpr)) if has_mesh else {}
+    return module, lowered.out_info, list(meshes)
 
+
+def _shard_map_meshes(jaxpr: Any) -> Iterator[Any]:
+    """The mesh of every `shard_map` of a (closed) jaxpr and of those inside it."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "shard_map":
+            yield eqn.params["mesh"]
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, (tuple, list)) else (param,):
+                if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
+                    yield from _shard_map_meshes(inner)
+
+
+# ---------------------------------------------------------------------------------------------
+# `jax.custom_partitioning`. Where a program names devices, jax lowers it to a custom call that only
+# points to its Python callbacks. We need none: what it computes is inlined, and partitioned.
+
+
+def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
+    return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *values)
+
+
+_PARAMETERS = mlir.LoweringParameters(override_lowering_rules=((custom_partitioning_p, _inline),))
 
 # ---------------------------------------------------------------------------------------------
 # A mark that jax's own sharding constraint refuses: a dim that its axes don't divide. It is linear

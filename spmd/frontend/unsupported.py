@@ -17,8 +17,8 @@ class Refusal(NamedTuple):
 
 
 _PER_DEVICE = Refusal(
-    "the program is already written for one device",
-    "compile the program as one device would run it, and let the marks place the collectives",
+    "it is written for one device among several, and is outside any jax.shard_map",
+    "leave it out, and let the marks place the collectives; or put it into jax.shard_map",
 )
 _HOST = Refusal(
     "it talks to the host or to another program while it runs",
@@ -39,6 +39,10 @@ _RNG = Refusal(
 _CALLBACK = Refusal(
     "it calls back into Python, which the partitioned program cannot keep alive",
     "remove the callback (jax.debug.print, jax.pure_callback, jax.experimental.io_callback)",
+)
+_CUSTOM_PARTITIONING = Refusal(
+    "the module only points to what it computes, which is Python in the process that made it",
+    "compile the jax function itself with spmd.jit, which inlines jax.custom_partitioning",
 )
 _QUANTIZED = Refusal(
     "quantized element types are unknown to jaxlib's MLIR",
@@ -80,6 +84,7 @@ REFUSED: Mapping[str, Refusal] = {
         ),
         _CALLBACK,
     ),
+    "custom_call:CustomSPMDPartitioning": _CUSTOM_PARTITIONING,
     **dict.fromkeys(("stablehlo.uniform_dequantize", "stablehlo.uniform_quantize"), _QUANTIZED),
 }
 """Op (or `custom_call:` and its target) -> why the importer refuses it."""

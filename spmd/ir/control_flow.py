@@ -8,6 +8,17 @@ import numpy as np
 
 from spmd.ir.program import Op, Program, Region, Value
 
+MANUAL = "spmd.manual"
+"""A region that is written for one device along some axes, the `axes` of the op. It has no
+operands: `TO_MANUAL` brings values in, `FROM_MANUAL` makes the results, at the types outside."""
+
+TO_MANUAL = "spmd.to_manual"
+"""One device's piece, along all manual axes here (`axes`), of a value from outside, whose `dims`
+are split over the axes of its own region first."""
+
+FROM_MANUAL = "spmd.from_manual"
+"""The inverse: the value outside, each device's piece of which is the operand."""
+
 UNKNOWN_TRIPS = 16
 """How often a loop is taken to run when its condition doesn't tell."""
 
@@ -30,7 +41,7 @@ def ties(op: Op) -> tuple[Tie, ...]:
     """For each result of a region op, the values that it is tied to.
 
     `while`: the initial value, the arguments of both regions, the body's result and the loop's
-    result. `case` and `if`: every branch's result and the op's result.
+    result. `case` and `if`: every branch's result and the op's result; `spmd.manual` likewise.
     """
     if op.name == "stablehlo.while":
         cond, body = op.regions
@@ -42,6 +53,29 @@ def ties(op: Op) -> tuple[Tie, ...]:
         Tie(None, tuple(branch.results[i] for branch in op.regions), op.results[i])
         for i in range(len(op.results))
     )
+
+
+def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
+    """For each value inside a manual region, the atoms along which it may differ unseen.
+
+    Nothing may split it over these, or reduce it over them, but what the user wrote.
+    """
+    found: dict[Value, tuple[int, ...]] = {}
+
+    def visit(region: Region, held: tuple[int, ...], outer: tuple[int, ...]) -> None:
+        found.update((v, held) for v in region.args if held)
+        for op in region.ops:
+            is_manual = op.name == MANUAL
+            for inner in op.regions:
+                if is_manual:
+                    visit(inner, held + op.kind.attrs["axes"], held)
+                else:
+                    visit(inner, held, outer)
+            own = outer if op.name == FROM_MANUAL else held
+            found.update((v, own) for v in op.results if own)
+
+    visit(program.body, (), ())
+    return found
 
 
 def trip_count(program: Program, op: Op, producers: dict[Value, Op]) -> int | None:

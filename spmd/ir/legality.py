@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from spmd.errors import LegalityError
+from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Op, Program, Region, Value
 from spmd.ir.text import format_op
 from spmd.ir.types import TensorType
@@ -18,14 +19,24 @@ DIALECTS = ("stablehlo", "chlo", "spmd")
 
 COLLECTIVES = tuple(
     f"stablehlo.{name}"
-    for name in ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
+    for name in (
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "collective_broadcast",
+        "collective_permute",
+        "reduce_scatter",
+    )
 )
-"""Collectives; in local programs they carry the atoms that they run over as `axes`."""
+"""Collectives; they carry the atoms that they run over as `axes`."""
 
-LOCAL_OPS = ("spmd.axis_index", "spmd.local_slice", "stablehlo.partition_id")
-"""Ops that only one device's program knows."""
+DEVICE_IDS = ("stablehlo.partition_id", "stablehlo.replica_id")
+"""Ops that tell the devices apart."""
 
-GLOBAL_OPS = ("spmd.mark",)
+LOCAL_OPS = ("spmd.axis_index", "spmd.local_slice")
+"""Ops that only the program of one device knows."""
+
+GLOBAL_OPS = ("spmd.mark", MANUAL, TO_MANUAL, FROM_MANUAL)
 """Ops that only the whole program knows."""
 
 
@@ -46,11 +57,13 @@ class View(NamedTuple):
       types: type of every value.
       defined: values that have a definition so far, visible or not.
       visible: values that the op may read.
+      around: names of the region ops around it, outermost first.
     """
 
     types: Sequence[TensorType]
     defined: set[Value]
     visible: set[Value]
+    around: list[str]
 
 
 OpCheck = Callable[[View, Op], str | None]
@@ -121,6 +134,15 @@ def _branches_fit(view: View, op: Op) -> str | None:
     return None
 
 
+def _manual_fits(view: View, op: Op) -> str | None:
+    if op.operands or len(op.regions) != 1:
+        return f"{len(op.operands)} operands and {len(op.regions)} regions instead of one region"
+    (body,) = op.regions
+    return _same(view, "arguments of the body", body.args, ()) or _same(
+        view, "results of the body", body.results, op.kind.results
+    )
+
+
 def dialect_known(view: View, op: Op) -> str | None:
     """An op belongs to a dialect that the compiler speaks."""
     dialect = op.name.partition(".")[0]
@@ -128,14 +150,18 @@ def dialect_known(view: View, op: Op) -> str | None:
 
 
 def is_global(view: View, op: Op) -> str | None:
-    """The whole program has no ops of one device's program."""
-    if op.name in LOCAL_OPS or (op.name in COLLECTIVES and "axes" in op.kind.attrs):
+    """Ops of one device's program are in manual regions only, ops of the compiler's own nowhere."""
+    if op.name in LOCAL_OPS:
         return "an op of one device's program in the whole program"
+    if op.name in _IN_MANUAL and MANUAL not in view.around:
+        return "an op of one device's program outside any manual region"
+    if op.name in COLLECTIVES and "axes" not in op.kind.attrs:
+        return "a collective without axes"
     return None
 
 
 def is_local(view: View, op: Op) -> str | None:
-    """One device's program has no marks, and its collectives say over which axes they run."""
+    """One device's program has no marks or manual regions; collectives say over which axes."""
     if op.name in GLOBAL_OPS:
         return "an op of the whole program in one device's program"
     if op.name in COLLECTIVES and "axes" not in op.kind.attrs:
@@ -150,7 +176,9 @@ def is_expanded(view: View, op: Op) -> str | None:
 
 _PREDICATE = TensorType((), "i1")
 _BRANCH_INDEX = TensorType((), "i32")
+_IN_MANUAL = (*COLLECTIVES, *DEVICE_IDS, TO_MANUAL, FROM_MANUAL)
 _REGIONS: Mapping[str, OpCheck] = {
+    MANUAL: _manual_fits,
     "stablehlo.while": _while_fits,
     "stablehlo.case": _branches_fit,
     "stablehlo.if": _branches_fit,
@@ -225,7 +253,7 @@ class _Walk:
     def __init__(self, stage: str, types: Sequence[TensorType]) -> None:
         self.stage = stage
         self.checks = STAGES[stage]
-        self.view = View(types, set(), set())
+        self.view = View(types, set(), set(), [])
         self.bodies: set[int] = set()
 
     def region(self, region: Region, owner: Op | None) -> None:
@@ -247,8 +275,10 @@ class _Walk:
         for attr in op.kind.attrs.values():
             if isinstance(attr, Body):
                 self.body(attr, op)
+        self.view.around.append(op.name)
         for region in op.regions:
             self.region(region, op)
+        self.view.around.pop()
         self.hold(regions_fit.__name__, regions_fit(self.view, op), op)
         self.view.defined.update(op.results)
         self.view.visible.update(op.results)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Body, Loc, Op, Program, Region, Value
 from spmd.ir.types import (
     Attribute,
@@ -25,14 +27,20 @@ from spmd.ir.types import (
     numpy_dtype,
 )
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, axis_refs
+from spmd.planning.comm import group_size
 
-_NOT_EMITTED = {"reducer", "axes", "pairs"}
+_MESH = "spmd_mesh"
+_NOT_EMITTED = {"reducer", "axes", "groups", "pairs"}
 _GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce_scatter"}
-_COLLECTIVES = {*_GLOBAL_IDS, "stablehlo.all_to_all", "stablehlo.collective_permute"}
 
 
 def emit(program: Program, mesh: Mesh) -> str:
-    """A module with one public function `main`, to be run on every device of the mesh."""
+    """A module with one public function `main`.
+
+    One device's program is to be run on every device of the mesh. In a whole program, manual
+    regions become `sdy.manual_computation`, which XLA partitions by itself.
+    """
     return _Emitter(program, mesh).run()
 
 
@@ -52,6 +60,10 @@ class _Emitter:
         outs = [self.program.types[v] for v in body.results]
         results = ", ".join(map(str, outs))
         self.lines.append(f"module @{_symbol(self.program.name)} {{")
+        if any(op.name == MANUAL for op in self.program.walk()):
+            axes = zip(self.mesh.axis_names, self.mesh.sizes, strict=True)
+            text = ", ".join(f"{json.dumps(name)}={size}" for name, size in axes)
+            self.lines.append(f"sdy.mesh @{_MESH} = <[{text}]>")
         self.lines.append(f"func.func public @main({args}) -> ({results}) {{")
         self.ops(body.ops, self.program.types)
         values = ", ".join(self.names[v] for v in body.results)
@@ -73,11 +85,49 @@ class _Emitter:
         for op in ops:
             self.op(op, types)
 
+    def manual(self, op: Op) -> None:
+        """A manual region: what crosses its boundary are its operands and results."""
+        region = op.regions[0]
+        ways_in = [inner for inner in region.ops if inner.name == TO_MANUAL]
+        made = {v: inner for inner in region.ops for v in inner.results}
+        ways_out = [made[v] for v in region.results]
+        operands = ", ".join(self.names[inner.operands[0]] for inner in ways_in)
+        manual_axes = self.axis_names(op.kind.attrs["axes"])
+        attrs = ", ".join(
+            (
+                f"in_shardings = {self.crossings(ways_in)}",
+                f"out_shardings = {self.crossings(ways_out)}",
+                f"manual_axes = #sdy<manual_axes{manual_axes}>",
+            )
+        )
+        outer = ", ".join(str(inner.kind.operands[0]) for inner in ways_in)
+        signature = f"({outer}) -> ({', '.join(map(str, op.kind.results))})"
+        head = f'{self.define(op.results)} = "sdy.manual_computation"({operands}) ({{'
+        self.lines.append(head)
+        args = tuple(inner.results[0] for inner in ways_in)
+        body = tuple(o for o in region.ops if o.name not in (TO_MANUAL, FROM_MANUAL))
+        results = tuple(inner.operands[0] for inner in ways_out)
+        self.block(Region(args, body, results), self.program.types, "sdy.return")
+        self.lines.append(f"}}) {{{attrs}}} : {signature} loc({self.loc(op.loc)})")
+
+    def crossings(self, ops: Sequence[Op]) -> str:
+        """The shardings of what crosses a manual region's boundary."""
+        dims = [[self.axis_names(axes, open_=True) for axes in op.kind.attrs["dims"]] for op in ops]
+        shardings = ", ".join(f"<@{_MESH}, [{', '.join(value)}]>" for value in dims)
+        return f"#sdy.sharding_per_value<[{shardings}]>"
+
+    def axis_names(self, axes: Axes, open_: bool = False) -> str:
+        names = [json.dumps(ref.name) for ref in axis_refs(axes, self.mesh)]
+        return "{" + ", ".join([*names, *(["?"] if open_ else [])]) + "}"
+
     def op(self, op: Op, types: Sequence[TensorType]) -> None:
+        if op.name == MANUAL:
+            self.manual(op)
+            return
         operands = ", ".join([self.names[v] for v in op.operands])
         target = f"{self.define(op.results)} = " if op.results else ""
         attrs = [f"{n} = {_attribute(a)}" for n, a in op.kind.attrs.items() if _is_emitted(n, a)]
-        if op.name in _COLLECTIVES:
+        if op.name in COLLECTIVES:
             attrs += self.collective_attrs(op)
         kept_op_name = op.name
         head = f'{target}"{kept_op_name}"({operands})'
@@ -105,14 +155,16 @@ class _Emitter:
         if index:
             self.lines.append("}, {")
 
-    def block(self, region: Region, types: Sequence[TensorType]) -> None:
+    def block(
+        self, region: Region, types: Sequence[TensorType], end: str = "stablehlo.return"
+    ) -> None:
         if region.args:
             args = ", ".join(f"{self.define((v,))}: {types[v]}" for v in region.args)
             self.lines.append(f"^bb0({args}):")
         self.ops(region.ops, types)
         values = ", ".join(self.names[v] for v in region.results)
         result_types = ", ".join(str(types[v]) for v in region.results)
-        self.lines.append(f'"stablehlo.return"({values}) : ({result_types}) -> ()')
+        self.lines.append(f'"{end}"({values}) : ({result_types}) -> ()')
 
     def body(self, body: Body) -> None:
         """A scalar body: its own numbering is shadowed by a prefix."""
@@ -131,13 +183,15 @@ class _Emitter:
             pairs = op.kind.attrs["pairs"]
             text = ", ".join(f"[{a}, {b}]" for a, b in pairs)
             return [*attrs, f"source_target_pairs = dense<[{text}]> : tensor<{len(pairs)}x2xi64>"]
-        if axes not in self.groups:
-            groups = self.mesh.groups(axes)
-            rows = ", ".join("[" + ", ".join(map(str, g)) + "]" for g in groups)
-            self.groups[axes] = f"dense<[{rows}]> : tensor<{len(groups)}x{len(groups[0])}xi64>"
-        attrs.append(f"replica_groups = {self.groups[axes]}")
+        if "groups" in op.kind.attrs:
+            groups = _replica_groups(op.kind.attrs["groups"])
+        else:
+            if axes not in self.groups:
+                self.groups[axes] = _replica_groups(self.mesh.groups(axes))
+            groups = self.groups[axes]
+        attrs.append(f"replica_groups = {groups}")
         if op.name == "stablehlo.all_to_all":
-            attrs.append(f"split_count = {self.mesh.extent(axes)} : i64")
+            attrs.append(f"split_count = {group_size(op.kind.attrs, self.mesh)} : i64")
         if op.name in _GLOBAL_IDS:
             attrs.append("use_global_device_ids")
         return attrs
@@ -147,6 +201,11 @@ class _Emitter:
             return "unknown"
         short = Loc(loc.scope, loc.frames[:1])
         return self.locs.setdefault(short, f"#loc{len(self.locs)}")
+
+
+def _replica_groups(groups: Sequence[Sequence[int]]) -> str:
+    rows = ", ".join("[" + ", ".join(map(str, g)) + "]" for g in groups)
+    return f"dense<[{rows}]> : tensor<{len(groups)}x{len(groups[0])}xi64>"
 
 
 def _is_emitted(name: str, attr: Attribute) -> bool:

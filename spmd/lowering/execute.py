@@ -17,6 +17,7 @@ from jaxlib.mlir.dialects import func
 
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.lowering.partition import Partitioned
+from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh, partition_spec
 
@@ -108,18 +109,54 @@ def executable_on_one_device(module: str, out_types: Sequence[TensorType], devic
     return lambda *args: jitted(*jax.device_put(args, device))
 
 
+def executable_on_mesh(module: str, out_types: Sequence[TensorType], mesh: Mesh) -> Any:
+    """A function of host arrays that runs a whole program with manual regions, XLA's way.
+
+    Every device holds all arguments and results; what is between is left to XLA's partitioner.
+
+    Args:
+      module: StableHLO text with a function `main`.
+      out_types: types of its results.
+      mesh: the mesh of its manual regions.
+    """
+
+    def run(*args: Any) -> Any:
+        return tuple(_program.bind(*args, module=module, out_types=tuple(out_types)))
+
+    everywhere = jax.sharding.NamedSharding(jax_mesh(mesh), jax.sharding.PartitionSpec())
+    jitted = jax.jit(run, keep_unused=True, out_shardings=everywhere)
+    return lambda *args: jitted(*jax.device_put(args, everywhere))
+
+
 def without_shardings(module: ir.Module) -> str:
-    """A module's text without anything that says how values lie on devices."""
+    """A module's text without anything that says how values lie on devices.
+
+    Manual regions stay, and the meshes that they name.
+    """
     with module.context:
         copy = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
-        for item in list(copy.body.operations):
-            if item.operation.name == "sdy.mesh":
-                item.operation.erase()
+        if not has_manual_regions(copy):
+            for item in list(copy.body.operations):
+                if item.operation.name == "sdy.mesh":
+                    item.operation.erase()
         copy.operation.walk(_without_sharding)
         functions = [op for op in copy.body.operations if op.operation.name == "func.func"]
         if len(functions) == 1:
             functions[0].attributes["sym_name"] = ir.StringAttr.get("main")
         return str(copy.operation.get_asm(enable_debug_info=True))
+
+
+def has_manual_regions(module: ir.Module) -> bool:
+    """Whether some part of a module is written for one device."""
+    found = False
+
+    def visit(op: Any) -> Any:
+        nonlocal found
+        found = found or op.name == "sdy.manual_computation"
+        return ir.WalkResult.INTERRUPT if found else ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
 
 
 def _without_sharding(op: Any) -> Any:

@@ -10,6 +10,7 @@ from spmd.ir.types import TensorType
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, axis_refs, format_sharding, local_shape
+from spmd.planning.comm import group_size
 
 OpCheck = Callable[[Mesh, Op], str | None]
 
@@ -81,16 +82,27 @@ def axes_are_valid(mesh: Mesh, op: Op) -> str | None:
     return None if axes or op.name == "spmd.axis_index" else "axes are empty"
 
 
+def groups_are_equal(mesh: Mesh, op: Op) -> str | None:
+    """Groups that are not those of the axes are of one size, and no device is in two."""
+    groups = op.kind.attrs.get("groups")
+    if groups is None:
+        return None
+    devices = [p for group in groups for p in group]
+    if len({len(group) for group in groups}) != 1 or len(set(devices)) != len(devices):
+        return f"groups = {groups} differ in size or overlap"
+    return None if set(devices) <= set(range(mesh.size)) else f"groups = {groups} leave the mesh"
+
+
 def gather_grows(mesh: Mesh, op: Op) -> str | None:
-    """An all-gather's dim grows by the extent of its axes."""
+    """An all-gather's dim grows by the number of devices in a group."""
     dim = op.kind.attrs.get("all_gather_dim")
-    return _resized(op, {dim: (mesh.extent(op.kind.attrs["axes"]), 1)})
+    return _resized(op, {dim: (group_size(op.kind.attrs, mesh), 1)})
 
 
 def scatter_shrinks(mesh: Mesh, op: Op) -> str | None:
-    """A reduce-scatter's dim shrinks by the extent of its axes."""
+    """A reduce-scatter's dim shrinks by the number of devices in a group."""
     dim = op.kind.attrs.get("scatter_dimension")
-    return _resized(op, {dim: (1, mesh.extent(op.kind.attrs["axes"]))})
+    return _resized(op, {dim: (1, group_size(op.kind.attrs, mesh))})
 
 
 def slice_shrinks(mesh: Mesh, op: Op) -> str | None:
@@ -100,7 +112,7 @@ def slice_shrinks(mesh: Mesh, op: Op) -> str | None:
 
 def all_to_all_moves(mesh: Mesh, op: Op) -> str | None:
     """An all-to-all's concatenated dim grows as its split dim shrinks."""
-    extent = mesh.extent(op.kind.attrs["axes"])
+    extent = group_size(op.kind.attrs, mesh)
     grows, shrinks = op.kind.attrs.get("concat_dimension"), op.kind.attrs.get("split_dimension")
     if grows == shrinks:
         return _resized(op, {grows: (1, 1)})
@@ -173,13 +185,14 @@ _ONE_RESULT_CHECK: Mapping[str, tuple[OpCheck, ...]] = {
     "stablehlo.all_gather": (gather_grows,),
     "stablehlo.all_reduce": (keeps_types, reduces_pairs),
     "stablehlo.all_to_all": (all_to_all_moves,),
+    "stablehlo.collective_broadcast": (keeps_types,),
     "stablehlo.collective_permute": (keeps_types, pairs_permute),
     "stablehlo.reduce_scatter": (scatter_shrinks, reduces_pairs),
     "spmd.local_slice": (slice_shrinks,),
     "spmd.axis_index": (indexes,),
 }
 OP_CHECKS: Mapping[str, tuple[OpCheck, ...]] = {
-    name: (axes_are_valid, *checks) for name, checks in _ONE_RESULT_CHECK.items()
+    name: (axes_are_valid, groups_are_equal, *checks) for name, checks in _ONE_RESULT_CHECK.items()
 }
 """Op -> the checks that it must pass."""
 assert set(COLLECTIVES) <= set(OP_CHECKS)

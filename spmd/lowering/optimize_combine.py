@@ -24,6 +24,7 @@ SMALL_BYTES = 1 << 20
 
 class _Key(NamedTuple):
     axes: tuple[int, ...]
+    groups: object
     body: object
 
 
@@ -51,7 +52,8 @@ def combine(program: Program, small_bytes: int = SMALL_BYTES) -> Program:
                 if key in waiting:
                     flush(key)
             if _is_small(op, small_bytes):
-                key = _Key(op.kind.attrs["axes"], op.kind.attrs["body"])
+                attrs = op.kind.attrs
+                key = _Key(attrs["axes"], attrs.get("groups"), attrs["body"])
                 waiting.setdefault(key, []).append(op)
                 results_of[op.results[0]] = key
             else:

@@ -24,6 +24,8 @@ def reduce_scatter(program: Program) -> Program:
         op = producers.get(value)
         if op is None or op.name != "stablehlo.all_reduce" or len(op.results) != 1:
             continue
+        if "groups" in op.kind.attrs:
+            continue
         slices = [user for user, _ in uses if user is not None]
         dims = {s.kind.attrs.get("dim") for s in slices}
         axes = op.kind.attrs["axes"]

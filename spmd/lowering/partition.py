@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from spmd.ir.builder import Builder
-from spmd.ir.control_flow import producers_of
+from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL, held_atoms, producers_of
 from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import TensorType
 from spmd.lowering import (  # noqa: F401 (they fill the table of local lowerings)
@@ -17,6 +17,7 @@ from spmd.lowering import (  # noqa: F401 (they fill the table of local lowering
     local_elementwise,
     local_index,
     local_linalg,
+    local_manual,
     local_misc,
     local_ragged,
     local_random,
@@ -24,6 +25,7 @@ from spmd.lowering import (  # noqa: F401 (they fill the table of local lowering
     local_window,
 )
 from spmd.lowering.collectives import apply_step
+from spmd.lowering.divergence import HELD, without_permutes
 from spmd.lowering.local import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, replicated
@@ -32,6 +34,8 @@ from spmd.planning.plan import Choice, Plan
 from spmd.planning.reshard import Path, Step, can_reshard, reshard
 from spmd.propagation.projection import project
 from spmd.propagation.registry import rule_of
+
+_USES = {"spmd.mark": "the mark", TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
 
 
 class Partitioned(NamedTuple):
@@ -61,6 +65,7 @@ class _Partitioner:
         self.types = plan.program.types
         self.cheap = plan.propagated.cheap
         self.producers = producers_of(plan.program)
+        self.held = held_atoms(plan.program)
         self.b = Builder()
         self.copies: list[dict[Value, dict[Sharding, Value]]] = [{}]
         self.user: tuple[str, int | None] = ("", None)
@@ -90,7 +95,7 @@ class _Partitioner:
             program.arg_names,
             program.result_names,
         )
-        local = local._replace(types=tuple(self.b.types))
+        local = without_permutes(local._replace(types=tuple(self.b.types)), self.mesh)
         return Partitioned(local, self.mesh, self.plan.arguments, self.plan.results)
 
     def frames(self, value: Value) -> tuple[Frame, ...]:
@@ -205,10 +210,11 @@ class _Partitioner:
 
     def best_source(self, value: Value, wanted: Sharding) -> tuple[Sharding, Value, Path]:
         options: list[tuple[float, int, Sharding, Value, Path]] = []
+        type_, held = self.types[value], self.held.get(value, ())
         for scope in self.copies:
             for have, local in scope.get(value, {}).items():
                 if can_reshard(have, wanted):
-                    path = reshard(have, wanted, self.types[value], self.mesh, self.plan.topology)
+                    path = reshard(have, wanted, type_, self.mesh, self.plan.topology, held)
                     options.append((path.seconds, len(options), have, local, path))
         _, _, have, local, path = min(options, key=lambda option: option[:2])
         return have, local, path
@@ -216,6 +222,9 @@ class _Partitioner:
     # Ops.
 
     def op(self, op: Op) -> None:
+        if op.name == MANUAL:
+            self.manual(op)
+            return
         if op.regions:
             self.control_flow(op)
             return
@@ -244,7 +253,19 @@ class _Partitioner:
         name, index = self.user
         if index is None:
             return name
-        return "the mark" if name == "spmd.mark" else f"operand {index} of {name}"
+        return _USES.get(name) or f"operand {index} of {name}"
+
+    def manual(self, op: Op) -> None:
+        """A region that is written for one device already: its ops join those around it."""
+        (region,) = op.regions
+        for inner in region.ops:
+            self.op(inner)
+        for i, (value, source, state) in enumerate(
+            zip(op.results, region.results, self.plan.choice(op).results, strict=True)
+        ):
+            self.user = (f"result {i} of {op.name}", None)
+            self.b.loc = Loc(op.loc.scope, self.frames(source) or op.loc.frames)
+            self.copies[-1][value] = {state: self.get(source, state)}
 
     def control_flow(self, op: Op) -> None:
         choice = self.plan.choice(op)
@@ -265,6 +286,9 @@ class _Partitioner:
             self.local_type(v, s) for v, s in zip(op.results, choice.results, strict=True)
         )
         attrs = op.kind.attrs
+        held = self.held.get(op.results[0], ())
+        if held and self.plan.trips.get(op.results[0]) is None:
+            attrs = {**attrs, HELD: held}
         results = self.b.op(op.name, operands, types, attrs, tuple(regions))
         for value, sharding, local in zip(op.results, choice.results, results, strict=True):
             self.copies[-1][value] = {sharding: local}

@@ -15,8 +15,9 @@ from spmd.propagation.projection import (
     is_legal_assignment,
     project,
     reduced_axes,
+    unsplit,
 )
-from spmd.propagation.rule import REPLICATE, WINDOW, Rule
+from spmd.propagation.rule import FIXED, WINDOW, Rule
 
 Claims = Mapping[int, Axes]
 """Factor -> atoms that one operand or result has on it."""
@@ -79,7 +80,7 @@ def candidate_assignments(
     if rule.halos:
         found |= {without_windows(rule, assignment): None for assignment in tuple(found)}
     if not found:
-        found[((),) * len(rule.factors)] = None
+        found[unsplit(rule)] = None
     return tuple(found)
 
 
@@ -100,17 +101,23 @@ def claims_of(
     for axes, dim in zip(sharding.dims, dims, strict=True):
         if axes:
             for factor, part in dim_to_factors(axes, dim, rule.factors, sizes):
-                part = fitting(part, rule.factors[factor], sizes)
-                if part and rule.factors[factor].kind != REPLICATE:
+                part = fitting(part, rule, rule.factors[factor], sizes)
+                if part:
                     claims[factor] = part
     return claims
 
 
 def merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignment:
     """Lets each source in turn split factors, or split them further, with atoms still free."""
-    assignment: list[Axes] = [()] * len(rule.factors)
-    used: set[int] = set()
-    joined = {f for dims in rule.values for dim in dims if len(dim) > 1 for f in dim}
+    assignment = list(unsplit(rule))
+    used = set(rule.held)
+    joined = {
+        f
+        for dims in rule.values
+        for dim in dims
+        if len(dim) > 1 and rule.factors[dim[0]].kind != FIXED
+        for f in dim
+    }
     for claims in order:
         for factor, axes in claims.items():
             have = assignment[factor]
@@ -152,7 +159,7 @@ def _carried(
         axes[: next((k for k, a in enumerate(axes) if a in partial), len(axes))]
         for axes in assignment
     )
-    if not is_legal_assignment(rule, stripped, sizes):
+    if not is_legal_assignment(rule, stripped, sizes) or not set(partial).isdisjoint(rule.held):
         return None
     full = reduced_first(rule, stripped, sizes)
     reduced = reduced_axes(rule, stripped)

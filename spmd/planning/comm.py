@@ -7,7 +7,8 @@ in MPICH" (bytes of the bandwidth-optimal, steps of the latency-optimal algorith
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from spmd.errors import LegalityError
 from spmd.mesh.mesh import Mesh
@@ -20,8 +21,14 @@ KINDS = (
     "collective_permute",
     "reduce_scatter",
     "all_reduce",
+    "collective_broadcast",
 )
-"""Every kind of step; `slice` moves nothing."""
+"""Every kind of step; `slice` moves nothing, a broadcast is only ever the user's own."""
+
+
+def group_size(attrs: Mapping[str, Any], mesh: Mesh) -> int:
+    """How many devices exchange with one another in a collective with such attributes."""
+    return len(attrs["groups"][0]) if "groups" in attrs else mesh.extent(attrs["axes"])
 
 
 def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes: int) -> int:
@@ -35,7 +42,7 @@ def wire_bytes(kind: str, group_size: int, local_in_bytes: int, local_out_bytes:
     """
     if kind == "slice" or group_size == 1:
         return 0
-    if kind == "collective_permute":
+    if kind in ("collective_permute", "collective_broadcast"):
         return local_in_bytes
     others = group_size - 1
     if kind == "all_gather":

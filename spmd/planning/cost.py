@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import OpKind
 from spmd.ir.types import dtype_bits
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds
-from spmd.propagation.projection import Assignment
+from spmd.propagation.projection import Assignment, project
 from spmd.propagation.rule import Rule
 from spmd.propagation.rules_elementwise import CHLO, LINEAR, NONLINEAR
 from spmd.propagation.window import Halo, exchange, reads_of
@@ -36,7 +37,23 @@ def op_seconds(
     if kind.name in _CONTRACTIONS:
         compute = op_flops(kind, rule) / split / topology.peak_flops(dtype)
     memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth * passes(kind)
-    return max(compute, memory) + halos
+    return max(compute, memory) + halos + own_seconds(kind, rule, assignment, mesh, topology)
+
+
+def own_seconds(
+    kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
+) -> float:
+    """Time on the links of an op that is a collective itself."""
+    if kind.name not in COLLECTIVES:
+        return 0.0
+    before, after = (
+        type_.with_shape(
+            local_shape(type_.shape, project(rule, dims, assignment, mesh.atom_sizes), mesh)
+        )
+        for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
+    )
+    name = kind.name.removeprefix("stablehlo.")
+    return collective_seconds(name, kind.attrs["axes"], before.bytes, after.bytes, mesh, topology)
 
 
 def halo_seconds(

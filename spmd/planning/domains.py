@@ -27,7 +27,12 @@ from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
 from spmd.planning.reshard import can_reshard, reshard
 from spmd.planning.units import ARGUMENT, CARRY, OP, RESULT, Unit, Units
-from spmd.propagation.projection import Assignment, is_legal_assignment, reduced_axes
+from spmd.propagation.projection import (
+    Assignment,
+    is_legal_assignment,
+    reduced_axes,
+    unsplit,
+)
 from spmd.propagation.registry import rule_of
 from spmd.propagation.rule import Rule
 
@@ -244,6 +249,8 @@ class Maker:
             return None
         if not is_legal_assignment(rule, assignment, self.mesh.atom_sizes):
             return None
+        if not set(partial).isdisjoint(rule.held):
+            return None
         full = self.full(kind, rule, assignment)
         return Choice(
             assignment,
@@ -344,7 +351,7 @@ def assignments_of(
     legal = [a for a in found if is_legal_assignment(rule, a, sizes)]
     if rule.halos:
         legal += [without_windows(rule, a) for a in legal]
-    whole: Assignment = ((),) * len(rule.factors)
+    whole = unsplit(rule)
     kept = tuple(dict.fromkeys(legal))[: MOST_CHOICES - 1]
     return kept if whole in kept else (*kept, whole)
 

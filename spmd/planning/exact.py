@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.ir.control_flow import Tie
+from spmd.ir.control_flow import Tie, held_atoms
 from spmd.ir.program import Op, Value
 from spmd.ir.types import TensorType
-from spmd.mesh.sharding import Sharding, local_shape, replicated
+from spmd.mesh.sharding import Axes, Sharding, local_shape, replicated
 from spmd.planning.cost import op_seconds
 from spmd.planning.domains import Domains, States, domains_of
 from spmd.planning.greedy import plan_greedily
@@ -110,12 +110,13 @@ class CostNetwork:
         self.problem = problem
         self.propagated = problem.propagated
         self.types = self.propagated.program.types
+        self.held = held_atoms(self.propagated.program)
         self.mesh = self.propagated.mesh
         self.topology = problem.topology
         self.units = units
         self.domains = domains
         self.network = Network()
-        self.tables: dict[tuple[States, States, TensorType], Table] = {}
+        self.tables: dict[tuple[States, States, TensorType, Axes], Table] = {}
         self.own: dict[tuple[int, tuple[Choice, ...]], Table] = {}
         self.values = self._values()
         self.uses: dict[tuple[int, int], list[Use]] = {}
@@ -184,7 +185,7 @@ class CostNetwork:
         costs = list(own)
         if copies:
             left = self.domains.left[number][copied]
-            made = self.table(self._type(number, copied), left, copies)
+            made = self.table(number, copied, left, copies)
             made = made * (self.units.inner[number] if unit.role == CARRY and copied else trips)
             for i, state in enumerate(left):
                 for c, copy in enumerate(copies):
@@ -247,17 +248,16 @@ class CostNetwork:
         """Adds the reshards between a value and its uses."""
         variable = self.variables[source]
         left = self.domains.left[source][index]
-        type_ = self._type(source, index)
         choices = [i for i, _ in variable.rows]
         for use in uses:
             needs = self._needs(use)
             if needs is None:
                 self._as_it_is(variable, use)
                 continue
-            table = self.table(type_, left, needs)
+            table = self.table(source, index, left, needs)
             rows = table[choices]
             if variable.copied == index:
-                again = self.table(type_, variable.copies, needs)
+                again = self.table(source, index, variable.copies, needs)
                 rows = np.array(
                     [
                         row if c < 0 else np.minimum(row, again[c])
@@ -272,34 +272,36 @@ class CostNetwork:
     def _as_it_is(self, variable: _Variable, use: Use) -> None:
         """A result that nothing asks for: it is brought into whole axes at most."""
         value = self.values[use.source, use.result]
-        type_ = self.types[value]
+        shape = self.types[value].shape
         costs = []
         for i, _ in variable.rows:
             state = self.domains.left[use.source][use.result][i]
-            whole = Sharding(whole_axes(state.dims, type_.shape, self.mesh))
-            costs.append(self.seconds(type_, state, boundary(self.propagated, value, whole)))
+            whole = Sharding(whole_axes(state.dims, shape, self.mesh))
+            costs.append(self.seconds(value, state, boundary(self.propagated, value, whole)))
         self.network.unary[variable.number] += np.array(costs) * use.trips
 
-    def table(self, type_: TensorType, states: States, needs: States) -> Table:
-        """Seconds of the reshard from each state to each need."""
-        key = (states, needs, type_)
+    def table(self, source: int, index: int, states: States, needs: States) -> Table:
+        """Seconds of the reshard of a value from each state to each need."""
+        value = self.values[source, index]
+        key = (states, needs, self.types[value], self.held.get(value, ()))
         found = self.tables.get(key)
         if found is None:
             ends = {
-                (s, n): self.seconds(type_, s, n)
+                (s, n): self.seconds(value, s, n)
                 for s in dict.fromkeys(states)
                 for n in dict.fromkeys(needs)
             }
             found = self.tables[key] = np.array([[ends[s, n] for n in needs] for s in states])
         return found
 
-    def seconds(self, type_: TensorType, have: Sharding, wanted: Sharding) -> float:
+    def seconds(self, value: Value, have: Sharding, wanted: Sharding) -> float:
         """Time of one reshard."""
         if have == wanted:
             return 0.0
         if not can_reshard(have, wanted):
             return FORBIDDEN
-        return reshard(have, wanted, type_, self.mesh, self.topology).seconds
+        type_, held = self.types[value], self.held.get(value, ())
+        return reshard(have, wanted, type_, self.mesh, self.topology, held).seconds
 
 
 class _Decoded(Walk):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from spmd.ir.control_flow import held_atoms
 from spmd.ir.legality import fail
 from spmd.ir.program import Op, Value
 from spmd.mesh.mesh import Mesh
@@ -64,6 +65,16 @@ def states_are_legal(plan: Plan) -> str | None:
     for value, (state, type_) in enumerate(zip(plan.states, types, strict=True)):
         if state is not None and not is_legal(state, type_.shape, plan.mesh, even=False):
             return f"%{value}: {type_} is {format_sharding(state, plan.mesh)}"
+    return None
+
+
+def held_atoms_are_left_alone(plan: Plan) -> str | None:
+    """Inside a manual region nothing is split or partial over its axes."""
+    for value, held in held_atoms(plan.program).items():
+        state = plan.states[value]
+        if state is not None and not state.used.isdisjoint(held):
+            text = format_sharding(state, plan.mesh)
+            return f"%{value} is {text} where {format_axes(held, plan.mesh)} is held"
     return None
 
 
@@ -260,7 +271,13 @@ def carries_agree(plan: Plan, op: Op, choice: Choice) -> str | None:
 # ---------------------------------------------------------------------------------------------
 # The tables.
 
-PLAN_CHECKS: tuple[PlanCheck, ...] = (states_are_legal, arguments_fit, results_fit, marks_hold)
+PLAN_CHECKS: tuple[PlanCheck, ...] = (
+    states_are_legal,
+    held_atoms_are_left_alone,
+    arguments_fit,
+    results_fit,
+    marks_hold,
+)
 _EVERY_OP: tuple[OpCheck, ...] = (
     choice_has_arity,
     shardings_fit_types,

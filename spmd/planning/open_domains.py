@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+from spmd.ir.control_flow import held_atoms
 from spmd.ir.program import OpKind
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
@@ -17,9 +18,9 @@ from spmd.planning.domains import Domains, Maker, States
 from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
 from spmd.planning.units import ARGUMENT, CARRY, OP, Unit, Units
-from spmd.propagation.projection import Assignment, is_legal_assignment
+from spmd.propagation.projection import Assignment, is_legal_assignment, unsplit
 from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import REPLICATE, Rule
+from spmd.propagation.rule import FIXED, REPLICATE, Rule
 
 MOST_CHOICES = 40
 """Choices of one op; those that take the least time of its own are kept."""
@@ -74,8 +75,10 @@ def _carry_states(problem: Problem, unit: Unit) -> States:
     assert unit.tie is not None
     mesh = problem.propagated.mesh
     type_ = problem.propagated.program.types[unit.tie.result]
+    held = set(held_atoms(problem.propagated.program).get(unit.tie.result, ()))
     full = every_state(type_, mesh)
-    return (*full, *(p for s in full for p in _partials(s, mesh)))
+    states = (*full, *(p for s in full for p in _partials(s, mesh)))
+    return tuple(s for s in states if held.isdisjoint(s.used))
 
 
 def _partials(state: Sharding, mesh: Mesh) -> Iterable[Sharding]:
@@ -113,11 +116,11 @@ def _assignments(rule: Rule, mesh: Mesh) -> list[Assignment]:
     factors = [
         number
         for number, factor in enumerate(rule.factors)
-        if factor.kind != REPLICATE and factor.size > 1
+        if factor.kind not in (REPLICATE, FIXED) and factor.size > 1
     ]
     found = []
     for places in itertools.product([-1, *factors], repeat=len(axes)):
-        assignment: list[Axes] = [()] * len(rule.factors)
+        assignment = list(unsplit(rule))
         for place, atoms in zip(places, axes, strict=True):
             if place >= 0:
                 assignment[place] += atoms
@@ -130,6 +133,6 @@ def _assignments(rule: Rule, mesh: Mesh) -> list[Assignment]:
 
 def _divides(rule: Rule, assignment: Sequence[Axes], mesh: Mesh) -> bool:
     return all(
-        is_even(factor.size, axes, mesh)
+        factor.kind == FIXED or is_even(factor.size, axes, mesh)
         for factor, axes in zip(rule.factors, assignment, strict=True)
     )

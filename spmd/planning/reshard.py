@@ -74,7 +74,12 @@ class Path(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def reshard(
-    src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
+    src: Sharding,
+    dst: Sharding,
+    type_: TensorType,
+    mesh: Mesh,
+    topology: Topology,
+    held: Axes = (),
 ) -> Path:
     """The cheapest path from one sharding of a value to another.
 
@@ -89,6 +94,7 @@ def reshard(
         (its figures are those of the padded pieces).
       mesh: the mesh of both shardings.
       topology: the links.
+      held: atoms that no step may use: along them the value differs (see `ir.control_flow`).
 
     Returns:
       A `Path`, empty when `src == dst`.
@@ -108,13 +114,13 @@ def reshard(
     owed = tuple(a for a in dst.partial if a not in src.partial)
     if owed and dst.kind == "add" and src.kind in ("", "add"):
         unmasked = dst.with_partial(set(dst.partial).difference(owed), "add")
-        path = reshard(src, unmasked, type_, mesh, topology)
+        path = reshard(src, unmasked, type_, mesh, topology, held)
         mask = Step("mask", unmasked, dst, owed, ())
         seconds = path.seconds + mask_seconds(unmasked, type_, mesh, topology)
         return Path((*path.steps, mask), seconds, path.bytes)
     ranks = {len(src.dims), len(dst.dims), type_.rank}
     padded = type_.with_shape(_padded(src, dst, type_.shape, mesh)) if len(ranks) == 1 else type_
-    problem = Problem(src, dst, padded, fabric_of(mesh, topology))
+    problem = Problem(src, dst, padded, fabric_of(mesh, topology), held)
     path = _path(problem, _solve(problem))
     if padded == type_:
         return path
@@ -124,8 +130,8 @@ def reshard(
     middle = Sharding(
         tuple(() if d in torn else axes for d, axes in enumerate(src.dims)), src.partial, src.kind
     )
-    first = reshard(src, middle, type_, mesh, topology)
-    second = reshard(middle, dst, type_, mesh, topology)
+    first = reshard(src, middle, type_, mesh, topology, held)
+    second = reshard(middle, dst, type_, mesh, topology, held)
     seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
     return Path(first.steps + second.steps, seconds, sent)
 
@@ -226,13 +232,20 @@ def _solve(problem: Problem) -> Sequence[Move]:
     """The path that is best at any size, if there is one; else the best at this size."""
     fabric = problem.fabric
     shape = tuple(math.gcd(size, fabric.mesh.size) for size in problem.shape)
-    moves = _best_at_any_size(problem.src, problem.dst, shape, fabric.mesh, fabric.topology)
+    moves = _best_at_any_size(
+        problem.src, problem.dst, shape, problem.barred, fabric.mesh, fabric.topology
+    )
     return moves if moves is not None else _solve_at_size(problem)
 
 
 @lru_cache(maxsize=1 << 16)
 def _best_at_any_size(
-    src: Sharding, dst: Sharding, shape: tuple[int, ...], mesh: Mesh, topology: Topology
+    src: Sharding,
+    dst: Sharding,
+    shape: tuple[int, ...],
+    barred: Axes,
+    mesh: Mesh,
+    topology: Topology,
 ) -> Sequence[Move] | None:
     """The path that is best whether values are small or large, hence for all in between.
 
@@ -243,13 +256,15 @@ def _best_at_any_size(
     Args:
       src, dst: the shardings.
       shape: for each dim, what it has in common with the number of devices: all that legality asks.
+      barred: atoms that no step may use.
       mesh: the mesh.
       topology: the links.
     """
     type_ = TensorType(shape, "i8")
     bits = 8 * mesh.size
     small, large = (
-        Problem(src, dst, type_, fabric_of(mesh, topology), bits * scale) for scale in (1, 1 << 40)
+        Problem(src, dst, type_, fabric_of(mesh, topology), barred, bits * scale)
+        for scale in (1, 1 << 40)
     )
     best = _solve_at_size(large)
     least = _cost(small, _solve_at_size(small))

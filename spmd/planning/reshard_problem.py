@@ -119,16 +119,18 @@ class Problem:
         dst: Sharding,
         type_: TensorType,
         fabric: Fabric,
+        barred: Axes = (),
         bits: int | None = None,
     ) -> None:
         self.src, self.dst, self.type, self.fabric = src, dst, type_, fabric
+        self.barred = barred
         self.extent = fabric.extent
         self._check()
         self.goal_extents = tuple(self.extent(axes) for axes in dst.dims)
         self.frozen = self._frozen_dims()
         pieces = local_shape(type_.shape, src, fabric.mesh)
         self.shape = tuple(self.extent(a) * n for a, n in zip(src.dims, pieces, strict=True))
-        held = {a for dim in self.frozen for a in src.dims[dim]}.union(dst.partial)
+        held = {a for dim in self.frozen for a in src.dims[dim]}.union(dst.partial, barred)
         self.atoms = tuple(a for a in range(len(fabric.sizes)) if a not in held)
         self.goal_atoms = frozenset(a for axes in dst.dims for a in axes)
         self.bits = math.prod(self.shape) * dtype_bits(type_.dtype) if bits is None else bits

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.ir.control_flow import UNKNOWN_TRIPS, Tie, producers_of, ties, trip_count
+from spmd.ir.control_flow import UNKNOWN_TRIPS, Tie, held_atoms, producers_of, ties, trip_count
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.sharding import Sharding
 from spmd.planning.problem import Problem
@@ -98,6 +98,7 @@ class _Collector:
         self.cheap = propagated.cheap
         self.wishes = proposed(propagated)
         self.producers = producers_of(self.program)
+        self.held = held_atoms(self.program)
         self.units: list[Unit] = []
         self.colours: list[int] = []
         self.unit_wishes: list[tuple[Sharding | None, ...]] = []
@@ -126,7 +127,8 @@ class _Collector:
         wishes = tuple([self.wishes[v] for v in values])
         self.units.append(unit)
         self.unit_wishes.append(wishes)
-        self.colours.append(self.names.setdefault((colour, wishes), len(self.names)))
+        held = self.held.get(values[0], ()) if values else ()
+        self.colours.append(self.names.setdefault((colour, wishes, held), len(self.names)))
         for i, value in enumerate(values):
             self.of[value] = (number, i)
         return number

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmd.ir.control_flow import UNKNOWN_TRIPS, Tie, producers_of, ties, trip_count
+from spmd.ir.control_flow import UNKNOWN_TRIPS, Tie, held_atoms, producers_of, ties, trip_count
 from spmd.ir.program import Op, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_axes, is_even, replicated
@@ -65,6 +65,7 @@ class Walk:
         self.types = self.program.types
         self.cheap = propagated.cheap
         self.producers = producers_of(self.program)
+        self.held = held_atoms(self.program)
         self.states: list[Sharding | None] = [None] * len(self.types)
         self.copies: dict[Value, tuple[Sharding, ...]] = {}
         self.undo: list[list[tuple[Value, tuple[Sharding, ...]]]] = [[]]
@@ -178,7 +179,8 @@ class Walk:
             return 0.0
         if not can_reshard(have, wanted):
             return float("inf")
-        return reshard(have, wanted, self.types[value], self.mesh, self.topology).seconds
+        type_, held = self.types[value], self.held.get(value, ())
+        return reshard(have, wanted, type_, self.mesh, self.topology, held).seconds
 
     def demand(self, value: Value, wanted: Sharding) -> float:
         """Makes the copy that a use wants; returns its cost."""

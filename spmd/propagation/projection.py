@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from spmd.mesh.sharding import Axes, Sharding
-from spmd.propagation.rule import REDUCE, REPLICATE, WINDOW, DimFactors, Factor, Rule
+from spmd.propagation.rule import FIXED, REDUCE, REPLICATE, WINDOW, DimFactors, Factor, Rule
 
 Assignment = tuple[Axes, ...]
 """For one op: which atoms split each factor."""
@@ -22,6 +22,10 @@ def dim_to_factors(
     """
     if len(dim) == 1:
         return ((dim[0], axes),)
+    first = factors[dim[0]]
+    if first.kind == FIXED:
+        count = len(first.axes)
+        return ((dim[1], axes[count:]),) if axes[:count] == first.axes else ()
     dealt: list[tuple[int, Axes]] = []
     rest = axes
     for factor in dim:
@@ -34,8 +38,16 @@ def dim_to_factors(
     return tuple(dealt)
 
 
-def fitting(axes: Axes, factor: Factor, sizes: Sequence[int]) -> Axes:
-    """The atoms that a factor takes: those that leave every tile of a window factor something."""
+def fitting(axes: Axes, rule: Rule, factor: Factor, sizes: Sequence[int]) -> Axes:
+    """The atoms that a factor takes.
+
+    None if it stays whole or is fixed, none from a held one on, and of a window factor only those
+    that leave every tile something.
+    """
+    if factor.kind in (REPLICATE, FIXED):
+        return ()
+    if rule.held:
+        axes = axes[: next((k for k, a in enumerate(axes) if a in rule.held), len(axes))]
     if factor.kind == WINDOW:
         while axes and math.prod(sizes[a] for a in axes) > factor.size:
             axes = axes[:-1]
@@ -47,10 +59,13 @@ def factors_to_dim(
 ) -> Axes | None:
     """A dim's atoms under an assignment; None where its pieces would not be equal and contiguous.
 
-    A dim of one factor takes any atoms: where they don't divide it, its pieces are padded.
+    A dim of one factor takes any atoms: where they don't divide it, its pieces are padded. So does
+    the factor behind a fixed one.
     """
     if len(dim) == 1:
         return assignment[dim[0]]
+    if factors[dim[0]].kind == FIXED:
+        return assignment[dim[0]] + assignment[dim[1]]
     axes: Axes = ()
     complete = True
     for factor in dim:
@@ -69,8 +84,12 @@ def factors_to_dim(
 
 def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence[int]) -> bool:
     """No atom twice, `replicate` factors whole, dims of several factors equal and contiguous."""
-    used: set[int] = set()
+    used: set[int] = set(rule.held)
     for factor, axes in zip(rule.factors, assignment, strict=True):
+        if factor.kind == FIXED:
+            if axes != factor.axes:
+                return False
+            continue
         if not used.isdisjoint(axes) or (axes and factor.kind == REPLICATE):
             return False
         used.update(axes)
@@ -79,6 +98,11 @@ def is_legal_assignment(rule: Rule, assignment: Assignment, atom_sizes: Sequence
         for value in rule.values
         for dim in value
     )
+
+
+def unsplit(rule: Rule) -> Assignment:
+    """The assignment that splits nothing but fixed factors."""
+    return tuple(factor.axes for factor in rule.factors)
 
 
 def project(

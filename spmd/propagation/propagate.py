@@ -28,7 +28,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark
 from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
 from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import REDUCE, REPLICATE, WINDOW, Factor, Rule
+from spmd.propagation.rule import FIXED, REDUCE, REPLICATE, WINDOW, Factor, Rule
 
 
 class Origin(NamedTuple):
@@ -130,8 +130,12 @@ class _Node(NamedTuple):
     label: str
 
 
+_RULE = -1
+"""The source of axes that the rule itself fixes."""
+
+
 class _Change(NamedTuple):
-    """One dim of one of a node's values gets longer axes, because of another dim."""
+    """One dim of one of a node's values gets longer axes, because of another dim or of the rule."""
 
     position: int
     dim: int
@@ -391,8 +395,13 @@ class _State:
             if len(have[change.dim]) >= len(change.axes):
                 continue  # a value that the node has twice
             added = change.axes[len(have[change.dim]) :]
-            source = node.values[change.source]
-            origin = Origin(added, source, change.source_dim, node.label, node.loc)
+            if change.source == _RULE:
+                place = node.loc.source
+                reason = "specs of shard_map" + (f" at {place}" if place else "")
+                origin = Origin(added, None, change.dim, reason, node.loc)
+            else:
+                source = node.values[change.source]
+                origin = Origin(added, source, change.source_dim, node.label, node.loc)
             self.origins.setdefault((value, change.dim), []).append(origin)
             dims = (*have[: change.dim], change.axes, *have[change.dim + 1 :])
             self.proposals[value] = dims
@@ -468,8 +477,12 @@ def _flow(shape: _Shape, around: tuple[Proposal, ...], guess: bool, sizes: Seque
         more, stuck = _extensions(around[position], wanted, guess)
         disputed += [_Dispute(position, atom, dims) for atom, dims in stuck]
         for d, axes in more:
-            cause = next(source[f] for f in reversed(dims[d]) if f in source)
-            changes.append(_Change(position, d, axes, *cause))
+            fixed = shape.rule.factors[dims[d][0]].axes
+            if len(around[position][d]) < len(fixed):
+                changes.append(_Change(position, d, axes[: len(fixed)], _RULE, 0))
+            if len(axes) > len(fixed):
+                cause = next(source[f] for f in reversed(dims[d]) if f in source)
+                changes.append(_Change(position, d, axes, *cause))
     return _Flow(tuple(changes), tuple(conflicts), tuple(undivided), tuple(disputed))
 
 
@@ -477,8 +490,10 @@ def _claims(
     shape: _Shape, around: tuple[Proposal, ...], sizes: Sequence[int]
 ) -> dict[int, list[tuple[Axes, int, int]]]:
     """Factor -> the (axes, position, dim) that want it split."""
-    found: dict[int, list[tuple[Axes, int, int]]] = {}
     factors = shape.rule.factors
+    found: dict[int, list[tuple[Axes, int, int]]] = {
+        i: [(factor.axes, _RULE, 0)] for i, factor in enumerate(factors) if factor.kind == FIXED
+    }
     for position, dims in enumerate(shape.rule.values):
         if shape.flags[position] is None:
             continue
@@ -486,8 +501,8 @@ def _claims(
             if not axes:
                 continue
             for factor, part in dim_to_factors(axes, dims[d], factors, sizes):
-                part = fitting(part, factors[factor], sizes)
-                if part and factors[factor].kind != REPLICATE:
+                part = fitting(part, shape.rule, factors[factor], sizes)
+                if part:
                     found.setdefault(factor, []).append((part, position, d))
     return found
 
@@ -553,7 +568,7 @@ def _spread(shape: _Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]:
     for masks, terms in zip(around, shape.rule.values, strict=True):
         for mask, term in zip(masks, terms, strict=True):
             for factor in term if mask else ():
-                if factors[factor].kind != REPLICATE:
+                if factors[factor].kind not in (REPLICATE, FIXED):
                     reach[factor] |= mask
     found: list[Masks] = []
     for masks, flags, terms in zip(around, shape.flags, shape.rule.values, strict=True):

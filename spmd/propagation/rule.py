@@ -17,6 +17,7 @@ PASS = "pass"
 REDUCE = "reduce"
 REPLICATE = "replicate"
 WINDOW = "window"
+FIXED = "fixed"
 
 DimFactors = tuple[int, ...]
 """Factors of one dim, major to minor."""
@@ -29,11 +30,14 @@ class Factor(NamedTuple):
       size: its extent.
       kind: `pass` (split freely), `reduce` (splitting it leaves the results partial), `window`
         (split if neighbours exchange what they read of each other; dims that share it may differ
-        in size, it has the result's) or `replicate` (must not be split).
+        in size, it has the result's), `replicate` (must not be split) or `fixed` (split over just
+        its own axes; a dim's other factor, behind it, may then be split unevenly).
+      axes: the atoms of a fixed factor.
     """
 
     size: int
     kind: str = PASS
+    axes: tuple[int, ...] = ()
 
 
 class Rule(NamedTuple):
@@ -48,6 +52,7 @@ class Rule(NamedTuple):
         same axes) and every other operand is full, the results are partial over these axes.
       moves: the op only moves elements, so a partial of any kind may flow through `linear`.
       halos: dims of operands of which a device reads more than its own tile when they are split.
+      held: atoms that split nothing but fixed factors, and over which nothing is partial.
     """
 
     operands: tuple[tuple[DimFactors, ...], ...]
@@ -57,6 +62,7 @@ class Rule(NamedTuple):
     linear: tuple[tuple[int, ...], ...] = ()
     moves: bool = False
     halos: tuple[Halo, ...] = ()
+    held: tuple[int, ...] = ()
 
     @property
     def values(self) -> tuple[tuple[DimFactors, ...], ...]:
@@ -182,9 +188,9 @@ class RuleBuilder:
     def __init__(self) -> None:
         self.factors: list[Factor] = []
 
-    def factor(self, size: int, kind: str = PASS) -> DimFactors:
+    def factor(self, size: int, kind: str = PASS, axes: tuple[int, ...] = ()) -> DimFactors:
         """A new factor, as the factors of a dim."""
-        self.factors.append(Factor(size, kind))
+        self.factors.append(Factor(size, kind, axes))
         return (len(self.factors) - 1,)
 
     def build(
@@ -196,6 +202,7 @@ class RuleBuilder:
         linear: Iterable[Sequence[int]] = (),
         moves: bool = False,
         halos: Iterable[Halo] = (),
+        held: Iterable[int] = (),
     ) -> Rule:
         """The rule over the factors made so far."""
         return Rule(
@@ -206,4 +213,5 @@ class RuleBuilder:
             tuple(tuple(group) for group in linear),
             moves,
             tuple(halos),
+            tuple(held),
         )

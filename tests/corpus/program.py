@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import spmd
+from spmd.mesh.spec import jax_mesh
 
 MESHES: dict[str, dict[str, int]] = {
     "4x2": {"data": 4, "model": 2},
@@ -36,11 +37,23 @@ class Made(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A named program; `make`'s docstring says what it computes."""
+    """A named program; `make`'s docstring says what it computes.
+
+    Attributes:
+      name: its name.
+      make: makes it; one that is `on_mesh` is written for a mesh, and gets jax's.
+      heavy: whether it takes long.
+      on_mesh: whether it names axes of the mesh itself.
+    """
 
     name: str
-    make: Callable[[], Made]
+    make: Callable[..., Made]
     heavy: bool = False
+    on_mesh: bool = False
+
+    def made(self, mesh: spmd.Mesh) -> Made:
+        """The program, for a mesh."""
+        return self.make(jax_mesh(mesh)) if self.on_mesh else self.make()
 
 
 def mark(tree: Any, word: str, mesh: spmd.Mesh) -> Any:

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 
+import spmd
 from tests.corpus import (
     equinox_models,
     flax_models,
+    manual,
     numerics,
     optimizers,
     sampling,
@@ -17,7 +19,7 @@ from tests.corpus import (
     transforms,
     vision,
 )
-from tests.corpus.program import Program
+from tests.corpus.program import MESHES, QUICK_MESH, Program
 
 MODELS: list[Program] = [
     Program("flax.linen_transformer", flax_models.linen_transformer, heavy=True),
@@ -61,7 +63,13 @@ FUNCTIONS: list[Program] = [
     Program("transforms.implicit", transforms.implicit),
 ]
 
-PROGRAMS: list[Program] = [*MODELS, *FUNCTIONS, *optimizers.programs()]
+MANUAL: list[Program] = [
+    Program("manual.megatron_mlp", manual.megatron_mlp, on_mesh=True),
+    Program("manual.ring_attention", manual.ring_attention, on_mesh=True),
+    Program("manual.ring_matmul", manual.ring_matmul, on_mesh=True),
+]
+
+PROGRAMS: list[Program] = [*MODELS, *FUNCTIONS, *MANUAL, *optimizers.programs()]
 
 
 def specs(program: Program) -> tuple[str, ...]:
@@ -69,7 +77,7 @@ def specs(program: Program) -> tuple[str, ...]:
     found: list[tuple[str, ...]] = []
 
     def make() -> Any:
-        made = program.make()
+        made = program.made(spmd.make_mesh(**MESHES[QUICK_MESH]))
         found.append(made.specs)
         return jax.tree.leaves(made.args)
 

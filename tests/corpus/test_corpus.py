@@ -19,9 +19,9 @@ TOLERANCE = {"float32": 1e-4, "complex64": 1e-4, "bfloat16": 2e-2, "float16": 2e
 
 
 @lru_cache(maxsize=2)
-def reference(program: Program) -> tuple[Made, Any]:
+def reference(program: Program, mesh_name: str) -> tuple[Made, Any]:
     """The program, and what plain `jax.jit` makes of it."""
-    made = program.make()
+    made = program.made(spmd.make_mesh(**MESHES[mesh_name]))
     return made, jax.jit(made.fn)(*made.args)
 
 
@@ -56,7 +56,7 @@ def assert_same(path: Any, got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize(("program", "mesh_name"), list(parameters()))
 def test_partitioned_equals_unpartitioned(program: Program, mesh_name: str) -> None:
-    made, want = reference(program)
+    made, want = reference(program, mesh_name if program.on_mesh else QUICK_MESH)
     mesh = spmd.make_mesh(**MESHES[mesh_name])
     args = [mark(arg, word, mesh) for arg, word in zip(made.args, made.specs, strict=True)]
     got = spmd.jit(made.fn, mesh=mesh, options=spmd.Options(check=True))(*args)

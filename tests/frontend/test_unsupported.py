@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.frontend.canonicalize import canonicalize
@@ -91,6 +93,53 @@ def test_refused_by_name_and_reason(name: str) -> None:
     refused = "stablehlo.create_token" if token else name
     assert f"{refused} cannot be partitioned: {REFUSED[refused].reason}" in text
     assert f"fix: {REFUSED[refused].fix}" in text
+
+
+_ONE = "replica_groups = dense<0> : tensor<1x1xi64>"
+_ALONE = {
+    "all_gather": f'"stablehlo.all_gather"(%x) {{all_gather_dim = 0 : i64, {_ONE}}} : {_SAME}',
+    "all_reduce": f'"stablehlo.all_reduce"(%x) {_SUM} {{{_ONE}}} : {_SAME}',
+    "all_to_all": '"stablehlo.all_to_all"(%x) {split_dimension = 0 : i64, '
+    f"concat_dimension = 1 : i64, split_count = 1 : i64, {_ONE}}} : {_SAME}",
+    "collective_broadcast": f'"stablehlo.collective_broadcast"(%x) {{{_ONE}}} : {_SAME}',
+    "collective_permute": '"stablehlo.collective_permute"(%x) '
+    f"{{source_target_pairs = dense<0> : tensor<1x2xi64>}} : {_SAME}",
+    "reduce_scatter": f'"stablehlo.reduce_scatter"(%x) {_SUM} '
+    f"{{scatter_dimension = 0 : i64, {_ONE}}} : {_SAME}",
+}
+"""Collectives as a process with one device writes them."""
+
+
+@pytest.mark.parametrize("name", sorted(_ALONE))
+def test_collectives_of_one_device_do_nothing(name: str) -> None:
+    text = module(_ALONE[name]).replace("return %x", "return %y")
+    program = import_module(parse_module(text)).program
+    assert program.body.results == program.body.args
+    assert all(op.name == "stablehlo.constant" for op in program.walk())
+
+
+def test_a_program_exported_from_one_device() -> None:
+    """What jax writes on a mesh of one device: collectives with groups of one."""
+    one = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(x: jax.Array) -> jax.Array:
+        y = jax.lax.ppermute(jax.lax.psum(x, "i"), "i", [(0, 0)])
+        return jax.lax.all_gather(y, "i", tiled=True)
+
+    fn = jax.shard_map(body, mesh=one, in_specs=P("i"), out_specs=P("i"), check_vma=False)
+    text = jax.jit(fn).lower(jnp.ones((8, 4))).as_text()
+    assert "stablehlo.all_gather" in text
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    mesh = spmd.make_mesh(data=4, model=2)
+    compiled = spmd.compile_stablehlo(text, mesh, [("data", "model")])
+    np.testing.assert_array_equal(compiled(x)[0], x)
+
+
+def test_the_error_says_where_collectives_may_be() -> None:
+    with pytest.raises(spmd.UnsupportedOpError) as caught:
+        import_module(parse_module(module(TEXTS["stablehlo.all_reduce"])))
+    assert "outside any jax.shard_map" in str(caught.value)
+    assert "let the marks place the collectives; or put it into jax.shard_map" in str(caught.value)
 
 
 def test_every_refused_op_is_tested() -> None:

@@ -65,7 +65,16 @@ program @p(%0: tensor<4xf32> "x", %1: tensor<i32> "i", %2: tensor<i1> "b") {
     %2 = stablehlo.compare %0, %1 : (tensor<f32>, tensor<f32>) -> tensor<i1>
     return %2
   }} : (tensor<4xf32>) -> tensor<4xf32>
-  return %13 "y"
+  %17 = spmd.manual {axes = [0]} : () -> tensor<4xf32> {
+    region() {
+      %14 = spmd.to_manual %13 {axes = [0], dims = [[0]]} : (tensor<4xf32>) -> tensor<2xf32>
+      %15 = stablehlo.collective_permute %14 {axes = [0], pairs = [[0, 1], [1, 0]]}
+        : (tensor<2xf32>) -> tensor<2xf32>
+      %16 = spmd.from_manual %15 {axes = [0], dims = [[0]]} : (tensor<2xf32>) -> tensor<4xf32>
+      return %16
+    }
+  }
+  return %17 "y"
 }
 """
 ADD = "stablehlo.add %0, %0 : (tensor<4xf32>, tensor<4xf32>) -> tensor<4xf32>"
@@ -76,7 +85,7 @@ BROKEN_PROGRAMS = [
     ("reads_visible", "stablehlo.negate %6", "stablehlo.negate %9", "%9 is read but not defined"),
     ("reads_visible", "stablehlo.case %10", "stablehlo.case %5", "outside its region"),
     ("reads_visible", "compare %0, %1", "compare %0, %2", "%2 is read but not defined"),
-    ("results_visible", "return %13", "return %8", "outside its region"),
+    ("results_visible", "return %17", "return %8", "outside its region"),
     ("results_visible", "return %8, %7", "return %9, %7", "%9 is read but not defined"),
     ("kind_has_types", "negate %6", "negate %7", "operand 0 is %7: tensor<i32>"),
     ("dialect_known", "stablehlo.add", "arith.addf", "the dialect arith"),
@@ -87,15 +96,20 @@ BROKEN_PROGRAMS = [
     ("regions_fit", "region(%4: tensor<4xf32>", "region(%4: tensor<5xf32>",
      "arguments of the condition"),
     ("regions_fit", "return %3\n    }\n  }", "return %10\n    }\n  }", "results of branch 1"),
-    ("regions_fit", "region() {\n      return %11", "region(%14: tensor<f32>) {\n      return %11",
+    ("regions_fit", "region() {\n      return %11", "region(%18: tensor<f32>) {\n      return %11",
      "arguments of branch 0"),
     ("regions_fit", "stablehlo.if %2 : (tensor<i1>)", "stablehlo.if %1 : (tensor<i32>)",
      "its operands are not one tensor<i1>"),
     ("regions_fit", "region() {\n      return %9\n    }", "", "1 branches"),
     ("regions_fit", "stablehlo.while", "stablehlo.scan", "is not control flow"),
+    ("regions_fit", "manual {axes = [0]} : ()", "manual %0 {axes = [0]} : (tensor<4xf32>)",
+     "1 operands and 1 regions"),
+    ("regions_fit", "return %16", "return %15", "results of the body"),
+    ("is_global", "{axes = [0], pairs", "{pairs", "a collective without axes"),
+    ("is_global", ADD, "stablehlo.partition_id : () -> tensor<4xf32>", "outside any manual"),
     ("is_global", ADD, "spmd.local_slice %0 : (tensor<4xf32>) -> tensor<4xf32>", "one device's"),
     ("is_global", ADD, "stablehlo.all_reduce %0 {axes = [0]} : (tensor<4xf32>) -> tensor<4xf32>",
-     "one device's"),
+     "one device's program outside any manual region"),
 ]  # fmt: skip
 
 
@@ -185,6 +199,18 @@ def accumulate(w, xs):
     return jax.lax.scan(body, jnp.zeros_like(w), xs)[0]
 
 
+def region(x):
+    around = jax.sharding.AbstractMesh(
+        MESH.sizes, MESH.axis_names, axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    spec = jax.sharding.PartitionSpec("data")
+
+    def body(x):
+        return jax.lax.psum(jnp.tanh(x), "data") * x
+
+    return jax.shard_map(body, mesh=around, in_specs=spec, out_specs=spec, axis_names={"data"})(x)
+
+
 def struct(*shape, spec=None, dtype=jnp.float32):
     plain = jax.ShapeDtypeStruct(shape, dtype)
     return plain if spec is None else spmd.mark_sharding(plain, MESH, spec)
@@ -211,6 +237,10 @@ STEPS: dict[str, tuple[Any, ...]] = {
         lambda x, i: jax.lax.switch(i, [jnp.sin, lambda x: x @ jnp.ones((8, 8))], x),
         struct(16, 8, spec=("data", None)),
         struct(dtype=jnp.int32),
+    ),
+    "region": (
+        region,
+        struct(16, 8, spec=("data", "model")),
     ),
     "reshape": (
         lambda x: x.reshape(4, 4, 8).transpose(1, 0, 2).reshape(16, 8),
@@ -423,6 +453,10 @@ def argument_of_a_loop_unlike_its_carry(plan):
     return with_state(plan, value, Sharding(((),) * plan.program.types[value].rank))
 
 
+def inside_split_over_a_manual_axis(plan):
+    return with_results(plan, op_named(plan, "tanh"), Sharding((DATA, MODEL)))
+
+
 BROKEN_PLANS = [
     ("has_choice", no_choice),
     ("states_are_legal", one_state_too_few),
@@ -448,6 +482,7 @@ BROKEN_PLANS = [
     ("partials_follow", partial_max_through_an_addition),
     ("partials_follow", partial_over_what_splits_it),
 ]
+BROKEN_REGIONS = [("held_atoms_are_left_alone", inside_split_over_a_manual_axis)]
 BROKEN_LOOPS = [
     ("carries_agree", carry_that_changes),
     ("carries_agree", argument_of_a_loop_unlike_its_carry),
@@ -463,7 +498,9 @@ def isolated(monkeypatch, check):
 
 @pytest.mark.parametrize(
     ("step", "check", "broken"),
-    [("mlp", *case) for case in BROKEN_PLANS] + [("accumulate", *case) for case in BROKEN_LOOPS],
+    [("mlp", *case) for case in BROKEN_PLANS]
+    + [("accumulate", *case) for case in BROKEN_LOOPS]
+    + [("region", *case) for case in BROKEN_REGIONS],
 )
 def test_a_broken_plan_is_refused(monkeypatch, step, check, broken):
     plan = plan_of(step)
@@ -503,6 +540,12 @@ BROKEN_LOCALS = [
     ("axes_are_valid", "{axes = {model}} : ()", "{axes = [1, 1]} : ()", "repeats an atom"),
     ("axes_are_valid", "axes = {data}, body = max<f32>", "axes = {}, body = max<f32>", "empty"),
     ("indexes", "() -> tensor<i32>", "() -> tensor<ui32>", "it is not () -> tensor<i32>"),
+    ("groups_are_equal", "axes = {data}, body = max<f32>", "axes = {data}, body = max<f32>, "
+     "groups = [[0, 1], [2]]", "differ in size or overlap"),
+    ("groups_are_equal", "axes = {data}, body = max<f32>", "axes = {data}, body = max<f32>, "
+     "groups = [[0, 1], [1, 2]]", "differ in size or overlap"),
+    ("groups_are_equal", "axes = {data}, body = max<f32>", "axes = {data}, body = max<f32>, "
+     "groups = [[0, 1], [2, 9]]", "leave the mesh"),
     ("gather_grows", "axes = {data}}", "axes = {model}}", "instead of 8x8"),
     ("gather_grows", "all_gather_dim = 0", "all_gather_dim = 2", "has no dim 2"),
     ("gather_grows", "all_gather_dim = 0, ", "", "has no dim None"),
@@ -581,7 +624,7 @@ def test_every_check_has_a_broken_program():
     checks = {check.__name__ for table in legality.STAGES.values() for check in table}
     assert checks | {"regions_fit", "results_visible"} == tested
 
-    tested = {check for check, _ in BROKEN_PLANS + BROKEN_LOOPS}
+    tested = {check for check, _ in BROKEN_PLANS + BROKEN_LOOPS + BROKEN_REGIONS}
     checks = {check.__name__ for table in plan_legality.TABLE.values() for check in table}
     assert checks | {"has_choice"} == tested
 

@@ -14,7 +14,9 @@ import spmd
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.import_stablehlo import import_module, parse_module
 from spmd.ir.program import Program
+from spmd.mesh.spec import jax_mesh
 from spmd.propagation.registry import rule_name
+from tests.lowering import manual_programs
 from tests.propagation.cases import CASES
 from tests.propagation.cases_module import MODULES
 
@@ -29,11 +31,12 @@ ONLY_IN_MODULES: dict[str, tuple[Any, str]] = {
 """Ops that jax itself never emits, with numpy's answer and the result's element type."""
 
 NOT_ON_CPU = {
+    "stablehlo.collective_broadcast",
     "custom_call:LuDecomposition",
     "custom_call:cu_threefry2x32_ffi",
     "custom_call:hip_threefry2x32_ffi",
 }
-"""Rules of calls that no CPU runs; `test_library_calls.py` lowers some of them."""
+"""Rules of ops that no CPU runs; `test_library_calls.py` and `test_manual.py` lower some."""
 
 
 def executed_ops() -> set[str]:
@@ -43,9 +46,14 @@ def executed_ops() -> set[str]:
     for case in CASES:
         lowered = spmd.jit(case.fn, mesh=mesh).lower(*case.args)
         names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.imported.program)
-    for module in MODULES:
-        program = import_module(parse_module(module.text)).program
-        names |= _in_text(module.text) | _rules(canonicalize(program))
+    for text in (*(module.text for module in MODULES), *manual_programs.MODULES):
+        program = import_module(parse_module(text)).program
+        names |= _in_text(text) | _rules(canonicalize(program))
+    manual = spmd.make_mesh(x=4, y=2)
+    for example in manual_programs.PROGRAMS:
+        step = spmd.jit(example.make(jax_mesh(manual)), mesh=manual)
+        lowered = step.lower(manual_programs.X, manual_programs.W)
+        names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.imported.program)
     return names
 
 
@@ -54,7 +62,7 @@ def _rules(program: Program) -> set[str]:
 
 
 def _in_text(text: str) -> set[str]:
-    ops = re.findall(r"(?<![#.\w])(?:stablehlo|chlo)\.[\w-]+", text)
+    ops = re.findall(r"(?<![#.\w])(?:stablehlo|chlo|sdy)\.[\w-]+", text)
     calls = re.findall(r"custom_call @([\w.$]+)", text)
     return {*ops, *(f"custom_call:{target}" for target in calls)}
 

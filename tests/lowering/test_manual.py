@@ -1,0 +1,401 @@
+"""Manual regions: programs with `jax.shard_map`, partitioned, against plain `jax.jit`."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.explain.hlo import hlo_collectives
+from spmd.mesh.spec import jax_mesh
+from spmd.options import Options
+from tests.lowering.manual_programs import (
+    BROADCAST,
+    CHANNEL,
+    EVEN_GROUPS,
+    EVERYONE,
+    IDS,
+    PROGRAMS,
+    SEVERAL_OPERANDS,
+    SUM,
+    Manual,
+    W,
+    X,
+    manual,
+    region,
+)
+from tests.propagation.cases import random_spec
+
+MESHES: dict[str, dict[str, int]] = {
+    "8": {"x": 8},
+    "4x2": {"x": 4, "y": 2},
+    "2x2x2": {"x": 2, "y": 2, "z": 2},
+}
+BY_USER = "written by the user in shard_map"
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(program, mesh, id=f"{program.name}-{mesh}")
+        for program in PROGRAMS
+        for mesh, axes in MESHES.items()
+        if len(axes) >= program.axes
+    ]
+
+
+def gradients(fn: Any) -> Any:
+    def loss(x: Any, w: Any) -> Any:
+        leaves = jax.tree.leaves(fn(x, w))
+        return sum(jnp.sum(jnp.sin(y)) for y in leaves if jnp.issubdtype(y.dtype, jnp.floating))
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def specs_for(name: str, mesh: spmd.Mesh) -> list[Any]:
+    """Nothing marked, and twice both arguments split at random: not as the region needs them."""
+    rng = np.random.RandomState(zlib.crc32(name.encode()))
+    marked = [tuple(random_spec(rng, a.shape, mesh) for a in (X, W)) for _ in range(2)]
+    return [None, *marked]
+
+
+def assert_same(fn: Any, mesh: spmd.Mesh, specs: Any) -> spmd.Compiled:
+    compiled = spmd.jit(fn, mesh=mesh, in_specs=specs, options=Options(check=True)).compile(X, W)
+
+    def check(got: Any, want: Any) -> None:
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5, err_msg=f"specs {specs}")
+
+    jax.tree.map(check, compiled(X, W), jax.jit(fn)(X, W))
+    return compiled
+
+
+@pytest.mark.parametrize(("program", "mesh_name"), cases())
+def test_values(program: Manual, mesh_name: str) -> None:
+    mesh = spmd.make_mesh(**MESHES[mesh_name])
+    fn = program.make(jax_mesh(mesh))
+    for specs in specs_for(program.name, mesh):
+        assert_same(fn, mesh, specs)
+
+
+@pytest.mark.parametrize(
+    ("program", "mesh_name"), [case for case in cases() if case.values[0].gradient]
+)
+def test_gradients(program: Manual, mesh_name: str) -> None:
+    mesh = spmd.make_mesh(**MESHES[mesh_name])
+    fn = gradients(program.make(jax_mesh(mesh)))
+    assert_same(fn, mesh, specs_for(program.name, mesh)[1])
+
+
+def test_devices_are_numbered_in_the_order_of_the_mesh() -> None:
+    mesh = spmd.Mesh([5, 2, 7, 0, 3, 6, 1, 4], (4, 2), ("x", "y"))
+    fn = next(p for p in PROGRAMS if p.name == "gather_in_another_order").make(jax_mesh(mesh))
+    assert_same(fn, mesh, None)
+    other = spmd.make_mesh(x=4, y=2)
+    with pytest.raises(spmd.MeshError, match="devices in another order") as caught:
+        spmd.jit(fn, mesh=other).lower(X, W)
+    assert "pass the mesh of shard_map" in str(caught.value)
+
+
+def test_the_mesh_of_the_region_is_the_programs() -> None:
+    mesh = spmd.make_mesh(x=4, y=2)
+    fn = PROGRAMS[0].make(jax_mesh(mesh))
+    assert spmd.jit(fn).lower(X, W).mesh == mesh
+    with pytest.raises(spmd.MeshError, match="two different meshes") as caught:
+        spmd.jit(fn, mesh=spmd.make_mesh(x=2, y=4)).lower(X, W)
+    assert "test_manual.py" in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is planned.
+
+
+def test_nothing_moves_but_what_the_user_wrote() -> None:
+    mesh = spmd.make_mesh(x=4, y=2)
+
+    def body(x: Any, w: Any) -> Any:
+        return lax.psum(x @ w, "x")
+
+    fn = manual(jax_mesh(mesh), body, (P("x", None), P()), P())
+    specs = (("x", None), (None, "y"))
+    compiled = assert_same(fn, mesh, specs)
+    (record,) = compiled.collectives
+    assert (record.kind, record.axes, record.reason) == ("all_reduce", ("x",), BY_USER)
+    assert "test_manual.py" in record.source
+    assert record.bytes == 2 * 3 * (16 // 4) * (8 // 2) * 4 // 4  # a ring over 4, y splits columns
+    assert compiled.out_shardings.spec == P(None, "y")
+    assert BY_USER in str(compiled.explain())
+
+
+def test_free_axes_split_the_inside() -> None:
+    """A contraction over a free axis inside the region is summed over it, with the users' sum."""
+    mesh = spmd.make_mesh(x=4, y=2)
+
+    def body(x: Any, w: Any) -> Any:
+        return jnp.tanh(lax.psum(x @ w, "x"))
+
+    fn = manual(jax_mesh(mesh), body, (P("x"), P()), P())
+    compiled = assert_same(fn, mesh, (("x", "y"), ("y", None)))
+    kinds = {(c.kind, c.axes) for c in compiled.collectives}
+    assert ("all_reduce", ("x",)) in kinds
+    assert "partial add {y}" in compiled.as_text("planned")
+
+
+def test_reshards_inside_leave_manual_axes_alone() -> None:
+    """Along `x` values differ: no step over the free axes may take it to help, however cheap."""
+    mesh = spmd.make_mesh(x=2, y=2, z=2)
+
+    def body(x: Any) -> Any:
+        x = spmd.mark_sharding(jnp.sin(x), mesh, (("y", "z"), None))
+        x = spmd.mark_sharding(x * 2, mesh, (None, ("z", "y")))
+        return spmd.mark_sharding(x + 1, mesh, ("z", "y"))
+
+    fn = manual(jax_mesh(mesh), body, P("x"), P("x"))
+    compiled = spmd.jit(fn, mesh=mesh, options=Options(check=True)).compile(X)
+    np.testing.assert_allclose(compiled(X), 2 * np.sin(X) + 1, rtol=1e-6)
+    assert compiled.collectives
+    assert all("x" not in c.axes for c in compiled.collectives)
+
+
+def test_equal_ops_inside_and_outside_are_planned_apart() -> None:
+    """The same op over `x` is split outside, and cannot be inside."""
+    mesh = spmd.make_mesh(x=4, y=2)
+    body = manual(jax_mesh(mesh), lambda w: jnp.sin(jnp.sin(w)) + lax.axis_index("x"), P(), P("x"))
+
+    def fn(x: Any, w: Any) -> Any:
+        return jnp.sin(jnp.sin(spmd.mark_sharding(w, mesh, ("x",)))), body(w)
+
+    assert_same(fn, mesh, None)
+
+
+def test_axes_that_name_groups() -> None:
+    mesh = spmd.make_mesh(x=4, y=2)
+    fn = next(p for p in PROGRAMS if p.name == "groups").make(jax_mesh(mesh))
+    lowered = spmd.jit(fn, mesh=mesh).lower(X, W)
+    kinds = [(c.kind, c.axes) for c in lowered.collectives]
+    assert kinds == [("all_gather", ("x",)), ("reduce_scatter", ("x",))]
+    gathered, scattered = lowered.collectives
+    assert gathered.bytes == 4 * 8 * 4  # one of two members sends its own rows to the other
+    assert scattered.bytes == gathered.bytes
+    assert "groups = [[0, 6], [2, 4], [1, 7], [3, 5]]" in lowered.as_text("local")
+
+
+def test_no_permute_waits_for_devices_that_went_another_way() -> None:
+    """A convolution over a free axis, in a branch that half of the devices take."""
+    mesh = spmd.make_mesh(x=4, y=2)
+    x = (np.arange(8 * 4096) % 11).astype(np.float32).reshape(8, 1, 4096)
+    kernel = jnp.ones((1, 1, 3), jnp.float32)
+
+    def convolved(y: Any) -> Any:
+        return lax.conv_general_dilated(y, kernel, (1,), "SAME") * 2
+
+    def body(x: Any) -> Any:
+        x = spmd.mark_sharding(x, mesh, (None, None, "y"))
+        even = lax.axis_index("x") % 2 == 0
+        y = lax.cond(even, convolved, lambda y: y + 1, x)
+        return spmd.mark_sharding(y, mesh, (None, None, "y"))
+
+    fn = manual(jax_mesh(mesh), body, P("x"), P("x"))
+    compiled = spmd.jit(fn, mesh=mesh, options=Options(check=True)).compile(x)
+    kinds = {(c.kind, c.axes) for c in compiled.collectives}
+    assert kinds == {("all_gather", ("y",))}
+    want = np.where(np.arange(8).reshape(8, 1, 1) // 2 % 2 == 0, convolved(x), x + 1)
+    np.testing.assert_allclose(compiled(x), want, rtol=1e-6)
+
+    def always(x: Any) -> Any:
+        return convolved(spmd.mark_sharding(x, mesh, (None, None, "y")))
+
+    always_there = manual(jax_mesh(mesh), always, P("x"), P("x"))
+    lowered = spmd.jit(always_there, mesh=mesh, out_specs=("x", None, "y")).lower(x)
+    assert {c.kind for c in lowered.collectives} == {"collective_permute"}
+
+
+def test_origins_name_the_region() -> None:
+    mesh = spmd.make_mesh(x=4, y=2)
+    fn = manual(jax_mesh(mesh), lambda x: x * 2, P("x"), P("x"))
+    lowered = spmd.jit(lambda x: fn(x + 1), mesh=mesh).lower(X)
+    assert "specs of shard_map at" in str(lowered.explain("x"))
+
+
+@pytest.mark.parametrize("name", ["gathers", "scatters", "exchanges", "groups", "scan_inside"])
+def test_xla_moves_the_bytes_that_are_listed(name: str) -> None:
+    mesh = spmd.make_mesh(x=4, y=2)
+    fn = next(p for p in PROGRAMS if p.name == name).make(jax_mesh(mesh))
+    compiled = spmd.jit(fn, mesh=mesh, in_specs=(("x", None), ())).compile(X, W)
+    ours: Counter[str] = Counter()
+    theirs: Counter[str] = Counter()
+    for c in compiled.collectives:
+        ours[c.kind] += c.bytes * c.count
+    for h in hlo_collectives(compiled.as_text("hlo")):
+        theirs[h.kind] += h.bytes * h.count
+    assert ours == theirs
+    assert ours
+
+
+# ---------------------------------------------------------------------------------------------
+# Text and modules.
+
+
+@pytest.mark.parametrize("name", ["scan_inside", "nested", "cond_inside", "groups"])
+def test_text_reads_back(name: str) -> None:
+    from spmd.ir.text import format_program, parse_program, without_locs
+
+    mesh = spmd.make_mesh(x=4, y=2)
+    fn = next(p for p in PROGRAMS if p.name == name).make(jax_mesh(mesh))
+    program = spmd.jit(fn, mesh=mesh).lower(X, W).stages.imported.program
+    for given in (None, mesh):
+        text = format_program(program, mesh=given)
+        assert parse_program(text, given) == without_locs(program)
+
+
+A = np.arange(32, dtype=np.float32).reshape(8, 4)
+BLOCKS = A.reshape(4, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (SEVERAL_OPERANDS, np.tile(2 * BLOCKS.sum(0), (4, 1))),
+        (EVERYONE, np.tile(2 * BLOCKS.sum(0), (4, 1))),
+        (IDS, (BLOCKS + 2 * np.arange(4).reshape(4, 1, 1)).reshape(8, 4)),
+    ],
+    ids=["several_operands", "everyone", "ids"],
+)
+def test_modules(text: str, want: Any) -> None:
+    mesh = spmd.make_mesh(x=4, y=2)
+    compiled = spmd.compile_stablehlo(text, mesh, options=Options(check=True))
+    np.testing.assert_allclose(np.asarray(compiled(A)[0]), want)
+
+
+def test_a_broadcast_is_kept_for_backends_that_have_it() -> None:
+    lowered = lowered_module(BROADCAST)
+    (record,) = lowered.collectives
+    assert (record.kind, record.axes, record.reason) == ("collective_broadcast", ("x",), BY_USER)
+    assert '"stablehlo.collective_broadcast"' in lowered.as_text("emitted")
+    assert "dense<[[0, 2, 4, 6], [1, 3, 5, 7]]>" in lowered.as_text("emitted")
+
+
+def lowered_module(text: str) -> Any:
+    """A module's stages, without XLA."""
+    from spmd.frontend.import_stablehlo import parse_module
+    from spmd.mesh.topology import Topology
+    from spmd.pipeline import Request, compile_module
+
+    mesh = spmd.make_mesh(x=4, y=2)
+    request = Request(parse_module(text), mesh, Topology("cpu:8"))
+    stages = compile_module(request, Options(check=True))
+    from spmd.api import Lowered
+
+    return Lowered(stages, request, Options(), None, None, (), (), mesh, ())
+
+
+REFUSED = {
+    "axes that are not manual": (
+        f"""%r = "stablehlo.all_reduce"(%a) <{{{CHANNEL}, use_global_device_ids,
+          replica_groups = dense<[[0, 1], [2, 3], [4, 5], [6, 7]]> : tensor<4x2xi64>}}> {SUM}
+          : (tensor<2x4xf32>) -> tensor<2x4xf32>"""
+    ),
+    "between replicas": (
+        f"""%r = "stablehlo.all_reduce"(%a) <{{{EVEN_GROUPS}}}> {SUM}
+          : (tensor<2x4xf32>) -> tensor<2x4xf32>"""
+    ),
+    "differ in size": (
+        f"""%r = "stablehlo.all_reduce"(%a) <{{{CHANNEL}, use_global_device_ids,
+          replica_groups = dense<[[0, 2, 4], [6, -1, -1], [1, 3, 5], [7, -1, -1]]>
+          : tensor<4x3xi64>}}> {SUM} : (tensor<2x4xf32>) -> tensor<2x4xf32>"""
+    ),
+    "not among the 8": (
+        f"""%r = "stablehlo.collective_permute"(%a) <{{{CHANNEL},
+          source_target_pairs = dense<[[0, 9]]> : tensor<1x2xi64>}}>
+          : (tensor<2x4xf32>) -> tensor<2x4xf32>"""
+    ),
+}
+
+
+@pytest.mark.parametrize("why", sorted(REFUSED))
+def test_collectives_that_no_region_may_have(why: str) -> None:
+    with pytest.raises(spmd.UnsupportedOpError, match=why) as caught:
+        lowered_module(region(REFUSED[why]))
+    assert "\n  fix: " in str(caught.value)
+
+
+def test_named_computations_are_inlined_with_their_marks() -> None:
+    text = """
+    sdy.mesh @mesh = <["x"=4, "y"=2]>
+    func.func @main(%x: tensor<8x4xf32>) -> tensor<8x4xf32> {
+      %0 = sdy.named_computation<"layer">(%x) in_shardings=[<@mesh, [{"x"}, {?}]>]
+          out_shardings=[<@mesh, [{}, {"y"}]>] (%a: tensor<8x4xf32>) {
+        %1 = stablehlo.sine %a : tensor<8x4xf32>
+        sdy.return %1 : tensor<8x4xf32>
+      } : (tensor<8x4xf32>) -> tensor<8x4xf32>
+      %2 = sdy.named_computation<"plain">(%0) (%a: tensor<8x4xf32>) {
+        %3 = stablehlo.negate %a : tensor<8x4xf32>
+        sdy.return %3 : tensor<8x4xf32>
+      } : (tensor<8x4xf32>) -> tensor<8x4xf32>
+      return %2 : tensor<8x4xf32>
+    }"""
+    mesh = spmd.make_mesh(x=4, y=2)
+    compiled = spmd.compile_stablehlo(text, mesh, options=Options(check=True))
+    np.testing.assert_allclose(compiled(A)[0], -np.sin(A), rtol=1e-5)
+    planned = compiled.as_text("planned")
+    assert planned.count("spmd.mark") == 2
+    assert "[{}, {y}]" in planned
+
+
+# ---------------------------------------------------------------------------------------------
+# Marks inside, and reports.
+
+
+def test_marks_inside_name_free_axes_only() -> None:
+    mesh = spmd.make_mesh(x=4, y=2)
+
+    def body(x: Any) -> Any:
+        return spmd.mark_sharding(x, mesh, ("x", None))
+
+    fn = manual(jax_mesh(mesh), body, P("x"), P("x"))
+    with pytest.raises(spmd.SpecError, match=r"inside a jax\.shard_map over it") as caught:
+        spmd.jit(fn, mesh=mesh).lower(X)
+    assert "mark the other axes alone" in str(caught.value)
+
+    whole = manual(jax_mesh(mesh), lambda x: spmd.mark_sharding(x, mesh, ()), P("x"), P("x"), True)
+    np.testing.assert_array_equal(spmd.jit(whole, mesh=mesh)(X), X)
+
+
+@pytest.mark.parametrize("name", ["nested", "inside_scan", "uneven", "groups"])
+def test_verify_runs_the_whole_program_on_the_mesh(name: str) -> None:
+    mesh = spmd.make_mesh(x=4, y=2)
+    fn = next(p for p in PROGRAMS if p.name == name).make(jax_mesh(mesh))
+    verification = spmd.jit(fn, mesh=mesh).compile(X, W).verify(X, W)
+    assert verification, str(verification)
+
+
+def test_bisection_names_the_op_or_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmd.lowering import local
+
+    mesh = spmd.make_mesh(x=4, y=2)
+    step = manual(jax_mesh(mesh), lambda x: lax.psum(jnp.sin(x), "x"), P("x"), P())
+
+    def outside(x: Any) -> Any:
+        return jnp.cos(jnp.tile(step(x), (4, 1)) * 2)
+
+    broken = {**local._LOCAL, "stablehlo.cosine": lambda op: op.operands}
+    monkeypatch.setattr(local, "_LOCAL", broken)
+    found = spmd.jit(outside, mesh=mesh, in_specs=(("x", "y"),)).compile(X).verify(X)
+    assert not found
+    assert found.culprit is not None
+    assert found.culprit.op is not None
+    assert found.culprit.op.name == "stablehlo.cosine"
+
+    broken = {**local._LOCAL, "stablehlo.sine": lambda op: op.operands}
+    monkeypatch.setattr(local, "_LOCAL", broken)
+    found = spmd.jit(lambda x: step(x) + 1, mesh=mesh, in_specs=(("x", "y"),)).compile(X).verify(X)
+    assert found.culprit is not None
+    assert found.culprit.op is not None
+    assert found.culprit.op.name == "spmd.manual"
+    assert "taken as one op" in str(found)
