@@ -1,116 +1,147 @@
-"""Time of every stage of our compiler on a Llama training step, nothing run on a device.
+"""Time of every stage of our compiler on Llama training steps, nothing run on a device.
+
+Each row is one program: a number of layers (scanned or unrolled) on one mesh. Every run of it has a
+process of its own, so that nothing is cached from the run before; Shardy's propagation runs on the
+same marked module in the same process. With --growth the rows are those that show how time grows:
+unrolled layers from 8 to 128, and two programs on meshes of 8 to 4096 devices.
 
 Example:
     python scripts/bench_compiler.py --layers 4,32 --noscan
+    python scripts/bench_compiler.py --growth
 """
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
-import time
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
-import numpy as np
 import optax
 from absl import app, flags
 
 import spmd
-from models.llama import model, sharding
+from models.llama import sharding
 from models.llama.config import named_config
+from models.llama.training import argument_types, train_step
+from scripts import shardy
 
 _MODEL = flags.DEFINE_string("model", "llama2-7b", "named config")
-_MESH = flags.DEFINE_string("mesh", "data=4,model=2", "mesh; needs no devices")
+_MESHES = flags.DEFINE_list("meshes", ["data=4:model=2"], "meshes; they need no devices")
 _LAYERS = flags.DEFINE_list("layers", ["4"], "numbers of layers")
 _SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
+_GROWTH = flags.DEFINE_bool("growth", False, "show how time grows with layers and with devices")
 _OPTIMIZER = flags.DEFINE_enum("optimizer", "adamw", ["adamw", "adafactor"], "optimizer")
-_TOPOLOGY = flags.DEFINE_string("topology", "h200:8", "machine to plan for")
+_CHIP = flags.DEFINE_string("chip", "h200", "chip to plan for")
 _SHARDY = flags.DEFINE_bool("shardy", True, "time Shardy's propagation on the same module too")
 _REPEAT = flags.DEFINE_integer("repeat", 3, "runs; the fastest is shown")
 
 STAGES = ("import", "propagate", "plan", "partition", "optimize", "emit")
+COMPILER = STAGES[:4]
+"""The stages that are set beside Shardy's propagation and summed up."""
+
+MORE_LAYERS = (8, 16, 32, 64, 128)
+MORE_DEVICES = ("data=4:model=2", "data=16:model=4", "data=64:model=8", "data=512:model=8")
 
 
-def lower(layers: int) -> spmd.Lowered:
+class Row(NamedTuple):
+    """One program: how many layers, whether scanned, on which mesh (axes joined by `:`)."""
+
+    layers: int
+    scan: bool
+    mesh: str
+    model: str
+    optimizer: str
+    chip: str
+
+
+class Run(NamedTuple):
+    """What one process saw: devices, ops, seconds of our stages and of Shardy's propagation."""
+
+    devices: int
+    ops: int
+    seconds: dict[str, float]
+    peer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the stages that are set beside Shardy's propagation."""
+        return sum(self.seconds[name] for name in COMPILER)
+
+
+def lower(row: Row) -> spmd.Lowered:
     """The whole compiler once on one training step."""
-    axes = {name: int(size) for name, size in (p.split("=") for p in _MESH.value.split(","))}
+    axes = {name: int(size) for name, size in (p.split("=") for p in row.mesh.split(":"))}
     mesh = spmd.Mesh(None, tuple(axes.values()), tuple(axes))
     config = dataclasses.replace(
-        named_config(_MODEL.value), num_hidden_layers=layers, scan_layers=_SCAN.value
+        named_config(row.model), num_hidden_layers=row.layers, scan_layers=row.scan
     )
-    optimizer = optax.adamw(1e-4) if _OPTIMIZER.value == "adamw" else optax.adafactor(1e-4)
-    marks = sharding.activation_marks(mesh, config)
-
-    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(
-            lambda p: model.loss(p, batch["inputs"], batch["targets"], config, marks)
-        )(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
-    token = jax.ShapeDtypeStruct((2 * mesh.size, 1024), np.int32)
-    return spmd.jit(train_step, mesh=mesh, donate_argnums=(0, 1)).lower(
-        sharding.mark_params(params, mesh, config),
-        jax.eval_shape(optimizer.init, params),
-        sharding.mark_batch({"inputs": token, "targets": token}, mesh),
-        topology=spmd.Topology(_TOPOLOGY.value),
-    )
+    optimizer = optax.adamw(1e-4) if row.optimizer == "adamw" else optax.adafactor(1e-4)
+    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
+    types = argument_types(config, optimizer, mesh, (2 * mesh.size, 1024))
+    topology = spmd.Topology(f"{row.chip}:{mesh.size}")
+    return spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).lower(*types, topology=topology)
 
 
-def shardy_seconds(lowered: spmd.Lowered) -> float:
-    """Time of `sdy-propagation-pipeline` alone on a copy of the same marked module."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.passmanager import PassManager
+def measure(row: Row, peer: bool) -> Run:
+    """One run, after a program of another shape has made Python import what it imports late."""
+    small = row._replace(model="tiny", layers=1, mesh="data=2")
+    for warm in (small, row):
+        lowered = lower(warm)
+        seconds = shardy.run(shardy.marked_module(lowered)) if peer else float("nan")
+    ops = sum(1 for _ in lowered.stages.imported.program.walk())
+    return Run(lowered.mesh.size, ops, dict(lowered.stages.seconds), seconds)
 
-    module = lowered.request.module
-    with module.context:
-        copy = ir.Module.parse(module.operation.get_asm(binary=True))
-        main_op = next(
-            op.operation
-            for op in copy.body.operations
-            if op.operation.name == "func.func"
-            and str(op.operation.attributes["sym_name"]) == '"main"'
-        )
-        attrs = []
-        for entries in lowered.request.arg_entries:
-            dims = ", ".join(
-                "{?}" if names is None else "{" + ", ".join(f'"{n}"' for n in names) + "}"
-                for names in entries or ()
-            )
-            known = entries is not None and entries != ()
-            text = f"{{sdy.sharding = #sdy.sharding<@mesh, [{dims}]>}}" if known else "{}"
-            attrs.append(ir.Attribute.parse(text))
-        main_op.attributes["arg_attrs"] = ir.ArrayAttr.get(attrs)
-        pipeline = PassManager.parse("builtin.module(sdy-propagation-pipeline)")
-        start = time.perf_counter()
-        pipeline.run(copy.operation)
-        seconds = time.perf_counter() - start
-    return seconds
+
+def table_row(row: Row) -> str:
+    """Seconds of each stage in the fastest of several runs, and Shardy's fastest."""
+    alone = multiprocessing.get_context("spawn")
+    runs = []
+    for _ in range(_REPEAT.value):
+        with ProcessPoolExecutor(1, alone) as process:
+            runs.append(process.submit(measure, row, _SHARDY.value).result())
+    best, peer = min(runs, key=lambda run: run.total), min(run.peer for run in runs)
+    cells = [f"{row.layers}, {'scanned' if row.scan else 'unrolled'}"]
+    cells += [f"{best.devices}", f"{best.ops}", *(f"{best.seconds[name]:.3f}" for name in STAGES)]
+    cells += [f"{best.total:.3f}", f"{best.total / best.ops * 1e6:.0f}"]
+    cells += [f"{peer:.3f}", f"{best.total / peer:.2f}"] if _SHARDY.value else []
+    return f"| {' | '.join(cells)} |"
+
+
+def tables() -> Iterator[list[Row]]:
+    """The rows of each table that the flags ask for."""
+    rest = (_MODEL.value, _OPTIMIZER.value, _CHIP.value)
+    if not _GROWTH.value:
+        counts = [int(n) for n in _LAYERS.value]
+        yield [Row(n, _SCAN.value, mesh, *rest) for mesh in _MESHES.value for n in counts]
+        return
+    yield [Row(layers, False, _MESHES.value[0], *rest) for layers in MORE_LAYERS]
+    yield [Row(32, True, mesh, *rest) for mesh in MORE_DEVICES]
+    yield [Row(8, False, mesh, *rest) for mesh in MORE_DEVICES]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints one table."""
+    """Prints one table, or those of --growth."""
     del argv
-    print(f"jax {jax.__version__}, {_MODEL.value}, {_OPTIMIZER.value}, mesh {_MESH.value}, "
-          f"{'scanned' if _SCAN.value else 'unrolled'}")  # fmt: skip
-    print(f"| layers | ops | {' | '.join(STAGES)} | import to partition, s | us/op "
-          "| Shardy propagation, s | ratio |")  # fmt: skip
-    print("| --- " * (len(STAGES) + 6) + "|")
-    for layers in map(int, _LAYERS.value):
-        runs = [lower(layers) for _ in range(_REPEAT.value)]
-        peer = min(map(shardy_seconds, runs)) if _SHARDY.value else float("nan")
-        best = min((run.stages for run in runs), key=lambda s: sum(s.seconds.values()))
-        ops = sum(1 for _ in best.imported.program.walk())
-        seconds = best.seconds
-        total = sum(seconds[s] for s in ("import", "propagate", "plan", "partition"))
-        times = " | ".join(f"{seconds[s]:.3f}" for s in STAGES)
-        print(f"| {layers} | {ops} | {times} | {total:.3f} | {total / ops * 1e6:.0f} "
-              f"| {peer:.3f} | {total / peer:.2f} |", flush=True)  # fmt: skip
+    versions = f"Python {sys.version.split()[0]}, jax {jax.__version__}, jaxlib {version('jaxlib')}"
+    what = f"{_MODEL.value}, {_OPTIMIZER.value}, planned for {_CHIP.value}"
+    print(f"{versions}, {os.cpu_count()} cores; {what}")
+    titles = ["layers", "devices", "ops", *STAGES, "import to partition, s", "us/op"]
+    titles += ["Shardy propagation, s", "ratio"] if _SHARDY.value else []
+    for rows in tables():
+        print(f"\n| {' | '.join(titles)} |")
+        print("| --- " * len(titles) + "|")
+        for row in rows:
+            print(table_row(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from absl import app, flags
 
 import spmd
 from models.llama import model, sharding
-from models.llama.config import LlamaConfig, named_config
+from models.llama.config import named_config
+from models.llama.training import argument_types, train_step
 from models.training.metrics import peak_flops
 
 _MODEL = flags.DEFINE_string("model", "quickstart", "named config")
@@ -42,20 +43,6 @@ def parse_mesh(text: str) -> spmd.Mesh:
     """`data=4:model=2` as a mesh."""
     axes = {name: int(size) for name, size in (p.split("=") for p in text.split(":"))}
     return spmd.make_mesh(**{"data": 1, "model": 1, **axes})
-
-
-def make_step(config: LlamaConfig, mesh: spmd.Mesh, optimizer: Any) -> Any:
-    """The training step, marked."""
-    marks = sharding.activation_marks(mesh, config)
-
-    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(
-            lambda p: model.loss(p, batch["inputs"], batch["targets"], config, marks)
-        )(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return train_step
 
 
 def time_steps(step: Any, params: Any, state: Any, batch: Any) -> tuple[float, float]:
@@ -80,15 +67,11 @@ def bench(text: str) -> list[str]:
     if _LAYERS.value:
         config = dataclasses.replace(config, num_hidden_layers=_LAYERS.value)
     optimizer = optax.adamw(1e-4)
-    step = make_step(config, mesh, optimizer)
-    structs = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
-    marked = sharding.mark_params(structs, mesh, config)
+    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
     shape = (_BATCH.value, _SEQ_LEN.value)
-    token_struct = jax.ShapeDtypeStruct(shape, np.int32)
-    batch_struct = sharding.mark_batch({"inputs": token_struct, "targets": token_struct}, mesh)
+    types = argument_types(config, optimizer, mesh, shape)
     start = time.perf_counter()
-    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
-    compiled = jitted.compile(marked, jax.eval_shape(optimizer.init, structs), batch_struct)
+    compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).compile(*types)
     rows: list[tuple[str, Any, float]] = [("spmd.jit", compiled, time.perf_counter() - start)]
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
     batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])

@@ -36,7 +36,8 @@ from models.llama.config import (
     named_config,
 )
 from models.llama.generate import generate, make_next_logits
-from models.llama.model import init, loss
+from models.llama.model import init
+from models.llama.training import batch_loss
 from models.training import data
 from models.training.loop import (
     Record,
@@ -223,12 +224,7 @@ def load_data() -> tuple[data.TokenWindows, data.TokenWindows]:
 
 def make_loss(run: Run) -> Any:
     """`loss_fn(params, batch)` with the activations of the table marked."""
-    mark = sharding.activation_marks(run.mesh, run.config)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return loss(params, batch["inputs"], batch["targets"], run.config, mark)
-
-    return loss_fn
+    return batch_loss(run.config, sharding.activation_marks(run.mesh, run.config))
 
 
 def marked_structs(run: Run) -> tuple[Any, Any]:

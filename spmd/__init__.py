@@ -9,6 +9,7 @@ from spmd.api import (
     mark_sharding,
     mark_tree,
 )
+from spmd.auto import AutoSharding, auto
 from spmd.errors import (
     ArgumentError,
     FrontendError,
@@ -28,6 +29,7 @@ from spmd.options import Options
 __all__ = [
     "OPEN",
     "ArgumentError",
+    "AutoSharding",
     "Compiled",
     "FrontendError",
     "HybridMesh",
@@ -42,6 +44,7 @@ __all__ = [
     "SpmdError",
     "Topology",
     "UnsupportedOpError",
+    "auto",
     "compile_stablehlo",
     "jit",
     "make_mesh",

@@ -329,9 +329,30 @@ class Jitted:
         avals = tuple(_aval(leaf) for leaf in leaves)
         return _Call(tuple(static), (), tuple(leaves), avals, tree, tuple(argnums))
 
+    def request(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Request:
+        """What is to be compiled for these arguments; nothing is compiled yet."""
+        return self._trace(self._take_apart(args, kwargs), args, kwargs, topology).request
+
     def _lower(
         self, call: _Call, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology | None
     ) -> Lowered:
+        traced = self._trace(call, args, kwargs, topology)
+        stages = compile_module(traced.request, self.options)
+        return Lowered(
+            stages,
+            traced.request,
+            self.options,
+            call.tree,
+            traced.out_tree,
+            traced.out_leaves,
+            traced.donated,
+            traced.given_mesh,
+            tuple(_key_impl(leaf) for leaf in call.leaves),
+        )
+
+    def _trace(
+        self, call: _Call, args: Sequence[Any], kwargs: Mapping[str, Any], topology: Topology | None
+    ) -> _Traced:
         structs = jax.tree.unflatten(
             call.tree, [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in call.avals]
         )
@@ -372,7 +393,7 @@ class Jitted:
             _arg_entries(leaf, spec, name, mesh)
             for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
         )
-        arg_entries, arg_reasons = _like_parameters(names, call.avals, arg_entries)
+        arg_entries, arg_reasons = like_parameters(names, call.avals, arg_entries)
         result_entries = _out_entries(self.out_specs, out_tree, out_names, mesh)
         donated = [i for i, n in enumerate(call.argnums) if n in self.donate_argnums]
         links = _links(structs, out_tree, args, static, self.donate_argnums)
@@ -388,9 +409,17 @@ class Jitted:
             arg_reasons,
             links,
         )
-        stages = compile_module(request, self.options)
-        return Lowered(stages, request, self.options, call.tree, out_def, out_leaves, donated,
-                       given, tuple(_key_impl(leaf) for leaf in call.leaves))  # fmt: skip
+        return _Traced(request, out_def, tuple(out_leaves), tuple(donated), given)
+
+
+class _Traced(NamedTuple):
+    """A function as a request, and what its results and donated arguments are."""
+
+    request: Request
+    out_tree: Any
+    out_leaves: tuple[Any, ...]
+    donated: tuple[int, ...]
+    given_mesh: Any
 
 
 class Lowered:
@@ -782,7 +811,7 @@ def _arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
     return _with_key_dims(spec_entries(placed.spec, rank, mesh, what=what), leaf)
 
 
-def _like_parameters(
+def like_parameters(
     names: Sequence[str], avals: Sequence[Any], entries: Sequence[Entries | None]
 ) -> tuple[tuple[Entries | None, ...], tuple[str | None, ...]]:
     """Open arguments that belong to a marked one get its spec; why goes beside it.

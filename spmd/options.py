@@ -16,6 +16,8 @@ class Options:
     Attributes:
       topology: the machine to plan for; guessed from the mesh's devices when left out.
       planner: `exact` weighs all decisions together, `greedy` takes them in program order.
+      memory_limit: bytes that one device may use. Without it the plan aims at the memory that the
+        topology's devices have, and says so where it misses it; with it, missing it is an error.
       combine_bytes: all-reduces up to this many bytes are combined with others like them.
       check: verify every stage's result against its legality table.
       verbose: print the time of every stage.
@@ -24,6 +26,7 @@ class Options:
 
     topology: Topology | None = None
     planner: Literal["exact", "greedy"] = "exact"
+    memory_limit: int | None = None
     combine_bytes: int = 1 << 20
     check: bool = False
     verbose: bool = False

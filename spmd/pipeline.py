@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.import_stablehlo import Imported, import_module
-from spmd.frontend.marks import Entries, collect_marks
+from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.ir.legality import check_program
 from spmd.ir.program import Value
 from spmd.lowering.emit import emit
@@ -33,13 +33,13 @@ from spmd.planning.exact import plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
+from spmd.planning.problem import problem_of
 from spmd.propagation import rules  # noqa: F401 (fills the registry)
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import Propagated, propagate
+from spmd.propagation.sink import sink_invariants
 
 T = TypeVar("T")
-
-PLANNERS = {"exact": plan_exactly, "greedy": plan_greedily}
 
 
 @dataclass(frozen=True)
@@ -92,18 +92,35 @@ def compile_module(request: Request, options: Options) -> Stages:
         return _compile(request, options)
 
 
+def propagated_of(request: Request) -> Propagated:
+    """The stages in front of the plan alone."""
+    with _no_garbage_collection():
+        return _propagate(request, _import(request))
+
+
 def _compile(request: Request, options: Options) -> Stages:
     clock = _Clock(options.verbose)
     imported = clock("import", lambda: _import(request))
     propagated = clock("propagate", lambda: _propagate(request, imported))
-    wanted = _result_shardings(request, propagated)
-    planner = PLANNERS[options.planner]
-    plan = clock("plan", lambda: planner(propagated, request.topology, wanted, request.links))
+    wanted = _result_shardings(request, imported)
+    plan = clock("plan", lambda: _plan(request, options, propagated, wanted))
     partitioned, optimized, emitted = lower_plan(plan, options, clock)
     stages = Stages(imported, propagated, plan, partitioned, optimized, emitted, clock.seconds)
     if options.check:
         check_stages(stages)
     return stages
+
+
+def _plan(
+    request: Request,
+    options: Options,
+    propagated: Propagated,
+    results: Sequence[Sharding | None],
+) -> Plan:
+    problem = problem_of(propagated, request.topology, results, request.links)
+    if options.planner == "greedy":
+        return plan_greedily(problem)
+    return plan_exactly(problem, options.memory_limit)
 
 
 def lower_plan(
@@ -147,7 +164,7 @@ def check_stages(stages: Stages) -> None:
 
 def _import(request: Request) -> Imported:
     imported = import_module(request.module, request.arg_names)
-    imported = imported._replace(program=canonicalize(imported.program))
+    imported = imported._replace(program=sink_invariants(canonicalize(imported.program)))
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=program)
@@ -166,16 +183,12 @@ def _propagate(request: Request, imported: Imported) -> Propagated:
     return propagate(program, request.mesh, marks, cheap_values(program), links)
 
 
-def _result_shardings(request: Request, propagated: Propagated) -> Sequence[Sharding | None]:
-    """What each result must look like: its spec, or the sharding of the argument it updates."""
-    wanted: list[Sharding | None] = []
-    entries = request.result_entries or (None,) * len(propagated.program.body.results)
-    for entry in entries:
-        if entry is None or None in entry:
-            wanted.append(None)
-        else:
-            wanted.append(Sharding(tuple(request.mesh.atoms_of(axes or ()) for axes in entry)))
-    return wanted
+def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding | None]:
+    """What each result must look like, where it is marked; a mark with open dims only wishes."""
+    count = len(imported.program.body.results)
+    entries = request.result_entries or (None,) * count
+    marks = [result_mark(imported, request.mesh, entries, i) for i in range(count)]
+    return [None if mark is None or any(mark.open) else Sharding(mark.dims) for mark in marks]
 
 
 class _Clock:

@@ -14,6 +14,7 @@ import optax
 import spmd
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig, named_config
+from models.llama.training import train_step
 
 
 class Training(NamedTuple):
@@ -100,19 +101,9 @@ def llama(mesh: spmd.Mesh, optimizer: str, scan: bool, **config: Any) -> Trainin
     batch = llama_batch(cfg)
     marks = sharding.activation_marks(mesh, cfg)
 
-    def make(mark: Any) -> Any:
-        def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-            loss, grads = jax.value_and_grad(
-                lambda p: model.loss(p, batch["inputs"], batch["targets"], cfg, mark)
-            )(params)
-            updates, opt_state = opt.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, loss
-
-        return train_step
-
     return Training(
-        make(marks),
-        make(model.no_marks),
+        train_step(cfg, opt, marks),
+        train_step(cfg, opt),
         opt,
         params,
         sharding.mark_params(jax.tree.map(jnp.copy, params), mesh, cfg),

@@ -157,3 +157,23 @@ def test_every_stage_prints(mesh: spmd.Mesh) -> None:
         assert compiled.as_text(stage)
     with pytest.raises(spmd.ArgumentError, match="unknown stage"):
         compiled.as_text("nonsense")
+
+
+def test_a_modules_result_marks_are_kept_unless_a_spec_is_given():
+    module = """module {
+      sdy.mesh @mesh = <["data"=4, "model"=2]>
+      func.func @main(%x: tensor<8x16xf32>) -> (
+          tensor<8x16xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"data"}, {"model"}]>},
+          tensor<8x16xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"model"}, {}]>}) {
+        %0 = stablehlo.sine %x : tensor<8x16xf32>
+        %1 = stablehlo.cosine %x : tensor<8x16xf32>
+        return %0, %1 : tensor<8x16xf32>, tensor<8x16xf32>
+      }
+    }"""
+    mesh = spmd.make_mesh(data=4, model=2)
+    compiled = spmd.compile_stablehlo(module, mesh)
+    assert [s.spec for s in compiled.out_shardings] == [P("data", "model"), P("model", None)]
+    x = np.arange(128, dtype=np.float32).reshape(8, 16)
+    np.testing.assert_allclose(compiled(x)[1], np.cos(x), rtol=1e-5, atol=1e-6)
+    other = spmd.compile_stablehlo(module, mesh, result_specs=[(None, "data"), None])
+    assert [s.spec for s in other.out_shardings] == [P(None, "data"), P("model", None)]

@@ -24,7 +24,11 @@ LAYERS = (
     ("spmd.planning",),
     ("spmd.lowering", "spmd.explain", "spmd.ops", "spmd.launch"),
     ("spmd.pipeline",),
-    ("spmd.api", "spmd"),  # "spmd" is spmd/__init__.py, and importing it is using the public names
+    (
+        "spmd.api",
+        "spmd.auto",
+        "spmd",
+    ),  # "spmd" is spmd/__init__.py, and importing it is using the public names
     ("models",),
     ("scripts", "serving"),
     ("tests",),
@@ -44,11 +48,11 @@ MLIR_FILES = (
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",
     "spmd/lowering/execute.py",
-    "scripts/bench_compiler.py",  # runs Shardy's own passes, the peer
+    "scripts/shardy.py",  # runs Shardy's own passes, the peer
 )
 
 
-READ_TESTS = ("scripts/coverage.py",)
+READ_TESTS = ("scripts/compare_shardy.py", "scripts/coverage.py")
 """Scripts that write down what the tests run."""
 
 

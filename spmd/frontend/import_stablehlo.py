@@ -290,7 +290,7 @@ class _Importer:
                 dictionary: Any = ir.DictAttr(item)
                 entries = {e.name: e.attr for e in dictionary}
                 if "sdy.sharding" in entries:
-                    found[i] = _sharding(entries["sdy.sharding"])
+                    found[i] = sharding_attr(entries["sdy.sharding"])
                 if "jax.result_info" in entries:
                     info = ir.StringAttr(entries["jax.result_info"]).value
                     names[i] = re.sub(r"^result", "", info) or "result"
@@ -526,7 +526,7 @@ class _Importer:
         ops: list[Op] = []
         inner: dict[Any, int] = {}
         for arg, value, attr in zip(block.arguments, op.operands, ins, strict=True):
-            fixed, rest = scope.split(_sharding(attr))
+            fixed, rest = scope.split(sharding_attr(attr))
             attrs = {"axes": scope.held, "dims": fixed}
             inner[arg] = self.add(ops, TO_MANUAL, env[value], self.type(arg.type), attrs, loc)
             if rest is not None:
@@ -537,7 +537,7 @@ class _Importer:
         ops += body
         returned = []
         for result, value, attr in zip(op.results, results, outs, strict=True):
-            fixed, rest = scope.split(_sharding(attr))
+            fixed, rest = scope.split(sharding_attr(attr))
             marked = value if rest is None else self.mark(ops, value, rest, loc)
             attrs = {"axes": scope.held, "dims": fixed}
             returned.append(self.add(ops, FROM_MANUAL, marked, self.type(result.type), attrs, loc))
@@ -563,7 +563,7 @@ class _Importer:
         if name not in op.attributes:
             return value
         attr = _per_value(op.attributes[name])[index]
-        sharding = _sharding(attr)
+        sharding = sharding_attr(attr)
         if says_nothing(sharding):
             return value
         self.note_inline_mesh(attr)
@@ -595,7 +595,7 @@ class _Importer:
     def is_idle(self, op: Any) -> bool:
         """Whether a constraint says nothing: jax puts them on all that is manual in part."""
         where = self.in_bodies or self.scopes
-        return bool(where) and says_nothing(_sharding(op.attributes["sharding"]))
+        return bool(where) and says_nothing(sharding_attr(op.attributes["sharding"]))
 
     def mesh_of(self, shardings: Sequence[Any]) -> Mesh | None:
         """The mesh that the first of some shardings names."""
@@ -780,7 +780,7 @@ def _attribute(op_name: str, name: str, attr: Any) -> Attribute:
             s.index_vector_dim,
         )
     if op_name == "sdy.sharding_constraint":
-        return _sharding(attr)
+        return sharding_attr(attr)
     if name == "sdy.sharding_rule":  # its sizes are global ones; rules are ours
         return None
     text = str(attr)
@@ -849,7 +849,8 @@ def _conv_dims(attr: Any) -> ConvDims:
     )
 
 
-def _sharding(attr: Any) -> ShardingAttr:
+def sharding_attr(attr: Any) -> ShardingAttr:
+    """An `sdy.sharding` of one value as plain data."""
     dims, is_open = [], []
     for item in sdy.TensorShardingAttr(attr).dimension_shardings:
         dim = sdy.DimensionShardingAttr(item)

@@ -54,13 +54,30 @@ def collect_marks(
         elif attr_mark is not None:
             dims = atoms_of_attr(attr_mark, shape, mesh, what, None)
             marks[value] = Mark(dims, attr_mark.open, what)
-    for i, (value, entries) in enumerate(zip(program.body.results, result_entries, strict=True)):
-        if entries is None or value in marks:
-            continue
-        what = f"result {program.result_names[i]}"
-        dims, is_open = dims_of(entries, program.types[value].shape, mesh, what=what)
-        marks[value] = Mark(dims, is_open, what)
+    for i, value in enumerate(program.body.results):
+        mark = result_mark(imported, mesh, result_entries, i)
+        if mark is not None:
+            marks.setdefault(value, mark)
     return marks
+
+
+def result_mark(
+    imported: Imported, mesh: Mesh, entries: Sequence[Entries | None], index: int
+) -> Mark | None:
+    """The mark of one result: its spec, or else what the module says.
+
+    Raises:
+      SpecError: a mark that does not fit the mesh or its tensor.
+    """
+    program = imported.program
+    what = f"result {program.result_names[index]}"
+    shape = program.types[program.body.results[index]].shape
+    spec, attr = entries[index], imported.result_marks[index]
+    if spec is not None:
+        return Mark(*dims_of(spec, shape, mesh, what=what), what)
+    if attr is not None:
+        return Mark(atoms_of_attr(attr, shape, mesh, what, None), attr.open, what)
+    return None
 
 
 def check_meshes(imported: Imported, mesh: Mesh) -> None:

@@ -140,22 +140,25 @@ class Mesh:
             index = index * atom.size + position // atom.stride % atom.size
         return index
 
+    def coordinates(self, atoms: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The coordinate along some atoms of every device, by position."""
+        positions = np.arange(self.size)
+        index = np.zeros_like(positions)
+        for a in atoms:
+            atom = self.atoms[a]
+            index = index * atom.size + positions // atom.stride % atom.size
+        return index
+
     def groups(self, atoms: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Replica groups of a collective over some atoms, as positions in the flattened mesh.
 
         Within a group, members are ordered by their coordinate along `atoms` (major to minor);
         groups are ordered by their first member.
         """
-        members: dict[tuple[int, ...], list[int]] = {}
         rest = [a for a in range(len(self.atoms)) if a not in atoms]
-        for position in range(self.size):
-            key = tuple(self.coordinate(position, [a]) for a in rest)
-            members.setdefault(key, []).append(position)
-        ordered = [
-            tuple(sorted(group, key=lambda p: self.coordinate(p, atoms)))
-            for group in members.values()
-        ]
-        return tuple(sorted(ordered))
+        members = np.lexsort((self.coordinates(atoms), self.coordinates(rest)))
+        rows = members.reshape(-1, self.extent(atoms))
+        return tuple(map(tuple, rows[np.argsort(rows[:, 0])].tolist()))
 
 
 def make_mesh(*, devices: Any = None, **axes: int) -> Mesh:

@@ -42,7 +42,7 @@ def candidates(
     """
     found: dict[Choice, None] = {}
     for assignment in candidate_assignments(rule, operands, results, mesh):
-        found[_reduced_first(rule, assignment, mesh.atom_sizes)] = None
+        found[reduced_first(rule, assignment, mesh.atom_sizes)] = None
         for group, partial, kind in carried_partials(rule, operands):
             choice = _carried(rule, assignment, group, partial, kind, mesh.atom_sizes)
             if choice is not None:
@@ -61,12 +61,12 @@ def candidate_assignments(
     sources = [
         claims
         for sharding, dims in zip((*operands, *results), rule.values, strict=True)
-        if sharding and (claims := _claims(rule, dims, sharding, sizes))
+        if sharding and (claims := claims_of(rule, dims, sharding, sizes))
     ]
     wishes = [
         claims
         for sharding, dims in zip(results, rule.results, strict=True)
-        if sharding and (claims := _claims(rule, dims, sharding, sizes))
+        if sharding and (claims := claims_of(rule, dims, sharding, sizes))
     ]
     orders: list[list[Claims]] = [
         [lead, *(other for other in sources if other is not lead)] for lead in sources
@@ -74,17 +74,17 @@ def candidate_assignments(
     orders += [[wish] for wish in wishes]
     found: dict[Assignment, None] = {}
     for order in orders or [[]]:
-        assignment = _merge(rule, order, sizes)
+        assignment = merge(rule, order, sizes)
         if is_legal_assignment(rule, assignment, sizes):
             found[assignment] = None
     if rule.halos:
-        found |= {_without_windows(rule, assignment): None for assignment in tuple(found)}
+        found |= {without_windows(rule, assignment): None for assignment in tuple(found)}
     if not found:
         found[unsplit(rule)] = None
     return tuple(found)
 
 
-def _without_windows(rule: Rule, assignment: Assignment) -> Assignment:
+def without_windows(rule: Rule, assignment: Assignment) -> Assignment:
     """The same with windows whole: that may cost less than what their halos take."""
     halos = {halo.factor for halo in rule.halos}
     return tuple(
@@ -93,9 +93,10 @@ def _without_windows(rule: Rule, assignment: Assignment) -> Assignment:
     )
 
 
-def _claims(
+def claims_of(
     rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding, sizes: Sequence[int]
 ) -> dict[int, Axes]:
+    """The atoms that a value's sharding has on each factor of an op."""
     claims: dict[int, Axes] = {}
     for axes, dim in zip(sharding.dims, dims, strict=True):
         if axes:
@@ -106,7 +107,7 @@ def _claims(
     return claims
 
 
-def _merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignment:
+def merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignment:
     """Lets each source in turn split factors, or split them further, with atoms still free."""
     assignment = list(unsplit(rule))
     used = set(rule.held)
@@ -132,7 +133,7 @@ def _merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignm
     return tuple(assignment)
 
 
-def _reduced_first(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> Choice:
+def reduced_first(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> Choice:
     """The choice in which every operand arrives full."""
     reduced = reduced_axes(rule, assignment)
     return Choice(
@@ -160,7 +161,7 @@ def _carried(
     )
     if not is_legal_assignment(rule, stripped, sizes) or not set(partial).isdisjoint(rule.held):
         return None
-    full = _reduced_first(rule, stripped, sizes)
+    full = reduced_first(rule, stripped, sizes)
     reduced = reduced_axes(rule, stripped)
     if reduced and rule.reduction != kind:
         return None

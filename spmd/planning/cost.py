@@ -115,6 +115,11 @@ _FUSED |= {f"chlo.{name}" for name in CHLO}
 """Ops that a compiler computes where their operands are made: they write, and read nothing."""
 
 
+def is_fused(kind: OpKind) -> bool:
+    """Whether a compiler computes an op where its result is used, if that is one place."""
+    return kind.name in _FUSED or kind.name in _FREE
+
+
 def local_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> float:
     """Bytes that one device reads and writes."""
     count = len(kind.operands)

@@ -17,18 +17,22 @@ from spmd.mesh.sharding import Axes, Sharding, replicated
 from spmd.mesh.topology import Topology
 from spmd.planning.candidates import (
     Claims,
-    _carried,
-    _claims,
-    _merge,
-    _reduced_first,
-    _without_windows,
+    claims_of,
+    merge,
+    reduced_first,
+    without_windows,
 )
 from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Choice, Plan
+from spmd.planning.problem import Problem
 from spmd.planning.reshard import can_reshard, reshard
 from spmd.planning.units import ARGUMENT, CARRY, OP, RESULT, Unit, Units
-from spmd.propagation.projection import Assignment, is_legal_assignment, unsplit
-from spmd.propagation.propagate import Propagated
+from spmd.propagation.projection import (
+    Assignment,
+    is_legal_assignment,
+    reduced_axes,
+    unsplit,
+)
 from spmd.propagation.registry import rule_of
 from spmd.propagation.rule import Rule
 
@@ -56,44 +60,24 @@ class Domains(NamedTuple):
     choices: tuple[tuple[Choice, ...], ...]
 
 
-def domains_of(
-    propagated: Propagated,
-    units: Units,
-    arguments: Sequence[Sharding],
-    results: Sequence[Sharding | None],
-    topology: Topology,
-    known: Plan | None = None,
-) -> Domains:
+def domains_of(problem: Problem, units: Units, known: Plan | None = None) -> Domains:
     """States and choices worth costing, for a whole program.
 
     Args:
-      propagated: the program with its proposals.
+      problem: what is to be planned.
       units: the program taken apart.
-      arguments: the sharding of each argument.
-      results: the sharding that each result must have, or None.
-      topology: the machine.
       known: a plan whose choices are to be among them.
     """
-    return _Spread(propagated, units, arguments, results, topology, known).run()
+    return _Spread(problem, units, known).run()
 
 
 class _Spread:
-    def __init__(
-        self,
-        propagated: Propagated,
-        units: Units,
-        arguments: Sequence[Sharding],
-        results: Sequence[Sharding | None],
-        topology: Topology,
-        known: Plan | None,
-    ) -> None:
-        self.propagated = propagated
-        self.types = propagated.program.types
-        self.mesh = propagated.mesh
-        self.topology = topology
+    def __init__(self, problem: Problem, units: Units, known: Plan | None) -> None:
+        self.propagated = problem.propagated
+        self.types = self.propagated.program.types
+        self.mesh = self.propagated.mesh
+        self.problem = problem
         self.units = units
-        self.arguments = arguments
-        self.results = results
         self.known = known
         count = len(units.units)
         self.left: list[tuple[States, ...]] = [() for _ in range(count)]
@@ -103,6 +87,7 @@ class _Spread:
         self.into: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
         for use in units.uses:
             self.into[use.target].append((use.position, use.source, use.result))
+        self.maker = Maker(self.mesh, problem.topology)
         self.made: dict[tuple[OpKind, tuple[States, ...], tuple[States, ...]], tuple[Choice, ...]]
         self.made = {}
 
@@ -121,7 +106,7 @@ class _Spread:
     def forward(self) -> None:
         for i, unit in enumerate(self.units.units):
             if unit.role == ARGUMENT:
-                self.settle(i, ((self.arguments[unit.number],),))
+                self.settle(i, (self.problem.arguments[unit.number],))
             elif unit.role == CARRY:
                 found = self.carry_states(i, unit)
                 self.settle(i, (found,) * len(self.units.wishes[i]))
@@ -156,9 +141,7 @@ class _Spread:
         made = self.made.get(key)
         if made is None:
             rule = rule_of(op.kind, op.loc)
-            made = choices_of(rule, operands, wishes, self.mesh)
-            made = undominated(op.kind, rule, made, self.mesh, self.topology)
-            self.made[key] = made
+            made = self.made[key] = self.maker.choices(op.kind, rule, key[1], wishes)
         if self.known is not None and (choice := self.known.choices[op.results[0]]) not in made:
             made = (*made, choice)
         return made
@@ -192,8 +175,10 @@ class _Spread:
                     wants = (*self.wants.get((i, 0), ()), *self.wants.get((i, 1), ()))
                     self.want(source, index, (*self.states[i][0], *wants))
                 elif role == RESULT:
-                    wanted = self.results[self.units.units[i].number]
-                    self.want(source, index, [wanted] if wanted else [])
+                    wanted = self.problem.results[self.units.units[i].number]
+                    self.want(source, index, (wanted,) if wanted else ())
+                elif role == ARGUMENT:
+                    self.want(source, index, self.left[i][0])
 
     def want(self, source: int, index: int, states: Iterable[Sharding]) -> None:
         full = [s.full() for s in states]
@@ -210,27 +195,137 @@ def _first(states: Iterable[Sharding], most: int) -> States:
 # The choices of one op.
 
 
-def choices_of(
-    rule: Rule, operands: Sequence[States], wishes: Sequence[States], mesh: Mesh
-) -> tuple[Choice, ...]:
-    """Assignments that some state or wish leads to, each with and without partial operands.
+class Maker:
+    """Makes ops' choices; what is equal is made once."""
 
-    Args:
-      rule: the op's rule.
-      operands: the states that each operand may have; none if it is made to order.
-      wishes: for each result, what it should look like, the best first.
-      mesh: the mesh.
-    """
-    sizes = mesh.atom_sizes
-    assignments = assignments_of(rule, (*operands, *wishes), sizes)
-    found = {_reduced_first(rule, a, sizes): None for a in assignments}
-    carried: dict[Choice, None] = {}
-    for group, partial, kind in partials_of(rule, operands):
-        for assignment in assignments:
-            choice = _carried(rule, assignment, group, partial, kind, sizes)
-            if choice is not None:
-                carried[choice] = None
-    return (*found, *tuple(carried)[:MOST_CHOICES])
+    def __init__(self, mesh: Mesh, topology: Topology) -> None:
+        self.mesh = mesh
+        self.topology = topology
+        self.plain: dict[tuple[OpKind, Assignment], Choice] = {}
+        self.seconds: dict[tuple[OpKind, Assignment], float] = {}
+        self.refined: dict[tuple[Sharding, Sharding], bool] = {}
+
+    def choices(
+        self, kind: OpKind, rule: Rule, operands: Sequence[States], wishes: Sequence[States]
+    ) -> tuple[Choice, ...]:
+        """Assignments that some state or wish leads to, each with and without partial operands.
+
+        Args:
+          kind: the op's kind.
+          rule: its rule.
+          operands: the states that each operand may have; none if it is made to order.
+          wishes: for each result, what it should look like, the best first.
+        """
+        assignments = assignments_of(rule, (*operands, *wishes), self.mesh.atom_sizes)
+        found = [self.full(kind, rule, a) for a in assignments]
+        carried: dict[tuple[Assignment, tuple[int, ...], Axes, str], None] = {}
+        for group, partial, how in partials_of(rule, operands):
+            for assignment in assignments:
+                carried[_stripped(assignment, partial), group, partial, how] = None
+        more = (self.carried(kind, rule, *key) for key in carried)
+        found += [choice for choice in more if choice is not None][:MOST_CHOICES]
+        return self.undominated(kind, rule, found)
+
+    def full(self, kind: OpKind, rule: Rule, assignment: Assignment) -> Choice:
+        """The choice in which every operand arrives full."""
+        choice = self.plain.get((kind, assignment))
+        if choice is None:
+            choice = reduced_first(rule, assignment, self.mesh.atom_sizes)
+            self.plain[kind, assignment] = choice
+        return choice
+
+    def carried(
+        self,
+        kind: OpKind,
+        rule: Rule,
+        assignment: Assignment,
+        group: tuple[int, ...],
+        partial: Axes,
+        how: str,
+    ) -> Choice | None:
+        """The choice in which a group's partial flows through, if there is one."""
+        reduced = reduced_axes(rule, assignment)
+        if reduced and rule.reduction != how:
+            return None
+        if not is_legal_assignment(rule, assignment, self.mesh.atom_sizes):
+            return None
+        if not set(partial).isdisjoint(rule.held):
+            return None
+        full = self.full(kind, rule, assignment)
+        return Choice(
+            assignment,
+            tuple(
+                [
+                    s.with_partial(partial, how) if i in group else s
+                    for i, s in enumerate(full.operands)
+                ]
+            ),
+            tuple([s.with_partial((*partial, *reduced), how) for s in full.results]),
+        )
+
+    def undominated(
+        self, kind: OpKind, rule: Rule, options: Sequence[Choice]
+    ) -> tuple[Choice, ...]:
+        """The choices that are not always beaten by a finer one and a reshard of its results.
+
+        A choice loses to another one whose operands are slices of its own, if the time that the
+        finer one saves pays for bringing the results to where the coarser one leaves them.
+        """
+        seconds = [self.own_seconds(kind, rule, c.assignment) for c in options]
+        return tuple(
+            [
+                coarse
+                for a, coarse in enumerate(options)
+                if not any(
+                    seconds[b] < seconds[a]
+                    and all(
+                        [
+                            self.refines(f, c)
+                            for f, c in zip(fine.operands, coarse.operands, strict=True)
+                        ]
+                    )
+                    and seconds[b] + self.results_seconds(kind, fine, coarse) < seconds[a]
+                    for b, fine in enumerate(options)
+                )
+            ]
+        )
+
+    def own_seconds(self, kind: OpKind, rule: Rule, assignment: Assignment) -> float:
+        """An op's own time."""
+        found = self.seconds.get((kind, assignment))
+        if found is None:
+            found = op_seconds(kind, rule, assignment, self.mesh, self.topology)
+            self.seconds[kind, assignment] = found
+        return found
+
+    def refines(self, fine: Sharding, coarse: Sharding) -> bool:
+        """Whether a tile of one sharding is a slice of the other's tile."""
+        if fine is coarse:
+            return True
+        found = self.refined.get((fine, coarse))
+        if found is None:
+            found = (fine.partial, fine.kind) == (coarse.partial, coarse.kind) and all(
+                f[: len(c)] == c for f, c in zip(fine.dims, coarse.dims, strict=True)
+            )
+            self.refined[fine, coarse] = found
+        return found
+
+    def results_seconds(self, kind: OpKind, have: Choice, wanted: Choice) -> float:
+        """Time to bring the results of one choice to where another one leaves them."""
+        total = 0.0
+        for h, w, type_ in zip(have.results, wanted.results, kind.results, strict=True):
+            if not can_reshard(h, w):
+                return float("inf")
+            total += reshard(h, w, type_, self.mesh, self.topology).seconds
+        return total
+
+
+def _stripped(assignment: Assignment, partial: Axes) -> Assignment:
+    """An assignment without the atoms over which operands are partial: they can split nothing."""
+    return tuple(
+        axes[: next((k for k, a in enumerate(axes) if a in partial), len(axes))]
+        for axes in assignment
+    )
 
 
 def assignments_of(
@@ -239,7 +334,7 @@ def assignments_of(
     """Every state leads once with the others' first states after it, and once alone."""
     claims: list[list[Claims]] = []
     for options, dims in zip(states, rule.values, strict=True):
-        claims.append([c for s in options if (c := _claims(rule, dims, s, sizes))])
+        claims.append([c for s in options if (c := claims_of(rule, dims, s, sizes))])
     first = [options[0] for options in claims if options]
     found: dict[Assignment, None] = {}
     seen: set[tuple[tuple[int, Axes], ...]] = set()
@@ -252,10 +347,10 @@ def assignments_of(
     orders = [[lead, *(c for c in first if c is not lead)] for lead in leads]
     orders += [[lead] for lead in leads]
     for order in orders:
-        found[_merge(rule, order, sizes)] = None
+        found[merge(rule, order, sizes)] = None
     legal = [a for a in found if is_legal_assignment(rule, a, sizes)]
     if rule.halos:
-        legal += [_without_windows(rule, a) for a in legal]
+        legal += [without_windows(rule, a) for a in legal]
     whole = unsplit(rule)
     kept = tuple(dict.fromkeys(legal))[: MOST_CHOICES - 1]
     return kept if whole in kept else (*kept, whole)
@@ -274,48 +369,3 @@ def partials_of(
             alone = all(any(s.kind == kind for s in operands[i]) for i in group)
             if kind == "add" or (rule.moves and alone):
                 yield group, partial, kind
-
-
-def undominated(
-    kind: OpKind,
-    rule: Rule,
-    options: Sequence[Choice],
-    mesh: Mesh,
-    topology: Topology,
-) -> tuple[Choice, ...]:
-    """The choices of an op that are not always beaten by a finer one and a reshard of its results.
-
-    A choice loses to another one whose operands are slices of its own, if the time that the finer
-    one saves pays for bringing the results to where the coarser one leaves them.
-    """
-    seconds = [op_seconds(kind, rule, c.assignment, mesh, topology) for c in options]
-    kept = []
-    for a, coarse in enumerate(options):
-        beaten = any(
-            seconds[b] < seconds[a]
-            and all(map(_refines, fine.operands, coarse.operands))
-            and seconds[b] + _results_seconds(kind, fine, coarse, mesh, topology) < seconds[a]
-            for b, fine in enumerate(options)
-        )
-        if not beaten:
-            kept.append(coarse)
-    return tuple(kept)
-
-
-def _refines(fine: Sharding, coarse: Sharding) -> bool:
-    """Whether a tile of one sharding is a slice of the other's tile."""
-    return (fine.partial, fine.kind) == (coarse.partial, coarse.kind) and all(
-        f[: len(c)] == c for f, c in zip(fine.dims, coarse.dims, strict=True)
-    )
-
-
-def _results_seconds(
-    kind: OpKind, have: Choice, wanted: Choice, mesh: Mesh, topology: Topology
-) -> float:
-    """Time to bring the results of one choice to where another one leaves them."""
-    total = 0.0
-    for h, w, type_ in zip(have.results, wanted.results, kind.results, strict=True):
-        if not can_reshard(h, w):
-            return float("inf")
-        total += reshard(h, w, type_, mesh, topology).seconds
-    return total

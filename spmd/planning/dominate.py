@@ -12,6 +12,9 @@ import numpy as np
 
 from spmd.planning.network import Network, Table
 
+MOST_STATES = 40
+"""Variables with more states are left alone: all pairs of states, against all of a neighbour's."""
+
 
 def undominated(network: Network) -> list[Table]:
     """For each variable the states that no other state of it always undercuts, or equals."""
@@ -20,7 +23,7 @@ def undominated(network: Network) -> list[Table]:
     for (u, v), table in network.pairs.items():
         around[u].append((v, table))
         around[v].append((u, table.T))
-    queue = deque(v for v, kept in enumerate(alive) if len(kept) > 1)
+    queue = deque(v for v, kept in enumerate(alive) if 1 < len(kept) <= MOST_STATES)
     queued = set(queue)
     while queue:
         v = queue.popleft()
@@ -40,7 +43,7 @@ def undominated(network: Network) -> list[Table]:
         if loses.any():
             alive[v] = mine[~loses.any(axis=1)]
             for u, _ in around[v]:
-                if u not in queued:
+                if u not in queued and len(alive[u]) <= MOST_STATES:
                     queued.add(u)
                     queue.append(u)
     return alive

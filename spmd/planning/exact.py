@@ -16,18 +16,19 @@ import numpy as np
 from spmd.ir.control_flow import Tie, held_atoms
 from spmd.ir.program import Op, Value
 from spmd.ir.types import TensorType
-from spmd.mesh.sharding import Axes, Sharding, replicated
-from spmd.mesh.topology import Topology
+from spmd.mesh.sharding import Axes, Sharding, local_shape, replicated
 from spmd.planning.cost import op_seconds
 from spmd.planning.domains import Domains, States, domains_of
 from spmd.planning.greedy import plan_greedily
+from spmd.planning.limit import Prices, plan_within
+from spmd.planning.liveness import bound_of
 from spmd.planning.network import FORBIDDEN, Network, Table
 from spmd.planning.plan import Choice, Plan
+from spmd.planning.problem import Problem
 from spmd.planning.reshard import can_reshard, reshard
 from spmd.planning.solve import Solution, solve
-from spmd.planning.units import CARRY, OP, WHOLE, Units, Use, units_of
-from spmd.planning.walk import Walk, argument_shardings, boundary, fixed_results, whole_axes
-from spmd.propagation.propagate import Propagated
+from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use, units_of
+from spmd.planning.walk import Walk, boundary, whole_axes
 from spmd.propagation.registry import rule_of
 
 MOST_COPIES = 4
@@ -37,28 +38,52 @@ LATER = 1e-12
 """What a partial result costs on top, in seconds: of equals, the plan that reduces early."""
 
 
-def plan_exactly(
-    propagated: Propagated,
-    topology: Topology,
-    result_marks: Sequence[Sharding | None] = (),
-    links: Sequence[tuple[int, int]] = (),
-) -> Plan:
-    """Plans a whole program; arguments as in `plan_greedily`.
+def plan_exactly(problem: Problem, memory_limit: int | None = None) -> Plan:
+    """Plans a whole program.
 
     The greedy plan's choices are among those that are weighed, and where the two plans come out
     alike in spite of all, the cheaper one is returned.
+
+    Args:
+      problem: what is to be planned.
+      memory_limit: bytes that one device may use; the topology's memory if left out, which is then
+        a wish: a plan that misses it is returned with a note.
+
+    Raises:
+      PlanError: no plan was found that keeps to the limit that was given.
     """
-    greedy = plan_greedily(propagated, topology, result_marks, links)
-    arguments = argument_shardings(propagated)
-    count = len(propagated.program.body.results)
-    results = fixed_results(arguments, result_marks, dict(links), count)
-    units = units_of(propagated, results)
-    domains = domains_of(propagated, units, arguments, results, topology, greedy)
-    built = CostNetwork(propagated, units, domains, results, topology)
+    greedy = plan_greedily(problem)
+    units = units_of(problem)
+    return best_plan(problem, units, domains_of(problem, units, greedy), greedy, memory_limit)
+
+
+def best_plan(
+    problem: Problem,
+    units: Units,
+    domains: Domains,
+    greedy: Plan,
+    memory_limit: int | None,
+) -> Plan:
+    """The best plan of some domains, or the greedy one if that is better; see `plan_exactly`."""
+    built = CostNetwork(problem, units, domains)
     solution = solve(built.network)
-    plan = _Decoded(built, solution).run(result_marks, dict(links))
-    best = plan if plan.seconds <= greedy.seconds else greedy
-    return best._replace(greedy_seconds=greedy.seconds, lower_seconds=solution.lower)
+    plan = built.decoded(solution)
+    plan = plan if plan.seconds <= greedy.seconds else greedy
+    plan = plan._replace(greedy_seconds=greedy.seconds, lower_seconds=solution.lower)
+    limit = memory_limit if memory_limit is not None else problem.topology.hbm_bytes
+    if bound_of(plan) <= limit:
+        return plan
+
+    def priced(prices: Prices) -> Plan:
+        plan = built.decoded(solve(built.priced(prices)))
+        return plan._replace(greedy_seconds=greedy.seconds)
+
+    donated = frozenset(problem.links)
+    return plan_within(limit, memory_limit is not None, (plan, greedy), donated, priced)
+
+
+SMALLER = 1e-15
+"""Seconds for each byte of an argument: of equals, the plan whose arguments are smaller."""
 
 
 class _Variable(NamedTuple):
@@ -81,22 +106,15 @@ class _Variable(NamedTuple):
 class CostNetwork:
     """The network of a program, and how its variables stand for classes of units."""
 
-    def __init__(
-        self,
-        propagated: Propagated,
-        units: Units,
-        domains: Domains,
-        results: Sequence[Sharding | None],
-        topology: Topology,
-    ) -> None:
-        self.propagated = propagated
-        self.types = propagated.program.types
-        self.held = held_atoms(propagated.program)
-        self.mesh = propagated.mesh
-        self.topology = topology
+    def __init__(self, problem: Problem, units: Units, domains: Domains) -> None:
+        self.problem = problem
+        self.propagated = problem.propagated
+        self.types = self.propagated.program.types
+        self.held = held_atoms(self.propagated.program)
+        self.mesh = self.propagated.mesh
+        self.topology = problem.topology
         self.units = units
         self.domains = domains
-        self.results = results
         self.network = Network()
         self.tables: dict[tuple[States, States, TensorType, Axes], Table] = {}
         self.own: dict[tuple[int, tuple[Choice, ...]], Table] = {}
@@ -105,9 +123,12 @@ class CostNetwork:
         for use in units.uses:
             self.uses.setdefault((use.source, use.result), []).append(use)
         self.variables = [self._variable(i) for i in range(len(units.units))]
-        self.hubs: dict[tuple[int, int], _Variable] = {}
         for (source, index), uses in self.uses.items():
             self._connect(source, index, uses)
+
+    def decoded(self, solution: Solution) -> Plan:
+        """The plan that a solution of the network says."""
+        return _Decoded(self, solution).plan()
 
     def _values(self) -> dict[tuple[int, int], Value]:
         """One value of each class and result: the first."""
@@ -115,6 +136,28 @@ class CostNetwork:
         for value, place in enumerate(self.units.of):
             found.setdefault(place, value)
         return found
+
+    def priced(self, prices: Prices) -> Network:
+        """The network in which what is alive at the peak costs so much a byte."""
+        network = Network()
+        network.unary = [costs.copy() for costs in self.network.unary]
+        network.pairs = self.network.pairs
+        for value, price in prices.items():
+            number, index = self.units.of[value]
+            if number < 0:
+                continue
+            variable, type_ = self.variables[number], self.types[value]
+            left = self.domains.left[number][index]
+            held = [price * self._local_bytes(type_, s) for s in left]
+            copied = [price * self._local_bytes(type_, s) for s in variable.copies]
+            for row, (choice, copy) in enumerate(variable.rows):
+                network.unary[variable.number][row] += held[choice]
+                if copy >= 0 and variable.copied == index:
+                    network.unary[variable.number][row] += copied[copy]
+        return network
+
+    def _local_bytes(self, type_: TensorType, state: Sharding) -> int:
+        return type_.with_shape(local_shape(type_.shape, state, self.mesh)).bytes
 
     # Variables.
 
@@ -124,6 +167,9 @@ class CostNetwork:
         if unit.role == OP:
             assert unit.op is not None
             own = self.own_seconds(unit.op, self.domains.choices[number]) * trips
+        elif unit.role == ARGUMENT:
+            type_, states = self._type(number, 0), self.domains.left[number][0]
+            own = np.array([SMALLER * self._local_bytes(type_, s) for s in states])
         elif unit.role == CARRY:
             own = np.array([LATER * bool(s.partial) for s in self.domains.left[number][0]])
         else:
@@ -188,11 +234,11 @@ class CostNetwork:
         unit = self.units.units[use.target]
         if unit.role == OP:
             return tuple([c.operands[use.position] for c in self.domains.choices[use.target]])
-        if unit.role == CARRY:
+        if unit.role in (ARGUMENT, CARRY):
             return self.domains.left[use.target][0]
         if unit.role == WHOLE:
             return (replicated(self._type(use.source, use.result).rank),)
-        wanted = self.results[unit.number]
+        wanted = self.problem.results[unit.number]
         return (wanted,) if wanted is not None else None
 
     def _type(self, source: int, index: int) -> TensorType:
@@ -206,7 +252,7 @@ class CostNetwork:
         for use in uses:
             needs = self._needs(use)
             if needs is None:
-                self._as_it_is(variable, source, index)
+                self._as_it_is(variable, use)
                 continue
             table = self.table(source, index, left, needs)
             rows = table[choices]
@@ -223,16 +269,16 @@ class CostNetwork:
                 columns = [i for i, _ in target.rows]
                 self.network.pair(variable.number, target.number, rows[:, columns] * use.trips)
 
-    def _as_it_is(self, variable: _Variable, source: int, index: int) -> None:
+    def _as_it_is(self, variable: _Variable, use: Use) -> None:
         """A result that nothing asks for: it is brought into whole axes at most."""
-        value = self.values[source, index]
+        value = self.values[use.source, use.result]
         shape = self.types[value].shape
         costs = []
         for i, _ in variable.rows:
-            state = self.domains.left[source][index][i]
+            state = self.domains.left[use.source][use.result][i]
             whole = Sharding(whole_axes(state.dims, shape, self.mesh))
             costs.append(self.seconds(value, state, boundary(self.propagated, value, whole)))
-        self.network.unary[variable.number] += np.array(costs)
+        self.network.unary[variable.number] += np.array(costs) * use.trips
 
     def table(self, source: int, index: int, states: States, needs: States) -> Table:
         """Seconds of the reshard of a value from each state to each need."""
@@ -264,6 +310,7 @@ class _Decoded(Walk):
     def __init__(self, built: CostNetwork, solution: Solution) -> None:
         super().__init__(built.propagated, built.topology)
         self.built = built
+        self.lower = solution.lower
         self.solver = "exact" if solution.exact else "local search"
         rows = [v.rows[solution.states[v.number]] for v in built.variables]
         self.chosen = [choice for choice, _ in rows]
@@ -272,6 +319,14 @@ class _Decoded(Walk):
             if number >= 0 and index == variable.copied and (copy := rows[number][1]) >= 0:
                 self.shared[value] = variable.copies[copy]
 
+    def plan(self) -> Plan:
+        """The plan."""
+        problem = self.built.problem
+        arguments = tuple(map(self.state, self.program.body.args))
+        return self.run(arguments, problem.results, problem.links)._replace(
+            lower_seconds=self.lower
+        )
+
     def choose(self, op: Op) -> tuple[Choice, float]:
         number, _ = self.built.units.of[op.results[0]]
         options = self.built.domains.choices[number]
@@ -279,5 +334,9 @@ class _Decoded(Walk):
         return options[self.chosen[number]], float(own[self.chosen[number]])
 
     def carry(self, tie: Tie) -> Sharding:
-        number, _ = self.built.units.of[tie.result]
+        return self.state(tie.result)
+
+    def state(self, value: Value) -> Sharding:
+        """The state of an argument or a carry."""
+        number, _ = self.built.units.of[value]
         return self.built.domains.left[number][0][self.chosen[number]]

@@ -7,7 +7,6 @@ and the reshard of its results to what propagation proposed for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,26 +17,17 @@ from spmd.mesh.topology import Topology
 from spmd.planning.candidates import candidates
 from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Choice, Plan
+from spmd.planning.problem import Problem
 from spmd.planning.walk import Walk, proposed
 from spmd.propagation.propagate import Propagated
 from spmd.propagation.registry import rule_of
 
 
-def plan_greedily(
-    propagated: Propagated,
-    topology: Topology,
-    result_marks: Sequence[Sharding | None] = (),
-    links: Sequence[tuple[int, int]] = (),
-) -> Plan:
-    """Plans a whole program.
-
-    Args:
-      propagated: the program with its proposals.
-      topology: the machine to cost on.
-      result_marks: for each result, the sharding that the user asked for, or None.
-      links: (result, argument) of donated arguments and their updates, which look alike.
-    """
-    plan = _Greedy(propagated, topology).run(result_marks, dict(links))
+def plan_greedily(problem: Problem) -> Plan:
+    """Plans a whole program; of several shardings that an argument may have it takes the first."""
+    arguments = tuple(states[0] for states in problem.arguments)
+    walk = _Greedy(problem.propagated, problem.topology)
+    plan = walk.run(arguments, problem.results, problem.links)
     return plan._replace(greedy_seconds=plan.seconds)
 
 

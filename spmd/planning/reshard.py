@@ -20,7 +20,9 @@ import heapq
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from spmd.errors import LegalityError
 from spmd.ir.types import TensorType
@@ -184,21 +186,20 @@ def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[
     axes = moved(before.dims, after.dims, mesh.atom_sizes)
     fixed = [a for a in range(len(mesh.atoms)) if a not in axes]
 
-    def tile(position: int, sharding: Sharding) -> tuple[int, ...]:
-        index = [mesh.coordinate(position, axes) for axes in sharding.dims]
-        return (*index, *(mesh.coordinate(position, [a]) for a in fixed))
+    have, wanted = (_pieces(sharding.dims, fixed, mesh) for sharding in (before, after))
+    source = np.arange(mesh.size)
+    moving = np.flatnonzero(have != wanted)
+    takers, holders = (moving[np.argsort(p[moving], kind="stable")] for p in (wanted, have))
+    source[takers] = holders
+    return tuple(zip(source.tolist(), range(mesh.size), strict=True))
 
-    source: dict[int, int] = {}
-    holders: dict[tuple[int, ...], list[int]] = {}
-    for position in range(mesh.size):
-        if tile(position, before) == tile(position, after):
-            source[position] = position
-        else:
-            holders.setdefault(tile(position, before), []).append(position)
-    for position in range(mesh.size):
-        if position not in source:
-            source[position] = holders[tile(position, after)].pop(0)
-    return tuple((source[target], target) for target in range(mesh.size))
+
+def _pieces(dims: Dims, fixed: Sequence[int], mesh: Mesh) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """A number for the piece that each device holds, and for where it is along other atoms."""
+    number = mesh.coordinates(fixed)
+    for axes in dims:  # a permute leaves the number of pieces of every dim alone
+        number = number * mesh.extent(axes) + mesh.coordinates(axes)
+    return number
 
 
 def _path(problem: Problem, moves: Sequence[Move]) -> Path:
@@ -228,6 +229,50 @@ Node = tuple[Dims, Axes]
 
 
 def _solve(problem: Problem) -> Sequence[Move]:
+    """The path that is best at any size, if there is one; else the best at this size."""
+    fabric = problem.fabric
+    shape = tuple(math.gcd(size, fabric.mesh.size) for size in problem.shape)
+    moves = _best_at_any_size(
+        problem.src, problem.dst, shape, problem.barred, fabric.mesh, fabric.topology
+    )
+    return moves if moves is not None else _solve_at_size(problem)
+
+
+@lru_cache(maxsize=1 << 16)
+def _best_at_any_size(
+    src: Sharding,
+    dst: Sharding,
+    shape: tuple[int, ...],
+    barred: Axes,
+    mesh: Mesh,
+    topology: Topology,
+) -> Sequence[Move] | None:
+    """The path that is best whether values are small or large, hence for all in between.
+
+    A path takes a fixed time and a time for each byte. If the one that is best for values so small
+    that only the first counts costs no less than the one for values so large that only the second
+    does, that one is best at both ends, and costs are linear.
+
+    Args:
+      src, dst: the shardings.
+      shape: for each dim, what it has in common with the number of devices: all that legality asks.
+      barred: atoms that no step may use.
+      mesh: the mesh.
+      topology: the links.
+    """
+    type_ = TensorType(shape, "i8")
+    bits = 8 * mesh.size
+    small, large = (
+        Problem(src, dst, type_, fabric_of(mesh, topology), barred, bits * scale)
+        for scale in (1, 1 << 40)
+    )
+    best = _solve_at_size(large)
+    least = _cost(small, _solve_at_size(small))
+    time, _, steps = _cost(small, best)
+    return best if time <= least[0] + steps else None
+
+
+def _solve_at_size(problem: Problem) -> Sequence[Move]:
     """The best direct path where that is provably best; else the best that a search finds."""
     directed = DirectedMoves(problem)
     known: Sequence[Move] | None = None

@@ -109,6 +109,7 @@ class Problem:
       shape: global shape; a dim that does not divide is padded to equal pieces.
       frozen: the dims that do not divide, which no step touches.
       atoms: the atoms that steps may touch.
+      bits: of the whole value, as if it had the type's, unless it is said to have others.
       fewest_pieces: into how many pieces the value must at least be split: the memory limit.
     """
 
@@ -119,8 +120,10 @@ class Problem:
         type_: TensorType,
         fabric: Fabric,
         barred: Axes = (),
+        bits: int | None = None,
     ) -> None:
         self.src, self.dst, self.type, self.fabric = src, dst, type_, fabric
+        self.barred = barred
         self.extent = fabric.extent
         self._check()
         self.goal_extents = tuple(self.extent(axes) for axes in dst.dims)
@@ -130,7 +133,7 @@ class Problem:
         held = {a for dim in self.frozen for a in src.dims[dim]}.union(dst.partial, barred)
         self.atoms = tuple(a for a in range(len(fabric.sizes)) if a not in held)
         self.goal_atoms = frozenset(a for axes in dst.dims for a in axes)
-        self.bits = math.prod(self.shape) * dtype_bits(type_.dtype)
+        self.bits = math.prod(self.shape) * dtype_bits(type_.dtype) if bits is None else bits
         self.goal_pieces = math.prod(self.goal_extents)
         self.goal_bytes = self.local_bytes(self.goal_pieces)
         self.fewest_pieces = min(self.goal_pieces, self.pieces(src.dims))
@@ -257,7 +260,7 @@ class Problem:
             if extent == terms == 1:
                 continue
             kept = math.prod([crossing.kept for crossing in crossings])
-            luck = max(crossing.luck for crossing in crossings)
+            luck = max((crossing.luck for crossing in crossings), default=1)  # a scalar has none
             sent = value * max(extent / kept - 1 / luck, terms - 1, 0)
             more = (pace - self.fabric.best_pace) * sent
             most = max(most, more + 2 * (latency - self.fabric.best_latency))

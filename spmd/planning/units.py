@@ -16,8 +16,8 @@ import numpy as np
 from spmd.ir.control_flow import UNKNOWN_TRIPS, Tie, held_atoms, producers_of, ties, trip_count
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.sharding import Sharding
-from spmd.planning.walk import argument_shardings, proposed
-from spmd.propagation.propagate import Propagated
+from spmd.planning.problem import Problem
+from spmd.planning.walk import proposed
 
 RADIUS = 2
 """Steps around a unit that tell it from others."""
@@ -29,7 +29,8 @@ class Unit(NamedTuple):
     """One decision.
 
     Attributes:
-      role: `argument`, `op`, `carry`, `result`, or `whole` for uses that need all of a value.
+      role: `argument`, `op`, `carry`, `result`, or `whole` for uses that need all of a value. A
+        result that looks like an argument is a use of that one: its value has to get there.
       op: the op, or the region op that a carry belongs to.
       tie: what is one with a carry.
       number: which argument or result.
@@ -65,7 +66,6 @@ class Units(NamedTuple):
       of: for each value its class (-1 for cheap values) and which of its results it is. A carry has
         two: 0 is what the loop returns, 1 is the body's argument.
       wishes: for each class, what propagation proposed for its results.
-      results: the class of each result of the program.
       uses: what reads what, cheap values left out.
     """
 
@@ -74,29 +74,25 @@ class Units(NamedTuple):
     inner: tuple[int, ...]
     of: tuple[tuple[int, int], ...]
     wishes: tuple[tuple[Sharding | None, ...], ...]
-    results: tuple[int, ...]
     uses: tuple[Use, ...]
 
 
-def units_of(
-    propagated: Propagated,
-    result_states: Sequence[Sharding | None],
-    radius: int = RADIUS,
-) -> Units:
+def units_of(problem: Problem, radius: int = RADIUS) -> Units:
     """Takes a program apart.
 
     Args:
-      propagated: the program with its proposals.
-      result_states: for each result, the sharding that it must have, or None.
+      problem: what is to be planned.
       radius: steps around a unit that tell it from others.
     """
-    found = _Collector(propagated)
-    found.collect(result_states)
+    found = _Collector(problem)
+    found.collect()
     return found.classes(radius)
 
 
 class _Collector:
-    def __init__(self, propagated: Propagated) -> None:
+    def __init__(self, problem: Problem) -> None:
+        propagated = problem.propagated
+        self.problem = problem
         self.program: Program = propagated.program
         self.propagated = propagated
         self.cheap = propagated.cheap
@@ -110,15 +106,18 @@ class _Collector:
         self.of: list[tuple[int, int]] = [(-1, 0)] * len(self.program.types)
         self.uses: list[tuple[Value, int, int, int]] = []  # value, unit, position, trips
 
-    def collect(self, result_states: Sequence[Sharding | None]) -> None:
-        body = self.program.body
-        for i, (value, state) in enumerate(
-            zip(body.args, argument_shardings(self.propagated), strict=True)
-        ):
-            self.add(Unit(ARGUMENT, number=i), (self.program.types[value], state), (value,))
+    def collect(self) -> None:
+        """Finds every unit and every use."""
+        body, problem = self.program.body, self.problem
+        for i, (value, states) in enumerate(zip(body.args, problem.arguments, strict=True)):
+            self.add(Unit(ARGUMENT, number=i), (self.program.types[value], states), (value,))
         self.whole = self.add(Unit(WHOLE), WHOLE, ())
         self.region(body, 1)
-        for i, (value, wanted) in enumerate(zip(body.results, result_states, strict=True)):
+        for i, (value, wanted) in enumerate(zip(body.results, problem.results, strict=True)):
+            if wanted is None and i in problem.links:
+                argument, _ = self.of[body.args[problem.links[i]]]
+                self.uses.append((value, argument, 0, 1))
+                continue
             proposal = self.propagated.proposals[value]
             unit = self.add(Unit(RESULT, number=i), (RESULT, wanted, proposal), ())
             self.uses.append((value, unit, 0, 1))
@@ -190,14 +189,12 @@ class _Collector:
         for (source, index, unit, position), use in zip(edges.tolist(), uses, strict=True):
             key = (class_of[source], index, class_of[unit], position)
             total[key] = total.get(key, 0) + use[3]
-        first_result = len(self.units) - len(self.program.body.results)
         return Units(
             tuple(self.units[unit] for unit in first.values()),
             tuple(trips),
             tuple(inner),
             tuple((class_of[u] if u >= 0 else -1, i) for u, i in self.of),
             tuple(self.unit_wishes[unit] for unit in first.values()),
-            tuple(class_of[first_result:]),
             tuple(Use(*key, count) for key, count in total.items()),
         )
 

@@ -52,28 +52,6 @@ def boundary(propagated: Propagated, value: Value, fallback: Sharding) -> Shardi
     return Sharding(dims) if any(dims) or value in propagated.marks else fallback
 
 
-def argument_shardings(propagated: Propagated) -> tuple[Sharding, ...]:
-    """The sharding of each argument: as marked, else as proposed."""
-    types = propagated.program.types
-    return tuple(
-        boundary(propagated, v, replicated(types[v].rank)) for v in propagated.program.body.args
-    )
-
-
-def fixed_results(
-    arguments: Sequence[Sharding],
-    marks: Sequence[Sharding | None],
-    links: Mapping[int, int],
-    count: int,
-) -> list[Sharding | None]:
-    """The sharding of each result that a mark, or the argument that it updates, asks for."""
-    wanted = list(marks or [None] * count)
-    for result, argument in links.items():
-        if wanted[result] is None:
-            wanted[result] = arguments[argument]
-    return wanted
-
-
 class Walk:
     """Books of one pass: states and copies of values, choices of ops, seconds."""
 
@@ -105,20 +83,28 @@ class Walk:
         """The one state of everything that a result of a region op is tied to."""
         raise NotImplementedError
 
-    def run(self, result_marks: Sequence[Sharding | None], links: Mapping[int, int]) -> Plan:
+    def run(
+        self,
+        arguments: tuple[Sharding, ...],
+        result_marks: Sequence[Sharding | None],
+        links: Mapping[int, int],
+    ) -> Plan:
         """Settles everything.
 
         Args:
+          arguments: the sharding of each argument.
           result_marks: for each result, the sharding that the user asked for, or None.
           links: result -> argument of donated arguments and their updates, which look alike.
         """
         body = self.program.body
         self.note_undivided()
-        arguments = argument_shardings(self.propagated)
         for value, state in zip(body.args, arguments, strict=True):
             self.define(value, state)
         self.region(body, 1)
-        marks = fixed_results(arguments, result_marks, links, len(body.results))
+        marks = list(result_marks)
+        for result, argument in links.items():
+            if marks[result] is None:
+                marks[result] = arguments[argument]
         results = tuple(
             mark if mark is not None else self.result(value)
             for value, mark in zip(body.results, marks, strict=True)

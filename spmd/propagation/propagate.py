@@ -6,15 +6,18 @@ reads proposals as wishes and is free to decide otherwise, except for marks.
 Tie-breaks, all of them: (1) ops that only pass dims through are settled before ops that reduce
 or read their neighbours;
 (2) within a kind, first in program order, first operand before second, operands before results;
-(3) where two dims of one value claim the same axis, neither gets it, until everything that
-follows by necessity is settled; then the more major dim gets it, first op in program order first;
+(3) where two dims of one value claim the same axis, neither gets it, through whatever op it comes,
+until everything that follows by necessity is settled; then the more major dim gets it, first op in
+program order first;
 (4) where two values disagree about one factor, their common part flows on and the conflict is
 recorded for the planner.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -25,7 +28,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark
 from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
 from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import FIXED, REDUCE, WINDOW, Factor, Rule
+from spmd.propagation.rule import FIXED, REDUCE, REPLICATE, WINDOW, Factor, Rule
 
 
 class Origin(NamedTuple):
@@ -113,6 +116,8 @@ class _Shape(NamedTuple):
 
 
 OPEN, CLOSED = -1, -2
+Masks = tuple[int, ...]
+"""For each dim of a value a set of atoms, a bit each."""
 
 
 class _Node(NamedTuple):
@@ -139,13 +144,28 @@ class _Change(NamedTuple):
     source_dim: int
 
 
+class _Dispute(NamedTuple):
+    """An atom that two dims of one of a node's values claim."""
+
+    position: int
+    atom: int
+    dims: tuple[int, int]
+
+
 class _Flow(NamedTuple):
-    """What a visit of a node does, given the proposals around it."""
+    """What a visit of a node does, given the proposals around it.
+
+    Attributes:
+      changes: dims that get longer axes.
+      conflicts: factors that are wanted split in different ways, with the claims.
+      undivided: dims at the boundary, with wanted axes that don't divide them.
+      disputed: atoms that two dims of a value claim.
+    """
 
     changes: tuple[_Change, ...]
     conflicts: tuple[tuple[int, tuple[tuple[Axes, int, int], ...]], ...]
     undivided: tuple[tuple[int, int, Axes], ...]
-    blocked: bool
+    disputed: tuple[_Dispute, ...]
 
 
 Proposal = tuple[Axes, ...]
@@ -196,6 +216,9 @@ class _State:
         self.conflicts: dict[tuple[int, int], Conflict] = {}
         self.undivided: dict[tuple[Value, int], Axes] = {}
         self.blocked: set[int] = set()
+        self.pending: dict[Value, Masks] = {}
+        self.spreads: dict[tuple[int, tuple[Masks, ...]], tuple[Masks, ...]] = {}
+        self.settled: dict[Value, int] = {}
         self.queues: tuple[deque[int], deque[int]] = (deque(), deque())
         self.queued: set[int] = set()
         self.shapes: dict[tuple[int, tuple[tuple[int, ...] | None, ...]], _Shape] = {}
@@ -296,11 +319,73 @@ class _State:
         flow = self.flows.get(key)
         if flow is None:
             flow = self.flows[key] = _flow(node.shape, around, guess, self.sizes)
-        if flow.changes:
-            self.apply(index, node, flow.changes)
-        if flow.conflicts or flow.undivided or flow.blocked:
+        if flow.conflicts or flow.undivided or flow.disputed:
             self.note(index, node, flow)
-        return bool(flow.changes)
+        changes = flow.changes
+        if changes and self.pending and not guess:
+            changes = self.undisputed(index, node, changes)
+        if changes:
+            self.apply(index, node, changes)
+        return bool(changes)
+
+    def undisputed(
+        self, index: int, node: _Node, changes: Iterable[_Change]
+    ) -> tuple[_Change, ...]:
+        """Changes up to the first atom that another dim may get yet, unless that is settled."""
+        kept = []
+        for change in changes:
+            value, source = node.values[change.position], node.values[change.source]
+            pending = self.pending.get(value, ())
+            rivals = _union(mask for d, mask in enumerate(pending) if d != change.dim)
+            rivals &= ~self.settled.get(source, 0)
+            held = len(self.proposals[value][change.dim])
+            fresh = enumerate(change.axes[held:], held)
+            length = next((k for k, a in fresh if rivals >> a & 1), len(change.axes))
+            if length < len(change.axes):
+                self.blocked.add(index)
+                change = change._replace(axes=change.axes[:length])
+            if length > held:
+                kept.append(change)
+        return tuple(kept)
+
+    def dispute(self, value: Value, atom: int, dims: tuple[int, int]) -> None:
+        """Notes that either of two dims of a value may get an atom, and what may follow from it.
+
+        Else a claim that comes by a way without dispute would settle what is held back here.
+        """
+        none: Masks = (0,) * len(self.proposals[value])
+        found = tuple(
+            mask | (1 << atom if d in dims else 0)
+            for d, mask in enumerate(self.pending.get(value, none))
+        )
+        if found == self.pending.get(value):
+            return
+        self.pending[value] = found
+        waiting = deque(self.touching[value])
+        while waiting:
+            node = self.nodes[waiting.popleft()]
+            for value in self.spread(node):
+                waiting.extend(self.touching[value])
+
+    def spread(self, node: _Node) -> list[Value]:
+        """Takes what may come to a node's values to the others; returns those that it is new to."""
+        pending, proposals = self.pending, self.proposals
+        around = tuple([pending.get(v) or (0,) * len(proposals[v]) for v in node.values])
+        key = (id(node.shape), around)
+        masks = self.spreads.get(key)
+        if masks is None:
+            masks = self.spreads[key] = _spread(node.shape, around)
+        new = []
+        for value, before, wanted in zip(node.values, around, masks, strict=True):
+            if before == wanted:
+                continue
+            have = pending.get(value, before)  # a node may have a value twice
+            held = _union(1 << a for axes in proposals[value] for a in axes)
+            found = tuple([h | (w & ~held) for h, w in zip(have, wanted, strict=True)])
+            if found != have:
+                pending[value] = found
+                new.append(value)
+        return new
 
     def apply(self, index: int, node: _Node, changes: Iterable[_Change]) -> None:
         touched: dict[Value, None] = {}
@@ -320,6 +405,9 @@ class _State:
             self.origins.setdefault((value, change.dim), []).append(origin)
             dims = (*have[: change.dim], change.axes, *have[change.dim + 1 :])
             self.proposals[value] = dims
+            if value in self.pending:
+                some = _union(self.pending[value]) & _union(1 << a for a in added)
+                self.settled[value] = self.settled.get(value, 0) | some
             touched[value] = None
         for value in touched:
             for neighbour in self.touching[value]:
@@ -328,8 +416,9 @@ class _State:
                     self.queues[self.nodes[neighbour].shape.reduces].append(neighbour)
 
     def note(self, index: int, node: _Node, flow: _Flow) -> None:
-        if flow.blocked:
+        for position, atom, dims in flow.disputed:
             self.blocked.add(index)
+            self.dispute(node.values[position], atom, dims)
         for factor, claims in flow.conflicts:
             named = [(axes, node.values[position], dim) for axes, position, dim in claims]
             op = node.op or _tie_op(node)
@@ -358,7 +447,7 @@ def _flow(shape: _Shape, around: tuple[Proposal, ...], guess: bool, sizes: Seque
     """What flows through a node: claims on factors, merged, and projected back onto every dim."""
     claims = _claims(shape, around, sizes)
     if not claims:
-        return _Flow((), (), (), False)
+        return _Flow((), (), (), ())
     assignment: list[Axes] = [()] * len(shape.rule.factors)
     source: dict[int, tuple[int, int]] = {}
     conflicts = []
@@ -371,7 +460,7 @@ def _flow(shape: _Shape, around: tuple[Proposal, ...], guess: bool, sizes: Seque
         source[factor] = (position, dim)
     changes: list[_Change] = []
     undivided: list[tuple[int, int, Axes]] = []
-    blocked = False
+    disputed: list[_Dispute] = []
     for position, flags in enumerate(shape.flags):
         if flags is None:
             continue
@@ -386,7 +475,7 @@ def _flow(shape: _Shape, around: tuple[Proposal, ...], guess: bool, sizes: Seque
                     axes = max(kept, around[position][d], key=len)
             wanted.append(axes)
         more, stuck = _extensions(around[position], wanted, guess)
-        blocked |= stuck
+        disputed += [_Dispute(position, atom, dims) for atom, dims in stuck]
         for d, axes in more:
             fixed = shape.rule.factors[dims[d][0]].axes
             if len(around[position][d]) < len(fixed):
@@ -394,7 +483,7 @@ def _flow(shape: _Shape, around: tuple[Proposal, ...], guess: bool, sizes: Seque
             if len(axes) > len(fixed):
                 cause = next(source[f] for f in reversed(dims[d]) if f in source)
                 changes.append(_Change(position, d, axes, *cause))
-    return _Flow(tuple(changes), tuple(conflicts), tuple(undivided), blocked)
+    return _Flow(tuple(changes), tuple(conflicts), tuple(undivided), tuple(disputed))
 
 
 def _claims(
@@ -446,10 +535,10 @@ def _dividing(axes: Axes, size: int, sizes: Sequence[int]) -> Axes:
 
 def _extensions(
     current: Proposal, wanted: Sequence[Axes], guess: bool
-) -> tuple[list[tuple[int, Axes]], bool]:
-    """The dims of one value that get longer axes, and whether a tie held one back."""
+) -> tuple[list[tuple[int, Axes]], list[tuple[int, tuple[int, int]]]]:
+    """The dims of one value that get longer axes, and the atoms that two of them claim."""
     more: list[tuple[int, Axes]] = []
-    blocked = False
+    disputed: list[tuple[int, tuple[int, int]]] = []
     now = list(current)
     for d, axes in enumerate(wanted):
         have = current[d]
@@ -461,12 +550,37 @@ def _extensions(
         fresh = axes[len(have) :]
         clash = next((k for k, a in enumerate(fresh) if a in taken), None)
         if clash is not None:
-            blocked |= fresh[clash] not in held
+            atom = fresh[clash]
+            if atom not in held:
+                rival = next(e for e, other in enumerate(wanted) if e != d and atom in other)
+                disputed.append((atom, (d, rival)))
             axes = have + fresh[:clash]
         if len(axes) > len(have):
             more.append((d, axes))
             now[d] = axes
-    return more, blocked
+    return more, disputed
+
+
+def _spread(shape: _Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]:
+    """What may come to each open dim through the factors that it shares with others."""
+    factors = shape.rule.factors
+    reach = [0] * len(factors)
+    for masks, terms in zip(around, shape.rule.values, strict=True):
+        for mask, term in zip(masks, terms, strict=True):
+            for factor in term if mask else ():
+                if factors[factor].kind not in (REPLICATE, FIXED):
+                    reach[factor] |= mask
+    found: list[Masks] = []
+    for masks, flags, terms in zip(around, shape.flags, shape.rule.values, strict=True):
+        dims = zip(masks, flags or (), terms, strict=False)
+        more = [m if f == CLOSED else _union([m, *[reach[x] for x in t]]) for m, f, t in dims]
+        found.append(masks if flags is None else tuple(more))
+    return tuple(found)
+
+
+def _union(masks: Iterable[int]) -> int:
+    """Every atom of some sets of atoms, a bit each."""
+    return functools.reduce(operator.or_, masks, 0)
 
 
 def _common_prefix(axes: Axes, claims: Iterable[tuple[Axes, int, int]]) -> Axes:

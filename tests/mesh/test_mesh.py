@@ -1,6 +1,7 @@
 """Meshes, atoms and replica groups."""
 
 import math
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -56,6 +57,16 @@ def test_groups_of_whole_axes():
     assert mesh.groups(mesh.atoms_of(["data"])) == ((0, 2), (1, 3))
     assert mesh.groups(mesh.atoms_of(["model", "data"])) == ((0, 2, 1, 3),)
     assert mesh.groups(()) == ((0,), (1,), (2,), (3,))
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 3, 2), (6, 4), (1, 5)])
+def test_coordinates_are_those_of_every_device(sizes: tuple[int, ...]):
+    mesh = Mesh(None, sizes, "xyz"[: len(sizes)])
+    for atoms in permutations(range(len(mesh.atoms)), 2):
+        each = [mesh.coordinate(position, atoms) for position in range(mesh.size)]
+        assert mesh.coordinates(atoms).tolist() == each
+        for group in mesh.groups(atoms):
+            assert [each[position] for position in group] == list(range(mesh.extent(atoms)))
 
 
 def test_text_forms():

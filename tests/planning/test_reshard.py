@@ -264,6 +264,14 @@ def test_a_scalar_is_reduced():
     assert (step.kind, step.axes) == ("all_reduce", (0, 1, 2))
 
 
+def test_a_scalar_is_reduced_across_hosts():
+    mesh = Mesh(None, (16, 4), ("data", "model"))
+    src = parse_sharding("[] partial add {data, model}", mesh)
+    path = reshard(src, Sharding(()), TensorType((), "f32"), mesh, Topology("h200:64"))
+    assert {step.kind for step in path.steps} == {"all_reduce"}
+    check_legal(path, src, Sharding(()), TensorType((), "f32"), mesh)
+
+
 def test_an_empty_tensor_goes_anywhere():
     src, dst = parse_sharding("[{data}, {}]", MESH), parse_sharding("[{}, {data}]", MESH)
     assert reshard(src, dst, TensorType((0, 8), "f32"), MESH, H200).bytes == 0

@@ -1,0 +1,96 @@
+"""Plans that keep to a memory limit: what is alive at the peak gets a price, until they do.
+
+A Lagrangian relaxation: seconds for each byte of what is alive at the fullest moment are added to
+the costs, and raised until the cheapest plan fits. Values pay wherever they have been alive at the
+peak of a plan that was too large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from spmd.errors import PlanError
+from spmd.ir.program import Value
+from spmd.mesh.sharding import format_sharding
+from spmd.planning.liveness import Peak, peak_of
+from spmd.planning.plan import Plan
+
+Prices = Mapping[Value, float]
+"""Seconds for each byte that one device holds of a value."""
+
+FIRST, STEP, CLOSE, ROUNDS = 1 / 64, 4.0, 1.5, 12
+"""First price in seconds of the whole plan for the whole limit, its growth until a plan fits, the
+ratio of two prices between which no third is tried, and plans to try at most."""
+
+
+def plan_within(
+    limit: int,
+    strict: bool,
+    plans: Sequence[Plan],
+    donated: frozenset[int],
+    priced: Callable[[Prices], Plan],
+) -> Plan:
+    """The fastest plan found that keeps to a limit.
+
+    Args:
+      limit: bytes on one device.
+      strict: whether a plan that does not keep to it is an error.
+      plans: plans made without prices, the best first.
+      donated: the results that are written over an argument.
+      priced: makes a plan at given prices.
+
+    Raises:
+      PlanError: no plan keeps to the limit, and it is strict.
+    """
+    tried = [(plan, peak_of(plan, donated)) for plan in plans]
+    if tried[0][1].bytes <= limit:
+        return plans[0]
+    alive: dict[Value, None] = {}
+    low, high = plans[0].seconds / limit * FIRST, 0.0
+    price, peak = low, tried[0][1]
+    for _ in range(ROUNDS):
+        if peak.bytes > limit:
+            alive.update(dict.fromkeys(value for value, _ in peak.alive))
+        plan = priced(dict.fromkeys(alive, price))
+        peak = peak_of(plan, donated)
+        tried.append((plan, peak))
+        low, high = (price, high) if peak.bytes > limit else (low, price)
+        if high and high <= low * CLOSE:
+            break
+        price = math.sqrt(low * high) if high else price * STEP
+    fitting = [plan for plan, peak in tried if peak.bytes <= limit]
+    if fitting:
+        best = min(fitting, key=lambda plan: plan.seconds)
+        note = (
+            f"the fastest plan needs {_text(tried[0][1].bytes)} on a device, and there are "
+            f"{_text(limit)}: this one takes {best.seconds / plans[0].seconds:.2f} times as long"
+        )
+        return best._replace(notes=(*best.notes, note))
+    plan, peak = min(tried, key=lambda pair: pair[1].bytes)
+    if strict:
+        raise PlanError(
+            f"no plan was found that keeps to {_text(limit)} on a device",
+            actual=f"{_text(peak.bytes)}, of which {_largest(plan, peak)}",
+            required=f"{_text(limit)}",
+            fix="split arguments over more axes, use more devices, or checkpoint activations "
+            "(jax.checkpoint) and split the batch into microbatches",
+        )
+    note = f"it is predicted to need {_text(peak.bytes)} on a device; there are {_text(limit)}"
+    return plan._replace(notes=(*plan.notes, note))
+
+
+def _largest(plan: Plan, peak: Peak) -> str:
+    """The arguments' share and the largest values at the peak, for people."""
+    types = plan.program.types
+    own = set(plan.program.body.args)
+    values = [(held, size) for held, size in peak.alive.items() if held[0] not in own]
+    order = sorted(values, key=lambda item: -item[1])[:3]
+    parts = [f"{_text(peak.arguments)} arguments"]
+    for (value, state), size in order:
+        parts.append(f"{_text(size)} {types[value]} {format_sharding(state, plan.mesh)}")
+    return ", ".join(parts)
+
+
+def _text(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

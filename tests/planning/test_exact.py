@@ -1,0 +1,137 @@
+"""The exact planner: its network says what its plan costs, and no plan it knows is cheaper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.errors import PlanError
+from spmd.pipeline import Request, Stages
+from spmd.planning.domains import domains_of
+from spmd.planning.exact import CostNetwork, plan_exactly
+from spmd.planning.legality import check_plan
+from spmd.planning.liveness import peak_of
+from spmd.planning.problem import problem_of
+from spmd.planning.solve import solve
+from spmd.planning.units import units_of
+from tests import programs
+
+pytestmark = pytest.mark.usefixtures("devices8")
+
+
+def inputs(lowered: spmd.Lowered) -> tuple[Request, Stages]:
+    return lowered.request, lowered.stages
+
+
+def accumulated(how: str, micro: int = 8) -> Any:
+    """A step that sums the gradients of several microbatches: in a scan, a loop, or unrolled."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)
+
+    def step(w: Any, batch: Any) -> Any:
+        grad = jax.grad(loss)
+        zeros = jax.tree.map(jnp.zeros_like, w)
+        if how == "scan":
+
+            def body(total: Any, x: Any) -> Any:
+                return jax.tree.map(jnp.add, total, grad(w, x)), None
+
+            total, _ = jax.lax.scan(body, zeros, batch)
+        elif how == "fori":
+
+            def turn(i: Any, total: Any) -> Any:
+                return jax.tree.map(jnp.add, total, grad(w, batch[i]))
+
+            total = jax.lax.fori_loop(0, micro, turn, zeros)
+        else:
+            total = zeros
+            for i in range(micro):
+                total = jax.tree.map(jnp.add, total, grad(w, batch[i]))
+        return jax.tree.map(lambda p, g: p - 0.1 * g / micro, w, total)
+
+    return step
+
+
+def weights(mesh: spmd.Mesh, spec: Any, size: int = 512) -> Any:
+    marks = {"a": spec, "b": tuple(reversed(spec))}
+    return {
+        name: spmd.mark_sharding(jax.ShapeDtypeStruct((size, size), jnp.float32), mesh, marks[name])
+        for name in "ab"
+    }
+
+
+def lowered_steps(how: str, spec: Any, **options: Any) -> spmd.Lowered:
+    mesh = spmd.make_mesh(data=8)
+    batch = spmd.mark_sharding(
+        jax.ShapeDtypeStruct((8, 8192, 512), jnp.float32), mesh, (None, "data", None)
+    )
+    step = spmd.jit(
+        accumulated(how), mesh=mesh, donate_argnums=0, options=spmd.Options(check=True, **options)
+    )
+    return step.lower(weights(mesh, spec), batch, topology=spmd.Topology("h200:8"))
+
+
+@pytest.mark.parametrize("how", ["scan", "fori", "unrolled"])
+@pytest.mark.parametrize("spec", [(None, None), ("data", None)], ids=["replicated", "split"])
+def test_accumulated_gradients_are_reduced_once(how: str, spec: Any) -> None:
+    collectives = lowered_steps(how, spec).collectives
+    reductions = [c for c in collectives if c.kind in ("all_reduce", "reduce_scatter")]
+    assert reductions
+    gradient = 512 * 512 * 4
+    assert sum(c.bytes * (c.count or 16) for c in reductions) <= 2 * 2 * gradient
+    assert all(c.count == 1 for c in collectives), "gathers of weights move out of the loop as well"
+
+
+@pytest.mark.parametrize("how", ["scan", "unrolled"])
+def test_accumulated_gradients_are_right(how: str) -> None:
+    mesh = spmd.make_mesh(data=8)
+    rng = np.random.default_rng(0)
+    w = {name: jnp.asarray(rng.normal(size=(16, 16)), jnp.float32) for name in "ab"}
+    batch = jnp.asarray(rng.normal(size=(8, 16, 16)), jnp.float32)
+    marked = {name: spmd.mark_sharding(x, mesh, ("data", None)) for name, x in w.items()}
+    step = spmd.jit(accumulated(how), mesh=mesh, options=spmd.Options(check=True))
+    found = step(marked, spmd.mark_sharding(batch, mesh, (None, "data", None)))
+    for name, expected in accumulated(how)(w, batch).items():
+        np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def training(name: str) -> spmd.Lowered:
+    mesh = spmd.make_mesh(data=4, model=2)
+    if name == "mlp":
+        return programs.mlp(mesh).lower()
+    return programs.llama(mesh, "adamw", scan=name == "scanned").lower()
+
+
+@pytest.mark.parametrize("name", ["mlp", "scanned", "unrolled"])
+def test_the_network_costs_what_the_plan_costs(name: str) -> None:
+    request, stages = inputs(training(name))
+    problem = problem_of(stages.propagated, request.topology, (), request.links)
+    # With every unit on its own, the network knows what the plan knows.
+    units = units_of(problem, radius=100)
+    network = CostNetwork(problem, units, domains_of(problem, units))
+    solution = solve(network.network)
+    plan = plan_exactly(problem)
+    check_plan(plan)
+    assert solution.exact
+    assert plan.seconds <= plan.greedy_seconds
+    assert solution.cost <= plan.seconds * (1 + 1e-6)
+    assert plan.lower_seconds <= plan.seconds * (1 + 1e-6)
+
+
+def test_a_memory_limit_is_kept_or_refused() -> None:
+    free = lowered_steps("scan", ("data", None)).stages.plan
+    donated = frozenset({0, 1})
+    needed = peak_of(free, donated).bytes
+    limit = int(needed * 0.95)
+    tight = lowered_steps("scan", ("data", None), memory_limit=limit).stages.plan
+    assert peak_of(tight, donated).bytes <= limit
+    assert tight.seconds > free.seconds
+    assert "times as long" in tight.notes[-1]
+    with pytest.raises(PlanError, match="no plan was found that keeps to"):
+        lowered_steps("scan", ("data", None), memory_limit=1 << 20)

@@ -1,0 +1,198 @@
+"""Our propagation beside Shardy's: what follows by necessity agrees, what differs has a reason."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from scripts import shardy
+from spmd.ir.control_flow import ties
+from spmd.mesh.sharding import Sharding, is_legal
+from tests.propagation.against_shardy import (
+    EQUAL,
+    FOLLOWS,
+    NO_RULE,
+    OPERAND,
+    SUB_AXIS,
+    UNEXPLAINED,
+    Comparison,
+    Pair,
+    compare,
+    describe,
+    explain,
+)
+from tests.propagation.cases_given import CASES, Case
+from tests.propagation.cases_marked import MARKED
+from tests.propagation.necessity import Necessity, Place
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "shardy.md"
+
+SHARDYS_OWN = {
+    OPERAND: "it puts a mark on the operand's producer too",
+    SUB_AXIS: "it takes sub-axes off arguments and results, as we do in the plan",
+    NO_RULE: "it lets nothing through CHLO ops and `if`",
+}
+"""Reasons for which Shardy may lack what follows by necessity."""
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@lru_cache(maxsize=1)
+def shardys() -> dict[str, list[shardy.Value] | shardy.Failure]:
+    return shardy.run_all(texts())
+
+
+@lru_cache(maxsize=1)
+def texts() -> dict[str, str]:
+    return {case.name: case.text() for case in CASES}
+
+
+compared: dict[str, Comparison] = {}
+
+
+def comparison(case: Case) -> Comparison:
+    if case.name not in compared:
+        theirs = shardys()[case.name]
+        assert not isinstance(theirs, shardy.Failure), theirs.message
+        compared[case.name] = compare(texts()[case.name], case.mesh, theirs)
+    return compared[case.name]
+
+
+@every_case
+def test_values_find_each_other(case: Case) -> None:
+    found = comparison(case)
+    body = found.stages.imported.program.body
+    keys = [pair.key for pair in found.pairs]
+    assert len(set(keys)) == len(keys)
+    for what, values in (("argument", body.args), ("result", body.results)):
+        cheap = sum(value in found.stages.propagated.cheap for value in values)
+        assert sum(op == what for _, op, _ in keys) == len(values) - cheap
+    ops = [op for op in found.stages.imported.program.walk() if not op.name.endswith("constant")]
+    inside = [pair for pair in found.pairs if pair.key[0]]
+    assert len(inside) >= len(ops) // 3
+
+
+@every_case
+def test_what_is_necessary_agrees(case: Case) -> None:
+    found = comparison(case)
+    excused = shardys_own(found)
+    for pair in found.pairs:
+        for dim, (ours, theirs) in enumerate(zip(pair.ours, pair.theirs, strict=True)):
+            must = found.needs.must.get((pair.value, dim), ())
+            assert ours[: len(must)] == must, (pair, dim, must)
+            assert theirs[: len(must)] == must or pair in excused, (pair, dim, must)
+
+
+def shardys_own(found: Comparison) -> set[Pair]:
+    """Differences for which only Shardy has a reason, and those that come with them."""
+    reasons = {*SHARDYS_OWN, FOLLOWS}
+    return {pair for pair, why in explain(found).items() if reasons.intersection(why)}
+
+
+@every_case
+def test_every_difference_has_a_reason(case: Case) -> None:
+    found = comparison(case)
+    why = explain(found)
+    unknown = [describe(found, p, reasons) for p, reasons in why.items() if UNEXPLAINED in reasons]
+    assert unknown == []
+
+
+@every_case
+def test_no_axis_splits_a_value_twice(case: Case) -> None:
+    found = comparison(case)
+    program, mesh = found.stages.imported.program, found.stages.plan.mesh
+    for pair in found.pairs:
+        shape = program.types[pair.value].shape
+        for dims in (pair.ours, pair.theirs, pair.planned or ()):
+            assert not dims or is_legal(Sharding(dims), shape, mesh, even=False), pair
+
+
+@every_case
+def test_closed_dims_stay_as_marked(case: Case) -> None:
+    found = comparison(case)
+    propagated = found.stages.propagated
+    results = set(propagated.program.body.results)
+    for pair in found.pairs:
+        mark = propagated.marks.get(pair.value)
+        if mark is None:
+            continue
+        own_value = not (pair.key[0] and pair.value in results and pair.key[1] != MARK)
+        for dim, is_open in enumerate(mark.open):
+            length = len(mark.dims[dim]) if is_open else None
+            assert pair.ours[dim][:length] == mark.dims[dim]
+            # Shardy marks a result where it is returned, not the value that is returned.
+            assert not own_value or pair.theirs[dim][:length] == mark.dims[dim]
+
+
+MARK = "sdy.sharding_constraint"
+
+
+@every_case
+def test_values_that_are_one_are_split_alike(case: Case) -> None:
+    found = comparison(case)
+    propagated = found.stages.propagated
+    body = propagated.program.body
+    own_way = {*propagated.cheap, *propagated.marks, *body.args, *body.results}
+    for op in propagated.program.walk():
+        for tie in ties(op) if op.regions else ():
+            values = {v for v in (*tie.inside, tie.result) if v not in own_way}
+            assert len({propagated.proposals[v] for v in values}) <= 1, (op.loc, tie)
+
+
+@every_case
+def test_barriers_pass_everything(case: Case) -> None:
+    found = comparison(case)
+    theirs = {pair.value: pair.theirs for pair in found.pairs}
+    for op in found.stages.imported.program.walk():
+        if op.name != "stablehlo.optimization_barrier":
+            continue
+        for operand, result in zip(op.operands, op.results, strict=True):
+            if is_settled(found.needs, operand, theirs) and is_settled(found.needs, result, theirs):
+                proposals = found.stages.propagated.proposals
+                assert proposals[operand] == proposals[result]
+                assert theirs[operand] == theirs[result]
+
+
+def is_settled(needs: Necessity, value: int, theirs: dict) -> bool:
+    """Whether Shardy has a value and nothing about it is a matter of choice."""
+    places: list[Place] = [(value, dim) for dim in range(len(theirs.get(value, ())))]
+    return bool(places) and not any(p in needs.contested or p in needs.disputed for p in places)
+
+
+def test_a_batch_keeps_its_axis_from_weights() -> None:
+    """Both the batch and the weights are split over `data`; no activation is marked."""
+    case = next(case for case in MARKED if case.name == "conflict.weights_from_a_loss")
+    found = comparison(case)
+    assert {pair.relation for pair in found.pairs} == {EQUAL}
+    data = found.stages.plan.mesh.axis_atoms["data"]
+    tanh = [pair for pair in found.pairs if pair.key[1] == "stablehlo.tanh"]
+    assert [pair.ours[0] for pair in tanh] == [data] * 2
+
+
+def test_most_is_compared_and_most_is_equal() -> None:
+    split = [p for case in CASES for p in comparison(case).pairs if any(p.ours) or any(p.theirs)]
+    must = [place for case in CASES for place in comparison(case).needs.must]
+    assert len(split) > 4000 and len(must) > 3000
+    assert sum(pair.relation == EQUAL for pair in split) > 0.8 * len(split)
+
+
+def test_a_module_that_fails_takes_no_other_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = "func.func @main(%x: tensor<8xf32>) -> tensor<8xf32> { return %x : tensor<8xf32> }"
+    found = shardy.run_all({"first": good, "bad": "not a module", "last": good})
+    assert isinstance(found["bad"], shardy.Failure)
+    assert found["first"] == found["last"] and not isinstance(found["last"], shardy.Failure)
+
+    monkeypatch.setattr(
+        shardy, "PROGRAM", 'import os; print(\'["first", [], ""]\', flush=True); os.abort()'
+    )
+    aborted = shardy.run_all({"first": good, "bad": good})
+    assert aborted["first"] == []
+    assert isinstance(aborted["bad"], shardy.Failure)
+
+
+def test_the_page_lists_every_module() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for case in CASES:
+        assert f"| `{case.name}` |" in page, f"{case.name}: run python scripts/compare_shardy.py"
