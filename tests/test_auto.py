@@ -11,6 +11,8 @@ import optax
 import pytest
 
 import spmd
+from spmd.mesh.spec import jax_mesh
+from tests.lowering import manual_programs
 
 pytestmark = pytest.mark.usefixtures("devices8")
 OPTIMIZER = optax.adam(1e-2)
@@ -69,6 +71,17 @@ def test_marks_are_kept_and_the_mesh_is_chosen() -> None:
     marked = spmd.mark_sharding(x, meshes[0], (None, "data"))
     kept = spmd.auto(step, meshes[0], H200, None, params, state, marked, donate_argnums=(0, 1))
     assert kept.specs["x"] == (None, "data")
+
+
+@pytest.mark.parametrize("name", ["checked", "scan_inside", "nested", "one_after_another"])
+def test_manual_axes_are_left_alone(name: str) -> None:
+    mesh = spmd.make_mesh(x=2, y=2, z=2)
+    fn = next(p for p in manual_programs.PROGRAMS if p.name == name).make(jax_mesh(mesh))
+    args = (manual_programs.X, manual_programs.W)
+    found = spmd.auto(fn, mesh, H200, None, *args)
+    got = found.jitted(*found.mark(*args))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_chosen_runs() -> None:

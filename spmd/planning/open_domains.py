@@ -10,14 +10,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from spmd.ir.control_flow import held_atoms
-from spmd.ir.program import OpKind
+from spmd.ir.program import OpKind, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, is_even
 from spmd.planning.domains import Domains, Maker, States
 from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
-from spmd.planning.units import ARGUMENT, CARRY, OP, Unit, Units
+from spmd.planning.units import ARGUMENT, CARRY, OP, Units
 from spmd.propagation.projection import Assignment, is_legal_assignment, unsplit
 from spmd.propagation.registry import rule_of
 from spmd.propagation.rule import FIXED, REPLICATE, Rule
@@ -43,7 +43,8 @@ def every_state(type_: TensorType, mesh: Mesh) -> States:
 def open_domains(problem: Problem, units: Units) -> Domains:
     """Every choice of every op, dominated ones left out."""
     maker = Maker(problem.propagated.mesh, problem.topology)
-    made: dict[OpKind, tuple[Choice, ...]] = {}
+    held_at = held_atoms(problem.propagated.program)
+    made: dict[tuple[OpKind, Axes], tuple[Choice, ...]] = {}
     left: list[tuple[States, ...]] = []
     choices: list[tuple[Choice, ...]] = []
     for i, unit in enumerate(units.units):
@@ -52,7 +53,9 @@ def open_domains(problem: Problem, units: Units) -> Domains:
         if unit.role == ARGUMENT:
             states = (problem.arguments[unit.number],)
         elif unit.role == CARRY:
-            states = (_carry_states(problem, unit),) * len(units.wishes[i])
+            assert unit.tie is not None
+            held = held_at.get(unit.tie.result, ())
+            states = (_carry_states(problem, unit.tie.result, held),) * len(units.wishes[i])
         elif unit.role == OP:
             assert unit.op is not None
             kind = unit.op.kind
@@ -60,9 +63,10 @@ def open_domains(problem: Problem, units: Units) -> Domains:
                 wanted = Sharding(problem.propagated.proposals[unit.op.results[0]])
                 options = (Choice(wanted.dims, (wanted,), (wanted,)),)
             else:
-                if kind not in made:
-                    made[kind] = _op_choices(maker, kind, rule_of(kind, unit.op.loc))
-                options = made[kind]
+                key = (kind, held_at.get(unit.op.results[0], ()))
+                if key not in made:
+                    made[key] = _op_choices(maker, kind, rule_of(kind, unit.op.loc), key[1])
+                options = made[key]
             count = len(units.wishes[i])
             states = tuple(tuple(c.results[k] for c in options) for k in range(count))
         left.append(states)
@@ -70,15 +74,12 @@ def open_domains(problem: Problem, units: Units) -> Domains:
     return Domains(tuple(left), tuple(choices))
 
 
-def _carry_states(problem: Problem, unit: Unit) -> States:
-    """Every way a carry may lie, and be partial over the axes that are left."""
-    assert unit.tie is not None
+def _carry_states(problem: Problem, value: Value, held: Axes) -> States:
+    """Every way a carry may lie, and be partial over the axes that are left and not held."""
     mesh = problem.propagated.mesh
-    type_ = problem.propagated.program.types[unit.tie.result]
-    held = set(held_atoms(problem.propagated.program).get(unit.tie.result, ()))
-    full = every_state(type_, mesh)
+    full = every_state(problem.propagated.program.types[value], mesh)
     states = (*full, *(p for s in full for p in _partials(s, mesh)))
-    return tuple(s for s in states if held.isdisjoint(s.used))
+    return tuple(s for s in states if s.used.isdisjoint(held))
 
 
 def _partials(state: Sharding, mesh: Mesh) -> Iterable[Sharding]:
@@ -97,13 +98,15 @@ def _axis_sets(mesh: Mesh, used: Iterable[int]) -> list[Axes]:
     ]
 
 
-def _op_choices(maker: Maker, kind: OpKind, rule: Rule) -> tuple[Choice, ...]:
-    assignments = _assignments(rule, maker.mesh)
+def _op_choices(maker: Maker, kind: OpKind, rule: Rule, held: Axes) -> tuple[Choice, ...]:
+    """The choices of one op; where axes are held they split and owe nothing."""
+    assignments = [a for a in _assignments(rule, maker.mesh) if _leaves_alone(rule, a, held)]
     assignments.sort(key=lambda a: maker.own_seconds(kind, rule, a))
     found: list[Choice] = [maker.full(kind, rule, a) for a in assignments[:MOST_CHOICES]]
     for group in rule.linear:
         for assignment in assignments[:MOST_CHOICES]:
-            for partial in _axis_sets(maker.mesh, (a for axes in assignment for a in axes)):
+            used = {a for axes in assignment for a in axes}.union(held)
+            for partial in _axis_sets(maker.mesh, used):
                 choice = maker.carried(kind, rule, assignment, tuple(group), partial, "add")
                 if choice is not None:
                     found.append(choice)
@@ -129,6 +132,13 @@ def _assignments(rule: Rule, mesh: Mesh) -> list[Assignment]:
         ):
             found.append(tuple(assignment))
     return found
+
+
+def _leaves_alone(rule: Rule, assignment: Assignment, held: Axes) -> bool:
+    return all(
+        factor.kind == FIXED or not set(axes).intersection(held)
+        for factor, axes in zip(rule.factors, assignment, strict=True)
+    )
 
 
 def _divides(rule: Rule, assignment: Sequence[Axes], mesh: Mesh) -> bool:
