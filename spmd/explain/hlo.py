@@ -80,12 +80,12 @@ def hlo_collectives(
         communicates has an unknown trip count.
     """
     module = _parse(text)
-    scattered = _scattered(module) if scatter_slices else frozenset()
+    scattered = _scattered(module) if scatter_slices else {}
     own = {
         name: [
             found
             for instruction in computation
-            if (found := _collective(instruction, module, scattered)) is not None
+            for found in _collectives(instruction, module, scattered)
         ]
         for name, computation in module.computations.items()
     }
@@ -400,25 +400,23 @@ _KINDS = {
 }
 
 
-def _collective(
-    instruction: _Instruction, module: _Module, scattered: frozenset[str]
-) -> HloCollective | None:
+def _collectives(
+    instruction: _Instruction, module: _Module, scattered: Mapping[str, int]
+) -> Iterator[HloCollective]:
+    """What an instruction moves: a combined all-reduce may be scattered in part."""
     opcode = instruction.opcode.removesuffix("-start")
     kind = _KINDS.get(opcode)
     if kind is None or (opcode == "send" and "is_host_transfer=true" in instruction.rest):
-        return None
+        return
     group = _group_size(instruction, kind, module)
     received = sum(_array_bytes(dtype, shape) for dtype, shape in _arrays(_payload(instruction)))
-    if instruction.name in scattered:
-        kind, received = "reduce_scatter", -(-received // group)
-    return HloCollective(
-        kind,
-        _sent(kind, group, received),
-        1,
-        group,
-        _op_name(instruction),
-        _source(instruction, module),
-    )
+    scatter = scattered.get(instruction.name, 0)
+    parts = [("reduce_scatter", -(-scatter // group))] if scatter else []
+    if scatter < received or not received:
+        parts.append((kind, received - scatter))
+    op_name, source = _op_name(instruction), _source(instruction, module)
+    for part, size in parts:
+        yield HloCollective(part, _sent(part, group, size), 1, group, op_name, source)
 
 
 def _sent(kind: str, group: int, received: int) -> int:
@@ -485,8 +483,8 @@ def _largest_cycle(pairs: re.Match[str] | None) -> int:
 # ---------------------------------------------------------------------------------------------
 # All-reduces that want to be reduce-scatters.
 
-_REARRANGES = {"bitcast", "bitcast-convert", "copy", "reshape", "transpose", "get-tuple-element"}
-"""Opcodes that hand all elements of their operand on, in some order, or one of its parts."""
+_REARRANGES = {"bitcast", "bitcast-convert", "copy", "reshape", "transpose"}
+"""Opcodes that hand all elements of their operand on, in some order."""
 
 
 class _Uses(NamedTuple):
@@ -503,20 +501,21 @@ class _Uses(NamedTuple):
     roots: frozenset[str]
 
 
-def _scattered(module: _Module) -> frozenset[str]:
-    """Names of the all-reduces of which each device reads no more than its share."""
+def _scattered(module: _Module) -> dict[str, int]:
+    """All-reduce -> bytes of those of its operands of which each device reads just its share."""
     uses = {name: _uses_of(computation) for name, computation in module.computations.items()}
-    found = set()
+    found: dict[str, int] = {}
     for name, computation in module.computations.items():
         for instruction in computation:
             if instruction.opcode not in ("all-reduce", "all-reduce-start"):
                 continue
             group = _group_size(instruction, "all_reduce", module)
-            sizes = [math.prod(shape) for _, shape in _arrays(_payload(instruction))]
-            read = _read_elements(instruction.name, name, uses)
-            if group > 1 and read is not None and len(sizes) == 1 and read * group == sizes[0]:
-                found.add(instruction.name)
-    return frozenset(found)
+            for index, (dtype, shape) in enumerate(_arrays(_payload(instruction))):
+                read = _read_elements(instruction.name, name, uses, index)
+                if group > 1 and read is not None and read * group == math.prod(shape):
+                    size = found.get(instruction.name, 0)
+                    found[instruction.name] = size + _array_bytes(dtype, shape)
+    return found
 
 
 def _uses_of(computation: Sequence[_Instruction]) -> _Uses:
@@ -540,8 +539,17 @@ def _operands(instruction: _Instruction) -> list[str]:
     return []
 
 
-def _read_elements(value: str, computation: str, uses: Mapping[str, _Uses]) -> int | None:
-    """The most elements of a value that any user slices from it, None where one reads it whole."""
+def _read_elements(
+    value: str, computation: str, uses: Mapping[str, _Uses], element: int = 0
+) -> int | None:
+    """The most elements of a value that any user slices from it, None where one reads it whole.
+
+    Args:
+      value: name of an array, or of a tuple.
+      computation: where it is.
+      uses: of every computation.
+      element: which element of a tuple is meant.
+    """
     here = uses[computation]
     if value in here.roots or not here.users.get(value):
         return None
@@ -550,7 +558,13 @@ def _read_elements(value: str, computation: str, uses: Mapping[str, _Uses]) -> i
         read: int | None = None
         if user.opcode == "dynamic-slice" and index == 0:
             read = math.prod(_arrays(user.type)[0][1])
-        elif user.opcode in _REARRANGES or user.opcode == "all-reduce-done":
+        elif user.opcode == "get-tuple-element":
+            if _integer(r"\bindex=(\d+)", user.rest) != element:
+                continue
+            read = _read_elements(user.name, computation, uses)
+        elif user.opcode == "all-reduce-done":
+            read = _read_elements(user.name, computation, uses, element)
+        elif user.opcode in _REARRANGES:
             read = _read_elements(user.name, computation, uses)
         elif user.opcode == "fusion":
             (callee,) = _names(user.rest, "calls")
@@ -558,7 +572,7 @@ def _read_elements(value: str, computation: str, uses: Mapping[str, _Uses]) -> i
         if read is None:
             return None
         most = max(most, read)
-    return most
+    return most or None
 
 
 # ---------------------------------------------------------------------------------------------

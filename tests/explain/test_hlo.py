@@ -326,6 +326,23 @@ def test_an_all_reduce_of_which_a_slice_is_used(lines: tuple[str, ...], expected
     assert (found.kind, found.bytes) == (expected, 96 if expected == "reduce_scatter" else 192)
 
 
+def test_of_a_combined_all_reduce_the_sliced_operands_are_scattered() -> None:
+    text = module(
+        "%r = (f32[8,4]{1,0}, f32[16]{0}) all-reduce(%p, %q), replica_groups={{0,1,2,3}}, "
+        "to_apply=%sum",
+        "%a = f32[8,4]{1,0} get-tuple-element(%r), index=0",
+        "%b = f32[16]{0} get-tuple-element(%r), index=1",
+        "%f = f32[2,4]{1,0} fusion(%a, %i), kind=kLoop, calls=%fused",
+        "%n = f32[16]{0} negate(%b)",
+        before=FUSED_SLICE,
+    )
+    assert [(c.kind, c.bytes) for c in hlo_collectives(text)] == [("all_reduce", 288)]
+    assert [(c.kind, c.bytes) for c in hlo_collectives(text, scatter_slices=True)] == [
+        ("reduce_scatter", 96),
+        ("all_reduce", 96),
+    ]
+
+
 def test_sources_come_from_either_form_of_metadata() -> None:
     old = (
         '%r = f32[8]{0} all-reduce(%p), to_apply=%sum, metadata={op_name="jit(f)/psum" '
