@@ -45,6 +45,7 @@ MLIR_FILES = (
     "spmd/lowering/emit.py",
     "spmd/lowering/execute.py",
     "scripts/bench_compiler.py",  # runs Shardy's own passes, the peer
+    "scripts/comm_bench/shardy.py",  # the same
 )
 
 

@@ -72,8 +72,8 @@ def matrix_specs() -> Iterator[Spec]:
 
 
 def describe(spec: Spec) -> str:
-    """`[d,m|-]`: axes by their first letters, dims separated by bars."""
-    return "[" + "|".join(",".join(a[0] for a in axes) or "-" for axes in spec) + "]"
+    """`(dm,-)`: the axes of each dim by their first letters."""
+    return "(" + ",".join("".join(a[0] for a in axes) or "-" for axes in spec) + ")"
 
 
 def build(mesh: spmd.Mesh, shape: tuple[int, ...], src: Spec, dst: Spec) -> Built:

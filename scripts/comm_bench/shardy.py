@@ -28,9 +28,9 @@ from spmd.planning.comm import wire_bytes
 
 PIPELINE = (
     "builtin.module(symbol-dce,sdy-propagation-pipeline,"
-    "func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
-    "func.func(sdy-reshard-to-collectives))"
+    "sdy-export-pipeline{enable-insert-explicit-collectives=true})"
 )
+"""The export pipeline inserts reshards, makes collectives of them and fuses reduce-scatters."""
 
 KINDS = {
     "sdy.all_gather": "all_gather",
