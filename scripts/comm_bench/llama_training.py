@@ -48,8 +48,9 @@ def llama_training_programs() -> list[Program]:
             "2x4",
         )
     for name in ACCUMULATE:
+        meshes = ("8x1", "4x2") if name == "python" else ("8x1", "4x2", "2x4")
         programs += on_meshes(
-            f"llama-train/accumulate-{name}", partial(build, accumulate=name), "8x1", "4x2", "2x4"
+            f"llama-train/accumulate-{name}", partial(build, accumulate=name), *meshes
         )
     return programs
 

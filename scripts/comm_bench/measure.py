@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 import spmd
 from scripts.comm_bench.program import Built, Program
 from spmd.errors import ArgumentError
-from spmd.explain.hlo import HloCollective, hlo_collectives
+from spmd.explain.hlo import HloCollective, hlo_collectives, matmul_flops
 from spmd.explain.memory import Memory
 from spmd.mesh.spec import jax_mesh, partition_spec
 
@@ -35,6 +35,8 @@ class Moved(NamedTuple):
       kinds: bytes by kind of collective.
       temporary: bytes of intermediate values alive at once, by XLA's buffer assignment.
       arguments: bytes of its arguments.
+      flops: of its matrix products and convolutions: fewer bytes may be bought by computing the
+        same on several devices.
       seconds: of compilation.
     """
 
@@ -44,6 +46,7 @@ class Moved(NamedTuple):
     kinds: Mapping[str, int]
     temporary: int
     arguments: int
+    flops: int
     seconds: float
 
 
@@ -154,6 +157,7 @@ def read(text: str, memory: Memory, seconds: float) -> Moved:
         dict(kinds),
         memory.temporary,
         memory.arguments,
+        matmul_flops(text),
         seconds,
     )
 

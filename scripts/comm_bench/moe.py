@@ -78,6 +78,6 @@ def dispatch(logits_GSE: Any) -> Any:
     """Gate of each token at its place with its first expert; tokens without a place get none."""
     gates_GSE = jax.nn.softmax(logits_GSE, -1)
     chosen_GSE = jax.nn.one_hot(jnp.argmax(logits_GSE, -1), EXPERTS)
-    place_GSE = (jnp.cumsum(chosen_GSE, 1) - 1) * chosen_GSE
+    place_GSE = ((jnp.cumsum(chosen_GSE, 1) - 1) * chosen_GSE).astype(jnp.int32)
     placed_GSEC = jax.nn.one_hot(place_GSE, PLACES) * chosen_GSE[..., None]
     return gates_GSE[..., None] * placed_GSEC

@@ -64,23 +64,12 @@ class Peer(NamedTuple):
     failure: str = ""
 
 
-def partition_all(names: Sequence[str], progress: Callable[[str], None]) -> dict[str, Peer]:
-    """Shardy's bytes of each program, by name, in worker processes."""
-    found: dict[str, Peer] = {}
-    left = list(names)
-    while left:
-        for name, peer in _work(left):
-            found[name] = peer
-            progress(name)
-        left = [name for name in left if name not in found]
-        if left:
-            found[left[0]] = Peer(None, failure="aborts")
-            progress(left.pop(0))
-    return found
+Work = Callable[[Sequence[str]], Iterator[tuple[str, Peer]]]
+"""Names of programs -> (name, result) of each, ending early where the process dies."""
 
 
-def _work(names: Sequence[str]) -> Iterator[tuple[str, Peer]]:
-    """Results of one worker until it ends or dies."""
+def work(names: Sequence[str]) -> Iterator[tuple[str, Peer]]:
+    """Results of one worker process until it ends or dies."""
     command = [sys.executable, "-m", "scripts.comm_bench.shardy", *names]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -89,6 +78,29 @@ def _work(names: Sequence[str]) -> Iterator[tuple[str, Peer]]:
         for line in worker.stdout:
             name, *rest = json.loads(line)
             yield name, Peer(*rest)
+
+
+def partition_all(
+    names: Sequence[str], progress: Callable[[str], None], work: Work = work
+) -> dict[str, Peer]:
+    """Shardy's bytes of each program, by name; one that kills a worker `aborts`.
+
+    Args:
+      names: of programs in the catalog.
+      progress: called with each name when it is done.
+      work: goes through programs in a process of its own.
+    """
+    found: dict[str, Peer] = {}
+    left = list(names)
+    while left:
+        for name, peer in work(left):
+            found[name] = peer
+            progress(name)
+        left = [name for name in left if name not in found]
+        if left:
+            found[left[0]] = Peer(None, failure="aborts")
+            progress(left.pop(0))
+    return found
 
 
 def main(names: Sequence[str]) -> None:

@@ -50,7 +50,7 @@ def geometric_mean(ratios: Iterable[float | None]) -> float | None:
 
 HEADER = (
     "program", "spmd MB", "XLA MB", "given MB", "ratio", "collectives", "of given",
-    "temp MiB", "of given", "predicted MB", "Shardy MB",
+    "temp MiB", "of given", "MFLOP", "of given", "predicted MB", "Shardy MB",
 )  # fmt: skip
 
 
@@ -81,6 +81,8 @@ def _line(result: Result) -> list[str]:
         str(row.given.collectives) if row.given else "",
         f"{row.spmd.temporary / 2**20:.1f}" if row.spmd else "",
         f"{row.given.temporary / 2**20:.1f}" if row.given else "",
+        f"{row.spmd.flops / 1e6:.0f}" if row.spmd else "",
+        f"{row.given.flops / 1e6:.0f}" if row.given else "",
         "" if row.predicted is None else megabytes(row.predicted),
         _peer(result.peer),
     ]

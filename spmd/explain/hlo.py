@@ -130,6 +130,27 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
     return tuple(sorted(found.values(), key=lambda value: -value.bytes)[:n])
 
 
+def matmul_flops(text: str) -> int:
+    """Floating-point operations of one device in matrix products and convolutions in one run.
+
+    Padding and dilation of convolutions count as if they were multiplied.
+
+    Args:
+      text: `compiled.as_text("hlo")`.
+
+    Raises:
+      ArgumentError: the text has no ENTRY computation.
+    """
+    module = _parse(text)
+    counts = _executions(module)
+    total = 0
+    for name, computation in module.computations.items():
+        if counts[name]:
+            types = {instruction.name: instruction.type for instruction in computation}
+            total += counts[name] * sum(_flops(instruction, types) for instruction in computation)
+    return total
+
+
 # ---------------------------------------------------------------------------------------------
 # The text as data.
 
@@ -478,6 +499,26 @@ def _largest_cycle(pairs: re.Match[str] | None) -> int:
                 waiting += near
         largest = max(largest, size)
     return largest
+
+
+# ---------------------------------------------------------------------------------------------
+# Arithmetic.
+
+
+def _flops(instruction: _Instruction, types: Mapping[str, str]) -> int:
+    """Of a dot or a convolution: a product and a sum for each term of each element."""
+    if instruction.opcode not in ("dot", "convolution"):
+        return 0
+    left, right = (_arrays(types[name])[0][1] for name in _operands(instruction)[:2])
+    if instruction.opcode == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
+        dims = re.findall(r"\d+", contracted[1]) if contracted else []
+        terms = math.prod(left[int(dim)] for dim in dims)
+    else:
+        labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)
+        kernel = zip(labels[1] if labels else "", right, strict=True)
+        terms = math.prod(size for label, size in kernel if label != "o")
+    return 2 * terms * math.prod(_arrays(instruction.type)[0][1])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -10,7 +10,13 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from spmd.errors import ArgumentError
-from spmd.explain.hlo import HloCollective, HloValue, hlo_collectives, largest_values
+from spmd.explain.hlo import (
+    HloCollective,
+    HloValue,
+    hlo_collectives,
+    largest_values,
+    matmul_flops,
+)
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 
 HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
@@ -382,6 +388,32 @@ def test_largest_values_are_those_outside_fusions() -> None:
         HloValue("f32", (16,), 64, 1, "all-gather-start", "", ""),
         HloValue("f32", (8,), 32, 2, "parameter", "", ""),
     )
+
+
+def test_arithmetic_of_dots_and_convolutions_in_loops_and_fusions() -> None:
+    fused = computation(
+        "run",
+        "%y = f32[8,4]{1,0} parameter(1)",
+        "ROOT %d = f32[4]{0} dot(%x, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}",
+    )
+    body = computation("body", "ROOT %f = f32[4]{0} fusion(%x, %x), calls=%run")
+    text = module(
+        WHILE + ', backend_config={"known_trip_count":{"n":"5"}}',
+        "%i = f32[2,16,16,6]{3,2,1,0} parameter(1)",
+        "%k = f32[3,5,6,7]{3,2,1,0} parameter(2)",
+        "%v = f32[2,14,12,7]{3,2,1,0} convolution(%i, %k), window={size=3x5}, "
+        "dim_labels=b01f_01io->b01f",
+        before=fused + body,
+    )
+    assert matmul_flops(text) == 5 * 2 * 8 * 4 + 2 * (2 * 14 * 12 * 7) * (3 * 5 * 6)
+
+
+def test_arithmetic_of_a_compiled_program() -> None:
+    def layers(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0]
+
+    compiled = jax.jit(layers).lower(jnp.ones((8, 16)), jnp.ones((3, 16, 16))).compile()
+    assert matmul_flops(str(compiled.as_text())) == 3 * 2 * 8 * 16 * 16
 
 
 def test_text_that_is_no_module_is_an_error() -> None:
