@@ -36,6 +36,7 @@ from spmd.planning.plan import Plan
 from spmd.propagation import rules  # noqa: F401 (fills the registry)
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import Propagated, propagate
+from spmd.propagation.uncarry import uncarry
 
 T = TypeVar("T")
 
@@ -147,7 +148,7 @@ def check_stages(stages: Stages) -> None:
 
 def _import(request: Request) -> Imported:
     imported = import_module(request.module, request.arg_names)
-    imported = imported._replace(program=canonicalize(imported.program))
+    imported = imported._replace(program=uncarry(canonicalize(imported.program)))
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=program)

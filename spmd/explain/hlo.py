@@ -69,8 +69,8 @@ def hlo_collectives(text: str) -> tuple[HloCollective, ...]:
     Raises:
       ArgumentError: the text has no ENTRY computation.
     """
-    module = _parse(text)
-    counts = _executions(module)
+    module = parse_module_text(text)
+    counts = executions(module)
     return tuple(
         found
         for name, computation in module.computations.items()
@@ -93,8 +93,8 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
     Raises:
       ArgumentError: the text has no ENTRY computation.
     """
-    module = _parse(text)
-    counts = _executions(module, into_fusions=False)
+    module = parse_module_text(text)
+    counts = executions(module, into_fusions=False)
     found: dict[tuple[str, tuple[int, ...]], HloValue] = {}
     for name, computation in module.computations.items():
         if not counts[name]:
@@ -116,7 +116,7 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
 # The text as data.
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
     """One line: `name = type opcode(operands), attributes, metadata={...}, ...`."""
 
     name: str
@@ -126,11 +126,11 @@ class _Instruction(NamedTuple):
     root: bool
 
 
-class _Module(NamedTuple):
+class Module(NamedTuple):
     """A module: computations by name, and the tables that metadata refers to."""
 
     entry: str
-    computations: Mapping[str, list[_Instruction]]
+    computations: Mapping[str, list[Instruction]]
     devices: int
     frames: Mapping[int, tuple[str, int]]
 
@@ -140,11 +140,16 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 
 
-def _parse(text: str) -> _Module:
-    computations: dict[str, list[_Instruction]] = {}
+def parse_module_text(text: str) -> Module:
+    """The text of a module as data.
+
+    Raises:
+      ArgumentError: the text has no ENTRY computation.
+    """
+    computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[int, str]] = {}
     entry = ""
-    current: list[_Instruction] | None = None
+    current: list[Instruction] | None = None
     table: dict[int, str] | None = None
     for line in text.splitlines():
         if current is not None:
@@ -164,10 +169,10 @@ def _parse(text: str) -> _Module:
             "the text is not an HLO module: it has no ENTRY computation",
             fix='pass compiled.as_text("hlo")',
         )
-    return _Module(entry, computations, _device_count(text), _frames(tables))
+    return Module(entry, computations, _device_count(text), _frames(tables))
 
 
-def _instruction(line: str) -> _Instruction | None:
+def _instruction(line: str) -> Instruction | None:
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
@@ -176,7 +181,7 @@ def _instruction(line: str) -> _Instruction | None:
     opcode = _OPCODE.match(body, end)
     if opcode is None:
         return None
-    return _Instruction(match[2], body[:end], opcode[1], body[opcode.end() :], bool(match[1]))
+    return Instruction(match[2], body[:end], opcode[1], body[opcode.end() :], bool(match[1]))
 
 
 def _type_end(body: str) -> int:
@@ -225,7 +230,7 @@ def _integer(pattern: str, text: str) -> int:
 # How often each computation runs.
 
 
-def _executions(module: _Module, into_fusions: bool = True) -> Counter[str]:
+def executions(module: Module, into_fusions: bool = True) -> Counter[str]:
     """Computation -> how often one run of the module runs it."""
     counts: Counter[str] = Counter()
     edges = {
@@ -254,7 +259,7 @@ _CALLS = {
 
 
 def _callees(
-    instruction: _Instruction, module: _Module, into_fusions: bool
+    instruction: Instruction, module: Module, into_fusions: bool
 ) -> Iterator[tuple[str, int]]:
     """(computation, times) for everything that an instruction runs."""
     opcode = instruction.opcode
@@ -273,7 +278,7 @@ def _names(rest: str, key: str) -> list[str]:
     return [name.strip().lstrip("%") for name in (match[1] or match[2] or "").split(",")]
 
 
-def _trip_count(loop: _Instruction, module: _Module) -> int:
+def _trip_count(loop: Instruction, module: Module) -> int:
     """How often a while runs: as XLA says, else from `i < n` in its condition, else a guess."""
     known = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest)
     if known is not None:
@@ -299,8 +304,8 @@ def _trip_count(loop: _Instruction, module: _Module) -> int:
 
 
 def _with_fusions(
-    computation: list[_Instruction] | tuple[()], module: _Module
-) -> Iterator[_Instruction]:
+    computation: list[Instruction] | tuple[()], module: Module
+) -> Iterator[Instruction]:
     for instruction in computation:
         yield instruction
         if instruction.opcode == "fusion":
@@ -311,7 +316,7 @@ def _with_fusions(
 # ---------------------------------------------------------------------------------------------
 # Collectives.
 
-_KINDS = {
+KINDS = {
     "all-gather": "all_gather",
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
@@ -321,11 +326,12 @@ _KINDS = {
     "collective-broadcast": "collective_broadcast",
     "send": "collective_permute",
 }
+"""Opcode -> kind, of every instruction that moves data between devices."""
 
 
-def _collective(instruction: _Instruction, module: _Module, count: int) -> HloCollective | None:
+def _collective(instruction: Instruction, module: Module, count: int) -> HloCollective | None:
     opcode = instruction.opcode.removesuffix("-start")
-    kind = _KINDS.get(opcode)
+    kind = KINDS.get(opcode)
     if kind is None or (opcode == "send" and "is_host_transfer=true" in instruction.rest):
         return None
     group = _group_size(instruction, kind, module)
@@ -349,7 +355,7 @@ def _sent(kind: str, group: int, received: int) -> int:
     return wire_bytes(kind, group, sent, received)
 
 
-def _payload(instruction: _Instruction) -> str:
+def _payload(instruction: Instruction) -> str:
     """The type of what arrives: starts also carry their operands and some context along.
 
     `all-reduce-start` has its result's type; the others have (operands, results, context...).
@@ -362,7 +368,7 @@ def _payload(instruction: _Instruction) -> str:
     return _elements(instruction.type)[1]
 
 
-def _group_size(instruction: _Instruction, kind: str, module: _Module) -> int:
+def _group_size(instruction: Instruction, kind: str, module: Module) -> int:
     rest = instruction.rest
     if kind == "collective_permute":
         return _largest_cycle(re.search(r"source_target_pairs=\{(\{.*?\})?\}", rest))
@@ -411,12 +417,12 @@ _ALIASES = {
 """Opcodes whose results are other instructions' results under another name."""
 
 
-def _results(instruction: _Instruction) -> list[tuple[str, tuple[int, ...]]]:
+def _results(instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
     """(dtype, shape) of every array that an instruction makes."""
     opcode = instruction.opcode
     if opcode in _ALIASES or opcode.endswith(("-done", "-update")):
         return []
-    if opcode.removesuffix("-start") in _KINDS:
+    if opcode.removesuffix("-start") in KINDS:
         return _arrays(_payload(instruction))
     if opcode == "async-start":
         return _arrays(_elements(instruction.type)[1])
@@ -456,12 +462,12 @@ def _array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape) * bits // 8)
 
 
-def _op_name(instruction: _Instruction) -> str:
+def _op_name(instruction: Instruction) -> str:
     match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.rest)
     return match[1].replace('\\"', '"') if match else ""
 
 
-def _source(instruction: _Instruction, module: _Module) -> str:
+def _source(instruction: Instruction, module: Module) -> str:
     """The innermost frame that is not in an installed library, else the innermost one."""
     rest = instruction.rest
     file = re.search(r'source_file="([^"]*)"', rest)

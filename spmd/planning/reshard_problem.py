@@ -250,7 +250,7 @@ class Problem:
             if extent == terms == 1:
                 continue
             kept = math.prod([crossing.kept for crossing in crossings])
-            luck = max(crossing.luck for crossing in crossings)
+            luck = max((crossing.luck for crossing in crossings), default=1)  # a scalar has no dims
             sent = value * max(extent / kept - 1 / luck, terms - 1, 0)
             more = (pace - self.fabric.best_pace) * sent
             most = max(most, more + 2 * (latency - self.fabric.best_latency))
