@@ -79,7 +79,7 @@ def hlo_collectives(
       ArgumentError: the text has no ENTRY computation, or, unless trips are guessed, a loop that
         communicates has an unknown trip count.
     """
-    module = _parse(text)
+    module = parse_module_text(text)
     scattered = _scattered(module) if scatter_slices else {}
     own = {
         name: [
@@ -111,8 +111,8 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
     Raises:
       ArgumentError: the text has no ENTRY computation.
     """
-    module = _parse(text)
-    counts = _executions(module, into_fusions=False)
+    module = parse_module_text(text)
+    counts = executions(module, into_fusions=False)
     found: dict[tuple[str, tuple[int, ...]], HloValue] = {}
     for name, computation in module.computations.items():
         if not counts[name]:
@@ -141,8 +141,8 @@ def matmul_flops(text: str) -> int:
     Raises:
       ArgumentError: the text has no ENTRY computation.
     """
-    module = _parse(text)
-    counts = _executions(module)
+    module = parse_module_text(text)
+    counts = executions(module)
     total = 0
     for name, computation in module.computations.items():
         if counts[name]:
@@ -155,7 +155,7 @@ def matmul_flops(text: str) -> int:
 # The text as data.
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
     """One line: `name = type opcode(operands), attributes, metadata={...}, ...`."""
 
     name: str
@@ -165,11 +165,11 @@ class _Instruction(NamedTuple):
     root: bool
 
 
-class _Module(NamedTuple):
+class Module(NamedTuple):
     """A module: computations by name, and the tables that metadata refers to."""
 
     entry: str
-    computations: Mapping[str, list[_Instruction]]
+    computations: Mapping[str, list[Instruction]]
     devices: int
     frames: Mapping[int, tuple[str, int]]
 
@@ -179,11 +179,16 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 
 
-def _parse(text: str) -> _Module:
-    computations: dict[str, list[_Instruction]] = {}
+def parse_module_text(text: str) -> Module:
+    """The text of a module as data.
+
+    Raises:
+      ArgumentError: the text has no ENTRY computation.
+    """
+    computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[int, str]] = {}
     entry = ""
-    current: list[_Instruction] | None = None
+    current: list[Instruction] | None = None
     table: dict[int, str] | None = None
     for line in text.splitlines():
         if current is not None:
@@ -203,10 +208,10 @@ def _parse(text: str) -> _Module:
             "the text is not an HLO module: it has no ENTRY computation",
             fix='pass compiled.as_text("hlo")',
         )
-    return _Module(entry, computations, _device_count(text), _frames(tables))
+    return Module(entry, computations, _device_count(text), _frames(tables))
 
 
-def _instruction(line: str) -> _Instruction | None:
+def _instruction(line: str) -> Instruction | None:
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
@@ -215,7 +220,7 @@ def _instruction(line: str) -> _Instruction | None:
     opcode = _OPCODE.match(body, end)
     if opcode is None:
         return None
-    return _Instruction(match[2], body[:end], opcode[1], body[opcode.end() :], bool(match[1]))
+    return Instruction(match[2], body[:end], opcode[1], body[opcode.end() :], bool(match[1]))
 
 
 def _type_end(body: str) -> int:
@@ -264,7 +269,7 @@ def _integer(pattern: str, text: str) -> int:
 # How often each computation runs.
 
 
-def _executions(module: _Module, into_fusions: bool = True) -> Counter[str]:
+def executions(module: Module, into_fusions: bool = True) -> Counter[str]:
     """Computation -> how often one run of the module runs it, every branch counted."""
     calls = {
         name: [
@@ -279,7 +284,7 @@ def _executions(module: _Module, into_fusions: bool = True) -> Counter[str]:
 
 
 def _communication(
-    module: _Module, own: Mapping[str, Sequence[HloCollective]], guess_trips: bool
+    module: Module, own: Mapping[str, Sequence[HloCollective]], guess_trips: bool
 ) -> Counter[str]:
     """Computation -> how often it communicates: of branches, the one that moves the most."""
     moved: dict[str, int] = {}
@@ -348,7 +353,7 @@ class _Call(NamedTuple):
     known: bool
 
 
-def _call(instruction: _Instruction, module: _Module, into_fusions: bool) -> _Call | None:
+def _call(instruction: Instruction, module: Module, into_fusions: bool) -> _Call | None:
     opcode = instruction.opcode
     if opcode not in _CALLS or (opcode == "fusion" and not into_fusions):
         return None
@@ -368,13 +373,13 @@ def _names(rest: str, key: str) -> list[str]:
     return [name.strip().lstrip("%") for name in (match[1] or match[2] or "").split(",")]
 
 
-def _known_trips(loop: _Instruction) -> int | None:
+def _known_trips(loop: Instruction) -> int | None:
     """How often a while runs, as XLA says."""
     known = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest)
     return None if known is None else int(known[1])
 
 
-def _read_trips(loop: _Instruction, module: _Module) -> int:
+def _read_trips(loop: Instruction, module: Module) -> int:
     """How often a while runs by `i < n` in its condition, `i` counting from 0, else a guess."""
     lines = [
         line
@@ -397,8 +402,8 @@ def _read_trips(loop: _Instruction, module: _Module) -> int:
 
 
 def _with_fusions(
-    computation: list[_Instruction] | tuple[()], module: _Module
-) -> Iterator[_Instruction]:
+    computation: list[Instruction] | tuple[()], module: Module
+) -> Iterator[Instruction]:
     for instruction in computation:
         yield instruction
         if instruction.opcode == "fusion":
@@ -409,7 +414,7 @@ def _with_fusions(
 # ---------------------------------------------------------------------------------------------
 # Collectives.
 
-_KINDS = {
+KINDS = {
     "all-gather": "all_gather",
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
@@ -419,14 +424,15 @@ _KINDS = {
     "collective-broadcast": "collective_broadcast",
     "send": "collective_permute",
 }
+"""Opcode -> kind, of every instruction that moves data between devices."""
 
 
 def _collectives(
-    instruction: _Instruction, module: _Module, scattered: Mapping[str, int]
+    instruction: Instruction, module: Module, scattered: Mapping[str, int]
 ) -> Iterator[HloCollective]:
     """What an instruction moves: a combined all-reduce may be scattered in part."""
     opcode = instruction.opcode.removesuffix("-start")
-    kind = _KINDS.get(opcode)
+    kind = KINDS.get(opcode)
     if kind is None or (opcode == "send" and "is_host_transfer=true" in instruction.rest):
         return
     group = _group_size(instruction, kind, module)
@@ -449,7 +455,7 @@ def _sent(kind: str, group: int, received: int) -> int:
     return wire_bytes(kind, group, sent, received)
 
 
-def _payload(instruction: _Instruction) -> str:
+def _payload(instruction: Instruction) -> str:
     """The type of what arrives: starts also carry their operands and some context along.
 
     `all-reduce-start` has its result's type; the others have (operands, results, context...).
@@ -462,7 +468,7 @@ def _payload(instruction: _Instruction) -> str:
     return _elements(instruction.type)[1]
 
 
-def _group_size(instruction: _Instruction, kind: str, module: _Module) -> int:
+def _group_size(instruction: Instruction, kind: str, module: Module) -> int:
     rest = instruction.rest
     if kind == "collective_permute":
         return _largest_cycle(re.search(r"source_target_pairs=\{(\{.*?\})?\}", rest))
@@ -505,7 +511,7 @@ def _largest_cycle(pairs: re.Match[str] | None) -> int:
 # Arithmetic.
 
 
-def _flops(instruction: _Instruction, types: Mapping[str, str]) -> int:
+def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
     """Of a dot or a convolution: a product and a sum for each term of each element."""
     if instruction.opcode not in ("dot", "convolution"):
         return 0
@@ -537,12 +543,12 @@ class _Uses(NamedTuple):
       roots: what the computation returns.
     """
 
-    users: Mapping[str, Sequence[tuple[_Instruction, int]]]
+    users: Mapping[str, Sequence[tuple[Instruction, int]]]
     parameters: Mapping[int, str]
     roots: frozenset[str]
 
 
-def _scattered(module: _Module) -> dict[str, int]:
+def _scattered(module: Module) -> dict[str, int]:
     """All-reduce -> bytes of those of its operands of which each device reads just its share."""
     uses = {name: _uses_of(computation) for name, computation in module.computations.items()}
     found: dict[str, int] = {}
@@ -559,8 +565,8 @@ def _scattered(module: _Module) -> dict[str, int]:
     return found
 
 
-def _uses_of(computation: Sequence[_Instruction]) -> _Uses:
-    users: dict[str, list[tuple[_Instruction, int]]] = {}
+def _uses_of(computation: Sequence[Instruction]) -> _Uses:
+    users: dict[str, list[tuple[Instruction, int]]] = {}
     for instruction in computation:
         for index, operand in enumerate(_operands(instruction)):
             users.setdefault(operand, []).append((instruction, index))
@@ -570,7 +576,7 @@ def _uses_of(computation: Sequence[_Instruction]) -> _Uses:
     return _Uses(users, parameters, frozenset(i.name for i in computation if i.root))
 
 
-def _operands(instruction: _Instruction) -> list[str]:
+def _operands(instruction: Instruction) -> list[str]:
     """Names of the operands: what stands before the parenthesis that closes them."""
     depth = 1
     for match in re.finditer(r"[()]", instruction.rest):
@@ -626,12 +632,12 @@ _ALIASES = {
 """Opcodes whose results are other instructions' results under another name."""
 
 
-def _results(instruction: _Instruction) -> list[tuple[str, tuple[int, ...]]]:
+def _results(instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
     """(dtype, shape) of every array that an instruction makes."""
     opcode = instruction.opcode
     if opcode in _ALIASES or opcode.endswith(("-done", "-update")):
         return []
-    if opcode.removesuffix("-start") in _KINDS:
+    if opcode.removesuffix("-start") in KINDS:
         return _arrays(_payload(instruction))
     if opcode == "async-start":
         return _arrays(_elements(instruction.type)[1])
@@ -671,12 +677,12 @@ def _array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape) * bits // 8)
 
 
-def _op_name(instruction: _Instruction) -> str:
+def _op_name(instruction: Instruction) -> str:
     match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.rest)
     return match[1].replace('\\"', '"') if match else ""
 
 
-def _source(instruction: _Instruction, module: _Module) -> str:
+def _source(instruction: Instruction, module: Module) -> str:
     """The innermost frame that is not in an installed library, else the innermost one."""
     rest = instruction.rest
     file = re.search(r'source_file="([^"]*)"', rest)
