@@ -10,6 +10,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds
+from spmd.propagation.merge import rounds
 from spmd.propagation.projection import Assignment
 from spmd.propagation.rule import Rule
 from spmd.propagation.window import Halo, exchange, reads_of
@@ -30,11 +31,13 @@ def op_seconds(
     """Time of one device's share of an op under an assignment."""
     split = mesh.extent(a for axes in assignment for a in axes)
     dtype = kind.operands[0].dtype if kind.operands else kind.results[0].dtype
-    compute, halos = 0.0, halo_seconds(kind, rule, assignment, mesh, topology)
+    compute = 0.0
+    exchanges = halo_seconds(kind, rule, assignment, mesh, topology)
+    exchanges += merge_seconds(rule, assignment, mesh, topology)
     if kind.name in _CONTRACTIONS:
         compute = op_flops(kind, rule) / split / topology.peak_flops(dtype)
     memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth
-    return max(compute, memory) + halos
+    return max(compute, memory) + exchanges
 
 
 def halo_seconds(
@@ -67,6 +70,26 @@ def halo_moves(halo: Halo, size: int, axes: Axes, mesh: Mesh) -> tuple[tuple[str
         piece = piece_sizes(size, axes, mesh)[-1]
         return (("all_gather", piece, devices * piece),)
     return tuple(("collective_permute", length, length) for length in plan.lengths)
+
+
+def merge_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology) -> float:
+    """Time of putting together what devices find in their pieces, memory traffic included."""
+    seconds = 0.0
+    for merge in rule.merges:
+        axes = assignment[merge.factor]
+        if not axes:
+            continue
+        own = sum(
+            type_.bytes // mesh.extent(a for dim in dims for f in dim for a in assignment[f])
+            for type_, dims in merge.tensors
+        )
+        devices = mesh.extent(axes)
+        kind, after, times = "all_gather", own * devices, 1
+        if merge.network:
+            kind, after, times = "collective_permute", own, len(rounds(devices))
+        wire = collective_seconds(kind, axes, own, after, mesh, topology)
+        seconds += times * (wire + (own + after) / topology.hbm_bandwidth)
+    return seconds
 
 
 def local_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> float:

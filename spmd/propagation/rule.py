@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.ir.types import TensorType
+from spmd.propagation.merge import Merge
 from spmd.propagation.window import Halo
 
 PASS = "pass"
 REDUCE = "reduce"
 REPLICATE = "replicate"
 WINDOW = "window"
+MERGE = "merge"
 
 DimFactors = tuple[int, ...]
 """Factors of one dim, major to minor."""
@@ -29,7 +31,8 @@ class Factor(NamedTuple):
       size: its extent.
       kind: `pass` (split freely), `reduce` (splitting it leaves the results partial), `window`
         (split if neighbours exchange what they read of each other; dims that share it may differ
-        in size, it has the result's) or `replicate` (must not be split).
+        in size, it has the result's), `merge` (split if devices put together what each finds in
+        its piece; nothing is left partial) or `replicate` (must not be split).
     """
 
     size: int
@@ -48,6 +51,7 @@ class Rule(NamedTuple):
         same axes) and every other operand is full, the results are partial over these axes.
       moves: the op only moves elements, so a partial of any kind may flow through `linear`.
       halos: dims of operands of which a device reads more than its own tile when they are split.
+      merges: what devices exchange where a `merge` factor is split.
     """
 
     operands: tuple[tuple[DimFactors, ...], ...]
@@ -57,6 +61,7 @@ class Rule(NamedTuple):
     linear: tuple[tuple[int, ...], ...] = ()
     moves: bool = False
     halos: tuple[Halo, ...] = ()
+    merges: tuple[Merge, ...] = ()
 
     @property
     def values(self) -> tuple[tuple[DimFactors, ...], ...]:
@@ -196,6 +201,7 @@ class RuleBuilder:
         linear: Iterable[Sequence[int]] = (),
         moves: bool = False,
         halos: Iterable[Halo] = (),
+        merges: Iterable[Merge] = (),
     ) -> Rule:
         """The rule over the factors made so far."""
         return Rule(
@@ -206,4 +212,5 @@ class RuleBuilder:
             tuple(tuple(group) for group in linear),
             moves,
             tuple(halos),
+            tuple(merges),
         )

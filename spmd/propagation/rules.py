@@ -5,6 +5,7 @@ from spmd.propagation import (  # noqa: F401
     rules_elementwise,
     rules_index,
     rules_linalg,
+    rules_merge,
     rules_misc,
     rules_ragged,
     rules_random,
