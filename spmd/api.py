@@ -23,6 +23,7 @@ from spmd.frontend.import_stablehlo import parse_module, signature
 from spmd.frontend.marks import Entries
 from spmd.frontend.trace import mark_uneven, seen_meshes, trace
 from spmd.ir.text import format_program
+from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.execute import executable
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
@@ -31,7 +32,9 @@ from spmd.mesh.spec import as_mesh, dims_of, has_devices, jax_mesh, partition_sp
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Request, Stages, compile_module, lower_plan
+from spmd.planning.memory import MemoryUse, peak_memory
 from spmd.planning.plan import Plan
+from spmd.planning.timeline import Timeline, predict_timeline
 
 register_exclusion(os.path.dirname(__file__))  # our own frames are not the user's
 
@@ -289,8 +292,23 @@ class Jitted:
         call = self._take_apart(args, kwargs)
         return self._compiled(call, args, kwargs).run(call.leaves)
 
-    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
-        """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running."""
+    def compile(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Compiled:
+        """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running.
+
+        Args:
+          *args, **kwargs: as for `fn`.
+          topology: the machine to plan and compile for, which need not be here: for TPUs, libtpu
+            compiles anywhere (`pip install "spmd[tpu]"`). Such a program cannot be called; its
+            memory and its optimized HLO are those of the machine. The mesh's devices if left out.
+
+        Raises:
+          MeshError: no compiler for the machine is here; `lower` plans for it without one.
+
+        Example:
+          >>> step.compile(params, state, batch, topology=spmd.Topology("v4:4x4x8")).memory
+        """
+        if topology is not None:
+            return self.lower(*args, topology=topology, **kwargs).compile()
         return self._compiled(self._take_apart(args, kwargs), args, kwargs)
 
     def lower(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Lowered:
@@ -298,7 +316,8 @@ class Jitted:
 
         Args:
           *args, **kwargs: as for `fn`.
-          topology: the machine to plan for; guessed from the mesh when left out.
+          topology: the machine to plan for, which need not be here; guessed from the mesh when left
+            out.
         """
         return self._lower(self._take_apart(args, kwargs), args, kwargs, topology)
 
@@ -348,6 +367,7 @@ class Jitted:
             traced.donated,
             traced.given_mesh,
             tuple(_key_impl(leaf) for leaf in call.leaves),
+            topology,
         )
 
     def _trace(
@@ -363,7 +383,7 @@ class Jitted:
         seen_meshes.clear()
         given = self.given_mesh or _mesh_of_leaves(call.leaves)
         mesh = None if given is None else as_mesh(given)
-        platform = _platform(mesh)
+        platform = (topology.platform if topology else None) or _platform(mesh)
         module, out_tree, manual_meshes = trace(
             self.fn,
             positional,
@@ -397,11 +417,10 @@ class Jitted:
         result_entries = _out_entries(self.out_specs, out_tree, out_names, mesh)
         donated = [i for i, n in enumerate(call.argnums) if n in self.donate_argnums]
         links = _links(structs, out_tree, args, static, self.donate_argnums)
-        topology = topology or self.options.topology or _topology(mesh)
         request = Request(
             module,
             mesh,
-            topology,
+            topology or self.options.topology or _topology(mesh),
             names,
             out_names,
             arg_entries,
@@ -436,6 +455,7 @@ class Lowered:
         donated: Sequence[int],
         given_mesh: Any,
         key_impls: tuple[Any, ...],
+        target: Topology | None = None,
     ) -> None:
         self.stages = stages
         self.request = request
@@ -446,6 +466,15 @@ class Lowered:
         self.donated = tuple(donated)
         self.given_mesh = given_mesh
         self.key_impls = key_impls
+        self.target = target
+
+    def compile(self) -> Compiled:
+        """Hands the program to XLA: for the machine it was lowered for, else the mesh's devices.
+
+        Raises:
+          MeshError: as for `Jitted.compile`.
+        """
+        return Compiled(self)
 
     @property
     def mesh(self) -> Mesh:
@@ -457,10 +486,21 @@ class Lowered:
         """Every collective of one run: kind, axes, bytes, count, source, reason, seconds."""
         return list_collectives(self.stages.optimized, self.stages.plan.topology)
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Predicted schedule of one run: what runs when on which lane."""
+        optimized = self.stages.optimized
+        return predict_timeline(optimized.program, self.mesh, self.stages.plan.topology)
+
     @property
     def cost(self) -> float:
-        """Predicted seconds of one run: compute plus reshards."""
-        return self.stages.plan.seconds
+        """Predicted seconds of one run, communication hidden behind independent arithmetic."""
+        return self.timeline.seconds
+
+    @cached_property
+    def predicted_memory(self) -> MemoryUse:
+        """Predicted memory of one device: what is held, and when."""
+        return peak_memory(self.stages.optimized.program, self.donated)
 
     def explain(self, value: str | None = None) -> str:
         """What is sharded how, why, and what it costs, as text; or all about one value by name."""
@@ -476,16 +516,16 @@ class Lowered:
 
         return summarize(self.stages, self.collectives, self.memory)
 
-    def report(self, path: str) -> None:
+    def report(self, path: str | os.PathLike[str]) -> None:
         """Writes `explain` as one self-contained HTML page with pictures."""
         from spmd.explain.html import write_report
 
         write_report(path, self.stages, self.collectives, self.memory)
 
     @property
-    def memory(self) -> Memory | None:
-        """Bytes per device, known once XLA has compiled the program."""
-        return None
+    def memory(self) -> Memory:
+        """Bytes per device: predicted, until XLA has compiled the program."""
+        return Memory.predicted(self.predicted_memory)
 
     def as_text(self, stage: str = "planned") -> str:
         """The program after a stage, as deterministic text; stages are `spmd.api.STAGES`."""
@@ -531,13 +571,17 @@ class Compiled(Lowered):
         super().__init__(
             lowered.stages, lowered.request, lowered.options, lowered.in_tree, lowered.out_tree,
             lowered.out_structs, lowered.donated, lowered.given_mesh, lowered.key_impls,
+            lowered.target,
         )  # fmt: skip
         partitioned = self.stages.optimized
-        self._jax_mesh = jax_mesh(self.mesh)
+        target = self.target
+        self._is_ahead = target is not None and not is_here(self.mesh, target)
+        devices = devices_ahead(self.mesh, target) if target and self._is_ahead else None
+        self._jax_mesh = jax_mesh(self.mesh, devices)
         given = self.given_mesh
         is_other = isinstance(given, jax.sharding.Mesh) and given != self._jax_mesh
         self._given = given if is_other else None
-        jitted = executable(partitioned, self.stages.emitted, self.donated)
+        jitted = executable(partitioned, self.stages.emitted, self.donated, devices)
         types = self.stages.imported.program.types
         structs = [
             jax.ShapeDtypeStruct(types[v].shape, _dtype(types[v].dtype))
@@ -573,6 +617,7 @@ class Compiled(Lowered):
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat arguments, placing those that lie elsewhere."""
+        self._check_here()
         placed = [
             self._place(leaf, sharding, impl)
             for leaf, sharding, impl in zip(
@@ -589,6 +634,14 @@ class Compiled(Lowered):
             self.out_tree,
             [_wrap_key(r, s) for r, s in zip(results, self.out_structs, strict=True)],
         )
+
+    def _check_here(self) -> None:
+        if self._is_ahead:
+            raise ArgumentError(
+                f"a program compiled for {self.target} cannot run here",
+                actual=f"it is for {self.mesh.size} devices that are not here",
+                fix="compile without topology= to run it on the mesh's devices",
+            )
 
     def _place(self, leaf: Any, sharding: NamedSharding, key_impl: Any) -> Any:
         if key_impl is not None:
@@ -633,6 +686,7 @@ class Compiled(Lowered):
         Returns:
           `fn(*args)`, computed shard by shard, never whole on one device.
         """
+        self._check_here()
         wanted = jax.tree.unflatten(self.in_tree, self._arg_shardings)[0][argnum]
         return jax.jit(fn, out_shardings=wanted)(*args)
 
@@ -660,6 +714,7 @@ class Compiled(Lowered):
             placed = jax.device_put(list(arrays), list(self._arg_shardings))
             return list(self.executable(*placed))
 
+        self._check_here()
         leaves = self._check_structure(args, kwargs)
         given = [
             leaf if impl is None else jax.random.key_data(leaf)
@@ -674,7 +729,7 @@ class Compiled(Lowered):
 
     @property
     def memory(self) -> Memory:
-        """Bytes per device, as XLA reports them."""
+        """Bytes per device, as XLA reports them; `predicted_memory` is what we expected."""
         return self._memory
 
     def as_text(self, stage: str = "planned") -> str:

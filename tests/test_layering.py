@@ -49,6 +49,7 @@ MLIR_FILES = (
     "spmd/lowering/emit.py",
     "spmd/lowering/execute.py",
     "scripts/shardy.py",  # runs Shardy's own passes, the peer
+    "scripts/comm_bench/shardy.py",  # the same
 )
 
 

@@ -15,6 +15,7 @@ SHELL_SCRIPTS = [
     "scripts/check",
     "scripts/fuzz",
     "scripts/verify",
+    "scripts/bench_bytes",
     ".ci/run",
 ]
 

@@ -37,6 +37,8 @@ class LlamaConfig:
         tie_word_embeddings: whether the output projection is the embedding table.
         scan_layers: whether the layers' parameters are stacked and run by one `jax.lax.scan`
             (short programs, quick compilation) or kept apart and unrolled (faster steps).
+        remat: whether a layer's activations are recomputed in the backward pass from the layer's
+            input, the only one that is kept.
         dtype: what activations are computed in.
         param_dtype: what parameters are stored in.
 
@@ -56,6 +58,7 @@ class LlamaConfig:
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     scan_layers: bool = True
+    remat: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
 

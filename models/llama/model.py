@@ -187,13 +187,18 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
 def _run_layers(
     layers: Params, x_BSH: jax.Array, rope_SE: jax.Array, config: LlamaConfig, mark: Mark
 ) -> jax.Array:
+    def run(layer: Params, x_BSH: jax.Array) -> jax.Array:
+        return decoder_layer(layer, x_BSH, rope_SE, config, mark)
+
+    if config.remat:  # a scan's body is compiled apart: nothing can merge the two computations
+        run = jax.checkpoint(run, prevent_cse=not config.scan_layers)
     if not config.scan_layers:
         for index in range(config.num_hidden_layers):
-            x_BSH = decoder_layer(layers[str(index)], x_BSH, rope_SE, config, mark)
+            x_BSH = run(layers[str(index)], x_BSH)
         return x_BSH
 
     def body(x_BSH: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        return decoder_layer(layer, x_BSH, rope_SE, config, mark), None
+        return run(layer, x_BSH), None
 
     return jax.lax.scan(body, x_BSH, layers)[0]
 

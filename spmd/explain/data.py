@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from spmd.explain.collectives import Collective
 from spmd.explain.memory import Memory
-from spmd.ir.control_flow import UNKNOWN_TRIPS
-from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.program import Op, Program, Value
 from spmd.ir.types import TensorType
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, local_shape
-from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Plan
+from spmd.planning.timeline import predict_timeline
 from spmd.propagation.propagate import Conflict, Propagated
-from spmd.propagation.registry import rule_of
 
 
 class Stages(Protocol):
@@ -453,14 +450,14 @@ class Overview(NamedTuple):
       topology: the machine's name.
       devices: how many.
       solver: which one made the plan.
-      seconds: predicted time of one run.
-      compute_seconds: of that, ops at their roofline.
+      seconds: predicted time of one run, communication hidden where it can be.
+      compute_seconds: all ops at their roofline, one after another.
       comm_seconds: all collectives one after another.
       comm_bytes: bytes that one device sends.
       argument_bytes, result_bytes: per device.
       whole_argument_bytes, whole_result_bytes: unpartitioned.
       hbm_bytes: memory of one device.
-      memory: what XLA reports, once compiled.
+      memory: what XLA reports, once compiled; our prediction before.
     """
 
     mesh: str
@@ -488,14 +485,15 @@ def overview(stages: Stages, collectives: Sequence[Collective], memory: Memory |
     """The figures of one run."""
     plan = stages.plan
     arguments, results = argument_leaves(stages), result_leaves(stages)
+    timeline = predict_timeline(stages.optimized.program, plan.mesh, plan.topology)
     return Overview(
         str(plan.mesh),
         str(plan.topology),
         plan.mesh.size,
         plan.solver,
-        plan.seconds,
-        compute_seconds(plan),
-        math.fsum(c.seconds * c.count for c in collectives),
+        timeline.seconds,
+        timeline.compute_seconds,
+        timeline.comm_seconds,
         sum(c.bytes * c.count for c in collectives),
         sum(leaf.local.bytes for leaf in arguments),
         sum(leaf.local.bytes for leaf in results),
@@ -504,23 +502,6 @@ def overview(stages: Stages, collectives: Sequence[Collective], memory: Memory |
         plan.topology.hbm_bytes,
         memory,
     )
-
-
-def compute_seconds(plan: Plan) -> float:
-    """Predicted time of all ops of one run without any reshard, seconds."""
-
-    def of(region: Region) -> float:
-        total = 0.0
-        for op in region.ops:
-            if op.regions:
-                trips = plan.trips.get(op.results[0], 1) if op.name == "stablehlo.while" else 1
-                total += (UNKNOWN_TRIPS if trips is None else trips) * sum(map(of, op.regions))
-            elif (choice := plan.choices.get(op.results[0])) and op.name != "spmd.mark":
-                rule = rule_of(op.kind, op.loc)
-                total += op_seconds(op.kind, rule, choice.assignment, plan.mesh, plan.topology)
-        return total
-
-    return of(plan.program.body)
 
 
 def memory_rows(figures: Overview) -> tuple[tuple[str, str], ...]:
@@ -535,7 +516,7 @@ def memory_rows(figures: Overview) -> tuple[tuple[str, str], ...]:
             ("results in donated arguments", bytes_text(memory.aliased)),
             ("temporary", bytes_text(memory.temporary)),
             (
-                "peak, at most",
+                "peak, predicted" if memory.is_predicted else "peak, at most",
                 f"{bytes_text(memory.peak_bytes)} of {bytes_text(figures.hbm_bytes)}",
             ),
         ]

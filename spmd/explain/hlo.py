@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.errors import ArgumentError
@@ -60,23 +60,41 @@ class HloValue(NamedTuple):
     source: str
 
 
-def hlo_collectives(text: str) -> tuple[HloCollective, ...]:
+def hlo_collectives(
+    text: str, *, guess_trips: bool = True, scatter_slices: bool = False
+) -> tuple[HloCollective, ...]:
     """Every collective that the program runs, in the order of the text.
 
+    Of a conditional's branches only the one that moves the most bytes counts.
+
     Args:
-      text: `compiled.as_text("hlo")`.
+      text: `compiled.as_text("hlo")`, or the text of any optimized module.
+      guess_trips: whether a loop whose trip count XLA does not state is read from `i < n` in its
+        condition, else taken to run `UNKNOWN_TRIPS` times.
+      scatter_slices: whether an all-reduce of which each device uses only its own slice is read
+        as the reduce-scatter that the backends for GPU and TPU make of it; the CPU's does not.
+        Generous: what the slice's position depends on is not looked at.
 
     Raises:
-      ArgumentError: the text has no ENTRY computation.
+      ArgumentError: the text has no ENTRY computation, or, unless trips are guessed, a loop that
+        communicates has an unknown trip count.
     """
-    module = _parse(text)
-    counts = _executions(module)
-    return tuple(
-        found
+    module = parse_module_text(text)
+    scattered = _scattered(module) if scatter_slices else {}
+    own = {
+        name: [
+            found
+            for instruction in computation
+            for found in _collectives(instruction, module, scattered)
+        ]
         for name, computation in module.computations.items()
+    }
+    counts = _communication(module, own, guess_trips)
+    return tuple(
+        found._replace(count=counts[name])
+        for name in module.computations
         if counts[name]
-        for instruction in computation
-        if (found := _collective(instruction, module, counts[name])) is not None
+        for found in own[name]
     )
 
 
@@ -93,8 +111,8 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
     Raises:
       ArgumentError: the text has no ENTRY computation.
     """
-    module = _parse(text)
-    counts = _executions(module, into_fusions=False)
+    module = parse_module_text(text)
+    counts = executions(module, into_fusions=False)
     found: dict[tuple[str, tuple[int, ...]], HloValue] = {}
     for name, computation in module.computations.items():
         if not counts[name]:
@@ -112,11 +130,32 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
     return tuple(sorted(found.values(), key=lambda value: -value.bytes)[:n])
 
 
+def matmul_flops(text: str) -> int:
+    """Floating-point operations of one device in matrix products and convolutions in one run.
+
+    Padding and dilation of convolutions count as if they were multiplied.
+
+    Args:
+      text: `compiled.as_text("hlo")`.
+
+    Raises:
+      ArgumentError: the text has no ENTRY computation.
+    """
+    module = parse_module_text(text)
+    counts = executions(module)
+    total = 0
+    for name, computation in module.computations.items():
+        if counts[name]:
+            types = {instruction.name: instruction.type for instruction in computation}
+            total += counts[name] * sum(_flops(instruction, types) for instruction in computation)
+    return total
+
+
 # ---------------------------------------------------------------------------------------------
 # The text as data.
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
     """One line: `name = type opcode(operands), attributes, metadata={...}, ...`."""
 
     name: str
@@ -126,11 +165,11 @@ class _Instruction(NamedTuple):
     root: bool
 
 
-class _Module(NamedTuple):
+class Module(NamedTuple):
     """A module: computations by name, and the tables that metadata refers to."""
 
     entry: str
-    computations: Mapping[str, list[_Instruction]]
+    computations: Mapping[str, list[Instruction]]
     devices: int
     frames: Mapping[int, tuple[str, int]]
 
@@ -140,11 +179,16 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 
 
-def _parse(text: str) -> _Module:
-    computations: dict[str, list[_Instruction]] = {}
+def parse_module_text(text: str) -> Module:
+    """The text of a module as data.
+
+    Raises:
+      ArgumentError: the text has no ENTRY computation.
+    """
+    computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[int, str]] = {}
     entry = ""
-    current: list[_Instruction] | None = None
+    current: list[Instruction] | None = None
     table: dict[int, str] | None = None
     for line in text.splitlines():
         if current is not None:
@@ -164,10 +208,10 @@ def _parse(text: str) -> _Module:
             "the text is not an HLO module: it has no ENTRY computation",
             fix='pass compiled.as_text("hlo")',
         )
-    return _Module(entry, computations, _device_count(text), _frames(tables))
+    return Module(entry, computations, _device_count(text), _frames(tables))
 
 
-def _instruction(line: str) -> _Instruction | None:
+def _instruction(line: str) -> Instruction | None:
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
@@ -176,7 +220,7 @@ def _instruction(line: str) -> _Instruction | None:
     opcode = _OPCODE.match(body, end)
     if opcode is None:
         return None
-    return _Instruction(match[2], body[:end], opcode[1], body[opcode.end() :], bool(match[1]))
+    return Instruction(match[2], body[:end], opcode[1], body[opcode.end() :], bool(match[1]))
 
 
 def _type_end(body: str) -> int:
@@ -225,20 +269,68 @@ def _integer(pattern: str, text: str) -> int:
 # How often each computation runs.
 
 
-def _executions(module: _Module, into_fusions: bool = True) -> Counter[str]:
-    """Computation -> how often one run of the module runs it."""
-    counts: Counter[str] = Counter()
-    edges = {
-        name: [edge for i in computation for edge in _callees(i, module, into_fusions)]
+def executions(module: Module, into_fusions: bool = True) -> Counter[str]:
+    """Computation -> how often one run of the module runs it, every branch counted."""
+    calls = {
+        name: [
+            (callee, call.times)
+            for instruction in computation
+            if (call := _call(instruction, module, into_fusions)) is not None
+            for callee in call.callees
+        ]
         for name, computation in module.computations.items()
     }
+    return _count(module.entry, calls)
+
+
+def _communication(
+    module: Module, own: Mapping[str, Sequence[HloCollective]], guess_trips: bool
+) -> Counter[str]:
+    """Computation -> how often it communicates: of branches, the one that moves the most."""
+    moved: dict[str, int] = {}
+    calls: dict[str, list[tuple[str, int]]] = {}
+
+    def visit(name: str) -> int:
+        if name in moved:
+            return moved[name]
+        total = sum(found.bytes for found in own.get(name, ()))
+        calls[name] = []
+        for instruction in module.computations.get(name, ()):
+            call = _call(instruction, module, into_fusions=True)
+            if call is None:
+                continue
+            callees = [callee for callee in call.callees if communicates(callee)]
+            if callees and not (call.known or guess_trips):
+                raise ArgumentError(
+                    f"the loop {instruction.name} communicates, and how often it runs is unknown",
+                    actual=f"{instruction.opcode}({instruction.rest[:200]}",
+                    fix="write it with lax.scan or a lax.fori_loop of constant bounds",
+                )
+            if instruction.opcode == "conditional" and callees:
+                callees = [max(callees, key=visit)]
+            calls[name] += [(callee, call.times) for callee in callees]
+            total += call.times * sum(map(visit, callees))
+        moved[name] = total
+        return total
+
+    def communicates(name: str) -> bool:
+        visit(name)
+        return bool(own.get(name) or calls.get(name))
+
+    visit(module.entry)
+    return _count(module.entry, calls)
+
+
+def _count(entry: str, calls: Mapping[str, Sequence[tuple[str, int]]]) -> Counter[str]:
+    """Computation -> executions, given which ones each runs how often."""
+    counts: Counter[str] = Counter()
 
     def visit(name: str, times: int) -> None:
         counts[name] += times
-        for callee, factor in edges.get(name, ()):
+        for callee, factor in calls.get(name, ()):
             visit(callee, times * factor)
 
-    visit(module.entry, 1)
+    visit(entry, 1)
     return counts
 
 
@@ -253,17 +345,25 @@ _CALLS = {
 """Opcode -> the attributes that name computations which it runs as a part of the program."""
 
 
-def _callees(
-    instruction: _Instruction, module: _Module, into_fusions: bool
-) -> Iterator[tuple[str, int]]:
-    """(computation, times) for everything that an instruction runs."""
+class _Call(NamedTuple):
+    """What an instruction runs: computations, how often, and whether XLA says how often."""
+
+    callees: list[str]
+    times: int
+    known: bool
+
+
+def _call(instruction: Instruction, module: Module, into_fusions: bool) -> _Call | None:
     opcode = instruction.opcode
     if opcode not in _CALLS or (opcode == "fusion" and not into_fusions):
-        return
+        return None
     names = [name for key in _CALLS[opcode] for name in _names(instruction.rest, key)]
-    times = _trip_count(instruction, module) if opcode == "while" else 1
-    for name in names:
-        yield name, times
+    if opcode != "while":
+        return _Call(names, 1, True)
+    known = _known_trips(instruction)
+    return _Call(
+        names, _read_trips(instruction, module) if known is None else known, known is not None
+    )
 
 
 def _names(rest: str, key: str) -> list[str]:
@@ -273,11 +373,14 @@ def _names(rest: str, key: str) -> list[str]:
     return [name.strip().lstrip("%") for name in (match[1] or match[2] or "").split(",")]
 
 
-def _trip_count(loop: _Instruction, module: _Module) -> int:
-    """How often a while runs: as XLA says, else from `i < n` in its condition, else a guess."""
+def _known_trips(loop: Instruction) -> int | None:
+    """How often a while runs, as XLA says."""
     known = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest)
-    if known is not None:
-        return int(known[1])
+    return None if known is None else int(known[1])
+
+
+def _read_trips(loop: Instruction, module: Module) -> int:
+    """How often a while runs by `i < n` in its condition, `i` counting from 0, else a guess."""
     lines = [
         line
         for name in _names(loop.rest, "condition")
@@ -299,8 +402,8 @@ def _trip_count(loop: _Instruction, module: _Module) -> int:
 
 
 def _with_fusions(
-    computation: list[_Instruction] | tuple[()], module: _Module
-) -> Iterator[_Instruction]:
+    computation: list[Instruction] | tuple[()], module: Module
+) -> Iterator[Instruction]:
     for instruction in computation:
         yield instruction
         if instruction.opcode == "fusion":
@@ -311,7 +414,7 @@ def _with_fusions(
 # ---------------------------------------------------------------------------------------------
 # Collectives.
 
-_KINDS = {
+KINDS = {
     "all-gather": "all_gather",
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
@@ -321,23 +424,26 @@ _KINDS = {
     "collective-broadcast": "collective_broadcast",
     "send": "collective_permute",
 }
+"""Opcode -> kind, of every instruction that moves data between devices."""
 
 
-def _collective(instruction: _Instruction, module: _Module, count: int) -> HloCollective | None:
+def _collectives(
+    instruction: Instruction, module: Module, scattered: Mapping[str, int]
+) -> Iterator[HloCollective]:
+    """What an instruction moves: a combined all-reduce may be scattered in part."""
     opcode = instruction.opcode.removesuffix("-start")
-    kind = _KINDS.get(opcode)
+    kind = KINDS.get(opcode)
     if kind is None or (opcode == "send" and "is_host_transfer=true" in instruction.rest):
-        return None
+        return
     group = _group_size(instruction, kind, module)
     received = sum(_array_bytes(dtype, shape) for dtype, shape in _arrays(_payload(instruction)))
-    return HloCollective(
-        kind,
-        _sent(kind, group, received),
-        count,
-        group,
-        _op_name(instruction),
-        _source(instruction, module),
-    )
+    scatter = scattered.get(instruction.name, 0)
+    parts = [("reduce_scatter", -(-scatter // group))] if scatter else []
+    if scatter < received or not received:
+        parts.append((kind, received - scatter))
+    op_name, source = _op_name(instruction), _source(instruction, module)
+    for part, size in parts:
+        yield HloCollective(part, _sent(part, group, size), 1, group, op_name, source)
 
 
 def _sent(kind: str, group: int, received: int) -> int:
@@ -349,7 +455,7 @@ def _sent(kind: str, group: int, received: int) -> int:
     return wire_bytes(kind, group, sent, received)
 
 
-def _payload(instruction: _Instruction) -> str:
+def _payload(instruction: Instruction) -> str:
     """The type of what arrives: starts also carry their operands and some context along.
 
     `all-reduce-start` has its result's type; the others have (operands, results, context...).
@@ -362,7 +468,7 @@ def _payload(instruction: _Instruction) -> str:
     return _elements(instruction.type)[1]
 
 
-def _group_size(instruction: _Instruction, kind: str, module: _Module) -> int:
+def _group_size(instruction: Instruction, kind: str, module: Module) -> int:
     rest = instruction.rest
     if kind == "collective_permute":
         return _largest_cycle(re.search(r"source_target_pairs=\{(\{.*?\})?\}", rest))
@@ -402,6 +508,121 @@ def _largest_cycle(pairs: re.Match[str] | None) -> int:
 
 
 # ---------------------------------------------------------------------------------------------
+# Arithmetic.
+
+
+def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
+    """Of a dot or a convolution: a product and a sum for each term of each element."""
+    if instruction.opcode not in ("dot", "convolution"):
+        return 0
+    left, right = (_arrays(types[name])[0][1] for name in _operands(instruction)[:2])
+    if instruction.opcode == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
+        dims = re.findall(r"\d+", contracted[1]) if contracted else []
+        terms = math.prod(left[int(dim)] for dim in dims)
+    else:
+        labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)
+        kernel = zip(labels[1] if labels else "", right, strict=True)
+        terms = math.prod(size for label, size in kernel if label != "o")
+    return 2 * terms * math.prod(_arrays(instruction.type)[0][1])
+
+
+# ---------------------------------------------------------------------------------------------
+# All-reduces that want to be reduce-scatters.
+
+_REARRANGES = {"bitcast", "bitcast-convert", "copy", "reshape", "transpose"}
+"""Opcodes that hand all elements of their operand on, in some order."""
+
+
+class _Uses(NamedTuple):
+    """Who reads what in a computation.
+
+    Attributes:
+      users: name -> each instruction that reads it and at which operand.
+      parameters: number -> name.
+      roots: what the computation returns.
+    """
+
+    users: Mapping[str, Sequence[tuple[Instruction, int]]]
+    parameters: Mapping[int, str]
+    roots: frozenset[str]
+
+
+def _scattered(module: Module) -> dict[str, int]:
+    """All-reduce -> bytes of those of its operands of which each device reads just its share."""
+    uses = {name: _uses_of(computation) for name, computation in module.computations.items()}
+    found: dict[str, int] = {}
+    for name, computation in module.computations.items():
+        for instruction in computation:
+            if instruction.opcode not in ("all-reduce", "all-reduce-start"):
+                continue
+            group = _group_size(instruction, "all_reduce", module)
+            for index, (dtype, shape) in enumerate(_arrays(_payload(instruction))):
+                read = _read_elements(instruction.name, name, uses, index)
+                if group > 1 and read is not None and read * group == math.prod(shape):
+                    size = found.get(instruction.name, 0)
+                    found[instruction.name] = size + _array_bytes(dtype, shape)
+    return found
+
+
+def _uses_of(computation: Sequence[Instruction]) -> _Uses:
+    users: dict[str, list[tuple[Instruction, int]]] = {}
+    for instruction in computation:
+        for index, operand in enumerate(_operands(instruction)):
+            users.setdefault(operand, []).append((instruction, index))
+    parameters = {
+        _integer(r"(\d+)", i.rest): i.name for i in computation if i.opcode == "parameter"
+    }
+    return _Uses(users, parameters, frozenset(i.name for i in computation if i.root))
+
+
+def _operands(instruction: Instruction) -> list[str]:
+    """Names of the operands: what stands before the parenthesis that closes them."""
+    depth = 1
+    for match in re.finditer(r"[()]", instruction.rest):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return re.findall(r"%([^\s,(){}]+)", instruction.rest[: match.start()])
+    return []
+
+
+def _read_elements(
+    value: str, computation: str, uses: Mapping[str, _Uses], element: int = 0
+) -> int | None:
+    """The most elements of a value that any user slices from it, None where one reads it whole.
+
+    Args:
+      value: name of an array, or of a tuple.
+      computation: where it is.
+      uses: of every computation.
+      element: which element of a tuple is meant.
+    """
+    here = uses[computation]
+    if value in here.roots or not here.users.get(value):
+        return None
+    most = 0
+    for user, index in here.users[value]:
+        read: int | None = None
+        if user.opcode == "dynamic-slice" and index == 0:
+            read = math.prod(_arrays(user.type)[0][1])
+        elif user.opcode == "get-tuple-element":
+            if _integer(r"\bindex=(\d+)", user.rest) != element:
+                continue
+            read = _read_elements(user.name, computation, uses)
+        elif user.opcode == "all-reduce-done":
+            read = _read_elements(user.name, computation, uses, element)
+        elif user.opcode in _REARRANGES:
+            read = _read_elements(user.name, computation, uses)
+        elif user.opcode == "fusion":
+            (callee,) = _names(user.rest, "calls")
+            read = _read_elements(uses[callee].parameters[index], callee, uses)
+        if read is None:
+            return None
+        most = max(most, read)
+    return most or None
+
+
+# ---------------------------------------------------------------------------------------------
 # Types and metadata.
 
 _ALIASES = {
@@ -411,12 +632,12 @@ _ALIASES = {
 """Opcodes whose results are other instructions' results under another name."""
 
 
-def _results(instruction: _Instruction) -> list[tuple[str, tuple[int, ...]]]:
+def _results(instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
     """(dtype, shape) of every array that an instruction makes."""
     opcode = instruction.opcode
     if opcode in _ALIASES or opcode.endswith(("-done", "-update")):
         return []
-    if opcode.removesuffix("-start") in _KINDS:
+    if opcode.removesuffix("-start") in KINDS:
         return _arrays(_payload(instruction))
     if opcode == "async-start":
         return _arrays(_elements(instruction.type)[1])
@@ -456,12 +677,12 @@ def _array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape) * bits // 8)
 
 
-def _op_name(instruction: _Instruction) -> str:
+def _op_name(instruction: Instruction) -> str:
     match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.rest)
     return match[1].replace('\\"', '"') if match else ""
 
 
-def _source(instruction: _Instruction, module: _Module) -> str:
+def _source(instruction: Instruction, module: Module) -> str:
     """The innermost frame that is not in an installed library, else the innermost one."""
     rest = instruction.rest
     file = re.search(r'source_file="([^"]*)"', rest)

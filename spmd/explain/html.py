@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -19,7 +20,10 @@ PICTURES = 8
 
 
 def write_report(
-    path: str, stages: Stages, collectives: Sequence[Collective], memory: Memory | None
+    path: str | os.PathLike[str],
+    stages: Stages,
+    collectives: Sequence[Collective],
+    memory: Memory | None,
 ) -> None:
     """Writes what `explain_program` says, with pictures, as one page without outside resources.
 

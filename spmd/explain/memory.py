@@ -1,8 +1,10 @@
-"""Memory of a compiled program, per device, as XLA's buffer assignment reports it."""
+"""Memory of a program, per device: as XLA's buffer assignment reports it, or as predicted."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+from spmd.planning.memory import MemoryUse
 
 
 class Memory(NamedTuple):
@@ -13,6 +15,7 @@ class Memory(NamedTuple):
       aliased: of the results, what reuses donated arguments.
       temporary: the largest set of intermediate values alive at once.
       code: the executable itself.
+      is_predicted: whether this is our prediction, and not XLA's report.
     """
 
     arguments: int
@@ -20,6 +23,7 @@ class Memory(NamedTuple):
     aliased: int
     temporary: int
     code: int
+    is_predicted: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -38,3 +42,8 @@ class Memory(NamedTuple):
             analysis.temp_size_in_bytes,
             analysis.generated_code_size_in_bytes,
         )
+
+    @staticmethod
+    def predicted(use: MemoryUse) -> Memory:
+        """From our own prediction, before XLA has seen the program."""
+        return Memory(use.arguments, use.results, use.aliased, use.temporary, 0, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from spmd.ir.builder import identity_element
 from spmd.ir.program import REDUCER_OPS, Value
 from spmd.lowering.local import LocalOp, local
+from spmd.lowering.local_merge import merged_dims, reduce_merged
 from spmd.propagation.projection import reduced_axes
 
 _IDEMPOTENT = {"max", "min", "and", "or"}
@@ -23,6 +24,8 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
     After, because XLA forgets the initial value of a reduction over dims of size 1, and a local
     piece has such dims where the global value has none.
     """
+    if merged_dims(op):
+        return reduce_merged(op)
     axes = reduced_axes(op.rule, op.choice.assignment)
     if not axes:
         return op.emit()

@@ -1,4 +1,4 @@
-"""Local lowerings of gather, scatter and sort."""
+"""Local lowerings of gather and scatter."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import numpy as np
 from spmd.ir.builder import Builder, identity_element, reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import GatherDims, ScatterDims, TensorType
-from spmd.lowering.local import LocalOp, local, same_op
+from spmd.lowering.local import LocalOp, local
 from spmd.lowering.padding import own_count, start_of
 from spmd.propagation.projection import reduced_axes
-
-local("stablehlo.sort")(same_op)
 
 
 @local("stablehlo.gather")

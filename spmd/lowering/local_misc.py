@@ -3,5 +3,4 @@
 from spmd.lowering.local import local, same_op
 from spmd.propagation.rules_misc import PLACEMENT_CALLS
 
-local("chlo.top_k")(same_op)
 local(*(f"custom_call:{target}" for target in PLACEMENT_CALLS))(same_op)

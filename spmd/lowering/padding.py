@@ -6,7 +6,7 @@ dim, a contraction, a look-up by position. See `spmd.mesh.sharding` for how piec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd.ir.builder import Builder
@@ -144,6 +144,19 @@ def mask(
       fill: the element that padding becomes.
       dims: the dims along which padding would be seen.
     """
+    return replace_padding(b, x, shape, sharding, mesh, lambda: b.splat(fill, b.types[x]), dims)
+
+
+def replace_padding(
+    b: Builder,
+    x: Value,
+    shape: Sequence[int],
+    sharding: Sharding,
+    mesh: Mesh,
+    filler: Callable[[], Value],
+    dims: Sequence[int],
+) -> Value:
+    """As `mask`, with a value like `x` that `filler` makes where there is padding at all."""
     type_ = b.types[x]
     for d in dims:
         axes = sharding.dims[d]
@@ -151,5 +164,5 @@ def mask(
             continue
         position = b.iota(TensorType(type_.shape, "i32"), d)
         count = b.broadcast(own_count(b, shape[d], axes, mesh), type_.shape)
-        x = b.select(b.compare("LT", position, count), x, b.splat(fill, type_))
+        x = b.select(b.compare("LT", position, count), x, filler())
     return x

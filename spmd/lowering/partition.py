@@ -18,6 +18,7 @@ from spmd.lowering import (  # noqa: F401 (they fill the table of local lowering
     local_index,
     local_linalg,
     local_manual,
+    local_merge,
     local_misc,
     local_ragged,
     local_random,

@@ -44,6 +44,8 @@ class Chip:
       torus_dims: 0 for chips behind a switch.
       wrap: the torus dims whose size is a multiple of this are closed into rings.
       per_host: devices that share a host.
+      cores: devices at each point of the torus, joined by `core`.
+      core: what one device can send to the other of its chip.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Chip:
     torus_dims: int = 0
     wrap: int = 0
     per_host: int = 8
+    cores: int = 1
+    core: Link | None = None
 
 
 DTYPES = ("f32", "bf16", "f16", "i8", "fp8")
@@ -75,8 +79,10 @@ _NVLINK_LATENCY = 4e-6
 # precision: on TPU an f32 product is one bf16 pass, on GPU it is TF32. A chip without fp8 or f16
 # units computes in bf16.
 #
-# TPU: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}. An ICI port's figure is the chip's bidirectional
-#   ICI bandwidth / ports / 2; dcn is the host's network bandwidth / chips per host.
+# TPU: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. An ICI port's figure is the chip's
+#   bidirectional ICI bandwidth / ports / 2; dcn is the host's network bandwidth / chips per host.
+#   A TPU7x chip is two devices, each with half of its figures; the link between them is published
+#   as six times as fast as one ICI port.
 # GPU: NVIDIA A100 80GB, H100 and H200 SXM datasheets, dense (without sparsity). NVLink's figure is
 #   half of its total; dcn is the DGX A100 / DGX H100 compute network, one adapter per GPU.
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
@@ -128,6 +134,19 @@ _CHIPS = {
             per_host=8,
         ),
         Chip(
+            "tpu7x",
+            _peaks(1153.5, 1153.5, 1153.5, 1153.5, 2307),
+            96 * 10**9,
+            3.69e12,
+            Link(50e9, _ICI_LATENCY),
+            Link(6.25e9, _TPU_DCN_LATENCY),
+            torus_dims=3,
+            wrap=4,
+            per_host=8,
+            cores=2,
+            core=Link(600e9, _ICI_LATENCY),
+        ),
+        Chip(
             "a100",
             _peaks(156, 312, 312, 624, 312),
             80 * 10**9,
@@ -169,6 +188,7 @@ _DEVICE_KINDS = (
     (r"TPU v5 ?lite|TPU v5e", "v5e"),
     (r"TPU v5", "v5p"),
     (r"TPU v6", "v6e"),
+    (r"TPU ?7", "tpu7x"),
     (r"A100", "a100"),
     (r"H200", "h200"),
     (r"H100", "h100"),
@@ -215,7 +235,20 @@ class Topology:
     @cached_property
     def count(self) -> int:
         """Number of devices."""
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.chip.cores
+
+    @property
+    def platform(self) -> str | None:
+        """The backend that such devices belong to, `tpu`, `cuda` or `cpu`; None for unknown chips.
+
+        Chips that are not in the table say nothing of themselves but their figures.
+        """
+        kind = self.name.partition(":")[0]
+        if kind not in _CHIPS:
+            return None
+        if self.chip.torus_dims:
+            return "tpu"
+        return "cpu" if kind == "cpu" else "cuda"
 
     @property
     def hbm_bytes(self) -> int:
@@ -327,7 +360,7 @@ def _device_shape(devices: Sequence[Any], name: str) -> tuple[int, ...]:
     coords = [tuple(device.coords)[:dims] for device in devices]
     box = tuple(max(axis) - min(axis) + 1 for axis in zip(*coords, strict=True))
     slices = {getattr(device, "slice_index", 0) for device in devices}
-    per_slice = len(devices) // len(slices)
+    per_slice = len(devices) // len(slices) // _CHIPS[name].cores
     return box if math.prod(box) == per_slice else (per_slice,) + (1,) * (dims - 1)
 
 
@@ -336,15 +369,18 @@ def _chip_to_json(chip: Chip) -> dict[str, Any]:
     data["flops"] = dict(chip.flops)
     data["ici"] = chip.ici._asdict()
     data["dcn"] = chip.dcn._asdict()
+    data["core"] = chip.core._asdict() if chip.core else None
     return data
 
 
 def _chip_from_json(data: dict[str, Any]) -> Chip:
-    rest = {k: v for k, v in data.items() if k not in ("flops", "ici", "dcn")}
+    rest = {k: v for k, v in data.items() if k not in ("flops", "ici", "dcn", "core")}
+    core = data.get("core")
     return Chip(
         flops=tuple((dtype, float(data["flops"][dtype])) for dtype in DTYPES),
         ici=Link(**data["ici"]),
         dcn=Link(**data["dcn"]),
+        core=Link(**core) if core else None,
         **rest,
     )
 
@@ -379,14 +415,21 @@ def _leaves_host(mesh: Mesh, stride: int, size: int, per_host: int) -> bool:
 
 def _torus_links(topology: Topology, mesh: Mesh) -> tuple[Link, ...]:
     """For each axis: the links of the torus dims that it covers, minor axes first to choose."""
-    free = list(range(len(topology.shape)))
+    shape = _all_dims(topology)
+    free = list(range(len(shape)))
     links = [_dims_link(topology, ())] * len(mesh.sizes)
     for axis in reversed(range(len(mesh.sizes))):
         size = mesh.sizes[axis] // mesh.dcn_sizes[axis]
-        dims = _cover(size, free, topology.shape)
+        dims = _cover(size, free, shape)
         links[axis] = _dims_link(topology, dims)
         free = [dim for dim in free if dim not in dims]
     return tuple(links)
+
+
+def _all_dims(topology: Topology) -> tuple[int, ...]:
+    """The torus dims, and the cores of a chip as one more where they are devices."""
+    cores = topology.chip.cores
+    return (*topology.shape, cores) if cores > 1 else topology.shape
 
 
 def _cover(size: int, free: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
@@ -403,5 +446,8 @@ def _cover(size: int, free: Sequence[int], shape: Sequence[int]) -> tuple[int, .
 def _dims_link(topology: Topology, dims: Sequence[int]) -> Link:
     """Both directions of every dim that is a ring, one of every dim that is a line."""
     chip = topology.chip
+    if chip.core is not None and dims == (len(topology.shape),):
+        return chip.core
+    dims = [dim for dim in dims if dim < len(topology.shape)]
     ways = sum(2 if topology.shape[dim] % chip.wrap == 0 else 1 for dim in dims)
     return Link(chip.ici.bandwidth * max(ways, 1), chip.ici.latency)

@@ -17,7 +17,7 @@ from spmd.propagation.projection import (
     reduced_axes,
     unsplit,
 )
-from spmd.propagation.rule import FIXED, WINDOW, Rule
+from spmd.propagation.rule import FIXED, MERGE, PASS, REPLICATE, WINDOW, Rule
 
 Claims = Mapping[int, Axes]
 """Factor -> atoms that one operand or result has on it."""
@@ -32,7 +32,8 @@ def candidates(
     """Every assignment worth costing, each with and without partial operands carried through.
 
     Each operand's state and each result's wish leads once, and the others add what still fits;
-    each result's wish is also tried alone. Two candidates are never equal.
+    each result's wish is also tried alone. What needs an exchange where it is split is also tried
+    whole, and atoms of dims that are whole also on others. Two candidates are never equal.
 
     Args:
       rule: the op's rule.
@@ -77,20 +78,82 @@ def candidate_assignments(
         assignment = merge(rule, order, sizes)
         if is_legal_assignment(rule, assignment, sizes):
             found[assignment] = None
-    if rule.halos:
-        found |= {without_windows(rule, assignment): None for assignment in tuple(found)}
+    if rule.halos or rule.merges:
+        kept = _never_gathered(rule, operands)
+        found |= {without_exchanges(rule, assignment, kept): None for assignment in tuple(found)}
     if not found:
         found[unsplit(rule)] = None
+    states = tuple(zip(rule.values, (*operands, *results), strict=True))
+    for assignment in tuple(found):
+        found |= dict.fromkeys(moved_whole(rule, assignment, states, sizes))
     return tuple(found)
 
 
-def without_windows(rule: Rule, assignment: Assignment) -> Assignment:
-    """The same with windows whole: that may cost less than what their halos take."""
+def without_exchanges(
+    rule: Rule, assignment: Assignment, kept: frozenset[int] = frozenset()
+) -> Assignment:
+    """The same with windows and merges whole: that may cost less than what they exchange."""
     halos = {halo.factor for halo in rule.halos}
     return tuple(
-        () if number in halos or factor.kind == WINDOW else axes
+        () if number not in kept and (number in halos or factor.kind in (WINDOW, MERGE)) else axes
         for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True))
     )
+
+
+def _never_gathered(rule: Rule, operands: Sequence[Sharding | None]) -> frozenset[int]:
+    """Split factors that are sorted in a network: gathering them takes memory that may not be."""
+    networks = {merge.factor for merge in rule.merges if merge.network}
+    return frozenset(
+        dim[0]
+        for sharding, dims in zip(operands, rule.operands, strict=True)
+        if sharding
+        for axes, dim in zip(sharding.dims, dims, strict=True)
+        if axes and dim and dim[0] in networks
+    )
+
+
+def moved_whole(
+    rule: Rule,
+    assignment: Assignment,
+    states: Sequence[tuple[Sequence[tuple[int, ...]], Sharding | None]],
+    sizes: Sequence[int],
+) -> Iterable[Assignment]:
+    """The same with the atoms of dims that it has whole on factors that pass instead.
+
+    So a sort along a split dim costs an all-to-all there and back, and nothing is ever gathered.
+    Every factor that all these values share leads once; what has no room there goes to the others.
+    """
+    used = {a for axes in assignment for a in axes}
+    stuck: dict[int, None] = {}
+    targets = [i for i, f in enumerate(rule.factors) if f.kind == PASS]
+    for dims, sharding in states:
+        idle = [a for a in _on_whole_dims(rule, dims, sharding) if a not in used]
+        if idle:
+            stuck |= dict.fromkeys(idle)
+            targets = [f for f in targets if any(f in dim for dim in dims)]
+    if not stuck:
+        return
+    for lead in targets:
+        moved = list(assignment)
+        for atom in stuck:
+            for factor in (lead, *(f for f in targets if f != lead)):
+                longer = (*moved[:factor], (*moved[factor], atom), *moved[factor + 1 :])
+                extent = math.prod(sizes[a] for a in longer[factor])
+                if extent <= rule.factors[factor].size and is_legal_assignment(rule, longer, sizes):
+                    moved = list(longer)
+                    break
+        if tuple(moved) != assignment:
+            yield tuple(moved)
+
+
+def _on_whole_dims(
+    rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding | None
+) -> Iterable[int]:
+    """Atoms of a value on dims that do not pass."""
+    if sharding:
+        for axes, dim in zip(sharding.dims, dims, strict=True):
+            if any(rule.factors[f].kind in (REPLICATE, WINDOW, MERGE) for f in dim):
+                yield from axes
 
 
 def claims_of(

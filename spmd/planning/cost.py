@@ -12,6 +12,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds
+from spmd.propagation.merge import rounds
 from spmd.propagation.projection import Assignment, project
 from spmd.propagation.rule import Rule
 from spmd.propagation.rules_elementwise import CHLO, LINEAR, NONLINEAR
@@ -33,11 +34,13 @@ def op_seconds(
     """Time of one device's share of an op under an assignment."""
     split = mesh.extent(a for axes in assignment for a in axes)
     dtype = kind.operands[0].dtype if kind.operands else kind.results[0].dtype
-    compute, halos = 0.0, halo_seconds(kind, rule, assignment, mesh, topology)
+    compute = 0.0
+    exchanges = halo_seconds(kind, rule, assignment, mesh, topology)
+    exchanges += merge_seconds(rule, assignment, mesh, topology)
     if kind.name in _CONTRACTIONS:
         compute = op_flops(kind, rule) / split / topology.peak_flops(dtype)
     memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth * passes(kind)
-    return max(compute, memory) + halos + own_seconds(kind, rule, assignment, mesh, topology)
+    return max(compute, memory) + exchanges + own_seconds(kind, rule, assignment, mesh, topology)
 
 
 def own_seconds(
@@ -118,6 +121,26 @@ _FUSED |= {f"chlo.{name}" for name in CHLO}
 def is_fused(kind: OpKind) -> bool:
     """Whether a compiler computes an op where its result is used, if that is one place."""
     return kind.name in _FUSED or kind.name in _FREE
+
+
+def merge_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology) -> float:
+    """Time of putting together what devices find in their pieces, memory traffic included."""
+    seconds = 0.0
+    for merge in rule.merges:
+        axes = assignment[merge.factor]
+        if not axes:
+            continue
+        own = sum(
+            type_.bytes // mesh.extent(a for dim in dims for f in dim for a in assignment[f])
+            for type_, dims in merge.tensors
+        )
+        devices = mesh.extent(axes)
+        kind, after, times = "all_gather", own * devices, 1
+        if merge.network:
+            kind, after, times = "collective_permute", own, len(rounds(devices))
+        wire = collective_seconds(kind, axes, own, after, mesh, topology)
+        seconds += times * (wire + (own + after) / topology.hbm_bandwidth)
+    return seconds
 
 
 def local_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> float:

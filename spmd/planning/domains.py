@@ -19,8 +19,9 @@ from spmd.planning.candidates import (
     Claims,
     claims_of,
     merge,
+    moved_whole,
     reduced_first,
-    without_windows,
+    without_exchanges,
 )
 from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Choice, Plan
@@ -349,8 +350,13 @@ def assignments_of(
     for order in orders:
         found[merge(rule, order, sizes)] = None
     legal = [a for a in found if is_legal_assignment(rule, a, sizes)]
-    if rule.halos:
-        legal += [without_windows(rule, a) for a in legal]
+    if rule.halos or rule.merges:
+        legal += [without_exchanges(rule, a) for a in legal]
+    first_states = tuple(
+        (dims, options[0] if options else None)
+        for dims, options in zip(rule.values, states, strict=True)
+    )
+    legal += [m for a in legal[:4] for m in moved_whole(rule, a, first_states, sizes)]
     whole = unsplit(rule)
     kept = tuple(dict.fromkeys(legal))[: MOST_CHOICES - 1]
     return kept if whole in kept else (*kept, whole)

@@ -28,7 +28,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark
 from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
 from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import FIXED, REDUCE, REPLICATE, WINDOW, Factor, Rule
+from spmd.propagation.rule import FIXED, MERGE, REDUCE, REPLICATE, WINDOW, Factor, Rule
 
 
 class Origin(NamedTuple):
@@ -279,7 +279,7 @@ class _State:
         key = (id(rule), flags)
         shape = self.shapes.get(key)
         if shape is None:
-            reduces = any(f.kind in (REDUCE, WINDOW) for f in rule.factors)
+            reduces = any(f.kind in (MERGE, REDUCE, WINDOW) for f in rule.factors)
             shape = self.shapes[key] = _Shape(rule, flags, reduces)
         index = len(self.nodes)
         self.nodes.append(_Node(shape, values, op, loc, label))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.ir.types import TensorType
+from spmd.propagation.merge import Merge
 from spmd.propagation.window import Halo
 
 PASS = "pass"
@@ -18,6 +19,7 @@ REDUCE = "reduce"
 REPLICATE = "replicate"
 WINDOW = "window"
 FIXED = "fixed"
+MERGE = "merge"
 
 DimFactors = tuple[int, ...]
 """Factors of one dim, major to minor."""
@@ -30,8 +32,9 @@ class Factor(NamedTuple):
       size: its extent.
       kind: `pass` (split freely), `reduce` (splitting it leaves the results partial), `window`
         (split if neighbours exchange what they read of each other; dims that share it may differ
-        in size, it has the result's), `replicate` (must not be split) or `fixed` (split over just
-        its own axes; a dim's other factor, behind it, may then be split unevenly).
+        in size, it has the result's), `merge` (split if devices put together what each finds in
+        its piece; nothing is left partial), `replicate` (must not be split) or `fixed` (split over
+        just its own axes; a dim's other factor, behind it, may then be split unevenly).
       axes: the atoms of a fixed factor.
     """
 
@@ -53,6 +56,7 @@ class Rule(NamedTuple):
       moves: the op only moves elements, so a partial of any kind may flow through `linear`.
       halos: dims of operands of which a device reads more than its own tile when they are split.
       held: atoms that split nothing but fixed factors, and over which nothing is partial.
+      merges: what devices exchange where a `merge` factor is split.
     """
 
     operands: tuple[tuple[DimFactors, ...], ...]
@@ -63,6 +67,7 @@ class Rule(NamedTuple):
     moves: bool = False
     halos: tuple[Halo, ...] = ()
     held: tuple[int, ...] = ()
+    merges: tuple[Merge, ...] = ()
 
     @property
     def values(self) -> tuple[tuple[DimFactors, ...], ...]:
@@ -203,6 +208,7 @@ class RuleBuilder:
         moves: bool = False,
         halos: Iterable[Halo] = (),
         held: Iterable[int] = (),
+        merges: Iterable[Merge] = (),
     ) -> Rule:
         """The rule over the factors made so far."""
         return Rule(
@@ -214,4 +220,5 @@ class RuleBuilder:
             moves,
             tuple(halos),
             tuple(held),
+            tuple(merges),
         )

@@ -6,6 +6,7 @@ from spmd.propagation import (  # noqa: F401
     rules_index,
     rules_linalg,
     rules_manual,
+    rules_merge,
     rules_misc,
     rules_ragged,
     rules_random,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from spmd.ir.program import OpKind
 from spmd.ir.types import DotDims
+from spmd.propagation.merge import Merge
 from spmd.propagation.registry import rule
-from spmd.propagation.rule import PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
+from spmd.propagation.rule import MERGE, PASS, REDUCE, DimFactors, Rule, RuleBuilder
 
 
 @rule("stablehlo.dot_general")
@@ -32,18 +33,40 @@ def _dot_general(kind: OpKind) -> Rule:
 
 @rule("stablehlo.reduce")
 def _reduce(kind: OpKind) -> Rule:
-    """`i k, -> i {k: reduce}`; a body that is not one known op keeps `k` whole."""
+    """`i k, -> i {k: reduce}`; a body that is not one known op merges the results of pieces of `k`.
+
+    StableHLO specification, section reduce: the body and the initial values form a monoid, terms
+    are taken in order, and initial values may come in anywhere.
+    """
     build = RuleBuilder()
     summed = kind.attrs["dimensions"]
     reducer = kind.attrs["reducer"]
     count = len(kind.operands) // 2
     operand = [
-        build.factor(size, PASS if d not in summed else REDUCE if reducer else REPLICATE)
+        build.factor(size, PASS if d not in summed else REDUCE if reducer else MERGE)
         for d, size in enumerate(kind.operands[0].shape)
     ]
     result = [dim for d, dim in enumerate(operand) if d not in summed]
     linear = ((0,),) if reducer == "add" and kind.attrs.get("spmd.neutral") else ()
     inits: list[list[DimFactors]] = [[]] * count
     return build.build(
-        [operand] * count + inits, [result] * count, reduction=reducer, linear=linear
+        [operand] * count + inits,
+        [result] * count,
+        reduction=reducer,
+        linear=linear,
+        merges=() if reducer else _partial_results(kind, operand),
     )
+
+
+def _partial_results(kind: OpKind, operand: list[DimFactors]) -> list[Merge]:
+    """What is gathered along each reduced dim: those behind it are reduced before, in order."""
+    summed = kind.attrs["dimensions"]
+    merges = []
+    for d in summed:
+        gone = {r for r in summed if r >= d}
+        dims = tuple(() if r in gone else dim for r, dim in enumerate(operand))
+        shape = tuple(1 if r in gone else n for r, n in enumerate(kind.operands[0].shape))
+        types = kind.operands[: len(kind.operands) // 2]
+        tensors = tuple((type_.with_shape(shape), dims) for type_ in types)
+        merges.append(Merge(operand[d][0], tensors))
+    return merges

@@ -1,4 +1,4 @@
-"""Rules of gather, scatter and sort."""
+"""Rules of gather and scatter."""
 
 from __future__ import annotations
 
@@ -91,14 +91,3 @@ def _index_dims(
     return [
         build.factor(size, REPLICATE if d == vector_dim else kind) for d, size in enumerate(shape)
     ]
-
-
-@rule("stablehlo.sort")
-def _sort(kind: OpKind) -> Rule:
-    """All dims but the sorted one pass."""
-    build = RuleBuilder()
-    dims = [
-        build.factor(size, REPLICATE if d == kind.attrs["dimension"] else PASS)
-        for d, size in enumerate(kind.results[0].shape)
-    ]
-    return build.build([dims] * len(kind.operands), [dims] * len(kind.results))

@@ -10,7 +10,13 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from spmd.errors import ArgumentError
-from spmd.explain.hlo import HloCollective, HloValue, hlo_collectives, largest_values
+from spmd.explain.hlo import (
+    HloCollective,
+    HloValue,
+    hlo_collectives,
+    largest_values,
+    matmul_flops,
+)
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 
 HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
@@ -55,6 +61,15 @@ def read(line: str, **kwargs: Any) -> tuple[str, int, int]:
             "%r = f32[4]{0} reduce-scatter(%p), replica_groups=[4,2]<=[2,4]T(1,0), "
             "dimensions={0}, to_apply=%sum",
             ("reduce_scatter", 16, 2),
+        ),
+        (
+            "%r = f32[4]{0} reduce-scatter(%p), replica_groups=[2,4]<=[4,2]T(1,0), "
+            "dimensions={0}, to_apply=%sum",
+            ("reduce_scatter", 48, 4),
+        ),
+        (
+            "%g = f32[16]{0} all-gather(%p), replica_groups=[4,2]<=[8], dimensions={0}",
+            ("all_gather", 32, 2),
         ),
         (
             "%t = f32[16]{0} all-to-all(%p), replica_groups=[1,8]<=[8], dimensions={0}",
@@ -221,7 +236,116 @@ def test_loops_in_loops_calls_and_branches_are_followed_and_dead_code_is_not() -
     )
     assert [(c.kind, c.count) for c in hlo_collectives(text)] == [
         ("all_reduce", 9),
-        ("all_gather", 3),
+        ("all_gather", 2),  # one of two branches, and the call
+    ]
+
+
+def computation(name: str, *lines: str) -> str:
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"%{name} (x: f32[8]) -> f32[8] {{\n  %x = f32[8]{{0}} parameter(0)\n{body}\n}}\n\n"
+
+
+def test_of_branches_the_one_that_moves_most_counts_whatever_it_calls() -> None:
+    gather = "%{} = f32[16]{{0}} all-gather(%x), replica_groups={{{{0,1}}}}, dimensions={{0}}"
+    once = computation("once", gather.format("g"))
+    calls_twice = computation(
+        "twice",
+        "%c = f32[8]{0} call(%x), to_apply=%once",
+        "%d = f32[8]{0} call(%x), to_apply=%once",
+    )
+    reduces = computation(
+        "reduces", "%r = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%sum"
+    )
+    text = module(
+        "%c = f32[8]{0} conditional(%k, %p, %p), true_computation=%reduces, "
+        "false_computation=%twice",
+        before=once + calls_twice + reduces,
+    )
+    assert [(c.kind, c.bytes, c.count) for c in hlo_collectives(text)] == [("all_gather", 32, 2)]
+
+
+def test_collectives_inside_fusions_count_with_the_loops_around() -> None:
+    fused = computation(
+        "fused", "ROOT %g = f32[16]{0} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={0}"
+    )
+    body = computation("run", "ROOT %f = f32[16]{0} fusion(%x), kind=kCustom, calls=%fused")
+    config = ', backend_config={"known_trip_count":{"n":"6"}}'
+    text = module(WHILE.replace("%body", "%run") + config, before=fused + body)
+    assert [(c.bytes, c.count) for c in hlo_collectives(text, guess_trips=False)] == [(32, 6)]
+
+
+def test_an_unknown_trip_count_is_an_error_where_it_matters() -> None:
+    text = module(WHILE, before=LOOP.replace("END", ""))
+    with pytest.raises(ArgumentError, match="loop w communicates"):
+        hlo_collectives(text, guess_trips=False)
+    silent = text.replace("all-reduce(", "negate(")
+    assert hlo_collectives(silent, guess_trips=False) == ()
+
+
+FUSED_SLICE = """%fused (y: f32[8,4], i: s32[]) -> f32[2,4] {
+  %y = f32[8,4]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %t = f32[8,4]{1,0} bitcast(%y)
+  %z = s32[] constant(0)
+  ROOT %d = f32[2,4]{1,0} dynamic-slice(%t, %i, %z), dynamic_slice_sizes={2,4}
+}
+
+"""
+REDUCE = "%r = f32[8,4]{1,0} all-reduce(%p), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%sum"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        # 128 bytes over 4 devices: an all-reduce sends 192, a reduce-scatter 96.
+        (("%f = f32[2,4]{1,0} fusion(%r, %i), kind=kLoop, calls=%fused",), "reduce_scatter"),
+        (
+            ("%d = f32[2,4]{1,0} dynamic-slice(%r, %i, %z), dynamic_slice_sizes={2,4}",),
+            "reduce_scatter",
+        ),
+        # Half of it is more than one device's share.
+        (
+            ("%d = f32[4,4]{1,0} dynamic-slice(%r, %i, %z), dynamic_slice_sizes={4,4}",),
+            "all_reduce",
+        ),
+        # Somebody reads the whole of it.
+        (
+            (
+                "%f = f32[2,4]{1,0} fusion(%r, %i), kind=kLoop, calls=%fused",
+                "%n = f32[8,4]{1,0} negate(%r)",
+            ),
+            "all_reduce",
+        ),
+        # The slice is taken from something else, at a position that the sum decides.
+        (
+            ("%d = f32[2,4]{1,0} dynamic-slice(%q, %r, %z), dynamic_slice_sizes={2,4}",),
+            "all_reduce",
+        ),
+        ((), "all_reduce"),
+    ],
+)
+def test_an_all_reduce_of_which_a_slice_is_used(lines: tuple[str, ...], expected: str) -> None:
+    text = module(REDUCE, *lines, before=FUSED_SLICE)
+    (raw,) = hlo_collectives(text)
+    assert (raw.kind, raw.bytes) == ("all_reduce", 192)
+    (found,) = hlo_collectives(text, scatter_slices=True)
+    assert (found.kind, found.bytes) == (expected, 96 if expected == "reduce_scatter" else 192)
+
+
+def test_of_a_combined_all_reduce_the_sliced_operands_are_scattered() -> None:
+    text = module(
+        "%r = (f32[8,4]{1,0}, f32[16]{0}) all-reduce(%p, %q), replica_groups={{0,1,2,3}}, "
+        "to_apply=%sum",
+        "%a = f32[8,4]{1,0} get-tuple-element(%r), index=0",
+        "%b = f32[16]{0} get-tuple-element(%r), index=1",
+        "%f = f32[2,4]{1,0} fusion(%a, %i), kind=kLoop, calls=%fused",
+        "%n = f32[16]{0} negate(%b)",
+        before=FUSED_SLICE,
+    )
+    assert [(c.kind, c.bytes) for c in hlo_collectives(text)] == [("all_reduce", 288)]
+    assert [(c.kind, c.bytes) for c in hlo_collectives(text, scatter_slices=True)] == [
+        ("reduce_scatter", 96),
+        ("all_reduce", 96),
     ]
 
 
@@ -264,6 +388,32 @@ def test_largest_values_are_those_outside_fusions() -> None:
         HloValue("f32", (16,), 64, 1, "all-gather-start", "", ""),
         HloValue("f32", (8,), 32, 2, "parameter", "", ""),
     )
+
+
+def test_arithmetic_of_dots_and_convolutions_in_loops_and_fusions() -> None:
+    fused = computation(
+        "run",
+        "%y = f32[8,4]{1,0} parameter(1)",
+        "ROOT %d = f32[4]{0} dot(%x, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}",
+    )
+    body = computation("body", "ROOT %f = f32[4]{0} fusion(%x, %x), calls=%run")
+    text = module(
+        WHILE + ', backend_config={"known_trip_count":{"n":"5"}}',
+        "%i = f32[2,16,16,6]{3,2,1,0} parameter(1)",
+        "%k = f32[3,5,6,7]{3,2,1,0} parameter(2)",
+        "%v = f32[2,14,12,7]{3,2,1,0} convolution(%i, %k), window={size=3x5}, "
+        "dim_labels=b01f_01io->b01f",
+        before=fused + body,
+    )
+    assert matmul_flops(text) == 5 * 2 * 8 * 4 + 2 * (2 * 14 * 12 * 7) * (3 * 5 * 6)
+
+
+def test_arithmetic_of_a_compiled_program() -> None:
+    def layers(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0]
+
+    compiled = jax.jit(layers).lower(jnp.ones((8, 16)), jnp.ones((3, 16, 16))).compile()
+    assert matmul_flops(str(compiled.as_text())) == 3 * 2 * 8 * 16 * 16
 
 
 def test_text_that_is_no_module_is_an_error() -> None:

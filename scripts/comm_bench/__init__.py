@@ -1,0 +1,1 @@
+"""Programs and measurements behind `scripts/bench_bytes`: communication of two partitioners."""

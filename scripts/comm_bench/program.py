@@ -1,0 +1,88 @@
+"""What a benchmark program is: a name, a mesh, and a function with marked and open arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import spmd
+from spmd.mesh.spec import jax_mesh
+
+
+class Built(NamedTuple):
+    """A program for one mesh, ready to be compiled by either partitioner.
+
+    Attributes:
+      fn: an ordinary single-device function; marks inside it are jax's sharding constraints.
+      args: pytrees of `ShapeDtypeStruct`s. One with a sharding is marked, one without is open.
+      donate: numbers of the arguments that are donated.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+
+
+class Program(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+      name: family, variant and mesh, as in `llama-train/2d-scan@4x2`.
+      axes: axis names and sizes of the mesh.
+      build: makes the program on a mesh with these axes.
+    """
+
+    name: str
+    axes: Mapping[str, int]
+    build: Callable[[spmd.Mesh], Built]
+
+    @property
+    def family(self) -> str:
+        """What comes before the first slash: programs are averaged within their family."""
+        return self.name.partition("/")[0]
+
+    def make(self) -> tuple[spmd.Mesh, Built]:
+        """The mesh and the program on it."""
+        mesh = spmd.make_mesh(**self.axes)
+        return mesh, self.build(mesh)
+
+
+MESHES: Mapping[str, Mapping[str, int]] = {
+    "8x1": {"data": 8, "model": 1},
+    "4x2": {"data": 4, "model": 2},
+    "2x4": {"data": 2, "model": 4},
+    "1x8": {"data": 1, "model": 8},
+}
+
+
+def on_meshes(name: str, build: Callable[[spmd.Mesh], Built], *meshes: str) -> list[Program]:
+    """The same program on some of `MESHES`."""
+    return [Program(f"{name}@{mesh}", MESHES[mesh], build) for mesh in meshes]
+
+
+def struct(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """An open argument."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def marked(mesh: spmd.Mesh, spec: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    """An argument with a sharding."""
+    return spmd.mark_sharding(struct(shape, dtype), mesh, spec)
+
+
+def structs_of(fn: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, as open arguments."""
+    return jax.tree.map(lambda s: struct(s.shape, s.dtype), jax.eval_shape(fn, *args))
+
+
+def whole(mesh: spmd.Mesh, tree: Any) -> Any:
+    """Open arguments, marked as not split."""
+    sharding = NamedSharding(jax_mesh(mesh), PartitionSpec())
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        tree,
+    )

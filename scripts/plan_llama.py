@@ -1,0 +1,160 @@
+"""Plans and compiles Llama-2 training for TPU slices that are not here, and says what to expect.
+
+The configurations are those of the PyTorch/XLA SPMD report: 7B on v4-32, 13B on v4-64, 70B on
+v4-256. Bytes, time and memory are predicted from our plan; memory and schedule are also what the
+real TPU compiler makes of it (`tpu` extra), minutes for each row. Nothing runs.
+
+Example:
+    scripts/plan_llama --rows 7b --seq_lens 1024
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if "jax" not in sys.modules:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+
+import spmd
+from models.llama import model, sharding
+from models.llama.config import LlamaConfig, named_config
+from spmd.explain.memory import Memory
+from spmd.explain.schedule import Schedule, read_schedule
+
+_ROWS = flags.DEFINE_list("rows", ["7b", "13b", "70b"], "which configurations")
+_SEQ_LENS = flags.DEFINE_list("seq_lens", ["1024", "2048"], "tokens in a sequence")
+_ACCUMULATE = flags.DEFINE_integer(
+    "accumulate", 0, "microbatches in a step; 0: the fewest for which the prediction fits"
+)
+_COMPILE = flags.DEFINE_bool("compile", True, "run the TPU compiler")
+_CACHE = flags.DEFINE_string("cache", "", "folder that keeps what the TPU compiler made")
+
+FLAGS = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+}
+"""The TPU compiler's options for gathers that run beside arithmetic; off unless asked for."""
+
+HEADROOM = 0.9
+"""Share of a device's memory that a prediction may fill."""
+
+
+class Row(NamedTuple):
+    """One published configuration.
+
+    Attributes:
+      model: named config.
+      topology: the slice.
+      mesh: sizes of the axes data and model.
+      batch: sequences in a step.
+    """
+
+    model: str
+    topology: str
+    mesh: tuple[int, int]
+    batch: int
+
+
+ROWS = {
+    "7b": Row("llama2-7b", "v4:2x2x4", (16, 1), 256),
+    "13b": Row("llama2-13b", "v4:2x4x4", (32, 1), 256),
+    "70b": Row("llama2-70b", "v4:4x4x8", (32, 4), 512),
+}
+
+
+class Built(NamedTuple):
+    """What the TPU compiler made of a program.
+
+    Attributes:
+      memory: its figures.
+      schedule: its collectives and what runs beside them.
+      seconds: how long it took.
+    """
+
+    memory: Memory
+    schedule: Schedule
+    seconds: float
+
+
+def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
+    """Plans one training step: Adafactor, bf16 compute, layers scanned and recomputed.
+
+    Args:
+      row: the configuration.
+      seq_len: tokens in a sequence.
+      accumulate: microbatches; gradients are summed over them in a loop.
+    """
+    config = dataclasses.replace(named_config(row.model), dtype="bfloat16", remat=True)
+    mesh = spmd.Mesh(None, row.mesh, ("data", "model"))
+    optimizer = optax.adafactor(1e-3)
+    step = make_step(config, mesh, optimizer, accumulate)
+    params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((accumulate, row.batch // accumulate, seq_len), np.int32)
+    tokens = spmd.mark_sharding(tokens, mesh, (None, "data", None))
+    options = spmd.Options(compiler_options=FLAGS)
+    return spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options).lower(
+        sharding.mark_params(params, mesh, config),
+        jax.eval_shape(optimizer.init, params),
+        {"inputs": tokens, "targets": tokens},
+        topology=spmd.Topology(row.topology),
+    )
+
+
+def make_step(config: LlamaConfig, mesh: spmd.Mesh, optimizer: Any, accumulate: int) -> Any:
+    """(params, optimizer state, batch (A, B, S)) -> the same after a step, and the loss."""
+    marks = sharding.activation_marks(mesh, config)
+
+    def gradients(params: Any, batch: Any) -> Any:
+        return jax.value_and_grad(
+            lambda p: model.loss(p, batch["inputs"], batch["targets"], config, marks)
+        )(params)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        if accumulate == 1:
+            loss, grads = gradients(params, jax.tree.map(lambda x: x[0], batch))
+        else:
+            zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+
+            def add(total: Any, micro: Any) -> Any:
+                return jax.tree.map(jnp.add, total, gradients(params, micro)), None
+
+            total = jax.lax.scan(add, zero, batch)[0]
+            loss, grads = jax.tree.map(lambda x: x / accumulate, total)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def build(lowered: spmd.Lowered, name: str) -> Built:
+    """Runs the TPU compiler, or reads what it made last time."""
+    cached = Path(_CACHE.value) / name if _CACHE.value else None
+    if cached is not None and cached.with_suffix(".json").exists():
+        data = json.loads(cached.with_suffix(".json").read_text(encoding="utf-8"))
+        text = cached.with_suffix(".hlo").read_text(encoding="utf-8")
+        return Built(Memory(**data["memory"]), read_schedule(text), data["seconds"])
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    seconds, text = time.perf_counter() - start, compiled.as_text("hlo")
+    if cached is not None:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        data = {"memory": compiled.memory._asdict(), "seconds": seconds}
+        cached.with_suffix(".hlo").write_text(text, encoding="utf-8")
+        cached.with_suffix(".json").write_text(json.dumps(data), encoding="utf-8")
+    return Built(compiled.memory, read_schedule(text), seconds)
