@@ -601,9 +601,9 @@ class _Importer:
         """The mesh that the first of some shardings names."""
         for attr in shardings:
             self.note_inline_mesh(attr)
-            name = str(sdy.TensorShardingAttr(attr).mesh_or_ref)
-            axes = self.meshes.get(name) or self.meshes[name.lstrip("@").strip('"')]
-            return _as_mesh(axes)
+        if shardings:
+            name = str(sdy.TensorShardingAttr(shardings[0]).mesh_or_ref)
+            return _as_mesh(self.meshes.get(name) or self.meshes[name.lstrip("@").strip('"')])
         return _as_mesh(next(iter(self.meshes.values()))) if len(self.meshes) == 1 else None
 
     def collective(self, op: Any, env: dict[Any, int], ops: list[Op]) -> None:

@@ -367,7 +367,7 @@ def test_reports_have_a_page(tmp_path: Path) -> None:
     mesh = spmd.make_mesh(x=4, y=2)
     fn = next(p for p in PROGRAMS if p.name == "scan_inside").make(jax_mesh(mesh))
     compiled = spmd.jit(fn, mesh=mesh, in_specs=(("x", None), None)).compile(X, W)
-    compiled.report(tmp_path / "report.html")
+    compiled.report(str(tmp_path / "report.html"))
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert BY_USER in page
     assert "manual_programs.py" in page
