@@ -118,7 +118,7 @@ def test_shardy_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done: list[str] = []
     found = partition_all(["reshard/(d,-)->(-,d)", "no/such"], done.append)
-    quarter = 256 * 256 * 4 // 4
+    quarter = 1024 * 1024 * 4 // 4
     assert found["reshard/(d,-)->(-,d)"] == Peer(quarter * 3 // 4, 1)
     assert found["no/such"].failure == "fails: KeyError: 'no/such'"
     assert done == ["reshard/(d,-)->(-,d)", "no/such"]
