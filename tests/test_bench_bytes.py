@@ -165,6 +165,13 @@ def test_tables() -> None:
     assert json.loads(json.dumps(table.as_json(results[0])))["xla_given"]["bytes"] == 4_000_000
 
 
+def test_bytes_bought_with_arithmetic_count_in_no_mean() -> None:
+    fair = result("a/x", 1_000_000, 2_000_000, 2_000_000)
+    bought = fair._replace(row=fair.row._replace(spmd=moved(1)._replace(flops=2 * 10**6)))
+    assert table.buys_bytes(bought.row) and not table.buys_bytes(fair.row)
+    assert table.family_lines([fair, bought]) == [["a", "2", "2", "0", "0", "0.50", "0.50"]]
+
+
 def test_ratios_of_nothing() -> None:
     assert table.ratio(0, 0) == 1.0
     assert math.isinf(table.ratio(1, 0))
