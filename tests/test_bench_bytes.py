@@ -118,7 +118,7 @@ def test_shardy_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done: list[str] = []
     found = partition_all(["reshard/(d,-)->(-,d)", "no/such"], done.append)
-    quarter = 256 * 256 * 4 // 4
+    quarter = 1024 * 1024 * 4 // 4
     assert found["reshard/(d,-)->(-,d)"] == Peer(quarter * 3 // 4, 1)
     assert found["no/such"].failure == "fails: KeyError: 'no/such'"
     assert done == ["reshard/(d,-)->(-,d)", "no/such"]
@@ -163,6 +163,13 @@ def test_tables() -> None:
         ["all", "4", "2", "1", "1", "0.71", "1.00"],
     ]
     assert json.loads(json.dumps(table.as_json(results[0])))["xla_given"]["bytes"] == 4_000_000
+
+
+def test_bytes_bought_with_arithmetic_count_in_no_mean() -> None:
+    fair = result("a/x", 1_000_000, 2_000_000, 2_000_000)
+    bought = fair._replace(row=fair.row._replace(spmd=moved(1)._replace(flops=2 * 10**6)))
+    assert table.buys_bytes(bought.row) and not table.buys_bytes(fair.row)
+    assert table.family_lines([fair, bought]) == [["a", "2", "2", "0", "0", "0.50", "0.50"]]
 
 
 def test_ratios_of_nothing() -> None:

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
-from spmd.mesh.spec import jax_mesh
 
 
 class Built(NamedTuple):
@@ -81,8 +79,4 @@ def structs_of(fn: Callable[..., Any], *args: Any) -> Any:
 
 def whole(mesh: spmd.Mesh, tree: Any) -> Any:
     """Open arguments, marked as not split."""
-    sharding = NamedSharding(jax_mesh(mesh), PartitionSpec())
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        tree,
-    )
+    return jax.tree.map(lambda s: marked(mesh, (), s.shape, s.dtype), tree)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import spmd
 from scripts.comm_bench.program import MESHES, Built, Program, marked
 
-SIZE, UNEVEN, BOX = (256, 256), (30, 36), (16, 32, 64)
+# Large enough for bytes, not the number of messages, to decide how a plan goes.
+SIZE, UNEVEN, BOX = (1024, 1024), (510, 516), (64, 128, 256)
 
 Spec = tuple[tuple[str, ...], ...]
 """Of each dim the axes that it is split over, major to minor."""
@@ -33,7 +34,7 @@ UNEVEN_PAIRS: tuple[tuple[Spec, Spec], ...] = (
     (((), ("data",)), (("data",), ())),
     ((("model",), ("data",)), (("data", "model"), ())),
 )
-"""Pairs on which 4 does not divide 30 in the second sharding, while all divides in the first."""
+"""Pairs on which 4 does not divide 510 in the second sharding, while all divides in the first."""
 
 
 def reshard_programs() -> list[Program]:

@@ -16,6 +16,10 @@ SUMMED_UP = ("reshard",)
 """Families of very many small programs, of which only those lines are shown that say something."""
 
 
+MORE_ARITHMETIC = 1.1
+"""A program for which we compute more than this times what XLA does counts in no mean."""
+
+
 class Result(NamedTuple):
     """A program's row and what Shardy did with it, where that was asked for."""
 
@@ -130,10 +134,18 @@ def family_lines(results: Sequence[Result]) -> list[list[str]]:
 
 
 def _means(results: Sequence[Result]) -> tuple[float | None, float | None]:
+    fair = [r for r in results if not buys_bytes(r.row)]
     return (
-        geometric_mean(r.row.ratio for r in results),
-        geometric_mean(r.peer_ratio for r in results),
+        geometric_mean(r.row.ratio for r in fair),
+        geometric_mean(r.peer_ratio for r in fair),
     )
+
+
+def buys_bytes(row: Row) -> bool:
+    """Whether our program pays with arithmetic, the same on several devices, for sending less."""
+    if row.spmd is None or row.given is None:
+        return False
+    return row.spmd.flops > MORE_ARITHMETIC * row.given.flops
 
 
 def _tally(results: Sequence[Result]) -> list[str]:
