@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
 from spmd.ir.program import Op, OpKind, Program, Region, Value
-from spmd.ir.types import ConvDims
+from spmd.ir.types import ConvDims, DotDims
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
@@ -78,9 +78,7 @@ def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeli
     """
     run = _Schedule(program, mesh, topology)
     end = run.region(program.body, 0.0, 1, 0)
-    return Timeline(
-        tuple(run.slots), end, run.compute, run.comm, max(0.0, end - run.compute)
-    )
+    return Timeline(tuple(run.slots), end, run.compute, run.comm, max(0.0, end - run.compute))
 
 
 class _Schedule:
@@ -202,9 +200,8 @@ def local_flops(kind: OpKind) -> int:
     """Two for each point of a contraction's iteration space."""
     lhs, rhs = kind.operands[:2]
     if kind.name == "stablehlo.dot_general":
-        dims = kind.attrs["dot_dimension_numbers"]
-        contracted = math.prod(lhs.shape[d] for d in dims.lhs_contract)
-        return 2 * kind.results[0].size * contracted
-    dims: ConvDims = kind.attrs["dimension_numbers"]
-    taps = rhs.size // max(1, rhs.shape[dims.kernel_output_feature])
+        dot: DotDims = kind.attrs["dot_dimension_numbers"]
+        return 2 * kind.results[0].size * math.prod(lhs.shape[d] for d in dot.lhs_contract)
+    conv: ConvDims = kind.attrs["dimension_numbers"]
+    taps = rhs.size // max(1, rhs.shape[conv.kernel_output_feature])
     return 2 * kind.results[0].size * taps

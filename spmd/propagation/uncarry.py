@@ -1,6 +1,6 @@
 """Loops read cheap invariants from outside instead of carrying them around.
 
-before: `%3 = while %0, %mask { body(%1, %2): use %2; return %1', %2 }`    (%mask: iota, compare, ...)
+before: `%3 = while %0, %mask { body(%1, %2): use %2; return %1', %2 }`   (%mask: iota, compare)
 after:  `%3 = while %0 { body(%1): use %mask; return %1' }`
 
 A carry has one sharding for the whole loop and lies in memory as long as it runs. What is cheap to
@@ -63,9 +63,7 @@ class _Uncarry:
         cond, body = op.regions
         dropped = [
             argument == result and self.env[operand] in self.recomputed
-            for operand, argument, result in zip(
-                op.operands, body.args, body.results, strict=True
-            )
+            for operand, argument, result in zip(op.operands, body.args, body.results, strict=True)
         ]
         for i, is_dropped in enumerate(dropped):
             if is_dropped:
