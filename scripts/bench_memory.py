@@ -30,6 +30,7 @@ from absl import app, flags
 import spmd
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig
+from spmd.explain.memory import Memory
 
 _TOPOLOGY = flags.DEFINE_string("topology", "", "compile for this machine instead, e.g. v5e:2x4")
 _ONLY = flags.DEFINE_list("only", [], "programs to run, by name; all if empty")
@@ -214,12 +215,37 @@ PROGRAMS: dict[str, Callable[[int], Program]] = {
 }
 
 
+def row(name: str, topology: spmd.Topology | None) -> str:
+    """Prediction beside XLA's report, for one program."""
+    lowered = PROGRAMS[name](_SCALE.value).lower(topology)
+    predicted = Memory.predicted(lowered.predicted_memory)
+    reported = lowered.compile().memory
+    cells = [
+        f"{figure / 2**20:.1f}"
+        for figure in (
+            predicted.arguments,
+            predicted.temporary,
+            reported.temporary,
+            predicted.peak_bytes,
+            reported.peak_bytes,
+        )
+    ]
+    ratio = predicted.peak_bytes / reported.peak_bytes
+    return f"| {name} | {' | '.join(cells)} | {ratio:.2f} |"
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints one table."""
     del argv
     topology = spmd.Topology(_TOPOLOGY.value) if _TOPOLOGY.value else None
     machine = topology or f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
-    print(f"jax {jax.__version__}, {machine}")
+    print(f"jax {jax.__version__}, {machine}; MiB of each device")
+    print(
+        "| program | arguments | temporary, predicted | XLA's | peak, predicted | XLA's | ratio |"
+    )
+    print("| --- " * 7 + "|")
+    for name in _ONLY.value or PROGRAMS:
+        print(row(name, topology), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ SHELL_SCRIPTS = [
     "scripts/test",
     "scripts/check",
     "scripts/fuzz",
+    "scripts/plan_llama",
+    "scripts/calibrate",
     "scripts/verify",
     "scripts/bench_bytes",
     ".ci/run",

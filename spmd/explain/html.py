@@ -179,6 +179,7 @@ def _cards(stages: Stages, collectives: Sequence[Collective], figures: Overview)
     held = memory.peak_bytes if memory is not None and known else figures.argument_bytes
     whole = data.bytes_text(figures.whole_argument_bytes)
     compute = data.seconds_text(figures.compute_seconds)
+    peak = "predicted" if memory is not None and memory.is_predicted else "at most"
     cards = [
         ("devices", str(figures.devices), figures.mesh),
         (
@@ -195,7 +196,7 @@ def _cards(stages: Stages, collectives: Sequence[Collective], figures: Overview)
         (
             "memory of each device",
             data.bytes_text(held),
-            f"peak, at most; arguments {data.bytes_text(figures.argument_bytes)} of {whole}"
+            f"peak, {peak}; arguments {data.bytes_text(figures.argument_bytes)} of {whole}"
             if known
             else f"arguments, of {whole} unpartitioned",
         ),

@@ -65,8 +65,9 @@ def summarize(stages: Stages, collectives: Sequence[Collective], memory: Memory 
     lines += [f"    {line}" for line in _traffic(collectives, n=8)]
     if memory is not None and memory.peak_bytes:
         rows = dict(data.memory_rows(figures))
+        what = "predicted" if memory.is_predicted else "at most"
         lines.append(
-            f"  memory       at most {rows['peak, at most']}, {rows['temporary']} of it temporary"
+            f"  memory       {what} {rows[f'peak, {what}']}, {rows['temporary']} of it temporary"
         )
     lines.append(f"  time         {_time(figures)}")
     return "\n".join(lines) + "\n"

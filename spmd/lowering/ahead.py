@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
 
@@ -59,6 +61,8 @@ def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
             required=f"{topology.count} devices, or as many in each of several slices",
             fix="change the mesh or the topology",
         )
+    if jax.default_backend() != "tpu":  # no chip is touched: several may compile at once
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     return _in_mesh_order(mesh, _described(topology, slices))
 
 
@@ -68,7 +72,7 @@ def _described(topology: Topology, slices: int) -> list[Any]:
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if kind in _CHIP_CONFIG:
         options["chip_config_name"] = _CHIP_CONFIG[kind]
-    host = tuple(math.gcd(2, size) for size in topology.shape[:2]) + (1,)
+    host = (*(math.gcd(2, size) for size in topology.shape[:2]), 1)
     if host != (2, 2, 1):  # a host has 2 x 2 chips where the shape allows it
         options["chips_per_host_bounds"] = host
     described = topologies.get_topology_desc(

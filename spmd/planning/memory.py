@@ -169,6 +169,8 @@ class _Uses:
                     continue
             elif all([last[v] == _NEVER for v in op.results]):
                 continue
+            if kind.name == "stablehlo.constant":  # it comes with the executable
+                continue
             for value in op.results:
                 stored[value] = True
             now = self.clock
@@ -209,7 +211,7 @@ class _Uses:
 
 
 def _walk(region: Region) -> Sequence[Op]:
-    found = []
+    found: list[Op] = []
     for op in region.ops:
         for inner in op.regions:
             found += _walk(inner)
@@ -293,7 +295,7 @@ class _Simulation:
         home = self.homes.get(value)
         if home is not None:
             free_from, end = home
-            if free_from <= now:
+            if free_from < now or (free_from == now and over_operand):
                 return
         else:
             end = max(self.uses.last[value], now)
@@ -322,7 +324,7 @@ class _Simulation:
                 last[value] = max(last[value], end)
                 self.make(op, value, is_loop)
         if is_loop:
-            cond, body = op.regions
+            body = op.regions[1]
             for argument, value in zip(body.args, body.results, strict=True):
                 if value != argument:
                     self.homes.setdefault(self.root(value), (last[argument], end))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
 from spmd.ir.program import Op, OpKind, Program, Region, Value
-from spmd.ir.types import ConvDims
+from spmd.ir.types import ConvDims, DotDims
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
@@ -200,9 +200,8 @@ def local_flops(kind: OpKind) -> int:
     """Two for each point of a contraction's iteration space."""
     lhs, rhs = kind.operands[:2]
     if kind.name == "stablehlo.dot_general":
-        dims = kind.attrs["dot_dimension_numbers"]
-        contracted = math.prod(lhs.shape[d] for d in dims.lhs_contract)
-        return 2 * kind.results[0].size * contracted
-    dims: ConvDims = kind.attrs["dimension_numbers"]
-    taps = rhs.size // max(1, rhs.shape[dims.kernel_output_feature])
+        dot: DotDims = kind.attrs["dot_dimension_numbers"]
+        return 2 * kind.results[0].size * math.prod(lhs.shape[d] for d in dot.lhs_contract)
+    conv: ConvDims = kind.attrs["dimension_numbers"]
+    taps = rhs.size // max(1, rhs.shape[conv.kernel_output_feature])
     return 2 * kind.results[0].size * taps

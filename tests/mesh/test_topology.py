@@ -40,7 +40,7 @@ def test_unknown_topologies_say_what_is_known(name: str):
 
 
 def test_unknown_chips_are_listed():
-    with pytest.raises(MeshError, match="v4, v5e, v5p, v6e, a100, h100, h200, cpu"):
+    with pytest.raises(MeshError, match="v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, cpu"):
         Topology("tpu:8")
 
 
@@ -139,3 +139,26 @@ def test_unknown_devices_say_what_to_do():
     with pytest.raises(MeshError, match="NVIDIA Z9") as caught:
         Topology.for_devices([gpu("NVIDIA Z9")])
     assert "Topology.load" in str(caught.value)
+
+
+def test_cores_of_a_chip_are_devices_with_a_link_of_their_own():
+    topology = Topology("tpu7x:2x2x1")
+    assert topology.count == 8
+    mesh = Mesh(None, (4, 2), ("data", "model"))
+    assert topology.link(mesh, 1) == topology.chip.core
+    assert topology.link(mesh, 0).bandwidth == 2 * topology.chip.ici.bandwidth
+
+
+def test_chips_of_two_devices_are_recognised():
+    coords = [(x, y, 0) for x in range(2) for y in range(2) for _ in range(2)]
+    devices = [SimpleNamespace(device_kind="TPU7x", coords=c, slice_index=0) for c in coords]
+    assert Topology.for_devices(devices).name == "tpu7x:2x2x1"
+
+
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    [("v4:2x2x4", "tpu"), ("tpu7x:2x2x1", "tpu"), ("h200:8", "cuda"), ("cpu:8", "cpu")],
+)
+def test_platforms(name: str, platform: str):
+    assert Topology(name).platform == platform
+    assert Topology("mine:8", Topology("h200:8").chip).platform is None

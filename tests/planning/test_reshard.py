@@ -301,3 +301,10 @@ def test_what_cannot_be_asked_is_refused(src: str, dst: str, shape: tuple[int, .
             MESH,
             H200,
         )
+
+
+def test_a_scalar_is_reduced_over_slow_and_fast_links():
+    mesh = mesh_of(8, 2)  # on this torus the two axes have links of different speed
+    src = Sharding((), tuple(range(len(mesh.atoms))), "add")
+    path = reshard(src, Sharding(()), TensorType((), "f32"), mesh, Topology("v4:2x2x4"))
+    assert [step.kind for step in path.steps] == ["all_reduce"]

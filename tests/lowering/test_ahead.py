@@ -1,0 +1,110 @@
+"""Programs for machines that are not here: planned anywhere, compiled where libtpu is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.errors import ArgumentError, MeshError
+from spmd.lowering.ahead import devices_ahead, is_here
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='libtpu is not installed: pip install "spmd[tpu]"',
+)
+
+
+def step(x: Any, w: Any) -> Any:
+    return jnp.maximum(x @ w, 0)
+
+
+def structs(mesh: spmd.Mesh) -> tuple[Any, Any]:
+    x, w = (jax.ShapeDtypeStruct((512, 512), np.float32) for _ in range(2))
+    marked = spmd.mark_sharding(x, mesh, ("data", None))
+    return marked, spmd.mark_sharding(w, mesh, ("data", "model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("v4:4x4x8", (32, 4)),
+        ("v5e:4x4", (8, 2)),
+        ("v5p:2x2x2", (4, 2)),
+        ("v6e:2x2", (2, 2)),
+        ("tpu7x:2x2x1", (4, 2)),
+        ("h200:8", (4, 2)),
+    ],
+)
+def test_planning_takes_no_devices(name: str, sizes: tuple[int, int]) -> None:
+    mesh = spmd.Mesh(None, sizes, ("data", "model"))
+    lowered = spmd.jit(step, mesh=mesh).lower(*structs(mesh), topology=spmd.Topology(name))
+    assert lowered.cost > 0
+    assert {c.kind for c in lowered.collectives} == {"all_gather"}
+    assert lowered.memory.is_predicted
+    whole = 512 * 512 * 4
+    assert lowered.memory.arguments == whole // sizes[0] + whole // mesh.size
+
+
+def test_without_libtpu_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+    with pytest.raises(MeshError, match=r'pip install "spmd\[tpu\]"'):
+        spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology("v5e:2x4"))
+
+
+def test_other_machines_have_no_compiler_here() -> None:
+    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+    with pytest.raises(MeshError, match=r"use \.lower"):
+        spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology("h200:8"))
+
+
+@needs_libtpu
+def test_a_mesh_must_fit() -> None:
+    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+    with pytest.raises(MeshError, match="does not fit v5e:4x4"):
+        devices_ahead(mesh, spmd.Topology("v5e:4x4"))
+
+
+def test_what_is_here() -> None:
+    mesh = spmd.make_mesh(data=4, model=2)
+    assert is_here(mesh, spmd.Topology("cpu:8"))
+    assert not is_here(mesh, spmd.Topology("v5e:2x4"))
+    assert not is_here(spmd.Mesh(None, (16,), ("data",)), spmd.Topology("cpu:16"))
+
+
+def test_the_machine_at_hand_is_compiled_for_and_runs() -> None:
+    mesh = spmd.make_mesh(data=4, model=2)
+    compiled = spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology("cpu:8"))
+    x = np.ones((512, 512), np.float32)
+    np.testing.assert_allclose(compiled(x, x), 512)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v4:2x2x2", "v5e:2x4", "tpu7x:2x2x1"])
+def test_the_tpu_compiler_reports_memory_and_a_schedule(name: str) -> None:
+    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+    compiled = spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology(name))
+    assert compiled.memory.arguments >= compiled.predicted_memory.arguments
+    assert not compiled.memory.is_predicted
+    text = compiled.as_text("hlo")
+    assert "is_scheduled=true" in text and "all-gather" in text
+    with pytest.raises(ArgumentError, match="cannot run here"):
+        compiled(np.ones((512, 512)), np.ones((512, 512)))
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("v4:4x4x8", 128), ("v5e:4x4", 16), ("v5e:1x4", 4), ("v6e:2x2", 4), ("tpu7x:2x2x1", 8)],
+)
+def test_devices_are_as_many_as_the_topology_says(name: str, count: int) -> None:
+    topology = spmd.Topology(name)
+    assert topology.count == count
+    devices = devices_ahead(spmd.Mesh(None, (count,), ("data",)), topology)
+    assert len({device.id for device in devices}) == count
