@@ -55,7 +55,7 @@ FLAGS = {
 HEADROOM = 0.6
 """Share of a device's memory that a prediction may fill.
 
-The TPU compiler's figure is up to 1.6 times the prediction: it holds more gathered weights at once.
+The TPU compiler reports up to 1.65 times the prediction where many layers' inputs are stacked.
 """
 
 

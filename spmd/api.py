@@ -500,7 +500,8 @@ class Lowered:
     @cached_property
     def predicted_memory(self) -> MemoryUse:
         """Predicted memory of one device: what is held, and when."""
-        return peak_memory(self.stages.optimized.program, self.donated)
+        is_cpu = self.stages.plan.topology.platform == "cpu"
+        return peak_memory(self.stages.optimized.program, self.donated, widens_halves=is_cpu)
 
     def explain(self, value: str | None = None) -> str:
         """What is sharded how, why, and what it costs, as text; or all about one value by name."""

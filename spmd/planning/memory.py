@@ -72,15 +72,18 @@ class MemoryUse(NamedTuple):
         return tuple(sorted(held, key=lambda b: -b.bytes))
 
 
-def peak_memory(program: Program, donated: Sequence[int] = ()) -> MemoryUse:
+def peak_memory(
+    program: Program, donated: Sequence[int] = (), widens_halves: bool = False
+) -> MemoryUse:
     """Predicts what one device holds.
 
     Args:
       program: a local program.
       donated: positions of the arguments whose memory may be overwritten.
+      widens_halves: whether 16-bit floats in between are held as 32-bit ones, as XLA does on CPUs.
     """
     uses = _Uses(program)
-    return _Simulation(uses, _aliases(program, donated)).run()
+    return _Simulation(uses, _aliases(program, donated), widens_halves).run()
 
 
 def stored_values(program: Program) -> frozenset[Value]:
@@ -228,7 +231,8 @@ def is_untouched(loop: Op, position: int) -> bool:
 class _Simulation:
     """Forwards over a program: allocates, frees, and remembers the most that was held."""
 
-    def __init__(self, uses: _Uses, aliases: dict[int, int]) -> None:
+    def __init__(self, uses: _Uses, aliases: dict[int, int], widens_halves: bool) -> None:
+        self.widened = ("bf16", "f16") if widens_halves else ()
         self.uses = uses
         self.program = uses.program
         self.types = uses.program.types
@@ -291,7 +295,8 @@ class _Simulation:
 
     def make(self, op: Op, value: Value, over_operand: bool) -> None:
         """Allocates a value, in the place of one that dies here if the op may write over it."""
-        now, size = self.clock, self.types[value].bytes
+        now, type_ = self.clock, self.types[value]
+        size = type_.bytes * (2 if type_.dtype in self.widened else 1)
         home = self.homes.get(value)
         if home is not None:
             free_from, end = home

@@ -137,3 +137,13 @@ def test_arguments_and_results_are_exact() -> None:
     assert predicted.arguments == reported.arguments
     assert predicted.aliased == reported.aliased
     assert peak_memory(lowered.stages.optimized.program).aliased == 0
+
+
+def test_cpus_hold_halves_as_floats() -> None:
+    lowered = PROGRAMS["llama scan 8x1 bf16"](1).lower()
+    program = lowered.stages.optimized.program
+    narrow = peak_memory(program, lowered.donated)
+    wide = peak_memory(program, lowered.donated, widens_halves=True)
+    assert wide.arguments == narrow.arguments
+    assert 1.3 * narrow.temporary < wide.temporary < 2 * narrow.temporary
+    assert lowered.predicted_memory == wide
