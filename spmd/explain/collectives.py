@@ -22,8 +22,8 @@ class Collective(NamedTuple):
       axes: the mesh axes (or sub-axes) along which devices exchange.
       bytes: bytes that one device sends in one execution.
       count: executions in one run of the program (loops multiply).
-      source: the user's source line.
-      reason: which use wanted what.
+      source: the user's source line, and its caller's.
+      reason: a sentence: which use wanted what.
       seconds: predicted time of one execution.
     """
 
@@ -64,7 +64,7 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
             tuple(str(ref) for ref in axis_refs(axes, mesh)),
             wire_bytes(kind, mesh.extent(axes), sent, received),
             times,
-            op.loc.source,
+            op.loc.trail,
             op.loc.note,
             collective_seconds(kind, axes, sent, received, mesh, topology),
         )

@@ -49,16 +49,26 @@ def plan_exactly(
     alike in spite of all, the cheaper one is returned.
     """
     greedy = plan_greedily(propagated, topology, result_marks, links)
-    arguments = argument_shardings(propagated)
-    count = len(propagated.program.body.results)
-    results = fixed_results(arguments, result_marks, dict(links), count)
-    units = units_of(propagated, results)
-    domains = domains_of(propagated, units, arguments, results, topology, greedy)
-    built = CostNetwork(propagated, units, domains, results, topology)
+    built = network_of(greedy)
     solution = solve(built.network)
     plan = _Decoded(built, solution).run(result_marks, dict(links))
     best = plan if plan.seconds <= greedy.seconds else greedy
     return best._replace(greedy_seconds=greedy.seconds, lower_seconds=solution.lower)
+
+
+def network_of(known: Plan) -> CostNetwork:
+    """The network of all plans of a program.
+
+    Args:
+      known: one of them, whose choices are to be among those that are weighed.
+    """
+    propagated, topology = known.propagated, known.topology
+    arguments = argument_shardings(propagated)
+    count = len(propagated.program.body.results)
+    results = fixed_results(arguments, known.result_marks, dict(known.links), count)
+    units = units_of(propagated, results)
+    domains = domains_of(propagated, units, arguments, results, topology, known)
+    return CostNetwork(propagated, units, domains, results, topology)
 
 
 class _Variable(NamedTuple):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.ir.control_flow import ties
@@ -49,7 +49,7 @@ class Origin(NamedTuple):
         """For people: `through stablehlo.add at train.py:12 (step)`, or the mark's reason."""
         if self.value is None:
             return self.label
-        source = self.loc.source
+        source = self.loc.trail
         return f"through {self.label}" + (f" at {source}" if source else "")
 
 
@@ -86,15 +86,24 @@ class Propagated(NamedTuple):
 
     def why(self, value: Value, dim: int, atom: int) -> tuple[str, ...]:
         """The chain from an inferred atom back to the mark that caused it, nearest first."""
-        chain: list[str] = []
+        return tuple([origin.reason for _, origin in self._chain(value, dim, atom)])
+
+    def root(self, value: Value, dim: int, atom: int) -> Value | None:
+        """The marked value that an inferred atom comes from, if any."""
+        last = None
+        for last in self._chain(value, dim, atom):
+            pass
+        return last[0] if last is not None and last[1].value is None else None
+
+    def _chain(self, value: Value, dim: int, atom: int) -> Iterator[tuple[Value, Origin]]:
+        """(value, why it has the atom), back to the mark."""
         at: Value | None = value
         while at is not None:
             origin = next((o for o in self.origins.get((at, dim), ()) if atom in o.atoms), None)
             if origin is None:
-                break
-            chain.append(origin.reason)
+                return
+            yield at, origin
             at, dim = origin.value, origin.dim
-        return tuple(chain)
 
 
 class _Shape(NamedTuple):
