@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from spmd.errors import ArgumentError, MeshError, SpecError
 from spmd.explain.collectives import Collective, list_collectives
 from spmd.explain.memory import Memory
+from spmd.explain.prices import Prices
 from spmd.explain.verify import Verification, verify
 from spmd.frontend.import_stablehlo import parse_module, signature
 from spmd.frontend.marks import Entries
@@ -386,13 +387,29 @@ class Lowered:
         """Predicted seconds of one run: compute plus reshards."""
         return self.stages.plan.seconds
 
-    def explain(self, value: str | None = None) -> str:
-        """What is sharded how, why, and what it costs, as text; or all about one value by name."""
+    @cached_property
+    def prices(self) -> Prices:
+        """What other decisions would have cost; computed when asked."""
+        return Prices(self.stages.plan)
+
+    def explain(self, value: str | None = None, *, prices: bool = True) -> str:
+        """What is sharded how, why, and what it costs, as text; or all about one value.
+
+        Args:
+          value: an argument's or a result's name or a pattern of names (`params/*/w`), a value's
+            number as in `%12`, or a source line (`model.py:12`) for all that is made there.
+          prices: whether to say what other decisions would have cost. That asks the planner again,
+            which takes some seconds for large programs.
+
+        Raises:
+          ArgumentError: no value has this name.
+        """
         from spmd.explain.text import explain_program, explain_value
 
+        asked = self.prices if prices else None
         if value is not None:
-            return explain_value(self.stages, value)
-        return explain_program(self.stages, self.collectives, self.memory)
+            return explain_value(self.stages, value, asked)
+        return explain_program(self.stages, self.collectives, self.memory, asked)
 
     def summary(self) -> str:
         """The short form of `explain`, for a terminal."""
@@ -404,7 +421,7 @@ class Lowered:
         """Writes `explain` as one self-contained HTML page with pictures."""
         from spmd.explain.html import write_report
 
-        write_report(path, self.stages, self.collectives, self.memory)
+        write_report(path, self.stages, self.collectives, self.memory, self.prices)
 
     @property
     def memory(self) -> Memory | None:

@@ -9,13 +9,22 @@ from spmd.ir.program import Value
 from spmd.mesh.sharding import Sharding, is_legal
 from spmd.planning.alternatives import Alternatives
 from spmd.planning.plan import Plan
-from spmd.planning.relax import MarkGroup, MarkPrices, Relief, difference, mark_prices, replanned
+from spmd.planning.relax import (
+    MarkGroup,
+    MarkPrices,
+    Relief,
+    difference,
+    mark_groups,
+    mark_prices,
+    relief_of,
+    replanned,
+)
 from spmd.planning.replay import Move, moves_of
 
-MOST_TRIES = 6
+MOST_TRIES = 5
 """Marks without which a program is planned again for a report."""
 
-MOST_CONFLICTS = 12
+MOST_CONFLICTS = 24
 """Kinds of conflicts whose losing claims are priced for a report, the largest values first."""
 
 MOST_OTHERS = 5
@@ -57,6 +66,12 @@ class Prices:
     def marks(self) -> MarkPrices:
         """Prices of the marks next to the most expensive reshards."""
         return mark_prices(self.plan, MOST_TRIES)
+
+    def without_mark(self, value: Value) -> Relief:
+        """What the program would cost without the mark of a value and those that belong to it."""
+        groups = mark_groups(self.plan, self.moves, every=True)
+        group = next(group for group in groups if value in group.values)
+        return relief_of(self.plan, self.moves, group)
 
     def others(self, value: Value) -> tuple[OtherSharding, ...]:
         """Other shardings of a value, the cheapest first.

@@ -5,6 +5,7 @@ That is the planner's own model: nothing overlaps, so the lanes' times add up to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ class Segment(NamedTuple):
       lanes: `compute`, or the names of the mesh axes whose links are busy.
       kind: `compute`, or the collective's kind.
       label: what it is: an op, or a collective and what it moves.
-      group: the user's function (and its caller) that it belongs to.
+      group: the user's source line and its caller's; `in f` for several lines of one function.
       start: when it begins, seconds after the run, or the loop's iteration, began.
       seconds: how long it takes.
       ops: how many ops are drawn as this one.
@@ -111,7 +112,7 @@ def timeline_of(plan: Plan) -> Timeline:
 
 
 def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
-    """Fewer segments: neighbours of one lane, kind and group are one, and all that are short.
+    """Fewer segments, to draw: neighbours of one kind and function are one, and all that are short.
 
     Args:
       segments: any.
@@ -122,25 +123,38 @@ def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
     made: list[Segment] = []
     for s in sorted(segments, key=lambda s: s.start):
         before = made[last[s.lanes]] if s.lanes in last else None
-        if before is not None and _join(before, s, least):
-            group = before.group if before.group == s.group else ""
-            label = before.label if before.label == s.label else ""
-            made[last[s.lanes]] = before._replace(
-                label=label, group=group, seconds=s.end - before.start, ops=before.ops + s.ops
-            )
-            continue
-        last[s.lanes] = len(made)
-        made.append(s)
+        joint = _joint(before, s, least) if before is not None else None
+        if joint is None:
+            last[s.lanes] = len(made)
+            made.append(s)
+        else:
+            made[last[s.lanes]] = joint
     return made
 
 
-def _join(before: Segment, after: Segment, least: float) -> bool:
-    if before.kind != after.kind:
-        return False
-    gap = after.start - before.end
-    if before.group == after.group:
-        return gap <= least / 4
-    return gap <= least / 4 and min(before.seconds, after.seconds) < least
+def _joint(before: Segment, after: Segment, least: float) -> Segment | None:
+    """Two neighbours of one lane as one segment, if they belong together."""
+    if before.kind != after.kind or after.start - before.end > least / 4:
+        return None
+    group = before.group if before.group == after.group else ""
+    if not group and before.kind == COMPUTE:
+        names = functions_of(after.group)
+        common = next((name for name in functions_of(before.group) if name in names), None)
+        group = f"in ({common})" if common is not None else ""
+    if not group and min(before.seconds, after.seconds) >= least:
+        return None
+    return before._replace(
+        label=before.label if before.label == after.label else "",
+        group=group,
+        seconds=after.end - before.start,
+        ops=before.ops + after.ops,
+    )
+
+
+def functions_of(group: str) -> tuple[str, ...]:
+    """The functions of a source line and its caller, the caller first, without `<locals>`."""
+    names = re.findall(r"\(([^()]*)\)", group)
+    return tuple(name.rpartition(".")[2] for name in reversed(names))
 
 
 class _Level:

@@ -113,11 +113,19 @@ def argument_bytes(plan: Plan) -> int:
 # Which marks are next to which reshards.
 
 
-def mark_groups(plan: Plan, moves: Sequence[Move]) -> tuple[MarkGroup, ...]:
-    """The marks that are next to reshards, those next to the most time first."""
+def mark_groups(
+    plan: Plan, moves: Sequence[Move], every: bool = False
+) -> tuple[MarkGroup, ...]:
+    """The marks that are next to reshards, those next to the most time first.
+
+    Args:
+      plan: the plan.
+      moves: its reshards.
+      every: whether marks that are next to no reshard are among them, too.
+    """
     marks = plan.propagated.marks
     names = _names(plan)
-    seconds: dict[str, float] = {}
+    seconds: dict[str, float] = dict.fromkeys(names.values(), 0.0) if every else {}
     for move in moves:
         for name in dict.fromkeys(names[value] for value in _marks_around(plan, move)):
             seconds[name] = seconds.get(name, 0.0) + move.seconds

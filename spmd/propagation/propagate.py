@@ -50,7 +50,8 @@ class Origin(NamedTuple):
         if self.value is None:
             return self.label
         source = self.loc.trail
-        return f"through {self.label}" + (f" at {source}" if source else "")
+        label = self.label.removeprefix("stablehlo.")
+        return f"through {label}" + (f" at {source}" if source else "")
 
 
 class Conflict(NamedTuple):
