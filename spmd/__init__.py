@@ -6,6 +6,7 @@ from spmd.api import (
     Lowered,
     compile_stablehlo,
     jit,
+    lower_stablehlo,
     mark_sharding,
     mark_tree,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "UnsupportedOpError",
     "compile_stablehlo",
     "jit",
+    "lower_stablehlo",
     "make_mesh",
     "mark_sharding",
     "mark_tree",

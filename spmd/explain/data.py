@@ -570,10 +570,10 @@ def mark_rows(stages: Stages, prices: Prices) -> tuple[MarkRow, ...]:
 def marks_title(prices: Prices) -> str:
     """How many marks were looked at, of how many."""
     found = prices.marks
-    return (
-        f"{found.tried} of the {found.groups} kinds of marks that collectives come from were left "
-        "out, one at a time, and the program planned again"
-    )
+    kinds = f"the {found.groups} kinds of marks that collectives come from"
+    if found.tried == found.groups:
+        return f"without each of {kinds} in turn, the program was planned again"
+    return f"without {found.tried} of {kinds}, one at a time, the program was planned again"
 
 
 # ---------------------------------------------------------------------------------------------
