@@ -2,7 +2,8 @@
 
 The file is text, bytecode or a portable artifact. Nothing is run and no device is needed: the mesh
 and the machine are made up. A spec has an entry for each dim, separated by commas: an axis, several
-as `data+model`, `None` (or `-`) for a dim that is not split, `...` for one that is up to the compiler.
+as `data+model`, `None` (or `-`) for a dim that is not split, `...` for one that is up to the
+compiler.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 
 EXAMPLES = """examples:
   scripts/explain model.mlir --mesh data=4,model=2
-  scripts/explain model.mlir --mesh data=4,model=2 --arg-spec 0=data,None --arg-spec params/w=None,model
+  scripts/explain model.mlir --mesh data=4,model=2 --arg-spec 0=data,None \\
+      --arg-spec params/w=None,model
   scripts/explain model.mlir --mesh data=16,model=16 --topology v5e:16x16 --report report.html
-  scripts/explain model.mlir --mesh data=8 --value params/w     # why is it so, and what else would cost
+  scripts/explain model.mlir --mesh data=8 --value params/w     # why is it so, and what else costs
   scripts/explain model.mlir --mesh data=8 --value model.py:12  # all that this line makes
   scripts/explain model.mlir --mesh data=8 --stage local        # the program of one device
 """
@@ -46,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--arg-spec", "--arg_spec", action="append", default=[], metavar="WHICH=SPEC",
-        help="spec of an argument, by its number from 0, its name, or a pattern of names; arguments "
-        "without one are open. Repeatable.",
+        help="spec of an argument, by its number from 0, its name, or a pattern of names; "
+        "arguments without one are open. Repeatable.",
     )  # fmt: skip
     add(
         "--result-spec", "--result_spec", action="append", default=[], metavar="WHICH=SPEC",
@@ -55,8 +57,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--planner", choices=("exact", "greedy"), default="exact", help="default: %(default)s")
     add("--value", action="append", default=[], metavar="NAME",
-        help="explain one value instead: an argument's or result's name (or a pattern), a number as "
-        "in %%12, or a source line as in model.py:12. Repeatable.")  # fmt: skip
+        help="explain one value instead: an argument's or result's name (or a pattern), a number "
+        "as in %%12, or a source line as in model.py:12. Repeatable.")  # fmt: skip
     add("--stage", choices=STAGES, help="print the program after a stage instead")
     add("--report", metavar="FILE", help="also write the report as an HTML page")
     add("--no-prices", action="store_true",

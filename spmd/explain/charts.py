@@ -1,6 +1,6 @@
-"""Pictures of a run, as SVG: a timeline with a lane for compute and one for each mesh axis, and
-memory over time.
+"""Pictures of a run, as SVG: a timeline, and memory over time.
 
+The timeline has a lane for compute and one for the links of each mesh axis.
 Every rectangle has a title, for hovering; a chart can be focused, and then the arrow keys go from
 one segment to the next (see report.js).
 """
@@ -49,7 +49,8 @@ def timeline_svg(timeline: Timeline, axes: Sequence[str], what: str) -> str:
 
 
 def _bar(s: Segment, scale: float, y: int, total: float) -> str:
-    x, width = LEFT + s.start * scale, max(s.seconds * scale, 0.4)
+    x, width = LEFT + s.start * scale, max(s.seconds * scale, 0.5)
+    width -= 0.6 if width > 3 else 0.0  # tells it from the next one
     what = s.label or (f"{s.ops} ops" if s.kind == COMPUTE else f"{s.ops} {s.kind}")
     if s.label and s.ops > 1:
         what += f" ({s.ops} ops)"
@@ -61,9 +62,8 @@ def _bar(s: Segment, scale: float, y: int, total: float) -> str:
         f'fill="var(--{s.kind})"><title>{escape(info)}</title></rect>'
     )
     name = _function(s.group)
-    if name and width > 7.2 * len(name) + 8:
-        style = f"in {COMPUTE}" if s.kind == COMPUTE else "in"
-        drawn += f'<text class="{style}" x="{x + 5:.1f}" y="{y + 19}">{escape(name)}</text>'
+    if name and s.kind == COMPUTE and width > 7.2 * len(name) + 8:
+        drawn += f'<text class="in" x="{x + 5:.1f}" y="{y + 19}">{escape(name)}</text>'
     return drawn
 
 
@@ -161,9 +161,7 @@ def _y(level: float, top: float) -> float:
     return 10 + (_HEIGHT - 10) * (1 - level / top)
 
 
-def _coarse(
-    steps: Sequence[tuple[int, ...]], peak: int
-) -> list[tuple[int, tuple[int, ...]]]:
+def _coarse(steps: Sequence[tuple[int, ...]], peak: int) -> list[tuple[int, tuple[int, ...]]]:
     """(first op, bytes) where they change; long runs keep the worst moment of each stretch."""
     width = max(1, math.ceil(len(steps) / _STEPS))
     made: list[tuple[int, tuple[int, ...]]] = []

@@ -22,7 +22,6 @@ from spmd.planning.plan import Plan
 from spmd.propagation.propagate import Conflict, Propagated
 from spmd.propagation.registry import rule_of
 
-
 NO_AXIS = "no axis"
 
 CLOSE = 1e-6
@@ -102,6 +101,11 @@ def price_text(seconds: float, count: int) -> str:
     if (seconds > 0) == (count > 0):
         return f"{time} {_more(seconds)}, {sent} {_more(count)} sent"
     return f"{time} {_more(seconds)}, but {sent} {_more(count)} sent"
+
+
+def arguments_text(count: int) -> str:
+    """A difference in what each device holds of the arguments."""
+    return f"arguments take {bytes_text(abs(count))} {_more(count)} per device"
 
 
 def _more(difference: float) -> str:
@@ -547,8 +551,7 @@ class MarkRow(NamedTuple):
         text = price_text(self.seconds, self.bytes)
         if not self.argument_bytes:
             return text
-        size = bytes_text(abs(self.argument_bytes))
-        return f"{text}; arguments take {size} {_more(self.argument_bytes)} per device"
+        return f"{text}; {arguments_text(self.argument_bytes)}"
 
 
 def mark_rows(stages: Stages, prices: Prices) -> tuple[MarkRow, ...]:
@@ -624,12 +627,15 @@ class Overview(NamedTuple):
 
 
 def quality_rows(figures: Overview) -> tuple[tuple[str, str], ...]:
-    """(what, seconds as text): the plan against the greedy one, and against the best there can be."""
+    """(what, seconds as text): the greedy plan, and the best there can be, beside this one."""
     rows = []
     if figures.greedy_seconds and figures.solver != "greedy":
         more = figures.greedy_seconds / figures.seconds - 1 if figures.seconds else 0.0
         rows.append(
-            ("greedy plan", f"{seconds_text(figures.greedy_seconds)}, {more:.1%} slower than this one")
+            (
+                "greedy plan",
+                f"{seconds_text(figures.greedy_seconds)}, {more:.1%} slower than this one",
+            )
         )
     if figures.lower_seconds:
         gap = figures.seconds / figures.lower_seconds - 1

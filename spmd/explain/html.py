@@ -107,7 +107,8 @@ def _sections(
                  "device in one run", _collectives(collectives)),
         _Section("bytes", "Bytes by kind", "sent by each device, executions, time",
                  _traffic(collectives)),
-        _Section("marks", "Prices of marks", "what would have been cheaper, and which mark forbids it", _marks(stages, prices)),
+        _Section("marks", "Prices of marks", "what would have been cheaper, and which mark forbids "
+                 "it", _marks(stages, prices)),
         _Section("conflicts", "Conflicts", f"{len(stages.propagated.conflicts)} disagreements of "
                  f"{len(conflicts)} kinds, and how the plan settled them", _conflicts(conflicts)),
         _Section("memory", "Memory over time", "of each device", _memory(figures, alive)),
@@ -177,8 +178,8 @@ def _timeline(timeline: Timeline, stages: Stages) -> str:
     axes = [name for name, atoms in stages.plan.mesh.axis_atoms.items() if atoms]
     kinds = [COMPUTE, *dict.fromkeys(s.kind for s in timeline.flat() if s.kind != COMPUTE)]
     intro = (
-        "<p>Compute, and the links of every mesh axis. The planner takes nothing to overlap; a real "
-        "run hides some of the collectives behind compute.</p>"
+        "<p>Compute, and the links of every mesh axis. The planner takes nothing to overlap; a "
+        "real run hides some of the collectives behind compute.</p>"
     )
     return (
         f"{intro}{h.legend([(kind, f'var(--{kind})') for kind in kinds])}"
@@ -249,7 +250,8 @@ def _traffic(collectives: Sequence[Collective]) -> str:
     return h.bars(
         [
             (
-                f"{h.kind(total.kind)} <span class=soft>over {escape(', '.join(total.axes))}</span>",
+                f"{h.kind(total.kind)} "
+                f"<span class=soft>over {escape(', '.join(total.axes))}</span>",
                 total.bytes,
                 f"{data.bytes_text(total.bytes)}, {total.runs}x, "
                 f"{data.seconds_text(total.seconds)}",

@@ -56,7 +56,7 @@ def table(
     body = "".join(f"<tr>{''.join(map(_td, row))}</tr>" for row in made)
     box = (
         f'<label class="filter">filter <input type="search" placeholder="{escape(search)}">'
-        f'<output>{len(made)} rows</output></label>'
+        f"<output>{len(made)} rows</output></label>"
         if search
         else ""
     )

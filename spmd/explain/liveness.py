@@ -77,7 +77,8 @@ def liveness_of(program: Program, reused: Mapping[int, int]) -> Liveness:
     alive: dict[Value, int] = {}
     ending: dict[int, list[Value]] = {}
     steps: list[tuple[int, ...]] = []
-    peak, peak_bytes, peak_alive = 0, -1, ()
+    peak, peak_bytes = 0, -1
+    peak_alive: tuple[Value, ...] = ()
     for i, op in enumerate(body.ops):
         for value in op.results:
             kind = kinds.get(value, -1)

@@ -130,4 +130,3 @@ def _single_axes(plan: Plan, value: Value) -> list[tuple[tuple[int, ...], ...]]:
         if atoms
         for dim in range(rank)
     ]
-

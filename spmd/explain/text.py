@@ -422,8 +422,7 @@ def _others(plan: Plan, value: Value, prices: Prices) -> list[str]:
     for other in prices.others(value):
         text = data.price_text(other.seconds, other.bytes)
         if other.argument_bytes:
-            more = "more" if other.argument_bytes > 0 else "less"
-            text += f"; arguments take {data.bytes_text(abs(other.argument_bytes))} {more}"
+            text += f"; {data.arguments_text(other.argument_bytes)}"
         rows.append((data.spec_text(other.sharding, plan.mesh), text))
     if not rows:
         return ["  no other state of it was weighed: nothing around it asks for one"]

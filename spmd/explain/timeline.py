@@ -251,7 +251,7 @@ class _Recorder(Replay):
 
 
 def _one_after_another(parts: Sequence[Timeline]) -> Timeline:
-    """Regions that run in turn; of a conditional's branches all are counted, as the planner does."""
+    """Regions that run in turn; all branches of a conditional count, as for the planner."""
     start = 0.0
     segments: list[Segment] = []
     loops: list[Loop] = []

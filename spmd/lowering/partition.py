@@ -33,7 +33,6 @@ from spmd.planning.reshard import Path, Step, can_reshard, reshard
 from spmd.propagation.projection import project
 from spmd.propagation.registry import rule_of
 
-
 COLLECTIVES = ("all_gather", "all_to_all", "collective_permute", "reduce_scatter", "all_reduce")
 """Steps of a reshard in which devices wait for each other."""
 

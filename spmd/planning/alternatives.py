@@ -29,7 +29,6 @@ from spmd.planning.solve import TABLE_LIMIT, Solution, solve
 from spmd.planning.units import CARRY, OP
 from spmd.propagation.propagate import Conflict
 
-
 T = TypeVar("T")
 
 UNIT = 1e9
@@ -161,7 +160,7 @@ class Alternatives:
     def _price(
         self, number: int, states: tuple[int, ...], together: tuple[int, ...]
     ) -> Price | None:
-        """What the best plan costs more in which a class is in one of some states; None: forbidden."""
+        """What the best plan costs more in which a class is in some states; None: forbidden."""
         if (number, states) not in self._prices:
             variables = self._built.variables
             if together not in self._rooms:

@@ -52,9 +52,7 @@ class Elimination:
         """The variables that are left, ascending."""
         return sorted(self._left)
 
-    def run(
-        self, limit: int, neighbours: int = 1 << 30, keep: Collection[int] = ()
-    ) -> bool:
+    def run(self, limit: int, neighbours: int = 1 << 30, keep: Collection[int] = ()) -> bool:
         """Eliminates as long as no table gets too large.
 
         Args:

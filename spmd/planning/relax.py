@@ -1,5 +1,6 @@
-"""What marks cost: the marks next to the most expensive reshards are opened one after another, and
-the program is propagated and planned again without them.
+"""What marks cost: the program is propagated and planned again without them, one after another.
+
+Only those next to the most expensive reshards are tried.
 
     price of a mark  =  cost of the plan with it  -  cost of the plan without it
 """
@@ -113,9 +114,7 @@ def argument_bytes(plan: Plan) -> int:
 # Which marks are next to which reshards.
 
 
-def mark_groups(
-    plan: Plan, moves: Sequence[Move], every: bool = False
-) -> tuple[MarkGroup, ...]:
+def mark_groups(plan: Plan, moves: Sequence[Move], every: bool = False) -> tuple[MarkGroup, ...]:
     """The marks that are next to reshards, those next to the most time first.
 
     Args:

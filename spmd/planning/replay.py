@@ -1,4 +1,4 @@
-"""`moves_of`: every reshard that a plan makes, in order, with what it costs and who asked for it."""
+"""`moves_of`: every reshard that a plan makes, in order, what it costs and who asked for it."""
 
 from __future__ import annotations
 
@@ -53,19 +53,23 @@ class Replay(Walk):
         raise NotImplementedError
 
     def choose(self, op: Op) -> tuple[Choice, float]:
+        """What the plan chose; ops' own time does not count here."""
         self.user = op
         return self.plan.choice(op), 0.0
 
     def carry(self, tie: Tie) -> Sharding:
+        """What the plan chose."""
         state = self.plan.states[tie.result]
         assert state is not None
         return state
 
     def region(self, region: Region, trips: int) -> None:
+        """Settles a region; what it returns is no op's operand."""
         super().region(region, trips)
         self.user = None
 
     def control_flow(self, op: Op, trips: int) -> None:
+        """Settles a region op; what it reads are carries."""
         self.user = None
         super().control_flow(op, trips)
 

@@ -91,10 +91,8 @@ class Propagated(NamedTuple):
 
     def root(self, value: Value, dim: int, atom: int) -> Value | None:
         """The marked value that an inferred atom comes from, if any."""
-        last = None
-        for last in self._chain(value, dim, atom):
-            pass
-        return last[0] if last is not None and last[1].value is None else None
+        chain = list(self._chain(value, dim, atom))
+        return chain[-1][0] if chain and chain[-1][1].value is None else None
 
     def _chain(self, value: Value, dim: int, atom: int) -> Iterator[tuple[Value, Origin]]:
         """(value, why it has the atom), back to the mark."""

@@ -1,4 +1,4 @@
-"""The report in a real browser: it needs nothing from outside, sorts, filters, and has its charts."""
+"""The report in a real browser: it needs nothing from outside, sorts, filters, has its charts."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def page(report: Path) -> Iterator[Browser]:
 def keys(page: Browser, column: int) -> list[str]:
     """What the rows that are shown sort by in one column, from the top."""
     found: list[str] = page.run(
-        f"[...{TABLE}.tBodies[0].rows].filter(r => !r.hidden)"
-        f".map(r => r.cells[{column}].dataset.v)"
+        f"[...{TABLE}.tBodies[0].rows].filter(r => !r.hidden).map(r => r.cells[{column}].dataset.v)"
     )
     return found
 

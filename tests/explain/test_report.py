@@ -98,9 +98,7 @@ def test_shardings_as_specs() -> None:
 
 @pytest.fixture(scope="module")
 def text(compiled: Any) -> str:
-    return explain_program(
-        compiled.stages, compiled.collectives, compiled.memory, compiled.prices
-    )
+    return explain_program(compiled.stages, compiled.collectives, compiled.memory, compiled.prices)
 
 
 def test_text_names_every_argument_result_and_collective(compiled: Any, text: str) -> None:

@@ -1,5 +1,6 @@
 """The timeline adds up to the plan's cost, and memory over time to what is alive."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -16,9 +17,7 @@ MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 
 def lowered(fn: Any, *shapes: Any, specs: Any = None) -> spmd.Lowered:
     structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return spmd.jit(fn, mesh=MESH, in_specs=specs).lower(
-        *structs, topology=spmd.Topology("h200:8")
-    )
+    return spmd.jit(fn, mesh=MESH, in_specs=specs).lower(*structs, topology=spmd.Topology("h200:8"))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
@@ -33,7 +32,7 @@ def test_the_timeline_is_as_long_as_the_plan_says(training: Any) -> None:
     assert timeline.seconds == pytest.approx(plan.seconds, rel=1e-6)
     assert sum(s.seconds for s in timeline.flat()) == pytest.approx(plan.seconds, rel=1e-6)
     segments = sorted(timeline.flat(), key=lambda s: s.start)
-    for before, after in zip(segments, segments[1:], strict=False):
+    for before, after in itertools.pairwise(segments):
         assert before.end <= after.start + 1e-9
 
 

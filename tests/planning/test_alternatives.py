@@ -1,4 +1,4 @@
-"""Prices of what a plan decided against: held against every joint choice, and against other plans."""
+"""Prices of what a plan decided against, beside every joint choice, and beside other plans."""
 
 import itertools
 from typing import Any
