@@ -15,6 +15,7 @@ SHELL_SCRIPTS = [
     "scripts/check",
     "scripts/fuzz",
     "scripts/verify",
+    "scripts/explain",
     ".ci/run",
 ]
 
