@@ -57,7 +57,12 @@ def explained(capsys: Any, *arguments: str) -> str:
 
 
 def test_specs_by_name_pattern_and_position(module: str, capsys: Any) -> None:
-    given = ("--arg-spec=params/w_in=None,model", "--arg-spec", "2=data,None", "--arg_spec=*out=-,-")
+    given = (
+        "--arg-spec=params/w_in=None,model",
+        "--arg-spec",
+        "2=data,None",
+        "--arg_spec=*out=-,-",
+    )
     text = explained(capsys, module, *given)
     rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert '(None, "model")' in rows["params/w_in"]
