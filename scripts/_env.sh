@@ -110,3 +110,16 @@ setup_env() {
     install_extra "$1"
   ) 9<"$REPO_ROOT" || exit 1
 }
+
+# Installs Chromium for the tests that open the report in a browser, where that takes one command and no password.
+# Without it these tests are skipped, and say so.
+setup_browser() {
+  local name
+  for name in chromium chromium-browser google-chrome chrome; do
+    if command -v "$name" >/dev/null; then return; fi
+  done
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then return; fi
+  say "Installing Chromium for the tests of the report."
+  { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 </dev/null ||
+    say "Chromium could not be installed: the tests that need it are skipped."
+}

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from absl import app, flags
 
+from scripts.specs import UsageError, parse_mesh, parse_specs
+
 if TYPE_CHECKING:
     from spmd.ir.types import TensorType
 
@@ -37,50 +39,6 @@ _HIGH = flags.DEFINE_integer(
 _RTOL = flags.DEFINE_float("rtol", None, "Relative tolerance of floats. Default: by dtype.")
 _ATOL = flags.DEFINE_float("atol", None, "Absolute tolerance of floats. Default: by dtype.")
 _VERBOSE = flags.DEFINE_bool("verbose", False, "Also print every sharding and collective.")
-
-
-class UsageError(ValueError):
-    """Flags that make no sense; the message is one line."""
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """`"data=4,model=2"` -> `{"data": 4, "model": 2}`.
-
-    Raises:
-        UsageError: not of that form, or a repeated axis.
-    """
-    axes: dict[str, int] = {}
-    for item in text.split(","):
-        name, _, size = (part.strip() for part in item.partition("="))
-        if not name or not size.isdecimal() or int(size) < 1:
-            raise UsageError(f"--mesh: {item!r} is not of the form axis=size, as in data=4,model=2")
-        if name in axes:
-            raise UsageError(f"--mesh: axis {name!r} is given twice")
-        axes[name] = int(size)
-    return axes
-
-
-def parse_specs(flag: str, texts: Sequence[str], count: int) -> list[Any]:
-    """`["0=data,-"]` -> `[("data", None), None, ...]`, one for each argument or result.
-
-    Raises:
-        UsageError: not of that form, or a number that does not exist.
-    """
-    specs: list[Any] = [None] * count
-    for text in texts:
-        number, equals, spec = text.partition("=")
-        if not equals or not number.strip().isdecimal():
-            raise UsageError(f"--{flag}: {text!r} is not of the form NUMBER=SPEC, as in 0=data,-")
-        if int(number) >= count:
-            raise UsageError(f"--{flag}: there is no {number.strip()} among {count}, from 0")
-        specs[int(number)] = tuple(_entry(entry.strip()) for entry in spec.split(",") if entry)
-    return specs
-
-
-def _entry(text: str) -> Any:
-    if text in ("-", "None"):
-        return None
-    return ... if text == "..." else tuple(text.split("+"))
 
 
 def random_argument(type_: TensorType, rng: np.random.Generator, high: int) -> Any:

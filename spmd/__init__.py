@@ -6,6 +6,7 @@ from spmd.api import (
     Lowered,
     compile_stablehlo,
     jit,
+    lower_stablehlo,
     mark_sharding,
     mark_tree,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "auto",
     "compile_stablehlo",
     "jit",
+    "lower_stablehlo",
     "make_mesh",
     "mark_sharding",
     "mark_tree",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import os
 import sys
@@ -18,8 +19,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from spmd.errors import ArgumentError, MeshError, SpecError
 from spmd.explain.collectives import Collective, list_collectives
 from spmd.explain.memory import Memory
+from spmd.explain.prices import Prices
 from spmd.explain.verify import Verification, verify
-from spmd.frontend.import_stablehlo import parse_module, signature
+from spmd.frontend.import_stablehlo import boundary_names, parse_module, signature
 from spmd.frontend.marks import Entries
 from spmd.frontend.trace import mark_uneven, seen_meshes, trace
 from spmd.ir.text import format_program
@@ -503,13 +505,29 @@ class Lowered:
         is_cpu = self.stages.plan.topology.platform == "cpu"
         return peak_memory(self.stages.optimized.program, self.donated, widens_halves=is_cpu)
 
-    def explain(self, value: str | None = None) -> str:
-        """What is sharded how, why, and what it costs, as text; or all about one value by name."""
+    @cached_property
+    def prices(self) -> Prices:
+        """What other decisions would have cost; computed when asked."""
+        return Prices(self.stages.plan)
+
+    def explain(self, value: str | None = None, *, prices: bool = True) -> str:
+        """What is sharded how, why, and what it costs, as text; or all about one value.
+
+        Args:
+          value: an argument's or a result's name or a pattern of names (`params/*/w`), a value's
+            number as in `%12`, or a source line (`model.py:12`) for all that is made there.
+          prices: whether to say what other decisions would have cost. That asks the planner again,
+            which takes some seconds for large programs.
+
+        Raises:
+          ArgumentError: no value has this name.
+        """
         from spmd.explain.text import explain_program, explain_value
 
+        asked = self.prices if prices else None
         if value is not None:
-            return explain_value(self.stages, value)
-        return explain_program(self.stages, self.collectives, self.memory)
+            return explain_value(self.stages, value, asked)
+        return explain_program(self.stages, self.collectives, self.memory, asked)
 
     def summary(self) -> str:
         """The short form of `explain`, for a terminal."""
@@ -517,11 +535,17 @@ class Lowered:
 
         return summarize(self.stages, self.collectives, self.memory)
 
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes `explain` as one self-contained HTML page with pictures."""
+    def report(self, path: str | os.PathLike[str], *, prices: bool = True) -> None:
+        """Writes `explain` as one self-contained HTML page with pictures.
+
+        Args:
+          path: the file to write.
+          prices: as for `explain`.
+        """
         from spmd.explain.html import write_report
 
-        write_report(path, self.stages, self.collectives, self.memory)
+        asked = self.prices if prices else None
+        write_report(path, self.stages, self.collectives, self.memory, asked)
 
     @property
     def memory(self) -> Memory:
@@ -738,11 +762,15 @@ class Compiled(Lowered):
         return str(self.executable.as_text()) if stage == "hlo" else super().as_text(stage)
 
 
+Specs = Sequence[Any] | Mapping[str, Any] | None
+"""For each argument or result a spec, or None (open); or names (or patterns of them) -> specs."""
+
+
 def compile_stablehlo(
     module_or_path: Any,
     mesh: Any,
-    arg_specs: Sequence[Any] | None = None,
-    result_specs: Sequence[Any] | None = None,
+    arg_specs: Specs = None,
+    result_specs: Specs = None,
     options: Options | None = None,
 ) -> Compiled:
     """Compiles a StableHLO module that any framework wrote.
@@ -760,12 +788,35 @@ def compile_stablehlo(
     Raises:
       FrontendError: a module that cannot be read.
     """
+    return Compiled(lower_stablehlo(module_or_path, mesh, arg_specs, result_specs, options))
+
+
+def lower_stablehlo(
+    module_or_path: Any,
+    mesh: Any,
+    arg_specs: Specs = None,
+    result_specs: Specs = None,
+    options: Options | None = None,
+) -> Lowered:
+    """Plans and partitions a StableHLO module: no device is needed, XLA is not called.
+
+    Args:
+      module_or_path: a module in memory, its text or bytecode, or the path of a file with either.
+      mesh: the mesh; `Mesh(None, (4, 2), ("data", "model"))` has no devices.
+      arg_specs: for each argument of the module's function a spec, or None (open); or a mapping
+        from names to specs. Names are the paths that the module has, else `arg0`, `arg1`, ...
+      result_specs: the same for its results.
+      options: compile options.
+
+    Raises:
+      FrontendError: a module that cannot be read.
+      SpecError: a spec for no argument or result, or one that does not fit.
+    """
     options = options or Options()
     own = as_mesh(mesh)
     module = parse_module(module_or_path)
     args, results = signature(module)
-    arg_names = tuple(f"arg{i}" for i in range(len(args)))
-    result_names = tuple(f"result{i}" for i in range(len(results)))
+    arg_names, result_names = boundary_names(module)
     request = Request(
         module,
         own,
@@ -780,14 +831,16 @@ def compile_stablehlo(
     in_tree = jax.tree.structure((tuple(range(len(args))), {}))
     out_tree = jax.tree.structure(structs)
     keys = (None,) * len(args)
-    return Compiled(Lowered(stages, request, options, in_tree, out_tree, structs, (), mesh, keys))
+    return Lowered(stages, request, options, in_tree, out_tree, structs, (), mesh, keys)
 
 
 def _flat_entries(
-    specs: Sequence[Any] | None, types: Sequence[Any], names: Sequence[str], mesh: Mesh, what: str
+    specs: Specs, types: Sequence[Any], names: Sequence[str], mesh: Mesh, what: str
 ) -> tuple[Entries | None, ...]:
     if specs is None:
         return (None,) * len(types)
+    if isinstance(specs, Mapping):
+        specs = _by_name(specs, names, what)
     if len(specs) != len(types):
         raise SpecError(
             f"{len(specs)} {what} specs for a module with {len(types)} {what}s",
@@ -797,6 +850,22 @@ def _flat_entries(
         None if spec is None else spec_entries(spec, t.rank, mesh, what=f"{what} {name}")
         for spec, t, name in zip(specs, types, names, strict=True)
     )
+
+
+def _by_name(specs: Mapping[str, Any], names: Sequence[str], what: str) -> Sequence[Any]:
+    """Specs by name, or by pattern, as one for each name; the first pattern that matches counts."""
+    for pattern in specs:
+        if not any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in names):
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or list(names[:8])
+            raise SpecError(
+                f"there is no {what} {pattern!r}",
+                actual=f"{what}s: {', '.join(close)}{', ...' if len(names) > len(close) else ''}",
+                fix="correct the name or remove the spec",
+            )
+    return [
+        specs.get(name, next((s for p, s in specs.items() if fnmatch.fnmatchcase(name, p)), None))
+        for name in names
+    ]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ SHELL_SCRIPTS = [
     "scripts/calibrate",
     "scripts/verify",
     "scripts/bench_bytes",
+    "scripts/explain",
     ".ci/run",
 ]
 

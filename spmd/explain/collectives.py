@@ -23,8 +23,8 @@ class Collective(NamedTuple):
       axes: the mesh axes (or sub-axes) along which devices exchange.
       bytes: bytes that one device sends in one execution.
       count: executions in one run of the program (loops multiply).
-      source: the user's source line.
-      reason: which use wanted what, or that the user wrote it.
+      source: the user's source line, and its caller's.
+      reason: a sentence: which use wanted what, or that the user wrote it.
       seconds: predicted time of one execution.
     """
 
@@ -65,7 +65,7 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
             tuple(str(ref) for ref in axis_refs(axes, mesh)),
             wire_bytes(kind, group_size(op.kind.attrs, mesh), sent, received),
             times,
-            op.loc.source,
+            op.loc.trail,
             op.loc.note,
             collective_seconds(kind, axes, sent, received, mesh, topology),
         )

@@ -8,14 +8,21 @@ from typing import NamedTuple, Protocol
 
 from spmd.explain.collectives import Collective
 from spmd.explain.memory import Memory
-from spmd.ir.program import Op, Program, Value
+from spmd.explain.prices import MOST_CONFLICTS, Prices
+from spmd.ir.program import Op, Program, Value, numberless
 from spmd.ir.types import TensorType
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, local_shape
+from spmd.planning.alternatives import Price
 from spmd.planning.plan import Plan
 from spmd.planning.timeline import predict_timeline
 from spmd.propagation.propagate import Conflict, Propagated
+
+NO_AXIS = "no axis"
+
+CLOSE = 1e-6
+"""Relative gap between a plan and its lower bound at which people call it the best."""
 
 
 class Stages(Protocol):
@@ -79,6 +86,27 @@ def seconds_text(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def price_text(seconds: float, count: int) -> str:
+    """A difference: `1.2 ms more, 30 MiB more sent`, `1.2 ms less, but 3 MiB more sent`."""
+    time, sent = seconds_text(abs(seconds)), bytes_text(abs(count))
+    if abs(seconds) < 1e-9:
+        return f"the same time, {sent} {_more(count)} sent" if count else "costs the same"
+    if not count:
+        return f"{time} {_more(seconds)}, the same bytes sent"
+    if (seconds > 0) == (count > 0):
+        return f"{time} {_more(seconds)}, {sent} {_more(count)} sent"
+    return f"{time} {_more(seconds)}, but {sent} {_more(count)} sent"
+
+
+def arguments_text(count: int) -> str:
+    """A difference in what each device holds of the arguments."""
+    return f"arguments take {bytes_text(abs(count))} {_more(count)} per device"
+
+
+def _more(difference: float) -> str:
+    return "more" if difference > 0 else "less"
 
 
 def type_text(type_: TensorType) -> str:
@@ -345,7 +373,7 @@ def largest_values(stages: Stages, n: int = 12) -> tuple[LargeValue, ...]:
     def note(op: Op, copy: bool, value: Value, sharding: Sharding) -> None:
         type_ = plan.program.types[value]
         local = local_type(type_, sharding, plan.mesh)
-        row = LargeValue(op.name, copy, type_, sharding, local, op.loc.source, 1)
+        row = LargeValue(op.label, copy, type_, sharding, local, op.loc.trail, 1)
         found[row] = found.get(row, 0) + 1
 
     copies: set[tuple[Value, Sharding]] = set()
@@ -375,15 +403,40 @@ def demands(plan: Plan, op: Op) -> Iterator[tuple[Value, Sharding]]:
 # Conflicts.
 
 
+class LosingClaim(NamedTuple):
+    """What a conflict was not settled for.
+
+    Attributes:
+      axes: the axes that would have been taken, or `no axis`.
+      seconds, bytes: what one run would take, and each device send, more; None if no plan that was
+        weighed does so.
+      exact: whether the price is exact; else it is an upper bound.
+    """
+
+    axes: str
+    seconds: float | None
+    bytes: int = 0
+    exact: bool = True
+
+    @property
+    def text(self) -> str:
+        """The price as text."""
+        if self.seconds is None:
+            return "no plan that was weighed does so"
+        bound = "" if self.exact else "at most "
+        return bound + price_text(self.seconds, self.bytes)
+
+
 class ConflictRow(NamedTuple):
     """A disagreement that the planner settled.
 
     Attributes:
       op: the op around which values disagree.
-      source: the user's source line.
+      source: the user's source line, and its caller's.
       claims: (value's name, its type, dim, axes that it wants there).
       taken: the axes that the plan took.
       ops: how many ops are like this.
+      losers: the claims that lost, with their prices; None where nobody asked.
     """
 
     op: str
@@ -391,33 +444,62 @@ class ConflictRow(NamedTuple):
     claims: tuple[tuple[str, str, int, str], ...]
     taken: str
     ops: int
+    losers: tuple[LosingClaim, ...] | None = None
 
 
-def conflict_rows(stages: Stages) -> tuple[ConflictRow, ...]:
-    """Every conflict of the propagation and what became of it, equal ones together."""
-    rows: dict[object, ConflictRow] = {}
-    mesh, program = stages.plan.mesh, stages.plan.program
+def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[ConflictRow, ...]:
+    """Every conflict of the propagation and what became of it, equal ones together.
+
+    Those about the most bytes come first; with `prices`, the first few are priced.
+    """
+    rows: dict[object, list[Conflict]] = {}
     for conflict in stages.propagated.conflicts:
-        claims = tuple(
-            (
-                value_name(program, value),
-                type_text(program.types[value]),
-                dim,
-                axes_text(axes, mesh),
-            )
-            for axes, value, dim in conflict.claims
+        row = _conflict_row(stages.plan, conflict)
+        wishes = tuple(claim[1:] for claim in row.claims)
+        rows.setdefault((row.op, row.source, wishes, row.taken), []).append(conflict)
+    types = stages.plan.program.types
+    ordered = sorted(
+        rows.values(),
+        key=lambda found: -len(found) * max(types[v].bytes for _, v, _ in found[0].claims),
+    )
+    first = [found[0] for found in ordered][: MOST_CONFLICTS if prices else 0]
+    losers = prices.alternatives.of_conflicts(first) if prices and first else ()
+    made = []
+    for k, found in enumerate(ordered):
+        row = _conflict_row(stages.plan, found[0])._replace(ops=len(found))
+        if k < len(losers):
+            row = row._replace(losers=_losers(row, losers[k], stages.plan.mesh))
+        made.append(row)
+    return tuple(made)
+
+
+def _conflict_row(plan: Plan, conflict: Conflict) -> ConflictRow:
+    claims = tuple(
+        (
+            numberless(value_name(plan.program, value)),
+            type_text(plan.program.types[value]),
+            dim,
+            axes_text(axes, plan.mesh),
         )
-        taken = axes_text(_taken(stages.plan, conflict), mesh) or "no axis"
-        source = conflict.op.loc.source
-        wishes = tuple(claim[1:] for claim in claims)
-        key = (conflict.op.kind, source, wishes, taken)
-        old = rows.get(key)
-        rows[key] = (
-            ConflictRow(conflict.op.name, source, claims, taken, 1)
-            if old is None
-            else old._replace(ops=old.ops + 1)
-        )
-    return tuple(rows.values())
+        for axes, value, dim in conflict.claims
+    )
+    taken = axes_text(_taken(plan, conflict), plan.mesh) or NO_AXIS
+    return ConflictRow(conflict.op.label, conflict.op.loc.trail, claims, taken, 1)
+
+
+def _losers(
+    row: ConflictRow, priced: Iterable[tuple[Axes, Price]], mesh: Mesh
+) -> tuple[LosingClaim, ...]:
+    """The losing claims, the cheapest first; those without a price last."""
+    found = [
+        LosingClaim(axes_text(axes, mesh) or NO_AXIS, price.seconds, price.bytes, price.exact)
+        for axes, price in priced
+    ]
+    known = {loser.axes for loser in found}
+    claims = dict.fromkeys((*(claim[3] for claim in row.claims), NO_AXIS))
+    missing = [c for c in claims if c != row.taken and c not in known]
+    kept = [loser for loser in found if loser.axes != row.taken]
+    return (*kept, *(LosingClaim(axes, None) for axes in missing))
 
 
 def _taken(plan: Plan, conflict: Conflict) -> Axes:
@@ -439,6 +521,62 @@ def value_name(program: Program, value: Value) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
+# Marks.
+
+
+class MarkRow(NamedTuple):
+    """A mark without which the program would be cheaper.
+
+    Attributes:
+      name: where it was made, or whose it is.
+      sharding: what it says.
+      values: how many values have it.
+      seconds, bytes: what one run would take, and each device send, more without it.
+      argument_bytes: what each device would hold more of the arguments.
+    """
+
+    name: str
+    sharding: str
+    values: int
+    seconds: float
+    bytes: int
+    argument_bytes: int
+
+    @property
+    def text(self) -> str:
+        """The price as text: what changes without the mark."""
+        text = price_text(self.seconds, self.bytes)
+        if not self.argument_bytes:
+            return text
+        return f"{text}; {arguments_text(self.argument_bytes)}"
+
+
+def mark_rows(stages: Stages, prices: Prices) -> tuple[MarkRow, ...]:
+    """Marks that forbid something cheaper, the most expensive first."""
+    mesh = stages.plan.mesh
+    return tuple(
+        MarkRow(
+            relief.marks.name,
+            spec_text(relief.marks.sharding, mesh),
+            len(relief.marks.values),
+            relief.seconds,
+            relief.bytes,
+            relief.argument_bytes,
+        )
+        for relief in prices.marks.reliefs
+    )
+
+
+def marks_title(prices: Prices) -> str:
+    """How many marks were looked at, of how many."""
+    found = prices.marks
+    kinds = f"the {found.groups} kinds of marks that collectives come from"
+    if found.tried == found.groups:
+        return f"without each of {kinds} in turn, the program was planned again"
+    return f"without {found.tried} of {kinds}, one at a time, the program was planned again"
+
+
+# ---------------------------------------------------------------------------------------------
 # Totals.
 
 
@@ -451,6 +589,8 @@ class Overview(NamedTuple):
       devices: how many.
       solver: which one made the plan.
       seconds: predicted time of one run, communication hidden where it can be.
+      greedy_seconds: what the greedy plan costs, nothing hidden.
+      lower_seconds: what no plan that was weighed undercuts, nothing hidden; 0 if unknown.
       compute_seconds: all ops at their roofline, one after another.
       comm_seconds: all collectives one after another.
       comm_bytes: bytes that one device sends.
@@ -465,6 +605,8 @@ class Overview(NamedTuple):
     devices: int
     solver: str
     seconds: float
+    greedy_seconds: float
+    lower_seconds: float
     compute_seconds: float
     comm_seconds: float
     comm_bytes: int
@@ -481,6 +623,26 @@ class Overview(NamedTuple):
         return "communication" if self.comm_seconds > self.compute_seconds else "compute"
 
 
+def quality_rows(figures: Overview) -> tuple[tuple[str, str], ...]:
+    """(what, seconds as text): the greedy plan, and the best there can be, beside this one."""
+    rows = []
+    if figures.greedy_seconds and figures.solver != "greedy":
+        more = figures.greedy_seconds / figures.seconds - 1 if figures.seconds else 0.0
+        rows.append(
+            (
+                "greedy plan",
+                f"{seconds_text(figures.greedy_seconds)}, {more:.1%} slower than this one",
+            )
+        )
+    if figures.lower_seconds:
+        gap = figures.seconds / figures.lower_seconds - 1
+        best = "this plan is the best" if gap < CLOSE else f"at most {gap:.2%} better than this one"
+        rows.append(
+            ("lower bound", f"{seconds_text(figures.lower_seconds)}: of the plans weighed, {best}")
+        )
+    return tuple(rows)
+
+
 def overview(stages: Stages, collectives: Sequence[Collective], memory: Memory | None) -> Overview:
     """The figures of one run."""
     plan = stages.plan
@@ -492,6 +654,8 @@ def overview(stages: Stages, collectives: Sequence[Collective], memory: Memory |
         plan.mesh.size,
         plan.solver,
         timeline.seconds,
+        plan.greedy_seconds,
+        plan.lower_seconds,
         timeline.compute_seconds,
         timeline.comm_seconds,
         sum(c.bytes * c.count for c in collectives),

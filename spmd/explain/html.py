@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from spmd.explain import data, picture
+from spmd.explain import charts, data, picture
+from spmd.explain import html_parts as h
 from spmd.explain.collectives import Collective
 from spmd.explain.data import Group, Overview, Stages
+from spmd.explain.html_parts import Cell
+from spmd.explain.liveness import KINDS, Liveness, liveness_of
 from spmd.explain.memory import Memory
+from spmd.explain.prices import Prices
+from spmd.explain.timeline import COMPUTE, Loop, Timeline, timeline_of
 
 PICTURES = 8
-"""How many arguments are drawn."""
+"""How many arguments are drawn, and the mesh."""
+
+TOP_VALUES = 15
+"""Rows of the table of what is alive at the peak."""
 
 
 def write_report(
@@ -24,6 +32,7 @@ def write_report(
     stages: Stages,
     collectives: Sequence[Collective],
     memory: Memory | None,
+    prices: Prices | None = None,
 ) -> None:
     """Writes what `explain_program` says, with pictures, as one page without outside resources.
 
@@ -32,28 +41,36 @@ def write_report(
       stages: the pipeline's results.
       collectives: what one run of the program exchanges.
       memory: what XLA reports, or None where it has not compiled the program.
+      prices: of what the plan decided against; left out if not given.
     """
-    Path(path).write_text(render(stages, collectives, memory), encoding="utf-8")
+    page = render(stages, collectives, memory, prices)
+    Path(path).write_text(page, encoding="utf-8")
 
 
-def render(stages: Stages, collectives: Sequence[Collective], memory: Memory | None) -> str:
+def render(
+    stages: Stages,
+    collectives: Sequence[Collective],
+    memory: Memory | None,
+    prices: Prices | None = None,
+) -> str:
     """The page's text; arguments as in `write_report`."""
     figures = data.overview(stages, collectives, memory)
-    sections = [s for s in _sections(stages, collectives, figures) if s.body]
+    sections = [s for s in _sections(stages, collectives, figures, prices) if s.body]
     title = f"{stages.plan.program.name} on {figures.devices} devices"
     links = "".join(f'<a href="#{s.anchor}">{escape(s.title)}</a>' for s in sections)
     body = "".join(
-        f'<h2 id="{s.anchor}">{escape(s.title)}<small>{escape(s.remark)}</small></h2>{s.body}'
+        f'<section><h2 id="{s.anchor}">{escape(s.title)}<small>{escape(s.remark)}</small></h2>'
+        f"{s.body}</section>"
         for s in sections
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>\n{_resource('report.css')}</style></head><body>"
-        f"{picture.HATCH}<h1>{escape(title)}</h1>"
+        f"{picture.HATCH}<header><h1>{escape(title)}</h1>"
         f'<p class="lead">Mesh {escape(figures.mesh)} on {escape(figures.topology)}, '
-        f"planned by the {escape(figures.solver)} solver.</p>"
-        f"{_cards(stages, collectives, figures)}<nav>{links}</nav>{body}"
+        f"planned by the {escape(figures.solver)} solver.</p></header>"
+        f"{_cards(collectives, figures)}<nav>{links}</nav><main>{body}</main>"
         f"<script>\n{_resource('report.js')}</script></body></html>\n"
     )
 
@@ -72,108 +89,45 @@ class _Section(NamedTuple):
 
 
 def _sections(
-    stages: Stages, collectives: Sequence[Collective], figures: Overview
+    stages: Stages,
+    collectives: Sequence[Collective],
+    figures: Overview,
+    prices: Prices | None,
 ) -> list[_Section]:
     sent = data.bytes_text(figures.comm_bytes)
     arguments, results = data.argument_leaves(stages), data.result_leaves(stages)
-    conflicts = data.conflict_rows(stages)
+    conflicts = data.conflict_rows(stages, prices)
+    timeline = timeline_of(stages.plan)
+    alive = liveness_of(stages.optimized.program, dict(stages.plan.links))
     return [
-        _Section("mesh", "Mesh and tiles", "who holds what", _pictures(stages)),
+        _Section("plan", "The plan", "against the greedy one and the best there can be",
+                 _quality(figures)),
+        _Section("timeline", "Timeline", "predicted, nothing overlapping",
+                 _timeline(timeline, stages)),
         _Section("collectives", "Collectives", f"{len(collectives)} ops, {sent} sent by each "
                  "device in one run", _collectives(collectives)),
-        _Section("bytes", "Bytes by kind and axes", "sent by each device, executions, time",
+        _Section("bytes", "Bytes by kind", "sent by each device, executions, time",
                  _traffic(collectives)),
+        _Section("marks", "Prices of marks", "what would have been cheaper, and which mark forbids "
+                 "it", _marks(stages, prices)),
+        _Section("conflicts", "Conflicts", f"{len(stages.propagated.conflicts)} disagreements of "
+                 f"{len(conflicts)} kinds, and how the plan settled them", _conflicts(conflicts)),
+        _Section("memory", "Memory over time", "of each device", _memory(figures, alive)),
+        _Section("mesh", "Mesh and tiles", "who holds what", _pictures(stages)),
         _Section("arguments", "Arguments", _split_text(arguments), _leaves(arguments, stages)),
         _Section("results", "Results", _split_text(results), _leaves(results, stages)),
         _Section("largest", "Largest values", "made inside the program, bytes per device",
                  _largest(stages)),
-        _Section("conflicts", "Conflicts", f"{len(conflicts)} that the plan settled",
-                 _conflicts(conflicts)),
         _Section("notes", "Notes", "", _notes(stages.plan.notes)),
-        _Section("memory", "Memory", "per device", _memory(figures)),
         _Section("stages", "Stage times", "of this compiler, without XLA", _stage_times(stages)),
     ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------
-# Pieces of HTML.
+# The plan and its run.
 
 
-class _Cell(NamedTuple):
-    """A table cell: its HTML, what it sorts by, and its class (`n`: a number, flush right)."""
-
-    html: str
-    key: str | float = ""
-    style: str = ""
-
-
-def _text(text: str, style: str = "") -> _Cell:
-    return _Cell(escape(text), text, style)
-
-
-def _code(text: str, style: str = "t") -> _Cell:
-    return _Cell(f"<code>{escape(text)}</code>", text, style)
-
-
-def _number(text: str, key: float) -> _Cell:
-    return _Cell(escape(text), key, "n")
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[_Cell]], sort: str = "") -> str:
-    """A sortable table; `sort` names the column by which the rows already are in order."""
-    made = list(rows)
-    if not made:
-        return ""
-    head = "".join(
-        f"<th{_class(cell.style if cell.style == 'n' else '')}"
-        f"{' aria-sort=descending' if name == sort else ''}>{escape(name)}</th>"
-        for name, cell in zip(heads, made[0], strict=True)
-    )
-    body = "".join(f"<tr>{''.join(map(_td, row))}</tr>" for row in made)
-    return (
-        f'<div class="scroll"><table class="sortable"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _td(cell: _Cell) -> str:
-    return f'<td{_class(cell.style)} data-v="{escape(str(cell.key))}">{cell.html}</td>'
-
-
-def _class(name: str) -> str:
-    return f' class="{name}"' if name else ""
-
-
-def _source(source: str) -> str:
-    return f'<code title="{escape(source)}">{escape(data.source_text(source))}</code>'
-
-
-def _breakable(name: str) -> str:
-    """A path that may go on in the next line after any of its parts."""
-    return re.sub(r"([/,])", r"\1<wbr>", escape(name))
-
-
-def _kind(kind: str) -> str:
-    return f'<span class="dot" style="background:var(--{escape(kind)})"></span>{escape(kind)}'
-
-
-def _bars(rows: Sequence[tuple[str, float, str, str]]) -> str:
-    """(label as HTML, amount, text, CSS colour) as horizontal bars, the largest one full."""
-    most = max((amount for _, amount, _, _ in rows), default=0) or 1
-    cells = "".join(
-        f'<div>{label}</div><div class="track"><div class="bar" style="width:'
-        f'{100 * amount / most:.2f}%;background:{colour}"></div></div>'
-        f'<div class="value">{escape(text)}</div>'
-        for label, amount, text, colour in rows
-    )
-    return f'<div class="bars">{cells}</div>' if rows else ""
-
-
-# ---------------------------------------------------------------------------------------------
-# The sections.
-
-
-def _cards(stages: Stages, collectives: Sequence[Collective], figures: Overview) -> str:
+def _cards(collectives: Sequence[Collective], figures: Overview) -> str:
     memory = figures.memory
     known = memory is not None and memory.peak_bytes
     held = memory.peak_bytes if memory is not None and known else figures.argument_bytes
@@ -208,6 +162,216 @@ def _cards(stages: Stages, collectives: Sequence[Collective], figures: Overview)
     ) + "</div>"  # fmt: skip
 
 
+def _quality(figures: Overview) -> str:
+    remarks = dict(data.quality_rows(figures))
+    rows = [("this plan", figures.seconds, data.seconds_text(figures.seconds), "var(--accent)")]
+    for name, seconds in (
+        ("greedy plan", figures.greedy_seconds),
+        ("lower bound", figures.lower_seconds),
+    ):
+        if name in remarks:
+            rows.append((name, seconds, remarks[name], "var(--soft)"))
+    return h.bars(rows)
+
+
+def _timeline(timeline: Timeline, stages: Stages) -> str:
+    if not timeline.seconds:
+        return ""
+    axes = [name for name, atoms in stages.plan.mesh.axis_atoms.items() if atoms]
+    kinds = [COMPUTE, *dict.fromkeys(s.kind for s in timeline.flat() if s.kind != COMPUTE)]
+    intro = (
+        "<p>Compute, and the links of every mesh axis. The planner takes nothing to overlap; a "
+        "real run hides some of the collectives behind compute.</p>"
+    )
+    return (
+        f"{intro}{h.legend([(kind, f'var(--{kind})') for kind in kinds])}"
+        f"{charts.timeline_svg(timeline, axes, 'timeline of one run')}"
+        f"{''.join(_loop(loop, axes) for loop in timeline.loops)}{_where(timeline)}"
+    )
+
+
+def _loop(loop: Loop, axes: Sequence[str]) -> str:
+    """One iteration of a loop, to unfold, with the loops inside it."""
+    inner = "".join(_loop(inside, axes) for inside in loop.body.loops)
+    each = data.seconds_text(loop.body.seconds)
+    place = h.source(loop.label.partition(" at ")[2])
+    return (
+        f'<details class="iteration"><summary>one iteration of the {charts.trips_text(loop)} at '
+        f"{place}: {each}</summary>"
+        f"{charts.timeline_svg(loop.body, axes, 'timeline of one iteration')}{inner}</details>"
+    )
+
+
+def _where(timeline: Timeline) -> str:
+    """Time by source line, to unfold."""
+    totals: dict[str, list[float]] = {}
+    for s in timeline.flat():
+        totals.setdefault(s.group, [0.0, 0.0])[s.kind != COMPUTE] += s.seconds
+    ordered = sorted(totals.items(), key=lambda item: -sum(item[1]))
+    rows = [
+        (
+            Cell(h.source(group), group, "w"),
+            h.number(data.seconds_text(compute), compute),
+            h.number(data.seconds_text(comm), comm),
+            h.number(data.seconds_text(compute + comm), compute + comm),
+            h.number(f"{100 * (compute + comm) / timeline.seconds:.1f}%", compute + comm),
+        )
+        for group, (compute, comm) in ordered
+    ]
+    heads = ("source", "compute", "collectives", "together", "share")
+    made = h.table(heads, rows, sort="together", search="a function or a file")
+    return f"<details><summary>time by source line</summary>{made}</details>"
+
+
+def _collectives(collectives: Sequence[Collective]) -> str:
+    heads = ("kind", "axes", "bytes", "times", "ops", "total", "time", "source and reason")
+    ordered = sorted(data.collective_rows(collectives), key=lambda row: -row.seconds)
+    rows = [
+        (
+            Cell(h.kind(row.kind), row.kind, "t"),
+            h.text(", ".join(row.axes), "t"),
+            h.number(data.bytes_text(row.bytes), row.bytes),
+            h.number(str(row.count), row.count),
+            h.number(str(row.ops), row.ops),
+            h.number(data.bytes_text(row.total_bytes), row.total_bytes),
+            h.number(data.seconds_text(row.seconds), row.seconds),
+            Cell(
+                f'{h.source(row.source)}<span class="reason">'
+                f"{escape(data.source_text(row.reason))}</span>",
+                row.source,
+                "w",
+            ),
+        )
+        for row in ordered
+    ]
+    made = h.table(heads, rows, sort="time", search="all_gather data mlp")
+    return made or "<p>None: no device ever waits for another.</p>"
+
+
+def _traffic(collectives: Sequence[Collective]) -> str:
+    return h.bars(
+        [
+            (
+                f"{h.kind(total.kind)} "
+                f"<span class=soft>over {escape(', '.join(total.axes))}</span>",
+                total.bytes,
+                f"{data.bytes_text(total.bytes)}, {total.runs}x, "
+                f"{data.seconds_text(total.seconds)}",
+                f"var(--{total.kind})",
+            )
+            for total in data.traffic(collectives)
+        ]
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# What was decided against.
+
+
+def _marks(stages: Stages, prices: Prices | None) -> str:
+    if prices is None or not prices.marks.groups:
+        return ""
+    rows = [
+        (
+            Cell(h.source(row.name), row.name, "w"),
+            h.code(row.sharding),
+            h.number(str(row.values), row.values),
+            h.number(data.seconds_text(-row.seconds), -row.seconds),
+            Cell(escape(row.text), row.text, "w"),
+        )
+        for row in data.mark_rows(stages, prices)
+    ]
+    heads = ("mark", "sharding", "values", "costs", "without it")
+    found = h.table(heads, rows, sort="costs")
+    none = "<p>None of them costs 1% of the collectives' time or more.</p>"
+    return f"<p>{escape(data.marks_title(prices).capitalize())}.</p>{found or none}"
+
+
+def _conflicts(conflicts: Sequence[data.ConflictRow]) -> str:
+    rows = [
+        (
+            Cell(f"{escape(row.op)}<br>{h.source(row.source)}", f"{row.op} {row.source}", "w"),
+            h.number(str(row.ops), row.ops),
+            Cell("<br>".join(map(_claim, row.claims)), str(row.claims), "w"),
+            Cell(f"<b>{escape(row.taken)}</b>", row.taken, "t"),
+            Cell(_losers(row.losers), _least(row.losers), "w"),
+        )
+        for row in conflicts
+    ]
+    heads = ("op", "n", "who wants what", "the plan took", "what else would cost")
+    return h.table(heads, rows, search="an op, an argument, an axis")
+
+
+def _claim(claim: tuple[str, str, int, str]) -> str:
+    name, type_, dim, axes = claim
+    return (
+        f"<b>{escape(axes)}</b> on dim {dim} of <code>{h.breakable(name)}</code> "
+        f'<code class="soft">{escape(type_)}</code>'
+    )
+
+
+def _losers(losers: Sequence[data.LosingClaim] | None) -> str:
+    if losers is None:
+        return '<span class="soft">not asked</span>'
+    return "<br>".join(f"<b>{escape(x.axes)}</b>: {escape(x.text)}" for x in losers)
+
+
+def _least(losers: Sequence[data.LosingClaim] | None) -> float:
+    return min((x.seconds for x in losers or () if x.seconds is not None), default=math.inf)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory.
+
+
+def _memory(figures: Overview, alive: Liveness) -> str:
+    chart = charts.memory_svg(alive, figures.hbm_bytes)
+    legend = h.legend(list(zip(KINDS, charts.MEMORY_COLOURS, strict=True)))
+    rows = [
+        (
+            h.number(data.bytes_text(row.bytes), row.bytes),
+            h.number(str(row.values), row.values),
+            h.text(row.kind, "t"),
+            Cell(f"<code>{h.breakable(row.label)}</code>", row.label, "w"),
+            h.code(row.type),
+            Cell(h.source(row.source), row.source, "w"),
+        )
+        for row in alive.at_peak[:TOP_VALUES]
+    ]
+    heads = ("bytes", "n", "alive as", "made by", "local type", "source")
+    peak = h.table(heads, rows, sort="bytes")
+    totals = h.table(
+        ("what", "bytes"), [(h.text(w), h.text(s)) for w, s in data.memory_rows(figures)]
+    )
+    return (
+        "<p>Of the local program, before XLA fuses ops: values that are never written count, too, "
+        "so the height is an upper estimate. Results that donated arguments make room for are "
+        f"part of the arguments.</p>{legend}{chart}<h3>The largest at the peak</h3>{peak}"
+        f"<h3>Totals</h3>{totals}"
+    )
+
+
+def _largest(stages: Stages) -> str:
+    heads = ("per device", "n", "type", "sharding", "local", "op", "source")
+    rows = [
+        (
+            h.number(data.bytes_text(row.local.bytes), row.local.bytes),
+            h.number(str(row.values), row.values),
+            h.code(data.type_text(row.type)),
+            h.code(data.spec_text(row.sharding, stages.plan.mesh), "w"),
+            h.code(data.type_text(row.local)),
+            h.text(f"copy for {row.op}" if row.copy else row.op, "w"),
+            Cell(h.source(row.source), row.source, "w"),
+        )
+        for row in data.largest_values(stages, 20)
+    ]
+    return h.table(heads, rows, sort="per device")
+
+
+# ---------------------------------------------------------------------------------------------
+# The boundary.
+
+
 def _pictures(stages: Stages) -> str:
     mesh = stages.plan.mesh
     shown = ""
@@ -231,7 +395,7 @@ def _pictures(stages: Stages) -> str:
 
 def _figure(svg: str, title: str, *captions: str) -> str:
     lines = "".join(f"<span><code>{escape(line)}</code></span>" for line in captions)
-    return f"<figure>{svg}<figcaption><b>{_breakable(title)}</b>{lines}</figcaption></figure>"
+    return f"<figure>{svg}<figcaption><b>{h.breakable(title)}</b>{lines}</figcaption></figure>"
 
 
 def _drawn(stages: Stages) -> list[Group]:
@@ -260,104 +424,31 @@ def _leaves(leaves: Sequence[data.Leaf], stages: Stages) -> str:
         leaf = group.leaves[0]
         rows.append(
             (
-                _Cell(_group_name(group), group.pattern, "w"),
-                _number(str(len(group.leaves)), len(group.leaves)),
-                _code(data.type_text(leaf.type)),
-                _code(data.spec_text(leaf.sharding, stages.plan.mesh)),
-                _code(data.type_text(leaf.local)),
-                _number(data.bytes_text(group.bytes), group.bytes),
-                _Cell(_breakable(group.origin), group.origin, "w"),
+                Cell(_group_name(group), group.pattern, "w"),
+                h.number(str(len(group.leaves)), len(group.leaves)),
+                h.code(data.type_text(leaf.type)),
+                h.code(data.spec_text(leaf.sharding, stages.plan.mesh)),
+                h.code(data.type_text(leaf.local)),
+                h.number(data.bytes_text(group.bytes), group.bytes),
+                Cell(h.breakable(group.origin), group.origin, "w"),
             )
         )
-    return _table(heads, rows)
+    return h.table(heads, rows, search="a name or a sharding" if len(rows) > 6 else "")
 
 
 def _group_name(group: Group) -> str:
-    name = f"<code>{_breakable(group.pattern)}</code>"
+    name = f"<code>{h.breakable(group.pattern)}</code>"
     if len(group.leaves) == 1:
         return name
     items = "".join(
-        f"<li><code>{_breakable(leaf.name)}</code> {_breakable(leaf.origin)}</li>"
+        f"<li><code>{h.breakable(leaf.name)}</code> {h.breakable(leaf.origin)}</li>"
         for leaf in group.leaves
     )
     return f"<details><summary>{name}</summary><ul>{items}</ul></details>"
 
 
-def _collectives(collectives: Sequence[Collective]) -> str:
-    heads = ("kind", "axes", "bytes", "times", "ops", "total", "time", "source and reason")
-    ordered = sorted(data.collective_rows(collectives), key=lambda row: -row.seconds)
-    rows = [
-        (
-            _Cell(_kind(row.kind), row.kind, "t"),
-            _text(", ".join(row.axes), "t"),
-            _number(data.bytes_text(row.bytes), row.bytes),
-            _number(str(row.count), row.count),
-            _number(str(row.ops), row.ops),
-            _number(data.bytes_text(row.total_bytes), row.total_bytes),
-            _number(data.seconds_text(row.seconds), row.seconds),
-            _Cell(
-                f'{_source(row.source)}<span class="reason">'
-                f"{escape(data.source_text(row.reason))}</span>",
-                row.source,
-                "w",
-            ),
-        )
-        for row in ordered
-    ]
-    return _table(heads, rows, sort="time") or "<p>None: no device ever waits for another.</p>"
-
-
-def _traffic(collectives: Sequence[Collective]) -> str:
-    return _bars(
-        [
-            (
-                f"{_kind(total.kind)} <span class=soft>over {escape(', '.join(total.axes))}</span>",
-                total.bytes,
-                f"{data.bytes_text(total.bytes)}, {total.runs}x, "
-                f"{data.seconds_text(total.seconds)}",
-                f"var(--{total.kind})",
-            )
-            for total in data.traffic(collectives)
-        ]
-    )
-
-
-def _largest(stages: Stages) -> str:
-    heads = ("per device", "n", "type", "sharding", "local", "op", "source")
-    rows = [
-        (
-            _number(data.bytes_text(row.local.bytes), row.local.bytes),
-            _number(str(row.values), row.values),
-            _code(data.type_text(row.type)),
-            _code(data.spec_text(row.sharding, stages.plan.mesh), "w"),
-            _code(data.type_text(row.local)),
-            _text(f"copy for {row.op}" if row.copy else row.op, "w"),
-            _Cell(_source(row.source), row.source, "w"),
-        )
-        for row in data.largest_values(stages, 20)
-    ]
-    return _table(heads, rows, sort="per device")
-
-
-def _conflicts(conflicts: Sequence[data.ConflictRow]) -> str:
-    rows = [
-        (
-            _text(row.op, "t"),
-            _number(str(row.ops), row.ops),
-            _Cell(
-                "<br>".join(
-                    f"<code>{escape(name)} {escape(type_)}</code> dim {dim} wants {escape(axes)}"
-                    for name, type_, dim, axes in row.claims
-                ),
-                str(row.claims),
-                "w",
-            ),
-            _text(row.taken, "t"),
-            _Cell(_source(row.source), row.source, "w"),
-        )
-        for row in conflicts
-    ]
-    return _table(("op", "n", "claims", "the plan took", "source"), rows)
+# ---------------------------------------------------------------------------------------------
+# The rest.
 
 
 def _notes(notes: Sequence[str]) -> str:
@@ -365,13 +456,8 @@ def _notes(notes: Sequence[str]) -> str:
     return f"<ul>{items}</ul>" if items else ""
 
 
-def _memory(figures: Overview) -> str:
-    rows = [(_text(what), _text(size)) for what, size in data.memory_rows(figures)]
-    return _table(("what", "bytes"), rows)
-
-
 def _stage_times(stages: Stages) -> str:
-    return _bars(
+    return h.bars(
         [
             (escape(stage), seconds, data.seconds_text(seconds), "var(--accent)")
             for stage, seconds in stages.seconds.items()

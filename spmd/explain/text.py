@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,6 +13,7 @@ from spmd.explain import data
 from spmd.explain.collectives import Collective
 from spmd.explain.data import Group, Overview, Stages
 from spmd.explain.memory import Memory
+from spmd.explain.prices import Prices
 from spmd.ir.control_flow import held_atoms
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.sharding import Sharding, local_shape
@@ -22,7 +25,10 @@ Lines = Iterator[str]
 
 
 def explain_program(
-    stages: Stages, collectives: Sequence[Collective], memory: Memory | None
+    stages: Stages,
+    collectives: Sequence[Collective],
+    memory: Memory | None,
+    prices: Prices | None = None,
 ) -> str:
     """What is sharded how, why, and what it costs.
 
@@ -30,6 +36,7 @@ def explain_program(
       stages: the pipeline's results.
       collectives: what one run of the program exchanges.
       memory: what XLA reports, or None where it has not compiled the program.
+      prices: of what the plan decided against; left out if not given.
     """
     figures = data.overview(stages, collectives, memory)
     sections = (
@@ -39,7 +46,8 @@ def explain_program(
         _largest(stages),
         _collectives(collectives),
         _totals(collectives),
-        _conflicts(stages),
+        _marks(stages, prices),
+        _conflicts(stages, prices),
         _section("notes", _counted(stages.plan.notes)),
         _section("memory per device", _table(data.memory_rows(figures))),
     )
@@ -73,36 +81,83 @@ def summarize(stages: Stages, collectives: Sequence[Collective], memory: Memory 
     return "\n".join(lines) + "\n"
 
 
-def explain_value(stages: Stages, name: str) -> str:
+def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> str:
     """All about one value: its sharding, why each dim is split or not, and who reshards it.
 
     Args:
       stages: the pipeline's results.
-      name: an argument's or a result's name, or a value's number as in `%12`.
+      name: an argument's or a result's name or a pattern of names (`params/*/w`), a value's number
+        as in `%12`, or a source line (`model.py:12`) for all that is made there.
+      prices: of what the plan decided against; left out if not given.
 
     Raises:
       ArgumentError: no value has this name.
     """
+    found = _named(stages, name, prices) or _numbered(stages, name, prices)
+    found = found or _at_line(stages, name, prices)
+    if not found:
+        raise _unknown(name, stages.plan.program)
+    return "\n".join(found).rstrip() + "\n"
+
+
+MOST_VALUES = 8
+"""Values that one pattern or source line shows."""
+
+
+def _named(stages: Stages, name: str, prices: Prices | None) -> list[str]:
+    """Arguments and results of this name, or that match it as a pattern."""
     plan = stages.plan
     program = plan.program
-    found: list[str] = []
-    for names, values, shardings, what in (
-        (program.arg_names, program.body.args, plan.arguments, "argument"),
-        (program.result_names, program.body.results, plan.results, "result"),
-    ):
-        for label, value, sharding in zip(names, values, shardings, strict=True):
-            if label == name:
-                found += _value(stages, f"{what} {name} (%{value})", value, sharding)
-    if not found and (number := _number(name, len(program.types))) is not None:
-        title = (
-            f"value {name}"
-            if number not in program.body.args
-            else (f"argument {data.value_name(program, number)} ({name})")
+    boundary = [
+        (label, value, sharding, what)
+        for names, values, shardings, what in (
+            (program.arg_names, program.body.args, plan.arguments, "argument"),
+            (program.result_names, program.body.results, plan.results, "result"),
         )
-        found += _value(stages, title, number, plan.states[number])
-    if not found:
-        raise _unknown(name, program)
-    return "\n".join(found).rstrip() + "\n"
+        for label, value, sharding in zip(names, values, shardings, strict=True)
+    ]
+    fitting = [b for b in boundary if b[0] == name]
+    fitting = fitting or [b for b in boundary if fnmatch.fnmatchcase(b[0], name)]
+    found: list[str] = []
+    for label, value, sharding, what in fitting[:MOST_VALUES]:
+        found += _value(stages, f"{what} {label} (%{value})", value, sharding, prices)
+    if len(fitting) > MOST_VALUES:
+        found.append(f"{len(fitting) - MOST_VALUES} more match {name!r}")
+    return found
+
+
+def _numbered(stages: Stages, name: str, prices: Prices | None) -> list[str]:
+    program = stages.plan.program
+    number = _number(name, len(program.types))
+    if number is None:
+        return []
+    title = f"value {name}"
+    if number in program.body.args:
+        title = f"argument {data.value_name(program, number)} ({name})"
+    return _value(stages, title, number, stages.plan.states[number], prices)
+
+
+def _at_line(stages: Stages, name: str, prices: Prices | None) -> list[str]:
+    """What the ops of a source line make; results that are alike are shown once."""
+    if not re.search(r":\d+$", name):
+        return []
+    plan = stages.plan
+    alike: dict[object, list[tuple[Op, Value]]] = {}
+    for op in plan.program.walk():
+        places = [f"{frame.file}:{frame.line}" for frame in op.loc.user_frames[:2]]
+        if any(place == name or place.endswith(f"/{name}") for place in places):
+            for value in op.results:
+                key = (op.label, plan.program.types[value], plan.states[value])
+                alike.setdefault(key, []).append((op, value))
+    found: list[str] = []
+    for members in list(alike.values())[:MOST_VALUES]:
+        op, value = members[0]
+        more = f" and {len(members) - 1} alike" if len(members) > 1 else ""
+        title = f"value %{value}, {op.label}{more}"
+        found += _value(stages, title, value, plan.states[value], prices)
+    if len(alike) > MOST_VALUES:
+        found.append(f"{len(alike) - MOST_VALUES} more are made at {name}")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------
@@ -151,6 +206,7 @@ def _header(stages: Stages, figures: Overview) -> Lines:
         ("topology", figures.topology),
         ("solver", figures.solver),
         ("predicted", _time(figures)),
+        *data.quality_rows(figures),
         ("stages", times),
     ]
     yield from _section(f"program {stages.plan.program.name}", _table([r for r in rows if r[1]]))
@@ -253,15 +309,36 @@ def _traffic(
     return _table(rows, right=range(width - 4, width)) if rows[1:] else []
 
 
-def _conflicts(stages: Stages) -> Lines:
+def _marks(stages: Stages, prices: Prices | None) -> Lines:
+    """What would have been cheaper, and which mark forbids it."""
+    if prices is None or not prices.marks.groups:
+        return
+    lines = [f"{data.marks_title(prices)}:"]
+    for row in data.mark_rows(stages, prices):
+        more = f" and {row.values - 1} more" if row.values > 1 else ""
+        lines.append(f"without {data.source_text(row.name)} {row.sharding}{more}:")
+        lines.append(f"  {row.text}")
+    if len(lines) == 1:
+        lines.append("none of them costs 1% of the collectives' time or more")
+    yield from _section("marks that forbid something cheaper", lines)
+
+
+def _conflicts(stages: Stages, prices: Prices | None) -> Lines:
     lines: list[str] = []
-    for row in data.conflict_rows(stages):
+    rows = data.conflict_rows(stages, prices)
+    for row in rows:
         more = f" ({row.ops} alike)" if row.ops > 1 else ""
         lines.append(f"{row.op} at {data.source_text(row.source)}{more}: took {row.taken}")
         lines += [
             f"  {name} {type_} dim {dim} wants {axes}" for name, type_, dim, axes in row.claims
         ]
-    yield from _section("conflicts", lines)
+        lines += [f"  {loser.axes} instead: {loser.text}" for loser in row.losers or ()]
+    asked = sum(row.losers is not None for row in rows)
+    title = f"conflicts: {len(stages.propagated.conflicts)}"
+    if asked:
+        title += f", of {len(rows)} kinds; what the claims that lost would cost"
+        title += "" if asked == len(rows) else f" (the first {asked})"
+    yield from _section(title, lines)
 
 
 def _top_shardings(stages: Stages, n: int = 6) -> list[str]:
@@ -298,11 +375,14 @@ def _unknown(name: str, program: Program) -> ArgumentError:
         actual=f"{len(program.arg_names)} arguments, {len(program.result_names)} results, "
         f"values %0 to %{len(program.types) - 1}",
         required=f"close to it: {', '.join(close or known[:5])}",
-        fix='name an argument or a result, or a value as as_text("program") prints it: "%12"',
+        fix='name an argument or a result (patterns as in "params/*" work), a value as '
+        'as_text("program") prints it ("%12"), or a source line ("model.py:12")',
     )
 
 
-def _value(stages: Stages, title: str, value: Value, sharding: Sharding | None) -> list[str]:
+def _value(
+    stages: Stages, title: str, value: Value, sharding: Sharding | None, prices: Prices | None
+) -> list[str]:
     plan = stages.plan
     type_ = plan.program.types[value]
     if sharding is None:
@@ -319,7 +399,7 @@ def _value(stages: Stages, title: str, value: Value, sharding: Sharding | None) 
         ("per device", f"{data.bytes_text(local.bytes)} of {data.bytes_text(type_.bytes)}"),
     ]
     if (op := _producer(plan.program, value)) is not None:
-        rows.append(("made by", f"{op.name} at {data.source_text(op.loc.source)}"))
+        rows.append(("made by", f"{op.label} at {data.source_text(op.loc.trail)}"))
     if (mark := stages.propagated.marks.get(value)) is not None:
         rows.append(("mark", data.source_text(mark.reason)))
     if (state := plan.states[value]) is not None and state != sharding:
@@ -327,7 +407,29 @@ def _value(stages: Stages, title: str, value: Value, sharding: Sharding | None) 
     lines = [f"{title}: {data.type_text(type_)}", *(f"  {line}" for line in _table(rows))]
     for dim in range(type_.rank):
         lines += [f"  {line}" for line in _dim(stages, value, sharding, dim)]
+    lines += _others(plan, value, prices) if prices is not None else []
     return [*lines, *_uses(plan, value, plan.states[value] or sharding), ""]
+
+
+def _others(plan: Plan, value: Value, prices: Prices) -> list[str]:
+    """Why not otherwise: other shardings and what they would cost."""
+    is_argument = value in plan.program.body.args
+    producer = _producer(plan.program, value)
+    if producer is not None and producer.name == "spmd.mark":
+        relief = prices.without_mark(value)
+        more = len(relief.marks.values) - 1
+        alike = f" and the {more} made with it" if more else ""
+        return [f"  without this mark{alike}: {data.price_text(relief.seconds, relief.bytes)}"]
+    rows = []
+    for other in prices.others(value):
+        text = data.price_text(other.seconds, other.bytes)
+        if other.argument_bytes:
+            text += f"; {data.arguments_text(other.argument_bytes)}"
+        rows.append((data.spec_text(other.sharding, plan.mesh), text))
+    if not rows:
+        return ["  no other state of it was weighed: nothing around it asks for one"]
+    how = "planned again with each" if is_argument else "the rest of the plan adapting"
+    return [f"  instead ({how}):", *(f"    {line}" for line in _table(rows))]
 
 
 def _producer(program: Program, value: Value) -> Op | None:
@@ -383,8 +485,8 @@ def _why_not_axis(stages: Stages, value: Value, sharding: Sharding, dim: int, ax
         if any(v == value and d == dim for _, v, d in conflict.claims)
     )
     if (conflict := next(claims, None)) is not None:
-        where = data.source_text(conflict.op.loc.source)
-        return f"its neighbours disagree around {conflict.op.name} at {where}"
+        where = data.source_text(conflict.op.loc.trail)
+        return f"its neighbours disagree around {conflict.op.label} at {where}"
     return "no mark reaches it"
 
 
@@ -408,8 +510,8 @@ def _wants(plan: Plan, value: Value) -> Iterator[tuple[str, Sharding | None]]:
             choice = plan.choices.get(op.results[0]) if op.results else None
             for i, operand in enumerate(op.operands):
                 if operand == value:
-                    where = f" at {data.source_text(op.loc.source)}" if op.loc.source else ""
-                    label = f"operand {i} of {op.name}{where}"
+                    where = f" at {data.source_text(op.loc.trail)}" if op.loc.frames else ""
+                    label = f"operand {i} of {op.label}{where}"
                     yield label, choice.operands[i] if choice else None
             for inner in op.regions:
                 yield from visit(inner, op)

@@ -172,6 +172,39 @@ def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorTy
         return tuple(map(_tensor_type, type_.inputs)), tuple(map(_tensor_type, type_.results))
 
 
+def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the arguments and results of a module's function, as paths: `params/w`.
+
+    A module says so in its arguments' locations and its results' attributes, if at all: where it
+    does not, or not for all of them differently, they are `arg0`, `arg1`, ... and `result0`, ...
+    """
+    with module.context, _malformed():
+        importer = _Importer(module)
+        main = importer.main()
+        block = main.regions[0].blocks[0]
+        args = []
+        for arg in block.arguments:
+            frames: list[Frame] = []
+            args.append(_path(_walk_location(arg.location, "", frames)))
+        type_ = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+        _, results = importer.marks(main, "res_attrs", len(type_.results))
+        return _unique("arg", args), _unique("result", [_path(name) for name in results])
+
+
+_PATH_PART = re.compile(r"""\[\s*['"]?(.*?)['"]?\s*\]|([^\[\].]+)""")
+
+
+def _path(name: str) -> str:
+    """A pytree path as jax prints it, `params['w'][0].mu`, as names joined by slashes."""
+    return "/".join(a or b for a, b in _PATH_PART.findall(name))
+
+
+def _unique(what: str, names: list[str]) -> tuple[str, ...]:
+    if all(names) and len(set(names)) == len(names):
+        return tuple(names)
+    return tuple(f"{what}{i}" for i in range(len(names)))
+
+
 def _check_depth(text: str) -> None:
     """MLIR's parser calls itself for each bracket inside another and has no limit of its own."""
     if text.count("(") + text.count("{") + text.count("[") + text.count("<") <= DEEPEST:

@@ -43,7 +43,9 @@ def collect_marks(
         what, source = "a marked value", op.loc.source
         shape = op.kind.results[0].shape
         dims = atoms_of_attr(attr, shape, mesh, what, source, even=False)
-        marks[op.results[0]] = Mark(dims, attr.open, f"mark_sharding at {source or 'unknown'}")
+        marks[op.results[0]] = Mark(
+            dims, attr.open, f"mark_sharding at {op.loc.trail or 'unknown'}"
+        )
     for i, (value, entries) in enumerate(zip(program.body.args, arg_entries, strict=True)):
         what = f"argument {program.arg_names[i]}"
         shape = program.types[value].shape

@@ -7,6 +7,7 @@ a region may read any value defined outside and before it, and tables over value
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -41,10 +42,31 @@ class Loc(NamedTuple):
     @property
     def source(self) -> str:
         """The innermost frame that is the user's own code, not an installed library's or ours."""
-        for frame in self.frames:
-            if "site-packages" not in frame.file and not frame.file.startswith(("<", _OWN_FILES)):
-                return str(frame)
-        return str(self.frames[0]) if self.frames else ""
+        return str(self.user_frames[0]) if self.frames else ""
+
+    @property
+    def trail(self) -> str:
+        """`source` and who called it: of a helper's line, the caller tells which use is meant.
+
+        Example: `model.py:252 (linear) <- model.py:240 (mlp)`.
+        """
+        shown = self.user_frames[:2]
+        return " <- ".join(str(f) for f in shown if f is shown[0] or f.function != "<module>")
+
+    @property
+    def user_frames(self) -> tuple[Frame, ...]:
+        """The frames of the user's own code, innermost first; all frames if there are none."""
+        own = [f for f in dict.fromkeys(self.frames) if _is_users(f.file)]
+        return tuple(own) or self.frames
+
+
+def _is_users(file: str) -> bool:
+    return "site-packages" not in file and not file.startswith(("<", _OWN_FILES))
+
+
+def numberless(name: str) -> str:
+    """A path with its numbers left open, for what layers have in common: `layers/*/w`."""
+    return re.sub(r"(?<=/)\d+(?=/|$)", "*", name)
 
 
 class OpKind:
@@ -110,6 +132,11 @@ class Op(NamedTuple):
     def name(self) -> str:
         """The op's dialect-qualified name."""
         return self.kind.name
+
+    @property
+    def label(self) -> str:
+        """The op's name for people: without the dialect where that is StableHLO's."""
+        return self.kind.name.removeprefix("stablehlo.").removeprefix("chlo.")
 
 
 class Region(NamedTuple):

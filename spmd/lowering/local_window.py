@@ -69,7 +69,9 @@ def _fetched(
     b = op.b
     size, source = op.op.kind.operands[number].shape[dim], op.choice.operands[number].dims[dim]
     outer = b.loc
-    b.loc = outer._replace(note=f"halo of dim {dim} of operand {number} of {op.op.name}")
+    b.loc = outer._replace(
+        note=f"{op.op.label} reads its neighbours' pieces of dim {dim} of operand {number}"
+    )
     parts = parts_of(b, x, dim, size, source, op.mesh, need)
     type_ = b.types[x].with_shape(resized(b.types[x].shape, dim, need.length))
     made = assemble(b, parts, dim, axes, type_, fill)
@@ -176,7 +178,9 @@ def _concatenate(op: LocalOp) -> tuple[Value, ...]:
     for i, x in enumerate(op.operands):
         size = op.op.kind.operands[i].shape[along]
         if size:
-            b.loc = outer._replace(note=f"halo of dim {along} of operand {i} of {op.op.name}")
+            b.loc = outer._replace(
+                note=f"{op.op.label} reads its neighbours' pieces of dim {along} of operand {i}"
+            )
             need = reads_of(Window(total, 1, start), size, axes, op.mesh).need
             source = op.choice.operands[i].dims[along]
             parts += parts_of(b, x, along, size, source, op.mesh, need)
@@ -369,7 +373,9 @@ def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
     last = 0 if backwards else piece - 1
     edges = [slice_dim(b, t, dim, last, last + 1) for t in totals]
     outer = b.loc
-    b.loc = outer._replace(note=f"totals of the pieces along dim {dim} for {op.op.name}")
+    b.loc = outer._replace(
+        note=f"{op.op.label} along dim {dim} needs the totals of the pieces before"
+    )
     gathered = []
     for edge in edges:
         type_ = b.types[edge]

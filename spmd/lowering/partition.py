@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from spmd.ir.builder import Builder
 from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL, held_atoms, producers_of
-from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value
+from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value, numberless
 from spmd.ir.types import TensorType
 from spmd.lowering import (  # noqa: F401 (they fill the table of local lowerings)
     local_contract,
@@ -29,14 +29,29 @@ from spmd.lowering.collectives import apply_step
 from spmd.lowering.divergence import HELD, without_permutes
 from spmd.lowering.local import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, format_sharding, replicated
+from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding, replicated
 from spmd.mesh.sharding import local_shape as shape_on_device
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.reshard import Path, Step, can_reshard, reshard
 from spmd.propagation.projection import project
 from spmd.propagation.registry import rule_of
 
-_USES = {"spmd.mark": "the mark", TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
+_USES = {TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
+COLLECTIVES = ("all_gather", "all_to_all", "collective_permute", "reduce_scatter", "all_reduce")
+"""Steps of a reshard in which devices wait for each other."""
+
+_REDUCED = {
+    "add": "sum", "mul": "product", "max": "maximum", "min": "minimum", "and": "conjunction",
+    "or": "disjunction", "xor": "parity",
+}  # fmt: skip
+"""Kind of a partial value -> what people call its reduction."""
+
+
+def _returned(op: Op, index: int) -> str:
+    """A result of a region, for people."""
+    if op.name == "stablehlo.while":
+        return f"carry {index} of the loop, at the end of each iteration,"
+    return f"result {index} of a branch of {op.label}"
 
 
 class Partitioned(NamedTuple):
@@ -69,7 +84,7 @@ class _Partitioner:
         self.held = held_atoms(plan.program)
         self.b = Builder()
         self.copies: list[dict[Value, dict[Sharding, Value]]] = [{}]
-        self.user: tuple[str, int | None] = ("", None)
+        self.user: tuple[Op | None, int, str] = (None, 0, "")
         self.recipes: dict[tuple[OpKind, Sharding], Choice] = {}
         self.local_kinds: dict[tuple[int, int], OpKind] = {}
 
@@ -87,7 +102,7 @@ class _Partitioner:
             zip(program.body.results, self.plan.results, strict=True)
         ):
             self.b.loc = Loc(frames=self.frames(value))
-            self.user = (f"result {program.result_names[i]}", None)
+            self.user = (None, i, f"result {numberless(program.result_names[i])}")
             results.append(self.get(value, sharding))
         local = Program(
             program.name,
@@ -182,21 +197,42 @@ class _Partitioner:
         """The cheapest reshard from the copies that are visible."""
         have, local, path = self.best_source(value, wanted)
         outer = self.b.loc
-        note = (
-            f"{self.use} needs {format_sharding(wanted, self.mesh)}, "
-            f"it is {format_sharding(have, self.mesh)}"
-        )
-        where = outer
-        if have.partial and (summed := self.partial_source(value)) is not None:
-            where = summed.loc
-            note = f"sum of {summed.name}: {note}"
-        self.b.loc = where._replace(note=note)
+        summed = self.partial_source(value) if have.partial != wanted.partial else None
+        where = summed.loc if summed is not None else outer
+        note = self.reason(value, have, wanted, summed)
+        note += " (in the gradient)" if "transpose(" in where.scope else ""
+        steps = sum(step.kind in COLLECTIVES for step in path.steps)
+        number = 0
         for step in path.steps:
+            number += step.kind in COLLECTIVES
+            part = f" (step {number} of {steps})" if steps > 1 else ""
+            self.b.loc = where._replace(note=note + part)
             local = apply_step(self.b, local, self.types[value], step, self.mesh)
             if step.after != wanted:
                 self.copies[-1].setdefault(value, {}).setdefault(step.after, local)
         self.b.loc = outer
         return local
+
+    def reason(self, value: Value, have: Sharding, wanted: Sharding, summed: Op | None) -> str:
+        """Why a value is resharded, as a sentence."""
+        needs = f"{self.use} needs {format_sharding(wanted, self.mesh)}"
+        if summed is None:
+            return f"{needs}, {self.described(value)} is {format_sharding(have, self.mesh)}"
+        done = [a for a in have.partial if a not in wanted.partial]
+        axes = ", ".join(str(ref) for ref in axis_refs(tuple(done), self.mesh))
+        if have.dims != wanted.dims:
+            needs += f", it is {format_sharding(have.full(), self.mesh)}"
+        return f"{_REDUCED.get(have.kind, have.kind)} of {summed.label} over {axes}: {needs}"
+
+    def described(self, value: Value) -> str:
+        """A value, for people."""
+        if value in self.plan.program.body.args:
+            index = self.plan.program.body.args.index(value)
+            return f"argument {numberless(self.plan.program.arg_names[index])}"
+        op = self.producers.get(value)
+        if op is None:
+            return "the loop's carry"
+        return "the marked value" if op.name == "spmd.mark" else f"the result of {op.label}"
 
     def partial_source(self, value: Value) -> Op | None:
         """The op whose split left a value partial; ops that only carried it on are passed over."""
@@ -245,16 +281,20 @@ class _Partitioner:
             self.copies[-1][value] = {sharding: local}
 
     def operand(self, op: Op, index: int, value: Value, wanted: Sharding) -> Value:
-        self.user = (op.kind.name, index)
+        self.user = (op, index, "")
         return self.get(value, wanted)
 
     @property
     def use(self) -> str:
         """What is being made ready, for people."""
-        name, index = self.user
-        if index is None:
-            return name
-        return _USES.get(name) or f"operand {index} of {name}"
+        op, index, text = self.user
+        if op is None:
+            return text
+        if op.name == "spmd.mark":
+            return f"mark_sharding at {op.loc.trail}" if op.loc.frames else "the mark"
+        if op.name == "stablehlo.while":
+            return f"carry {index} of the loop, before its first iteration,"
+        return _USES.get(op.name) or f"operand {index} of {op.label}"
 
     def manual(self, op: Op) -> None:
         """A region that is written for one device already: its ops join those around it."""
@@ -264,7 +304,7 @@ class _Partitioner:
         for i, (value, source, state) in enumerate(
             zip(op.results, region.results, self.plan.choice(op).results, strict=True)
         ):
-            self.user = (f"result {i} of {op.name}", None)
+            self.user = (None, 0, f"result {i} of shard_map")
             self.b.loc = Loc(op.loc.scope, self.frames(source) or op.loc.frames)
             self.copies[-1][value] = {state: self.get(source, state)}
 
@@ -309,7 +349,7 @@ class _Partitioner:
         self.b.loc = op.loc
         outs = []
         for i, (value, sharding) in enumerate(zip(region.results, results, strict=True)):
-            self.user = (f"result {i} of the body of {op.name}", None)
+            self.user = (None, i, _returned(op, i))
             self.b.loc = Loc(op.loc.scope, self.frames(value) or op.loc.frames)
             outs.append(self.get(value, sharding))
         self.copies.pop()

@@ -7,6 +7,7 @@ glasses".
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 import numpy as np
 
@@ -16,8 +17,13 @@ MOST_STATES = 40
 """Variables with more states are left alone: all pairs of states, against all of a neighbour's."""
 
 
-def undominated(network: Network) -> list[Table]:
-    """For each variable the states that no other state of it always undercuts, or equals."""
+def undominated(network: Network, keep: Collection[int] = ()) -> list[Table]:
+    """For each variable the states that no other state of it always undercuts, or equals.
+
+    Args:
+      network: the network.
+      keep: variables that keep all of their states.
+    """
     alive = [np.arange(len(costs)) for costs in network.unary]
     around: list[list[tuple[int, Table]]] = [[] for _ in network.unary]
     for (u, v), table in network.pairs.items():
@@ -29,7 +35,7 @@ def undominated(network: Network) -> list[Table]:
         v = queue.popleft()
         queued.discard(v)
         mine = alive[v]
-        if len(mine) == 1:
+        if len(mine) == 1 or v in keep:
             continue
         worse = network.unary[v][mine]
         worse = worse[:, None] - worse[None, :]

@@ -8,7 +8,7 @@ Scholz and Eckstein 2002). What is found is exact as far as it goes.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -52,12 +52,13 @@ class Elimination:
         """The variables that are left, ascending."""
         return sorted(self._left)
 
-    def run(self, limit: int, neighbours: int = 1 << 30) -> bool:
+    def run(self, limit: int, neighbours: int = 1 << 30, keep: Collection[int] = ()) -> bool:
         """Eliminates as long as no table gets too large.
 
         Args:
           limit: entries of the largest table.
           neighbours: how many a variable may have to be eliminated.
+          keep: variables that stay.
 
         Returns:
           Whether nothing is left.
@@ -70,7 +71,7 @@ class Elimination:
                 continue
             if width > limit:
                 break
-            if len(self.near[v]) > neighbours:
+            if len(self.near[v]) > neighbours or v in keep:
                 continue
             for u in self._eliminate(v):
                 heapq.heappush(heap, (self._width(u), u))

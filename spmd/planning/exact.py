@@ -86,6 +86,12 @@ SMALLER = 1e-15
 """Seconds for each byte of an argument: of equals, the plan whose arguments are smaller."""
 
 
+def network_of(problem: Problem) -> CostNetwork:
+    """The network that `plan_exactly` solves."""
+    units = units_of(problem)
+    return CostNetwork(problem, units, domains_of(problem, units, plan_greedily(problem)))
+
+
 class _Variable(NamedTuple):
     """A variable of the network that stands for a class.
 

@@ -45,6 +45,8 @@ class Plan(NamedTuple):
       greedy_seconds: what the greedy plan costs.
       lower_seconds: what no plan of the choices that were weighed undercuts; 0 if unknown.
       notes: what people should know (fallbacks taken), in program order.
+      result_marks, links: what the planner was asked for beside the marks: with them it can be
+        asked again (see `plan_greedily`).
     """
 
     propagated: Propagated
@@ -60,6 +62,8 @@ class Plan(NamedTuple):
     notes: tuple[str, ...]
     greedy_seconds: float = 0.0
     lower_seconds: float = 0.0
+    result_marks: tuple[Sharding | None, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
 
     @property
     def program(self) -> Program:

@@ -123,6 +123,8 @@ class Walk:
             self.seconds,
             self.solver,
             tuple(self.notes),
+            result_marks=tuple(result_marks),
+            links=tuple(links.items()),
         )
 
     def note_undivided(self) -> None:

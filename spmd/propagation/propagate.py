@@ -19,7 +19,7 @@ import functools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.ir.control_flow import ties
@@ -52,8 +52,9 @@ class Origin(NamedTuple):
         """For people: `through stablehlo.add at train.py:12 (step)`, or the mark's reason."""
         if self.value is None:
             return self.label
-        source = self.loc.source
-        return f"through {self.label}" + (f" at {source}" if source else "")
+        source = self.loc.trail
+        label = self.label.removeprefix("stablehlo.")
+        return f"through {label}" + (f" at {source}" if source else "")
 
 
 class Conflict(NamedTuple):
@@ -89,15 +90,22 @@ class Propagated(NamedTuple):
 
     def why(self, value: Value, dim: int, atom: int) -> tuple[str, ...]:
         """The chain from an inferred atom back to the mark that caused it, nearest first."""
-        chain: list[str] = []
+        return tuple([origin.reason for _, origin in self._chain(value, dim, atom)])
+
+    def root(self, value: Value, dim: int, atom: int) -> Value | None:
+        """The marked value that an inferred atom comes from, if any."""
+        chain = list(self._chain(value, dim, atom))
+        return chain[-1][0] if chain and chain[-1][1].value is None else None
+
+    def _chain(self, value: Value, dim: int, atom: int) -> Iterator[tuple[Value, Origin]]:
+        """(value, why it has the atom), back to the mark."""
         at: Value | None = value
         while at is not None:
             origin = next((o for o in self.origins.get((at, dim), ()) if atom in o.atoms), None)
             if origin is None:
-                break
-            chain.append(origin.reason)
+                return
+            yield at, origin
             at, dim = origin.value, origin.dim
-        return tuple(chain)
 
 
 class _Shape(NamedTuple):

@@ -98,7 +98,7 @@ def test_shardings_as_specs() -> None:
 
 @pytest.fixture(scope="module")
 def text(compiled: Any) -> str:
-    return explain_program(compiled.stages, compiled.collectives, compiled.memory)
+    return explain_program(compiled.stages, compiled.collectives, compiled.memory, compiled.prices)
 
 
 def test_text_names_every_argument_result_and_collective(compiled: Any, text: str) -> None:
@@ -192,7 +192,7 @@ def test_an_unknown_value_lists_close_names(compiled: Any) -> None:
 class _Reader(HTMLParser):
     """Checks that tags close, and keeps tables' rows and what would be loaded from elsewhere."""
 
-    VOID = ("meta", "line", "rect", "br", "wbr")
+    VOID = ("meta", "br", "wbr", "input")
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class _Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(compiled: Any) -> str:
-    return render(compiled.stages, compiled.collectives, compiled.memory)
+    return render(compiled.stages, compiled.collectives, compiled.memory, compiled.prices)
 
 
 def test_page_is_well_formed_and_needs_nothing_else(page: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 import spmd
-from scripts import verify_module
+from scripts import specs, verify_module
 from spmd.explain.compare import Tolerance, compare, default_rtol
 from spmd.explain.verify import Verification
 from spmd.ir.types import TensorType, numpy_dtype
@@ -280,15 +280,15 @@ def test_the_script_says_what_is_wrong(arguments: tuple[str, ...], words: str) -
 
 
 def test_specs_of_the_script() -> None:
-    specs = verify_module.parse_specs("arg_spec", ["1=data,-", "0=data+model,..."], 3)
-    assert specs == [(("data", "model"), ...), (("data",), None), None]
+    found = specs.parse_specs("arg_spec", ["1=data,-", "0=data+model,..."], 3)
+    assert found == [(("data", "model"), ...), (("data",), None), None]
     for wrong in ("data", "x=data", "3=data", "-1=data"):
-        with pytest.raises(verify_module.UsageError):
-            verify_module.parse_specs("arg_spec", [wrong], 3)
-    assert verify_module.parse_mesh("data=4, model=2") == {"data": 4, "model": 2}
+        with pytest.raises(specs.UsageError):
+            specs.parse_specs("arg_spec", [wrong], 3)
+    assert specs.parse_mesh("data=4, model=2") == {"data": 4, "model": 2}
     for wrong in ("data", "data=4,data=2", "=3", "data=x"):
-        with pytest.raises(verify_module.UsageError):
-            verify_module.parse_mesh(wrong)
+        with pytest.raises(specs.UsageError):
+            specs.parse_mesh(wrong)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "i32", "ui8", "i1", "complex<f32>", "f8E4M3FN"])

@@ -1,0 +1,157 @@
+"""The report in a real browser: it needs nothing from outside, sorts, filters, has its charts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.explain import data
+from tests.explain.browser import Browser, find_browser
+
+PROGRAM = find_browser()
+pytestmark = pytest.mark.skipif(
+    PROGRAM is None, reason="no Chromium on this machine: apt-get install chromium"
+)
+
+TABLE = "document.querySelector('#collectives').closest('section').querySelector('table')"
+
+
+@pytest.fixture(scope="module")
+def lowered() -> Any:
+    """The gradient of a stack of layers, forward and backward a loop."""
+    mesh = spmd.make_mesh(data=4, model=2)
+
+    def loss(weights: Any, x: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return spmd.mark_sharding(jnp.tanh(h @ w), mesh, ("data", None)), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0])
+
+    specs = ((None, "data", "model"), ("data", None))
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 64, 64), (64, 64))]
+    step = spmd.jit(jax.grad(loss), mesh=mesh, in_specs=specs)
+    return step.lower(*structs, topology=spmd.Topology("h200:8"))
+
+
+@pytest.fixture(scope="module")
+def report(lowered: Any, tmp_path_factory: Any) -> Path:
+    path: Path = tmp_path_factory.mktemp("report") / "report.html"
+    lowered.report(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(report: Path) -> Iterator[Browser]:
+    assert PROGRAM is not None
+    with Browser(PROGRAM, report.parent / "profile") as browser:
+        browser.open(report)
+        yield browser
+
+
+def keys(page: Browser, column: int) -> list[str]:
+    """What the rows that are shown sort by in one column, from the top."""
+    found: list[str] = page.run(
+        f"[...{TABLE}.tBodies[0].rows].filter(r => !r.hidden).map(r => r.cells[{column}].dataset.v)"
+    )
+    return found
+
+
+def click_head(page: Browser, column: int) -> str:
+    """Clicks a column's head; how it says that it is sorted."""
+    head = f"{TABLE}.tHead.rows[0].cells[{column}]"
+    found: str = page.run(f"({head}.querySelector('button').click(), {head}.ariaSort)")
+    return found
+
+
+def test_it_asks_for_nothing_but_itself(page: Browser, report: Path) -> None:
+    assert {url for url in page.requests if not url.startswith("data:")} == {report.as_uri()}
+    assert page.run("document.title").endswith("on 8 devices")
+
+
+def test_every_collective_has_its_row(page: Browser, lowered: Any) -> None:
+    rows = data.collective_rows(lowered.collectives)
+    assert len(keys(page, 0)) == len(rows)
+    text = page.run(f"{TABLE}.textContent")
+    for row in rows:
+        assert data.source_text(row.reason) in text
+
+
+def test_the_table_sorts_by_a_click(page: Browser) -> None:
+    seconds = [float(key) for key in keys(page, 6)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert click_head(page, 5) == "descending"
+    total = [float(key) for key in keys(page, 5)]
+    assert total == sorted(total, reverse=True)
+    assert click_head(page, 5) == "ascending"
+    assert [float(key) for key in keys(page, 5)] == sorted(total)
+    assert click_head(page, 0) == "descending"
+    assert page.run(f"{TABLE}.querySelectorAll('th[aria-sort]').length") == 1
+
+
+def test_the_table_sorts_by_the_keyboard(page: Browser) -> None:
+    page.run(f"{TABLE}.tHead.rows[0].cells[6].querySelector('button').focus()")
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", text="\r")
+    seconds = [float(key) for key in keys(page, 6)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_filter_leaves_what_has_all_words(page: Browser, lowered: Any) -> None:
+    box = f"{TABLE}.closest('.tabled')"
+    page.run(f"{box}.querySelector('input').focus()")
+    page.type("all_gather data")
+    found = data.collective_rows(lowered.collectives)
+    kinds = keys(page, 0)
+    assert 0 < len(kinds) < len(found)
+    assert set(kinds) == {"all_gather"}
+    said = page.run(f"{box}.querySelector('output').textContent")
+    assert said == f"{len(kinds)} of {len(found)} rows"
+    page.run(
+        f"(i => {{ i.value = ''; i.dispatchEvent(new Event('input')) }})"
+        f"({box}.querySelector('input'))"
+    )
+    assert len(keys(page, 0)) == len(found)
+
+
+def test_the_arrow_keys_go_along_the_timeline(page: Browser) -> None:
+    page.run("document.querySelector('svg.timeline').focus()")
+    said = []
+    for _ in range(3):
+        page.press("ArrowRight")
+        said.append(page.run("document.querySelector('svg.timeline + output').textContent"))
+    assert len(set(said)) == 3
+    page.press("ArrowLeft")
+    back = page.run("document.querySelector('svg.timeline + output').textContent")
+    assert back == said[1]
+
+
+def test_loops_unfold(page: Browser) -> None:
+    loops = page.run("document.querySelectorAll('details.iteration').length")
+    assert loops == 2  # forward and backward
+    assert "×2" in page.run("document.querySelector('details.iteration summary').textContent")
+    shown = "document.querySelector('details.iteration svg').checkVisibility()"
+    assert page.run(shown) is False
+    page.run("document.querySelector('details.iteration summary').click()")
+    assert page.run(shown) is True
+
+
+def test_nothing_is_wider_than_the_page(page: Browser) -> None:
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_screenshots(report: Path, tmp_path: Path, dark: bool) -> None:
+    assert PROGRAM is not None
+    with Browser(PROGRAM, tmp_path / "profile", dark) as browser:
+        browser.open(report)
+        browser.screenshot(tmp_path / "report.png")
+        paper = browser.run("getComputedStyle(document.body).backgroundColor")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "report.png").stat().st_size > 20_000
+    brightness = sum(map(int, paper.removeprefix("rgb(").rstrip(")").split(",")))
+    assert (brightness < 200) is dark

@@ -1,0 +1,179 @@
+"""What collectives, marks and prices say: sentences that name the user's own lines and values."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.explain import data
+from spmd.ir.program import Frame, Loc, numberless
+from tests.programs import llama
+
+MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
+HERE = "test_reasons.py"
+
+
+def linear(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+def block(x: Any, w: Any) -> Any:
+    return jnp.tanh(linear(x, w))
+
+
+def lowered(fn: Any, *shapes: Any, specs: Any = None, **options: Any) -> spmd.Lowered:
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, **options)
+    return jitted.lower(*structs, topology=spmd.Topology("h200:8"))
+
+
+def test_a_sum_says_what_is_summed_over_what_and_who_needs_it() -> None:
+    (found,) = lowered(
+        block, (1024, 512), (512, 256), specs=((None, "model"), ("model", None))
+    ).collectives
+    assert re.match(r"sum of dot_general over model: \w.* needs \[", found.reason)
+    inner, outer = found.source.split(" <- ")
+    assert f"{HERE}:{linear.__code__.co_firstlineno + 1} (linear)" in inner
+    assert f"{HERE}:{block.__code__.co_firstlineno + 1} (block)" in outer
+
+
+def test_a_gather_names_the_argument() -> None:
+    def step(params: Any, x: Any) -> Any:
+        return block(x, params["layers"][0]["w"])
+
+    w = spmd.mark_sharding(jax.ShapeDtypeStruct((512, 512), jnp.float32), MESH, ("data", None))
+    x = spmd.mark_sharding(jax.ShapeDtypeStruct((8192, 512), jnp.float32), MESH, ("data", None))
+    jitted = spmd.jit(step, mesh=MESH)
+    program = jitted.lower({"layers": [{"w": w}]}, x, topology=spmd.Topology("h200:8"))
+    (found,) = program.collectives
+    assert found.kind == "all_gather"
+    assert found.reason == (
+        "operand 1 of dot_general needs [{}, {}], argument params/layers/*/w is [{data}, {}]"
+    )
+
+
+def test_a_mark_that_needs_something_is_named_with_its_line() -> None:
+    def step(x: Any, w: Any) -> Any:
+        return spmd.mark_sharding(block(x, w), MESH, (None, "data"))
+
+    program = lowered(step, (1024, 512), (512, 256), specs=(("data", None), ()))
+    reasons = [c.reason for c in program.collectives]
+    assert any(
+        "mark_sharding at " in r and HERE in r and "needs [{}, {data}]" in r for r in reasons
+    )
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
+def training(request: Any) -> Any:
+    mesh = spmd.make_mesh(data=4, model=2)
+    return llama(mesh, "adamw", request.param).lower(topology=spmd.Topology("h200:8"))
+
+
+def test_every_collective_of_a_training_step_reads_well(training: Any) -> None:
+    assert training.collectives
+    for c in training.collectives:
+        assert "stablehlo." not in c.reason
+        assert re.search(r" needs \[| reads its neighbours' ", c.reason), c.reason
+        assert not re.search(r"/\d+/", c.reason), c.reason  # layers are alike
+        assert re.search(r"\w+\.py:\d+ \(", c.source), c.source
+        assert "site-packages" not in c.source
+    reasons = [c.reason for c in training.collectives]
+    assert any(r.endswith("(in the gradient)") for r in reasons)
+    assert any("argument params/" in r for r in reasons)
+
+
+def test_the_innermost_user_line_and_its_caller() -> None:
+    def frame(file: str, line: int, function: str) -> Frame:
+        return Frame(file, line, function)
+
+    helper, caller = frame("m.py", 3, "linear"), frame("m.py", 9, "mlp")
+    library = frame("/x/site-packages/optax/a.py", 1, "update")
+    assert Loc(frames=(library, helper, helper, caller)).trail == "m.py:3 (linear) <- m.py:9 (mlp)"
+    assert Loc(frames=(helper, frame("m.py", 20, "<module>"))).trail == "m.py:3 (linear)"
+    assert Loc(frames=(library,)).trail == str(library)
+    assert Loc().trail == ""
+
+
+def test_numberless() -> None:
+    assert numberless("params/layers/12/w0/3") == "params/layers/*/w0/*"
+    assert numberless("2") == "2"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count", "text"),
+    [
+        (0.0, 0, "costs the same"),
+        (1e-3, 1024, "1 ms more, 1 KiB more sent"),
+        (-1e-3, -1024, "1 ms less, 1 KiB less sent"),
+        (1e-3, -1024, "1 ms more, but 1 KiB less sent"),
+        (1e-3, 0, "1 ms more, the same bytes sent"),
+        (0.0, 5, "the same time, 5 B more sent"),
+    ],
+)
+def test_prices_as_text(seconds: float, count: int, text: str) -> None:
+    assert data.price_text(seconds, count) == text
+
+
+# ---------------------------------------------------------------------------------------------
+# The whole text.
+
+
+def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(training: Any) -> None:
+    text = training.explain()
+    assert re.search(r"greedy plan +\S+ \w+, [\d.]+% slower than this one", text)
+    assert re.search(r"lower bound +\S+ \w+: of the plans weighed, ", text)
+    assert re.search(r"conflicts: \d+, of \d+ kinds", text)
+    assert re.search(r"(no axis|model|data) instead: .* more", text)
+    assert "marks that forbid something cheaper" in text
+    quick = training.explain(prices=False)
+    assert "instead:" not in quick
+    assert "conflicts: " in quick
+
+
+def test_the_text_names_the_mark_that_forbids_something_cheaper() -> None:
+    def step(x: Any, w: Any) -> Any:
+        h = spmd.mark_sharding(block(x, w), MESH, (None, "data"))
+        return h * 2
+
+    program = lowered(step, (1024, 512), (512, 256), specs=(("data", None), ()))
+    text = program.explain()
+    section = text[text.index("marks that forbid") : text.index("memory per device")]
+    assert re.search(
+        rf'without mark_sharding at \S*{HERE}:\d+ \(step\).* \(None, "data"\):', section
+    )
+    assert re.search(r"\S+ us less, \S+ \w+ less sent", section)
+
+
+def test_one_value_says_why_not_otherwise(training: Any) -> None:
+    program = training.stages.plan.program
+    value = next(op.results[0] for op in program.walk() if op.label == "dot_general")
+    text = training.explain(f"%{value}")
+    assert "instead (the rest of the plan adapting):" in text
+    assert re.search(r"(more sent|costs the same|bytes sent)", text)
+
+
+def test_a_marked_value_says_what_the_mark_costs() -> None:
+    def step(x: Any, w: Any) -> Any:
+        return spmd.mark_sharding(block(x, w), MESH, (None, "data")) * 2
+
+    program = lowered(step, (1024, 512), (512, 256), specs=(("data", None), ()))
+    ops = program.stages.plan.program.walk()
+    value = next(op.results[0] for op in ops if op.name == "spmd.mark")
+    assert re.search(r"without this mark: .* less sent", program.explain(f"%{value}"))
+
+
+def test_patterns_and_source_lines(training: Any) -> None:
+    many = training.explain("opt_state/0/*", prices=False)
+    assert many.count("argument opt_state/0/") >= 8
+    assert re.search(r"\d+ more match", many)
+    line = linear.__code__.co_firstlineno + 1
+    specs = (("data", None), (None, "model"))
+    program = lowered(block, (1024, 512), (512, 256), specs=specs)
+    assert "dot_general" in program.explain(f"{HERE}:{line}")
+    with pytest.raises(spmd.ArgumentError):
+        program.explain("nowhere.py:1")

@@ -1,0 +1,143 @@
+"""`scripts/explain`: a StableHLO file in, an explanation out, on no device at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from scripts import explain_module, specs
+from spmd.errors import SpecError
+
+ROOT = Path(__file__).parent.parent.parent
+FLAGS = ("--mesh=data=4,model=2", "--topology=h200:8")
+
+
+def two_layers(params: Any, x: Any) -> Any:
+    h = jax.nn.relu(x @ params["w_in"])
+    return {"y": h @ params["w_out"]}
+
+
+def lowered_by_jax() -> Any:
+    def struct(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    params = {"w_in": struct(64, 128), "w_out": struct(128, 64)}
+    return jax.jit(two_layers).lower(params, struct(32, 64)).compiler_ir("stablehlo")
+
+
+@pytest.fixture(scope="module", params=["text", "bytecode", "portable"])
+def module(request: Any, tmp_path_factory: Any) -> str:
+    """The program as a file, in each of the forms that modules come in; all keep names."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    found = lowered_by_jax()
+    path: Path = tmp_path_factory.mktemp("module") / "model.mlir"
+    if request.param == "text":
+        path.write_text(found.operation.get_asm(enable_debug_info=True))
+    elif request.param == "bytecode":
+        with open(path, "wb") as file:
+            found.operation.write_bytecode(file)
+    else:
+        version = stablehlo.get_minimum_version()
+        path.write_bytes(stablehlo.serialize_portable_artifact(found, version))
+    return str(path)
+
+
+def explained(capsys: Any, *arguments: str) -> str:
+    assert explain_module.main([*arguments, *FLAGS]) == 0
+    return str(capsys.readouterr().out)
+
+
+def test_specs_by_name_pattern_and_position(module: str, capsys: Any) -> None:
+    given = (
+        "--arg-spec=params/w_in=None,model",
+        "--arg-spec",
+        "2=data,None",
+        "--arg_spec=*out=-,-",
+    )
+    text = explained(capsys, module, *given)
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert '(None, "model")' in rows["params/w_in"]
+    assert '("data", None)' in rows["x"]
+    assert "replicated" in rows["params/w_out"]
+    assert "topology     h200:8" in text
+    assert "test_script.py" in text  # the user's lines
+
+
+def test_one_value_and_a_source_line(module: str, capsys: Any) -> None:
+    given = (module, "--arg-spec=2=data,None", "--value=params/w_in", "--value=%2")
+    text = explained(capsys, *given)
+    assert "argument params/w_in (%0)" in text
+    assert "instead (planned again with each):" in text
+    line = two_layers.__code__.co_firstlineno + 1
+    text = explained(capsys, module, "--arg-spec=2=data,None", f"--value=test_script.py:{line}")
+    assert "dot_general" in text
+
+
+@pytest.mark.parametrize("stage", explain_module.STAGES)
+def test_stages(module: str, capsys: Any, stage: str) -> None:
+    assert "dot_general" in explained(capsys, module, "--arg-spec=2=data,None", f"--stage={stage}")
+
+
+def test_report(module: str, capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "r.html"
+    explained(capsys, module, "--arg-spec=2=data,None", f"--report={path}", "--no-prices")
+    assert path.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--arg-spec=params/win=data",), "there is no argument 'params/win'"),
+        (("--arg-spec=9=data",), "there is no 9 among 3"),
+        (("--arg-spec=data",), "is not of the form"),
+        (("--mesh=data",), "is not of the form axis=size"),
+        (("--value=nothing",), "no value 'nothing'"),
+        (("--topology=abacus:8",), "abacus"),
+    ],
+)
+def test_what_is_wrong_is_said(module: str, capsys: Any, arguments: Any, words: str) -> None:
+    assert explain_module.main([module, *FLAGS[:1], *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_it_needs_no_devices(module: str) -> None:
+    """A process of its own, with one CPU device, plans for 256 chips."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "scripts.explain_module", module, "--mesh=data=16,model=16"]
+    command += ["--topology=v5e:16x16", "--arg-spec=2=data,None"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert "256 devices" in found.stdout
+
+
+def test_help_shows_examples(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        explain_module.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--arg-spec params/w=None,model" in text
+    assert "data+model" in text
+
+
+def test_named_specs() -> None:
+    names = ("params/w", "x")
+    found = specs.parse_named_specs("arg-spec", ["1=data,None", "params/*=...,data+model"], names)
+    assert found == {"x": (("data",), None), "params/*": (..., ("data", "model"))}
+
+
+def test_lower_stablehlo_takes_specs_by_name_and_runs_nothing(module: str) -> None:
+    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+    lowered = spmd.lower_stablehlo(module, mesh, {"x": ("data", None)})
+    assert lowered.stages.plan.program.arg_names == ("params/w_in", "params/w_out", "x")
+    assert lowered.stages.plan.program.result_names == ("y",)
+    with pytest.raises(SpecError, match="there is no argument 'z'"):
+        spmd.lower_stablehlo(module, mesh, {"z": ("data", None)})
