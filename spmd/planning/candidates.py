@@ -77,35 +77,36 @@ def candidate_assignments(
         assignment = _merge(rule, order, sizes)
         if is_legal_assignment(rule, assignment, sizes):
             found[assignment] = None
+    bases = dict(found)
     if rule.halos or rule.merges:
-        kept = _never_gathered(rule, operands)
-        found |= {_without_exchanges(rule, assignment, kept): None for assignment in tuple(found)}
+        bases |= {_without_exchanges(rule, assignment): None for assignment in found}
+        if not _gathers_a_network(rule, operands):
+            found = dict(bases)
     if not found:
-        found[((),) * len(rule.factors)] = None
+        found = bases = {((),) * len(rule.factors): None}
     states = tuple(zip(rule.values, (*operands, *results), strict=True))
-    for assignment in tuple(found):
+    for assignment in tuple(bases):
         found |= dict.fromkeys(_moved(rule, assignment, states, sizes))
     return tuple(found)
 
 
-def _without_exchanges(rule: Rule, assignment: Assignment, kept: frozenset[int]) -> Assignment:
+def _without_exchanges(rule: Rule, assignment: Assignment) -> Assignment:
     """The same with windows and merges whole: that may cost less than what they exchange."""
     halos = {halo.factor for halo in rule.halos}
     return tuple(
-        () if number not in kept and (number in halos or factor.kind in (WINDOW, MERGE)) else axes
+        () if number in halos or factor.kind in (WINDOW, MERGE) else axes
         for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True))
     )
 
 
-def _never_gathered(rule: Rule, operands: Sequence[Sharding | None]) -> frozenset[int]:
-    """Split factors that are sorted in a network: gathering them takes memory that may not be."""
+def _gathers_a_network(rule: Rule, operands: Sequence[Sharding | None]) -> bool:
+    """Whether an operand is split where a network can sort it: the whole may not fit in memory."""
     networks = {merge.factor for merge in rule.merges if merge.network}
-    return frozenset(
-        dim[0]
+    return any(
+        axes and dim and dim[0] in networks
         for sharding, dims in zip(operands, rule.operands, strict=True)
         if sharding
         for axes, dim in zip(sharding.dims, dims, strict=True)
-        if axes and dim and dim[0] in networks
     )
 
 
