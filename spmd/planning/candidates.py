@@ -77,17 +77,15 @@ def candidate_assignments(
         assignment = _merge(rule, order, sizes)
         if is_legal_assignment(rule, assignment, sizes):
             found[assignment] = None
-    bases = dict(found)
+    found = found or {((),) * len(rule.factors): None}
+    more = {}
     if rule.halos or rule.merges:
-        bases |= {_without_exchanges(rule, assignment): None for assignment in found}
-        if not _gathers_a_network(rule, operands):
-            found = dict(bases)
-    if not found:
-        found = bases = {((),) * len(rule.factors): None}
+        more = {_without_exchanges(rule, assignment): None for assignment in found}
     states = tuple(zip(rule.values, (*operands, *results), strict=True))
-    for assignment in tuple(bases):
-        found |= dict.fromkeys(_moved(rule, assignment, states, sizes))
-    return tuple(found)
+    for assignment in (*found, *more):
+        more |= dict.fromkeys(_moved(rule, assignment, states, sizes))
+    kept = _never_gathered(rule, operands)
+    return tuple(found | {a: None for a in more if kept.issubset(x for axes in a for x in axes)})
 
 
 def _without_exchanges(rule: Rule, assignment: Assignment) -> Assignment:
@@ -99,14 +97,16 @@ def _without_exchanges(rule: Rule, assignment: Assignment) -> Assignment:
     )
 
 
-def _gathers_a_network(rule: Rule, operands: Sequence[Sharding | None]) -> bool:
-    """Whether an operand is split where a network can sort it: the whole may not fit in memory."""
+def _never_gathered(rule: Rule, operands: Sequence[Sharding | None]) -> frozenset[int]:
+    """Atoms of operands along dims that a network can sort: the whole may not fit in memory."""
     networks = {merge.factor for merge in rule.merges if merge.network}
-    return any(
-        axes and dim and dim[0] in networks
+    return frozenset(
+        a
         for sharding, dims in zip(operands, rule.operands, strict=True)
         if sharding
         for axes, dim in zip(sharding.dims, dims, strict=True)
+        if dim and dim[0] in networks
+        for a in axes
     )
 
 
