@@ -78,37 +78,36 @@ def candidate_assignments(
         assignment = merge(rule, order, sizes)
         if is_legal_assignment(rule, assignment, sizes):
             found[assignment] = None
+    found = found or {unsplit(rule): None}
+    more = {}
     if rule.halos or rule.merges:
-        kept = _never_gathered(rule, operands)
-        found |= {without_exchanges(rule, assignment, kept): None for assignment in tuple(found)}
-    if not found:
-        found[unsplit(rule)] = None
+        more = {without_exchanges(rule, assignment): None for assignment in found}
     states = tuple(zip(rule.values, (*operands, *results), strict=True))
-    for assignment in tuple(found):
-        found |= dict.fromkeys(moved_whole(rule, assignment, states, sizes))
-    return tuple(found)
+    for assignment in (*found, *more):
+        more |= dict.fromkeys(moved_whole(rule, assignment, states, sizes))
+    kept = _never_gathered(rule, operands)
+    return tuple(found | {a: None for a in more if kept.issubset(x for axes in a for x in axes)})
 
 
-def without_exchanges(
-    rule: Rule, assignment: Assignment, kept: frozenset[int] = frozenset()
-) -> Assignment:
+def without_exchanges(rule: Rule, assignment: Assignment) -> Assignment:
     """The same with windows and merges whole: that may cost less than what they exchange."""
     halos = {halo.factor for halo in rule.halos}
     return tuple(
-        () if number not in kept and (number in halos or factor.kind in (WINDOW, MERGE)) else axes
+        () if number in halos or factor.kind in (WINDOW, MERGE) else axes
         for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True))
     )
 
 
 def _never_gathered(rule: Rule, operands: Sequence[Sharding | None]) -> frozenset[int]:
-    """Split factors that are sorted in a network: gathering them takes memory that may not be."""
+    """Atoms of operands along dims that a network can sort: the whole may not fit in memory."""
     networks = {merge.factor for merge in rule.merges if merge.network}
     return frozenset(
-        dim[0]
+        a
         for sharding, dims in zip(operands, rule.operands, strict=True)
         if sharding
         for axes, dim in zip(sharding.dims, dims, strict=True)
-        if axes and dim and dim[0] in networks
+        if dim and dim[0] in networks
+        for a in axes
     )
 
 

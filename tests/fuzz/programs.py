@@ -394,9 +394,21 @@ def _reduce_other(m: Maker, v: Var, dims: tuple[int, ...], kind: str) -> None:
         m.add(f"jnp.{m.pick(('argmax', 'argmin'))}({v.name}, {dims[0]})", [v])
     elif is_float(v):
         m.add(f"jax.nn.{m.pick(('softmax', 'logsumexp'))}({v.name}, {dims})", [v], v.bound + 8)
+    elif m.flag():
+        _reduce_pairs(m, v, dims[0])
     else:
         op = m.pick(("bitwise_xor", "bitwise_or", "bitwise_and"))
         m.add(f"lax.reduce({v.name}, np.int32(3), lax.{op}, {dims})", [v])
+
+
+def _reduce_pairs(m: Maker, v: Var, dim: int) -> None:
+    """Composes `t -> v t + w` along a dim: a body that is no one op, and does not commute."""
+    w = m.value(v.shape, v.dtype)
+    target = m.name("t")
+    body = "lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1])"
+    inits = "(np.int32(1), np.int32(0))"
+    text = f"{target} = lax.reduce(({v.name}, {w.name}), {inits}, {body}, ({dim},))"
+    m.tuple_of(text, target, [v.name, w.name], [BOUND, BOUND])
 
 
 def scan_sum(m: Maker) -> None:
@@ -643,16 +655,24 @@ def sort(m: Maker) -> None:
     if v is None:
         return
     dim = m.integer(0, v.rank - 1)
-    kind = m.integer(0, 2)
+    kind = m.integer(0, 3)
     if kind == 0:
-        m.add(f"jnp.sort({v.name}, {dim})", [v], v.bound)
+        m.add(f"jnp.sort({v.name}, {dim}, descending={m.flag()})", [v], v.bound)
     elif kind == 1:
-        m.add(f"jnp.argsort({v.name}, {dim})", [v])
+        m.add(f"jnp.argsort({v.name}, {dim}, descending={m.flag()})", [v])
+    elif kind == 2:
+        top_k(m, v, m.integer(1, v.shape[-1]))
     else:
         w = m.value(v.shape, m.pick(("float32", "int32")))
         target = m.name("t")
         text = f"{target} = lax.sort(({v.name}, {w.name}), dimension={dim}, num_keys=1)"
         m.tuple_of(text, target, [v.name, w.name], [v.bound, w.bound])
+
+
+def top_k(m: Maker, v: Var, k: int) -> None:
+    target = m.name("t")
+    text = f"{target} = lax.top_k({v.name}, {k})"
+    m.tuple_of(text, target, [v.name], [v.bound, float(v.shape[-1])])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.calibrate import KINDS, Sample, axis_sets, calibrated, fit_link
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Link, Topology
+from spmd.planning.calibration import KINDS, Sample, axis_sets, calibrated, fit_link
 from spmd.planning.comm import collective_seconds
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MESH = Mesh(None, (4, 2), ("data", "model"))
 
 
