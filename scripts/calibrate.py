@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
         short: peak_flops(dtype, shapes, repeat)
         for short, dtype in (("f32", "float32"), ("bf16", "bfloat16"))
     }
-    hbm = memory_bandwidth(max(_LARGEST.value, 1 << 20), repeat)
+    hbm = memory_bandwidth(4 * _LARGEST.value, repeat)
     samples = [
         measure(mesh, axes, kind, size, repeat)
         for axes in axis_sets(mesh)
@@ -97,6 +97,9 @@ def print_figures(base: Topology, topology: Topology) -> None:
         old, new = getattr(base.chip, name), getattr(topology.chip, name)
         print(f"| {name} link, GB/s | {old.bandwidth / 1e9:.4g} | {new.bandwidth / 1e9:.4g} |")
         print(f"| {name} latency, us | {old.latency * 1e6:.3g} | {new.latency * 1e6:.3g} |")
+    for m in topology.chip.measured:
+        what = f"{m.kind} among {m.devices}"
+        print(f"| {what}, us + GB/s | - | {m.latency * 1e6:.3g} + {m.bandwidth / 1e9:.4g} |")
 
 
 def print_samples(samples: Sequence[Sample], mesh: spmd.Mesh, topology: Topology) -> None:

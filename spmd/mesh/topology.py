@@ -29,6 +29,22 @@ class Link(NamedTuple):
     latency: float
 
 
+class Measured(NamedTuple):
+    """What collectives of one kind among so many devices behind a switch were seen to take.
+
+    Attributes:
+      kind: as in `spmd.planning.comm.KINDS`.
+      devices: how many exchange with one another.
+      latency: seconds of one that moves next to nothing.
+      bandwidth: bytes/s that each device sends in large ones, counted as for a ring.
+    """
+
+    kind: str
+    devices: int
+    latency: float
+    bandwidth: float
+
+
 @dataclass(frozen=True)
 class Chip:
     """One accelerator and its links; every figure is per device.
@@ -46,6 +62,7 @@ class Chip:
       per_host: devices that share a host.
       cores: devices at each point of the torus, joined by `core`.
       core: what one device can send to the other of its chip.
+      measured: of switched chips, inside a host: what takes the place of `ici` for collectives.
     """
 
     name: str
@@ -59,6 +76,7 @@ class Chip:
     per_host: int = 8
     cores: int = 1
     core: Link | None = None
+    measured: tuple[Measured, ...] = ()
 
 
 DTYPES = ("f32", "bf16", "f16", "i8", "fp8")
@@ -290,6 +308,14 @@ class Topology:
         """The link behind each atom of the mesh (the slow part of an axis are its major atoms)."""
         return _atom_links(self, mesh)
 
+    def measured(self, kind: str, devices: int) -> Measured | None:
+        """What was measured of collectives among so many devices of a host, or the next more."""
+        known = [m for m in self.chip.measured if m.kind == kind]
+        larger = [m for m in known if m.devices >= devices]
+        if larger:
+            return min(larger, key=lambda m: m.devices)
+        return max(known, key=lambda m: m.devices, default=None)
+
     def save(self, path: str | Path) -> None:
         """Writes the topology as JSON, to be edited and read back with `load`."""
         text = json.dumps({"name": self.name, "chip": _chip_to_json(self.chip)}, indent=2)
@@ -370,17 +396,20 @@ def _chip_to_json(chip: Chip) -> dict[str, Any]:
     data["ici"] = chip.ici._asdict()
     data["dcn"] = chip.dcn._asdict()
     data["core"] = chip.core._asdict() if chip.core else None
+    data["measured"] = [m._asdict() for m in chip.measured]
     return data
 
 
 def _chip_from_json(data: dict[str, Any]) -> Chip:
-    rest = {k: v for k, v in data.items() if k not in ("flops", "ici", "dcn", "core")}
+    own = ("flops", "ici", "dcn", "core", "measured")
+    rest = {k: v for k, v in data.items() if k not in own}
     core = data.get("core")
     return Chip(
         flops=tuple((dtype, float(data["flops"][dtype])) for dtype in DTYPES),
         ici=Link(**data["ici"]),
         dcn=Link(**data["dcn"]),
         core=Link(**core) if core else None,
+        measured=tuple(Measured(**m) for m in data.get("measured", ())),
         **rest,
     )
 

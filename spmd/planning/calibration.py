@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
-from spmd.mesh.topology import Link, Topology
+from spmd.mesh.topology import Link, Measured, Topology
 from spmd.planning.comm import latency_steps, wire_bytes
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
@@ -125,22 +125,41 @@ def axis_sets(mesh: Mesh) -> list[tuple[str, ...]]:
 def fit_link(samples: Sequence[Sample], mesh: Mesh) -> Link:
     """The link for which the model is nearest to the samples, in relative error.
 
-    Time is latency x steps + bytes / bandwidth: linear in the latency and the inverse bandwidth.
+    Time is latency x steps + bytes / bandwidth.
     """
-    rows, ones = [], []
+    steps = [
+        latency_steps(s.kind, [mesh.atom_sizes[a] for a in mesh.atoms_of(s.axes)]) for s in samples
+    ]
+    latency, pace = _fit(steps, samples, mesh)
+    return Link(1 / pace, latency)
+
+
+def fit_collectives(samples: Sequence[Sample], mesh: Mesh) -> tuple[Measured, ...]:
+    """For each kind and number of devices: the time of an empty one, and the pace of large ones."""
+    groups: dict[tuple[str, int], list[Sample]] = {}
     for s in samples:
-        atoms = mesh.atoms_of(s.axes)
-        steps = latency_steps(s.kind, [mesh.atom_sizes[a] for a in atoms])
-        sent = wire_bytes(s.kind, mesh.extent(atoms), s.local_in, s.local_out)
-        rows.append((steps / s.seconds, sent / s.seconds))
-        ones.append(1.0)
-    (latency, pace), *_ = np.linalg.lstsq(np.array(rows), np.array(ones), rcond=None)
+        groups.setdefault((s.kind, mesh.extent(mesh.atoms_of(s.axes))), []).append(s)
+    found = []
+    for (kind, devices), group in groups.items():
+        latency, pace = _fit([1] * len(group), group, mesh)
+        found.append(Measured(kind, devices, latency, 1 / pace))
+    return tuple(found)
+
+
+def _fit(steps: Sequence[int], samples: Sequence[Sample], mesh: Mesh) -> tuple[float, float]:
+    """Latency and seconds for each byte: time is linear in both."""
+    sent = [
+        wire_bytes(s.kind, mesh.extent(mesh.atoms_of(s.axes)), s.local_in, s.local_out)
+        for s in samples
+    ]
+    rows = [(n / s.seconds, b / s.seconds) for n, b, s in zip(steps, sent, samples, strict=True)]
+    (latency, pace), *_ = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)
     if latency <= 0 or pace <= 0:  # one of the terms is lost in the other's noise
         latency = max(latency, min(s.seconds for s in samples) / 100)
         pace = statistics.median(
             max(1e-15, (1 - row[0] * latency) / row[1]) for row in rows if row[1]
         )
-    return Link(1 / float(pace), float(latency))
+    return float(latency), float(pace)
 
 
 def calibrated(
@@ -148,9 +167,10 @@ def calibrated(
 ) -> Topology:
     """The topology with the figures that were measured.
 
-    The collectives' links are shared out as the topology does: of a torus, an axis has the links of
-    all the dims that it covers; behind a switch all of a device's bandwidth, and between hosts the
-    network's.
+    Behind a switch, kinds of collectives differ by more than their bytes: each has figures of its
+    own for every number of devices that was measured. The links are shared out as the topology
+    does: of a torus, an axis has the links of all the dims that it covers; behind a switch all of a
+    device's bandwidth, and between hosts the network's.
     """
     links = {"ici": base.chip.ici, "dcn": base.chip.dcn}
     for name, nominal in list(links.items()):
@@ -160,10 +180,17 @@ def calibrated(
             same = [s for s in mine if s.axes == mine[0].axes] if ways != 1 else mine
             fitted = fit_link(same, mesh)
             links[name] = Link(fitted.bandwidth / ways, fitted.latency)
+    inside = [s for s in samples if _slowest(base, mesh, s.axes)[0] == "ici"]
+    measured = () if base.chip.torus_dims else fit_collectives(inside, mesh)
     known = dict(base.chip.flops)
     flops = tuple((dtype, _peak(dtype, peaks, known)) for dtype, _ in base.chip.flops)
     chip = dataclasses.replace(
-        base.chip, flops=flops, hbm_bandwidth=hbm, ici=links["ici"], dcn=links["dcn"]
+        base.chip,
+        flops=flops,
+        hbm_bandwidth=hbm,
+        ici=links["ici"],
+        dcn=links["dcn"],
+        measured=measured,
     )
     return Topology(base.name, chip)
 

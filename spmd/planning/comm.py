@@ -88,9 +88,23 @@ def collective_seconds(
     """
     if kind == "slice" or not atoms:
         return 0.0
-    links = topology.atom_links(mesh)
     sent = wire_bytes(kind, mesh.extent(atoms), local_in_bytes, local_out_bytes)
+    latency, pace = collective_terms(kind, atoms, mesh, topology)
+    return latency + sent * pace
+
+
+def collective_terms(
+    kind: str, atoms: Sequence[int], mesh: Mesh, topology: Topology
+) -> tuple[float, float]:
+    """Seconds of a collective that moves nothing, and seconds for each byte on the wire.
+
+    What was measured inside a host counts there; elsewhere the latency of the slowest link for each
+    step, and its bandwidth.
+    """
+    links = [topology.atom_links(mesh)[a] for a in atoms]
+    if all(link == topology.chip.ici for link in links):
+        measured = topology.measured(kind, mesh.extent(atoms))
+        if measured is not None:
+            return measured.latency, 1 / measured.bandwidth
     steps = latency_steps(kind, [mesh.atom_sizes[a] for a in atoms])
-    latency = max(links[a].latency for a in atoms)
-    bandwidth = min(links[a].bandwidth for a in atoms)
-    return latency * steps + sent / bandwidth
+    return max(x.latency for x in links) * steps, 1 / min(x.bandwidth for x in links)

@@ -12,7 +12,7 @@ from spmd.ir.types import TensorType, dtype_bits
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, local_shape
 from spmd.mesh.topology import Topology
-from spmd.planning.comm import latency_steps, wire_bytes
+from spmd.planning.comm import collective_terms, wire_bytes
 
 FEMTO = 1e15
 """Costs are summed as whole femtoseconds: order cannot matter, and ties are ties."""
@@ -31,6 +31,11 @@ class Fabric:
         self.paces = [1 / link.bandwidth for link in topology.atom_links(mesh)]
         self.best_latency = min(self.latencies, default=0.0)
         self.best_pace = min(self.paces, default=0.0)
+        self.measured = bool(topology.chip.measured)
+        for known in topology.chip.measured:
+            # A collective is counted as two steps at least, and takes one latency here.
+            self.best_latency = min(self.best_latency, known.latency / 2)
+            self.best_pace = min(self.best_pace, 1 / known.bandwidth)
         self.slow = self._slow_classes()
         self._extents: dict[Axes, int] = {}
         self._terms: dict[tuple[str, Axes], tuple[int, float, float]] = {}
@@ -38,7 +43,7 @@ class Fabric:
     def _slow_classes(self) -> list[tuple[float, float, frozenset[int]]]:
         """For each pace above the best: it, the least latency at it or worse, and those atoms."""
         classes = []
-        for pace in sorted(set(self.paces) - {self.best_pace}):
+        for pace in sorted(set(self.paces) - {min(self.paces, default=0.0)}):
             atoms = frozenset(a for a, other in enumerate(self.paces) if other >= pace)
             classes.append((pace, min(self.latencies[a] for a in atoms), atoms))
         return classes
@@ -54,9 +59,7 @@ class Fabric:
         """Femtoseconds (rounded up) and bytes of a collective on local buffers of so many bytes."""
         terms = self._terms.get((kind, axes))
         if terms is None:
-            steps = latency_steps(kind, [self.sizes[a] for a in axes])
-            latency = max(self.latencies[a] for a in axes) * steps
-            pace = max(self.paces[a] for a in axes)
+            latency, pace = collective_terms(kind, axes, self.mesh, self.topology)
             terms = self._terms[kind, axes] = (self.extent(axes), latency, pace)
         sent = wire_bytes(kind, terms[0], before, after)
         return math.ceil((terms[1] + sent * terms[2]) * FEMTO), sent
@@ -239,6 +242,8 @@ class Problem:
         fabric = self.fabric
         for a in owed:
             rounds += fabric.sizes[a] - 1
+        if fabric.measured:
+            rounds = 0
         seconds = fabric.best_latency * (launches + max(launches, rounds))
         seconds += fabric.best_pace * sent
         if fabric.slow:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.topology import Link, Topology
+from spmd.mesh.topology import Link, Measured, Topology
 from spmd.planning.calibration import KINDS, Sample, axis_sets, calibrated, fit_link
 from spmd.planning.comm import collective_seconds
 
@@ -54,6 +54,30 @@ def test_on_a_torus_an_axis_has_several_links() -> None:
     truth = Topology("v5p:2x2x2", known.chip.__class__(**{**vars(known.chip), "ici": link}))
     found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 4e14}, 2e12)
     assert found.chip.ici.bandwidth == pytest.approx(link.bandwidth, rel=1e-3)
+
+
+def test_every_kind_behind_a_switch_has_figures_of_its_own(tmp_path: Path) -> None:
+    known = Topology("h200:8")
+    chip = known.chip.__class__(
+        **{
+            **vars(known.chip),
+            "measured": tuple(
+                Measured(kind, devices, (10 + devices) * 1e-6, (100 + 10 * number) * 1e9)
+                for number, kind in enumerate(KINDS)
+                for devices in (2, 4, 8)
+            ),
+        }
+    )
+    truth = Topology("h200:8", chip)
+    found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 8e14}, 4e12)
+    assert len(found.chip.measured) == len(chip.measured)
+    for m in chip.measured:
+        again = found.measured(m.kind, m.devices)
+        assert again is not None
+        assert again.latency == pytest.approx(m.latency, rel=1e-3)
+        assert again.bandwidth == pytest.approx(m.bandwidth, rel=1e-3)
+    found.save(tmp_path / "topology.json")
+    assert Topology.load(tmp_path / "topology.json") == found
 
 
 def test_noise_never_makes_a_link_impossible() -> None:
