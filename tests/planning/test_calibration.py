@@ -100,5 +100,5 @@ def test_the_command_measures_this_machine(tmp_path: Path) -> None:
     assert topology.name == "cpu:8"
     assert topology.chip.ici != Topology("cpu:8").chip.ici
     assert 0 < topology.hbm_bandwidth < 1e12
-    rows = [line for line in result.stdout.splitlines() if line.startswith("| all_reduce")]
+    rows = [line for line in result.stdout.splitlines() if line.startswith("| all_reduce |")]
     assert len(rows) == 3 * 3  # each axis and both, three sizes
