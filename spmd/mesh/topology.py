@@ -103,7 +103,22 @@ _NVLINK_LATENCY = 4e-6
 #   as six times as fast as one ICI port.
 # GPU: NVIDIA A100 80GB, H100 and H200 SXM datasheets, dense (without sparsity). NVLink's figure is
 #   half of its total; dcn is the DGX A100 / DGX H100 compute network, one adapter per GPU.
+#   What H200s behind one switch take was measured with `scripts/calibrate` on four of them, jax
+#   0.11.2: the latency is the median of all. H100s have the same links.
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
+_IN_PROGRAM = 55e-6  # the spread among kinds and numbers of devices is that of the measurement
+_HOPPER = (
+    Measured("all_gather", 2, _IN_PROGRAM, 178e9),
+    Measured("all_reduce", 2, _IN_PROGRAM, 250e9),
+    Measured("all_to_all", 2, _IN_PROGRAM, 181e9),
+    Measured("collective_permute", 2, _IN_PROGRAM, 195e9),
+    Measured("reduce_scatter", 2, _IN_PROGRAM, 183e9),
+    Measured("all_gather", 4, _IN_PROGRAM, 227e9),
+    Measured("all_reduce", 4, _IN_PROGRAM, 280e9),
+    Measured("all_to_all", 4, _IN_PROGRAM, 208e9),
+    Measured("collective_permute", 4, _IN_PROGRAM, 196e9),
+    Measured("reduce_scatter", 4, _IN_PROGRAM, 262e9),
+)
 _CHIPS = {
     chip.name: chip
     for chip in (
@@ -179,6 +194,7 @@ _CHIPS = {
             3.35e12,
             Link(450e9, _NVLINK_LATENCY),
             Link(50e9, _GPU_DCN_LATENCY),
+            measured=_HOPPER,
         ),
         Chip(
             "h200",
@@ -187,6 +203,7 @@ _CHIPS = {
             4.8e12,
             Link(450e9, _NVLINK_LATENCY),
             Link(50e9, _GPU_DCN_LATENCY),
+            measured=_HOPPER,
         ),
         Chip(
             "cpu",

@@ -17,7 +17,7 @@ from spmd.planning.replay import moves_of
 from tests.programs import llama, mlp
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
-TOPOLOGY = spmd.Topology("h200:8")
+TOPOLOGY = spmd.Topology("a100:8")
 
 
 def lowered(fn: Any, *shapes: Any, specs: Any = None, **options: Any) -> spmd.Lowered:

@@ -38,8 +38,8 @@ def samples(topology: Topology) -> list[Sample]:
 
 @pytest.mark.parametrize("link", [Link(300e9, 7e-6), Link(1e9, 1e-4)])
 def test_the_fit_finds_the_link_behind_the_times(link: Link) -> None:
-    known = Topology("h200:8")
-    truth = Topology("h200:8", known.chip.__class__(**{**vars(known.chip), "ici": link}))
+    known = Topology("a100:8")
+    truth = Topology("a100:8", known.chip.__class__(**{**vars(known.chip), "ici": link}))
     found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 8e14}, 4e12)
     assert found.chip.ici.bandwidth == pytest.approx(link.bandwidth, rel=1e-3)
     assert found.chip.ici.latency == pytest.approx(link.latency, rel=1e-3)
@@ -57,7 +57,7 @@ def test_on_a_torus_an_axis_has_several_links() -> None:
 
 
 def test_every_kind_behind_a_switch_has_figures_of_its_own(tmp_path: Path) -> None:
-    known = Topology("h200:8")
+    known = Topology("a100:8")
     chip = known.chip.__class__(
         **{
             **vars(known.chip),
@@ -68,7 +68,7 @@ def test_every_kind_behind_a_switch_has_figures_of_its_own(tmp_path: Path) -> No
             ),
         }
     )
-    truth = Topology("h200:8", chip)
+    truth = Topology("a100:8", chip)
     found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 8e14}, 4e12)
     assert len(found.chip.measured) == len(chip.measured)
     for m in chip.measured:
@@ -81,7 +81,7 @@ def test_every_kind_behind_a_switch_has_figures_of_its_own(tmp_path: Path) -> No
 
 
 def test_noise_never_makes_a_link_impossible() -> None:
-    noisy = [s._replace(seconds=1e-3) for s in samples(Topology("h200:8"))]
+    noisy = [s._replace(seconds=1e-3) for s in samples(Topology("a100:8"))]
     link = fit_link(noisy, MESH)
     assert link.bandwidth > 0 and link.latency > 0
 

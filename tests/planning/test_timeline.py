@@ -15,7 +15,7 @@ from spmd.planning.comm import collective_seconds
 from spmd.planning.timeline import COMPUTE, Timeline, predict_timeline
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
-TOPOLOGY = Topology("h200:8")
+TOPOLOGY = Topology("a100:8")
 N = 4096
 WHOLE, PIECE = TensorType((N, N), "bf16"), TensorType((N // 4, N), "bf16")
 DOT = 2 * N**3 / TOPOLOGY.peak_flops("bf16")
