@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -11,8 +12,8 @@ from spmd.errors import LegalityError
 from spmd.ir.types import TensorType, dtype_bits
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, local_shape
-from spmd.mesh.topology import Topology
-from spmd.planning.comm import collective_terms, wire_bytes
+from spmd.mesh.topology import Link, Topology
+from spmd.planning.comm import latency_steps, wire_bytes
 
 FEMTO = 1e15
 """Costs are summed as whole femtoseconds: order cannot matter, and ties are ties."""
@@ -27,15 +28,12 @@ class Fabric:
         self.mesh = mesh
         self.topology = topology
         self.sizes = mesh.atom_sizes
-        self.latencies = [link.latency for link in topology.atom_links(mesh)]
-        self.paces = [1 / link.bandwidth for link in topology.atom_links(mesh)]
+        links = [_searched(link, topology) for link in topology.atom_links(mesh)]
+        self.latencies = [link.latency for link in links]
+        self.paces = [1 / link.bandwidth for link in links]
+        self.flat = bool(topology.chip.measured)
         self.best_latency = min(self.latencies, default=0.0)
         self.best_pace = min(self.paces, default=0.0)
-        self.measured = bool(topology.chip.measured)
-        for known in topology.chip.measured:
-            # A collective is counted as two steps at least, and takes one latency here.
-            self.best_latency = min(self.best_latency, known.latency / 2)
-            self.best_pace = min(self.best_pace, 1 / known.bandwidth)
         self.slow = self._slow_classes()
         self._extents: dict[Axes, int] = {}
         self._terms: dict[tuple[str, Axes], tuple[int, float, float]] = {}
@@ -43,7 +41,7 @@ class Fabric:
     def _slow_classes(self) -> list[tuple[float, float, frozenset[int]]]:
         """For each pace above the best: it, the least latency at it or worse, and those atoms."""
         classes = []
-        for pace in sorted(set(self.paces) - {min(self.paces, default=0.0)}):
+        for pace in sorted(set(self.paces) - {self.best_pace}):
             atoms = frozenset(a for a, other in enumerate(self.paces) if other >= pace)
             classes.append((pace, min(self.latencies[a] for a in atoms), atoms))
         return classes
@@ -59,10 +57,26 @@ class Fabric:
         """Femtoseconds (rounded up) and bytes of a collective on local buffers of so many bytes."""
         terms = self._terms.get((kind, axes))
         if terms is None:
-            latency, pace = collective_terms(kind, axes, self.mesh, self.topology)
+            steps = 2 if self.flat else latency_steps(kind, [self.sizes[a] for a in axes])
+            latency = max(self.latencies[a] for a in axes) * steps
+            pace = max(self.paces[a] for a in axes)
             terms = self._terms[kind, axes] = (self.extent(axes), latency, pace)
         sent = wire_bytes(kind, terms[0], before, after)
         return math.ceil((terms[1] + sent * terms[2]) * FEMTO), sent
+
+
+def _searched(link: Link, topology: Topology) -> Link:
+    """The link that a search reckons with: one pace for all kinds, or no bound is worth its name.
+
+    Where kinds of collectives were measured one by one, that is about what they took, and as much
+    for few devices as for many (two steps each): so the search finds the fewest bytes in the fewest
+    collectives, and only the path that it found is priced by kind.
+    """
+    measured = topology.chip.measured
+    if link != topology.chip.ici or not measured:
+        return link
+    latency = statistics.median(m.latency for m in measured)
+    return Link(statistics.median(m.bandwidth for m in measured), latency / 2)
 
 
 class _Facts(NamedTuple):
@@ -242,9 +256,8 @@ class Problem:
         fabric = self.fabric
         for a in owed:
             rounds += fabric.sizes[a] - 1
-        if fabric.measured:
-            rounds = 0
-        seconds = fabric.best_latency * (launches + max(launches, rounds))
+        rounds = launches if fabric.flat else max(launches, rounds)
+        seconds = fabric.best_latency * (launches + rounds)
         seconds += fabric.best_pace * sent
         if fabric.slow:
             seconds += self._slow_seconds(facts, owed)
