@@ -47,6 +47,7 @@ from scripts.comm_bench.table import (
     as_json,
     family_lines,
     markdown,
+    planning_line,
     program_lines,
 )
 
@@ -123,6 +124,7 @@ def main(argv: Sequence[str]) -> None:
     print(render(HEADER, program_lines(results, _ALL.value)))
     print()
     print(render(FAMILY_HEADER, family_lines(results)))
+    print(f"\n{planning_line(results)}")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def geometric_mean(ratios: Iterable[float | None]) -> float | None:
 
 HEADER = (
     "program", "spmd MB", "XLA MB", "given MB", "ratio", "collectives", "of given",
-    "temp MiB", "of given", "MFLOP", "of given", "predicted MB", "Shardy MB",
+    "temp MiB", "of given", "MFLOP", "of given", "predicted MB", "Shardy MB", "plan s", "XLA s",
 )  # fmt: skip
 
 
@@ -89,6 +89,8 @@ def _line(result: Result) -> list[str]:
         f"{row.given.flops / 1e6:.0f}" if row.given else "",
         "" if row.predicted is None else megabytes(row.predicted),
         _peer(result.peer),
+        "" if row.planning is None else f"{row.planning:.2f}",
+        f"{row.given.seconds:.2f}" if row.given else "",
     ]
 
 
@@ -148,6 +150,23 @@ def buys_bytes(row: Row) -> bool:
     return row.spmd.flops > MORE_ARITHMETIC * row.given.flops
 
 
+def planning_line(results: Sequence[Result]) -> str:
+    """How long planning took beside XLA's compilation of the peer, in a sentence."""
+    shares = sorted(
+        (r.row.planning / r.row.given.seconds, r.row.name)
+        for r in results
+        if r.row.planning is not None and r.row.given is not None
+    )
+    if not shares:
+        return ""
+    (middle, _), (most, where) = shares[len(shares) // 2], shares[-1]
+    slow = sum(share > 0.1 for share, _ in shares)
+    return (
+        f"Planning took {middle:.1%} of XLA's compilation in the median, {most:.1%} at most "
+        f"({where}); more than 10% for {slow} of {len(shares)}."
+    )
+
+
 def _tally(results: Sequence[Result]) -> list[str]:
     ratios = [r.row.ratio for r in results if r.row.ratio is not None]
     return [
@@ -190,6 +209,7 @@ def as_json(result: Result) -> Mapping[str, object]:
         "xla_given": side(row.given),
         "ratio": row.ratio,
         "predicted_bytes": row.predicted,
+        "planning_seconds": row.planning,
         "shardy": None if result.peer is None else result.peer._asdict(),
         "errors": dict(row.errors),
     }

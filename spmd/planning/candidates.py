@@ -111,6 +111,10 @@ def _never_gathered(rule: Rule, operands: Sequence[Sharding | None]) -> frozense
     )
 
 
+_STUCK = (REPLICATE, WINDOW, MERGE)
+"""Kinds of factors that split dims do not simply pass along."""
+
+
 def moved_whole(
     rule: Rule,
     assignment: Assignment,
@@ -122,6 +126,8 @@ def moved_whole(
     So a sort along a split dim costs an all-to-all there and back, and nothing is ever gathered.
     Every factor that all these values share leads once; what has no room there goes to the others.
     """
+    if all(factor.kind not in _STUCK for factor in rule.factors):
+        return
     used = {a for axes in assignment for a in axes}
     stuck: dict[int, None] = {}
     targets = [i for i, f in enumerate(rule.factors) if f.kind == PASS]
@@ -151,7 +157,7 @@ def _on_whole_dims(
     """Atoms of a value on dims that do not pass."""
     if sharding:
         for axes, dim in zip(sharding.dims, dims, strict=True):
-            if any(rule.factors[f].kind in (REPLICATE, WINDOW, MERGE) for f in dim):
+            if any(rule.factors[f].kind in _STUCK for f in dim):
                 yield from axes
 
 
