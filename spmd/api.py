@@ -94,11 +94,11 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
         sharding = NamedSharding(where, _jax_spec(entries, PartitionSpec.UNCONSTRAINED))
         return jax.lax.with_sharding_constraint(t, sharding)
     dims_of(entries, shape, own, what=what, source=source)
-    plain = _jax_spec(entries, None)
     if isinstance(t, jax.ShapeDtypeStruct):
         where = jax_mesh(own) if has_devices(own) else _abstract_mesh(own)
-        return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(where, plain))
-    return jax.device_put(t, NamedSharding(jax_mesh(own), plain))
+        sharding = NamedSharding(where, _jax_spec(entries, PartitionSpec.UNCONSTRAINED))
+        return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding)
+    return jax.device_put(t, NamedSharding(jax_mesh(own), _jax_spec(entries, None)))
 
 
 def _manual_axes(mesh: Mesh) -> frozenset[str]:

@@ -177,3 +177,15 @@ def test_a_modules_result_marks_are_kept_unless_a_spec_is_given():
     np.testing.assert_allclose(compiled(x)[1], np.cos(x), rtol=1e-5, atol=1e-6)
     other = spmd.compile_stablehlo(module, mesh, result_specs=[(None, "data"), None])
     assert [s.spec for s in other.out_shardings] == [P(None, "data"), P("model", None)]
+
+
+def test_a_struct_keeps_its_open_dims() -> None:
+    mesh = spmd.make_mesh(data=4, model=2)
+    x = spmd.mark_sharding(jax.ShapeDtypeStruct((8, 16), jnp.float32), mesh, (None, None))
+    w = spmd.mark_sharding(jax.ShapeDtypeStruct((16, 32), jnp.float32), mesh, ("data", ...))
+
+    def fn(x: Any, w: Any) -> Any:
+        return spmd.mark_sharding(x @ w, mesh, (None, "model"))
+
+    compiled = spmd.jit(fn, mesh=mesh).compile(x, w)
+    assert tuple(compiled.in_shardings[1].spec) == ("data", "model")
