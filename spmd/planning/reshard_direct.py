@@ -33,7 +33,7 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
 
 def _permutable(problem: Problem) -> Iterator[_Begun]:
     """Paths that are sliced and reduced, ready for a permute; what is owed may be cut finer."""
-    for finer in (False, True) if problem.owed(problem.src.partial) else (False,):
+    for finer in (False, True) if problem.partial else (False,):
         begun = _Begun(problem)
         begun.towards_goal("slice")
         begun.towards_goal_shape("slice")
@@ -54,7 +54,7 @@ class _Begun:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.moves: list[Move] = []
-        self.dims, self.partial = problem.src.dims, problem.src.partial
+        self.dims, self.partial = problem.src, problem.partial
 
     def _append(self, kind: str, dim: int, run: Axes) -> None:
         self.dims = put(self.dims, dim, self.dims[dim] + run)
@@ -65,18 +65,18 @@ class _Begun:
         """The atoms that a slice or a reduce-scatter can append."""
         if kind == "slice":
             return unused(self.problem.atoms, self.dims, self.partial)
-        return self.problem.owed(self.partial)
+        return self.partial
 
     def towards_goal(self, kind: str) -> None:
         """Appends to every dim the atoms that its goal has next."""
-        for dim, goal in enumerate(self.problem.dst.dims):
+        for dim, goal in enumerate(self.problem.dst):
             if run := continuation(self.dims[dim], goal, self._pool(kind)):
                 self._append(kind, dim, run)
 
     def towards_goal_shape(self, kind: str) -> None:
         """Appends to every dim atoms of the sizes that it lacks against its goal."""
         sizes = self.problem.fabric.sizes
-        for dim, goal in enumerate(self.problem.dst.dims):
+        for dim, goal in enumerate(self.problem.dst):
             lacking = Counter(sizes[a] for a in goal)
             lacking.subtract(sizes[a] for a in self.dims[dim])
             run: Axes = ()
@@ -90,20 +90,19 @@ class _Begun:
     def anywhere(self, kind: str) -> None:
         """Appends atoms wherever a dim still divides."""
         for dim in range(len(self.dims)):
-            if dim not in self.problem.frozen:
-                size = self.problem.shape[dim]
-                if run := self.problem.dividing(size, self.dims[dim], self._pool(kind)):
-                    self._append(kind, dim, run)
+            room = self.problem.room[dim]
+            if run := self.problem.dividing(room, self.dims[dim], self._pool(kind)):
+                self._append(kind, dim, run)
 
     def reduce_rest(self) -> None:
         """All-reduces what is still owed."""
-        if owed := self.problem.owed(self.partial):
-            self.partial = without(self.partial, owed)
-            self.moves.append(Move("all_reduce", self.dims, self.partial, owed, ()))
+        if owed := self.partial:
+            self.partial = ()
+            self.moves.append(Move("all_reduce", self.dims, (), owed, ()))
 
     def finished(self, dims: Dims) -> list[Move] | None:
         """The moves so far, a permute to `dims`, exchanges, gathers; None if the goal is missed."""
-        problem, goal = self.problem, self.problem.dst.dims
+        problem, goal = self.problem, self.problem.dst
         self.reduce_rest()
         moves = list(self.moves)
         if dims != self.dims:
@@ -119,7 +118,7 @@ class _Begun:
 
     def _exchange(self, dims: Dims) -> Move | None:
         """An all-to-all of the longest minor run of a dim that another one's goal has next."""
-        goal = self.problem.dst.dims
+        goal = self.problem.dst
         for dim in self._straying(dims):
             for keep in range(len(goal[dim]), len(dims[dim])):
                 run = dims[dim][keep:]
@@ -131,14 +130,14 @@ class _Begun:
 
     def _straying(self, dims: Dims) -> list[int]:
         """Dims that begin as their goal and go on."""
-        ends = enumerate(zip(dims, self.problem.dst.dims, strict=True))
+        ends = enumerate(zip(dims, self.problem.dst, strict=True))
         return [
             dim for dim, (axes, goal) in ends if len(axes) > len(goal) and axes[: len(goal)] == goal
         ]
 
     def _slowest_first(self, dims: Dims) -> list[int]:
         """The dims to gather: those over slow links while pieces are small."""
-        paces, goal = self.problem.fabric.paces, self.problem.dst.dims
+        paces, goal = self.problem.fabric.paces, self.problem.dst
 
         def pace(dim: int) -> float:
             return max(paces[a] for a in dims[dim][len(goal[dim]) :])

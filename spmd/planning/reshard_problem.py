@@ -1,4 +1,4 @@
-"""One reshard as a search problem: legality, what a step costs, and what no path can undercut."""
+"""One reshard as a search problem: what a step costs, and what no path can undercut."""
 
 from __future__ import annotations
 
@@ -7,28 +7,22 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from spmd.errors import LegalityError
-from spmd.ir.types import TensorType, dtype_bits
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, format_sharding, local_shape
-from spmd.mesh.topology import Topology
+from spmd.mesh.sharding import Axes
 from spmd.planning.comm import latency_steps, wire_bytes
+from spmd.planning.reshard_question import Digit, Dims, Question
 
 FEMTO = 1e15
 """Costs are summed as whole femtoseconds: order cannot matter, and ties are ties."""
 
-Dims = tuple[Axes, ...]
-
 
 class Fabric:
-    """A mesh and its links, with what is asked of them again and again."""
+    """The digits of a question, with what is asked of them again and again."""
 
-    def __init__(self, mesh: Mesh, topology: Topology) -> None:
-        self.mesh = mesh
-        self.topology = topology
-        self.sizes = mesh.atom_sizes
-        self.latencies = [link.latency for link in topology.atom_links(mesh)]
-        self.paces = [1 / link.bandwidth for link in topology.atom_links(mesh)]
+    def __init__(self, digits: tuple[Digit, ...]) -> None:
+        self.digits = digits
+        self.sizes = tuple(math.prod(digit.sizes) for digit in digits)
+        self.latencies = [digit.latency for digit in digits]
+        self.paces = [1 / digit.bandwidth for digit in digits]
         self.best_latency = min(self.latencies, default=0.0)
         self.best_pace = min(self.paces, default=0.0)
         self.slow = self._slow_classes()
@@ -36,25 +30,29 @@ class Fabric:
         self._terms: dict[tuple[str, Axes], tuple[int, float, float]] = {}
 
     def _slow_classes(self) -> list[tuple[float, float, frozenset[int]]]:
-        """For each pace above the best: it, the least latency at it or worse, and those atoms."""
+        """For each pace above the best: it, the least latency at it or worse, and those digits."""
         classes = []
         for pace in sorted(set(self.paces) - {self.best_pace}):
-            atoms = frozenset(a for a, other in enumerate(self.paces) if other >= pace)
-            classes.append((pace, min(self.latencies[a] for a in atoms), atoms))
+            digits = frozenset(a for a, other in enumerate(self.paces) if other >= pace)
+            classes.append((pace, min(self.latencies[a] for a in digits), digits))
         return classes
 
     def extent(self, axes: Axes) -> int:
-        """Product of the sizes of some atoms."""
+        """Product of the sizes of some digits."""
         found = self._extents.get(axes)
         if found is None:
             found = self._extents[axes] = math.prod([self.sizes[a] for a in axes])
         return found
 
+    def rounds(self, axes: Axes) -> int:
+        """Rounds that a gather over some digits takes."""
+        return sum(size - 1 for a in axes for size in self.digits[a].sizes)
+
     def cost(self, kind: str, axes: Axes, before: int, after: int) -> tuple[int, int]:
         """Femtoseconds (rounded up) and bytes of a collective on local buffers of so many bytes."""
         terms = self._terms.get((kind, axes))
         if terms is None:
-            steps = latency_steps(kind, [self.sizes[a] for a in axes])
+            steps = latency_steps(kind, [size for a in axes for size in self.digits[a].sizes])
             latency = max(self.latencies[a] for a in axes) * steps
             pace = max(self.paces[a] for a in axes)
             terms = self._terms[kind, axes] = (self.extent(axes), latency, pace)
@@ -96,92 +94,44 @@ class _Crossing(NamedTuple):
     luck: int
 
 
-@lru_cache(maxsize=64)
-def fabric_of(mesh: Mesh, topology: Topology) -> Fabric:
-    """The `Fabric` of a mesh, made once."""
-    return Fabric(mesh, topology)
+@lru_cache(maxsize=1 << 10)
+def fabric_of(digits: tuple[Digit, ...]) -> Fabric:
+    """The `Fabric` of some digits, made once."""
+    return Fabric(digits)
 
 
 class Problem:
-    """A pair of shardings of one type.
+    """A question about a value of some size.
 
     Attributes:
-      shape: global shape; a dim that does not divide is padded to equal pieces.
-      frozen: the dims that do not divide, which no step touches.
-      atoms: the atoms that steps may touch.
-      bits: of the whole value, as if it had the type's, unless it is said to have others.
+      src, dst: digits of each dim, at first and in the end.
+      partial: digits that are to be reduced.
+      room: for each dim, what its size has in common with the number of devices.
+      atoms: every digit; to the search they are atoms.
+      bits: of the whole value.
       fewest_pieces: into how many pieces the value must at least be split: the memory limit.
     """
 
-    def __init__(
-        self,
-        src: Sharding,
-        dst: Sharding,
-        type_: TensorType,
-        fabric: Fabric,
-        barred: Axes = (),
-        bits: int | None = None,
-    ) -> None:
-        self.src, self.dst, self.type, self.fabric = src, dst, type_, fabric
-        self.barred = barred
-        self.extent = fabric.extent
-        self._check()
-        self.goal_extents = tuple(self.extent(axes) for axes in dst.dims)
-        self.frozen = self._frozen_dims()
-        pieces = local_shape(type_.shape, src, fabric.mesh)
-        self.shape = tuple(self.extent(a) * n for a, n in zip(src.dims, pieces, strict=True))
-        held = {a for dim in self.frozen for a in src.dims[dim]}.union(dst.partial, barred)
-        self.atoms = tuple(a for a in range(len(fabric.sizes)) if a not in held)
-        self.goal_atoms = frozenset(a for axes in dst.dims for a in axes)
-        self.bits = math.prod(self.shape) * dtype_bits(type_.dtype) if bits is None else bits
+    def __init__(self, question: Question, bits: int) -> None:
+        self.src, self.dst, self.partial = question.src, question.dst, question.partial
+        self.room, self.bits = question.room, bits
+        self.fabric = fabric_of(question.digits)
+        self.extent = self.fabric.extent
+        self.atoms = tuple(range(len(question.digits)))
+        self.goal_extents = tuple(self.extent(axes) for axes in self.dst)
+        self.goal_atoms = frozenset(a for axes in self.dst for a in axes)
         self.goal_pieces = math.prod(self.goal_extents)
         self.goal_bytes = self.local_bytes(self.goal_pieces)
-        self.fewest_pieces = min(self.goal_pieces, self.pieces(src.dims))
+        self.fewest_pieces = min(self.goal_pieces, self.pieces(self.src))
+        self._devices = self.extent(self.atoms)
         self._tile_bytes = self._smallest_tile()
-        self._facts: list[dict[Axes, _Facts]] = [{} for _ in dst.dims]
-        self._goal_places = places(dst.dims, fabric.sizes)
-        self._devices = fabric.mesh.size // self.extent(dst.partial)
-
-    def _check(self) -> None:
-        src, dst, rank = self.src, self.dst, len(self.type.shape)
-        for sharding in (src, dst):
-            atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
-            if len(sharding.dims) != rank or len(set(atoms)) != len(atoms):
-                self._refuse("use every atom at most once and give every dim its atoms")
-        if not set(dst.partial) <= set(src.partial) or (dst.partial and dst.kind != src.kind):
-            self._refuse("leave partial only what is partial already")
-
-    def _frozen_dims(self) -> frozenset[int]:
-        extents = [self.extent(axes) for axes in self.src.dims]
-        ends = zip(self.type.shape, extents, self.goal_extents, strict=True)
-        frozen = frozenset(dim for dim, (n, a, b) in enumerate(ends) if n % a or n % b)
-        if any(self.src.dims[dim] != self.dst.dims[dim] for dim in frozen):
-            self._refuse("pad dims that don't divide before resharding them")
-        return frozen
-
-    def _refuse(self, fix: str) -> None:
-        raise LegalityError(
-            f"no reshard of {self.type} leads from one sharding to the other",
-            actual=format_sharding(self.src, self.fabric.mesh),
-            required=format_sharding(self.dst, self.fabric.mesh),
-            fix=fix,
-        )
+        self._facts: list[dict[Axes, _Facts]] = [{} for _ in self.dst]
+        self._goal_places = places(self.dst, self.fabric.sizes)
 
     def _smallest_tile(self) -> float:
         """Bytes that one device holds if the value is reduced straight into the smallest tiles."""
-        everything = math.prod(self.fabric.sizes[a] for a in self.atoms)
-        most = math.prod(
-            self.goal_extents[dim] if dim in self.frozen else math.gcd(size, everything**2)
-            for dim, size in enumerate(self.shape)
-        )
-        held = math.prod(self.goal_extents[dim] for dim in self.frozen)
-        owed = self.extent(self.owed(self.src.partial))
-        return self.bits / 8 / min(most * owed, everything * held)
-
-    def owed(self, partial: Axes) -> Axes:
-        """Partial atoms that are still to be reduced."""
-        kept = self.dst.partial
-        return tuple(a for a in partial if a not in kept) if kept else partial
+        most = math.prod(self.room) * self.extent(self.partial)
+        return self.bits / 8 / min(most, self._devices)
 
     def pieces(self, dims: Dims) -> int:
         """Into how many pieces the value is split."""
@@ -194,7 +144,7 @@ class Problem:
 
     def divides(self, dim: int, axes: Axes) -> bool:
         """Whether a dim divides by some atoms."""
-        return self.shape[dim] % self.extent(axes) == 0
+        return self.room[dim] % self.extent(axes) == 0
 
     def dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
         """As many atoms of `pool` to follow `axes` as `size` still divides by."""
@@ -225,27 +175,25 @@ class Problem:
             apart |= fact.apart
             losing += fact.losing
             clash |= fact.clash
-        owed = self.owed(partial)
-        ways = self.extent(owed) if owed else 1
-        if owed:
+        ways = self.extent(partial) if partial else 1
+        if partial:
             sent = int(self.goal_bytes + self._tile_bytes * (ways - 2))
         else:
             sent = self.goal_bytes - (0 if apart else self.local_bytes(common))
-        launches = max(losing + clash + bool(owed), sent > 0)
+        launches = max(losing + clash + bool(partial), sent > 0)
         if not launches:
             return 0, 0, 0
         growth = pieces * ways / self.goal_pieces
         rounds = math.log2(growth) if growth > 1 else 0.0
         fabric = self.fabric
-        for a in owed:
-            rounds += fabric.sizes[a] - 1
+        rounds += fabric.rounds(partial)
         seconds = fabric.best_latency * (launches + max(launches, rounds))
         seconds += fabric.best_pace * sent
         if fabric.slow:
-            seconds += self._slow_seconds(facts, owed)
+            seconds += self._slow_seconds(facts, partial)
         return int(seconds * FEMTO), sent, launches
 
-    def _slow_seconds(self, facts: Sequence[_Facts], owed: Axes) -> float:
+    def _slow_seconds(self, facts: Sequence[_Facts], partial: Axes) -> float:
         """What slow links add, at least, to the time of the same bytes over the fastest ones.
 
         The devices with equal coordinates along the atoms that cross hold some of the elements that
@@ -256,7 +204,7 @@ class Problem:
         for number, (pace, latency, atoms) in enumerate(self.fabric.slow):
             crossings = [fact.crossings[number] for fact in facts]
             extent = math.prod([crossing.extent for crossing in crossings])
-            terms = self.extent(tuple(a for a in owed if a in atoms))
+            terms = self.extent(tuple(a for a in partial if a in atoms))
             if extent == terms == 1:
                 continue
             kept = math.prod([crossing.kept for crossing in crossings])
@@ -267,7 +215,7 @@ class Problem:
         return most
 
     def _compare(self, dim: int, axes: Axes) -> _Facts:
-        goal, wanted = self.dst.dims[dim], self.goal_extents[dim]
+        goal, wanted = self.dst[dim], self.goal_extents[dim]
         extent = self.extent(axes)
         shorter = min(len(axes), len(goal))
         apart = axes[:shorter] != goal[:shorter]
@@ -286,7 +234,7 @@ class Problem:
             extent *= sizes[a]
             if goal is not None:
                 kept *= sizes[a]
-                if goal[0] != dim or len(set(sizes)) == 1:
+                if goal[0] != dim or _apart(place[1], goal[1], sizes[a]):
                     luck = max(luck, sizes[a])
         return _Crossing(extent, kept, luck)
 
@@ -301,6 +249,12 @@ class Problem:
             after = pieces * self.extent(axes)
         cost = self.fabric.cost(kind, axes, self.local_bytes(pieces), self.local_bytes(after))
         return (*cost, after)
+
+
+def _apart(first: int, second: int, size: int) -> bool:
+    """Whether digits of a size, below so many pieces of one dim, tell nothing of one another."""
+    major, minor = min(first, second), max(first, second)
+    return minor % (major * size) == 0
 
 
 def moved(before: Dims, after: Dims, sizes: tuple[int, ...]) -> Axes:
