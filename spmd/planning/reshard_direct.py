@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from spmd.mesh.sharding import Axes
 from spmd.planning.reshard_moves import DirectedMoves, Move, continuation, put, unused, without
-from spmd.planning.reshard_problem import Dims, Problem, moved
+from spmd.planning.reshard_problem import Problem, moved
+from spmd.planning.reshard_question import Dims
 
 
 def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Move]]:

@@ -7,7 +7,8 @@ from itertools import combinations, permutations
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
-from spmd.planning.reshard_problem import Dims, Problem, moved
+from spmd.planning.reshard_problem import Problem, moved
+from spmd.planning.reshard_question import Dims
 
 
 class Move(NamedTuple):
@@ -47,14 +48,13 @@ class Moves:
         """Targets of a permute: dims with the same local shape."""
         raise NotImplementedError
 
-    def out_of(self, dims: Dims, partial: Axes, pieces: int, last: str) -> Iterator[Move]:
-        """Every move that is tried from here; no two permutes follow one another."""
+    def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[Move]:
+        """Every move that is tried from here."""
         yield from self._slices(dims, partial)
         yield from self._gathers(dims, partial, pieces // self.problem.fewest_pieces)
         yield from self._exchanges(dims, partial)
         yield from self._reductions(dims, partial)
-        if last != "collective_permute":
-            yield from self._permutes(dims, partial)
+        yield from self._permutes(dims, partial)
 
     def _slices(self, dims: Dims, partial: Axes) -> Iterator[Move]:
         pool = unused(self.problem.atoms, dims, partial)

@@ -1,18 +1,37 @@
-"""One reshard as a search problem: what a step costs, and what no path can undercut."""
+"""One reshard as a search problem: what a step costs, and what no path can undercut.
+
+Costs are lines: a time that does not depend on the value's size, and one for each unit of it. All
+are whole numbers, so that order cannot matter, and ties are ties.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
 from spmd.planning.comm import latency_steps, wire_bytes
 from spmd.planning.reshard_question import Digit, Dims, Question
 
-FEMTO = 1e15
-"""Costs are summed as whole femtoseconds: order cannot matter, and ties are ties."""
+TICKS = 1e24
+"""Ticks of the clock in a second: what a byte takes is a whole number of them, but for 1e-11."""
+
+
+class Line(NamedTuple):
+    """What something costs, depending on the size of the value.
+
+    Attributes:
+      fixed: ticks for a value of any size.
+      growing: ticks for each unit of size.
+      sent: bytes that each device sends, for each unit of size.
+      steps: collectives and slices.
+    """
+
+    fixed: int
+    growing: int
+    sent: int
+    steps: int
 
 
 class Fabric:
@@ -21,15 +40,14 @@ class Fabric:
     def __init__(self, digits: tuple[Digit, ...]) -> None:
         self.digits = digits
         self.sizes = tuple(math.prod(digit.sizes) for digit in digits)
-        self.latencies = [digit.latency for digit in digits]
-        self.paces = [1 / digit.bandwidth for digit in digits]
-        self.best_latency = min(self.latencies, default=0.0)
-        self.best_pace = min(self.paces, default=0.0)
+        self.latencies = [round(digit.latency * TICKS) for digit in digits]
+        self.paces = [round(TICKS / digit.bandwidth) for digit in digits]
+        self.best_latency = min(self.latencies, default=0)
+        self.best_pace = min(self.paces, default=0)
         self.slow = self._slow_classes()
         self._extents: dict[Axes, int] = {}
-        self._terms: dict[tuple[str, Axes], tuple[int, float, float]] = {}
 
-    def _slow_classes(self) -> list[tuple[float, float, frozenset[int]]]:
+    def _slow_classes(self) -> list[tuple[int, int, frozenset[int]]]:
         """For each pace above the best: it, the least latency at it or worse, and those digits."""
         classes = []
         for pace in sorted(set(self.paces) - {self.best_pace}):
@@ -48,16 +66,14 @@ class Fabric:
         """Rounds that a gather over some digits takes."""
         return sum(size - 1 for a in axes for size in self.digits[a].sizes)
 
-    def cost(self, kind: str, axes: Axes, before: int, after: int) -> tuple[int, int]:
-        """Femtoseconds (rounded up) and bytes of a collective on local buffers of so many bytes."""
-        terms = self._terms.get((kind, axes))
-        if terms is None:
-            steps = latency_steps(kind, [size for a in axes for size in self.digits[a].sizes])
-            latency = max(self.latencies[a] for a in axes) * steps
-            pace = max(self.paces[a] for a in axes)
-            terms = self._terms[kind, axes] = (self.extent(axes), latency, pace)
-        sent = wire_bytes(kind, terms[0], before, after)
-        return math.ceil((terms[1] + sent * terms[2]) * FEMTO), sent
+    def latency(self, kind: str, axes: Axes) -> int:
+        """Ticks that a collective over some digits takes, however little it sends."""
+        steps = latency_steps(kind, [size for a in axes for size in self.digits[a].sizes])
+        return max([self.latencies[a] for a in axes]) * steps
+
+    def pace(self, axes: Axes) -> int:
+        """Ticks that a byte takes over some digits."""
+        return max([self.paces[a] for a in axes])
 
 
 class _Facts(NamedTuple):
@@ -94,53 +110,44 @@ class _Crossing(NamedTuple):
     luck: int
 
 
-@lru_cache(maxsize=1 << 10)
-def fabric_of(digits: tuple[Digit, ...]) -> Fabric:
-    """The `Fabric` of some digits, made once."""
-    return Fabric(digits)
-
-
 class Problem:
-    """A question about a value of some size.
+    """A question, with its costs and its lower bounds.
 
     Attributes:
       src, dst: digits of each dim, at first and in the end.
       partial: digits that are to be reduced.
       room: for each dim, what its size has in common with the number of devices.
       atoms: every digit; to the search they are atoms.
-      bits: of the whole value.
       fewest_pieces: into how many pieces the value must at least be split: the memory limit.
+      unit: bytes of a value of size 1: so many that every collective sends whole bytes.
     """
 
-    def __init__(self, question: Question, bits: int) -> None:
+    def __init__(self, question: Question) -> None:
         self.src, self.dst, self.partial = question.src, question.dst, question.partial
-        self.room, self.bits = question.room, bits
-        self.fabric = fabric_of(question.digits)
+        self.room = question.room
+        self.fabric = Fabric(question.digits)
         self.extent = self.fabric.extent
         self.atoms = tuple(range(len(question.digits)))
         self.goal_extents = tuple(self.extent(axes) for axes in self.dst)
         self.goal_atoms = frozenset(a for axes in self.dst for a in axes)
         self.goal_pieces = math.prod(self.goal_extents)
-        self.goal_bytes = self.local_bytes(self.goal_pieces)
         self.fewest_pieces = min(self.goal_pieces, self.pieces(self.src))
         self._devices = self.extent(self.atoms)
-        self._tile_bytes = self._smallest_tile()
+        self.unit = self._devices**2
+        self._tile = self._smallest_tile()
         self._facts: list[dict[Axes, _Facts]] = [{} for _ in self.dst]
         self._goal_places = places(self.dst, self.fabric.sizes)
+        self._prices: dict[tuple[str, Axes, int], tuple[Line, int]] = {}
 
-    def _smallest_tile(self) -> float:
+    def _smallest_tile(self) -> int:
         """Bytes that one device holds if the value is reduced straight into the smallest tiles."""
         most = math.prod(self.room) * self.extent(self.partial)
-        return self.bits / 8 / min(most, self._devices)
+        return self.unit // min(most, self._devices)
 
     def pieces(self, dims: Dims) -> int:
         """Into how many pieces the value is split."""
         extent = self.extent
         return math.prod([extent(axes) for axes in dims])
-
-    def local_bytes(self, pieces: int) -> int:
-        """Bytes of one device's piece when the value is split into `pieces`."""
-        return -(-self.bits // (8 * pieces))
 
     def divides(self, dim: int, axes: Axes) -> bool:
         """Whether a dim divides by some atoms."""
@@ -155,13 +162,32 @@ class Problem:
                 run.append(a)
         return tuple(run)
 
-    def bound(self, dims: Dims, partial: Axes) -> tuple[int, int, int]:
-        """Femtoseconds, bytes and collectives that no path from here to `dst` can undercut.
+    def price(self, kind: str, axes: Axes, pieces: int) -> tuple[Line, int]:
+        """What one step from so many pieces costs, and the pieces after it."""
+        found = self._prices.get((kind, axes, pieces))
+        if found is None:
+            found = self._prices[kind, axes, pieces] = self._price(kind, axes, pieces)
+        return found
+
+    def _price(self, kind: str, axes: Axes, pieces: int) -> tuple[Line, int]:
+        group, after = self.extent(axes), pieces
+        if kind == "slice":
+            return Line(0, 0, 0, 1), pieces * group
+        if kind == "all_gather":
+            after = pieces // group
+        elif kind == "reduce_scatter":
+            after = pieces * group
+        sent = wire_bytes(kind, group, self.unit // pieces, self.unit // after)
+        fabric = self.fabric
+        return Line(fabric.latency(kind, axes), sent * fabric.pace(axes), sent, 1), after
+
+    def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
+        """Lines that no path from here to `dst` can undercut.
 
         Bytes: a device must receive what its final tile has beyond its present one; what is owed
         must be reduced, at best into the smallest tiles. Collectives: every dim that has to lose
         atoms takes one, so do the dims whose first differing atoms clash, so does a reduction.
-        Rounds: at least the binary logarithm of the factor by which pieces must grow.
+        Rounds: in each of them pieces at most double.
         """
         pieces = common = 1
         losing = 0
@@ -175,44 +201,39 @@ class Problem:
             apart |= fact.apart
             losing += fact.losing
             clash |= fact.clash
-        ways = self.extent(partial) if partial else 1
+        ways, sent = self.extent(partial), self.unit // self.goal_pieces
         if partial:
-            sent = int(self.goal_bytes + self._tile_bytes * (ways - 2))
-        else:
-            sent = self.goal_bytes - (0 if apart else self.local_bytes(common))
-        launches = max(losing + clash + bool(partial), sent > 0)
+            sent += self._tile * (ways - 2)
+        elif not apart:
+            sent -= -(-self.unit // common)
+        launches = max(losing + clash + bool(partial), int(sent > 0))
         if not launches:
-            return 0, 0, 0
-        growth = pieces * ways / self.goal_pieces
-        rounds = math.log2(growth) if growth > 1 else 0.0
-        fabric = self.fabric
-        rounds += fabric.rounds(partial)
-        seconds = fabric.best_latency * (launches + max(launches, rounds))
-        seconds += fabric.best_pace * sent
-        if fabric.slow:
-            seconds += self._slow_seconds(facts, partial)
-        return int(seconds * FEMTO), sent, launches
+            return []
+        rounds = _doublings(pieces * ways / self.goal_pieces) + self.fabric.rounds(partial)
+        fixed = self.fabric.best_latency * (launches + max(launches, rounds))
+        line = Line(fixed, self.fabric.best_pace * sent, sent, launches)
+        return self._with_slow_links(line, facts, partial) if self.fabric.slow else [line]
 
-    def _slow_seconds(self, facts: Sequence[_Facts], partial: Axes) -> float:
-        """What slow links add, at least, to the time of the same bytes over the fastest ones.
+    def _with_slow_links(self, line: Line, facts: Sequence[_Facts], partial: Axes) -> list[Line]:
+        """The bound with what slow links add, at least, to the time over the fastest ones.
 
         The devices with equal coordinates along the atoms that cross hold some of the elements that
         they need; the others have to come in over slow links, in equal shares.
         """
-        value = self.bits / 8 / self._devices
-        most = 0.0
-        for number, (pace, latency, atoms) in enumerate(self.fabric.slow):
+        fabric, tile, lines = self.fabric, self._devices, []
+        for number, (pace, latency, atoms) in enumerate(fabric.slow):
             crossings = [fact.crossings[number] for fact in facts]
             extent = math.prod([crossing.extent for crossing in crossings])
-            terms = self.extent(tuple(a for a in partial if a in atoms))
+            terms = self.extent(tuple([a for a in partial if a in atoms]))
             if extent == terms == 1:
                 continue
             kept = math.prod([crossing.kept for crossing in crossings])
-            luck = max((crossing.luck for crossing in crossings), default=1)  # a scalar has none
-            sent = value * max(extent / kept - 1 / luck, terms - 1, 0)
-            more = (pace - self.fabric.best_pace) * sent
-            most = max(most, more + 2 * (latency - self.fabric.best_latency))
-        return most
+            luck = max([crossing.luck for crossing in crossings], default=1)  # a scalar has none
+            sent = max(tile * (extent * luck - kept) // (kept * luck), tile * (terms - 1), 0)
+            fixed = line.fixed + 2 * (latency - fabric.best_latency)
+            growing = line.growing + (pace - fabric.best_pace) * sent
+            lines.append(line._replace(fixed=fixed, growing=growing))
+        return lines or [line]
 
     def _compare(self, dim: int, axes: Axes) -> _Facts:
         goal, wanted = self.dst[dim], self.goal_extents[dim]
@@ -238,17 +259,11 @@ class Problem:
                     luck = max(luck, sizes[a])
         return _Crossing(extent, kept, luck)
 
-    def price(self, kind: str, axes: Axes, pieces: int) -> tuple[int, int, int]:
-        """Femtoseconds and bytes of one step from so many pieces, and the pieces after it."""
-        if kind == "slice":
-            return 0, 0, pieces * self.extent(axes)
-        after = pieces
-        if kind == "all_gather":
-            after = pieces // self.extent(axes)
-        elif kind == "reduce_scatter":
-            after = pieces * self.extent(axes)
-        cost = self.fabric.cost(kind, axes, self.local_bytes(pieces), self.local_bytes(after))
-        return (*cost, after)
+
+def _doublings(growth: float) -> int:
+    """Rounds that a gather by such a factor takes at least: in each, pieces double."""
+    mantissa, exponent = math.frexp(growth)
+    return max(exponent - (mantissa == 0.5), 0)
 
 
 def _apart(first: int, second: int, size: int) -> bool:

@@ -21,6 +21,8 @@ from spmd.mesh.topology import Topology
 MOST_DIGITS = 4
 """Questions of so many digits are searched exhaustively; atoms are only joined where there are more."""
 
+MOST_CUT = 3
+
 Dims = tuple[Axes, ...]
 
 
@@ -203,7 +205,7 @@ def _successors(dims: Iterable[Axes]) -> dict[int, int]:
 def _refined(runs: list[Axes], dims: Sequence[_Dim], mesh: Mesh) -> list[Axes]:
     """Runs cut where another run, or a dim, has just room for a part, while few are left."""
     extent = mesh.extent
-    while len(runs) < MOST_DIGITS:
+    while len(runs) < MOST_CUT:
         cut = _first_cut(runs, [dim.room for dim in dims], extent)
         if cut is None:
             return runs

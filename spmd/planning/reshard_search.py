@@ -1,183 +1,228 @@
-"""The cheapest moves that answer a question, for every size of the value: A* over shardings."""
+"""The cheapest moves that answer a question, for values of every size: A* over shardings."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
 from spmd.planning.reshard_direct import direct_paths
 from spmd.planning.reshard_moves import DirectedMoves, ExhaustiveMoves, Move, Moves
-from spmd.planning.reshard_problem import Problem
+from spmd.planning.reshard_problem import Line, Problem
 from spmd.planning.reshard_question import MOST_DIGITS, Dims, Question
 
-PHASES = ((2.0, 20), (1.2, 20))
+PHASES = ((2, 20), (1.2, 20))
 """The directed search's phases: weight of the lower bound, and shardings to expand at most."""
 
-LAST_GREED = 5.0
+LAST_GREED = 5
 """Weight of the lower bound when no path is known at all: then any path will do."""
 
-LARGEST = 1 << 36
-"""Bytes of the smallest possible piece of the largest value that is looked at."""
-
 Cost = tuple[float, int, int]
-"""Femtoseconds, bytes, steps."""
-
-Node = tuple[Dims, Axes]
-"""Digits of each dim, and partial digits."""
+"""Time, bytes, steps, at one size."""
 
 Answer = tuple[Move, ...]
 """Moves from first to last."""
+
+
+class Size(NamedTuple):
+    """How large a value is: `growing / fixed` units, so that costs at it are whole numbers."""
+
+    fixed: int
+    growing: int
+
+    def cost(self, line: Line) -> Cost:
+        """Time, bytes and steps at this size."""
+        return self.fixed * line.fixed + self.growing * line.growing, line.sent, line.steps
+
+
+SMALLEST = Size(1, 0)
+LARGEST = Size(1, 1 << 60)
 
 
 @lru_cache(maxsize=1 << 14)
 def answers(question: Question) -> tuple[Answer, ...]:
     """A best path for every size of the value, those for small values first; none if there is none.
 
-    A path takes a fixed time and a time for each byte, so that the least time is a concave function
-    of the size, made of straight pieces. Between two sizes whose best paths differ there is one
-    where these two cost the same: either both are best there, or a third one is.
+    A path's cost is a line, and the least cost a concave function of the size, made of straight
+    pieces. Where the best paths of two sizes differ there is a size between at which these two cost
+    the same: either both are best there, or a third one is.
     """
-    small, large = (_solve(Problem(question, _bits(question, size))) for size in (1, LARGEST))
-    if small is None or large is None:
+    search = Search(question)
+    first, last = search.best(SMALLEST, ()), search.best(LARGEST, ())
+    if first is None or last is None:
         return ()
-    return tuple(dict.fromkeys(_between(question, (1, small), (LARGEST, large))))
+    return tuple(dict.fromkeys((*_between(search, first, last), last)))
 
 
-def _bits(question: Question, size: int) -> int:
-    """Bits of a value of which a device has so many bytes when it is split over all."""
-    return 8 * size * math.prod(size for digit in question.digits for size in digit.sizes)
+def _between(search: Search, first: Answer, last: Answer) -> Iterator[Answer]:
+    """The best paths from a size at which `first` is one up to where `last` is, less the last."""
+    a, b = search.line(first), search.line(last)
+    if a.growing <= b.growing:
+        yield from () if b.fixed <= a.fixed else (first,)
+        return
+    if b.fixed <= a.fixed:
+        return
+    common = math.gcd(a.growing - b.growing, b.fixed - a.fixed)
+    size = Size((a.growing - b.growing) // common, (b.fixed - a.fixed) // common)
+    middle = search.best(size, (first, last))
+    assert middle is not None
+    if size.cost(search.line(middle))[0] >= size.cost(a)[0]:
+        yield first
+        return
+    yield from _between(search, first, middle)
+    yield from _between(search, middle, last)
 
 
-def _between(
-    question: Question, first: tuple[int, Answer], last: tuple[int, Answer]
-) -> tuple[Answer, ...]:
-    """The best paths from one size, where the first is one, up to another, where the last is one."""
-    small, large = (Problem(question, _bits(question, size)) for size in (first[0], last[0]))
-    least, cost = _cost(small, first[1]), _cost(small, last[1])
-    if cost[0] <= least[0] + cost[2]:  # but for the rounding of each step
-        return (last[1],)
-    most = _cost(large, first[1])
-    if most[0] <= _cost(large, last[1])[0] + most[2]:
-        return (first[1],)
-    middle = _crossing(question, first, last)
-    if not first[0] < middle < last[0]:
-        return (first[1], last[1])
-    problem = Problem(question, _bits(question, middle))
-    best = _solve(problem)
-    assert best is not None
-    known = min(_cost(problem, path)[0] for path in (first[1], last[1]))
-    time, _, steps = _cost(problem, best)
-    if time + steps >= known:
-        return (first[1], last[1])
-    lower, upper = (first, (middle, best)), ((middle, best), last)
-    return (*_between(question, *lower), *_between(question, *upper))
+class _Node:
+    """A sharding, with what does not depend on the value's size.
+
+    Attributes:
+      dims: digits of each dim.
+      partial: partial digits.
+      pieces: into how many the value is split.
+      bounds: lines that no path from here to the goal undercuts.
+      edges: the moves out of it, once they have been asked for.
+    """
+
+    __slots__ = ("bounds", "dims", "edges", "partial", "pieces")
+
+    def __init__(self, dims: Dims, partial: Axes, pieces: int, bounds: list[Line]) -> None:
+        self.dims, self.partial, self.pieces, self.bounds = dims, partial, pieces, bounds
+        self.edges: list[tuple[Line, Move, _Node]] | None = None
+
+    def least(self, size: Size) -> Cost:
+        """The lower bound at a size."""
+        if not self.bounds:
+            return 0, 0, 0
+        fixed, growing = size
+        time = max([fixed * line[0] + growing * line[1] for line in self.bounds])
+        _, _, sent, steps = self.bounds[0]
+        return time, sent, steps
 
 
-def _crossing(question: Question, first: tuple[int, Answer], last: tuple[int, Answer]) -> int:
-    """At which size two paths cost the same."""
-    (at, path), (end, other) = first, last
-    gaps = []
-    for size in (at, end):
-        problem = Problem(question, _bits(question, size))
-        gaps.append(_cost(problem, path)[0] - _cost(problem, other)[0])
-    return at + round((end - at) * -gaps[0] / (gaps[1] - gaps[0]))
+class _Graph:
+    """The shardings that have been met, and some of the moves between them."""
+
+    def __init__(self, problem: Problem, moves: Moves) -> None:
+        self.problem, self.moves = problem, moves
+        self._nodes: dict[tuple[Dims, Axes], _Node] = {}
+        self.start = self._node(problem.src, problem.partial, problem.pieces(problem.src))
+        self.goal = self._node(problem.dst, (), problem.goal_pieces)
+
+    def _node(self, dims: Dims, partial: Axes, pieces: int) -> _Node:
+        node = self._nodes.get((dims, partial))
+        if node is None:
+            node = _Node(dims, partial, pieces, self.problem.bounds(dims, partial))
+            self._nodes[dims, partial] = node
+        return node
+
+    def edges(self, node: _Node) -> list[tuple[Line, Move, _Node]]:
+        """The moves out of a sharding, each with its cost and where it leads."""
+        if node.edges is None:
+            node.edges = []
+            for move in self.moves.out_of(node.dims, node.partial, node.pieces):
+                line, after = self.problem.price(move.kind, move.axes, node.pieces)
+                node.edges.append((line, move, self._node(move.dims, move.partial, after)))
+        return node.edges
 
 
-def _solve(problem: Problem) -> Answer | None:
-    """The best direct path where that is provably best; else the best that a search finds."""
-    directed = DirectedMoves(problem)
-    known: Sequence[Move] | None = None
-    for moves in direct_paths(problem, directed):
-        if known is None or _cost(problem, moves) < _cost(problem, known):
-            known = moves
-        if _is_tight(problem, known):
-            return tuple(known)
-    if len(problem.atoms) <= MOST_DIGITS:
-        known = _search(problem, ExhaustiveMoves(problem), known)
-    else:
+class Search:
+    """Searches for one question at several sizes."""
+
+    def __init__(self, question: Question) -> None:
+        self.problem = Problem(question)
+        directed = DirectedMoves(self.problem)
+        self._direct = [tuple(moves) for moves in direct_paths(self.problem, directed)]
+        self._directed = _Graph(self.problem, directed)
+        self._exhaustive: _Graph | None = None
+        if len(question.digits) <= MOST_DIGITS:
+            self._exhaustive = _Graph(self.problem, ExhaustiveMoves(self.problem))
+
+    def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
+        """The best direct path where that is provably best; else the best that a search finds.
+
+        Args:
+          size: how large the value is.
+          found: paths that are to be undercut.
+        """
+        paths = [*found, *self._direct]
+        known = min(paths, key=lambda path: size.cost(self.line(path)), default=None)
+        limit = size.cost(self.line(known)) if known is not None else None
+        if limit is not None and limit[:2] <= self._directed.start.least(size)[:2]:
+            return known
+        if self._exhaustive is not None:
+            return _search(self._exhaustive, size, limit) or known
         for greed, budget in PHASES:
-            known = _search(problem, directed, known, budget, greed)
-    if known is None:
-        known = _search(problem, directed, None, None, LAST_GREED)
-    return None if known is None else tuple(known)
+            better = _search(self._directed, size, limit, budget, greed)
+            if better is not None:
+                known, limit = better, size.cost(self.line(better))
+        return known or _search(self._directed, size, None, None, LAST_GREED)
 
-
-def _cost(problem: Problem, moves: Sequence[Move]) -> Cost:
-    time = sent = 0
-    pieces = problem.pieces(problem.src)
-    for move in moves:
-        step_time, step_sent, pieces = problem.price(move.kind, move.axes, pieces)
-        time, sent = time + step_time, sent + step_sent
-    return time, sent, len(moves)
-
-
-def _is_tight(problem: Problem, moves: Sequence[Move]) -> bool:
-    """Whether moves cost no more than the lower bound, but for the rounding of each."""
-    time, sent, count = _cost(problem, moves)
-    least_time, least_sent, _ = problem.bound(problem.src, problem.partial)
-    return time - least_time <= 2 * count and sent <= least_sent
+    def line(self, path: Answer) -> Line:
+        """What a path costs."""
+        pieces, lines = self.problem.pieces(self.problem.src), []
+        for move in path:
+            line, pieces = self.problem.price(move.kind, move.axes, pieces)
+            lines.append(line)
+        return Line(*map(sum, zip(*lines, strict=True))) if lines else Line(0, 0, 0, 0)
 
 
 def _search(
-    problem: Problem,
-    moves: Moves,
-    known: Sequence[Move] | None,
-    budget: int | None = None,
-    greed: float = 1,
-) -> Sequence[Move] | None:
-    """A* from `src` to `dst`.
+    graph: _Graph, size: Size, limit: Cost | None, budget: int | None = None, greed: float = 1
+) -> Answer | None:
+    """A* from the start to the goal.
 
     Args:
-      problem: what is searched.
-      moves: which moves are tried.
-      known: a path that is to be undercut.
+      graph: what is searched.
+      size: how large the value is.
+      limit: a cost that is to be undercut.
       budget: shardings to expand at most.
       greed: weight of the lower bound; above 1 it is faster, and no longer optimal.
 
     Returns:
-      The best path, or `known` when nothing better is found.
+      The best path, or None where none undercuts the limit.
     """
-    limit = _cost(problem, known) if known is not None else None
-    start, goal = (problem.src, problem.partial), (problem.dst, ())
-    best: dict[Node, Cost] = {start: (0, 0, 0)}
-    bounds: dict[Node, tuple[int, int, int]] = {}
-    came: dict[Node, tuple[Node, Move]] = {}
-    heap = [((0.0, 0, 0), (0, 0), best[start], start, problem.pieces(problem.src))]
+    fixed, growing = size
+    start, goal = graph.start, graph.goal
+    best: dict[_Node, Cost] = {start: (0, 0, 0)}
+    bounds: dict[_Node, Cost] = {}
+    came: dict[_Node, tuple[_Node, Move]] = {}
+    heap = [((0.0, 0, 0), (0, 0), best[start], start)]
     expanded = 0
     while heap and (budget is None or expanded < budget):
-        _, _, spent, here, pieces = heapq.heappop(heap)
-        if here == goal:
+        _, _, spent, here = heapq.heappop(heap)
+        if here is goal:
             return _unwind(came, here)
         if best[here] < spent:
             continue
         expanded += 1
         time, sent, count = spent
-        last = came[here][1].kind if here in came else ""
-        for number, move in enumerate(moves.out_of(*here, pieces, last)):
-            there = (move.dims, move.partial)
-            step_time, step_sent, after = problem.price(move.kind, move.axes, pieces)
-            cost = (time + step_time, sent + step_sent, count + 1)
+        permuted = here in came and came[here][1].kind == "collective_permute"
+        for number, (line, move, there) in enumerate(graph.edges(here)):
+            if permuted and move.kind == "collective_permute":
+                continue  # two that follow one another are one
+            cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
             if (there in best and best[there] <= cost) or (limit is not None and cost >= limit):
                 continue
             left = bounds.get(there)
             if left is None:
-                left = bounds[there] = problem.bound(*there)
+                left = bounds[there] = there.least(size)
             estimate = (cost[0] + greed * left[0], cost[1] + left[1], cost[2] + left[2])
             if limit is not None and estimate >= limit:
                 continue
             best[there] = cost
             came[there] = (here, move)
             turn = (-expanded, number)  # of equals, the one found last: it is nearer to the goal
-            heapq.heappush(heap, (estimate, turn, cost, there, after))
-    return known
+            heapq.heappush(heap, (estimate, turn, cost, there))
+    return None
 
 
-def _unwind(came: dict[Node, tuple[Node, Move]], here: Node) -> list[Move]:
+def _unwind(came: dict[_Node, tuple[_Node, Move]], here: _Node) -> Answer:
     moves: list[Move] = []
     while here in came:
         here, move = came[here]
         moves.append(move)
-    return moves[::-1]
+    return tuple(moves[::-1])
