@@ -74,8 +74,8 @@ def reshard(
     """The cheapest path from one sharding of a value to another.
 
     Fewest predicted seconds; then fewest bytes, then fewest steps. Exact on meshes of up to
-    `MOST_DIGITS` atoms; on larger ones atoms that play the same part are taken together, and where
-    as many parts are left, only steps that lead towards `dst` are tried.
+    `EXACT_ATOMS` atoms; on larger ones atoms that play the same part are taken together, and where
+    more than `EXACT_DIGITS` parts are left, only steps that lead towards `dst` are tried.
 
     Args:
       src: sharding that the value has.
@@ -147,7 +147,9 @@ def _untorn(
 ) -> Path:
     """A path that gathers some dims before any permute, and cuts them afterwards."""
     bare, last = (
-        Sharding(tuple(() if d in torn else axes for d, axes in enumerate(s.dims)), s.partial, s.kind)
+        Sharding(
+            tuple(() if d in torn else axes for d, axes in enumerate(s.dims)), s.partial, s.kind
+        )
         for s in (src, dst)
     )
     if bare != src:
@@ -282,7 +284,7 @@ def _cheapest(
     """The cheapest of the paths that are best for some size of the value."""
     room = tuple(math.gcd(size, mesh.size) for size in shape)
     bits = math.prod(shape) * dtype_bits(dtype)
-    paths = [_path(legs, bits) for legs in _routes(src, dst, room, held, mesh, topology)]
+    paths = [_path(legs, bits) for legs in routes(src, dst, room, held, mesh, topology)]
     if not paths:
         raise LegalityError(
             f"no path of collectives was found for {TensorType(shape, dtype)}",
@@ -305,7 +307,7 @@ def _path(legs: Sequence[_Leg], bits: int) -> Path:
 
 
 @lru_cache(maxsize=1 << 16)
-def _routes(
+def routes(
     src: Sharding,
     dst: Sharding,
     room: tuple[int, ...],
@@ -336,7 +338,8 @@ def _legs(
         yield _Leg(
             step,
             mesh.extent(axes),
-            max(links[a].latency for a in axes) * latency_steps(move.kind, [sizes[a] for a in axes]),
+            max(links[a].latency for a in axes)
+            * latency_steps(move.kind, [sizes[a] for a in axes]),
             min(links[a].bandwidth for a in axes),
             before,
             after,

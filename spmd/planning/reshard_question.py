@@ -18,10 +18,11 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.mesh.topology import Topology
 
-MOST_DIGITS = 4
-"""Questions of so many digits are searched exhaustively; atoms are only joined where there are more."""
+EXACT_ATOMS = 4
+"""Atoms are joined only where there are more: with fewer the path is exactly optimal."""
 
-MOST_CUT = 3
+EXACT_DIGITS = 3
+"""Of so many digits, joined ones among them, every legal step is tried as well."""
 
 Dims = tuple[Axes, ...]
 
@@ -111,25 +112,30 @@ def ask(
     """
     links = topology.atom_links(mesh)
     letters = [Digit((size,), *links[a][::-1]) for a, size in enumerate(mesh.atom_sizes)]
-    dims = [_stripped(*dim, mesh) for dim in enumerate(zip(src.dims, dst.dims, shape, strict=True))]
+    ends = enumerate(zip(src.dims, dst.dims, shape, strict=True))
+    many = len(letters) > EXACT_ATOMS
+    if many or len(set(letters)) == 1:
+        dims = [_stripped(number, *dim, mesh) for number, dim in ends]
+    else:  # a prefix may stand in for an atom of another size, or over another link
+        dims = [_Dim(number, (), *dim) for number, dim in ends]
     prefixes = tuple(dim.kept for dim in dims)
     aside = {a for axes in prefixes for a in axes}.union(dst.partial)
     aside.update(a for a in held if a not in src.used and a not in dst.used)
     atoms = [a for a in range(len(letters)) if a not in aside]
-    dims = _useful(dims, math.prod(mesh.atom_sizes[a] for a in atoms))
-    dims.sort(key=lambda dim: _look(dim, letters))
     partial = [a for a in src.partial if a not in aside]
+    spares = 2 if partial and not many else 1
+    dims = _useful(dims, math.prod(mesh.atom_sizes[a] for a in atoms), spares)
+    dims.sort(key=lambda dim: _look(dim, letters))
     order = _by_appearance(dims, partial, atoms, letters)
-    runs = [(a,) for a in order]
-    if len(runs) > MOST_DIGITS:
+    runs: list[Axes] = [(a,) for a in order]
+    if len(runs) > EXACT_ATOMS:
         runs = _refined(_joined(dims, partial, order, letters), dims, mesh)
     names = Names(tuple(runs), tuple(dim.number for dim in dims), prefixes)
     return _spelled(runs, dims, partial, letters), names
 
 
-def _stripped(number: int, ends: tuple[Axes, Axes, int], mesh: Mesh) -> _Dim:
+def _stripped(number: int, src: Axes, dst: Axes, size: int, mesh: Mesh) -> _Dim:
     """A dim without the prefix that both ends have."""
-    src, dst, size = ends
     common = 0
     while common < min(len(src), len(dst)) and src[common] == dst[common]:
         common += 1
@@ -137,17 +143,17 @@ def _stripped(number: int, ends: tuple[Axes, Axes, int], mesh: Mesh) -> _Dim:
     return _Dim(number, kept, src[common:], dst[common:], size // mesh.extent(kept))
 
 
-def _useful(dims: Iterable[_Dim], devices: int) -> list[_Dim]:
-    """Dims that can be split, and of those that neither end splits the roomiest."""
+def _useful(dims: Iterable[_Dim], devices: int, spares: int) -> list[_Dim]:
+    """Dims that can be split, and of those that neither end splits only the roomiest."""
     rooms = [dim._replace(room=math.gcd(dim.room, devices)) for dim in dims]
     used = [dim for dim in rooms if dim.src or dim.dst]
-    spare: list[_Dim] = []
-    for dim in rooms:
-        if dim.room == 1 or dim.src or dim.dst:
-            continue
-        if not any(other.room % dim.room == 0 for other in spare):
-            spare = [*(other for other in spare if dim.room % other.room), dim]
-    return used + spare
+    spare = [dim for dim in rooms if dim.room > 1 and not (dim.src or dim.dst)]
+    spare.sort(key=lambda dim: -dim.room)
+    return used + [
+        dim
+        for i, dim in enumerate(spare)
+        if sum(other.room % dim.room == 0 for other in spare[:i]) < spares
+    ]
 
 
 def _look(dim: _Dim, letters: Sequence[Digit]) -> tuple[object, ...]:
@@ -205,7 +211,7 @@ def _successors(dims: Iterable[Axes]) -> dict[int, int]:
 def _refined(runs: list[Axes], dims: Sequence[_Dim], mesh: Mesh) -> list[Axes]:
     """Runs cut where another run, or a dim, has just room for a part, while few are left."""
     extent = mesh.extent
-    while len(runs) < MOST_CUT:
+    while len(runs) < EXACT_DIGITS:
         cut = _first_cut(runs, [dim.room for dim in dims], extent)
         if cut is None:
             return runs
@@ -242,7 +248,9 @@ def _spelled(
         return tuple(number[a] for a in atoms if a in number)
 
     return Question(
-        tuple(letters[run[0]]._replace(sizes=sum((letters[a].sizes for a in run), ())) for run in runs),
+        tuple(
+            letters[run[0]]._replace(sizes=sum((letters[a].sizes for a in run), ())) for run in runs
+        ),
         tuple(digits(dim.src) for dim in dims),
         tuple(digits(dim.dst) for dim in dims),
         tuple(sorted(digits(partial))),

@@ -12,7 +12,7 @@ from spmd.mesh.sharding import Axes
 from spmd.planning.reshard_direct import direct_paths
 from spmd.planning.reshard_moves import DirectedMoves, ExhaustiveMoves, Move, Moves
 from spmd.planning.reshard_problem import Line, Problem
-from spmd.planning.reshard_question import MOST_DIGITS, Dims, Question
+from spmd.planning.reshard_question import EXACT_ATOMS, EXACT_DIGITS, Dims, Question
 
 PHASES = ((2, 20), (1.2, 20))
 """The directed search's phases: weight of the lower bound, and shardings to expand at most."""
@@ -40,6 +40,12 @@ class Size(NamedTuple):
 
 SMALLEST = Size(1, 0)
 LARGEST = Size(1, 1 << 60)
+
+
+def _is_small(question: Question) -> bool:
+    """Whether every legal step can be tried."""
+    joined = any(len(digit.sizes) > 1 for digit in question.digits)
+    return len(question.digits) <= (EXACT_DIGITS if joined else EXACT_ATOMS)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -138,7 +144,7 @@ class Search:
         self._direct = [tuple(moves) for moves in direct_paths(self.problem, directed)]
         self._directed = _Graph(self.problem, directed)
         self._exhaustive: _Graph | None = None
-        if len(question.digits) <= MOST_DIGITS:
+        if _is_small(question):
             self._exhaustive = _Graph(self.problem, ExhaustiveMoves(self.problem))
 
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
