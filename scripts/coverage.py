@@ -34,8 +34,8 @@ CALLS_HEAD = """
 jax writes on its calls of LAPACK, cuSOLVER, cuSPARSE, MAGMA and their ROCm counterparts
 (`*_potrf_ffi`, `*_getrf_ffi`, `*_geqrf_ffi`, `*_orgqr_ffi`, `*_gesdd_ffi`, `*_gesvdj_ffi`,
 `*_syevd_ffi`, `*_geev_ffi`, `*_gees_ffi`, `*_gehrd_ffi`, `*_sytrd_ffi`, `*_trsm_ffi`, `*_gtsv_ffi`,
-`cu_lu_pivots_to_permutation`, ...). Calls for TPUs are lowered in tests; those for NVIDIA GPUs run in
-`tests/accelerators`, which repeats every op's cases and training steps on the GPUs at hand.
+`cu_lu_pivots_to_permutation`, ...). Calls for TPUs are lowered in tests; those for NVIDIA GPUs run
+in `tests/accelerators`, which repeats every op's cases and training steps on the GPUs at hand.
 `custom_call:in_manual_region` is every call without a rule inside a `jax.shard_map` over all axes
 of the mesh: kernels that are written for one device stay as they are. Any other call needs a rule
 of its own (`spmd.register_rule`, see [custom_calls.md](custom_calls.md)).

@@ -55,6 +55,7 @@ class Mesh:
     sizes: tuple[int, ...]
     axis_names: tuple[str, ...]
     dcn_sizes: tuple[int, ...] = field(default=(), repr=False)
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -77,6 +78,10 @@ class Mesh:
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "axis_names", names)
         object.__setattr__(self, "dcn_sizes", tuple(dcn_shape) or (1,) * len(sizes))
+        object.__setattr__(self, "_hash", hash((ids, sizes, names, self.dcn_sizes)))
+
+    def __hash__(self) -> int:
+        return self._hash  # made once: every cache asks for it, and there may be thousands of ids
 
     def __repr__(self) -> str:
         ids: object = self.device_ids

@@ -16,32 +16,22 @@ reductions of partial values and the links of the machine are part of the same s
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd.errors import LegalityError
-from spmd.ir.types import TensorType
+from spmd.ir.types import TensorType, dtype_bits
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, local_shape
 from spmd.mesh.topology import Topology
-from spmd.planning.comm import collective_seconds, wire_bytes
-from spmd.planning.reshard_direct import direct_paths
-from spmd.planning.reshard_moves import DirectedMoves, ExhaustiveMoves, Move, Moves
-from spmd.planning.reshard_problem import Dims, Problem, fabric_of, moved
-
-EXACT_ATOMS = 4
-"""On meshes of so many atoms every legal step is tried: the path is exactly optimal."""
-
-PHASES = ((2.0, 20), (1.2, 20))
-"""The directed search's phases: weight of the lower bound, and shardings to expand at most."""
-
-LAST_GREED = 5.0
-"""Weight of the lower bound when no path is known at all: then any path will do."""
+from spmd.planning.comm import collective_seconds, collective_terms, wire_bytes
+from spmd.planning.reshard_problem import moved
+from spmd.planning.reshard_question import Dims, Names, ask
+from spmd.planning.reshard_search import Answer, answers
 
 
 class Step(NamedTuple):
@@ -84,7 +74,8 @@ def reshard(
     """The cheapest path from one sharding of a value to another.
 
     Fewest predicted seconds; then fewest bytes, then fewest steps. Exact on meshes of up to
-    `EXACT_ATOMS` atoms; on larger ones, a search over the steps that lead towards `dst`.
+    `EXACT_ATOMS` atoms; on larger ones atoms that play the same part are taken together, and where
+    more than `EXACT_DIGITS` parts are left, only steps that lead towards `dst` are tried.
 
     Args:
       src: sharding that the value has.
@@ -118,20 +109,75 @@ def reshard(
         mask = Step("mask", unmasked, dst, owed, ())
         seconds = path.seconds + mask_seconds(unmasked, type_, mesh, topology)
         return Path((*path.steps, mask), seconds, path.bytes)
-    ranks = {len(src.dims), len(dst.dims), type_.rank}
-    padded = type_.with_shape(_padded(src, dst, type_.shape, mesh)) if len(ranks) == 1 else type_
-    problem = Problem(src, dst, padded, fabric_of(mesh, topology), held)
-    path = _path(problem, _solve(problem))
-    if padded == type_:
+    _check(src, dst, type_, mesh)
+    shape = _padded(src, dst, type_.shape, mesh)
+    path = _cheapest(src, dst, shape, type_.dtype, held, mesh, topology)
+    if shape == type_.shape:
         return path
     torn = {d for step in path.steps for d in _torn_dims(step, type_.shape, mesh)}
-    if not torn:
-        return path
-    middle = Sharding(
-        tuple(() if d in torn else axes for d, axes in enumerate(src.dims)), src.partial, src.kind
+    return _untorn(src, dst, type_, mesh, topology, held, torn) if torn else path
+
+
+def _check(src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh) -> None:
+    """Refuses what cannot be asked."""
+    fix = ""
+    for sharding in (src, dst):
+        atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
+        if len(sharding.dims) != type_.rank or len(set(atoms)) != len(atoms):
+            fix = "use every atom at most once and give every dim its atoms"
+    if not fix and not can_reshard(src, dst):
+        fix = "leave partial only what is partial already"
+    if fix:
+        raise LegalityError(
+            f"no reshard of {type_} leads from one sharding to the other",
+            actual=format_sharding(src, mesh),
+            required=format_sharding(dst, mesh),
+            fix=fix,
+        )
+
+
+def _untorn(
+    src: Sharding,
+    dst: Sharding,
+    type_: TensorType,
+    mesh: Mesh,
+    topology: Topology,
+    held: Axes,
+    torn: set[int],
+) -> Path:
+    """A path that gathers some dims before any permute, and cuts them afterwards."""
+    bare, last = (
+        Sharding(
+            tuple(() if d in torn else axes for d, axes in enumerate(s.dims)), s.partial, s.kind
+        )
+        for s in (src, dst)
     )
-    first = reshard(src, middle, type_, mesh, topology, held)
-    second = reshard(middle, dst, type_, mesh, topology, held)
+    if bare != src:
+        first = _one_by_one("all_gather", src, bare, type_, mesh, topology)
+        return _joined(first, reshard(bare, dst, type_, mesh, topology, held))
+    cuts = _one_by_one("slice", last, dst, type_, mesh, topology)
+    return _joined(reshard(src, last, type_, mesh, topology, held), cuts)
+
+
+def _one_by_one(
+    kind: str, src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
+) -> Path:
+    """A gather, or a slice, of every dim in which two shardings differ."""
+    path, here = Path((), 0.0, 0), src
+    for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
+        if a != b:
+            there = here._replace(dims=(*here.dims[:d], b, *here.dims[d + 1 :]))
+            step = Step(kind, here, there, a or b, (d,))
+            before, after = (
+                type_.with_shape(local_shape(type_.shape, s, mesh)).bytes for s in (here, there)
+            )
+            seconds = collective_seconds(kind, step.axes, before, after, mesh, topology)
+            sent = wire_bytes(kind, mesh.extent(step.axes), before, after)
+            path, here = _joined(path, Path((step,), seconds, sent)), there
+    return path
+
+
+def _joined(first: Path, second: Path) -> Path:
     seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
     return Path(first.steps + second.steps, seconds, sent)
 
@@ -202,174 +248,108 @@ def _pieces(dims: Dims, fixed: Sequence[int], mesh: Mesh) -> np.ndarray[Any, np.
     return number
 
 
-def _path(problem: Problem, moves: Sequence[Move]) -> Path:
-    """Moves as steps, with the cost model's own figures."""
-    steps: list[Step] = []
-    here, seconds, sent = problem.src, 0.0, 0
-    mesh, topology = problem.fabric.mesh, problem.fabric.topology
-    before = problem.local_bytes(problem.pieces(here.dims))
-    for move in moves:
-        there = Sharding(move.dims, move.partial, problem.src.kind if move.partial else "")
-        after = problem.local_bytes(problem.pieces(there.dims))
-        seconds += collective_seconds(move.kind, move.axes, before, after, mesh, topology)
-        sent += wire_bytes(move.kind, mesh.extent(move.axes), before, after)
-        steps.append(Step(move.kind, here, there, move.axes, move.at))
-        here, before = there, after
-    return Path(tuple(steps), seconds, sent)
-
-
 # ---------------------------------------------------------------------------------------------
-# Search.
-
-Cost = tuple[float, int, int]
-"""Femtoseconds, bytes, steps."""
-
-Node = tuple[Dims, Axes]
-"""Atoms of each dim, and partial atoms."""
+# From the answer to a question back to steps, with the cost model's own figures.
 
 
-def _solve(problem: Problem) -> Sequence[Move]:
-    """The path that is best at any size, if there is one; else the best at this size."""
-    fabric = problem.fabric
-    shape = tuple(math.gcd(size, fabric.mesh.size) for size in problem.shape)
-    moves = _best_at_any_size(
-        problem.src, problem.dst, shape, problem.barred, fabric.mesh, fabric.topology
-    )
-    return moves if moves is not None else _solve_at_size(problem)
+class _Leg(NamedTuple):
+    """A step, with all of its cost that does not depend on the value's size.
+
+    Attributes:
+      step: the step.
+      group: devices that exchange with one another.
+      latency: seconds that it takes however small the value is.
+      pace: seconds for each byte.
+      before: pieces that the value is in.
+      after: pieces that it is in afterwards.
+    """
+
+    step: Step
+    group: int
+    latency: float
+    pace: float
+    before: int
+    after: int
 
 
-@lru_cache(maxsize=1 << 16)
-def _best_at_any_size(
+def _cheapest(
     src: Sharding,
     dst: Sharding,
     shape: tuple[int, ...],
-    barred: Axes,
+    dtype: str,
+    held: Axes,
     mesh: Mesh,
     topology: Topology,
-) -> Sequence[Move] | None:
-    """The path that is best whether values are small or large, hence for all in between.
-
-    A path takes a fixed time and a time for each byte. If the one that is best for values so small
-    that only the first counts costs no less than the one for values so large that only the second
-    does, that one is best at both ends, and costs are linear.
-
-    Args:
-      src, dst: the shardings.
-      shape: for each dim, what it has in common with the number of devices: all that legality asks.
-      barred: atoms that no step may use.
-      mesh: the mesh.
-      topology: the links.
-    """
-    type_ = TensorType(shape, "i8")
-    bits = 8 * mesh.size
-    small, large = (
-        Problem(src, dst, type_, fabric_of(mesh, topology), barred, bits * scale)
-        for scale in (1, 1 << 40)
-    )
-    best = _solve_at_size(large)
-    least = _cost(small, _solve_at_size(small))
-    time, _, steps = _cost(small, best)
-    return best if time <= least[0] + steps else None
-
-
-def _solve_at_size(problem: Problem) -> Sequence[Move]:
-    """The best direct path where that is provably best; else the best that a search finds."""
-    directed = DirectedMoves(problem)
-    known: Sequence[Move] | None = None
-    for moves in direct_paths(problem, directed):
-        if known is None or _cost(problem, moves) < _cost(problem, known):
-            known = moves
-        if _is_tight(problem, known):
-            return known
-    if len(problem.fabric.sizes) <= EXACT_ATOMS:
-        known = _search(problem, ExhaustiveMoves(problem), known)
-    else:
-        for greed, budget in PHASES:
-            known = _search(problem, directed, known, budget, greed)
-    if known is None:
-        known = _search(problem, directed, None, None, LAST_GREED)
-    if known is None:
+) -> Path:
+    """The cheapest of the paths that are best for some size of the value."""
+    room = tuple(math.gcd(size, mesh.size) for size in shape)
+    bits = math.prod(shape) * dtype_bits(dtype)
+    paths = [_path(legs, bits) for legs in routes(src, dst, room, held, mesh, topology)]
+    if not paths:
         raise LegalityError(
-            f"no path of collectives was found for {problem.type}",
-            actual=format_sharding(problem.src, problem.fabric.mesh),
-            required=format_sharding(problem.dst, problem.fabric.mesh),
+            f"no path of collectives was found for {TensorType(shape, dtype)}",
+            actual=format_sharding(src, mesh),
+            required=format_sharding(dst, mesh),
         )
-    return known
+    return min(paths, key=lambda path: (path.seconds, path.bytes, len(path.steps)))
 
 
-def _cost(problem: Problem, moves: Sequence[Move]) -> Cost:
-    time = sent = 0
-    pieces = problem.pieces(problem.src.dims)
-    for move in moves:
-        step_time, step_sent, pieces = problem.price(move.kind, move.axes, pieces)
-        time, sent = time + step_time, sent + step_sent
-    return time, sent, len(moves)
+def _path(legs: Sequence[_Leg], bits: int) -> Path:
+    """The path of a value of so many bits."""
+    seconds, sent = 0.0, 0
+    for step, group, latency, pace, before, after in legs:
+        if step.kind != "slice":
+            pieces = (-(-bits // (8 * before)), -(-bits // (8 * after)))
+            more = wire_bytes(step.kind, group, *pieces)
+            seconds += latency + more * pace
+            sent += more
+    return Path(tuple([leg.step for leg in legs]), seconds, sent)
 
 
-def _is_tight(problem: Problem, moves: Sequence[Move]) -> bool:
-    """Whether moves cost no more than the lower bound, but for the rounding of each."""
-    time, sent, count = _cost(problem, moves)
-    least_time, least_sent, _ = problem.bound(problem.src.dims, problem.src.partial)
-    return time - least_time <= 2 * count and sent <= least_sent
+@lru_cache(maxsize=1 << 16)
+def routes(
+    src: Sharding,
+    dst: Sharding,
+    room: tuple[int, ...],
+    held: Axes,
+    mesh: Mesh,
+    topology: Topology,
+) -> tuple[tuple[_Leg, ...], ...]:
+    """The paths that are best for values of some size, of shapes that divide as `room` does."""
+    question, names = ask(src, dst, room, held, mesh, topology)
+    return tuple(
+        tuple(_legs(answer, names, src, dst, mesh, topology)) for answer in answers(question)
+    )
 
 
-def _search(
-    problem: Problem,
-    moves: Moves,
-    known: Sequence[Move] | None,
-    budget: int | None = None,
-    greed: float = 1,
-) -> Sequence[Move] | None:
-    """A* from `src` to `dst`.
-
-    Args:
-      problem: what is searched.
-      moves: which moves are tried.
-      known: a path that is to be undercut.
-      budget: shardings to expand at most.
-      greed: weight of the lower bound; above 1 it is faster, and no longer optimal.
-
-    Returns:
-      The best path, or `known` when nothing better is found.
-    """
-    limit = _cost(problem, known) if known is not None else None
-    start, goal = (problem.src.dims, problem.src.partial), (problem.dst.dims, problem.dst.partial)
-    best: dict[Node, Cost] = {start: (0, 0, 0)}
-    bounds: dict[Node, tuple[int, int, int]] = {}
-    came: dict[Node, tuple[Node, Move]] = {}
-    heap = [((0.0, 0, 0), (0, 0), best[start], start, problem.pieces(problem.src.dims))]
-    expanded = 0
-    while heap and (budget is None or expanded < budget):
-        _, _, spent, here, pieces = heapq.heappop(heap)
-        if here == goal:
-            return _unwind(came, here)
-        if best[here] < spent:
-            continue
-        expanded += 1
-        time, sent, count = spent
-        last = came[here][1].kind if here in came else ""
-        for number, move in enumerate(moves.out_of(*here, pieces, last)):
-            there = (move.dims, move.partial)
-            step_time, step_sent, after = problem.price(move.kind, move.axes, pieces)
-            cost = (time + step_time, sent + step_sent, count + 1)
-            if (there in best and best[there] <= cost) or (limit is not None and cost >= limit):
-                continue
-            left = bounds.get(there)
-            if left is None:
-                left = bounds[there] = problem.bound(*there)
-            estimate = (cost[0] + greed * left[0], cost[1] + left[1], cost[2] + left[2])
-            if limit is not None and estimate >= limit:
-                continue
-            best[there] = cost
-            came[there] = (here, move)
-            turn = (-expanded, number)  # of equals, the one found last: it is nearer to the goal
-            heapq.heappush(heap, (estimate, turn, cost, there, after))
-    return known
+def _legs(
+    answer: Answer, names: Names, src: Sharding, dst: Sharding, mesh: Mesh, topology: Topology
+) -> Iterator[_Leg]:
+    """Moves as steps of this value over this mesh."""
+    here, before = src, _pieces_of(src, mesh)
+    for move in answer:
+        there = _sharding_at(move.dims, move.partial, names, src, dst)
+        axes = names.atoms(move.axes)
+        if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
+            axes = tuple(sorted(axes))
+        after = _pieces_of(there, mesh)
+        step = Step(move.kind, here, there, axes, tuple([names.dims[d] for d in move.at]))
+        terms = (0.0, 0.0)
+        if move.kind != "slice":
+            terms = collective_terms(move.kind, axes, mesh, topology)
+        yield _Leg(step, mesh.extent(axes), *terms, before, after)
+        here, before = there, after
 
 
-def _unwind(came: dict[Node, tuple[Node, Move]], here: Node) -> list[Move]:
-    moves: list[Move] = []
-    while here in came:
-        here, move = came[here]
-        moves.append(move)
-    return moves[::-1]
+def _sharding_at(
+    tiling: Dims, partial: Axes, names: Names, src: Sharding, dst: Sharding
+) -> Sharding:
+    """A sharding of the question as one of the value."""
+    dims = list(names.kept)
+    for number, digits in zip(names.dims, tiling, strict=True):
+        dims[number] += names.atoms(digits)
+    return Sharding(tuple(dims)).with_partial((*names.atoms(partial), *dst.partial), src.kind)
+
+
+def _pieces_of(sharding: Sharding, mesh: Mesh) -> int:
+    return math.prod(mesh.extent(axes) for axes in sharding.dims)

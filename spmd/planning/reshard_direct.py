@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 
 from spmd.mesh.sharding import Axes
 from spmd.planning.reshard_moves import DirectedMoves, Move, continuation, put, unused, without
-from spmd.planning.reshard_problem import Dims, Problem, moved
+from spmd.planning.reshard_problem import Problem, moved
+from spmd.planning.reshard_question import Dims
 
 
 def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Move]]:
@@ -15,30 +17,47 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
 
     One path without a permute where that leads to the goal. Else several that permute once the
     local shape has everything that the goal's has, into the arrangements that `directed` proposes.
+    Over links of different speed each of them also with the help of digits that are parked on a dim
+    that neither end splits: with them pieces are smaller while they cross the slow links.
     """
-    begun = _Begun(problem)
-    begun.towards_goal("slice")
-    begun.towards_goal("reduce_scatter")
-    paths = [begun.finished(begun.dims)]
-    if paths[0] is None:
-        paths = [
-            begun.finished(after)
-            for begun in _permutable(problem)
-            for after in directed.arrangements(begun.dims, begun.partial)
-        ]
-    for path in paths:
-        if path and all(problem.pieces(move.dims) >= problem.fewest_pieces for move in path):
-            yield path
+    for helpers in _helpers(problem):
+        begun = _Begun(problem, helpers)
+        begun.towards_goal("slice")
+        begun.park("reduce_scatter")
+        begun.towards_goal("reduce_scatter")
+        paths = [begun.finished(begun.dims)]
+        if paths[0] is None:
+            paths = [
+                begun.finished(after)
+                for begun in _permutable(problem, helpers)
+                for after in directed.arrangements(begun.dims, begun.partial)
+            ]
+        for path in paths:
+            if path and all(problem.pieces(move.dims) >= problem.fewest_pieces for move in path):
+                yield path
 
 
-def _permutable(problem: Problem) -> Iterator[_Begun]:
+def _helpers(problem: Problem) -> Iterator[Axes]:
+    """Digits to park, fast ones first: none, the fast ones, and these with all that is partial."""
+    yield ()
+    slow = problem.fabric.slow
+    if slow and any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
+        used = {a for axes in (*problem.src, *problem.dst) for a in axes}
+        idle = [a for a in problem.atoms if a not in used]
+        fast = tuple(a for a in idle if a not in slow[0][2])
+        both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
+        yield from dict.fromkeys(parked for parked in (fast, both) if parked)
+
+
+def _permutable(problem: Problem, helpers: Axes) -> Iterator[_Begun]:
     """Paths that are sliced and reduced, ready for a permute; what is owed may be cut finer."""
-    for finer in (False, True) if problem.owed(problem.src.partial) else (False,):
-        begun = _Begun(problem)
+    for finer in (False, True) if problem.partial else (False,):
+        begun = _Begun(problem, helpers)
         begun.towards_goal("slice")
         begun.towards_goal_shape("slice")
         if finer:
             begun.anywhere("slice")
+        begun.park("reduce_scatter")
         begun.towards_goal("reduce_scatter")
         begun.towards_goal_shape("reduce_scatter")
         if finer:
@@ -51,10 +70,21 @@ def _permutable(problem: Problem) -> Iterator[_Begun]:
 class _Begun:
     """The moves of a path so far, and where they have led."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, helpers: Axes) -> None:
         self.problem = problem
         self.moves: list[Move] = []
-        self.dims, self.partial = problem.src.dims, problem.src.partial
+        self.dims, self.partial = problem.src, problem.partial
+        self.helpers = helpers
+        self.park("slice")
+
+    def park(self, kind: str) -> None:
+        """Appends helpers to dims that neither end splits, those over equal links at once."""
+        problem, paces = self.problem, self.problem.fabric.paces
+        for dim, (axes, goal) in enumerate(zip(problem.src, problem.dst, strict=True)):
+            for pace in dict.fromkeys(paces[a] for a in self.helpers) if not (axes or goal) else ():
+                pool = [a for a in self._pool(kind) if a in self.helpers and paces[a] == pace]
+                if run := problem.dividing(problem.room[dim], self.dims[dim], pool):
+                    self._append(kind, dim, run)
 
     def _append(self, kind: str, dim: int, run: Axes) -> None:
         self.dims = put(self.dims, dim, self.dims[dim] + run)
@@ -65,18 +95,18 @@ class _Begun:
         """The atoms that a slice or a reduce-scatter can append."""
         if kind == "slice":
             return unused(self.problem.atoms, self.dims, self.partial)
-        return self.problem.owed(self.partial)
+        return self.partial
 
     def towards_goal(self, kind: str) -> None:
         """Appends to every dim the atoms that its goal has next."""
-        for dim, goal in enumerate(self.problem.dst.dims):
+        for dim, goal in enumerate(self.problem.dst):
             if run := continuation(self.dims[dim], goal, self._pool(kind)):
                 self._append(kind, dim, run)
 
     def towards_goal_shape(self, kind: str) -> None:
         """Appends to every dim atoms of the sizes that it lacks against its goal."""
         sizes = self.problem.fabric.sizes
-        for dim, goal in enumerate(self.problem.dst.dims):
+        for dim, goal in enumerate(self.problem.dst):
             lacking = Counter(sizes[a] for a in goal)
             lacking.subtract(sizes[a] for a in self.dims[dim])
             run: Axes = ()
@@ -90,20 +120,19 @@ class _Begun:
     def anywhere(self, kind: str) -> None:
         """Appends atoms wherever a dim still divides."""
         for dim in range(len(self.dims)):
-            if dim not in self.problem.frozen:
-                size = self.problem.shape[dim]
-                if run := self.problem.dividing(size, self.dims[dim], self._pool(kind)):
-                    self._append(kind, dim, run)
+            room = self.problem.room[dim]
+            if run := self.problem.dividing(room, self.dims[dim], self._pool(kind)):
+                self._append(kind, dim, run)
 
     def reduce_rest(self) -> None:
         """All-reduces what is still owed."""
-        if owed := self.problem.owed(self.partial):
-            self.partial = without(self.partial, owed)
-            self.moves.append(Move("all_reduce", self.dims, self.partial, owed, ()))
+        if owed := self.partial:
+            self.partial = ()
+            self.moves.append(Move("all_reduce", self.dims, (), owed, ()))
 
     def finished(self, dims: Dims) -> list[Move] | None:
         """The moves so far, a permute to `dims`, exchanges, gathers; None if the goal is missed."""
-        problem, goal = self.problem, self.problem.dst.dims
+        problem, goal = self.problem, self.problem.dst
         self.reduce_rest()
         moves = list(self.moves)
         if dims != self.dims:
@@ -113,13 +142,21 @@ class _Begun:
             dims = found.dims
             moves.append(found)
         for dim in self._slowest_first(dims):
-            run, dims = dims[dim][len(goal[dim]) :], put(dims, dim, goal[dim])
-            moves.append(Move("all_gather", dims, self.partial, run, (dim,)))
+            for run in self._gathers(dims[dim][len(goal[dim]) :]):
+                dims = put(dims, dim, dims[dim][: -len(run)])
+                moves.append(Move("all_gather", dims, self.partial, run, (dim,)))
         return moves if dims == goal else None
+
+    def _gathers(self, run: Axes) -> list[Axes]:
+        """What to gather, minor first: all at once, but helpers over different links in turn."""
+        paces = self.problem.fabric.paces
+        if not self.helpers:
+            return [run]
+        return [tuple(part) for _, part in groupby(run, lambda a: paces[a])][::-1]
 
     def _exchange(self, dims: Dims) -> Move | None:
         """An all-to-all of the longest minor run of a dim that another one's goal has next."""
-        goal = self.problem.dst.dims
+        goal = self.problem.dst
         for dim in self._straying(dims):
             for keep in range(len(goal[dim]), len(dims[dim])):
                 run = dims[dim][keep:]
@@ -131,14 +168,14 @@ class _Begun:
 
     def _straying(self, dims: Dims) -> list[int]:
         """Dims that begin as their goal and go on."""
-        ends = enumerate(zip(dims, self.problem.dst.dims, strict=True))
+        ends = enumerate(zip(dims, self.problem.dst, strict=True))
         return [
             dim for dim, (axes, goal) in ends if len(axes) > len(goal) and axes[: len(goal)] == goal
         ]
 
     def _slowest_first(self, dims: Dims) -> list[int]:
         """The dims to gather: those over slow links while pieces are small."""
-        paces, goal = self.problem.fabric.paces, self.problem.dst.dims
+        paces, goal = self.problem.fabric.paces, self.problem.dst
 
         def pace(dim: int) -> float:
             return max(paces[a] for a in dims[dim][len(goal[dim]) :])

@@ -7,7 +7,8 @@ from itertools import combinations, permutations
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
-from spmd.planning.reshard_problem import Dims, Problem, moved
+from spmd.planning.reshard_problem import Problem, moved
+from spmd.planning.reshard_question import Dims
 
 
 class Move(NamedTuple):
@@ -25,7 +26,7 @@ class Moves:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.free_dims = [d for d in range(len(problem.shape)) if d not in problem.frozen]
+        self.every_dim = range(len(problem.room))
 
     def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterable[Axes]:
         """Runs out of `pool` to append to a dim."""
@@ -47,23 +48,22 @@ class Moves:
         """Targets of a permute: dims with the same local shape."""
         raise NotImplementedError
 
-    def out_of(self, dims: Dims, partial: Axes, pieces: int, last: str) -> Iterator[Move]:
-        """Every move that is tried from here; no two permutes follow one another."""
+    def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[Move]:
+        """Every move that is tried from here."""
         yield from self._slices(dims, partial)
         yield from self._gathers(dims, partial, pieces // self.problem.fewest_pieces)
         yield from self._exchanges(dims, partial)
         yield from self._reductions(dims, partial)
-        if last != "collective_permute":
-            yield from self._permutes(dims, partial)
+        yield from self._permutes(dims, partial)
 
     def _slices(self, dims: Dims, partial: Axes) -> Iterator[Move]:
         pool = unused(self.problem.atoms, dims, partial)
-        for dim in self.free_dims if pool else ():
+        for dim in self.every_dim if pool else ():
             for run in self._runs(dims, dim, pool):
                 yield Move("slice", put(dims, dim, dims[dim] + run), partial, run, (dim,))
 
     def _gathers(self, dims: Dims, partial: Axes, room: int) -> Iterator[Move]:
-        for dim in self.free_dims if room > 1 else ():
+        for dim in self.every_dim if room > 1 else ():
             for keep in self._gathered(dims, dim, room):
                 run = dims[dim][keep:]
                 if self.problem.extent(run) <= room:
@@ -71,8 +71,8 @@ class Moves:
                     yield Move("all_gather", after, partial, run, (dim,))
 
     def _exchanges(self, dims: Dims, partial: Axes) -> Iterator[Move]:
-        for dim in self.free_dims:
-            for other in self.free_dims if dims[dim] else ():
+        for dim in self.every_dim:
+            for other in self.every_dim if dims[dim] else ():
                 if other == dim:
                     continue
                 for keep in self._exchanged(dims, dim, other):
@@ -82,13 +82,12 @@ class Moves:
                         yield Move("all_to_all", after, partial, run, (dim, other))
 
     def _reductions(self, dims: Dims, partial: Axes) -> Iterator[Move]:
-        owed = self.problem.owed(partial)
-        if not owed:
+        if not partial:
             return
-        for gone in self._reduced(owed):
+        for gone in self._reduced(partial):
             yield Move("all_reduce", dims, without(partial, gone), gone, ())
-        for dim in self.free_dims:
-            for run in self._runs(dims, dim, owed):
+        for dim in self.every_dim:
+            for run in self._runs(dims, dim, partial):
                 after = put(dims, dim, dims[dim] + run)
                 yield Move("reduce_scatter", after, without(partial, run), run, (dim,))
 
@@ -128,10 +127,7 @@ class ExhaustiveMoves(Moves):
         if dim == len(dims):
             yield ()
             return
-        choices: Iterable[Axes] = (dims[dim],)
-        if dim not in self.problem.frozen:
-            choices = self._exactly(extents[dim], pool)
-        for axes in choices:
+        for axes in self._exactly(extents[dim], pool):
             for rest in self._fill(dims, extents, dim + 1, without(pool, axes)):
                 yield (axes, *rest)
 
@@ -160,23 +156,23 @@ class DirectedMoves(Moves):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._cuts: list[dict[Axes, tuple[int, ...]]] = [{} for _ in problem.shape]
+        self._cuts: list[dict[Axes, tuple[int, ...]]] = [{} for _ in problem.room]
 
     def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
         problem = self.problem
-        found = [continuation(dims[dim], problem.dst.dims[dim], pool)]
+        found = [continuation(dims[dim], problem.dst[dim], pool)]
         found += self._followers(dims, dim, pool)
         stand_ins = sorted(pool, key=lambda a: (a in problem.goal_atoms, a))
         for alike in self._by_size(stand_ins):
             found.append(self.problem.dividing(problem.goal_extents[dim], dims[dim], alike))
-            found.append(self.problem.dividing(problem.shape[dim], dims[dim], alike))
+            found.append(self.problem.dividing(problem.room[dim], dims[dim], alike))
         for run in dict.fromkeys(found):
             if run and problem.divides(dim, dims[dim] + run):
                 yield run
 
     def _followers(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
         """What comes next in the goal of another dim that this one's minor atoms can move to."""
-        for other, goal in enumerate(self.problem.dst.dims):
+        for other, goal in enumerate(self.problem.dst):
             if other != dim and goal[: len(dims[other])] == dims[other]:
                 for keep in range(len(dims[dim])):
                     yield continuation(dims[other] + dims[dim][keep:], goal, pool)
@@ -197,7 +193,7 @@ class DirectedMoves(Moves):
         return sorted(keeps)
 
     def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
-        axes, target, goal = dims[dim], dims[other], self.problem.dst.dims[other]
+        axes, target, goal = dims[dim], dims[other], self.problem.dst[other]
         keeps = set(self._beyond_goal(axes, dim))
         extent, wanted = self.problem.extent, self.problem.goal_extents[other]
         space = wanted // extent(target) if wanted % extent(target) == 0 else 1
@@ -216,7 +212,7 @@ class DirectedMoves(Moves):
         return found
 
     def _find_cuts(self, axes: Axes, dim: int) -> tuple[int, ...]:
-        goal, wanted = self.problem.dst.dims[dim], self.problem.goal_extents[dim]
+        goal, wanted = self.problem.dst[dim], self.problem.goal_extents[dim]
         common = 0
         while common < min(len(axes), len(goal)) and axes[common] == goal[common]:
             common += 1
@@ -249,7 +245,7 @@ class DirectedMoves(Moves):
         prefixes: list[Axes] = []
         missing: list[tuple[int, int]] = []
         spaces: dict[int, int] = {}
-        for dim, (axes, goal) in enumerate(zip(dims, self.problem.dst.dims, strict=True)):
+        for dim, (axes, goal) in enumerate(zip(dims, self.problem.dst, strict=True)):
             space, count = self.problem.extent(axes), 0
             while count < len(goal) and space % sizes[goal[count]] == 0:
                 if goal[count] in partial:

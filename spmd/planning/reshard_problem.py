@@ -1,82 +1,83 @@
-"""One reshard as a search problem: legality, what a step costs, and what no path can undercut."""
+"""One reshard as a search problem: what a step costs, and what no path can undercut.
+
+Costs are lines: a time that does not depend on the value's size, and one for each unit of it. All
+are whole numbers, so that order cannot matter, and ties are ties.
+"""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-from spmd.errors import LegalityError
-from spmd.ir.types import TensorType, dtype_bits
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, format_sharding, local_shape
-from spmd.mesh.topology import Link, Topology
+from spmd.mesh.sharding import Axes
 from spmd.planning.comm import latency_steps, wire_bytes
+from spmd.planning.reshard_question import Digit, Dims, Question
 
-FEMTO = 1e15
-"""Costs are summed as whole femtoseconds: order cannot matter, and ties are ties."""
+TICKS = 1e24
+"""Ticks of the clock in a second: what a byte takes is a whole number of them, but for 1e-11."""
 
-Dims = tuple[Axes, ...]
+
+class Line(NamedTuple):
+    """What something costs, depending on the size of the value.
+
+    Attributes:
+      fixed: ticks for a value of any size.
+      growing: ticks for each unit of size.
+      sent: bytes that each device sends, for each unit of size.
+      steps: collectives and slices.
+    """
+
+    fixed: int
+    growing: int
+    sent: int
+    steps: int
 
 
 class Fabric:
-    """A mesh and its links, with what is asked of them again and again."""
+    """The digits of a question, with what is asked of them again and again."""
 
-    def __init__(self, mesh: Mesh, topology: Topology) -> None:
-        self.mesh = mesh
-        self.topology = topology
-        self.sizes = mesh.atom_sizes
-        links = [_searched(link, topology) for link in topology.atom_links(mesh)]
-        self.latencies = [link.latency for link in links]
-        self.paces = [1 / link.bandwidth for link in links]
-        self.flat = bool(topology.chip.measured)
-        self.best_latency = min(self.latencies, default=0.0)
-        self.best_pace = min(self.paces, default=0.0)
+    def __init__(self, digits: tuple[Digit, ...]) -> None:
+        self.digits = digits
+        self.sizes = tuple(math.prod(digit.sizes) for digit in digits)
+        self.latencies = [round(digit.latency * TICKS) for digit in digits]
+        self.paces = [round(TICKS / digit.bandwidth) for digit in digits]
+        self.best_latency = min(self.latencies, default=0)
+        self.best_pace = min(self.paces, default=0)
+        self.flat = any(digit.flat for digit in digits)
         self.slow = self._slow_classes()
         self._extents: dict[Axes, int] = {}
-        self._terms: dict[tuple[str, Axes], tuple[int, float, float]] = {}
 
-    def _slow_classes(self) -> list[tuple[float, float, frozenset[int]]]:
-        """For each pace above the best: it, the least latency at it or worse, and those atoms."""
+    def _slow_classes(self) -> list[tuple[int, int, frozenset[int]]]:
+        """For each pace above the best: it, the least latency at it or worse, and those digits."""
         classes = []
         for pace in sorted(set(self.paces) - {self.best_pace}):
-            atoms = frozenset(a for a, other in enumerate(self.paces) if other >= pace)
-            classes.append((pace, min(self.latencies[a] for a in atoms), atoms))
+            digits = frozenset(a for a, other in enumerate(self.paces) if other >= pace)
+            classes.append((pace, min(self.latencies[a] for a in digits), digits))
         return classes
 
     def extent(self, axes: Axes) -> int:
-        """Product of the sizes of some atoms."""
+        """Product of the sizes of some digits."""
         found = self._extents.get(axes)
         if found is None:
             found = self._extents[axes] = math.prod([self.sizes[a] for a in axes])
         return found
 
-    def cost(self, kind: str, axes: Axes, before: int, after: int) -> tuple[int, int]:
-        """Femtoseconds (rounded up) and bytes of a collective on local buffers of so many bytes."""
-        terms = self._terms.get((kind, axes))
-        if terms is None:
-            steps = 2 if self.flat else latency_steps(kind, [self.sizes[a] for a in axes])
-            latency = max(self.latencies[a] for a in axes) * steps
-            pace = max(self.paces[a] for a in axes)
-            terms = self._terms[kind, axes] = (self.extent(axes), latency, pace)
-        sent = wire_bytes(kind, terms[0], before, after)
-        return math.ceil((terms[1] + sent * terms[2]) * FEMTO), sent
+    def rounds(self, axes: Axes) -> int:
+        """Rounds that a gather over some digits takes."""
+        digits = [self.digits[a] for a in axes]
+        return sum(size - 1 for digit in digits if not digit.flat for size in digit.sizes)
 
+    def latency(self, kind: str, axes: Axes) -> int:
+        """Ticks that a collective over some digits takes, however little it sends."""
+        steps = 2
+        if kind != "slice" and not all([self.digits[a].flat for a in axes]):
+            steps = latency_steps(kind, [size for a in axes for size in self.digits[a].sizes])
+        return max([self.latencies[a] for a in axes]) * steps
 
-def _searched(link: Link, topology: Topology) -> Link:
-    """The link that a search reckons with: one pace for all kinds, or no bound is worth its name.
-
-    Where kinds of collectives were measured one by one, that is about what they took, and as much
-    for few devices as for many (two steps each): so the search finds the fewest bytes in the fewest
-    collectives, and only the path that it found is priced by kind.
-    """
-    measured = topology.chip.measured
-    if link != topology.chip.ici or not measured:
-        return link
-    latency = statistics.median(m.latency for m in measured)
-    return Link(statistics.median(m.bandwidth for m in measured), latency / 2)
+    def pace(self, axes: Axes) -> int:
+        """Ticks that a byte takes over some digits."""
+        return max([self.paces[a] for a in axes])
 
 
 class _Facts(NamedTuple):
@@ -113,105 +114,48 @@ class _Crossing(NamedTuple):
     luck: int
 
 
-@lru_cache(maxsize=64)
-def fabric_of(mesh: Mesh, topology: Topology) -> Fabric:
-    """The `Fabric` of a mesh, made once."""
-    return Fabric(mesh, topology)
-
-
 class Problem:
-    """A pair of shardings of one type.
+    """A question, with its costs and its lower bounds.
 
     Attributes:
-      shape: global shape; a dim that does not divide is padded to equal pieces.
-      frozen: the dims that do not divide, which no step touches.
-      atoms: the atoms that steps may touch.
-      bits: of the whole value, as if it had the type's, unless it is said to have others.
+      src, dst: digits of each dim, at first and in the end.
+      partial: digits that are to be reduced.
+      room: for each dim, what its size has in common with the number of devices.
+      atoms: every digit; to the search they are atoms.
       fewest_pieces: into how many pieces the value must at least be split: the memory limit.
+      unit: bytes of a value of size 1: so many that every collective sends whole bytes.
     """
 
-    def __init__(
-        self,
-        src: Sharding,
-        dst: Sharding,
-        type_: TensorType,
-        fabric: Fabric,
-        barred: Axes = (),
-        bits: int | None = None,
-    ) -> None:
-        self.src, self.dst, self.type, self.fabric = src, dst, type_, fabric
-        self.barred = barred
-        self.extent = fabric.extent
-        self._check()
-        self.goal_extents = tuple(self.extent(axes) for axes in dst.dims)
-        self.frozen = self._frozen_dims()
-        pieces = local_shape(type_.shape, src, fabric.mesh)
-        self.shape = tuple(self.extent(a) * n for a, n in zip(src.dims, pieces, strict=True))
-        held = {a for dim in self.frozen for a in src.dims[dim]}.union(dst.partial, barred)
-        self.atoms = tuple(a for a in range(len(fabric.sizes)) if a not in held)
-        self.goal_atoms = frozenset(a for axes in dst.dims for a in axes)
-        self.bits = math.prod(self.shape) * dtype_bits(type_.dtype) if bits is None else bits
+    def __init__(self, question: Question) -> None:
+        self.src, self.dst, self.partial = question.src, question.dst, question.partial
+        self.room = question.room
+        self.fabric = Fabric(question.digits)
+        self.extent = self.fabric.extent
+        self.atoms = tuple(range(len(question.digits)))
+        self.goal_extents = tuple(self.extent(axes) for axes in self.dst)
+        self.goal_atoms = frozenset(a for axes in self.dst for a in axes)
         self.goal_pieces = math.prod(self.goal_extents)
-        self.goal_bytes = self.local_bytes(self.goal_pieces)
-        self.fewest_pieces = min(self.goal_pieces, self.pieces(src.dims))
-        self._tile_bytes = self._smallest_tile()
-        self._facts: list[dict[Axes, _Facts]] = [{} for _ in dst.dims]
-        self._goal_places = places(dst.dims, fabric.sizes)
-        self._devices = fabric.mesh.size // self.extent(dst.partial)
+        self.fewest_pieces = min(self.goal_pieces, self.pieces(self.src))
+        self._devices = self.extent(self.atoms)
+        self.unit = self._devices**2
+        self._tile = self._smallest_tile()
+        self._facts: list[dict[Axes, _Facts]] = [{} for _ in self.dst]
+        self._goal_places = places(self.dst, self.fabric.sizes)
+        self._prices: dict[tuple[str, Axes, int], tuple[Line, int]] = {}
 
-    def _check(self) -> None:
-        src, dst, rank = self.src, self.dst, len(self.type.shape)
-        for sharding in (src, dst):
-            atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
-            if len(sharding.dims) != rank or len(set(atoms)) != len(atoms):
-                self._refuse("use every atom at most once and give every dim its atoms")
-        if not set(dst.partial) <= set(src.partial) or (dst.partial and dst.kind != src.kind):
-            self._refuse("leave partial only what is partial already")
-
-    def _frozen_dims(self) -> frozenset[int]:
-        extents = [self.extent(axes) for axes in self.src.dims]
-        ends = zip(self.type.shape, extents, self.goal_extents, strict=True)
-        frozen = frozenset(dim for dim, (n, a, b) in enumerate(ends) if n % a or n % b)
-        if any(self.src.dims[dim] != self.dst.dims[dim] for dim in frozen):
-            self._refuse("pad dims that don't divide before resharding them")
-        return frozen
-
-    def _refuse(self, fix: str) -> None:
-        raise LegalityError(
-            f"no reshard of {self.type} leads from one sharding to the other",
-            actual=format_sharding(self.src, self.fabric.mesh),
-            required=format_sharding(self.dst, self.fabric.mesh),
-            fix=fix,
-        )
-
-    def _smallest_tile(self) -> float:
+    def _smallest_tile(self) -> int:
         """Bytes that one device holds if the value is reduced straight into the smallest tiles."""
-        everything = math.prod(self.fabric.sizes[a] for a in self.atoms)
-        most = math.prod(
-            self.goal_extents[dim] if dim in self.frozen else math.gcd(size, everything**2)
-            for dim, size in enumerate(self.shape)
-        )
-        held = math.prod(self.goal_extents[dim] for dim in self.frozen)
-        owed = self.extent(self.owed(self.src.partial))
-        return self.bits / 8 / min(most * owed, everything * held)
-
-    def owed(self, partial: Axes) -> Axes:
-        """Partial atoms that are still to be reduced."""
-        kept = self.dst.partial
-        return tuple(a for a in partial if a not in kept) if kept else partial
+        most = math.prod(self.room) * self.extent(self.partial)
+        return self.unit // min(most, self._devices)
 
     def pieces(self, dims: Dims) -> int:
         """Into how many pieces the value is split."""
         extent = self.extent
         return math.prod([extent(axes) for axes in dims])
 
-    def local_bytes(self, pieces: int) -> int:
-        """Bytes of one device's piece when the value is split into `pieces`."""
-        return -(-self.bits // (8 * pieces))
-
     def divides(self, dim: int, axes: Axes) -> bool:
         """Whether a dim divides by some atoms."""
-        return self.shape[dim] % self.extent(axes) == 0
+        return self.room[dim] % self.extent(axes) == 0
 
     def dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
         """As many atoms of `pool` to follow `axes` as `size` still divides by."""
@@ -222,13 +166,32 @@ class Problem:
                 run.append(a)
         return tuple(run)
 
-    def bound(self, dims: Dims, partial: Axes) -> tuple[int, int, int]:
-        """Femtoseconds, bytes and collectives that no path from here to `dst` can undercut.
+    def price(self, kind: str, axes: Axes, pieces: int) -> tuple[Line, int]:
+        """What one step from so many pieces costs, and the pieces after it."""
+        found = self._prices.get((kind, axes, pieces))
+        if found is None:
+            found = self._prices[kind, axes, pieces] = self._price(kind, axes, pieces)
+        return found
+
+    def _price(self, kind: str, axes: Axes, pieces: int) -> tuple[Line, int]:
+        group, after = self.extent(axes), pieces
+        if kind == "slice":
+            return Line(0, 0, 0, 1), pieces * group
+        if kind == "all_gather":
+            after = pieces // group
+        elif kind == "reduce_scatter":
+            after = pieces * group
+        sent = wire_bytes(kind, group, self.unit // pieces, self.unit // after)
+        fabric = self.fabric
+        return Line(fabric.latency(kind, axes), sent * fabric.pace(axes), sent, 1), after
+
+    def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
+        """Lines that no path from here to `dst` can undercut.
 
         Bytes: a device must receive what its final tile has beyond its present one; what is owed
         must be reduced, at best into the smallest tiles. Collectives: every dim that has to lose
         atoms takes one, so do the dims whose first differing atoms clash, so does a reduction.
-        Rounds: at least the binary logarithm of the factor by which pieces must grow.
+        Rounds: in each of them pieces at most double.
         """
         pieces = common = 1
         losing = 0
@@ -242,50 +205,44 @@ class Problem:
             apart |= fact.apart
             losing += fact.losing
             clash |= fact.clash
-        owed = self.owed(partial)
-        ways = self.extent(owed) if owed else 1
-        if owed:
-            sent = int(self.goal_bytes + self._tile_bytes * (ways - 2))
-        else:
-            sent = self.goal_bytes - (0 if apart else self.local_bytes(common))
-        launches = max(losing + clash + bool(owed), sent > 0)
+        ways, sent = self.extent(partial), self.unit // self.goal_pieces
+        if partial:
+            sent += self._tile * (ways - 2)
+        elif not apart:
+            sent -= -(-self.unit // common)
+        launches = max(losing + clash + bool(partial), int(sent > 0))
         if not launches:
-            return 0, 0, 0
-        growth = pieces * ways / self.goal_pieces
-        rounds = math.log2(growth) if growth > 1 else 0.0
-        fabric = self.fabric
-        for a in owed:
-            rounds += fabric.sizes[a] - 1
-        rounds = launches if fabric.flat else max(launches, rounds)
-        seconds = fabric.best_latency * (launches + rounds)
-        seconds += fabric.best_pace * sent
-        if fabric.slow:
-            seconds += self._slow_seconds(facts, owed)
-        return int(seconds * FEMTO), sent, launches
+            return []
+        rounds = self.fabric.rounds(partial)
+        if not self.fabric.flat:
+            rounds += _doublings(pieces * ways / self.goal_pieces)
+        fixed = self.fabric.best_latency * (launches + max(launches, rounds))
+        line = Line(fixed, self.fabric.best_pace * sent, sent, launches)
+        return self._with_slow_links(line, facts, partial) if self.fabric.slow else [line]
 
-    def _slow_seconds(self, facts: Sequence[_Facts], owed: Axes) -> float:
-        """What slow links add, at least, to the time of the same bytes over the fastest ones.
+    def _with_slow_links(self, line: Line, facts: Sequence[_Facts], partial: Axes) -> list[Line]:
+        """The bound with what slow links add, at least, to the time over the fastest ones.
 
         The devices with equal coordinates along the atoms that cross hold some of the elements that
         they need; the others have to come in over slow links, in equal shares.
         """
-        value = self.bits / 8 / self._devices
-        most = 0.0
-        for number, (pace, latency, atoms) in enumerate(self.fabric.slow):
+        fabric, tile, lines = self.fabric, self._devices, []
+        for number, (pace, latency, atoms) in enumerate(fabric.slow):
             crossings = [fact.crossings[number] for fact in facts]
             extent = math.prod([crossing.extent for crossing in crossings])
-            terms = self.extent(tuple(a for a in owed if a in atoms))
+            terms = self.extent(tuple([a for a in partial if a in atoms]))
             if extent == terms == 1:
                 continue
             kept = math.prod([crossing.kept for crossing in crossings])
-            luck = max((crossing.luck for crossing in crossings), default=1)  # a scalar has none
-            sent = value * max(extent / kept - 1 / luck, terms - 1, 0)
-            more = (pace - self.fabric.best_pace) * sent
-            most = max(most, more + 2 * (latency - self.fabric.best_latency))
-        return most
+            luck = max([crossing.luck for crossing in crossings], default=1)  # a scalar has none
+            sent = max(tile * (extent * luck - kept) // (kept * luck), tile * (terms - 1), 0)
+            fixed = line.fixed + 2 * (latency - fabric.best_latency)
+            growing = line.growing + (pace - fabric.best_pace) * sent
+            lines.append(line._replace(fixed=fixed, growing=growing))
+        return lines or [line]
 
     def _compare(self, dim: int, axes: Axes) -> _Facts:
-        goal, wanted = self.dst.dims[dim], self.goal_extents[dim]
+        goal, wanted = self.dst[dim], self.goal_extents[dim]
         extent = self.extent(axes)
         shorter = min(len(axes), len(goal))
         apart = axes[:shorter] != goal[:shorter]
@@ -304,21 +261,21 @@ class Problem:
             extent *= sizes[a]
             if goal is not None:
                 kept *= sizes[a]
-                if goal[0] != dim or len(set(sizes)) == 1:
+                if goal[0] != dim or _apart(place[1], goal[1], sizes[a]):
                     luck = max(luck, sizes[a])
         return _Crossing(extent, kept, luck)
 
-    def price(self, kind: str, axes: Axes, pieces: int) -> tuple[int, int, int]:
-        """Femtoseconds and bytes of one step from so many pieces, and the pieces after it."""
-        if kind == "slice":
-            return 0, 0, pieces * self.extent(axes)
-        after = pieces
-        if kind == "all_gather":
-            after = pieces // self.extent(axes)
-        elif kind == "reduce_scatter":
-            after = pieces * self.extent(axes)
-        cost = self.fabric.cost(kind, axes, self.local_bytes(pieces), self.local_bytes(after))
-        return (*cost, after)
+
+def _doublings(growth: float) -> int:
+    """Rounds that a gather by such a factor takes at least: in each, pieces double."""
+    mantissa, exponent = math.frexp(growth)
+    return max(exponent - (mantissa == 0.5), 0)
+
+
+def _apart(first: int, second: int, size: int) -> bool:
+    """Whether digits of a size, below so many pieces of one dim, tell nothing of one another."""
+    major, minor = min(first, second), max(first, second)
+    return minor % (major * size) == 0
 
 
 def moved(before: Dims, after: Dims, sizes: tuple[int, ...]) -> Axes:

@@ -12,12 +12,19 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal, local_shape, parse_sharding
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds
-from spmd.planning.reshard import Path, permute_pairs, reshard
+from spmd.planning.reshard import Path, permute_pairs, reshard, routes
+from spmd.planning.reshard_search import answers
 from tests.planning.oracle import Oracle
 from tests.planning.simulate import COMBINE, check
 
 A100 = Topology("a100:8")
 MESH = Mesh(None, (4, 2), ("data", "model"))
+
+
+def forget() -> None:
+    """Nothing is remembered of what was asked before."""
+    for cache in (reshard, routes, answers):
+        cache.cache_clear()
 
 
 def mesh_of(*sizes: int, dcn: tuple[int, ...] = ()) -> Mesh:
@@ -166,8 +173,8 @@ def test_larger_meshes_are_delivered_within_memory(sizes: tuple[int, ...], chips
 def test_the_directed_search_is_close_to_optimal(
     chips: str, partial: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("spmd.planning.reshard.EXACT_ATOMS", 0)
-    reshard.cache_clear()
+    monkeypatch.setattr("spmd.planning.reshard_search.EXACT_ATOMS", 0)
+    forget()
     type_, mesh = TensorType((2**12, 2**12), "f32"), mesh_of(4, 4)
     oracle = Oracle(type_, mesh, Topology(chips), partial)
     rng, excess = random.Random(4), []
@@ -178,7 +185,7 @@ def test_the_directed_search_is_close_to_optimal(
             path = reshard(src, dst, type_, mesh, oracle.topology)
             excess.append(path.seconds / max(oracle.distance(src, dst)[0], 1e-12) - 1)
             check_legal(path, src, dst, type_, mesh)
-    reshard.cache_clear()
+    forget()
     assert max(excess) < 1.25
     assert sum(max(x, 0) for x in excess) / len(excess) < 0.1
 
@@ -199,7 +206,7 @@ def test_paths_do_not_depend_on_what_was_asked_before():
         (random_sharding(rng, mesh, 2, 0.2), random_sharding(rng, mesh, 2, 0.0)) for _ in range(20)
     ]
     forward = [reshard(src, dst, type_, mesh, A100) for src, dst in pairs]
-    reshard.cache_clear()
+    forget()
     backward = [reshard(src, dst, type_, mesh, A100) for src, dst in reversed(pairs)]
     assert forward == backward[::-1]
 
