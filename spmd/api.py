@@ -545,9 +545,7 @@ class Lowered:
         from spmd.explain.html import write_report
 
         asked = self.prices if prices else None
-        write_report(
-            path, self.stages, self.collectives, self.memory, self.predicted_memory, asked
-        )
+        write_report(path, self.stages, self.collectives, self.memory, self.predicted_memory, asked)
 
     @property
     def memory(self) -> Memory:

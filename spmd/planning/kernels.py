@@ -30,15 +30,17 @@ class Backend(NamedTuple):
         operands are transposed copies.
       library_reduces: sums and maxima of float32 are library calls: of what leads to them only a
         product is computed inside.
+      combines: all-reduces that do not wait for each other are one.
     """
 
     widens_halves: bool = False
     breadth_first: bool = False
     transposes: bool = False
     library_reduces: bool = False
+    combines: bool = False
 
 
-BACKENDS = {"cpu": Backend(True, True, True, True)}
+BACKENDS = {"cpu": Backend(True, True, True, True, True)}
 """By platform; the others keep the order of the program, and what their layouts cost is not known."""
 
 
@@ -232,6 +234,8 @@ class _Builder:
         self.copies = outer
         if not self.backend.breadth_first:
             return tuple(kernels)
+        if self.backend.combines:
+            kernels = combined(kernels)
         return breadth_first(self.apart(kernels), region.args)
 
     def apart(self, kernels: list[Kernel]) -> list[Kernel]:
@@ -290,9 +294,7 @@ class _Builder:
             for value in op.results:
                 self.inputs[value] = (self.copy(op, value, order, kernels),)
 
-    def copy(
-        self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]
-    ) -> Value:
+    def copy(self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]) -> Value:
         """A transposed copy of a value, made once for all that read it in this order."""
         key = (self.fused.root[value], self.types[value].shape, order)
         found = self.copies.get(key)
@@ -335,6 +337,28 @@ def _runs_after(
                 missing.discard(maker)
                 waiting.append(maker)
     return not missing
+
+
+def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """All-reduces over the same axes that do not wait for each other, as one kernel."""
+    depth: dict[Value, int] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, kernel in enumerate(kernels):
+        here = max((depth.get(v, 0) for v in (*kernel.reads, *kernel.handed)), default=0)
+        if kernel.op.name == "stablehlo.all_reduce" and not kernel.is_copy:
+            attrs = kernel.op.kind.attrs
+            groups.setdefault((attrs.get("axes"), attrs.get("body"), here), []).append(i)
+            here += 1
+        depth.update(dict.fromkeys(kernel.makes, here))
+    found: list[Kernel | None] = list(kernels)
+    for numbers in groups.values():
+        members = [kernels[i] for i in numbers]
+        reads = dict.fromkeys(v for kernel in members for v in kernel.reads)
+        makes = tuple(v for kernel in members for v in kernel.makes)
+        for i in numbers:
+            found[i] = None
+        found[numbers[-1]] = members[-1]._replace(reads=tuple(reads), makes=makes)
+    return [kernel for kernel in found if kernel is not None]
 
 
 def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tuple[Kernel, ...]:

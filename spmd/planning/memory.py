@@ -197,7 +197,11 @@ class _Simulation:
 
     def region(self, kernels: Sequence[Kernel]) -> None:
         for kernel in kernels:
-            if role(kernel.op.kind) == Role.UPDATE and not kernel.is_copy and self.is_at_home(kernel):
+            if (
+                role(kernel.op.kind) == Role.UPDATE
+                and not kernel.is_copy
+                and self.is_at_home(kernel)
+            ):
                 self.at_home.update(kernel.makes)
             else:
                 for value in kernel.makes:
@@ -217,9 +221,7 @@ class _Simulation:
         """Allocates a value, in the place of one that dies here if the kernel may write over it."""
         now, last = self.now, self.uses.last
         free_from, end = self.homes.get(value, (None, last[value]))
-        if free_from is not None and (
-            free_from < now or (free_from == now and kernel.writes_over)
-        ):
+        if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
             return
         end = max(end, self.end_of(kernel))
         size = self.bytes(value)
