@@ -502,8 +502,8 @@ class Lowered:
     @cached_property
     def predicted_memory(self) -> MemoryUse:
         """Predicted memory of one device: what is held, and when."""
-        is_cpu = self.stages.plan.topology.platform == "cpu"
-        return peak_memory(self.stages.optimized.program, self.donated, widens_halves=is_cpu)
+        platform = self.stages.plan.topology.platform
+        return peak_memory(self.stages.optimized.program, self.donated, platform)
 
     @cached_property
     def prices(self) -> Prices:
@@ -545,7 +545,7 @@ class Lowered:
         from spmd.explain.html import write_report
 
         asked = self.prices if prices else None
-        write_report(path, self.stages, self.collectives, self.memory, asked)
+        write_report(path, self.stages, self.collectives, self.memory, self.predicted_memory, asked)
 
     @property
     def memory(self) -> Memory:

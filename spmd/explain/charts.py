@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from html import escape
 
 from spmd.explain import data
-from spmd.explain.liveness import KINDS, Liveness
-from spmd.explain.timeline import COMPUTE, Loop, Segment, Timeline, functions_of, merged
+from spmd.explain.bars import Bars, Loop, Segment, functions_of, merged
+from spmd.explain.memory import KINDS, MemoryCurve
+from spmd.planning.timeline import COMPUTE
 
 WIDTH, LEFT, RIGHT = 1116, 92, 8
 _LANE, _GAP, _TOP = 30, 8, 8
@@ -25,7 +26,7 @@ MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--t
 _HEIGHT, _STEPS = 240, 700
 
 
-def timeline_svg(timeline: Timeline, axes: Sequence[str], what: str) -> str:
+def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> str:
     """A timeline, loops stretched to their whole time under a bracket."""
     lanes = (COMPUTE, *axes)
     total = timeline.seconds or 1.0
@@ -104,15 +105,15 @@ def _time_axis(total: float, scale: float, y: float) -> str:
     return "".join(parts)
 
 
-def memory_svg(liveness: Liveness, limit: int) -> str:
+def memory_svg(curve: MemoryCurve, limit: int) -> str:
     """Memory over the ops of a run, stacked, with its peak and (if near) the device's limit."""
-    steps = _coarse(liveness.steps, liveness.peak)
+    steps = _coarse(curve.steps, curve.peak)
     if not steps:
         return ""
-    most = max(liveness.peak_bytes, 1)
+    most = max(sum(curve.steps[curve.peak]), 1)
     near = limit if limit and limit < 1.6 * most else 0
     top = max(most, near) * 1.08
-    count = len(liveness.steps)
+    count = len(curve.steps)
     across = (WIDTH - LEFT - RIGHT) / count
     parts = []
     for share in range(5):
@@ -132,7 +133,7 @@ def memory_svg(liveness: Liveness, limit: int) -> str:
             f'<path fill="{MEMORY_COLOURS[kind]}" d="M{LEFT} {_y(0, top):.1f}{line}'
             f'H{WIDTH - RIGHT}V{_y(0, top):.1f}Z"><title>{KINDS[kind]}</title></path>'
         )
-    x, y = LEFT + (liveness.peak + 0.5) * across, _y(most, top)
+    x, y = LEFT + (curve.peak + 0.5) * across, _y(most, top)
     anchor = "end" if x > WIDTH / 2 else "start"
     shift = -10 if anchor == "end" else 10
     parts.append(

@@ -16,7 +16,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, local_shape
 from spmd.planning.alternatives import Price
 from spmd.planning.plan import Plan
-from spmd.planning.timeline import predict_timeline
+from spmd.planning.timeline import Timeline, predict_timeline
 from spmd.propagation.propagate import Conflict, Propagated
 
 NO_AXIS = "no axis"
@@ -588,11 +588,9 @@ class Overview(NamedTuple):
       topology: the machine's name.
       devices: how many.
       solver: which one made the plan.
-      seconds: predicted time of one run, communication hidden where it can be.
+      timeline: what runs when in one run, communication hidden where it can be.
       greedy_seconds: what the greedy plan costs, nothing hidden.
       lower_seconds: what no plan that was weighed undercuts, nothing hidden; 0 if unknown.
-      compute_seconds: all ops at their roofline, one after another.
-      comm_seconds: all collectives one after another.
       comm_bytes: bytes that one device sends.
       argument_bytes, result_bytes: per device.
       whole_argument_bytes, whole_result_bytes: unpartitioned.
@@ -604,11 +602,9 @@ class Overview(NamedTuple):
     topology: str
     devices: int
     solver: str
-    seconds: float
+    timeline: Timeline
     greedy_seconds: float
     lower_seconds: float
-    compute_seconds: float
-    comm_seconds: float
     comm_bytes: int
     argument_bytes: int
     result_bytes: int
@@ -616,6 +612,21 @@ class Overview(NamedTuple):
     whole_result_bytes: int
     hbm_bytes: int
     memory: Memory | None
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of one run."""
+        return self.timeline.seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """All ops at their roofline, one after another."""
+        return self.timeline.compute_seconds
+
+    @property
+    def comm_seconds(self) -> float:
+        """All collectives one after another."""
+        return self.timeline.comm_seconds
 
     @property
     def bound(self) -> str:
@@ -647,17 +658,14 @@ def overview(stages: Stages, collectives: Sequence[Collective], memory: Memory |
     """The figures of one run."""
     plan = stages.plan
     arguments, results = argument_leaves(stages), result_leaves(stages)
-    timeline = predict_timeline(stages.optimized.program, plan.mesh, plan.topology)
     return Overview(
         str(plan.mesh),
         str(plan.topology),
         plan.mesh.size,
         plan.solver,
-        timeline.seconds,
+        predict_timeline(stages.optimized.program, plan.mesh, plan.topology),
         plan.greedy_seconds,
         plan.lower_seconds,
-        timeline.compute_seconds,
-        timeline.comm_seconds,
         sum(c.bytes * c.count for c in collectives),
         sum(leaf.local.bytes for leaf in arguments),
         sum(leaf.local.bytes for leaf in results),

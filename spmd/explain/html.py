@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from spmd.explain import charts, data, picture
 from spmd.explain import html_parts as h
+from spmd.explain.bars import Bars, Loop, bars_of
 from spmd.explain.collectives import Collective
 from spmd.explain.data import Group, Overview, Stages
 from spmd.explain.html_parts import Cell
-from spmd.explain.liveness import KINDS, Liveness, liveness_of
-from spmd.explain.memory import Memory
+from spmd.explain.memory import KINDS, Memory, MemoryCurve, memory_curve
 from spmd.explain.prices import Prices
-from spmd.explain.timeline import COMPUTE, Loop, Timeline, timeline_of
+from spmd.planning.memory import MemoryUse
+from spmd.planning.timeline import COMPUTE
 
 PICTURES = 8
 """How many arguments are drawn, and the mesh."""
@@ -32,6 +33,7 @@ def write_report(
     stages: Stages,
     collectives: Sequence[Collective],
     memory: Memory | None,
+    held: MemoryUse,
     prices: Prices | None = None,
 ) -> None:
     """Writes what `explain_program` says, with pictures, as one page without outside resources.
@@ -41,9 +43,10 @@ def write_report(
       stages: the pipeline's results.
       collectives: what one run of the program exchanges.
       memory: what XLA reports, or None where it has not compiled the program.
+      held: what the program is predicted to hold, and when.
       prices: of what the plan decided against; left out if not given.
     """
-    page = render(stages, collectives, memory, prices)
+    page = render(stages, collectives, memory, held, prices)
     Path(path).write_text(page, encoding="utf-8")
 
 
@@ -51,11 +54,12 @@ def render(
     stages: Stages,
     collectives: Sequence[Collective],
     memory: Memory | None,
+    held: MemoryUse,
     prices: Prices | None = None,
 ) -> str:
     """The page's text; arguments as in `write_report`."""
     figures = data.overview(stages, collectives, memory)
-    sections = [s for s in _sections(stages, collectives, figures, prices) if s.body]
+    sections = [s for s in _sections(stages, collectives, figures, held, prices) if s.body]
     title = f"{stages.plan.program.name} on {figures.devices} devices"
     links = "".join(f'<a href="#{s.anchor}">{escape(s.title)}</a>' for s in sections)
     body = "".join(
@@ -92,18 +96,19 @@ def _sections(
     stages: Stages,
     collectives: Sequence[Collective],
     figures: Overview,
+    held: MemoryUse,
     prices: Prices | None,
 ) -> list[_Section]:
     sent = data.bytes_text(figures.comm_bytes)
     arguments, results = data.argument_leaves(stages), data.result_leaves(stages)
     conflicts = data.conflict_rows(stages, prices)
-    timeline = timeline_of(stages.plan)
-    alive = liveness_of(stages.optimized.program, dict(stages.plan.links))
+    bars = bars_of(figures.timeline, stages.plan.mesh)
+    curve = memory_curve(held, stages.optimized.program)
     return [
         _Section("plan", "The plan", "against the greedy one and the best there can be",
                  _quality(figures)),
-        _Section("timeline", "Timeline", "predicted, nothing overlapping",
-                 _timeline(timeline, stages)),
+        _Section("timeline", "Timeline", "predicted; compute and links at the same time where "
+                 "neither waits for the other", _timeline(bars, stages)),
         _Section("collectives", "Collectives", f"{len(collectives)} ops, {sent} sent by each "
                  "device in one run", _collectives(collectives)),
         _Section("bytes", "Bytes by kind", "sent by each device, executions, time",
@@ -112,7 +117,7 @@ def _sections(
                  "it", _marks(stages, prices)),
         _Section("conflicts", "Conflicts", f"{len(stages.propagated.conflicts)} disagreements of "
                  f"{len(conflicts)} kinds, and how the plan settled them", _conflicts(conflicts)),
-        _Section("memory", "Memory over time", "of each device", _memory(figures, alive)),
+        _Section("memory", "Memory over time", "of each device", _memory(figures, curve)),
         _Section("mesh", "Mesh and tiles", "who holds what", _pictures(stages)),
         _Section("arguments", "Arguments", _split_text(arguments), _leaves(arguments, stages)),
         _Section("results", "Results", _split_text(results), _leaves(results, stages)),
@@ -174,14 +179,15 @@ def _quality(figures: Overview) -> str:
     return h.bars(rows)
 
 
-def _timeline(timeline: Timeline, stages: Stages) -> str:
+def _timeline(timeline: Bars, stages: Stages) -> str:
     if not timeline.seconds:
         return ""
     axes = [name for name, atoms in stages.plan.mesh.axis_atoms.items() if atoms]
     kinds = [COMPUTE, *dict.fromkeys(s.kind for s in timeline.flat() if s.kind != COMPUTE)]
     intro = (
-        "<p>Compute, and the links of every mesh axis. The planner takes nothing to overlap; a "
-        "real run hides some of the collectives behind compute.</p>"
+        "<p>Compute, and the links of every mesh axis. A collective starts when its operands are "
+        "there and its links are free; whoever reads its result waits for it. Iterations of a loop "
+        "do not overlap.</p>"
     )
     return (
         f"{intro}{h.legend([(kind, f'var(--{kind})') for kind in kinds])}"
@@ -202,11 +208,12 @@ def _loop(loop: Loop, axes: Sequence[str]) -> str:
     )
 
 
-def _where(timeline: Timeline) -> str:
+def _where(timeline: Bars) -> str:
     """Time by source line, to unfold."""
     totals: dict[str, list[float]] = {}
     for s in timeline.flat():
         totals.setdefault(s.group, [0.0, 0.0])[s.kind != COMPUTE] += s.seconds
+    busy = sum(map(sum, totals.values()))
     ordered = sorted(totals.items(), key=lambda item: -sum(item[1]))
     rows = [
         (
@@ -214,7 +221,7 @@ def _where(timeline: Timeline) -> str:
             h.number(data.seconds_text(compute), compute),
             h.number(data.seconds_text(comm), comm),
             h.number(data.seconds_text(compute + comm), compute + comm),
-            h.number(f"{100 * (compute + comm) / timeline.seconds:.1f}%", compute + comm),
+            h.number(f"{100 * (compute + comm) / busy:.1f}%", compute + comm),
         )
         for group, (compute, comm) in ordered
     ]
@@ -324,8 +331,8 @@ def _least(losers: Sequence[data.LosingClaim] | None) -> float:
 # Memory.
 
 
-def _memory(figures: Overview, alive: Liveness) -> str:
-    chart = charts.memory_svg(alive, figures.hbm_bytes)
+def _memory(figures: Overview, curve: MemoryCurve) -> str:
+    chart = charts.memory_svg(curve, figures.hbm_bytes)
     legend = h.legend(list(zip(KINDS, charts.MEMORY_COLOURS, strict=True)))
     rows = [
         (
@@ -336,7 +343,7 @@ def _memory(figures: Overview, alive: Liveness) -> str:
             h.code(row.type),
             Cell(h.source(row.source), row.source, "w"),
         )
-        for row in alive.at_peak[:TOP_VALUES]
+        for row in curve.at_peak[:TOP_VALUES]
     ]
     heads = ("bytes", "n", "alive as", "made by", "local type", "source")
     peak = h.table(heads, rows, sort="bytes")
@@ -344,9 +351,9 @@ def _memory(figures: Overview, alive: Liveness) -> str:
         ("what", "bytes"), [(h.text(w), h.text(s)) for w, s in data.memory_rows(figures)]
     )
     return (
-        "<p>Of the local program, before XLA fuses ops: values that are never written count, too, "
-        "so the height is an upper estimate. Results that donated arguments make room for are "
-        f"part of the arguments.</p>{legend}{chart}<h3>The largest at the peak</h3>{peak}"
+        "<p>Predicted from the local program: only values that XLA stores count. Arguments and "
+        "results are held throughout; results that donated arguments make room for are part of the "
+        f"arguments.</p>{legend}{chart}<h3>The largest at the peak</h3>{peak}"
         f"<h3>Totals</h3>{totals}"
     )
 

@@ -47,6 +47,7 @@ _MOVES = (
 _ROLES: dict[str, Role] = {
     **{f"stablehlo.{name}": Role.INSIDE for name in (*NONLINEAR, *LINEAR, *_MOVES)},
     **{f"chlo.{name}": Role.ONCE for name in CHLO},
+    "chlo.square": Role.INSIDE,
     **{f"stablehlo.{name}": Role.ONCE for name in _EXPENSIVE},
     **{f"spmd.{name}": Role.INSIDE for name in ("axis_index", "local_slice", "neutral")},
     **{f"stablehlo.{name}": Role.ALIAS for name in ("reshape", "optimization_barrier")},
@@ -55,7 +56,7 @@ _ROLES: dict[str, Role] = {
     "stablehlo.scatter": Role.UPDATE,
     "stablehlo.reduce": Role.FOLD,
     "stablehlo.reduce_window": Role.FOLD,
-    "stablehlo.gather": Role.FOLD,
+    "stablehlo.gather": Role.ONCE,
     "stablehlo.while": Role.REGION,
     "stablehlo.case": Role.REGION,
     "stablehlo.if": Role.REGION,

@@ -3,10 +3,10 @@
     before: %3 = dot %1, %2; %4 = exp %3; %5 = dot %4, %2     (%1 dies at the first dot)
     after:  %3 stored at 0..1, %4 in the place of %3 at 1..2, %5 a result
 
-Time is the number of an op in program order, regions' ops before the op that holds them. Rules:
-values computed inside their readers take none (`spmd.planning.fusion`), an elementwise op writes
-over an operand of the same size that nobody reads again, a loop's carries lie in one place as long
-as the loop runs, and donated arguments are overwritten by the results of the same type.
+Time is the number of a kernel in the order in which they run (`spmd.planning.kernels`), a loop's
+kernels before the loop itself. Rules: an elementwise kernel writes over an operand of the same size
+that nobody reads again, a loop's carries lie in one place as long as the loop runs, and donated
+arguments are overwritten by the results of the same type.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spmd.ir.program import Op, Program, Region, Value, free_values
+from spmd.ir.program import Op, Program, Value
 from spmd.planning.fusion import Role, role
+from spmd.planning.kernels import BACKENDS, Backend, Kernel, Kernels, kernels_of
 
 
 class Buffer(NamedTuple):
@@ -23,9 +24,10 @@ class Buffer(NamedTuple):
 
     Attributes:
       value: whose.
-      op: the op that makes it.
+      op: the op that makes it; of a transposed copy, the op that it is made for.
       bytes: on one device.
-      start, end: numbers of the first op and of the last op during which it is held.
+      start, end: numbers of the first kernel and of the last one during which it is held.
+      is_copy: whether it is a transposed copy of the value.
     """
 
     value: Value
@@ -33,11 +35,17 @@ class Buffer(NamedTuple):
     bytes: int
     start: int
     end: int
+    is_copy: bool = False
+
+    @property
+    def label(self) -> str:
+        """The op for people: `dot_general`, `copy for dot_general`."""
+        return f"copy for {self.op.label}" if self.is_copy else self.op.label
 
     @property
     def name(self) -> str:
         """The op and the user's source line."""
-        return f"{self.op.name.partition('.')[2]} {self.op.loc.source}".strip()
+        return f"{self.label} {self.op.loc.source}".strip()
 
 
 class MemoryUse(NamedTuple):
@@ -47,19 +55,21 @@ class MemoryUse(NamedTuple):
       arguments: bytes of its arguments, held throughout.
       results: bytes of its results.
       aliased: of these, what lies in donated arguments.
+      reused: positions of the results that do.
       temporary: the most bytes that everything in between takes at once.
-      peak_at: number of the op at which that is.
+      peak_at: number of the kernel at which that is.
       buffers: everything in between, in order of `start`.
-      length: number of ops.
+      order: the op of each kernel, as they run.
     """
 
     arguments: int
     results: int
     aliased: int
+    reused: frozenset[int]
     temporary: int
     peak_at: int
     buffers: tuple[Buffer, ...]
-    length: int
+    order: tuple[Op, ...]
 
     @property
     def peak(self) -> int:
@@ -73,23 +83,18 @@ class MemoryUse(NamedTuple):
 
 
 def peak_memory(
-    program: Program, donated: Sequence[int] = (), widens_halves: bool = False
+    program: Program, donated: Sequence[int] = (), platform: str | None = None
 ) -> MemoryUse:
     """Predicts what one device holds.
 
     Args:
       program: a local program.
       donated: positions of the arguments whose memory may be overwritten.
-      widens_halves: whether 16-bit floats in between are held as 32-bit ones, as XLA does on CPUs.
+      platform: of the devices, `cpu`, `cuda` or `tpu`: backends order kernels in their own ways.
     """
-    uses = _Uses(program)
-    return _Simulation(uses, _aliases(program, donated), widens_halves).run()
-
-
-def stored_values(program: Program) -> frozenset[Value]:
-    """Values that get memory of their own; the others are computed where they are read."""
-    stored = _Uses(program).stored
-    return frozenset(value for value, is_stored in enumerate(stored) if is_stored)
+    backend = BACKENDS.get(platform or "", Backend())
+    kernels = kernels_of(program, backend)
+    return _Simulation(program, kernels, _aliases(program, donated), backend).run()
 
 
 def _aliases(program: Program, donated: Sequence[int]) -> dict[int, int]:
@@ -105,234 +110,163 @@ def _aliases(program: Program, donated: Sequence[int]) -> dict[int, int]:
     return found
 
 
-_NEVER = -1
-
-
 class _Uses:
-    """Backwards over a program: who is stored, and until when.
+    """When each value is read last, in numbers of kernels.
 
     Attributes:
-      stored: whether a value has memory of its own.
-      last: the number of the last op that reads it, `_NEVER` if none does.
-      root: the value in whose memory an alias lies.
-      numbers: first result (or op) -> (number of the first op inside, own number).
+      last: value -> the number of the last kernel that reads it.
+      length: how many kernels there are.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        count = len(program.types)
-        self.stored = [False] * count
-        self.last = [_NEVER] * count
-        self.readers = [0] * count
-        self.needed = [False] * count
-        self.root = list(range(count))
-        self.length = sum(1 for _ in program.walk())
-        self.clock = self.length
-        for value in program.body.results:
-            self.read(value, self.length, 1, True)
-        self.region(program.body)
+    def __init__(self, program: Program, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.last = [-1] * len(kernels.types)
+        self.length = 0
+        self.region(kernels.body)
+        self.read(program.body.results)
 
-    def read(self, value: Value, when: int, readers: int, needed: bool) -> None:
-        if when > self.last[value]:
-            self.last[value] = when
-        self.readers[value] += readers
-        if needed:
-            self.needed[value] = True
+    def region(self, kernels: Sequence[Kernel]) -> None:
+        for kernel in kernels:
+            self.read(kernel.handed)
+            for region, inner in zip(kernel.op.regions, kernel.regions, strict=False):
+                self.region(inner)
+                self.read(region.results)
+            self.read(kernel.reads)
+            self.length += 1
 
-    def region(self, region: Region) -> None:
-        last, readers, needed, stored = self.last, self.readers, self.needed, self.stored
-        for op in reversed(region.ops):
-            self.clock -= 1
-            kind = op.kind
-            what = role(kind)
-            if what == Role.REGION:
-                self.control_flow(op)
-                continue
-            if not op.results:
-                for value in op.operands:
-                    self.read(value, self.clock, 1, True)
-                continue
-            result = op.results[0]
-            if what <= Role.ALIAS:
-                until = last[result]
-                if until == _NEVER:
-                    continue
-                if what == Role.ALIAS:
-                    for value, alias in zip(op.operands, op.results, strict=True):
-                        if last[alias] != _NEVER:
-                            self.root[alias] = value
-                            self.read(value, last[alias], readers[alias], needed[alias])
-                    continue
-                if not needed[result] and (what == Role.INSIDE or readers[result] == 1):
-                    count = min(readers[result], 2)
-                    for value in op.operands:
-                        if until > last[value]:
-                            last[value] = until
-                        readers[value] += count
-                    continue
-            elif all([last[v] == _NEVER for v in op.results]):
-                continue
-            if kind.name == "stablehlo.constant":  # it comes with the executable
-                continue
-            for value in op.results:
-                stored[value] = True
-            now = self.clock
-            for value in op.operands:
-                if now > last[value]:
-                    last[value] = now
-                readers[value] += 1
-                if what == Role.CALL:
-                    needed[value] = True
-            if what == Role.UPDATE:
-                for value in op.operands[: len(op.results)]:
-                    needed[value] = True
+    def read(self, values: Sequence[Value]) -> None:
+        """Somebody reads values now."""
+        for value in values:
+            self.last[self.home(value)] = self.length
 
-    def control_flow(self, op: Op) -> None:
-        """A loop's carries and captures are held while it runs; so are a branch's captures."""
-        end = self.clock
-        inside = sum(1 for region in op.regions for _ in _walk(region))
-        start = end - inside
-        is_loop = op.name == "stablehlo.while"
-        for i, value in enumerate(op.operands):
-            if is_loop and is_untouched(op, i):
-                self.root[op.results[i]] = value
-                until = max(end, self.last[op.results[i]])
-                self.read(value, until, 2, True)
-            else:
-                self.stored[op.results[i]] = is_loop
-                self.read(value, start, 1, True)
-        if not is_loop:
-            for value in op.results:
-                self.stored[value] = self.last[value] != _NEVER
-        for region in op.regions:
-            for value in free_values(region):
-                self.read(value, end, 2, True)
-        for region in reversed(op.regions):
-            for value in region.results:
-                self.read(value, self.clock, 1, True)
-            self.region(region)
-
-
-def _walk(region: Region) -> Sequence[Op]:
-    found: list[Op] = []
-    for op in region.ops:
-        for inner in op.regions:
-            found += _walk(inner)
-        found.append(op)
-    return found
-
-
-def is_untouched(loop: Op, position: int) -> bool:
-    """Whether a loop hands a carry on as it is."""
-    body = loop.regions[1]
-    return body.results[position] == body.args[position]
+    def home(self, value: Value) -> Value:
+        """The value in whose memory this one lies."""
+        root = self.kernels.root
+        while value < len(root) and root[value] != value:
+            value = root[value]
+        return value
 
 
 class _Simulation:
-    """Forwards over a program: allocates, frees, and remembers the most that was held."""
+    """Forwards over the kernels: allocates, frees, and remembers the most that was held.
 
-    def __init__(self, uses: _Uses, aliases: dict[int, int], widens_halves: bool) -> None:
-        self.widened = ("bf16", "f16") if widens_halves else ()
-        self.uses = uses
-        self.program = uses.program
-        self.types = uses.program.types
-        self.aliases = aliases
+    Attributes:
+      homes: value -> until when the place in which it has to end up is in use, and until when the
+        value itself is needed.
+      at_home: values that lie in an argument's or in a carry's memory.
+    """
+
+    def __init__(
+        self, program: Program, kernels: Kernels, aliases: dict[int, int], backend: Backend
+    ) -> None:
+        self.widened = ("bf16", "f16") if backend.widens_halves else ()
+        self.uses = _Uses(program, kernels)
+        self.program, self.kernels, self.aliases = program, kernels, aliases
         self.held = self.most = self.most_at = 0
-        self.clock = 0
+        self.order: list[Op] = []
         self.buffers: list[Buffer] = []
-        self.dying: dict[int, list[tuple[Value, int]]] = {}
+        self.dying: dict[int, list[int]] = {}
         self.homes: dict[Value, tuple[int, int]] = {}
         self.at_home: set[Value] = set()
 
+    @property
+    def now(self) -> int:
+        """The number of the kernel that runs."""
+        return len(self.order)
+
     def run(self) -> MemoryUse:
-        program, types, last = self.program, self.types, self.uses.last
-        body = program.body
+        types, last, body = self.program.types, self.uses.last, self.program.body
         for position, value in enumerate(body.results):
             argument = self.aliases.get(position)
             free_from = -1 if argument is None else last[body.args[argument]]
-            self.homes.setdefault(self.root(value), (free_from, self.uses.length))
+            self.homes.setdefault(self.uses.home(value), (free_from, self.uses.length))
             if argument is not None:
                 self.at_home.add(body.args[argument])
-        self.region(body)
+        self.region(self.kernels.body)
         sizes = [types[v].bytes for v in body.results]
         return MemoryUse(
             sum(types[v].bytes for v in body.args),
             sum(sizes),
             sum(sizes[position] for position in self.aliases),
+            frozenset(self.aliases),
             self.most,
             self.most_at,
             tuple(self.buffers),
-            self.uses.length,
+            tuple(self.order),
         )
 
-    def root(self, value: Value) -> Value:
-        root = self.uses.root
-        while root[value] != value:
-            value = root[value]
-        return value
-
-    def region(self, region: Region) -> None:
-        stored = self.uses.stored
-        for op in region.ops:
-            if op.regions:
-                self.control_flow(op)
+    def region(self, kernels: Sequence[Kernel]) -> None:
+        for kernel in kernels:
+            if (
+                role(kernel.op.kind) == Role.UPDATE
+                and not kernel.is_copy
+                and self.is_at_home(kernel)
+            ):
+                self.at_home.update(kernel.makes)
             else:
-                what = role(op.kind)
-                if what == Role.UPDATE and self.is_at_home(op):
-                    self.at_home.update(op.results)
-                else:
-                    for value in op.results:
-                        if stored[value]:
-                            self.make(op, value, what <= Role.UPDATE)
-            self.free()
-            self.clock += 1
+                for value in kernel.makes:
+                    self.make(kernel, value)
+            self.control_flow(kernel)
+            for number in self.dying.pop(self.now, ()):
+                self.held -= self.buffers[number].bytes
+            self.order.append(kernel.op)
 
-    def is_at_home(self, op: Op) -> bool:
+    def is_at_home(self, kernel: Kernel) -> bool:
         """Whether an update writes over an argument's or a carry's memory that is free by now."""
-        last = self.uses.last
-        roots = [self.root(value) for value in op.operands[: len(op.results)]]
-        return all(root in self.at_home and last[root] <= self.clock for root in roots)
+        last, op = self.uses.last, kernel.op
+        roots = [self.uses.home(value) for value in op.operands[: len(op.results)]]
+        return all(root in self.at_home and last[root] <= self.now for root in roots)
 
-    def make(self, op: Op, value: Value, over_operand: bool) -> None:
-        """Allocates a value, in the place of one that dies here if the op may write over it."""
-        now, type_ = self.clock, self.types[value]
-        size = type_.bytes * (2 if type_.dtype in self.widened else 1)
-        home = self.homes.get(value)
-        if home is not None:
-            free_from, end = home
-            if free_from < now or (free_from == now and over_operand):
-                return
-        else:
-            end = max(self.uses.last[value], now)
-        if over_operand:
-            for i, (_, other) in enumerate(self.dying.get(now, ())):
-                if other == size:
-                    del self.dying[now][i]
-                    self.held -= size
-                    break
+    def make(self, kernel: Kernel, value: Value) -> None:
+        """Allocates a value, in the place of one that dies here if the kernel may write over it."""
+        now, last = self.now, self.uses.last
+        free_from, end = self.homes.get(value, (None, last[value]))
+        if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
+            return
+        end = max(end, self.end_of(kernel))
+        size = self.bytes(value)
+        if kernel.writes_over:
+            self.take_over(size)
         self.held += size
-        self.dying.setdefault(end, []).append((value, size))
-        self.buffers.append(Buffer(value, op, size, now, end))
+        self.dying.setdefault(end, []).append(len(self.buffers))
+        of = self.kernels.copied.get(value, value)
+        self.buffers.append(Buffer(of, kernel.op, size, now, end, kernel.is_copy))
         if self.held > self.most:
             self.most, self.most_at = self.held, now
 
-    def free(self) -> None:
-        for _, size in self.dying.pop(self.clock, ()):
-            self.held -= size
+    def bytes(self, value: Value) -> int:
+        """Bytes of a value while it is in between."""
+        type_ = self.kernels.types[value]
+        return type_.bytes * (2 if type_.dtype in self.widened else 1)
 
-    def control_flow(self, op: Op) -> None:
-        stored, last = self.uses.stored, self.uses.last
-        is_loop = op.name == "stablehlo.while"
-        end = self.clock + sum(len(_walk(region)) for region in op.regions)
-        for value in op.results:
-            if stored[value]:
-                last[value] = max(last[value], end)
-                self.make(op, value, is_loop)
-        if is_loop:
-            body = op.regions[1]
+    def take_over(self, size: int) -> None:
+        """Frees one buffer of this size that is read for the last time now."""
+        for i, number in enumerate(self.dying.get(self.now, ())):
+            buffer = self.buffers[number]
+            if buffer.bytes == size and buffer.start < self.now:
+                del self.dying[self.now][i]
+                self.buffers[number] = buffer._replace(end=self.now - 1)
+                self.held -= size
+                return
+
+    def end_of(self, kernel: Kernel) -> int:
+        """The number of the last kernel of a loop or of a branch; of any other, its own."""
+        return self.now + sum(_count(region) for region in kernel.regions)
+
+    def control_flow(self, kernel: Kernel) -> None:
+        if not kernel.regions:
+            return
+        if kernel.op.name == "stablehlo.while":
+            body, end = kernel.op.regions[1], self.end_of(kernel)
             for argument, value in zip(body.args, body.results, strict=True):
                 if value != argument:
-                    self.homes.setdefault(self.root(value), (last[argument], end))
+                    free_from = self.uses.last[argument]
+                    self.homes.setdefault(self.uses.home(value), (free_from, end))
                     self.at_home.add(argument)
-        for region in op.regions:
+        for region in kernel.regions:
             self.region(region)
+
+
+def _count(kernels: Sequence[Kernel]) -> int:
+    """Kernels of a region, those of inner regions included."""
+    return sum(1 + sum(_count(region) for region in kernel.regions) for kernel in kernels)

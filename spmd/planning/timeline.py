@@ -26,7 +26,7 @@ from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import KINDS, collective_seconds
 from spmd.planning.fusion import Role, role
-from spmd.planning.memory import stored_values
+from spmd.planning.kernels import stored_values
 
 COMPUTE = "compute"
 
@@ -40,6 +40,7 @@ class Slot(NamedTuple):
       start, end: seconds from the start of the run; of the first iteration inside a loop.
       trips: how often what is inside a loop runs; 1 outside.
       depth: how many loops it is inside of.
+      runs: of a loop, how often it runs; None where that is not known (16 are counted).
     """
 
     op: Op
@@ -48,6 +49,12 @@ class Slot(NamedTuple):
     end: float
     trips: int = 1
     depth: int = 0
+    runs: int | None = 1
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, of a loop all iterations."""
+        return self.end - self.start
 
 
 class Timeline(NamedTuple):
@@ -78,7 +85,10 @@ def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeli
     """
     run = _Schedule(program, mesh, topology)
     end = run.region(program.body, 0.0, 1, 0)
-    return Timeline(tuple(run.slots), end, run.compute, run.comm, max(0.0, end - run.compute))
+    parts = [slot for slot in run.slots if not slot.op.regions]
+    compute = sum(slot.seconds * slot.trips for slot in parts if slot.lane == COMPUTE)
+    comm = sum(slot.seconds * slot.trips for slot in parts if slot.lane != COMPUTE)
+    return Timeline(tuple(run.slots), end, compute, comm, max(0.0, end - compute))
 
 
 class _Schedule:
@@ -89,7 +99,6 @@ class _Schedule:
         self.ready: dict[Value, float] = {}
         self.free: dict[str, float] = {}
         self.slots: list[Slot] = []
-        self.compute = self.comm = 0.0
 
     def region(self, region: Region, start: float, trips: int, depth: int) -> float:
         """Schedules a region from a moment on; returns when all of it is done."""
@@ -110,10 +119,6 @@ class _Schedule:
             ready = max(ready, self.free.get(lane, start))
             self.free[lane] = ready + seconds
             self.slots.append(Slot(op, lane, ready, ready + seconds, trips, depth))
-            if lane == COMPUTE:
-                self.compute += seconds * trips
-            else:
-                self.comm += seconds * trips
         for value in op.results:
             self.ready[value] = ready + seconds
         return ready + seconds
@@ -132,20 +137,39 @@ class _Schedule:
     def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:
         """A loop takes one iteration's time as often as it runs; a case its longest branch's.
 
-        Nothing else runs beside it.
+        Nothing else runs beside it. Of a case only that branch is in the schedule.
         """
         begin = max([start, *self.free.values(), *(self.ready.get(v, start) for v in op.operands)])
         place = len(self.slots)
-        inner = 1
-        if op.name == "stablehlo.while":
-            count = trip_count(self.program, op, self.producers)
-            inner = UNKNOWN_TRIPS if count is None else count
-        ends = [self.region(r, begin, trips * inner, depth + 1) - begin for r in op.regions]
-        seconds = inner * sum(ends) if op.name == "stablehlo.while" else max(ends, default=0.0)
-        self.slots.insert(place, Slot(op, COMPUTE, begin, begin + seconds, trips, depth))
+        is_loop = op.name == "stablehlo.while"
+        runs = trip_count(self.program, op, self.producers) if is_loop else 1
+        inner = UNKNOWN_TRIPS if runs is None else runs
+        once = self.iteration(op, begin, trips * inner, depth) if is_loop else 0.0
+        seconds = inner * once if is_loop else self.longest_branch(op, begin, trips, depth)
+        self.slots.insert(place, Slot(op, COMPUTE, begin, begin + seconds, trips, depth, runs))
         self.free = dict.fromkeys([*self.free, COMPUTE], begin + seconds)
         self.ready.update(dict.fromkeys(op.results, begin + seconds))
         return begin + seconds
+
+    def iteration(self, op: Op, begin: float, trips: int, depth: int) -> float:
+        """Seconds of a loop's condition and body, one after the other."""
+        end = begin
+        for region in op.regions:
+            end = self.region(region, end, trips, depth + 1)
+        return end - begin
+
+    def longest_branch(self, op: Op, begin: float, trips: int, depth: int) -> float:
+        """Seconds of the branch that takes longest; only its slots stay."""
+        place, longest = len(self.slots), 0.0
+        for region in op.regions:
+            mark = len(self.slots)
+            seconds = self.region(region, begin, trips, depth + 1) - begin
+            if seconds > longest:
+                del self.slots[place:mark]
+                longest = seconds
+            else:
+                del self.slots[mark:]
+        return longest
 
 
 _CONTRACTIONS = {"stablehlo.dot_general", "stablehlo.convolution"}

@@ -215,7 +215,8 @@ class _Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(compiled: Any) -> str:
-    return render(compiled.stages, compiled.collectives, compiled.memory, compiled.prices)
+    held = compiled.predicted_memory
+    return render(compiled.stages, compiled.collectives, compiled.memory, held, compiled.prices)
 
 
 def test_page_is_well_formed_and_needs_nothing_else(page: str) -> None:

@@ -1,0 +1,114 @@
+"""The drawn timeline takes the predicted time, and memory over time adds up to the prediction."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.explain.bars import Bars, bars_of, merged
+from spmd.explain.memory import ARGUMENTS, KINDS, RESULTS, memory_curve
+from spmd.planning.timeline import COMPUTE
+from tests.programs import llama
+
+MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
+
+
+def lowered(fn: Any, *shapes: Any, specs: Any = None, donate: Any = ()) -> spmd.Lowered:
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, donate_argnums=donate)
+    return jitted.lower(*structs, topology=spmd.Topology("h200:8"))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
+def training(request: Any) -> Any:
+    mesh = spmd.make_mesh(data=4, model=2)
+    return llama(mesh, "adamw", request.param).lower(topology=spmd.Topology("h200:8"))
+
+
+def bars(low: spmd.Lowered) -> Bars:
+    return bars_of(low.timeline, low.mesh)
+
+
+def test_the_bars_take_the_predicted_time(training: Any) -> None:
+    drawn, timeline = bars(training), training.timeline
+    assert drawn.seconds == timeline.seconds
+    assert max(s.end for s in drawn.flat()) == pytest.approx(timeline.seconds, rel=1e-6)
+    compute = sum(s.seconds for s in drawn.flat() if s.kind == COMPUTE)
+    assert compute == pytest.approx(timeline.compute_seconds, rel=1e-6)
+    assert drawn.lane_seconds(COMPUTE) == pytest.approx(compute, rel=1e-6)
+    moved = sum(s.seconds for s in drawn.flat() if s.kind != COMPUTE)
+    assert moved == pytest.approx(timeline.comm_seconds, rel=1e-6)
+
+
+def test_a_lane_does_one_thing_at_a_time(training: Any) -> None:
+    segments = sorted(bars(training).flat(), key=lambda s: s.start)
+    for lane in (COMPUTE, "data"):
+        own = [s for s in segments if s.lanes == (lane,)]
+        assert own
+        for before, after in itertools.pairwise(own):
+            assert before.end <= after.start + 1e-9
+
+
+def test_merging_keeps_the_time(training: Any) -> None:
+    drawn = bars(training)
+    segments = list(drawn.flat())
+    fewer = merged(segments, drawn.seconds / 50)
+    assert len(fewer) < len(segments)
+    assert sum(s.ops for s in fewer) == len(segments)
+    for lane in (COMPUTE, "data", "model"):
+        whole = drawn.lane_seconds(lane)
+        assert sum(s.seconds for s in fewer if lane in s.lanes) == pytest.approx(whole, rel=0.2)
+
+
+def test_a_loop_is_one_iteration_so_many_times() -> None:
+    def looped(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=5)[0]
+
+    specs = (("data", None), (None, "model"))
+    drawn = bars(lowered(looped, (64, 64), (64, 64), specs=specs))
+    (loop,) = drawn.loops
+    assert loop.trips == 5
+    assert loop.seconds == pytest.approx(5 * loop.body.seconds)
+    assert "test_curves.py" in loop.label
+    assert loop.start + loop.seconds <= drawn.seconds * (1 + 1e-6)
+    assert loop.body.segments
+    assert loop.body.segments[0].start < loop.body.seconds
+
+
+def test_memory_over_a_chain_of_products() -> None:
+    """A product's operand and result are held; the last one is the program's result."""
+
+    def chain(x: Any, w: Any) -> Any:
+        return jnp.sin(((x @ w) @ w) @ w)
+
+    shape, size = (1024, 1024), 1024 * 1024 * 4
+    specs = (("data", None), (None, None))
+    low = lowered(chain, shape, shape, specs=specs)
+    program, use = low.stages.optimized.program, low.predicted_memory
+    curve = memory_curve(use, program)
+    arguments, piece = size + size // 4, size // 4
+    assert curve.steps == (
+        (arguments, piece, 0, piece),
+        (arguments, piece, 0, 2 * piece),
+        (arguments, piece, 0, 2 * piece),
+        (arguments, piece, 0, piece),
+    )
+    assert [row.kind for row in curve.at_peak].count(RESULTS) == 1
+    donated = lowered(chain, shape, shape, specs=specs, donate=(0,))
+    again = memory_curve(donated.predicted_memory, donated.stages.optimized.program)
+    assert again.steps[0] == (arguments, 0, 0, piece)
+
+
+def test_memory_of_a_training_step(training: Any) -> None:
+    use, program = training.predicted_memory, training.stages.optimized.program
+    curve = memory_curve(use, program)
+    assert {step[0] for step in curve.steps} == {use.arguments}
+    assert max(map(sum, curve.steps)) == sum(curve.steps[curve.peak]) == use.peak
+    assert max(step[KINDS.index("saved for the gradient")] for step in curve.steps) > 0
+    held = sum(row.bytes for row in curve.at_peak if row.kind == ARGUMENTS)
+    assert held == use.arguments
+    assert sum(row.bytes for row in curve.at_peak) == use.peak
+    assert any("model.py" in row.source for row in curve.at_peak)
