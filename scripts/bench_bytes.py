@@ -45,6 +45,7 @@ from scripts.comm_bench.table import (
     Result,
     aligned,
     as_json,
+    explained_line,
     family_lines,
     markdown,
     planning_line,
@@ -124,7 +125,7 @@ def main(argv: Sequence[str]) -> None:
     print(render(HEADER, program_lines(results, _ALL.value)))
     print()
     print(render(FAMILY_HEADER, family_lines(results)))
-    print(f"\n{planning_line(results)}")
+    print(f"\n{planning_line(results)}\n{explained_line(results)}")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ class Row(NamedTuple):
         compilation failed.
       predicted: bytes that our plan says it moves.
       planning: seconds that our plan took to make, with nothing remembered of other programs.
+      explained: how many of our collectives name a source line and a reason, and of how many.
       errors: what failed -> the first line of why.
     """
 
@@ -69,6 +70,7 @@ class Row(NamedTuple):
     given: Moved | None = None
     predicted: int | None = None
     planning: float | None = None
+    explained: tuple[int, int] = (0, 0)
     errors: Mapping[str, str] = {}
 
     @property
@@ -92,7 +94,7 @@ def measure(program: Program, options: spmd.Options) -> Row:
             errors[what] = first_line(error)
             return None
 
-    def ours() -> tuple[Moved, int, float]:
+    def ours() -> tuple[Moved, int, float, tuple[int, int]]:
         forget()
         lowered = jitted.lower(*built.args)
         start = time.perf_counter()
@@ -100,7 +102,9 @@ def measure(program: Program, options: spmd.Options) -> Row:
         seconds = time.perf_counter() - start
         predicted = sum(c.bytes * c.count for c in compiled.collectives)
         moved = read(compiled.as_text("hlo"), compiled.memory, seconds)
-        return moved, predicted, lowered.stages.seconds["plan"]
+        named = sum(bool(c.source and c.reason) for c in compiled.collectives)
+        explained = (named, len(compiled.collectives))
+        return moved, predicted, lowered.stages.seconds["plan"], explained
 
     mesh, built = program.make()
     jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate, options=options)
@@ -111,8 +115,8 @@ def measure(program: Program, options: spmd.Options) -> Row:
     placed = placed_arguments(jitted.lower(*built.args), built.args)
     is_open = any(leaf.sharding is None for leaf in jax.tree.leaves(built.args))
     given = attempt("given", lambda: compile_with_xla(built, placed)) if is_open else alone
-    moved, predicted, planning = found
-    return Row(program.name, moved, alone, given, predicted, planning, errors)
+    moved, predicted, planning, explained = found
+    return Row(program.name, moved, alone, given, predicted, planning, explained, errors)
 
 
 def forget() -> None:

@@ -167,6 +167,12 @@ def planning_line(results: Sequence[Result]) -> str:
     )
 
 
+def explained_line(results: Sequence[Result]) -> str:
+    """How many of all collectives say where they come from and why they are there."""
+    named, total = (sum(r.row.explained[i] for r in results) for i in range(2))
+    return f"{named} of our {total} collectives name a source line and a reason."
+
+
 def _tally(results: Sequence[Result]) -> list[str]:
     ratios = [r.row.ratio for r in results if r.row.ratio is not None]
     return [
