@@ -30,6 +30,8 @@ class Backend(NamedTuple):
         operands are transposed copies.
       library_reduces: sums and maxima of float32 are library calls: of what leads to them only a
         product is computed inside.
+      recomputes: elementwise ops of one operand are computed again inside of whoever can, even where
+        a library call wants them stored.
       combines: all-reduces that do not wait for each other are one.
     """
 
@@ -37,14 +39,16 @@ class Backend(NamedTuple):
     breadth_first: bool = False
     transposes: bool = False
     library_reduces: bool = False
+    recomputes: bool = False
     combines: bool = False
 
 
-BACKENDS = {"cpu": Backend(True, True, True, True, True)}
+BACKENDS = {"cpu": Backend(True, True, True, True, True, True)}
 """By platform; the others keep the order of the program, and what their layouts cost is not known."""
 
 
 _SCATTER = "stablehlo.scatter"
+_WHILE = "stablehlo.while"
 _PRODUCTS = ("stablehlo.multiply", "chlo.square")
 
 
@@ -194,7 +198,7 @@ class _Fusion:
                 self.summed[value] = True
 
     def control_flow(self, op: Op) -> None:
-        is_loop = op.name == "stablehlo.while"
+        is_loop = op.name == _WHILE
         for i, value in enumerate(op.operands):
             if is_loop and is_untouched(op, i):
                 self.root[op.results[i]] = value
@@ -222,6 +226,8 @@ class _Builder:
         self.fused = fused
         self.types = list(program.types)
         self.inputs: dict[Value, tuple[Value, ...]] = {}
+        self.made_of: dict[Value, tuple[Value, ...]] = {}
+        self.again: set[Value] = set()
         self.copied: dict[Value, Value] = {}
         self.copies: dict[tuple[object, ...], Value] = {}
 
@@ -239,31 +245,37 @@ class _Builder:
         return breadth_first(self.apart(kernels), region.args)
 
     def apart(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Updates of values that are read later, too, get copies to write over."""
-        readers: dict[Value, list[int]] = {}
-        makers: dict[Value, int] = {}
-        for i, kernel in enumerate(kernels):
-            makers.update(dict.fromkeys(kernel.makes, i))
-            for value in dict.fromkeys((*kernel.reads, *kernel.handed)):
-                readers.setdefault(value, []).append(i)
+        """Updates and loops get copies to write over of what others may read later, too.
+
+        A copy is made as soon as its value is there, and not when it is written over.
+        """
+        order = _Dependence(kernels)
         found: list[Kernel] = []
         for i, kernel in enumerate(kernels):
-            if role(kernel.op.kind) == Role.UPDATE and not kernel.is_copy:
-                for value in self.read(kernel.op.operands[: len(kernel.op.results)]):
-                    others = [k for k in readers.get(value, ()) if k != i]
-                    if value in makers and others and not _runs_after(i, others, kernels, makers):
-                        kernel = self.write_apart(kernel, value, found)
+            taken: set[Value] = set()
+            for k, value in enumerate(self.written_over(kernel)):
+                if value in order.makers and (value in taken or not order.is_last(i, value)):
+                    copy = self.copy_of(value)
+                    found.append(Kernel(kernel.op, (value,), (copy,), is_copy=True))
+                    kernel = _instead(kernel, k, value, copy)
+                taken.add(value)
             found.append(kernel)
         return found
 
-    def write_apart(self, kernel: Kernel, value: Value, kernels: list[Kernel]) -> Kernel:
-        """An update of a copy of a value."""
-        copy = len(self.types)
+    def written_over(self, kernel: Kernel) -> tuple[Value, ...]:
+        """The values in whose memory a kernel goes on."""
+        op = kernel.op
+        if kernel.is_copy:
+            return ()
+        if role(op.kind) == Role.UPDATE:
+            return self.read(op.operands[: len(op.results)])
+        return kernel.handed if op.name == _WHILE else ()
+
+    def copy_of(self, value: Value) -> Value:
+        """The number of a new copy."""
         self.types.append(self.types[value])
-        self.copied[copy] = value
-        kernels.append(Kernel(kernel.op, (value,), (copy,), is_copy=True))
-        reads = tuple(copy if read == value else read for read in kernel.reads)
-        return kernel._replace(reads=reads)
+        self.copied[len(self.types) - 1] = value
+        return len(self.types) - 1
 
     def op(self, op: Op, kernels: list[Kernel]) -> None:
         what = role(op.kind)
@@ -273,7 +285,8 @@ class _Builder:
             for value, alias in zip(op.operands, op.results, strict=True):
                 self.inputs[alias] = self.inputs[value]
         elif op.results and not any([self.fused.stored[v] for v in op.results]):
-            self.inputs[op.results[0]] = self.read(op.operands)
+            summed = self.fused.summed[op.results[0]]
+            self.inputs[op.results[0]] = (self.read if summed else self.inside)(op.operands)
         else:
             self.kernel(op, what, kernels)
 
@@ -281,33 +294,60 @@ class _Builder:
         """What is read from memory to get at some values."""
         return tuple(dict.fromkeys(root for value in values for root in self.inputs[value]))
 
+    def inside(self, values: Iterable[Value], any_op: bool = False) -> tuple[Value, ...]:
+        """What is read by who computes some values inside, even if others want them stored.
+
+        Args:
+          values: any.
+          any_op: whether to compute them again if they are made of several values of their size.
+        """
+        found: dict[Value, None] = {}
+        for root in self.read(values):
+            is_again = root in self.again or (any_op and root in self.made_of)
+            found.update(dict.fromkeys(self.made_of[root] if is_again else (root,)))
+        return tuple(found)
+
     def kernel(self, op: Op, what: Role, kernels: list[Kernel]) -> None:
         operands = list(op.operands)
+        if what <= Role.INSIDE and self.backend.recomputes:
+            self.made_of[op.results[0]] = self.inside(operands)
+            if self.is_unary(op):
+                self.again.add(op.results[0])
         if self.backend.transposes:
             for position, order in transposed_operands(op.kind).items():
                 operands[position] = self.copy(op, operands[position], order, kernels)
         for value in op.results:
             self.inputs[value] = (value,)
         over = what <= Role.UPDATE and not (self.backend.breadth_first and op.name == _SCATTER)
-        kernels.append(Kernel(op, self.read(operands), op.results, over))
+        is_library = self.backend.library_reduces and is_library_reduce(op.kind)
+        reads: dict[Value, None] = {}
+        for i, value in enumerate(operands):
+            direct = is_library or wants_stored(op, what, i)
+            reads.update(dict.fromkeys((self.read if direct else self.inside)((value,))))
+        kernels.append(Kernel(op, tuple(reads), op.results, over))
         if self.backend.transposes and (order := transposed_results(op.kind)):
             for value in op.results:
                 self.inputs[value] = (self.copy(op, value, order, kernels),)
+
+    def is_unary(self, op: Op) -> bool:
+        """Whether an op is made of one value of its size: it costs nothing to read that instead."""
+        size = op.kind.results[0].size
+        pairs = zip(op.operands, op.kind.operands, strict=True)
+        return sum(type_.size >= size and bool(self.inputs[v]) for v, type_ in pairs) <= 1
 
     def copy(self, op: Op, value: Value, order: tuple[int, ...], kernels: list[Kernel]) -> Value:
         """A transposed copy of a value, made once for all that read it in this order."""
         key = (self.fused.root[value], self.types[value].shape, order)
         found = self.copies.get(key)
         if found is None:
-            found = self.copies[key] = len(self.types)
-            self.types.append(self.types[value])
-            self.copied[found] = value
+            found = self.copies[key] = self.copy_of(value)
             self.inputs[found] = (found,)
-            kernels.append(Kernel(op, self.read((value,)), (found,), is_copy=True))
+            reads = self.inside((value,), self.types[value].rank > 2)
+            kernels.append(Kernel(op, reads, (found,), is_copy=True))
         return found
 
     def control_flow(self, op: Op) -> Kernel:
-        is_loop = op.name == "stablehlo.while"
+        is_loop = op.name == _WHILE
         free = [value for region in op.regions for value in free_values(region)]
         kept = [v for i, v in enumerate(op.operands) if is_loop and is_untouched(op, i)]
         handed = [v for v in op.operands if v not in kept]
@@ -316,27 +356,52 @@ class _Builder:
             untouched = is_loop and is_untouched(op, i)
             self.inputs[value] = self.inputs[op.operands[i]] if untouched else (value,)
         makes = tuple(value for value in op.results if self.fused.stored[value])
-        reads, begins = self.read((*free, *kept)), self.read(handed)
+        reads = self.read((*free, *kept))
+        begins = tuple(root for value in handed for root in self.inputs[value])
         return Kernel(op, reads, makes, is_loop, False, begins, regions)
 
 
-def _runs_after(
-    number: int, others: Sequence[int], kernels: Sequence[Kernel], makers: dict[Value, int]
-) -> bool:
-    """Whether a kernel depends on all of some others."""
-    if max(others) > number:
-        return False
-    missing, first = set(others), min(others)
-    waiting, seen = [number], {number}
-    while waiting and missing:
-        kernel = kernels[waiting.pop()]
-        for value in (*kernel.reads, *kernel.handed):
-            maker = makers.get(value, -1)
-            if maker >= first and maker not in seen:
-                seen.add(maker)
-                missing.discard(maker)
-                waiting.append(maker)
-    return not missing
+def _instead(kernel: Kernel, position: int, value: Value, copy: Value) -> Kernel:
+    """A kernel that writes over a copy of a value."""
+    if kernel.handed:
+        handed = [copy if i == position else v for i, v in enumerate(kernel.handed)]
+        return kernel._replace(handed=tuple(handed))
+    return kernel._replace(reads=tuple(copy if v == value else v for v in kernel.reads))
+
+
+class _Dependence:
+    """Which kernels of a region wait for which.
+
+    Attributes:
+      makers: value -> the number of the kernel that makes it.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        self.kernels = list(kernels)
+        self.makers: dict[Value, int] = {}
+        self.readers: dict[Value, list[int]] = {}
+        for i, kernel in enumerate(kernels):
+            self.makers.update(dict.fromkeys(kernel.makes, i))
+            for value in dict.fromkeys((*kernel.reads, *kernel.handed)):
+                self.readers.setdefault(value, []).append(i)
+
+    def is_last(self, number: int, value: Value) -> bool:
+        """Whether a kernel waits for all others that read a value."""
+        missing = set(self.readers[value]) - {number}
+        if value in self.kernels[number].handed and value in self.kernels[number].reads:
+            return False
+        if not missing or max(missing) > number:
+            return not missing
+        first, waiting, seen = min(missing), [number], {number}
+        while waiting and missing:
+            kernel = self.kernels[waiting.pop()]
+            for read in (*kernel.reads, *kernel.handed):
+                maker = self.makers.get(read, -1)
+                if maker >= first and maker not in seen:
+                    seen.add(maker)
+                    missing.discard(maker)
+                    waiting.append(maker)
+        return not missing
 
 
 def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
