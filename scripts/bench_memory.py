@@ -1,18 +1,21 @@
 """Predicted memory of a device beside XLA's own figures, over several kinds of programs.
 
-Nothing runs: the programs are compiled for eight virtual CPU devices, or for the accelerators of
-the machine, or for TPUs that are not here (`--topology v5e:2x4`, with the `tpu` extra).
+The programs are those of this file and those of `scripts/bench_bytes`. Nothing runs: they are
+compiled for eight virtual CPU devices, or for the accelerators of the machine, or for TPUs that are
+not here (`--topology v5e:2x4`, with the `tpu` extra).
 
 Example:
-    python scripts/bench_memory.py
+    python scripts/bench_memory.py --only 'decode|resnet'
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +33,13 @@ from absl import app, flags
 import spmd
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig
+from scripts.comm_bench import catalog
+from scripts.comm_bench.program import Program as CatalogProgram
 from spmd.explain.memory import Memory
 
 _TOPOLOGY = flags.DEFINE_string("topology", "", "compile for this machine instead, e.g. v5e:2x4")
-_ONLY = flags.DEFINE_list("only", [], "programs to run, by name; all if empty")
-_SCALE = flags.DEFINE_integer("scale", 1, "batch sizes are this many times as large")
+_ONLY = flags.DEFINE_string("only", "", "programs whose name this regular expression finds")
+_SCALE = flags.DEFINE_integer("scale", 1, "batches of this file's programs are so much larger")
 
 LLAMA = LlamaConfig(
     vocab_size=2048,
@@ -215,9 +220,38 @@ PROGRAMS: dict[str, Callable[[int], Program]] = {
 }
 
 
-def row(name: str, topology: spmd.Topology | None) -> str:
+FAMILIES = ("llama-train", "llama-serve", "moe", "resnet", "recommender")
+"""Of the programs of `scripts/bench_bytes`; its others are single reshards."""
+
+Lower = Callable[[spmd.Topology | None], spmd.Lowered]
+"""Plans a program for a topology, or for the devices of the machine."""
+
+
+def programs(only: str, scale: int) -> dict[str, Lower]:
+    """Those whose name the regular expression finds something in, ours first."""
+    found: dict[str, Lower] = {name: partial(lower, name, scale) for name in PROGRAMS}
+    for program in catalog.programs():
+        if program.family in FAMILIES:
+            found[program.name] = partial(lower_from_catalog, program)
+    return {name: make for name, make in found.items() if re.search(only, name)}
+
+
+def lower(name: str, scale: int, topology: spmd.Topology | None = None) -> spmd.Lowered:
+    """Plans one of `PROGRAMS`."""
+    return PROGRAMS[name](scale).lower(topology)
+
+
+def lower_from_catalog(
+    program: CatalogProgram, topology: spmd.Topology | None = None
+) -> spmd.Lowered:
+    """Plans a program of `scripts/bench_bytes`."""
+    mesh, built = program.make()
+    jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate)
+    return jitted.lower(*built.args, topology=topology)
+
+
+def row(name: str, lowered: spmd.Lowered) -> str:
     """Prediction beside XLA's report, for one program."""
-    lowered = PROGRAMS[name](_SCALE.value).lower(topology)
     predicted = Memory.predicted(lowered.predicted_memory)
     reported = lowered.compile().memory
     cells = [
@@ -244,8 +278,8 @@ def main(argv: Sequence[str]) -> None:
         "| program | arguments | temporary, predicted | XLA's | peak, predicted | XLA's | ratio |"
     )
     print("| --- " * 7 + "|")
-    for name in _ONLY.value or PROGRAMS:
-        print(row(name, topology), flush=True)
+    for name, make in programs(_ONLY.value, _SCALE.value).items():
+        print(row(name, make(topology)), flush=True)
 
 
 if __name__ == "__main__":

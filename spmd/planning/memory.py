@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.ir.program import Op, Program, Value
+from spmd.planning.backends import Backend, backend_of
 from spmd.planning.fusion import Role, role
-from spmd.planning.kernels import BACKENDS, Backend, Kernel, Kernels, kernels_of
+from spmd.planning.kernel_order import Kernel
+from spmd.planning.kernels import Kernels, kernels_of
 
 
 class Buffer(NamedTuple):
@@ -92,7 +94,7 @@ def peak_memory(
       donated: positions of the arguments whose memory may be overwritten.
       platform: of the devices, `cpu`, `cuda` or `tpu`: backends order kernels in their own ways.
     """
-    backend = BACKENDS.get(platform or "", Backend())
+    backend = backend_of(platform)
     kernels = kernels_of(program, backend)
     return _Simulation(program, kernels, _aliases(program, donated), backend).run()
 

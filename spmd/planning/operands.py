@@ -46,7 +46,7 @@ def transposed_results(kind: OpKind) -> Order:
 
 
 def is_library_reduce(kind: OpKind) -> bool:
-    """Whether a reduction is a library call: a sum, a maximum or a minimum of one float32 tensor."""
+    """Whether a reduction is a library call: sum, maximum or minimum of one float32 tensor."""
     if kind.name != "stablehlo.reduce" or len(kind.results) != 1:
         return False
     body = kind.attrs.get("body")

@@ -25,8 +25,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import KINDS, collective_seconds
-from spmd.planning.fusion import Role, role
-from spmd.planning.kernels import stored_values
+from spmd.planning.fusion import Role, role, stored_values
 
 COMPUTE = "compute"
 
