@@ -113,8 +113,8 @@ def ask(
     links = topology.atom_links(mesh)
     letters = [Digit((size,), *links[a][::-1]) for a, size in enumerate(mesh.atom_sizes)]
     ends = enumerate(zip(src.dims, dst.dims, shape, strict=True))
-    many = len(letters) > EXACT_ATOMS
-    if many or len(set(letters)) == 1:
+    many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
+    if many or alike:
         dims = [_stripped(number, *dim, mesh) for number, dim in ends]
     else:  # a prefix may stand in for an atom of another size, or over another link
         dims = [_Dim(number, (), *dim) for number, dim in ends]
@@ -123,7 +123,7 @@ def ask(
     aside.update(a for a in held if a not in src.used and a not in dst.used)
     atoms = [a for a in range(len(letters)) if a not in aside]
     partial = [a for a in src.partial if a not in aside]
-    spares = 2 if partial and not many else 1
+    spares = 1 if many or (alike and not partial) else 2
     dims = _useful(dims, math.prod(mesh.atom_sizes[a] for a in atoms), spares)
     dims.sort(key=lambda dim: _look(dim, letters))
     order = _by_appearance(dims, partial, atoms, letters)
