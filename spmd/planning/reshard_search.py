@@ -57,7 +57,8 @@ def answers(question: Question) -> tuple[Answer, ...]:
     the same: either both are best there, or a third one is.
     """
     search = Search(question)
-    first, last = search.best(SMALLEST, ()), search.best(LARGEST, ())
+    last = search.best(LARGEST, ())
+    first = search.best(SMALLEST, () if last is None else (last,))
     if first is None or last is None:
         return ()
     return tuple(dict.fromkeys((*_between(search, first, last), last)))
@@ -90,14 +91,14 @@ class _Node:
       partial: partial digits.
       pieces: into how many the value is split.
       bounds: lines that no path from here to the goal undercuts.
-      edges: the moves out of it, once they have been asked for.
+      edges: the moves out of it with their costs and where they lead, once that is asked for.
     """
 
     __slots__ = ("bounds", "dims", "edges", "partial", "pieces")
 
     def __init__(self, dims: Dims, partial: Axes, pieces: int, bounds: list[Line]) -> None:
         self.dims, self.partial, self.pieces, self.bounds = dims, partial, pieces, bounds
-        self.edges: list[tuple[Line, Move, _Node]] | None = None
+        self.edges: list[_Edge] | None = None
 
     def least(self, size: Size) -> Cost:
         """The lower bound at a size."""
@@ -107,6 +108,16 @@ class _Node:
         time = max([fixed * line[0] + growing * line[1] for line in self.bounds])
         _, _, sent, steps = self.bounds[0]
         return time, sent, steps
+
+
+class _Edge:
+    """A move, what it costs, and where it leads, once that is asked for."""
+
+    __slots__ = ("line", "move", "pieces", "there")
+
+    def __init__(self, line: Line, pieces: int, move: Move) -> None:
+        self.line, self.pieces, self.move = line, pieces, move
+        self.there: _Node | None = None
 
 
 class _Graph:
@@ -125,14 +136,21 @@ class _Graph:
             self._nodes[dims, partial] = node
         return node
 
-    def edges(self, node: _Node) -> list[tuple[Line, Move, _Node]]:
-        """The moves out of a sharding, each with its cost and where it leads."""
+    def edges(self, node: _Node) -> list[_Edge]:
+        """The moves out of a sharding."""
         if node.edges is None:
-            node.edges = []
-            for move in self.moves.out_of(node.dims, node.partial, node.pieces):
-                line, after = self.problem.price(move.kind, move.axes, node.pieces)
-                node.edges.append((line, move, self._node(move.dims, move.partial, after)))
+            price = self.problem.price
+            node.edges = [
+                _Edge(*price(move.kind, move.axes, node.pieces), move)
+                for move in self.moves.out_of(node.dims, node.partial, node.pieces)
+            ]
         return node.edges
+
+    def end(self, edge: _Edge) -> _Node:
+        """Where a move leads."""
+        if edge.there is None:
+            edge.there = self._node(edge.move.dims, edge.move.partial, edge.pieces)
+        return edge.there
 
 
 class Search:
@@ -207,11 +225,15 @@ def _search(
         expanded += 1
         time, sent, count = spent
         permuted = here in came and came[here][1].kind == "collective_permute"
-        for number, (line, move, there) in enumerate(graph.edges(here)):
+        for number, edge in enumerate(graph.edges(here)):
+            line, move = edge.line, edge.move
             if permuted and move.kind == "collective_permute":
                 continue  # two that follow one another are one
             cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
-            if (there in best and best[there] <= cost) or (limit is not None and cost >= limit):
+            if limit is not None and cost >= limit:
+                continue
+            there = edge.there or graph.end(edge)
+            if there in best and best[there] <= cost:
                 continue
             left = bounds.get(there)
             if left is None:
