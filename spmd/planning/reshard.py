@@ -31,7 +31,7 @@ from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds, latency_steps, wire_bytes
 from spmd.planning.reshard_problem import moved
 from spmd.planning.reshard_question import Dims, Names, ask
-from spmd.planning.reshard_search import Answer, answers
+from spmd.planning.reshard_search import Answer, answers, direct_answers, is_small
 
 
 class Step(NamedTuple):
@@ -317,8 +317,13 @@ def routes(
 ) -> tuple[tuple[_Leg, ...], ...]:
     """The paths that are best for values of some size, of shapes that divide as `room` does."""
     question, names = ask(src, dst, room, held, mesh, topology)
+    found = [(answer, names) for answer in answers(question)]
+    if not is_small(question):  # joined atoms cannot part: perhaps they should have
+        question, names = ask(src, dst, room, held, mesh, topology, join=False)
+        apart = direct_answers(question) if found else answers(question)
+        found += [(answer, names) for answer in apart]
     return tuple(
-        tuple(_legs(answer, names, src, dst, mesh, topology)) for answer in answers(question)
+        tuple(_legs(answer, names, src, dst, mesh, topology)) for answer, names in found
     )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
 from spmd.planning.reshard_moves import DirectedMoves, Move, continuation, put, unused, without
-from spmd.planning.reshard_problem import Problem, moved
+from spmd.planning.reshard_problem import Problem
 from spmd.planning.reshard_question import Dims
 
 
@@ -161,7 +161,7 @@ class _Begun:
         self.reduce_rest()
         moves = list(self.moves)
         if dims != self.dims:
-            axes = moved(self.dims, dims, problem.fabric.sizes)
+            axes = problem.moved(self.dims, dims)
             moves.append(Move("collective_permute", dims, self.partial, axes, ()))
         while found := self._exchange(dims):
             dims = found.dims

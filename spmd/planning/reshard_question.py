@@ -96,6 +96,7 @@ def ask(
     held: Axes,
     mesh: Mesh,
     topology: Topology,
+    join: bool = True,
 ) -> tuple[Question, Names]:
     """The question that a pair of shardings comes down to.
 
@@ -106,6 +107,8 @@ def ask(
       held: atoms that no step may use.
       mesh: the mesh.
       topology: the links.
+      join: whether atoms may become one digit; where some dim has room for a part of it only, there
+        may be no path then.
 
     Returns:
       The question, and what its digits and dims stand for.
@@ -128,7 +131,7 @@ def ask(
     dims.sort(key=lambda dim: _look(dim, letters))
     order = _by_appearance(dims, partial, atoms, letters)
     runs: list[Axes] = [(a,) for a in order]
-    if len(runs) > EXACT_ATOMS:
+    if join and len(runs) > EXACT_ATOMS:
         runs = _refined(_joined(dims, partial, order, letters), dims, mesh)
     names = Names(tuple(runs), tuple(dim.number for dim in dims), prefixes)
     return _spelled(runs, dims, partial, letters), names

@@ -42,7 +42,13 @@ SMALLEST = Size(1, 0)
 LARGEST = Size(1, 1 << 60)
 
 
-def _is_small(question: Question) -> bool:
+@lru_cache(maxsize=1 << 14)
+def direct_answers(question: Question) -> tuple[Answer, ...]:
+    """The paths that are written down without a search."""
+    return tuple(dict.fromkeys(Search(question).direct))
+
+
+def is_small(question: Question) -> bool:
     """Whether every legal step can be tried."""
     joined = any(len(digit.sizes) > 1 for digit in question.digits)
     return len(question.digits) <= (EXACT_DIGITS if joined else EXACT_ATOMS)
@@ -54,7 +60,8 @@ def answers(question: Question) -> tuple[Answer, ...]:
 
     A path's cost is a line, and the least cost a concave function of the size, made of straight
     pieces. Where the best paths of two sizes differ there is a size between at which these two cost
-    the same: either both are best there, or a third one is.
+    the same: either both are best there, or a third one is. Where not every step is tried, one size
+    between is looked at.
     """
     search = Search(question)
     last = search.best(LARGEST, ())
@@ -78,6 +85,9 @@ def _between(search: Search, first: Answer, last: Answer) -> Iterator[Answer]:
     assert middle is not None
     if size.cost(search.line(middle))[0] >= size.cost(a)[0]:
         yield first
+        return
+    if not search.exact:
+        yield from (first, middle)
         return
     yield from _between(search, first, middle)
     yield from _between(search, middle, last)
@@ -154,15 +164,22 @@ class _Graph:
 
 
 class Search:
-    """Searches for one question at several sizes."""
+    """Searches for one question at several sizes.
+
+    Attributes:
+      problem: the question, with its costs.
+      direct: paths that are written down without a search.
+      exact: whether every legal step is tried.
+    """
 
     def __init__(self, question: Question) -> None:
         self.problem = Problem(question)
         directed = DirectedMoves(self.problem)
-        self._direct = [tuple(moves) for moves in direct_paths(self.problem, directed)]
+        self.direct = [tuple(moves) for moves in direct_paths(self.problem, directed)]
         self._directed = _Graph(self.problem, directed)
+        self.exact = is_small(question)
         self._exhaustive: _Graph | None = None
-        if _is_small(question):
+        if self.exact:
             self._exhaustive = _Graph(self.problem, ExhaustiveMoves(self.problem))
 
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
@@ -172,7 +189,7 @@ class Search:
           size: how large the value is.
           found: paths that are to be undercut.
         """
-        paths = [*found, *self._direct]
+        paths = [*found, *self.direct]
         known = min(paths, key=lambda path: size.cost(self.line(path)), default=None)
         limit = size.cost(self.line(known)) if known is not None else None
         if limit is not None and limit[:2] <= self._directed.start.least(size)[:2]:
