@@ -1,11 +1,16 @@
-"""What a reshard asks, without names: equal questions have equal answers, whatever mesh they arose on.
+"""What a reshard asks, without names: equal questions have equal answers, on whatever mesh.
 
-A pair of shardings becomes a `Question` about *digits*, which are atoms, or runs of atoms that play
-the same part at both ends. Left out of it is what no cheapest path touches: atoms that stay partial
-or are held, the prefix that a dim keeps, dims that can be split no further, and of several dims that
-neither end splits all but one. Dims and digits come in an order that does not depend on their names.
-That none of this makes a path dearer is what `tests/planning/test_reshard.py` shows for every pair
-on small meshes.
+A pair of shardings becomes a `Question` about *digits*: atoms, or runs of atoms that play the same
+part at both ends. What no cheapest path touches is left out of it: atoms that stay partial or are
+held, dims that can be split no further, and
+
+- the prefix that a dim keeps, where atoms are all alike (else it may stand in for another);
+- of the dims that neither end splits all but the roomiest: one, or two where something is partial
+  or links differ. They are places to put atoms aside.
+
+Dims and digits come in an order that does not depend on their names. `test_reshard_pairs.py`
+compares with brute force for every pair on small meshes. On larger meshes, where the search is not
+exact anyway, prefixes go and one spare dim stays in all cases.
 """
 
 from __future__ import annotations
