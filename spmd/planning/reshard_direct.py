@@ -21,6 +21,11 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
     Over links of different speed each of them also link by link, and with the help of digits that
     are parked on a dim that neither end splits: pieces are smaller while they cross the slow links.
     """
+    if not problem.partial and [problem.extent(axes) for axes in problem.src] == list(
+        problem.goal_extents
+    ):
+        moved = problem.moved(problem.src, problem.dst)
+        yield [Move("collective_permute", problem.dst, (), moved, ())]
     for style in _styles(problem):
         begun = _Begun(problem, style)
         begun.towards_goal("slice")

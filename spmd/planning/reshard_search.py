@@ -50,8 +50,12 @@ def direct_answers(question: Question) -> tuple[Answer, ...]:
 
 def is_small(question: Question) -> bool:
     """Whether every legal step can be tried."""
-    joined = any(len(digit.sizes) > 1 for digit in question.digits)
-    return len(question.digits) <= (EXACT_DIGITS if joined else EXACT_ATOMS)
+    return len(question.digits) <= (EXACT_DIGITS if is_joined(question) else EXACT_ATOMS)
+
+
+def is_joined(question: Question) -> bool:
+    """Whether some atoms move together."""
+    return any(len(digit.sizes) > 1 for digit in question.digits)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -60,8 +64,8 @@ def answers(question: Question) -> tuple[Answer, ...]:
 
     A path's cost is a line, and the least cost a concave function of the size, made of straight
     pieces. Where the best paths of two sizes differ there is a size between at which these two cost
-    the same: either both are best there, or a third one is. Where not every step is tried, one size
-    between is looked at.
+    the same: either both are best there, or a third one is. Where no path is known to be the best
+    one, only one size between is looked at.
     """
     search = Search(question)
     last = search.best(LARGEST, ())
@@ -169,7 +173,7 @@ class Search:
     Attributes:
       problem: the question, with its costs.
       direct: paths that are written down without a search.
-      exact: whether every legal step is tried.
+      exact: whether every legal step is tried, atom by atom.
     """
 
     def __init__(self, question: Question) -> None:
@@ -177,9 +181,9 @@ class Search:
         directed = DirectedMoves(self.problem)
         self.direct = [tuple(moves) for moves in direct_paths(self.problem, directed)]
         self._directed = _Graph(self.problem, directed)
-        self.exact = is_small(question)
+        self.exact = is_small(question) and not is_joined(question)
         self._exhaustive: _Graph | None = None
-        if self.exact:
+        if is_small(question):
             self._exhaustive = _Graph(self.problem, ExhaustiveMoves(self.problem))
 
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:

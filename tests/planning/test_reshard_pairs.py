@@ -8,7 +8,7 @@ is looked at; `-m heavy` looks at all of them.
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 from typing import Any
 
 import jax
@@ -167,7 +167,7 @@ def test_no_permute_tears_a_padded_piece(sizes: tuple[int, ...], shape: tuple[in
     for src, dst in sampled(pairs, 400):
         path = reshard(src, dst, TensorType(shape, "f32"), mesh, Topology("h200:12"))
         ends = [(step.before, step.after) for step in path.steps]
-        assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in pairwise(ends))
         assert not ends or (ends[0][0], ends[-1][1]) == (src, dst)
         assert not any(torn_dims(step, shape, mesh) for step in path.steps)
 
