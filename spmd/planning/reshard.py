@@ -31,7 +31,7 @@ from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds, collective_terms, wire_bytes
 from spmd.planning.reshard_problem import moved
 from spmd.planning.reshard_question import Dims, Names, ask
-from spmd.planning.reshard_search import Answer, answers
+from spmd.planning.reshard_search import Answer, answers, direct_answers, is_small
 
 
 class Step(NamedTuple):
@@ -114,7 +114,7 @@ def reshard(
     path = _cheapest(src, dst, shape, type_.dtype, held, mesh, topology)
     if shape == type_.shape:
         return path
-    torn = {d for step in path.steps for d in _torn_dims(step, type_.shape, mesh)}
+    torn = {d for step in path.steps for d in torn_dims(step, type_.shape, mesh)}
     return _untorn(src, dst, type_, mesh, topology, held, torn) if torn else path
 
 
@@ -207,7 +207,7 @@ def _padded(src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh) -> t
     return tuple(sizes)
 
 
-def _torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
+def torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
     """Dims whose padded pieces a permute cannot move whole.
 
     Pieces are cut atom by atom; without padding only their number matters, with padding the order
@@ -317,9 +317,12 @@ def routes(
 ) -> tuple[tuple[_Leg, ...], ...]:
     """The paths that are best for values of some size, of shapes that divide as `room` does."""
     question, names = ask(src, dst, room, held, mesh, topology)
-    return tuple(
-        tuple(_legs(answer, names, src, dst, mesh, topology)) for answer in answers(question)
-    )
+    found = [(answer, names) for answer in answers(question)]
+    if not is_small(question):  # joined atoms cannot part: perhaps they should have
+        question, names = ask(src, dst, room, held, mesh, topology, join=False)
+        apart = direct_answers(question) if found else answers(question)
+        found += [(answer, names) for answer in apart]
+    return tuple(tuple(_legs(answer, names, src, dst, mesh, topology)) for answer, names in found)
 
 
 def _legs(

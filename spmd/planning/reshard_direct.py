@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
 from spmd.planning.reshard_moves import DirectedMoves, Move, continuation, put, unused, without
-from spmd.planning.reshard_problem import Problem, moved
+from spmd.planning.reshard_problem import Problem
 from spmd.planning.reshard_question import Dims
 
 
@@ -17,11 +18,16 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
 
     One path without a permute where that leads to the goal. Else several that permute once the
     local shape has everything that the goal's has, into the arrangements that `directed` proposes.
-    Over links of different speed each of them also with the help of digits that are parked on a dim
-    that neither end splits: with them pieces are smaller while they cross the slow links.
+    Over links of different speed each of them also link by link, and with the help of digits that
+    are parked on a dim that neither end splits: pieces are smaller while they cross the slow links.
     """
-    for helpers in _helpers(problem):
-        begun = _Begun(problem, helpers)
+    if not problem.partial and [problem.extent(axes) for axes in problem.src] == list(
+        problem.goal_extents
+    ):
+        moved = problem.moved(problem.src, problem.dst)
+        yield [Move("collective_permute", problem.dst, (), moved, ())]
+    for style in _styles(problem):
+        begun = _Begun(problem, style)
         begun.towards_goal("slice")
         begun.park("reduce_scatter")
         begun.towards_goal("reduce_scatter")
@@ -29,7 +35,7 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
         if paths[0] is None:
             paths = [
                 begun.finished(after)
-                for begun in _permutable(problem, helpers)
+                for begun in _permutable(problem, style)
                 for after in directed.arrangements(begun.dims, begun.partial)
             ]
         for path in paths:
@@ -37,22 +43,37 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
                 yield path
 
 
-def _helpers(problem: Problem) -> Iterator[Axes]:
-    """Digits to park, fast ones first: none, the fast ones, and these with all that is partial."""
-    yield ()
+class _Style(NamedTuple):
+    """How a path deals with links of different speed.
+
+    Attributes:
+      in_turn: whether reductions and gathers go link by link.
+      helpers: digits to park.
+    """
+
+    in_turn: bool
+    helpers: Axes
+
+
+def _styles(problem: Problem) -> Iterator[_Style]:
+    """All links at once; in turn; with what is fast parked; and all that is partial as well."""
+    yield _Style(False, ())
     slow = problem.fabric.slow
-    if slow and any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
+    if not slow:
+        return
+    yield _Style(True, ())
+    if any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
         used = {a for axes in (*problem.src, *problem.dst) for a in axes}
         idle = [a for a in problem.atoms if a not in used]
         fast = tuple(a for a in idle if a not in slow[0][2])
         both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
-        yield from dict.fromkeys(parked for parked in (fast, both) if parked)
+        yield from (_Style(True, parked) for parked in dict.fromkeys((fast, both)) if parked)
 
 
-def _permutable(problem: Problem, helpers: Axes) -> Iterator[_Begun]:
+def _permutable(problem: Problem, style: _Style) -> Iterator[_Begun]:
     """Paths that are sliced and reduced, ready for a permute; what is owed may be cut finer."""
     for finer in (False, True) if problem.partial else (False,):
-        begun = _Begun(problem, helpers)
+        begun = _Begun(problem, style)
         begun.towards_goal("slice")
         begun.towards_goal_shape("slice")
         if finer:
@@ -70,21 +91,28 @@ def _permutable(problem: Problem, helpers: Axes) -> Iterator[_Begun]:
 class _Begun:
     """The moves of a path so far, and where they have led."""
 
-    def __init__(self, problem: Problem, helpers: Axes) -> None:
+    def __init__(self, problem: Problem, style: _Style) -> None:
         self.problem = problem
         self.moves: list[Move] = []
         self.dims, self.partial = problem.src, problem.partial
-        self.helpers = helpers
+        self.style = style
         self.park("slice")
 
     def park(self, kind: str) -> None:
-        """Appends helpers to dims that neither end splits, those over equal links at once."""
-        problem, paces = self.problem, self.problem.fabric.paces
+        """Appends helpers to dims that neither end splits."""
+        problem, helpers = self.problem, self.style.helpers
         for dim, (axes, goal) in enumerate(zip(problem.src, problem.dst, strict=True)):
-            for pace in dict.fromkeys(paces[a] for a in self.helpers) if not (axes or goal) else ():
-                pool = [a for a in self._pool(kind) if a in self.helpers and paces[a] == pace]
+            for alike in self._in_turn(helpers) if helpers and not (axes or goal) else ():
+                pool = [a for a in self._pool(kind) if a in alike]
                 if run := problem.dividing(problem.room[dim], self.dims[dim], pool):
                     self._append(kind, dim, run)
+
+    def _in_turn(self, run: Axes) -> list[Axes]:
+        """Runs of digits over equal links, if links are taken in turn."""
+        paces = self.problem.fabric.paces
+        if not self.style.in_turn:
+            return [run]
+        return [tuple(part) for _, part in groupby(run, lambda a: paces[a])]
 
     def _append(self, kind: str, dim: int, run: Axes) -> None:
         self.dims = put(self.dims, dim, self.dims[dim] + run)
@@ -126,9 +154,11 @@ class _Begun:
 
     def reduce_rest(self) -> None:
         """All-reduces what is still owed."""
-        if owed := self.partial:
-            self.partial = ()
-            self.moves.append(Move("all_reduce", self.dims, (), owed, ()))
+        paces = self.problem.fabric.paces
+        owed = tuple(sorted(self.partial, key=lambda a: paces[a]))
+        for run in self._in_turn(owed) if owed else ():
+            self.partial = without(self.partial, run)
+            self.moves.append(Move("all_reduce", self.dims, self.partial, run, ()))
 
     def finished(self, dims: Dims) -> list[Move] | None:
         """The moves so far, a permute to `dims`, exchanges, gathers; None if the goal is missed."""
@@ -136,23 +166,16 @@ class _Begun:
         self.reduce_rest()
         moves = list(self.moves)
         if dims != self.dims:
-            axes = moved(self.dims, dims, problem.fabric.sizes)
+            axes = problem.moved(self.dims, dims)
             moves.append(Move("collective_permute", dims, self.partial, axes, ()))
         while found := self._exchange(dims):
             dims = found.dims
             moves.append(found)
         for dim in self._slowest_first(dims):
-            for run in self._gathers(dims[dim][len(goal[dim]) :]):
+            for run in reversed(self._in_turn(dims[dim][len(goal[dim]) :])):
                 dims = put(dims, dim, dims[dim][: -len(run)])
                 moves.append(Move("all_gather", dims, self.partial, run, (dim,)))
         return moves if dims == goal else None
-
-    def _gathers(self, run: Axes) -> list[Axes]:
-        """What to gather, minor first: all at once, but helpers over different links in turn."""
-        paces = self.problem.fabric.paces
-        if not self.helpers:
-            return [run]
-        return [tuple(part) for _, part in groupby(run, lambda a: paces[a])][::-1]
 
     def _exchange(self, dims: Dims) -> Move | None:
         """An all-to-all of the longest minor run of a dim that another one's goal has next."""

@@ -7,7 +7,7 @@ from itertools import combinations, permutations
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
-from spmd.planning.reshard_problem import Problem, moved
+from spmd.planning.reshard_problem import Problem
 from spmd.planning.reshard_question import Dims
 
 
@@ -92,15 +92,18 @@ class Moves:
                 yield Move("reduce_scatter", after, without(partial, run), run, (dim,))
 
     def _permutes(self, dims: Dims, partial: Axes) -> Iterator[Move]:
-        sizes = self.problem.fabric.sizes
         for after in self.arrangements(dims, partial):
             if after != dims:
-                axes = moved(dims, after, sizes)
+                axes = self.problem.moved(dims, after)
                 yield Move("collective_permute", after, partial, axes, ())
 
 
 class ExhaustiveMoves(Moves):
     """Every legal move."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._layouts: dict[tuple[tuple[int, ...], Axes], list[Dims]] = {}
 
     def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
         for count in range(1, len(pool) + 1):
@@ -118,17 +121,21 @@ class ExhaustiveMoves(Moves):
         for count in range(len(owed), 0, -1):
             yield from combinations(owed, count)
 
-    def arrangements(self, dims: Dims, partial: Axes) -> Iterator[Dims]:
+    def arrangements(self, dims: Dims, partial: Axes) -> list[Dims]:
         """Every way to lay free atoms out in the same local shape."""
-        extents = [self.problem.extent(axes) for axes in dims]
-        return self._fill(dims, extents, 0, without(self.problem.atoms, partial))
+        extents = tuple([self.problem.extent(axes) for axes in dims])
+        found = self._layouts.get((extents, partial))
+        if found is None:
+            found = list(self._fill(extents, without(self.problem.atoms, partial)))
+            self._layouts[extents, partial] = found
+        return found
 
-    def _fill(self, dims: Dims, extents: list[int], dim: int, pool: Axes) -> Iterator[Dims]:
-        if dim == len(dims):
+    def _fill(self, extents: tuple[int, ...], pool: Axes) -> Iterator[Dims]:
+        if not extents:
             yield ()
             return
-        for axes in self._exactly(extents[dim], pool):
-            for rest in self._fill(dims, extents, dim + 1, without(pool, axes)):
+        for axes in self._exactly(extents[0], pool):
+            for rest in self._fill(extents[1:], without(pool, axes)):
                 yield (axes, *rest)
 
     def _exactly(self, extent: int, pool: Axes) -> Iterator[Axes]:
@@ -298,7 +305,7 @@ def put(dims: Dims, dim: int, axes: Axes) -> Dims:
 
 def without(axes: Axes, gone: Axes) -> Axes:
     """`axes` less some atoms."""
-    return tuple(a for a in axes if a not in gone)
+    return tuple([a for a in axes if a not in gone])
 
 
 def unused(atoms: Axes, dims: Dims, partial: Axes) -> Axes:

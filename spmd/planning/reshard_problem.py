@@ -141,12 +141,24 @@ class Problem:
         self._tile = self._smallest_tile()
         self._facts: list[dict[Axes, _Facts]] = [{} for _ in self.dst]
         self._goal_places = places(self.dst, self.fabric.sizes)
+        self._places: dict[Dims, dict[int, tuple[int, int]]] = {}
         self._prices: dict[tuple[str, Axes, int], tuple[Line, int]] = {}
 
     def _smallest_tile(self) -> int:
         """Bytes that one device holds if the value is reduced straight into the smallest tiles."""
         most = math.prod(self.room) * self.extent(self.partial)
         return self.unit // min(most, self._devices)
+
+    def moved(self, before: Dims, after: Dims) -> Axes:
+        """Atoms that change place."""
+        first, second = self._places_in(before), self._places_in(after)
+        return tuple([a for a in self.atoms if first.get(a) != second.get(a)])
+
+    def _places_in(self, dims: Dims) -> dict[int, tuple[int, int]]:
+        found = self._places.get(dims)
+        if found is None:
+            found = self._places[dims] = places(dims, self.fabric.sizes)
+        return found
 
     def pieces(self, dims: Dims) -> int:
         """Into how many pieces the value is split."""

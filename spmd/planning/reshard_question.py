@@ -1,11 +1,16 @@
-"""What a reshard asks, without names: equal questions have equal answers, whatever the mesh.
+"""What a reshard asks, without names: equal questions have equal answers, on whatever mesh.
 
-A pair of shardings becomes a `Question` about *digits*, which are atoms, or runs of atoms that play
-the same part at both ends. Left out of it is what no cheapest path touches: atoms that stay partial
-or are held, the prefix that a dim keeps, dims that can be split no further, and of several dims
-that neither end splits all but one. Dims and digits come in an order that does not depend on their
-names. That none of this makes a path dearer is what `tests/planning/test_reshard.py` shows for
-every pair on small meshes.
+A pair of shardings becomes a `Question` about *digits*: atoms, or runs of atoms that play the same
+part at both ends. What no cheapest path touches is left out of it: atoms that stay partial or are
+held, dims that can be split no further, and
+
+- the prefix that a dim keeps, where atoms are all alike (else it may stand in for another);
+- of the dims that neither end splits all but the roomiest: one, or two where something is partial
+  or links differ. They are places to put atoms aside.
+
+Dims and digits come in an order that does not depend on their names. `test_reshard_pairs.py`
+compares with brute force for every pair on small meshes. On larger meshes, where the search is not
+exact anyway, prefixes go and one spare dim stays in all cases.
 """
 
 from __future__ import annotations
@@ -99,6 +104,7 @@ def ask(
     held: Axes,
     mesh: Mesh,
     topology: Topology,
+    join: bool = True,
 ) -> tuple[Question, Names]:
     """The question that a pair of shardings comes down to.
 
@@ -109,6 +115,8 @@ def ask(
       held: atoms that no step may use.
       mesh: the mesh.
       topology: the links.
+      join: whether atoms may become one digit; where some dim has room for a part of it only, there
+        may be no path then.
 
     Returns:
       The question, and what its digits and dims stand for.
@@ -116,8 +124,8 @@ def ask(
     links = topology.atom_links(mesh)
     letters = [_letter(size, links[a], topology) for a, size in enumerate(mesh.atom_sizes)]
     ends = enumerate(zip(src.dims, dst.dims, shape, strict=True))
-    many = len(letters) > EXACT_ATOMS
-    if many or len(set(letters)) == 1:
+    many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
+    if many or alike:
         dims = [_stripped(number, *dim, mesh) for number, dim in ends]
     else:  # a prefix may stand in for an atom of another size, or over another link
         dims = [_Dim(number, (), *dim) for number, dim in ends]
@@ -126,12 +134,12 @@ def ask(
     aside.update(a for a in held if a not in src.used and a not in dst.used)
     atoms = [a for a in range(len(letters)) if a not in aside]
     partial = [a for a in src.partial if a not in aside]
-    spares = 2 if partial and not many else 1
+    spares = 1 if many or (alike and not partial) else 2
     dims = _useful(dims, math.prod(mesh.atom_sizes[a] for a in atoms), spares)
     dims.sort(key=lambda dim: _look(dim, letters))
     order = _by_appearance(dims, partial, atoms, letters)
     runs: list[Axes] = [(a,) for a in order]
-    if len(runs) > EXACT_ATOMS:
+    if join and len(runs) > EXACT_ATOMS:
         runs = _refined(_joined(dims, partial, order, letters), dims, mesh)
     names = Names(tuple(runs), tuple(dim.number for dim in dims), prefixes)
     return _spelled(runs, dims, partial, letters), names

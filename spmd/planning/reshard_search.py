@@ -42,10 +42,20 @@ SMALLEST = Size(1, 0)
 LARGEST = Size(1, 1 << 60)
 
 
-def _is_small(question: Question) -> bool:
+@lru_cache(maxsize=1 << 14)
+def direct_answers(question: Question) -> tuple[Answer, ...]:
+    """The paths that are written down without a search."""
+    return tuple(dict.fromkeys(Search(question).direct))
+
+
+def is_small(question: Question) -> bool:
     """Whether every legal step can be tried."""
-    joined = any(len(digit.sizes) > 1 for digit in question.digits)
-    return len(question.digits) <= (EXACT_DIGITS if joined else EXACT_ATOMS)
+    return len(question.digits) <= (EXACT_DIGITS if is_joined(question) else EXACT_ATOMS)
+
+
+def is_joined(question: Question) -> bool:
+    """Whether some atoms move together."""
+    return any(len(digit.sizes) > 1 for digit in question.digits)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -54,10 +64,12 @@ def answers(question: Question) -> tuple[Answer, ...]:
 
     A path's cost is a line, and the least cost a concave function of the size, made of straight
     pieces. Where the best paths of two sizes differ there is a size between at which these two cost
-    the same: either both are best there, or a third one is.
+    the same: either both are best there, or a third one is. Where no path is known to be the best
+    one, only one size between is looked at.
     """
     search = Search(question)
-    first, last = search.best(SMALLEST, ()), search.best(LARGEST, ())
+    last = search.best(LARGEST, ())
+    first = search.best(SMALLEST, () if last is None else (last,))
     if first is None or last is None:
         return ()
     return tuple(dict.fromkeys((*_between(search, first, last), last)))
@@ -78,6 +90,9 @@ def _between(search: Search, first: Answer, last: Answer) -> Iterator[Answer]:
     if size.cost(search.line(middle))[0] >= size.cost(a)[0]:
         yield first
         return
+    if not search.exact:
+        yield from (first, middle)
+        return
     yield from _between(search, first, middle)
     yield from _between(search, middle, last)
 
@@ -90,14 +105,14 @@ class _Node:
       partial: partial digits.
       pieces: into how many the value is split.
       bounds: lines that no path from here to the goal undercuts.
-      edges: the moves out of it, once they have been asked for.
+      edges: the moves out of it with their costs and where they lead, once that is asked for.
     """
 
     __slots__ = ("bounds", "dims", "edges", "partial", "pieces")
 
     def __init__(self, dims: Dims, partial: Axes, pieces: int, bounds: list[Line]) -> None:
         self.dims, self.partial, self.pieces, self.bounds = dims, partial, pieces, bounds
-        self.edges: list[tuple[Line, Move, _Node]] | None = None
+        self.edges: list[_Edge] | None = None
 
     def least(self, size: Size) -> Cost:
         """The lower bound at a size."""
@@ -107,6 +122,16 @@ class _Node:
         time = max([fixed * line[0] + growing * line[1] for line in self.bounds])
         _, _, sent, steps = self.bounds[0]
         return time, sent, steps
+
+
+class _Edge:
+    """A move, what it costs, and where it leads, once that is asked for."""
+
+    __slots__ = ("line", "move", "pieces", "there")
+
+    def __init__(self, line: Line, pieces: int, move: Move) -> None:
+        self.line, self.pieces, self.move = line, pieces, move
+        self.there: _Node | None = None
 
 
 class _Graph:
@@ -125,26 +150,40 @@ class _Graph:
             self._nodes[dims, partial] = node
         return node
 
-    def edges(self, node: _Node) -> list[tuple[Line, Move, _Node]]:
-        """The moves out of a sharding, each with its cost and where it leads."""
+    def edges(self, node: _Node) -> list[_Edge]:
+        """The moves out of a sharding."""
         if node.edges is None:
-            node.edges = []
-            for move in self.moves.out_of(node.dims, node.partial, node.pieces):
-                line, after = self.problem.price(move.kind, move.axes, node.pieces)
-                node.edges.append((line, move, self._node(move.dims, move.partial, after)))
+            price = self.problem.price
+            node.edges = [
+                _Edge(*price(move.kind, move.axes, node.pieces), move)
+                for move in self.moves.out_of(node.dims, node.partial, node.pieces)
+            ]
         return node.edges
+
+    def end(self, edge: _Edge) -> _Node:
+        """Where a move leads."""
+        if edge.there is None:
+            edge.there = self._node(edge.move.dims, edge.move.partial, edge.pieces)
+        return edge.there
 
 
 class Search:
-    """Searches for one question at several sizes."""
+    """Searches for one question at several sizes.
+
+    Attributes:
+      problem: the question, with its costs.
+      direct: paths that are written down without a search.
+      exact: whether every legal step is tried, atom by atom.
+    """
 
     def __init__(self, question: Question) -> None:
         self.problem = Problem(question)
         directed = DirectedMoves(self.problem)
-        self._direct = [tuple(moves) for moves in direct_paths(self.problem, directed)]
+        self.direct = [tuple(moves) for moves in direct_paths(self.problem, directed)]
         self._directed = _Graph(self.problem, directed)
+        self.exact = is_small(question) and not is_joined(question)
         self._exhaustive: _Graph | None = None
-        if _is_small(question):
+        if is_small(question):
             self._exhaustive = _Graph(self.problem, ExhaustiveMoves(self.problem))
 
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
@@ -154,7 +193,7 @@ class Search:
           size: how large the value is.
           found: paths that are to be undercut.
         """
-        paths = [*found, *self._direct]
+        paths = [*found, *self.direct]
         known = min(paths, key=lambda path: size.cost(self.line(path)), default=None)
         limit = size.cost(self.line(known)) if known is not None else None
         if limit is not None and limit[:2] <= self._directed.start.least(size)[:2]:
@@ -207,11 +246,15 @@ def _search(
         expanded += 1
         time, sent, count = spent
         permuted = here in came and came[here][1].kind == "collective_permute"
-        for number, (line, move, there) in enumerate(graph.edges(here)):
+        for number, edge in enumerate(graph.edges(here)):
+            line, move = edge.line, edge.move
             if permuted and move.kind == "collective_permute":
                 continue  # two that follow one another are one
             cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
-            if (there in best and best[there] <= cost) or (limit is not None and cost >= limit):
+            if limit is not None and cost >= limit:
+                continue
+            there = edge.there or graph.end(edge)
+            if there in best and best[there] <= cost:
                 continue
             left = bounds.get(there)
             if left is None:

@@ -74,6 +74,8 @@ def run_step(step: Step, held: Sequence[Array], mesh: Mesh) -> list[Array]:
         return [_part(held[p], step, mesh.coordinate(p, step.axes), mesh) for p in range(mesh.size)]
     if step.kind == "collective_permute":
         return _permute(step, held, mesh)
+    if step.kind == "mask":
+        return [held[p] * (mesh.coordinate(p, step.axes) == 0) for p in range(mesh.size)]
     after: list[Array] = [np.empty(0)] * mesh.size
     for group in mesh.groups(step.axes):
         buffers = [held[p] for p in group]

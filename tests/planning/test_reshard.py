@@ -13,7 +13,7 @@ from spmd.mesh.sharding import Sharding, is_legal, local_shape, parse_sharding
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds
 from spmd.planning.reshard import Path, permute_pairs, reshard, routes
-from spmd.planning.reshard_search import answers
+from spmd.planning.reshard_search import answers, direct_answers
 from tests.planning.oracle import Oracle
 from tests.planning.simulate import COMBINE, check
 
@@ -23,7 +23,7 @@ MESH = Mesh(None, (4, 2), ("data", "model"))
 
 def forget() -> None:
     """Nothing is remembered of what was asked before."""
-    for cache in (reshard, routes, answers):
+    for cache in (reshard, routes, answers, direct_answers):
         cache.cache_clear()
 
 
