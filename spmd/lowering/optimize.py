@@ -5,12 +5,16 @@ from __future__ import annotations
 from spmd.ir.program import Program, Region, Value, free_values
 from spmd.lowering.optimize_combine import SMALL_BYTES, combine
 from spmd.lowering.optimize_dedupe import dedupe
+from spmd.lowering.optimize_narrow import narrow
 from spmd.lowering.optimize_reduce_scatter import reduce_scatter
+from spmd.lowering.optimize_share import share_gathers
 
 
 def optimize(program: Program, combine_bytes: int = SMALL_BYTES) -> Program:
     """Applies every rewrite once, in the order in which one makes work for the next."""
     program = dedupe(program)
+    program = narrow(program)
+    program = dedupe(share_gathers(program))
     program = reduce_scatter(program)
     program = remove_dead(program)
     return combine(program, combine_bytes)
