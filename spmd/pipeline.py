@@ -130,12 +130,14 @@ def lower_plan(
     clock = clock or _Clock(False)
     mesh = plan.mesh
     partitioned = clock("partition", lambda: partition(plan))
-    optimized = clock(
-        "optimize",
-        lambda: partitioned._replace(program=optimize(partitioned.program, options.combine_bytes)),
-    )
+    optimized = clock("optimize", lambda: _optimize(partitioned, plan.topology, options))
     emitted = clock("emit", lambda: emit(expand(optimized.program, mesh), mesh))
     return partitioned, optimized, emitted
+
+
+def _optimize(partitioned: Partitioned, topology: Topology, options: Options) -> Partitioned:
+    program, mesh = partitioned.program, partitioned.mesh
+    return partitioned._replace(program=optimize(program, mesh, topology, options.combine_bytes))
 
 
 @contextmanager

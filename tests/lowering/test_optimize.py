@@ -8,7 +8,6 @@ from spmd.ir.text import format_program, parse_program
 from spmd.lowering.optimize import remove_dead
 from spmd.lowering.optimize_combine import combine
 from spmd.lowering.optimize_dedupe import dedupe
-from spmd.lowering.optimize_reduce_scatter import reduce_scatter
 from spmd.mesh.mesh import Mesh
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
@@ -22,36 +21,6 @@ def ops(text: str) -> list[str]:
 
 def rewritten(rewrite: object, text: str) -> str:
     return format_program(rewrite(parse_program(text, MESH)), None, MESH)  # type: ignore[operator]
-
-
-def test_all_reduce_and_slice_become_reduce_scatter() -> None:
-    before = """program @p(%0: tensor<8x4xf32> "x") {
-      %1 = stablehlo.all_reduce %0 {axes = {data}, body = add<f32>} : (tensor<8x4xf32>) -> tensor<8x4xf32>
-      %2 = spmd.local_slice %1 {axes = {data}, dim = 0} : (tensor<8x4xf32>) -> tensor<2x4xf32>
-      return %2 "y"
-    }"""
-    after = rewritten(reduce_scatter, before)
-    assert ops(after) == ["stablehlo.reduce_scatter"]
-    assert "scatter_dimension = 0" in after
-    assert "axes = {data}" in after
-
-
-def test_an_all_reduce_with_another_use_stays() -> None:
-    before = """program @p(%0: tensor<8x4xf32> "x") {
-      %1 = stablehlo.all_reduce %0 {axes = {data}, body = add<f32>} : (tensor<8x4xf32>) -> tensor<8x4xf32>
-      %2 = spmd.local_slice %1 {axes = {data}, dim = 0} : (tensor<8x4xf32>) -> tensor<2x4xf32>
-      return %2 "y", %1 "z"
-    }"""
-    assert ops(rewritten(reduce_scatter, before)) == ["stablehlo.all_reduce", "spmd.local_slice"]
-
-
-def test_slices_over_other_axes_stay() -> None:
-    before = """program @p(%0: tensor<8x4xf32> "x") {
-      %1 = stablehlo.all_reduce %0 {axes = {data}, body = add<f32>} : (tensor<8x4xf32>) -> tensor<8x4xf32>
-      %2 = spmd.local_slice %1 {axes = {model}, dim = 0} : (tensor<8x4xf32>) -> tensor<4x4xf32>
-      return %2 "y"
-    }"""
-    assert ops(rewritten(reduce_scatter, before)) == ["stablehlo.all_reduce", "spmd.local_slice"]
 
 
 def test_equal_collectives_are_done_once() -> None:
