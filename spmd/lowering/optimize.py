@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from spmd.ir.program import Program, Region, Value, free_values
+from spmd.ir.program import Program
 from spmd.lowering.optimize_combine import SMALL_BYTES, combine
+from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_dedupe import dedupe
 from spmd.lowering.optimize_narrow import narrow
 from spmd.lowering.optimize_reduce_scatter import reduce_scatter
 from spmd.lowering.optimize_share import share_gathers
+from spmd.lowering.optimize_two_level import two_level
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 
@@ -28,25 +30,5 @@ def optimize(
     program = dedupe(share_gathers(program))
     program = reduce_scatter(program, mesh)
     program = remove_dead(program)
-    return combine(program, combine_bytes)
-
-
-def remove_dead(program: Program) -> Program:
-    """Drops ops whose results nobody reads (effects are kept)."""
-
-    def region(old: Region, needed: set[Value]) -> Region:
-        needed |= set(old.results)
-        kept = []
-        for op in reversed(old.ops):
-            effect = op.name == "stablehlo.custom_call" or not op.results
-            if not effect and not any(v in needed for v in op.results):
-                continue
-            if op.regions:
-                for inner in op.regions:
-                    needed |= set(free_values(inner))
-                op = op._replace(regions=tuple(region(r, set()) for r in op.regions))
-            needed |= set(op.operands)
-            kept.append(op)
-        return Region(old.args, tuple(reversed(kept)), old.results)
-
-    return program._replace(body=region(program.body, set()))
+    program = combine(program, combine_bytes)
+    return two_level(program, mesh, topology)

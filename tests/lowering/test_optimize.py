@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from spmd.ir.text import format_program, parse_program
-from spmd.lowering.optimize import remove_dead
 from spmd.lowering.optimize_combine import combine
+from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_dedupe import dedupe
 from spmd.mesh.mesh import Mesh
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from spmd.ir.program import Program
-from spmd.lowering.optimize import remove_dead
+from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_dedupe import dedupe
 from spmd.lowering.optimize_narrow import narrow
 from spmd.lowering.optimize_share import share_gathers

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from spmd.ir.program import Program
-from spmd.lowering.optimize import remove_dead
+from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_reduce_scatter import reduce_scatter
 from spmd.mesh.mesh import Mesh
 from tests.lowering.local_programs import names, rewritten, sent
