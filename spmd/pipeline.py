@@ -136,8 +136,10 @@ def lower_plan(
 
 
 def _optimize(partitioned: Partitioned, topology: Topology, options: Options) -> Partitioned:
+    memory = topology.hbm_bytes if options.memory_limit is None else options.memory_limit
     program, mesh = partitioned.program, partitioned.mesh
-    return partitioned._replace(program=optimize(program, mesh, topology, options.combine_bytes))
+    program = optimize(program, mesh, topology, options.combine_bytes, memory)
+    return partitioned._replace(program=program)
 
 
 @contextmanager

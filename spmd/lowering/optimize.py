@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from spmd.ir.program import Program
-from spmd.lowering.optimize_combine import SMALL_BYTES, combine
+from spmd.lowering.optimize_combine import combine
 from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_dedupe import dedupe
+from spmd.lowering.optimize_hoist import hoist
 from spmd.lowering.optimize_narrow import narrow
 from spmd.lowering.optimize_reduce_scatter import reduce_scatter
 from spmd.lowering.optimize_share import share_gathers
@@ -15,7 +16,7 @@ from spmd.mesh.topology import Topology
 
 
 def optimize(
-    program: Program, mesh: Mesh, topology: Topology, combine_bytes: int = SMALL_BYTES
+    program: Program, mesh: Mesh, topology: Topology, combine_bytes: int, memory: int
 ) -> Program:
     """Applies every rewrite once, in the order in which one makes work for the next.
 
@@ -24,11 +25,13 @@ def optimize(
       mesh: its mesh.
       topology: the machine, whose links decide between ways to do the same.
       combine_bytes: see `Options`.
+      memory: bytes that one device may use.
     """
     program = dedupe(program)
     program = narrow(program)
+    program = hoist(program, memory)
     program = dedupe(share_gathers(program))
     program = reduce_scatter(program, mesh)
     program = remove_dead(program)
-    program = combine(program, combine_bytes)
+    program = combine(program, mesh, topology, combine_bytes)
     return two_level(program, mesh, topology)
