@@ -8,8 +8,9 @@ from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_dedupe import dedupe
 from spmd.lowering.optimize_hoist import hoist
 from spmd.lowering.optimize_narrow import narrow
-from spmd.lowering.optimize_reduce_scatter import reduce_scatter
+from spmd.lowering.optimize_regather import regather
 from spmd.lowering.optimize_share import share_gathers
+from spmd.lowering.optimize_slices import slice_collectives
 from spmd.lowering.optimize_two_level import two_level
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
@@ -30,8 +31,9 @@ def optimize(
     program = dedupe(program)
     program = narrow(program)
     program = hoist(program, memory)
+    program = regather(program)
     program = dedupe(share_gathers(program))
-    program = reduce_scatter(program, mesh)
+    program = slice_collectives(program, mesh)
     program = remove_dead(program)
     program = combine(program, mesh, topology, combine_bytes)
     return two_level(program, mesh, topology)

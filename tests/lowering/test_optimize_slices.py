@@ -1,4 +1,4 @@
-"""Sums of which each device keeps a slice: before -> after, in ops, bytes and values."""
+"""Collectives of which each device keeps a slice: before -> after, in ops, bytes and values."""
 
 # ruff: noqa: E501 (program texts)
 
@@ -8,7 +8,7 @@ import pytest
 
 from spmd.ir.program import Program
 from spmd.lowering.optimize_dead import remove_dead
-from spmd.lowering.optimize_reduce_scatter import reduce_scatter
+from spmd.lowering.optimize_slices import slice_collectives
 from spmd.mesh.mesh import Mesh
 from tests.lowering.local_programs import names, rewritten, sent
 
@@ -16,7 +16,7 @@ MESH = Mesh(None, (4, 2), ("data", "model"))
 
 
 def scattered(program: Program) -> Program:
-    return remove_dead(reduce_scatter(program, MESH))
+    return remove_dead(slice_collectives(program, MESH))
 
 
 def after(*lines: str) -> Program:
@@ -64,13 +64,14 @@ def test_slices_that_share_nothing_stay(second: str, type_: str) -> None:
     assert names(program) == ["all_reduce", "local_slice", "local_slice"]
 
 
-def test_a_slice_over_other_axes_stays() -> None:
+def test_a_slice_over_other_axes_is_taken_before_the_sum() -> None:
     program = after(
         SUM,
         "%3 = spmd.local_slice %2 {axes = {model}, dim = 0} : (tensor<8x16xf32>) -> tensor<4x16xf32>",
         'return %3 "y"',
     )
-    assert names(program) == ["all_reduce", "local_slice"]
+    assert names(program) == ["local_slice", "all_reduce"]
+    assert sent(program, MESH) == 2 * 4 * 16 * 4 * 3 // 4
 
 
 def test_a_slice_over_some_of_the_axes_shortens_the_sum_over_the_others() -> None:
@@ -190,3 +191,47 @@ def test_a_slice_in_a_branch_leaves_the_sum_outside() -> None:
         'return %4 "y"',
     )
     assert "all_reduce" in names(program)
+
+
+def gathered(axes: str, dim: int, slice_axes: str, slice_dim: int, result: str) -> Program:
+    """A gather over `axes` of `%0`, taken apart again over `slice_axes` behind a transpose."""
+    whole = [8, 16]
+    whole[dim] *= MESH.extent(MESH.atoms_of(axes.split(", ")))
+    rows, columns = whole
+    return after(
+        f"%2 = stablehlo.all_gather %0 {{all_gather_dim = {dim}, axes = {{{axes}}}}} : (tensor<8x16xf32>) -> tensor<{rows}x{columns}xf32>",
+        f"%3 = stablehlo.transpose %2 {{permutation = [1, 0]}} : (tensor<{rows}x{columns}xf32>) -> tensor<{columns}x{rows}xf32>",
+        f"%4 = spmd.local_slice %3 {{axes = {{{slice_axes}}}, dim = {1 - slice_dim}}} : (tensor<{columns}x{rows}xf32>) -> tensor<{result}xf32>",
+        'return %4 "y"',
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "dim", "slice_axes", "slice_dim", "result", "wanted"),
+    [
+        ("data", 0, "data", 0, "16x8", ["transpose"]),
+        ("data, model", 1, "data, model", 1, "16x8", ["transpose"]),
+        ("data", 0, "data", 1, "4x32", ["all_to_all", "transpose"]),
+        ("data", 1, "data", 0, "64x2", ["all_to_all", "transpose"]),
+        ("data, model", 0, "data", 0, "16x16", ["all_gather", "transpose"]),
+        ("data", 0, "data, model", 0, "16x4", ["local_slice", "transpose"]),
+        ("data", 0, "data, model", 1, "2x32", ["all_to_all", "local_slice", "transpose"]),
+        ("data, model", 0, "model, data", 0, "16x8", ["collective_permute", "transpose"]),
+        ("data", 0, "model", 1, "8x32", ["local_slice", "all_gather", "transpose"]),
+        ("data", 0, "model", 0, "16x16", ["all_gather", "transpose", "local_slice"]),
+        ("data, model", 0, "model", 0, "16x32", ["all_gather", "transpose", "local_slice"]),
+    ],
+)
+def test_a_gather_that_is_sliced(
+    axes: str, dim: int, slice_axes: str, slice_dim: int, result: str, wanted: list[str]
+) -> None:
+    assert names(gathered(axes, dim, slice_axes, slice_dim, result)) == wanted
+
+
+def test_a_gather_with_a_whole_use_stays() -> None:
+    program = after(
+        "%2 = stablehlo.all_gather %0 {all_gather_dim = 0, axes = {data}} : (tensor<8x16xf32>) -> tensor<32x16xf32>",
+        "%3 = spmd.local_slice %2 {axes = {data}, dim = 1} : (tensor<32x16xf32>) -> tensor<32x4xf32>",
+        'return %2 "y", %3 "z"',
+    )
+    assert names(program) == ["all_gather", "local_slice"]
