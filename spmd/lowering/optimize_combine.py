@@ -13,19 +13,15 @@ the flat buffer takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.ir.builder import Builder
-from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
-from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Op, Program, Region, Value, free_values
+from spmd.lowering.clock import Clock
 from spmd.lowering.flat import DIMS, combined
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
-from spmd.planning.comm import collective_seconds
-from spmd.planning.memory import stored_values
-from spmd.planning.timeline import local_seconds
 
 MEMBERS = 4
 """A bucket has room for at least so many: larger collectives are worth their own start."""
@@ -42,11 +38,25 @@ class _Key(NamedTuple):
     dtype: str
 
 
-class _Bucket(NamedTuple):
-    """Collectives that travel together; `since` is when the first was ready."""
+class _Bucket:
+    """Collectives that travel together.
 
-    ops: list[Op]
-    since: float
+    Attributes:
+      ops: these.
+      bytes: of their flat buffer.
+      until: when enough arithmetic has passed to hide them all.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.ops: list[Op] = []
+        self.bytes = 0
+        self.until = now
+
+    def add(self, op: Op, seconds: float) -> None:
+        """One more, that takes so long alone."""
+        self.ops.append(op)
+        self.bytes += _bytes(op)
+        self.until += PATIENCE * seconds
 
 
 def combine(program: Program, mesh: Mesh, topology: Topology, target: int) -> Program:
@@ -65,18 +75,18 @@ def combine(program: Program, mesh: Mesh, topology: Topology, target: int) -> Pr
 
 class _Combiner:
     def __init__(self, program: Program, mesh: Mesh, topology: Topology, target: int) -> None:
-        self.program, self.mesh, self.topology, self.target = program, mesh, topology, target
+        self.topology, self.target = topology, target
+        self.clock = Clock(program, mesh, topology)
         self.b = Builder()
         self.b.types = list(program.types)
-        self.stored = stored_values(program)
-        self.producers = producers_of(program)
 
     def region(self, old: Region) -> Region:
         """A block with its collectives combined."""
         inside = {id(op): tuple(map(self.region, op.regions)) for op in old.ops if op.regions}
         self.b.begin(isolated=True)
-        clock = self.clock(old)
-        together = self.gathers(old, clock)
+        starts = self.clock.starts(old)
+        start_of = {id(op): start for op, start in zip(old.ops, starts, strict=True)}
+        together = self.gathers(old, starts)
         waiting: dict[_Key, _Bucket] = {}
         bucket_of: dict[Value, _Key] = {}
 
@@ -93,16 +103,16 @@ class _Combiner:
             for key in dict.fromkeys(bucket_of[v] for v in reads if v in bucket_of):
                 if key in waiting:
                     flush(key)
-            now = clock[id(op)]
-            for key in [k for k, bucket in waiting.items() if self.is_late(bucket, now)]:
+            now = start_of[id(op)]
+            for key in [k for k, bucket in waiting.items() if now > bucket.until]:
                 flush(key)
             if op.regions:
                 self.b.append(op._replace(regions=inside[id(op)]))
             elif self.is_small(op) and op.name != "stablehlo.all_gather":
                 key = _key(op)
-                if key in waiting and self.is_full(waiting[key].ops, op):
+                if key in waiting and waiting[key].bytes + _bytes(op) > self.target:
                     flush(key)
-                waiting.setdefault(key, _Bucket([], now)).ops.append(op)
+                waiting.setdefault(key, _Bucket(now)).add(op, self.clock.exchange(op))
                 bucket_of[op.results[0]] = key
             elif group:
                 combined(self.b, group)
@@ -119,16 +129,9 @@ class _Combiner:
         if not 0 < _bytes(op) <= self.target // MEMBERS:
             return False
         copies = 4 * _bytes(op) / self.topology.hbm_bandwidth
-        return copies < self.seconds(op, sent=False)
+        return copies < self.clock.exchange(op, sent=False)
 
-    def is_full(self, ops: list[Op], op: Op) -> bool:
-        return sum(map(_bytes, ops)) + _bytes(op) > self.target
-
-    def is_late(self, bucket: _Bucket, now: float) -> bool:
-        """Whether enough arithmetic has passed to hide what waits."""
-        return now - bucket.since > PATIENCE * sum(self.seconds(op) for op in bucket.ops)
-
-    def gathers(self, region: Region, clock: Mapping[int, float]) -> dict[int, list[Op]]:
+    def gathers(self, region: Region, starts: Sequence[float]) -> dict[int, list[Op]]:
         """For each gather what it travels with: in full for the first of them, else nothing."""
         made_at = {v: i for i, op in enumerate(region.ops) for v in op.results}
         places: dict[_Key, list[int]] = {}
@@ -136,20 +139,22 @@ class _Combiner:
             if op.name == "stablehlo.all_gather" and self.is_small(op):
                 places.setdefault(_key(op), []).append(i)
         together: dict[int, list[Op]] = {}
-        for key_places in places.values():
-            for number, i in enumerate(key_places):
+        for alike in places.values():
+            for number, i in enumerate(alike):
                 op = region.ops[i]
                 if id(op) in together:
                     continue
-                group, until = [op], clock[id(op)] + PATIENCE * self.seconds(op)
-                for j in key_places[number + 1 :]:
+                bucket, seconds = _Bucket(starts[i]), self.clock.exchange(op)
+                bucket.add(op, seconds)
+                until = bucket.until
+                for j in alike[number + 1 :]:
                     other = region.ops[j]
-                    if clock[id(other)] > until or self.is_full(group, other):
+                    if starts[j] > until or bucket.bytes + _bytes(other) > self.target:
                         break
                     if id(other) not in together and made_at.get(other.operands[0], -1) < i:
-                        group.append(other)
+                        bucket.add(other, seconds)
                         together[id(other)] = []
-                together[id(op)] = group
+                together[id(op)] = bucket.ops
         return together
 
     def started_early(self, region: Region) -> list[Op]:
@@ -172,34 +177,6 @@ class _Combiner:
                     ordered.append(follower)
                     ready += follower.results
         return ordered
-
-    # Time.
-
-    def clock(self, region: Region) -> dict[int, float]:
-        """Seconds of arithmetic in front of each op of a block."""
-        found, now = {}, 0.0
-        for op in region.ops:
-            found[id(op)] = now
-            now += self.arithmetic(op)
-        return found
-
-    def arithmetic(self, op: Op) -> float:
-        """Seconds of an op's arithmetic, and of all that is inside it."""
-        if op.regions:
-            trips = 1
-            if op.name == "stablehlo.while":
-                count = trip_count(self.program, op, self.producers)
-                trips = UNKNOWN_TRIPS if count is None else count
-            return trips * sum(self.arithmetic(inner) for r in op.regions for inner in r.ops)
-        if op.name in COLLECTIVES:
-            return 0.0
-        return local_seconds(op, self.stored, self.topology, self.producers)
-
-    def seconds(self, op: Op, sent: bool = True) -> float:
-        """Seconds of a collective, with or without those that depend on its bytes."""
-        sizes = [op.kind.operands[0].bytes, op.kind.results[0].bytes] if sent else [0, 0]
-        axes = op.kind.attrs["axes"]
-        return collective_seconds(op.label, axes, sizes[0], sizes[1], self.mesh, self.topology)
 
 
 def _key(op: Op) -> _Key:
