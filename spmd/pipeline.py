@@ -138,7 +138,7 @@ def lower_plan(
 def _optimize(partitioned: Partitioned, topology: Topology, options: Options) -> Partitioned:
     memory = topology.hbm_bytes if options.memory_limit is None else options.memory_limit
     program, mesh = partitioned.program, partitioned.mesh
-    program = optimize(program, mesh, topology, options.combine_bytes, memory)
+    program = optimize(program, mesh, topology, options.combine_bytes, options.prefetch, memory)
     return partitioned._replace(program=program)
 
 

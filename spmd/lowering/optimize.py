@@ -8,6 +8,7 @@ from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_dedupe import dedupe
 from spmd.lowering.optimize_hoist import hoist
 from spmd.lowering.optimize_narrow import narrow
+from spmd.lowering.optimize_order import order
 from spmd.lowering.optimize_regather import regather
 from spmd.lowering.optimize_share import share_gathers
 from spmd.lowering.optimize_slices import slice_collectives
@@ -17,7 +18,12 @@ from spmd.mesh.topology import Topology
 
 
 def optimize(
-    program: Program, mesh: Mesh, topology: Topology, combine_bytes: int, memory: int
+    program: Program,
+    mesh: Mesh,
+    topology: Topology,
+    combine_bytes: int,
+    prefetch: int,
+    memory: int,
 ) -> Program:
     """Applies every rewrite once, in the order in which one makes work for the next.
 
@@ -25,7 +31,7 @@ def optimize(
       program: a local program.
       mesh: its mesh.
       topology: the machine, whose links decide between ways to do the same.
-      combine_bytes: see `Options`.
+      combine_bytes, prefetch: see `Options`.
       memory: bytes that one device may use.
     """
     program = dedupe(program)
@@ -36,4 +42,5 @@ def optimize(
     program = slice_collectives(program, mesh)
     program = remove_dead(program)
     program = combine(program, mesh, topology, combine_bytes)
-    return two_level(program, mesh, topology)
+    program = two_level(program, mesh, topology)
+    return order(program, mesh, topology, prefetch, memory)
