@@ -18,7 +18,10 @@ class Options:
       planner: `exact` weighs all decisions together, `greedy` takes them in program order.
       memory_limit: bytes that one device may use. Without it the plan aims at the memory that the
         topology's devices have, and says so where it misses it; with it, missing it is an error.
-      combine_bytes: all-reduces up to this many bytes are combined with others like them.
+      combine_bytes: small gathers and reductions over the same axes travel together, up to this
+        many bytes (and memory) at a time; those of more than a quarter of it travel alone. 0: all.
+      prefetch: how many gathers over the same links may be under way or wait ahead of their use;
+        each takes memory. 0 leaves collectives where they are wanted.
       check: verify every stage's result against its legality table.
       verbose: print the time of every stage.
       compiler_options: passed to XLA as they are.
@@ -27,7 +30,8 @@ class Options:
     topology: Topology | None = None
     planner: Literal["exact", "greedy"] = "exact"
     memory_limit: int | None = None
-    combine_bytes: int = 1 << 20
+    combine_bytes: int = 4 << 20
+    prefetch: int = 2
     check: bool = False
     verbose: bool = False
     compiler_options: Mapping[str, str | bool | int] = field(default_factory=dict)

@@ -130,12 +130,16 @@ def lower_plan(
     clock = clock or _Clock(False)
     mesh = plan.mesh
     partitioned = clock("partition", lambda: partition(plan))
-    optimized = clock(
-        "optimize",
-        lambda: partitioned._replace(program=optimize(partitioned.program, options.combine_bytes)),
-    )
+    optimized = clock("optimize", lambda: _optimize(partitioned, plan.topology, options))
     emitted = clock("emit", lambda: emit(expand(optimized.program, mesh), mesh))
     return partitioned, optimized, emitted
+
+
+def _optimize(partitioned: Partitioned, topology: Topology, options: Options) -> Partitioned:
+    memory = topology.hbm_bytes if options.memory_limit is None else options.memory_limit
+    program, mesh = partitioned.program, partitioned.mesh
+    program = optimize(program, mesh, topology, options.combine_bytes, options.prefetch, memory)
+    return partitioned._replace(program=program)
 
 
 @contextmanager

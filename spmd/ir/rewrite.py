@@ -46,3 +46,49 @@ def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
 
     body = region(program.body, True)
     return program._replace(types=tuple(b.types), body=body)
+
+
+Now = Callable[[Value], Value]
+"""What stands for a value of the program that an edit walks."""
+
+Edit = Callable[[Builder, Op, Now], "Sequence[Value] | None"]
+"""Given the builder, an op whose operands are what stands for its own, and the same for any other
+value: the results that are to stand for its own, or None to keep it."""
+
+
+def edit_ops(program: Program, edit: Edit) -> Program:
+    """Walks a program and lets `edit` replace ops; all else keeps its number.
+
+    So an edit may read any value that is visible where it is, not just its op's operands. Ops with
+    regions are shown after what is inside them.
+
+    before: `%1 = a %0; %2 = b %1`, with an edit that makes `c` of `%0` stand for `%1`
+    after:  `%3 = c %0; %2 = b %3`
+    """
+    b = Builder()
+    b.types = list(program.types)
+    replaced: dict[Value, Value] = {}
+
+    def now(value: Value) -> Value:
+        return replaced.get(value, value)
+
+    def region(old: Region, isolated: bool) -> Region:
+        b.begin(isolated)
+        for op in old.ops:
+            visit(op)
+        return b.end(old.args, [now(v) for v in old.results])
+
+    def visit(op: Op) -> None:
+        regions = tuple(region(r, op.name == "stablehlo.while") for r in op.regions)
+        operands = tuple([now(v) for v in op.operands])
+        if operands != op.operands or regions:
+            op = op._replace(operands=operands, regions=regions)
+        b.loc = op.loc
+        results = edit(b, op, now)
+        if results is None:
+            b.append(op)
+        else:
+            replaced.update(zip(op.results, results, strict=True))
+
+    body = region(program.body, True)
+    return program._replace(types=tuple(b.types), body=body)

@@ -5,10 +5,8 @@
 from __future__ import annotations
 
 from spmd.ir.text import format_program, parse_program
-from spmd.lowering.optimize import remove_dead
-from spmd.lowering.optimize_combine import combine
+from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_dedupe import dedupe
-from spmd.lowering.optimize_reduce_scatter import reduce_scatter
 from spmd.mesh.mesh import Mesh
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
@@ -24,36 +22,6 @@ def rewritten(rewrite: object, text: str) -> str:
     return format_program(rewrite(parse_program(text, MESH)), None, MESH)  # type: ignore[operator]
 
 
-def test_all_reduce_and_slice_become_reduce_scatter() -> None:
-    before = """program @p(%0: tensor<8x4xf32> "x") {
-      %1 = stablehlo.all_reduce %0 {axes = {data}, body = add<f32>} : (tensor<8x4xf32>) -> tensor<8x4xf32>
-      %2 = spmd.local_slice %1 {axes = {data}, dim = 0} : (tensor<8x4xf32>) -> tensor<2x4xf32>
-      return %2 "y"
-    }"""
-    after = rewritten(reduce_scatter, before)
-    assert ops(after) == ["stablehlo.reduce_scatter"]
-    assert "scatter_dimension = 0" in after
-    assert "axes = {data}" in after
-
-
-def test_an_all_reduce_with_another_use_stays() -> None:
-    before = """program @p(%0: tensor<8x4xf32> "x") {
-      %1 = stablehlo.all_reduce %0 {axes = {data}, body = add<f32>} : (tensor<8x4xf32>) -> tensor<8x4xf32>
-      %2 = spmd.local_slice %1 {axes = {data}, dim = 0} : (tensor<8x4xf32>) -> tensor<2x4xf32>
-      return %2 "y", %1 "z"
-    }"""
-    assert ops(rewritten(reduce_scatter, before)) == ["stablehlo.all_reduce", "spmd.local_slice"]
-
-
-def test_slices_over_other_axes_stay() -> None:
-    before = """program @p(%0: tensor<8x4xf32> "x") {
-      %1 = stablehlo.all_reduce %0 {axes = {data}, body = add<f32>} : (tensor<8x4xf32>) -> tensor<8x4xf32>
-      %2 = spmd.local_slice %1 {axes = {model}, dim = 0} : (tensor<8x4xf32>) -> tensor<4x4xf32>
-      return %2 "y"
-    }"""
-    assert ops(rewritten(reduce_scatter, before)) == ["stablehlo.all_reduce", "spmd.local_slice"]
-
-
 def test_equal_collectives_are_done_once() -> None:
     before = """program @p(%0: tensor<2x4xf32> "x") {
       %1 = stablehlo.all_gather %0 {all_gather_dim = 0, axes = {data}} : (tensor<2x4xf32>) -> tensor<8x4xf32>
@@ -64,29 +32,6 @@ def test_equal_collectives_are_done_once() -> None:
     after = rewritten(dedupe, before)
     assert ops(after) == ["stablehlo.all_gather", "stablehlo.add"]
     assert "stablehlo.add %1, %1" in after
-
-
-def test_small_all_reduces_travel_together_even_when_used_one_by_one() -> None:
-    before = """program @p(%0: tensor<4xf32> "x", %1: tensor<f32> "y") {
-      %2 = stablehlo.negate %0 : (tensor<4xf32>) -> tensor<4xf32>
-      %3 = stablehlo.negate %1 : (tensor<f32>) -> tensor<f32>
-      %4 = stablehlo.all_reduce %2 {axes = {data}, body = add<f32>} : (tensor<4xf32>) -> tensor<4xf32>
-      %5 = stablehlo.tanh %4 : (tensor<4xf32>) -> tensor<4xf32>
-      %6 = stablehlo.all_reduce %3 {axes = {data}, body = add<f32>} : (tensor<f32>) -> tensor<f32>
-      return %5 "a", %6 "b"
-    }"""
-    after = rewritten(combine, before)
-    assert ops(after).count("stablehlo.all_reduce") == 1
-    assert "tensor<5xf32>" in after
-
-
-def test_large_and_different_all_reduces_stay_apart() -> None:
-    before = """program @p(%0: tensor<4xf32> "x", %1: tensor<f32> "y") {
-      %2 = stablehlo.all_reduce %0 {axes = {data}, body = add<f32>} : (tensor<4xf32>) -> tensor<4xf32>
-      %3 = stablehlo.all_reduce %1 {axes = {model}, body = add<f32>} : (tensor<f32>) -> tensor<f32>
-      return %2 "a", %3 "b"
-    }"""
-    assert ops(rewritten(combine, before)).count("stablehlo.all_reduce") == 2
 
 
 def test_what_nobody_reads_is_dropped() -> None:

@@ -1,0 +1,100 @@
+"""Several collectives of one kind over the same groups as one, over a flat buffer.
+
+before: `%3 = all_gather %1 dim=0; %4 = all_gather %2 dim=1`
+after:  `%5 = concatenate(flat %1, flat %2); %6 = all_gather %5: one row a device`
+        `%3, %4 =` columns of `%6`, each device's part where it belongs
+
+(StableHLO's variadic collectives would say the same without copies, but XLA 0.10's export rejects
+a variadic all_reduce inside a manually partitioned loop: "Sharding is tuple-shaped but validation
+shape is not".)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from spmd.ir.builder import Builder
+from spmd.ir.program import Op, OpKind, Value
+
+DIMS = {
+    "stablehlo.all_gather": "all_gather_dim",
+    "stablehlo.all_reduce": "",
+    "stablehlo.reduce_scatter": "scatter_dimension",
+}
+"""What can be combined, and the attribute that says along which dim devices have their parts."""
+
+
+def combined(b: Builder, group: Sequence[Op]) -> None:
+    """Appends one collective that makes the results of several.
+
+    Args:
+      b: where to.
+      group: collectives of one kind of `DIMS`, over the same groups, of one dtype and reduction.
+    """
+    if len(group) == 1:
+        b.append(group[0])
+        return
+    first, attr = group[0], DIMS[group[0].name]
+    b.loc = first.loc._replace(note=f"{first.loc.note} (and {len(group) - 1} more with it)".strip())
+    rows = [_rows(b, op) for op in group]
+    joined = _joined(b, rows)
+    count, width = b.types[joined].shape
+    parts = _parts(first) if attr else 1
+    after = parts * count if first.name == "stablehlo.all_gather" else count // parts
+    attrs = {**first.kind.attrs, attr: 0} if attr else first.kind.attrs
+    type_ = b.types[joined].with_shape((after, width))
+    (moved,) = b.op(first.name, (joined,), (type_,), attrs)
+    start = 0
+    for op, row in zip(group, rows, strict=True):
+        size = b.types[row].shape[1]
+        b.loc = op.loc
+        _unpacked(b, op, _columns(b, moved, start, start + size))
+        start += size
+
+
+def _parts(op: Op) -> int:
+    """How many devices' parts a gather joins, or a reduce-scatter takes apart."""
+    dim = op.kind.attrs[DIMS[op.name]]
+    sizes = op.kind.operands[0].shape[dim], op.kind.results[0].shape[dim]
+    return max(sizes) // min(sizes)
+
+
+def _rows(b: Builder, op: Op) -> Value:
+    """An operand with one row for each device that gets one, or just one."""
+    (x,) = op.operands
+    type_ = op.kind.operands[0]
+    if op.name != "stablehlo.reduce_scatter":
+        return b.reshape(x, (1, type_.size))
+    dim, parts = op.kind.attrs["scatter_dimension"], _parts(op)
+    before, after = type_.shape[:dim], type_.shape[dim + 1 :]
+    x = _turned(b, x, (math.prod(before), parts, type_.shape[dim] // parts * math.prod(after)))
+    return b.reshape(x, (parts, type_.size // parts))
+
+
+def _turned(b: Builder, x: Value, shape: tuple[int, int, int]) -> Value:
+    """A value taken for one of this shape, with the first two dims changing places."""
+    return x if 1 in shape[:2] else b.transpose(b.reshape(x, shape), (1, 0, 2))
+
+
+def _joined(b: Builder, rows: Sequence[Value]) -> Value:
+    types = [b.types[row] for row in rows]
+    type_ = types[0].with_shape((types[0].shape[0], sum(t.shape[1] for t in types)))
+    return b.op("stablehlo.concatenate", rows, (type_,), {"dimension": 1})[0]
+
+
+def _columns(b: Builder, x: Value, start: int, end: int) -> Value:
+    type_ = b.types[x]
+    rows = type_.shape[0]
+    attrs = {"start_indices": (0, start), "limit_indices": (rows, end), "strides": (1, 1)}
+    return b.op("stablehlo.slice", (x,), (type_.with_shape((rows, end - start)),), attrs)[0]
+
+
+def _unpacked(b: Builder, op: Op, part: Value) -> None:
+    """What a collective would have made, of its columns of the common one."""
+    if op.name == "stablehlo.all_gather":
+        type_, dim = op.kind.operands[0], op.kind.attrs["all_gather_dim"]
+        before = math.prod(type_.shape[:dim])
+        part = _turned(b, part, (_parts(op), before, math.prod(type_.shape[dim:])))
+    kind = OpKind("stablehlo.reshape", (b.types[part],), op.kind.results, {})
+    b.append(Op(kind, (part,), op.results, (), op.loc))

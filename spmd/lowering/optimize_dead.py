@@ -1,0 +1,30 @@
+"""Rewrite: ops whose results nobody reads are dropped.
+
+before: `%1 = negate %0; %2 = tanh %0; return %2`
+after:  `%2 = tanh %0; return %2`
+"""
+
+from __future__ import annotations
+
+from spmd.ir.program import Program, Region, Value, free_values
+
+
+def remove_dead(program: Program) -> Program:
+    """Drops ops whose results nobody reads (effects are kept)."""
+
+    def region(old: Region, needed: set[Value]) -> Region:
+        needed |= set(old.results)
+        kept = []
+        for op in reversed(old.ops):
+            effect = op.name == "stablehlo.custom_call" or not op.results
+            if not effect and not any(v in needed for v in op.results):
+                continue
+            if op.regions:
+                for inner in op.regions:
+                    needed |= set(free_values(inner))
+                op = op._replace(regions=tuple(region(r, set()) for r in op.regions))
+            needed |= set(op.operands)
+            kept.append(op)
+        return Region(old.args, tuple(reversed(kept)), old.results)
+
+    return program._replace(body=region(program.body, set()))
