@@ -8,7 +8,7 @@ from spmd.ir.program import Op, Program, Region
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds
-from spmd.planning.memory import stored_values
+from spmd.planning.fusion import stored_values
 from spmd.planning.timeline import local_seconds
 
 

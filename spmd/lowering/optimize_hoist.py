@@ -19,7 +19,8 @@ from spmd.ir.control_flow import producers_of, trip_count
 from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
 from spmd.lowering.moves import MOVES
-from spmd.planning.memory import is_untouched, peak_memory
+from spmd.planning.fusion import is_untouched
+from spmd.planning.memory import peak_memory
 
 
 def hoist(program: Program, memory: int) -> Program:
