@@ -94,7 +94,11 @@ def peak_memory(
       donated: positions of the arguments whose memory may be overwritten.
       platform: of the devices, `cpu`, `cuda` or `tpu`: backends order kernels in their own ways.
     """
-    backend = backend_of(platform)
+    return predict(program, donated, backend_of(platform))
+
+
+def predict(program: Program, donated: Sequence[int], backend: Backend) -> MemoryUse:
+    """What one device holds when a backend does things in its way."""
     kernels = kernels_of(program, backend)
     return _Simulation(program, kernels, _aliases(program, donated), backend).run()
 
