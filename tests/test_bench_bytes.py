@@ -140,7 +140,8 @@ def moved(size: int) -> Moved:
 
 
 def result(name: str, ours: int, theirs: int, shardy: int) -> Result:
-    return Result(Row(name, moved(ours), moved(theirs), moved(theirs), ours), Peer(shardy, 1))
+    row = Row(name, moved(ours), moved(theirs), moved(theirs), ours)
+    return Result(row, Peer(shardy, 1), planning=0.5)
 
 
 def test_tables() -> None:
@@ -154,7 +155,7 @@ def test_tables() -> None:
     assert [line[0] for line in lines] == ["a/x", "a/y", "reshard/worse"]
     assert lines[0] == [
         "a/x", "1.000", "4.000", "4.000", "0.25", "1", "1", "1.0", "1.0", "1", "1", "1.000",
-        "2.000",
+        "2.000", "0.50", "1.00",
     ]  # fmt: skip
     assert len(table.program_lines(results, everything=True)) == 4
     assert table.family_lines(results) == [

@@ -106,7 +106,7 @@ def _time_axis(total: float, scale: float, y: float) -> str:
 
 
 def memory_svg(curve: MemoryCurve, limit: int) -> str:
-    """Memory over the ops of a run, stacked, with its peak and (if near) the device's limit."""
+    """Memory over the kernels of a run, stacked, with its peak and (if near) the device's limit."""
     steps = _coarse(curve.steps, curve.peak)
     if not steps:
         return ""
@@ -151,9 +151,9 @@ def memory_svg(curve: MemoryCurve, limit: int) -> str:
         )
     base = _y(0, top)
     parts.append(
-        f'<text class="soft" x="{LEFT}" y="{base + 16:.0f}">first op</text>'
+        f'<text class="soft" x="{LEFT}" y="{base + 16:.0f}">first kernel</text>'
         f'<text class="soft" x="{WIDTH - RIGHT}" y="{base + 16:.0f}" text-anchor="end">last of '
-        f"{count} ops of the local program</text>"
+        f"{count} kernels of the local program</text>"
     )
     return _svg(base + 24, parts, "memory over time", "memory")
 

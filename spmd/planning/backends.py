@@ -6,6 +6,7 @@ are compared with XLA's figures for every program (`scripts/bench_memory.py`).
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import NamedTuple
 
 
@@ -33,8 +34,11 @@ class Backend(NamedTuple):
     combines: bool = False
 
 
+_KEEPS_HALVES = (0, 11)
+"""The version of jaxlib from which on XLA's CPU backend computes with 16-bit floats as they are."""
+
 _CPU = Backend(
-    widens_halves=True,
+    widens_halves=tuple(map(int, version("jaxlib").split(".")[:2])) < _KEEPS_HALVES,
     breadth_first=True,
     transposes=True,
     library_reduces=True,

@@ -94,7 +94,11 @@ def peak_memory(
       donated: positions of the arguments whose memory may be overwritten.
       platform: of the devices, `cpu`, `cuda` or `tpu`: backends order kernels in their own ways.
     """
-    backend = backend_of(platform)
+    return predict(program, donated, backend_of(platform))
+
+
+def predict(program: Program, donated: Sequence[int], backend: Backend) -> MemoryUse:
+    """What one device holds when a backend does things in its way."""
     kernels = kernels_of(program, backend)
     return _Simulation(program, kernels, _aliases(program, donated), backend).run()
 
@@ -153,6 +157,7 @@ class _Simulation:
     """Forwards over the kernels: allocates, frees, and remembers the most that was held.
 
     Attributes:
+      now: the number of the kernel that runs.
       homes: value -> until when the place in which it has to end up is in use, and until when the
         value itself is needed.
       at_home: values that lie in an argument's or in a carry's memory.
@@ -164,17 +169,12 @@ class _Simulation:
         self.widened = ("bf16", "f16") if backend.widens_halves else ()
         self.uses = _Uses(program, kernels)
         self.program, self.kernels, self.aliases = program, kernels, aliases
-        self.held = self.most = self.most_at = 0
+        self.held = self.most = self.most_at = self.now = 0
         self.order: list[Op] = []
         self.buffers: list[Buffer] = []
         self.dying: dict[int, list[int]] = {}
         self.homes: dict[Value, tuple[int, int]] = {}
         self.at_home: set[Value] = set()
-
-    @property
-    def now(self) -> int:
-        """The number of the kernel that runs."""
-        return len(self.order)
 
     def run(self) -> MemoryUse:
         types, last, body = self.program.types, self.uses.last, self.program.body
@@ -212,6 +212,7 @@ class _Simulation:
             for number in self.dying.pop(self.now, ()):
                 self.held -= self.buffers[number].bytes
             self.order.append(kernel.op)
+            self.now += 1
 
     def is_at_home(self, kernel: Kernel) -> bool:
         """Whether an update writes over an argument's or a carry's memory that is free by now."""
@@ -253,6 +254,8 @@ class _Simulation:
 
     def end_of(self, kernel: Kernel) -> int:
         """The number of the last kernel of a loop or of a branch; of any other, its own."""
+        if not kernel.regions:
+            return self.now
         return self.now + sum(_count(region) for region in kernel.regions)
 
     def control_flow(self, kernel: Kernel) -> None:
