@@ -135,7 +135,7 @@ class Mesh:
     def extent(self, atoms: Iterable[int]) -> int:
         """Product of the sizes of some atoms: how many pieces they split a dim into."""
         sizes = self.atom_sizes
-        return math.prod(sizes[a] for a in atoms)
+        return math.prod([sizes[a] for a in atoms])
 
     def coordinate(self, position: int, atoms: Sequence[int]) -> int:
         """The mixed-radix coordinate of the device at `position` (row-major) along some atoms."""

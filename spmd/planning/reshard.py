@@ -330,20 +330,24 @@ def _legs(
 ) -> Iterator[_Leg]:
     """Moves as steps of this value over this mesh."""
     links, sizes = topology.atom_links(mesh), mesh.atom_sizes
-    here, before = src, _pieces_of(src, mesh)
+    here, before = src, math.prod([mesh.extent(axes) for axes in src.dims])
     for move in answer:
         there = _sharding_at(move.dims, move.partial, names, src, dst)
         axes = names.atoms(move.axes)
         if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
             axes = tuple(sorted(axes))
-        after = _pieces_of(there, mesh)
+        group = mesh.extent(axes)
+        if move.kind in ("slice", "reduce_scatter"):
+            after = before * group
+        else:
+            after = before // group if move.kind == "all_gather" else before
         step = Step(move.kind, here, there, axes, tuple([names.dims[d] for d in move.at]))
         yield _Leg(
             step,
-            mesh.extent(axes),
-            max(links[a].latency for a in axes)
+            group,
+            max([links[a].latency for a in axes])
             * latency_steps(move.kind, [sizes[a] for a in axes]),
-            min(links[a].bandwidth for a in axes),
+            min([links[a].bandwidth for a in axes]),
             before,
             after,
         )
@@ -358,7 +362,3 @@ def _sharding_at(
     for number, digits in zip(names.dims, tiling, strict=True):
         dims[number] += names.atoms(digits)
     return Sharding(tuple(dims)).with_partial((*names.atoms(partial), *dst.partial), src.kind)
-
-
-def _pieces_of(sharding: Sharding, mesh: Mesh) -> int:
-    return math.prod(mesh.extent(axes) for axes in sharding.dims)
