@@ -140,8 +140,7 @@ def moved(size: int) -> Moved:
 
 
 def result(name: str, ours: int, theirs: int, shardy: int) -> Result:
-    row = Row(name, moved(ours), moved(theirs), moved(theirs), ours)
-    return Result(row, Peer(shardy, 1), planning=0.5)
+    return Result(Row(name, moved(ours), moved(theirs), moved(theirs), ours, 0.5), Peer(shardy, 1))
 
 
 def test_tables() -> None:

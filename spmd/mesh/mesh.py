@@ -83,6 +83,10 @@ class Mesh:
     def __hash__(self) -> int:
         return self._hash  # made once: every cache asks for it, and there may be thousands of ids
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew elsewhere: another process hashes strings in another way.
+        return Mesh, (self.device_ids, self.sizes, self.axis_names, self.dcn_sizes)
+
     def __repr__(self) -> str:
         ids: object = self.device_ids
         if self.device_ids == tuple(range(self.size)):
@@ -135,7 +139,7 @@ class Mesh:
     def extent(self, atoms: Iterable[int]) -> int:
         """Product of the sizes of some atoms: how many pieces they split a dim into."""
         sizes = self.atom_sizes
-        return math.prod(sizes[a] for a in atoms)
+        return math.prod([sizes[a] for a in atoms])
 
     def coordinate(self, position: int, atoms: Sequence[int]) -> int:
         """The mixed-radix coordinate of the device at `position` (row-major) along some atoms."""

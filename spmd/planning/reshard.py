@@ -329,18 +329,22 @@ def _legs(
     answer: Answer, names: Names, src: Sharding, dst: Sharding, mesh: Mesh, topology: Topology
 ) -> Iterator[_Leg]:
     """Moves as steps of this value over this mesh."""
-    here, before = src, _pieces_of(src, mesh)
+    here, before = src, math.prod([mesh.extent(axes) for axes in src.dims])
     for move in answer:
         there = _sharding_at(move.dims, move.partial, names, src, dst)
         axes = names.atoms(move.axes)
         if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
             axes = tuple(sorted(axes))
-        after = _pieces_of(there, mesh)
+        group = mesh.extent(axes)
+        if move.kind in ("slice", "reduce_scatter"):
+            after = before * group
+        else:
+            after = before // group if move.kind == "all_gather" else before
         step = Step(move.kind, here, there, axes, tuple([names.dims[d] for d in move.at]))
         terms = (0.0, 0.0)
         if move.kind != "slice":
             terms = collective_terms(move.kind, axes, mesh, topology)
-        yield _Leg(step, mesh.extent(axes), *terms, before, after)
+        yield _Leg(step, group, *terms, before, after)
         here, before = there, after
 
 
@@ -352,7 +356,3 @@ def _sharding_at(
     for number, digits in zip(names.dims, tiling, strict=True):
         dims[number] += names.atoms(digits)
     return Sharding(tuple(dims)).with_partial((*names.atoms(partial), *dst.partial), src.kind)
-
-
-def _pieces_of(sharding: Sharding, mesh: Mesh) -> int:
-    return math.prod(mesh.extent(axes) for axes in sharding.dims)

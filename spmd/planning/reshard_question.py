@@ -10,7 +10,8 @@ held, dims that can be split no further, and
 
 Dims and digits come in an order that does not depend on their names. `test_reshard_pairs.py`
 compares with brute force for every pair on small meshes. On larger meshes, where the search is not
-exact anyway, prefixes go and one spare dim stays in all cases.
+exact anyway, prefixes go and one spare dim stays in all cases, with room for the atoms that neither
+end puts on a dim.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from spmd.mesh.mesh import Mesh
@@ -121,8 +123,7 @@ def ask(
     Returns:
       The question, and what its digits and dims stand for.
     """
-    links = topology.atom_links(mesh)
-    letters = [_letter(size, links[a], topology) for a, size in enumerate(mesh.atom_sizes)]
+    letters = _letters(mesh, topology)
     ends = enumerate(zip(src.dims, dst.dims, shape, strict=True))
     many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
     if many or alike:
@@ -135,7 +136,10 @@ def ask(
     atoms = [a for a in range(len(letters)) if a not in aside]
     partial = [a for a in src.partial if a not in aside]
     spares = 1 if many or (alike and not partial) else 2
-    dims = _useful(dims, math.prod(mesh.atom_sizes[a] for a in atoms), spares)
+    devices = mesh.extent(atoms)
+    placed = {a for dim in dims for a in dim.src + dim.dst}
+    parked = mesh.extent(a for a in atoms if a not in placed) if many else devices
+    dims = _useful(dims, devices, parked, spares)
     dims.sort(key=lambda dim: _look(dim, letters))
     order = _by_appearance(dims, partial, atoms, letters)
     runs: list[Axes] = [(a,) for a in order]
@@ -143,6 +147,13 @@ def ask(
         runs = _refined(_joined(dims, partial, order, letters), dims, mesh)
     names = Names(tuple(runs), tuple(dim.number for dim in dims), prefixes)
     return _spelled(runs, dims, partial, letters), names
+
+
+@lru_cache(maxsize=64)
+def _letters(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
+    """Every atom of a mesh as a digit."""
+    links = topology.atom_links(mesh)
+    return tuple(_letter(size, links[a], topology) for a, size in enumerate(mesh.atom_sizes))
 
 
 def _letter(size: int, link: Link, topology: Topology) -> Digit:
@@ -167,9 +178,19 @@ def _stripped(number: int, src: Axes, dst: Axes, size: int, mesh: Mesh) -> _Dim:
     return _Dim(number, kept, src[common:], dst[common:], size // mesh.extent(kept))
 
 
-def _useful(dims: Iterable[_Dim], devices: int, spares: int) -> list[_Dim]:
-    """Dims that can be split, and of those that neither end splits only the roomiest."""
-    rooms = [dim._replace(room=math.gcd(dim.room, devices)) for dim in dims]
+def _useful(dims: Iterable[_Dim], devices: int, parked: int, spares: int) -> list[_Dim]:
+    """Dims that can be split, and of those that neither end splits only the roomiest.
+
+    Args:
+      dims: every dim.
+      devices: extent of all atoms.
+      parked: extent of the atoms that neither end puts on a dim.
+      spares: how many such dims to keep.
+    """
+    rooms = [
+        dim._replace(room=math.gcd(dim.room, devices if dim.src or dim.dst else parked))
+        for dim in dims
+    ]
     used = [dim for dim in rooms if dim.src or dim.dst]
     spare = [dim for dim in rooms if dim.room > 1 and not (dim.src or dim.dst)]
     spare.sort(key=lambda dim: -dim.room)

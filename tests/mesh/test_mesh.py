@@ -1,6 +1,10 @@
 """Meshes, atoms and replica groups."""
 
 import math
+import os
+import pickle
+import subprocess
+import sys
 from itertools import permutations
 
 import pytest
@@ -67,6 +71,24 @@ def test_coordinates_are_those_of_every_device(sizes: tuple[int, ...]):
         assert mesh.coordinates(atoms).tolist() == each
         for group in mesh.groups(atoms):
             assert [each[position] for position in group] == list(range(mesh.extent(atoms)))
+
+
+def test_a_mesh_from_another_process_is_equal_and_hashes_alike():
+    mesh = Mesh(range(8), (4, 2), ("data", "model"))
+    assert mesh.shape["data"] == 4
+    code = (
+        "import pickle, sys; from spmd.mesh.mesh import Mesh;"
+        "sys.stdout.buffer.write(pickle.dumps(Mesh(range(8), (4, 2), ('data', 'model'))))"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    other = pickle.loads(
+        subprocess.run(
+            [sys.executable, "-c", code], env=env, check=True, capture_output=True
+        ).stdout
+    )
+    for same in (other, pickle.loads(pickle.dumps(mesh))):
+        assert same == mesh
+        assert hash(same) == hash(mesh)
 
 
 def test_text_forms():
