@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spmd.ir.program import Program
+from spmd.lowering.clock import Clock
 from spmd.lowering.optimize_combine import combine
 from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_dedupe import dedupe
@@ -41,6 +42,7 @@ def optimize(
     program = dedupe(share_gathers(program))
     program = slice_collectives(program, mesh)
     program = remove_dead(program)
-    program = combine(program, mesh, topology, combine_bytes)
+    clock = Clock(program, mesh, topology)
+    program = combine(program, clock, combine_bytes)
     program = two_level(program, mesh, topology)
-    return order(program, mesh, topology, prefetch, memory)
+    return order(program, clock, prefetch, memory)

@@ -23,27 +23,23 @@ from bisect import bisect_right
 from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.lowering.clock import Clock
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.topology import Topology
 from spmd.planning.fusion import Role, role
 from spmd.planning.memory import peak_memory
 
 _NEVER = float("inf")
 
 
-def order(program: Program, mesh: Mesh, topology: Topology, prefetch: int, memory: int) -> Program:
+def order(program: Program, clock: Clock, prefetch: int, memory: int) -> Program:
     """Issues collectives early.
 
     Args:
       program: a local program.
-      mesh: its mesh.
-      topology: the machine, which says how long things take.
+      clock: says how long things take.
       prefetch: how many gathers over the same links are held or under way ahead of their use.
       memory: bytes that one device may use; an order that needs more is not taken.
     """
     if prefetch == 0 or not any(op.name in COLLECTIVES for op in program.walk()):
         return program
-    clock = Clock(program, mesh, topology)
 
     def region(old: Region) -> Region:
         ops = tuple(

@@ -13,6 +13,7 @@ import pytest
 import spmd
 from spmd.ir.program import Program
 from spmd.ir.text import parse_program
+from spmd.lowering.clock import Clock
 from spmd.lowering.optimize_order import order
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
@@ -50,7 +51,10 @@ def text(*lines: str) -> str:
 def after(
     *lines: str, prefetch: int = 2, memory: int = 1 << 30, topology: Topology = CPU
 ) -> Program:
-    return rewritten(lambda p: order(p, MESH, topology, prefetch, memory), text(*lines), MESH)
+    def rewrite(program: Program) -> Program:
+        return order(program, Clock(program, MESH, topology), prefetch, memory)
+
+    return rewritten(rewrite, text(*lines), MESH)
 
 
 def results(program: Program) -> list[int]:
