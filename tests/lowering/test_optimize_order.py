@@ -15,6 +15,7 @@ from spmd.ir.program import Program
 from spmd.ir.text import parse_program
 from spmd.lowering.clock import Clock
 from spmd.lowering.optimize_order import order
+from spmd.lowering.room import Room
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.planning.memory import peak_memory
@@ -52,7 +53,7 @@ def after(
     *lines: str, prefetch: int = 2, memory: int = 1 << 30, topology: Topology = CPU
 ) -> Program:
     def rewrite(program: Program) -> Program:
-        return order(program, Clock(program, MESH, topology), prefetch, memory)
+        return order(program, Clock(program, MESH, topology), prefetch, Room(memory))
 
     return rewritten(rewrite, text(*lines), MESH)
 
