@@ -25,6 +25,7 @@ from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
 from spmd.lowering.optimize import optimize
 from spmd.lowering.partition import Partitioned, partition
+from spmd.lowering.room import Room
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.topology import Topology
@@ -130,15 +131,17 @@ def lower_plan(
     clock = clock or _Clock(False)
     mesh = plan.mesh
     partitioned = clock("partition", lambda: partition(plan))
-    optimized = clock("optimize", lambda: _optimize(partitioned, plan.topology, options))
+    optimized = clock("optimize", lambda: _optimize(partitioned, plan, options))
     emitted = clock("emit", lambda: emit(expand(optimized.program, mesh), mesh))
     return partitioned, optimized, emitted
 
 
-def _optimize(partitioned: Partitioned, topology: Topology, options: Options) -> Partitioned:
-    memory = topology.hbm_bytes if options.memory_limit is None else options.memory_limit
+def _optimize(partitioned: Partitioned, plan: Plan, options: Options) -> Partitioned:
+    topology, limit = plan.topology, options.memory_limit
+    donated = tuple(argument for _, argument in plan.links)
+    room = Room(topology.hbm_bytes if limit is None else limit, donated)
     program, mesh = partitioned.program, partitioned.mesh
-    program = optimize(program, mesh, topology, options.combine_bytes, options.prefetch, memory)
+    program = optimize(program, mesh, topology, options.combine_bytes, options.prefetch, room)
     return partitioned._replace(program=program)
 
 

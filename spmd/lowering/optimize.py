@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spmd.ir.program import Program
+from spmd.lowering.clock import Clock
 from spmd.lowering.optimize_combine import combine
 from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_dedupe import dedupe
@@ -13,6 +14,7 @@ from spmd.lowering.optimize_regather import regather
 from spmd.lowering.optimize_share import share_gathers
 from spmd.lowering.optimize_slices import slice_collectives
 from spmd.lowering.optimize_two_level import two_level
+from spmd.lowering.room import Room
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 
@@ -23,7 +25,7 @@ def optimize(
     topology: Topology,
     combine_bytes: int,
     prefetch: int,
-    memory: int,
+    room: Room,
 ) -> Program:
     """Applies every rewrite once, in the order in which one makes work for the next.
 
@@ -32,15 +34,16 @@ def optimize(
       mesh: its mesh.
       topology: the machine, whose links decide between ways to do the same.
       combine_bytes, prefetch: see `Options`.
-      memory: bytes that one device may use.
+      room: the memory of one device.
     """
     program = dedupe(program)
     program = narrow(program)
-    program = hoist(program, memory)
+    program = hoist(program, room)
     program = regather(program)
     program = dedupe(share_gathers(program))
     program = slice_collectives(program, mesh)
     program = remove_dead(program)
-    program = combine(program, mesh, topology, combine_bytes)
+    clock = Clock(program, mesh, topology)
+    program = combine(program, clock, combine_bytes)
     program = two_level(program, mesh, topology)
-    return order(program, mesh, topology, prefetch, memory)
+    return order(program, clock, prefetch, room)

@@ -20,8 +20,6 @@ from spmd.ir.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.lowering.clock import Clock
 from spmd.lowering.flat import DIMS, combined
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.topology import Topology
 
 MEMBERS = 4
 """A bucket has room for at least so many: larger collectives are worth their own start."""
@@ -59,24 +57,22 @@ class _Bucket:
         self.until += PATIENCE * seconds
 
 
-def combine(program: Program, mesh: Mesh, topology: Topology, target: int) -> Program:
+def combine(program: Program, clock: Clock, target: int) -> Program:
     """Combines small collectives within each block.
 
     Args:
       program: a local program.
-      mesh: its mesh.
-      topology: the machine, which says what a start costs and what a copy.
+      clock: says what a start costs, what a copy, and how much arithmetic lies between.
       target: bytes of a flat buffer.
     """
-    run = _Combiner(program, mesh, topology, target)
+    run = _Combiner(program, clock, target)
     body = run.region(program.body)
     return program._replace(types=tuple(run.b.types), body=body)
 
 
 class _Combiner:
-    def __init__(self, program: Program, mesh: Mesh, topology: Topology, target: int) -> None:
-        self.topology, self.target = topology, target
-        self.clock = Clock(program, mesh, topology)
+    def __init__(self, program: Program, clock: Clock, target: int) -> None:
+        self.clock, self.target = clock, target
         self.b = Builder()
         self.b.types = list(program.types)
 
@@ -128,7 +124,7 @@ class _Combiner:
             return False
         if not 0 < _bytes(op) <= self.target // MEMBERS:
             return False
-        copies = 4 * _bytes(op) / self.topology.hbm_bandwidth
+        copies = 4 * _bytes(op) / self.clock.topology.hbm_bandwidth
         return copies < self.clock.exchange(op, sent=False)
 
     def gathers(self, region: Region, starts: Sequence[float]) -> dict[int, list[Op]]:

@@ -19,36 +19,36 @@ from spmd.ir.control_flow import producers_of, trip_count
 from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
 from spmd.lowering.moves import MOVES
+from spmd.lowering.room import Room
 from spmd.planning.fusion import is_untouched
-from spmd.planning.memory import peak_memory
 
 
-def hoist(program: Program, memory: int) -> Program:
+def hoist(program: Program, room: Room) -> Program:
     """Moves collectives of loop-invariant operands in front of their loop.
 
     Args:
       program: a local program.
-      memory: bytes that one device may use.
+      room: the memory of one device.
     """
     if not any(op.name == "stablehlo.while" for op in program.walk()):
         return program
-    run = _Hoist(program, memory)
+    run = _Hoist(program, room)
     body = run.region(program.body)
     return program._replace(types=tuple(run.b.types), body=body)
 
 
 class _Hoist:
-    def __init__(self, program: Program, memory: int) -> None:
-        self.program, self.memory = program, memory
+    def __init__(self, program: Program, room: Room) -> None:
+        self.program, self.room = program, room
         self.producers = producers_of(program)
         self.taken = 0
         self.b = Builder()
         self.b.types = list(program.types)
 
     @cached_property
-    def peak(self) -> int:
-        """What the program takes as it was."""
-        return peak_memory(self.program).peak
+    def left(self) -> int:
+        """What the program leaves free as it was."""
+        return self.room.left(self.program)
 
     def region(self, old: Region) -> Region:
         """A block whose loops have been rid of what does not change, the inner ones first."""
@@ -90,7 +90,7 @@ class _Hoist:
     def fits(self, op: Op) -> bool:
         """Whether there is memory left for a result as long as the loop runs."""
         size = op.kind.results[0].bytes
-        if self.peak + self.taken + size > self.memory:
+        if self.taken + size > self.left:
             return False
         self.taken += size
         return True

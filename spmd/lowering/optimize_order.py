@@ -11,8 +11,9 @@ A block's arithmetic keeps its order; its collectives move up, with the cheap op
   the gathers over the same links that are needed before it. It never starts before the use of the
   gather that is so many places (`prefetch`) ahead of it, nor before a loop: that bounds the memory.
 
-Backends with a latency-hiding scheduler (TPUs; GPUs with `xla_gpu_enable_latency_hiding_scheduler`)
-find an order of their own, from this one on.
+Predictions of time and memory go by this order. Backends with a latency-hiding scheduler (TPUs;
+GPUs with `xla_gpu_enable_latency_hiding_scheduler`) look for one of their own; XLA's CPU backend
+schedules for memory alone and comes to the same schedule from any order.
 """
 
 from __future__ import annotations
@@ -23,27 +24,24 @@ from bisect import bisect_right
 from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.lowering.clock import Clock
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.topology import Topology
+from spmd.lowering.room import Room
 from spmd.planning.fusion import Role, role
-from spmd.planning.memory import peak_memory
 
 _NEVER = float("inf")
 
 
-def order(program: Program, mesh: Mesh, topology: Topology, prefetch: int, memory: int) -> Program:
+def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
     """Issues collectives early.
 
     Args:
       program: a local program.
-      mesh: its mesh.
-      topology: the machine, which says how long things take.
+      clock: says how long things take.
       prefetch: how many gathers over the same links are held or under way ahead of their use.
-      memory: bytes that one device may use; an order that needs more is not taken.
+      room: the memory of one device; an order that needs more is not taken, unless the one that is
+        given needs more still.
     """
     if prefetch == 0 or not any(op.name in COLLECTIVES for op in program.walk()):
         return program
-    clock = Clock(program, mesh, topology)
 
     def region(old: Region) -> Region:
         ops = tuple(
@@ -55,7 +53,8 @@ def order(program: Program, mesh: Mesh, topology: Topology, prefetch: int, memor
         return old._replace(ops=tuple(ops[i] for i in ranked))
 
     ordered = program._replace(body=region(program.body))
-    return ordered if peak_memory(ordered).peak <= memory else program
+    left = room.left(ordered)
+    return ordered if left >= 0 or left >= room.left(program) else program
 
 
 class _Places:

@@ -10,6 +10,8 @@ not wait for all of it.
 before: `%2 = local_slice %1 {data} dim=0; %3 = all_gather %2 {data} dim=0`
 after:  `%3` is `%1`
 
+(Only what is the same on all devices along the atoms is ever sliced over them.)
+
 Transposes and reshapes between the two change places with the gather. Sums over links of both kinds
 are scattered and gathered on purpose: that comes later (`optimize_two_level`).
 """

@@ -58,33 +58,35 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
     sliced = _sliced_values(program, cuts, permutes)
     if not sliced:
         return program
-    pieces: dict[Value, Axes] = {}
+    # By the values that were: a slice may be the very piece that stands for what it was taken of.
+    operands_of = {op.results: op.operands for op in program.walk() if op.results}
 
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
-        if op.name == SLICE and op.operands[0] in pieces:
+        if not op.results:
+            return None
+        whole = operands_of[op.results]
+        if op.name == SLICE and whole[0] in sliced:
             axes, dim = op.kind.attrs["axes"], op.kind.attrs["dim"]
-            return (cut(b, op.operands[0], axes, dim),)
-        if not op.results or op.results[0] not in sliced:
+            return (cut(b, op.operands[0], whole[0], axes, dim),)
+        if op.results[0] not in sliced:
             return None
         axes, dim = cuts[op.results[0]]
-        if op.name == _SUM and op.operands[0] not in pieces:
-            piece = _scattered(b, op, axes, dim, mesh)
-        elif op.name == _GATHER and not _passes(op, cuts[op.results[0]]):
-            piece = _ungathered(b, op, axes, dim, mesh)
-        else:
-            operands = [
-                v if inside is None else cut(b, v, axes, inside)
-                for v, inside in zip(op.operands, _operand_dims(op, dim), strict=True)
-            ]
-            type_ = resized(op.kind.results[0], dim, 1, mesh.extent(axes))
-            b.loc = op.loc
-            piece = again(b, op, operands, type_)
-        pieces[piece] = axes
-        return (piece,)
+        if op.name == _SUM and whole[0] not in sliced:
+            return (_scattered(b, op, axes, dim, mesh),)
+        if op.name == _GATHER and not _passes(op, cuts[op.results[0]]):
+            return (_ungathered(b, op, axes, dim, mesh),)
+        operands = [
+            x if inside is None else cut(b, x, was, axes, inside)
+            for x, was, inside in zip(op.operands, whole, _operand_dims(op, dim), strict=True)
+        ]
+        type_ = resized(op.kind.results[0], dim, 1, mesh.extent(axes))
+        b.loc = op.loc
+        return (again(b, op, operands, type_),)
 
-    def cut(b: Builder, x: Value, axes: Axes, dim: int) -> Value:
-        """This device's slice of a value, of which it may have a coarser slice already."""
-        return _sliced(b, x, axes[len(pieces.get(x, ())) :], dim, mesh)
+    def cut(b: Builder, x: Value, whole: Value, axes: Axes, dim: int) -> Value:
+        """This device's slice of a value, for which a coarser slice of it may stand already."""
+        have = cuts[whole].axes if whole in sliced else ()
+        return _sliced(b, x, axes[len(have) :], dim, mesh)
 
     return edit_ops(program, edit)
 

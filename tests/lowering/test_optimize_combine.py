@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from spmd.ir.program import Program
+from spmd.lowering.clock import Clock
 from spmd.lowering.optimize_combine import combine
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
@@ -20,7 +21,7 @@ def after(*lines: str, target: int = 4 << 20, topology: Topology = H200) -> Prog
     """What becomes of a program of `%0 : 8x4`, `%1 : 16x3x2`, that numbers its values from 2."""
     body = "\n".join(lines)
     text = f"""program @p(%0: tensor<8x4xf32> "x", %1: tensor<16x3x2xf32> "y") {{\n{body}\n}}"""
-    return rewritten(lambda p: combine(p, MESH, topology, target), text, MESH)
+    return rewritten(lambda p: combine(p, Clock(p, MESH, topology), target), text, MESH)
 
 
 def reduced(result: int, operand: int, type_: str, axes: str = "data", body: str = "add") -> str:

@@ -8,6 +8,7 @@ from spmd.ir.program import Program, walk_region
 from spmd.ir.text import parse_program
 from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_hoist import hoist
+from spmd.lowering.room import Room
 from spmd.mesh.mesh import Mesh
 from spmd.planning.memory import peak_memory
 from tests.lowering.local_programs import rewritten, sent
@@ -49,7 +50,7 @@ def inside(program: Program) -> list[str]:
 
 
 def after(text: str, memory: int) -> Program:
-    return rewritten(lambda p: remove_dead(hoist(p, memory)), text, MESH)
+    return rewritten(lambda p: remove_dead(hoist(p, Room(memory))), text, MESH)
 
 
 def test_an_exchange_of_what_never_changes_leaves_the_loop() -> None:

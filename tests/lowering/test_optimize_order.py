@@ -13,7 +13,9 @@ import pytest
 import spmd
 from spmd.ir.program import Program
 from spmd.ir.text import parse_program
+from spmd.lowering.clock import Clock
 from spmd.lowering.optimize_order import order
+from spmd.lowering.room import Room
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.planning.memory import peak_memory
@@ -50,7 +52,10 @@ def text(*lines: str) -> str:
 def after(
     *lines: str, prefetch: int = 2, memory: int = 1 << 30, topology: Topology = CPU
 ) -> Program:
-    return rewritten(lambda p: order(p, MESH, topology, prefetch, memory), text(*lines), MESH)
+    def rewrite(program: Program) -> Program:
+        return order(program, Clock(program, MESH, topology), prefetch, Room(memory))
+
+    return rewritten(rewrite, text(*lines), MESH)
 
 
 def results(program: Program) -> list[int]:

@@ -235,3 +235,14 @@ def test_a_gather_with_a_whole_use_stays() -> None:
         'return %2 "y", %3 "z"',
     )
     assert names(program) == ["all_gather", "local_slice"]
+
+
+def test_a_slice_of_the_slice_is_one_more() -> None:
+    program = after(
+        SUM,
+        "%3 = spmd.local_slice %2 {axes = {data}, dim = 0} : (tensor<8x16xf32>) -> tensor<2x16xf32>",
+        "%4 = spmd.local_slice %3 {axes = {data}, dim = 1} : (tensor<2x16xf32>) -> tensor<2x4xf32>",
+        "%5 = spmd.local_slice %3 {axes = {model}, dim = 1} : (tensor<2x16xf32>) -> tensor<2x8xf32>",
+        'return %4 "y", %5 "z"',
+    )
+    assert names(program) == ["reduce_scatter", "local_slice", "local_slice"]
