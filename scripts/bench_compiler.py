@@ -3,9 +3,9 @@
 Each row is one program: a number of layers (scanned or unrolled) on one mesh. Every run of it has a
 process of its own, so that nothing is cached from the run before; Shardy's propagation runs on the
 same marked module in the same process. With --growth the rows are those that show how time grows:
-unrolled layers from 8 to 128, and two programs on meshes of 8 to 4096 devices. Memory is not limited,
-so that programs too large for the machine are planned like the others (where memory is short,
-planning is repeated, at several prices of memory).
+unrolled layers from 8 to 128, and two programs on meshes of 8 to 4096 devices. Memory is not
+limited, so that programs too large for the machine are planned like the others (where memory is
+short, planning is repeated, at several prices of memory).
 
 Example:
     python scripts/bench_compiler.py --layers 4,32 --noscan

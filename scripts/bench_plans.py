@@ -48,8 +48,6 @@ _TOPOLOGY = flags.DEFINE_string(
 _ONLY = flags.DEFINE_list("only", [], "plans to run, by name; all if empty")
 _MARGIN = flags.DEFINE_float("margin", 0.03, "pairs of plans nearer than this are a draw")
 
-SPLIT_SEQUENCE = ("data", "model", None)
-
 
 class Way(NamedTuple):
     """One way to split the step.
@@ -100,18 +98,10 @@ def ways(devices: int) -> Iterator[Way]:
 
 def marks(way: Way, mesh: spmd.Mesh, config: LlamaConfig) -> model.Mark:
     """The `mark` of the model's points."""
-    table = sharding.activation_marks(mesh, config)
-    residuals = ("inputs_embeds", "attention_output", "mlp_output")
-
-    def mark(name: str, x: jax.Array) -> jax.Array:
-        if way.activations == "none":
-            return x
-        if way.activations == "sequence" and name in residuals:
-            split: jax.Array = spmd.mark_sharding(x, mesh, SPLIT_SEQUENCE)
-            return split
-        return table(name, x)
-
-    return mark
+    if way.activations == "none":
+        return model.no_marks
+    table = "2d-sequence" if way.activations == "sequence" else "2d"
+    return sharding.activation_marks(mesh, config, sharding.TABLES[table])
 
 
 def compile_way(way: Way, config: LlamaConfig, topology: Topology | None) -> Any:

@@ -1,26 +1,36 @@
-"""Where a Llama's tensors live on a mesh with the axes `data` and `model`.
+"""Where a Llama's tensors live on a mesh with the axes `replica`, `data` and `model`.
 
-The tables are all that is marked. Everything else, gradients and optimizer state included, is for
-the compiler to infer. Weights and activations are both split over both axes: parameters and their
-optimizer state are spread over all devices, and a layer's arithmetic over `model`.
+A table says it for parameters, batch and activations, and that is all that is marked. Everything
+else, gradients and optimizer state included, is for the compiler to infer. `TABLES` has one for
+each usual way to train; an axis that a mesh lacks counts as having size 1, so every table works on
+every mesh.
+
+The batch is split over `replica` and `data`. Nothing else is split over `replica`: on a mesh of
+several slices (`spmd.HybridMesh`) it is the axis that crosses them, so that slow links carry
+gradients alone. `data` may cross slices too (`dcn={"data": 2}`): then parameters are gathered over
+them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from types import EllipsisType
-from typing import Any
+from types import EllipsisType, MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 
 import spmd
-from models.llama.config import LlamaConfig
+from models.llama.config import ConfigError, LlamaConfig
 from models.llama.model import Mark
 
-Entry = str | EllipsisType | None
+Entry = str | tuple[str, ...] | EllipsisType | None
 Spec = tuple[Entry, ...]
 
-MESH_AXES = ("data", "model")
+MESH_AXES = ("replica", "data", "model")
+
+BATCH = ("replica", "data")
+"""The axes over which sequences are split."""
 
 PARAMETER_SPECS: Mapping[str, Spec] = {
     "embed_tokens/weight": ("model", "data"),
@@ -39,41 +49,107 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
 """Parameter -> spec of its (out, in) dims. A stacked parameter's leading dim is not split."""
 
 ACTIVATION_SPECS: Mapping[str, Spec] = {
-    "inputs_embeds": ("data", None, "model"),
-    "q": ("data", None, "model"),
-    "k": ("data", None, "model"),
-    "v": ("data", None, "model"),
-    "attention_weights": ("data", "model", None, None),
-    "attention_output": ("data", None, "model"),
-    "mlp_output": ("data", None, "model"),
-    "logits": ("data", None, "model"),
+    "inputs_embeds": (BATCH, None, "model"),
+    "q": (BATCH, None, "model"),
+    "k": (BATCH, None, "model"),
+    "v": (BATCH, None, "model"),
+    "attention_weights": (BATCH, "model", None, None),
+    "attention_output": (BATCH, None, "model"),
+    "mlp_output": (BATCH, None, "model"),
+    "logits": (BATCH, None, "model"),
 }
 """Point of `model.MARK_POINTS` -> spec of the value there."""
 
-BATCH_SPEC: Spec = ("data", None)
-"""Spec of token ids (B, S)."""
+RESIDUALS = ("inputs_embeds", "attention_output", "mlp_output")
+"""The points that lie on, or are added to, the stream between layers (B, S, H)."""
 
 
-def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig) -> Any:
-    """Parameters, or `ShapeDtypeStruct`s of them, with the shardings of the table.
+class Table(NamedTuple):
+    """Specs of everything that is marked.
+
+    Attributes:
+        parameters: parameter -> spec of its dims, without the dim of stacked layers.
+        activations: point -> spec.
+        batch: spec of token ids (B, S).
+    """
+
+    parameters: Mapping[str, Spec]
+    activations: Mapping[str, Spec]
+    batch: Spec = (BATCH, None)
+
+    def with_residuals(self, spec: Spec) -> Table:
+        """The same, with another spec of the stream between layers."""
+        return self._replace(activations={**self.activations, **dict.fromkeys(RESIDUALS, spec)})
+
+    def over(self, axes: Mapping[str, Entry]) -> Table:
+        """The same with axes exchanged for others, in parameters and activations."""
+        return self._replace(
+            parameters={name: _exchanged(spec, axes) for name, spec in self.parameters.items()},
+            activations={name: _exchanged(spec, axes) for name, spec in self.activations.items()},
+        )
+
+
+def _exchanged(spec: Spec, axes: Mapping[str, Entry]) -> Spec:
+    return tuple(axes.get(entry, entry) if isinstance(entry, str) else entry for entry in spec)
+
+
+TWO_D = Table(PARAMETER_SPECS, ACTIVATION_SPECS)
+_TENSOR = TWO_D._replace(parameters=TWO_D.over({"data": None}).parameters)
+_ALL_AXES = (*BATCH, "model")
+
+TABLES: Mapping[str, Table] = MappingProxyType(
+    {
+        # Parameters over both axes, a layer's arithmetic and the stream's width over `model`.
+        "2d": TWO_D,
+        # The same with the stream's sequence over `model`: no device norms what another norms too.
+        "2d-sequence": TWO_D.with_residuals((BATCH, "model", None)),
+        # Parameters and sequences over both axes; a layer is gathered when it is computed.
+        "fsdp": Table(
+            TWO_D.over({"data": ("data", "model"), "model": None}).parameters,
+            {point: (_ALL_AXES, *[None] * (len(s) - 1)) for point, s in ACTIVATION_SPECS.items()},
+            (_ALL_AXES, None),
+        ),
+        # Parameters over `model` alone, as Megatron-LM splits them; the stream is whole.
+        "tensor": _TENSOR.with_residuals((BATCH, None, None)),
+        # The same with the stream's sequence over `model` (Korthikanti et al. 2022).
+        "tensor-sequence": _TENSOR.with_residuals((BATCH, "model", None)),
+    }
+)
+"""The usual ways to split a Llama, by name."""
+
+
+def table_named(name: str) -> Table:
+    """The table called `name`.
+
+    Raises:
+        ConfigError: there is none of that name; lists those there are.
+    """
+    if name not in TABLES:
+        raise ConfigError(f"no sharding is called {name!r}; there are {', '.join(TABLES)}")
+    return TABLES[name]
+
+
+def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: Table = TWO_D) -> Any:
+    """Parameters, or `ShapeDtypeStruct`s of them, with the shardings of a table.
 
     Args:
         params: a tree as from `model.init`.
         mesh: a mesh with axes of `MESH_AXES`; one that it lacks counts as having size 1.
         config: the model.
+        table: what goes where.
     """
-    return spmd.mark_tree(params, mesh, parameter_rules(config, mesh.shape))
+    return spmd.mark_tree(params, mesh, parameter_rules(config, mesh.shape, table))
 
 
-def mark_batch(batch: Any, mesh: spmd.Mesh) -> Any:
-    """A tree of token ids (B, S), or `ShapeDtypeStruct`s, with `BATCH_SPEC`."""
-    spec = _present(BATCH_SPEC, mesh.shape)
+def mark_batch(batch: Any, mesh: spmd.Mesh, table: Table = TWO_D) -> Any:
+    """A tree of token ids (B, S), or `ShapeDtypeStruct`s, with the table's spec of a batch."""
+    spec = _present(table.batch, mesh.shape)
     return jax.tree.map(lambda leaf: spmd.mark_sharding(leaf, mesh, spec), batch)
 
 
-def activation_marks(mesh: spmd.Mesh, config: LlamaConfig) -> Mark:
-    """The `mark` that applies `ACTIVATION_SPECS` on `mesh`."""
-    specs = activation_specs(config, mesh.shape)
+def activation_marks(mesh: spmd.Mesh, config: LlamaConfig, table: Table = TWO_D) -> Mark:
+    """The `mark` that applies a table's specs of activations on `mesh`."""
+    specs = activation_specs(config, mesh.shape, table)
 
     def mark(name: str, x: jax.Array) -> jax.Array:
         return spmd.mark_sharding(x, mesh, specs[name]) if name in specs else x
@@ -81,7 +157,9 @@ def activation_marks(mesh: spmd.Mesh, config: LlamaConfig) -> Mark:
     return mark
 
 
-def parameter_rules(config: LlamaConfig, mesh_shape: Mapping[str, int]) -> dict[str, Spec]:
+def parameter_rules(
+    config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table = TWO_D
+) -> dict[str, Spec]:
     """Path pattern -> spec, for `spmd.mark_tree`, of the parameters that `config` has.
 
     A dim that its axis does not divide stays whole; `dropped_marks` says which.
@@ -94,7 +172,7 @@ def parameter_rules(config: LlamaConfig, mesh_shape: Mapping[str, int]) -> dict[
     """
     rules = {}
     for path, shape in config.parameter_shapes().items():
-        spec = _fit(PARAMETER_SPECS[path], shape, mesh_shape, otherwise=None)
+        spec = _fit(table.parameters[path], shape, mesh_shape, otherwise=None)
         if not path.startswith("layers/"):
             rules[path] = spec
         elif config.scan_layers:
@@ -104,7 +182,9 @@ def parameter_rules(config: LlamaConfig, mesh_shape: Mapping[str, int]) -> dict[
     return rules
 
 
-def activation_specs(config: LlamaConfig, mesh_shape: Mapping[str, int]) -> dict[str, Spec]:
+def activation_specs(
+    config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table = TWO_D
+) -> dict[str, Spec]:
     """Point -> spec. An entry whose axis does not divide what it splits is left open.
 
     `q`, `k`, `v` and the attention weights are split between heads, never inside one, so
@@ -113,17 +193,19 @@ def activation_specs(config: LlamaConfig, mesh_shape: Mapping[str, int]) -> dict
     units = _split_units(config)
     return {
         name: _fit(spec, units[name], mesh_shape, otherwise=...)
-        for name, spec in ACTIVATION_SPECS.items()
+        for name, spec in table.activations.items()
     }
 
 
-def dropped_marks(config: LlamaConfig, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """One sentence for each entry of the tables that does not fit `config` on this mesh."""
+def dropped_marks(
+    config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table = TWO_D
+) -> tuple[str, ...]:
+    """One sentence for each entry of a table that does not fit `config` on this mesh."""
     parameters = {
-        path: (PARAMETER_SPECS[path], shape) for path, shape in config.parameter_shapes().items()
+        path: (table.parameters[path], shape) for path, shape in config.parameter_shapes().items()
     }
     units = _split_units(config)
-    activations = {name: (spec, units[name]) for name, spec in ACTIVATION_SPECS.items()}
+    activations = {name: (spec, units[name]) for name, spec in table.activations.items()}
     return (
         *_misfits(parameters, mesh_shape, "it stays whole along that dim"),
         *_misfits(activations, mesh_shape, "that dim is left to the compiler"),
@@ -161,7 +243,7 @@ def _misfits(
     table: Mapping[str, tuple[Spec, tuple[int, ...]]], mesh_shape: Mapping[str, int], outcome: str
 ) -> list[str]:
     return [
-        f"{name}: axis {entry!r} of size {_axis_size(entry, mesh_shape)} does not divide {size} "
+        f"{name}: {_named(entry)} of size {_axis_size(entry, mesh_shape)} does not divide {size} "
         f"(dim {dim}); {outcome}"
         for name, (spec, sizes) in table.items()
         for dim, (entry, size) in enumerate(zip(spec, sizes, strict=True))
@@ -169,9 +251,26 @@ def _misfits(
     ]
 
 
+def _named(entry: Entry) -> str:
+    if isinstance(entry, tuple):
+        return f"axes {' x '.join(entry)}"
+    return f"axis {entry!r}"
+
+
 def _present(spec: Spec, mesh_shape: Mapping[str, int]) -> Spec:
-    return tuple(None if isinstance(e, str) and e not in mesh_shape else e for e in spec)
+    """A spec without the axes that a mesh lacks."""
+    return tuple(_present_entry(entry, mesh_shape) for entry in spec)
+
+
+def _present_entry(entry: Entry, mesh_shape: Mapping[str, int]) -> Entry:
+    if not isinstance(entry, str | tuple):
+        return entry
+    names = (entry,) if isinstance(entry, str) else entry
+    present = tuple(name for name in names if name in mesh_shape)
+    return present if len(present) > 1 else (present[0] if present else None)
 
 
 def _axis_size(entry: Entry, mesh_shape: Mapping[str, int]) -> int:
+    if isinstance(entry, tuple):
+        return math.prod(mesh_shape.get(name, 1) for name in entry)
     return mesh_shape.get(entry, 1) if isinstance(entry, str) else 1

@@ -52,6 +52,7 @@ def argument_types(
     optimizer: optax.GradientTransformation,
     mesh: spmd.Mesh,
     batch_shape: tuple[int, int],
+    table: sharding.Table = sharding.TWO_D,
 ) -> tuple[Any, Any, Any]:
     """`ShapeDtypeStruct`s of the step's arguments: parameters and batch marked, the state open.
 
@@ -60,11 +61,12 @@ def argument_types(
         optimizer: whose state it is.
         mesh: for the marks of the tables; needs no devices.
         batch_shape: sequences in a batch, and tokens in each.
+        table: the marks.
     """
     params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct(batch_shape, np.int32)
     return (
-        sharding.mark_params(params, mesh, config),
+        sharding.mark_params(params, mesh, config, table),
         jax.eval_shape(optimizer.init, params),
-        sharding.mark_batch({"inputs": tokens, "targets": tokens}, mesh),
+        sharding.mark_batch({"inputs": tokens, "targets": tokens}, mesh, table),
     )

@@ -27,8 +27,6 @@ CONFIG = LlamaConfig(
 )
 BATCH, LENGTH, MICROBATCHES = 16, 128, 8
 
-RESIDUAL_STREAM = ("inputs_embeds", "attention_output", "mlp_output")
-
 LossAndGrads = Callable[[Any, Any], Any]
 """(params, batch) -> (loss, gradients)."""
 
@@ -95,15 +93,8 @@ def build(
 
 def marks(mesh: spmd.Mesh, config: LlamaConfig, split_sequence: bool) -> Mark:
     """The usual marks of activations, with the residual stream split by hidden or by sequence."""
-    usual = sharding.activation_marks(mesh, config)
-
-    def mark(name: str, x: jax.Array) -> jax.Array:
-        if split_sequence and name in RESIDUAL_STREAM:
-            split: jax.Array = spmd.mark_sharding(x, mesh, ("data", "model", None))
-            return split
-        return usual(name, x)
-
-    return mark
+    table = sharding.TABLES["2d-sequence" if split_sequence else "2d"]
+    return sharding.activation_marks(mesh, config, table)
 
 
 def accumulate_in_scan(loss_and_grads: LossAndGrads) -> LossAndGrads:

@@ -1,14 +1,17 @@
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
 from models.llama import model, sharding
-from models.llama.config import CONFIGS
+from models.llama.config import CONFIGS, ConfigError
+from models.llama.training import train_step
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
@@ -31,11 +34,10 @@ def flat(tree):
 
 def test_the_tables_cover_every_parameter_and_every_point():
     shapes = TINY.parameter_shapes()
-    assert set(sharding.PARAMETER_SPECS) == set(shapes)
-    assert {path: len(spec) for path, spec in sharding.PARAMETER_SPECS.items()} == {
-        path: len(shape) for path, shape in shapes.items()
-    }
-    assert set(sharding.ACTIVATION_SPECS) == set(model.MARK_POINTS)
+    dims = {path: len(shape) for path, shape in shapes.items()}
+    for table in sharding.TABLES.values():
+        assert {path: len(spec) for path, spec in table.parameters.items()} == dims
+        assert set(table.activations) == set(model.MARK_POINTS)
 
 
 def test_rules_of_scanned_and_unrolled_layers():
@@ -55,7 +57,8 @@ def test_tied_parameters_have_no_rule_for_the_output():
 
 def test_what_fits_is_not_dropped():
     assert sharding.dropped_marks(TINY, SHAPE) == ()
-    assert sharding.activation_specs(TINY, SHAPE) == sharding.ACTIVATION_SPECS
+    everywhere = {"replica": 2, "data": 2, "model": 2}
+    assert sharding.activation_specs(TINY, everywhere) == sharding.ACTIVATION_SPECS
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama2-13b", "llama2-70b"])
@@ -103,6 +106,68 @@ def test_marked_structs_carry_the_tables_shardings(mesh, config):
 def test_marked_batch_is_split_over_data(mesh):
     batch = sharding.mark_batch({"inputs": np.zeros((8, 6), np.int32)}, mesh)
     assert {shard.data.shape for shard in batch["inputs"].addressable_shards} == {(2, 6)}
+
+
+def test_nothing_but_the_batch_is_split_over_replicas():
+    shape = {"replica": 2, "data": 2, "model": 2}
+    for name, table in sharding.TABLES.items():
+        assert "replica" in str(table.batch), name
+        for spec in sharding.parameter_rules(TINY, shape, table).values():
+            assert "replica" not in str(spec), name
+
+
+def test_tables_by_name():
+    fsdp = sharding.parameter_rules(TINY, SHAPE, sharding.table_named("fsdp"))
+    assert fsdp["layers/mlp/up_proj/weight"] == (None, None, ("data", "model"))
+    tensor = sharding.parameter_rules(TINY, SHAPE, sharding.table_named("tensor"))
+    assert tensor["layers/mlp/up_proj/weight"] == (None, "model", None)
+    sequence = sharding.activation_specs(TINY, SHAPE, sharding.table_named("2d-sequence"))
+    assert sequence["mlp_output"] == ("data", "model", None)
+    assert sequence["q"] == ("data", None, "model")
+    with pytest.raises(ConfigError, match="no sharding is called 'zero'; there are 2d, 2d-seq"):
+        sharding.table_named("zero")
+
+
+def test_axes_that_do_not_divide_together_are_named_together():
+    config = dataclasses.replace(TINY, hidden_size=36, num_attention_heads=6, num_key_value_heads=6)
+    dropped = sharding.dropped_marks(config, SHAPE, sharding.TABLES["fsdp"])
+    assert any("axes data x model of size 8 does not divide 36" in text for text in dropped)
+
+
+QUICK = (("2d", True), ("2d-sequence", False), ("fsdp", False), ("tensor-sequence", False))
+
+
+@pytest.mark.parametrize(
+    ("name", "hybrid"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.heavy)
+        for case in itertools.product(sharding.TABLES, (False, True))
+    ],
+)
+def test_every_table_trains_alike(devices8, tiny_params, name, hybrid):
+    table, optimizer = sharding.TABLES[name], optax.sgd(0.1)
+    if hybrid:
+        ici = {"replica": 1, "data": 2, "model": 2}
+        mesh = spmd.HybridMesh(ici, {"replica": 2}, devices=devices8)
+    else:
+        mesh = spmd.make_mesh(data=4, model=2, devices=devices8)
+    tokens_BS = np.random.default_rng(0).integers(0, 256, (8, 16)).astype(np.int32)
+    batch = {"inputs": tokens_BS, "targets": np.roll(tokens_BS, -1, 1)}
+    state = optimizer.init(tiny_params)
+    step = train_step(TINY, optimizer, sharding.activation_marks(mesh, TINY, table))
+    wanted, _, loss = jax.jit(step)(tiny_params, state, batch)
+    compiled = spmd.jit(step, mesh=mesh).compile(
+        sharding.mark_params(tiny_params, mesh, TINY, table),
+        state,
+        sharding.mark_batch(batch, mesh, table),
+    )
+    found, _, found_loss = compiled(
+        sharding.mark_params(tiny_params, mesh, TINY, table),
+        state,
+        sharding.mark_batch(batch, mesh, table),
+    )
+    np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
 
 def test_marks_do_not_change_what_is_computed(mesh, tiny_params):
