@@ -1,0 +1,35 @@
+"""Partitioned training, training on one device and PyTorch's have the same losses."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+import spmd
+from models.llama.config import CONFIGS
+from models.training.data import TokenWindows
+from scripts.compare_training import apart, losses
+
+STEPS = 50
+
+
+@functools.cache
+def found():
+    tokens = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)
+    config = dataclasses.replace(CONFIGS["tiny"], initializer_range=0.1)
+    mesh = spmd.make_mesh(data=4, model=2)
+    return losses(config, TokenWindows(tokens, seq_len=16, batch_size=8), STEPS, mesh)
+
+
+def test_one_device():
+    assert len(found()["jax"]) == STEPS
+    assert apart(found(), "jax") < 1e-4
+    assert found()["spmd"][-1] < found()["spmd"][0] - 0.2
+
+
+def test_pytorch():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    assert len(found()["torch"]) == STEPS
+    assert apart(found(), "torch") < 1e-4
