@@ -99,7 +99,7 @@ class Bars(NamedTuple):
 def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
     """The predicted run of a program on a mesh, as bars."""
     waiting = list(reversed(timeline.slots))
-    return _bars(waiting, mesh, 0, 0.0, timeline.seconds)
+    return _bars(waiting, mesh, 0, 0.0, timeline.scheduled_seconds)
 
 
 def _bars(waiting: list[Slot], mesh: Mesh, depth: int, begin: float, seconds: float) -> Bars:

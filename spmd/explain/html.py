@@ -103,12 +103,13 @@ def _sections(
     arguments, results = data.argument_leaves(stages), data.result_leaves(stages)
     conflicts = data.conflict_rows(stages, prices)
     bars = bars_of(figures.timeline, stages.plan.mesh)
+    lost = figures.timeline.seconds - bars.seconds
     curve = memory_curve(held, stages.optimized.program)
     return [
         _Section("plan", "The plan", "against the greedy one and the best there can be",
                  _quality(figures)),
         _Section("timeline", "Timeline", "predicted; compute and links at the same time where "
-                 "neither waits for the other", _timeline(bars, stages)),
+                 "neither waits for the other", _timeline(bars, lost, stages)),
         _Section("collectives", "Collectives", f"{len(collectives)} ops, {sent} sent by each "
                  "device in one run", _collectives(collectives)),
         _Section("bytes", "Bytes by kind", "sent by each device, executions, time",
@@ -179,7 +180,7 @@ def _quality(figures: Overview) -> str:
     return h.bars(rows)
 
 
-def _timeline(timeline: Bars, stages: Stages) -> str:
+def _timeline(timeline: Bars, lost: float, stages: Stages) -> str:
     if not timeline.seconds:
         return ""
     axes = [name for name, atoms in stages.plan.mesh.axis_atoms.items() if atoms]
@@ -189,6 +190,11 @@ def _timeline(timeline: Bars, stages: Stages) -> str:
         "there and its links are free; whoever reads its result waits for it. Iterations of a loop "
         "do not overlap.</p>"
     )
+    if lost > timeline.seconds / 1000:
+        intro += (
+            f"<p>The prediction adds {data.seconds_text(lost)} to what is drawn: on this chip "
+            "arithmetic and communication that run side by side slow each other.</p>"
+        )
     return (
         f"{intro}{h.legend([(kind, f'var(--{kind})') for kind in kinds])}"
         f"{charts.timeline_svg(timeline, axes, 'timeline of one run')}"

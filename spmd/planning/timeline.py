@@ -60,7 +60,7 @@ class Timeline(NamedTuple):
     """The schedule of one run.
 
     Attributes:
-      slots: in program order, a loop before what is inside it.
+      slots: in program order, a loop before what is inside it; as if `Chip.overlap` were 1.
       seconds: when everything is done.
       compute_seconds: arithmetic alone.
       comm_seconds: collectives alone, one after another.
@@ -72,6 +72,11 @@ class Timeline(NamedTuple):
     compute_seconds: float
     comm_seconds: float
     exposed_seconds: float
+
+    @property
+    def scheduled_seconds(self) -> float:
+        """When the last slot ends: `seconds` without what running side by side costs."""
+        return max((slot.end for slot in self.slots if slot.depth == 0), default=0.0)
 
 
 def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeline:
@@ -87,6 +92,8 @@ def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeli
     parts = [slot for slot in run.slots if not slot.op.regions]
     compute = sum(slot.seconds * slot.trips for slot in parts if slot.lane == COMPUTE)
     comm = sum(slot.seconds * slot.trips for slot in parts if slot.lane != COMPUTE)
+    hidden = max(0.0, compute + comm - end)
+    end += (1 - topology.chip.overlap) * hidden
     return Timeline(tuple(run.slots), end, compute, comm, max(0.0, end - compute))
 
 

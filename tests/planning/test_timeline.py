@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from spmd.planning.comm import collective_seconds
 from spmd.planning.timeline import COMPUTE, Timeline, predict_timeline
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
-TOPOLOGY = Topology("a100:8")
+A100 = Topology("a100:8")
+TOPOLOGY = Topology("a100:8", dataclasses.replace(A100.chip, overlap=1.0))
 N = 4096
 WHOLE, PIECE = TensorType((N, N), "bf16"), TensorType((N // 4, N), "bf16")
 DOT = 2 * N**3 / TOPOLOGY.peak_flops("bf16")
@@ -59,6 +61,17 @@ def test_communication_hides_behind_independent_arithmetic() -> None:
     assert found.exposed_seconds == pytest.approx(0)
     assert [slot.lane for slot in found.slots] == ["data", COMPUTE, COMPUTE]
     assert found.slots[0].start == found.slots[1].start == 0
+
+
+def test_what_hides_costs_what_the_chip_says() -> None:
+    def make(b: Builder, x: int, w: int) -> list[int]:
+        whole = gather(b, w)
+        return [dot(b, dot(b, x, x), whole)]
+
+    assert 0 < A100.chip.overlap < 1
+    found = predict_timeline(program(make), MESH, A100)
+    assert found.seconds == pytest.approx(2 * DOT + (1 - A100.chip.overlap) * GATHER)
+    assert found.exposed_seconds == pytest.approx((1 - A100.chip.overlap) * GATHER)
 
 
 def test_a_reader_waits_for_communication() -> None:
