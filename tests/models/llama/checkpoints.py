@@ -84,7 +84,9 @@ def their_logits(folder: Path) -> np.ndarray:
 def their_continuation(folder: Path, prompt: list[int], tokens: int) -> list[int]:
     """transformers' greedy continuation, whatever ends a text."""
     torch, transformers = _torch(), _transformers()
-    settings = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    settings = transformers.GenerationConfig(
+        max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=-1
+    )
     with torch.no_grad():
         ids = theirs(folder).generate(
             torch.tensor([prompt]),
