@@ -144,7 +144,8 @@ def _gather(leaf: jax.Array, row: int, stacked: bool, dtype: str) -> Array:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _layer(stack: jax.Array, row: jax.Array, dtype: str) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, row, keepdims=False).astype(dtype)
+    layer: jax.Array = jax.lax.dynamic_index_in_dim(stack, row, keepdims=False)
+    return layer.astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

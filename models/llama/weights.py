@@ -33,7 +33,7 @@ from models.llama.hf_names import EMBEDDING, HEAD, Parameter, parameters
 from models.llama.model import Params
 from models.progress import Advance, bytes_bar
 
-__all__ = ["WeightsError", "check_can_save", "load", "save"]
+__all__ = ["WeightsError", "check_can_load", "check_can_save", "load", "save"]
 
 Bounds = tuple[tuple[int, int], ...]
 """(start, stop) of every dim."""
@@ -81,6 +81,13 @@ def load(
         ]
     params: Params = jax.tree_util.tree_unflatten(treedef, leaves)
     return params
+
+
+def check_can_load(folder: str | Path, config: LlamaConfig) -> None:
+    """Raise `WeightsError` unless `load` finds what it needs: headers are read, no weights."""
+    wanted, _ = parameters(config)
+    with open_folder(folder) as stored:
+        _check_fit(stored, wanted, config)
 
 
 def _load_parameter(
