@@ -28,7 +28,7 @@ from rich.console import Console
 
 import spmd
 from models.llama import sharding
-from models.llama.config import DTYPES, FLOP_CONVENTIONS, ConfigError, LlamaConfig
+from models.llama.config import CONFIGS, DTYPES, FLOP_CONVENTIONS, ConfigError, LlamaConfig
 from models.llama.generate import generate, make_next_logits
 from models.llama.model import init
 from models.llama.training import batch_loss
@@ -57,6 +57,7 @@ PROMPT = "def "
 SAMPLE_TOKENS = 200
 HELD_OUT_BATCHES = 8
 
+_MODEL = flags.DEFINE_enum("model", "quickstart", sorted(CONFIGS), "Which Llama.")
 _MESH = flags.DEFINE_string("mesh", "data=4,model=2", "Mesh axes and their sizes.")
 _DATA = flags.DEFINE_list(
     "data", [], "Files, directories or glob patterns of text. Default: Python's standard library."
@@ -185,7 +186,7 @@ def make_run() -> Run:
     devices = pick_devices(axes, jax.devices())
     default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
     config = dataclasses.replace(
-        weight_flags.chosen_config(),
+        weight_flags.chosen_config(flags.FLAGS[_MODEL.name]),
         scan_layers=_SCAN.value,
         dtype=_DTYPE.value or default_dtype,
     )
@@ -316,8 +317,9 @@ def print_run(run: Run, console: Console) -> None:
     """What runs on what."""
     config, mesh = run.config, run.mesh
     device = jax.devices()[0]
+    name = weight_flags.model_name(flags.FLAGS[_MODEL.name])
     console.print(
-        f"{weight_flags.model_name()}: {config.parameter_count():,} parameters, "
+        f"{name}: {config.parameter_count():,} parameters, "
         f"{config.num_hidden_layers} layers {'scanned' if config.scan_layers else 'unrolled'}, "
         f"{config.dtype}, {run.optimizer.name}"
     )

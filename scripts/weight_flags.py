@@ -9,10 +9,9 @@ from absl import flags
 from rich.console import Console
 
 from models.llama import weights
-from models.llama.config import CONFIGS, DTYPES, ConfigError, LlamaConfig, named_config
+from models.llama.config import DTYPES, ConfigError, LlamaConfig, named_config
 from models.llama.hf_config import read_config
 
-_MODEL = flags.DEFINE_enum("model", "quickstart", sorted(CONFIGS), "Which Llama.")
 _CONFIG = flags.DEFINE_string(
     "config", None, "A config.json in Hugging Face's format, instead of --model."
 )
@@ -33,8 +32,11 @@ _EXPORT_DTYPE = flags.DEFINE_enum(
 )
 
 
-def chosen_config() -> LlamaConfig:
+def chosen_config(model: flags.Flag[str]) -> LlamaConfig:
     """The model that --config, --model or --init_from names; all folders are checked here, early.
+
+    Args:
+        model: the flag --model.
 
     Raises:
         ConfigError: both --config and --model, or a file that describes no Llama.
@@ -42,24 +44,26 @@ def chosen_config() -> LlamaConfig:
     """
     if _EXPORT_HF.value:
         weights.check_can_save(_EXPORT_HF.value)
-    if _CONFIG.value and flags.FLAGS[_MODEL.name].present:
+    if _CONFIG.value and model.present:
         raise ConfigError("--config and --model both name a model; give one of them")
-    file = _config_file()
-    config = read_config(file, _IGNORE_CONFIG_KEYS.value) if file else named_config(_MODEL.value)
+    file = _config_file(model)
+    config = (
+        read_config(file, _IGNORE_CONFIG_KEYS.value) if file else named_config(str(model.value))
+    )
     if _INIT_FROM.value:
         weights.check_can_load(_INIT_FROM.value, config)
     return config
 
 
-def model_name() -> str:
+def model_name(model: flags.Flag[str]) -> str:
     """What to call the model in print."""
-    file = _config_file()
-    return Path(file).name if file else str(_MODEL.value)
+    file = _config_file(model)
+    return Path(file).name if file else str(model.value)
 
 
-def _config_file() -> str | None:
+def _config_file(model: flags.Flag[str]) -> str | None:
     """The file, or the folder of the file, that describes the model; None if --model names it."""
-    if flags.FLAGS[_MODEL.name].present:
+    if model.present:
         return None
     return _CONFIG.value or _INIT_FROM.value or None
 

@@ -7,7 +7,7 @@ time. Saving is in `export.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,13 +183,13 @@ def _check_fit(stored: Folder, wanted: Sequence[Parameter], config: LlamaConfig)
     listed = "; ".join(
         f"{len(names)} {kind}: {shortened(names)}" for kind, names in kinds.items() if names
     )
-    raise WeightsError(f"{stored.path} does not fit the model: {listed}. {_fix(missing, kinds)}")
+    raise WeightsError(f"{stored.path} does not fit the model: {listed}. {_fix(kinds)}")
 
 
-def _fix(missing: Sequence[str], kinds: dict[str, list[str]]) -> str:
+def _fix(kinds: Mapping[str, Sequence[str]]) -> str:
     if kinds["not floating point"]:
         return "Quantized weights have to be dequantized first"
-    if list(missing) == [HEAD]:
+    if [name for names in kinds.values() for name in names] == [HEAD]:
         return "If the output is the embedding table, set tie_word_embeddings to true"
     return f"Use the {CONFIG_FILE} that belongs to these weights"
 
