@@ -140,7 +140,7 @@ def _read_block(
     tensor = stored.read(name, index)
     if name == EMBEDDING and config.tie_word_embeddings and HEAD in stored.tensors:
         _check_tied(stored, index, tensor)
-    return tensor.astype(dtype)
+    return tensor.astype(dtype, copy=False)
 
 
 def _check_tied(stored: Folder, index: Index, embedding: Array) -> None:
