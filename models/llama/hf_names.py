@@ -38,14 +38,15 @@ class Parameter:
         return self.shape[1:] if self.stacked else self.shape
 
 
-def parameters(config: LlamaConfig) -> tuple[list[Parameter], Any]:
+@functools.cache
+def parameters(config: LlamaConfig) -> tuple[tuple[Parameter, ...], Any]:
     """(every parameter of `model.init`'s tree, in its order; the tree's structure)."""
     structs = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(structs)
-    found = [
+    found = tuple(
         _parameter(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, config)
         for path, leaf in leaves
-    ]
+    )
     return found, treedef
 
 

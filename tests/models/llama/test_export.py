@@ -198,7 +198,7 @@ def test_two_processes(tmp_path):
     shutil.copytree(tmp_path / "original", tmp_path / "full")
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }

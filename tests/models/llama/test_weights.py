@@ -274,6 +274,24 @@ def test_truncated_files(size, copy):
     assert f"{file} is truncated or no safetensors file" in message
 
 
+def test_flipped_bits_of_the_header(copy):
+    """An error of ours, or a change that is none: never another exception."""
+    folder = copy("heads")
+    config = read_config(folder)
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    refused = 0
+    for position in [*range(8), *range(8, header, 41)]:
+        flipped = bytes([whole[position] ^ 1 << position % 8])
+        file.write_bytes(whole[:position] + flipped + whole[position + 1 :])
+        try:
+            weights.check_can_load(folder, config)
+        except WeightsError:
+            refused += 1
+    assert refused > 30
+
+
 def test_no_safetensors(tmp_path, folders):
     config = read_config(folders("heads"))
     assert "no folder" in failure(tmp_path / "nowhere", config)
