@@ -8,6 +8,7 @@ Examples:
     python scripts/train_llama.py --mesh data=4,model=2
     python scripts/train_llama.py --model llama2-7b --mesh data=8 --noscan --seq_len 4096 \
         --global_batch 16 --data '/corpus/*.txt' --report report.html
+    python scripts/train_llama.py --init_from Llama-3.2-1B --export_hf Llama-3.2-1B-tuned
 """
 
 import dataclasses
@@ -27,17 +28,11 @@ from rich.console import Console
 
 import spmd
 from models.llama import sharding
-from models.llama.config import (
-    CONFIGS,
-    DTYPES,
-    FLOP_CONVENTIONS,
-    ConfigError,
-    LlamaConfig,
-    named_config,
-)
+from models.llama.config import CONFIGS, DTYPES, FLOP_CONVENTIONS, ConfigError, LlamaConfig
 from models.llama.generate import generate, make_next_logits
 from models.llama.model import init
 from models.llama.training import batch_loss
+from models.llama.weights import WeightsError
 from models.training import data
 from models.training.loop import (
     Record,
@@ -54,6 +49,9 @@ from models.training.optimizer import (
     default_learning_rate,
     make_optimizer,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from scripts import weight_flags
 
 PROMPT = "def "
 SAMPLE_TOKENS = 200
@@ -188,7 +186,7 @@ def make_run() -> Run:
     devices = pick_devices(axes, jax.devices())
     default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
     config = dataclasses.replace(
-        named_config(_MODEL.value),
+        weight_flags.chosen_config(flags.FLAGS[_MODEL.name]),
         scan_layers=_SCAN.value,
         dtype=_DTYPE.value or default_dtype,
     )
@@ -249,10 +247,12 @@ def compile_step(run: Run) -> Programs:
     return Programs(compiled, time.perf_counter() - started)
 
 
-def init_state(run: Run, compiled: Any) -> TrainState:
-    """Parameters and optimizer state, each created in its sharding and never whole."""
-    key = jax.random.key(_SEED.value)
-    params = compiled.init(0, functools.partial(init, config=run.config), key)
+def init_state(run: Run, compiled: Any, console: Console) -> TrainState:
+    """Parameters, fresh or --init_from's, and optimizer state: in their shardings, never whole."""
+    params = weight_flags.load_params(run.config, compiled.in_shardings[0], console)
+    if params is None:
+        key = jax.random.key(_SEED.value)
+        params = compiled.init(0, functools.partial(init, config=run.config), key)
     opt_state = compiled.init(1, make_optimizer(run.optimizer).init, params)
     return TrainState(params, opt_state)
 
@@ -317,8 +317,9 @@ def print_run(run: Run, console: Console) -> None:
     """What runs on what."""
     config, mesh = run.config, run.mesh
     device = jax.devices()[0]
+    name = weight_flags.model_name(flags.FLAGS[_MODEL.name])
     console.print(
-        f"{_MODEL.value}: {config.parameter_count():,} parameters, "
+        f"{name}: {config.parameter_count():,} parameters, "
         f"{config.num_hidden_layers} layers {'scanned' if config.scan_layers else 'unrolled'}, "
         f"{config.dtype}, {run.optimizer.name}"
     )
@@ -359,7 +360,9 @@ def run_training() -> None:
     print_run(run, console)
     programs = compile_step(run)
     print_compiled(programs, console)
-    state, records = train_model(run, programs.step, init_state(run, programs.step), console)
+    state = init_state(run, programs.step, console)
+    state, records = train_model(run, programs.step, state, console)
+    weight_flags.export_params(state.params, run.config, console)
     print_result(records, held_out_loss(run, state.params), console)
     console.print(f"--- a sample\n{sample_text(run, state.params)}\n---")
     if _REPORT.value:
@@ -373,7 +376,14 @@ def main(argv: Sequence[str]) -> None:
         if len(argv) > 1:
             raise UsageError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
         run_training()
-    except (UsageError, ConfigError, data.DataError, TrainingError, spmd.SpmdError) as error:
+    except (
+        UsageError,
+        ConfigError,
+        WeightsError,
+        data.DataError,
+        TrainingError,
+        spmd.SpmdError,
+    ) as error:
         sys.exit(f"error: {error}")
 
 

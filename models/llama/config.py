@@ -14,9 +14,62 @@ FlopConvention = Literal["causal", "palm"]
 FLOP_CONVENTIONS: tuple[FlopConvention, ...] = ("causal", "palm")
 DTYPES = ("float32", "bfloat16", "float16")
 
+RopeType = Literal["linear", "llama3"]
+ROPE_TYPES: tuple[RopeType, ...] = ("linear", "llama3")
+
 
 class ConfigError(ValueError):
     """A model configuration that cannot be built."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are slowed down for sequences longer than those of pretraining.
+
+    `linear` divides all of them by `factor`. `llama3` divides those whose wavelength is above
+    `original_max_position_embeddings / low_freq_factor`, keeps those below
+    `original_max_position_embeddings / high_freq_factor`, and interpolates in between.
+
+    Args:
+        rope_type: `"linear"` or `"llama3"`.
+        factor: at least 1.
+        low_freq_factor: of `llama3` only; below `high_freq_factor`.
+        high_freq_factor: of `llama3` only.
+        original_max_position_embeddings: of `llama3` only; tokens of a sequence in pretraining.
+
+    Raises:
+        ConfigError: another type, a number that is missing, superfluous or out of range.
+    """
+
+    rope_type: RopeType
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise ConfigError(
+                f"rope_type {self.rope_type!r} is not supported; {' and '.join(ROPE_TYPES)} are"
+            )
+        if self.factor < 1:
+            raise ConfigError(f"the factor of rope scaling must be at least 1, not {self.factor}")
+        own = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
+        if self.rope_type == "linear":
+            if any(number is not None for number in own):
+                raise ConfigError("linear rope scaling has a factor and nothing else")
+            return
+        low, high, original = own
+        if low is None or high is None or original is None:
+            raise ConfigError(
+                "llama3 rope scaling needs low_freq_factor, high_freq_factor and "
+                "original_max_position_embeddings"
+            )
+        if not 0 < low < high or original < 1:
+            raise ConfigError(
+                f"llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, not {low} and "
+                f"{high}, and positive original_max_position_embeddings, not {original}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +86,13 @@ class LlamaConfig:
         head_dim: width of a head; None means `hidden_size / num_attention_heads`.
         rms_norm_eps: added to the mean square in RMSNorm.
         rope_theta: base of the rotary frequencies.
+        rope_scaling: how these are scaled, or None; a mapping of `RopeScaling`'s fields will do.
+        max_position_embeddings: tokens of the longest sequence that the model is meant for. It
+            limits nothing: there is no table of positions.
         initializer_range: standard deviation of fresh weights.
         tie_word_embeddings: whether the output projection is the embedding table.
+        bos_token_id: the token before a text, where known.
+        eos_token_id: the token, or tokens, that end a text, where known.
         scan_layers: whether the layers' parameters are stacked and run by one `jax.lax.scan`
             (short programs, quick compilation) or kept apart and unrolled (faster steps).
         remat: whether a layer's activations are recomputed in the backward pass from the layer's
@@ -55,22 +113,36 @@ class LlamaConfig:
     head_dim: int | None = None
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = 4096
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
     scan_layers: bool = True
     remat: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        self._normalize()
         self._check_positive()
         self._check_heads()
         for field in ("dtype", "param_dtype"):
             if getattr(self, field) not in DTYPES:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {DTYPES}")
 
+    def _normalize(self) -> None:
+        """What JSON makes of a scaling and a tuple becomes these again."""
+        if isinstance(self.rope_scaling, Mapping):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        if isinstance(self.eos_token_id, list):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+
     def _check_positive(self) -> None:
         for field in dataclasses.fields(self):
+            if field.name.endswith("_token_id"):
+                continue
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ConfigError(f"{field.name} must be positive, not {value}")
@@ -159,6 +231,64 @@ class LlamaConfig:
         return 6.0 * (parameters - looked_up) + 6.0 * attention
 
 
+# Named configurations
+
+_LLAMA2_7B = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=4096,
+    intermediate_size=11_008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_LLAMA3_8B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    rope_theta=500_000.0,
+    max_position_embeddings=8192,
+    bos_token_id=128_000,
+    eos_token_id=128_001,
+)
+_LLAMA3_70B = dataclasses.replace(
+    _LLAMA3_8B,
+    hidden_size=8192,
+    intermediate_size=28_672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+)
+
+
+def _long(config: LlamaConfig, factor: float) -> LlamaConfig:
+    """A Llama 3 of 8192 tokens -> one of 131072."""
+    scaling = RopeScaling(
+        rope_type="llama3",
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    return dataclasses.replace(config, rope_scaling=scaling, max_position_embeddings=131_072)
+
+
+def _small(hidden_size: int, num_hidden_layers: int, heads: int, head_dim: int) -> LlamaConfig:
+    """A Llama 3.2: tied embeddings, and a smaller model's sizes."""
+    config = dataclasses.replace(
+        _LLAMA3_8B,
+        hidden_size=hidden_size,
+        intermediate_size=8192,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=heads,
+        head_dim=head_dim,
+        tie_word_embeddings=True,
+    )
+    return _long(config, factor=32.0)
+
+
 CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         "tiny": LlamaConfig(
@@ -177,28 +307,36 @@ CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
             num_attention_heads=4,
             initializer_range=0.08,
         ),
-        "llama2-7b": LlamaConfig(
-            vocab_size=32_000,
-            hidden_size=4096,
-            intermediate_size=11_008,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-        ),
-        "llama2-13b": LlamaConfig(
-            vocab_size=32_000,
+        "llama2-7b": _LLAMA2_7B,
+        "llama2-13b": dataclasses.replace(
+            _LLAMA2_7B,
             hidden_size=5120,
             intermediate_size=13_824,
             num_hidden_layers=40,
             num_attention_heads=40,
         ),
-        "llama2-70b": LlamaConfig(
-            vocab_size=32_000,
+        "llama2-70b": dataclasses.replace(
+            _LLAMA2_7B,
             hidden_size=8192,
             intermediate_size=28_672,
             num_hidden_layers=80,
             num_attention_heads=64,
             num_key_value_heads=8,
         ),
+        "llama3-8b": _LLAMA3_8B,
+        "llama3-70b": _LLAMA3_70B,
+        "llama3.1-8b": _long(_LLAMA3_8B, factor=8.0),
+        "llama3.1-70b": _long(_LLAMA3_70B, factor=8.0),
+        "llama3.1-405b": dataclasses.replace(
+            _long(_LLAMA3_70B, factor=8.0),
+            hidden_size=16_384,
+            intermediate_size=53_248,
+            num_hidden_layers=126,
+            num_attention_heads=128,
+        ),
+        "llama3.2-1b": _small(2048, 16, heads=32, head_dim=64),
+        "llama3.2-3b": _small(3072, 28, heads=24, head_dim=128),
+        "llama3.3-70b": _long(_LLAMA3_70B, factor=8.0),
     }
 )
 """The named configurations."""

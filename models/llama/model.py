@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.llama.config import LlamaConfig
+from models.llama.rope import rope_frequencies
 
 Params = dict[str, Any]
 """Nested dicts of arrays, under Hugging Face's names."""
@@ -267,9 +268,7 @@ def rms_norm(x_BSH: jax.Array, weight_H: jax.Array, eps: float) -> jax.Array:
 
 def rope_angles(seq_len: int, config: LlamaConfig) -> jax.Array:
     """Rotation of every position and frequency, in radians; (S, E) float32."""
-    half = config.head_width // 2
-    frequencies_E = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    return jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequencies_E
+    return jnp.arange(seq_len, dtype=jnp.float32)[:, None] * rope_frequencies(config)
 
 
 def apply_rope(x_BSND: jax.Array, angles_SE: jax.Array) -> jax.Array:

@@ -1,8 +1,9 @@
 import dataclasses
+import json
 
 import pytest
 
-from models.llama.config import CONFIGS, ConfigError, LlamaConfig, named_config
+from models.llama.config import CONFIGS, ConfigError, LlamaConfig, RopeScaling, named_config
 
 TINY = CONFIGS["tiny"]
 
@@ -38,10 +39,68 @@ def test_unknown_name_lists_the_known_ones():
         ("llama2-7b", 6_738_415_616),
         ("llama2-13b", 13_015_864_320),
         ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.1-8b", 8_030_261_248),
+        ("llama3.1-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("llama3.3-70b", 70_553_706_496),
     ],
 )
 def test_published_parameter_counts(name, count):
     assert named_config(name).parameter_count() == count
+
+
+def test_published_rotary_embeddings():
+    """As in the published config.json files."""
+    assert named_config("llama2-7b").rope_theta == 10_000
+    assert named_config("llama3-8b").rope_theta == 500_000
+    assert named_config("llama3-70b").rope_scaling is None
+    published = {
+        "rope_type": "llama3",
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    factors = {"llama3.1-405b": 8, "llama3.2-1b": 32, "llama3.2-3b": 32, "llama3.3-70b": 8}
+    for name, factor in factors.items():
+        config = named_config(name)
+        assert config.rope_scaling is not None
+        assert dataclasses.asdict(config.rope_scaling) == {**published, "factor": factor}
+        assert config.max_position_embeddings == 131_072
+    assert [named_config(f"llama3.2-{size}").head_width for size in ("1b", "3b")] == [64, 128]
+
+
+def test_a_config_survives_json():
+    config = dataclasses.replace(named_config("llama3.2-1b"), eos_token_id=(1, 2))
+    assert LlamaConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    assert hash(config) == hash(dataclasses.replace(config))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_type": "yarn", "factor": 2.0}, "rope_type 'yarn' is not supported"),
+        ({"rope_type": "linear", "factor": 0.5}, "must be at least 1, not 0.5"),
+        ({"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0}, "and nothing else"),
+        ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor and"),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 16,
+            },
+            "0 < low_freq_factor < high_freq_factor, not 4.0 and 1.0",
+        ),
+    ],
+)
+def test_bad_scalings_are_errors(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        RopeScaling(**fields)
 
 
 def test_quickstart_is_small():

@@ -1,0 +1,317 @@
+"""Hugging Face's `config.json`, read as it is and written for transformers.
+
+Such a file describes more models than ours. A key that could change what the model computes is
+honoured or is an error; only keys that are known to change nothing are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from models.llama.config import ROPE_TYPES, ConfigError, LlamaConfig, RopeScaling
+
+CONFIG_FILE = "config.json"
+
+_ASSUMED: Mapping[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+}
+"""Keys that are ours under the same name -> what transformers takes where a file is silent."""
+
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id")
+
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "architectures": (["LlamaForCausalLM"], None),
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0.0, None),
+    "pretraining_tp": (1, None),
+    "partial_rotary_factor": (1.0, None),
+    "sliding_window": (None,),
+    "quantization_config": (None,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+}
+"""Keys that change the result -> the values with which it is ours; the first one is the usual."""
+
+_RUNNING = """
+    model_type transformers_version _name_or_path name_or_path torch_dtype dtype use_cache
+    _attn_implementation attn_implementation _attn_implementation_autoset _commit_hash
+    _experts_implementation use_flash_attention_2 torchscript use_bfloat16 tf_legacy_loss
+    output_attentions output_hidden_states return_dict use_return_dict return_dict_in_generate
+    output_scores chunk_size_feed_forward is_decoder tie_encoder_decoder max_sequence_length
+    pad_token_id sep_token_id cls_token_id decoder_start_token_id tokenizer_class prefix
+    task_specific_params problem_type finetuning_task num_labels id2label label2id
+"""
+_GENERATING = """
+    max_length max_new_tokens min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty
+"""
+_HARMLESS = frozenset((_RUNNING + _GENERATING).split())
+"""Keys that change nothing in what the model computes."""
+
+
+def read_config(path: str | Path, ignore_keys: Collection[str] = ()) -> LlamaConfig:
+    """The model that a `config.json` describes; the dtypes it names are not taken over.
+
+    Args:
+        path: the file, or the folder of the checkpoint that it lies in.
+        ignore_keys: keys that this reader does not know and that may be passed over.
+
+    Raises:
+        ConfigError: no such file or no JSON object, another architecture than Llama's, or keys
+            that are unknown, ask for what is not supported, or hold the wrong kind of value.
+
+    Example:
+        >>> config = read_config("/models/Llama-3.2-1B")
+        >>> config = dataclasses.replace(config, dtype="bfloat16", scan_layers=False)
+    """
+    path = Path(path)
+    file = path / CONFIG_FILE if path.is_dir() else path
+    values = _read_object(file)
+    try:
+        return parse_config(values, ignore_keys)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def _read_object(file: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds {type(values).__name__}, not a JSON object")
+    return values
+
+
+def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -> LlamaConfig:
+    """What `read_config` makes of a file's content."""
+    _check_architecture(values)
+    _check_known(values, ignore_keys)
+    sizes = {key: _typed(key, values.get(key), default) for key, default in _ASSUMED.items()}
+    theta, scaling = _parse_rope(values)
+    return LlamaConfig(
+        **sizes,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        bos_token_id=_token_id("bos_token_id", values.get("bos_token_id", 1)),
+        eos_token_id=_token_ids(values.get("eos_token_id", 2)),
+    )
+
+
+def _check_architecture(values: Mapping[str, Any]) -> None:
+    model_type = values.get("model_type")
+    if model_type is None:
+        raise ConfigError(
+            'it has no model_type; if this is a Llama\'s config.json, add "model_type": "llama"'
+        )
+    if model_type != "llama":
+        raise ConfigError(f"model_type is {model_type!r}; only 'llama' can be built")
+    wrong = [
+        f"{key} is {json.dumps(values[key])}, not {json.dumps(supported[0])}"
+        for key, supported in _SUPPORTED.items()
+        if key in values and values[key] not in supported
+    ]
+    if wrong:
+        raise ConfigError(f"a Llama of this kind is not supported: {'; '.join(wrong)}")
+
+
+def _check_known(values: Mapping[str, Any], ignore_keys: Collection[str]) -> None:
+    known = {*_ASSUMED, *_ROPE_KEYS, *_TOKEN_KEYS, *_SUPPORTED, *_HARMLESS, *ignore_keys}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(
+            f"unknown keys {', '.join(unknown)}, which might change the model; if they do not, "
+            f"remove them, or pass --ignore_config_keys {','.join(unknown)} "
+            "(ignore_keys of read_config)"
+        )
+
+
+def _typed(key: str, value: Any, default: Any) -> Any:
+    """`value`, checked to be of the kind of the default; None and absent are the default."""
+    if value is None:
+        return default
+    if isinstance(default, bool):
+        fits, required = isinstance(value, bool), "true or false"
+    elif isinstance(default, float):
+        fits, required = isinstance(value, int | float), "a number"
+    else:
+        fits, required = isinstance(value, int), "an integer"
+    if not fits or isinstance(value, bool) != isinstance(default, bool):
+        raise ConfigError(f"{key} must be {required}, not {json.dumps(value)}")
+    return float(value) if isinstance(default, float) else value
+
+
+def _token_id(key: str, value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{key} must be a token id or null, not {json.dumps(value)}")
+
+
+def _token_ids(value: Any) -> int | tuple[int, ...] | None:
+    if not isinstance(value, list):
+        return _token_id("eos_token_id", value)
+    ids = (_token_id("eos_token_id", item) for item in value)
+    return tuple(item for item in ids if item is not None)
+
+
+# Rotary embeddings
+
+
+def _parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling); `rope_scaling` beside `rope_theta` is the older way to write it."""
+    found = {
+        key: _parse_rope_entry(key, values[key], values)
+        for key in ("rope_scaling", "rope_parameters")
+        if values.get(key)
+    }
+    if len(set(found.values())) > 1:
+        raise ConfigError("rope_scaling and rope_parameters disagree; remove one of them")
+    if found:
+        return next(iter(found.values()))
+    return _typed("rope_theta", values.get("rope_theta"), 10_000.0), None
+
+
+def _parse_rope_entry(
+    key: str, entry: Any, values: Mapping[str, Any]
+) -> tuple[float, RopeScaling | None]:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{key} must be an object or null, not {json.dumps(entry)}")
+    rope_type = entry.get("rope_type", entry.get("type", "default"))
+    if rope_type not in ("default", *ROPE_TYPES):
+        raise ConfigError(
+            f"rope_type {json.dumps(rope_type)} of {key} is not supported; "
+            f"default, {' and '.join(ROPE_TYPES)} are"
+        )
+    _check_rope_keys(key, rope_type, entry)
+    return _theta(key, entry, values), _scaling(key, rope_type, entry, values)
+
+
+def _check_rope_keys(key: str, rope_type: str, entry: Mapping[str, Any]) -> None:
+    # transformers reads the original length for llama3 alone, but it stands with others too.
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
+    known |= {"original_max_position_embeddings"}
+    if rope_type == "llama3":
+        known |= {"low_freq_factor", "high_freq_factor"}
+    unknown = sorted(set(entry) - known)
+    if unknown:
+        raise ConfigError(f"{key} has keys that {rope_type} scaling lacks: {', '.join(unknown)}")
+    if entry.get("partial_rotary_factor") not in (None, 1.0):
+        raise ConfigError(f"partial_rotary_factor of {key} must be 1: whole heads are rotated")
+
+
+def _scaling(
+    key: str, rope_type: str, entry: Mapping[str, Any], values: Mapping[str, Any]
+) -> RopeScaling | None:
+    factor, low, high = (
+        _typed(f"{name} of {key}", entry.get(name), 0.0)
+        for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    if rope_type == "default":
+        if factor not in (0.0, 1.0):
+            raise ConfigError(f"{key} has a factor, {factor}, but no rope_type to apply it")
+        return None
+    if not factor:
+        raise ConfigError(f"{key} of type {rope_type} has no factor")
+    if rope_type == "linear":
+        return RopeScaling(rope_type="linear", factor=factor)
+    return RopeScaling(
+        rope_type="llama3",
+        factor=factor,
+        low_freq_factor=low or None,
+        high_freq_factor=high or None,
+        original_max_position_embeddings=_original_length(entry, values),
+    )
+
+
+def _theta(key: str, entry: Mapping[str, Any], values: Mapping[str, Any]) -> float:
+    outer: float = _typed("rope_theta", values.get("rope_theta"), 10_000.0)
+    inner: float = _typed(f"rope_theta of {key}", entry.get("rope_theta"), outer)
+    if inner != outer and values.get("rope_theta") is not None:
+        raise ConfigError(f"rope_theta is {outer}, and {inner} in {key}; remove one of them")
+    return inner
+
+
+def _original_length(entry: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+    """Where transformers looks for it, in its order."""
+    name = "original_max_position_embeddings"
+    places = (values.get(name), entry.get(name), values.get("max_position_embeddings"))
+    found = next((place for place in places if place is not None), None)
+    length: int = _typed(name, found, _ASSUMED["max_position_embeddings"])
+    return length
+
+
+# Writing
+
+
+def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
+    """The content of a `config.json` that every transformers since 4.43 reads.
+
+    Args:
+        config: the model.
+        dtype: what its weights are stored in.
+
+    Raises:
+        ConfigError: a model that transformers refuses.
+    """
+    if config.hidden_size % config.num_attention_heads:
+        raise ConfigError(
+            f"transformers refuses a hidden_size, {config.hidden_size}, that is no multiple of "
+            f"num_attention_heads, {config.num_attention_heads}"
+        )
+    own = {key: getattr(config, key) for key in _ASSUMED}
+    eos = config.eos_token_id
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **own,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _scaling_to_hf(config.rope_scaling),
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if scaling.rope_type == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+    }

@@ -1,0 +1,255 @@
+"""Folders of safetensors as Hugging Face lays them out: slices read, tensors streamed out.
+
+A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which says
+in which one a tensor lies. Files are mapped, so that a slice costs its own bytes and no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+Array = npt.NDArray[Any]
+Index = tuple[slice, ...]
+
+DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
+    {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+)
+"""numpy's name of a dtype that is written -> safetensors' name."""
+
+FLOAT_NAMES = ("F64", *DTYPE_NAMES.values())
+"""safetensors' names of the dtypes that are read."""
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be read, do not fit the model, or cannot be written."""
+
+
+# Reading
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies, and what it is; `dtype` is safetensors' name."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """An open folder: every tensor in it, and the mapped files."""
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    _files: Mapping[Path, Any]
+
+    def read(self, name: str, index: Index) -> Array:
+        """A slice of a tensor, in the dtype of the file.
+
+        Args:
+            name: one of `tensors`.
+            index: one slice for each dim, with start and stop.
+        """
+        try:
+            return read_slice(self._files[self.tensors[name].file], name, index)
+        except (SafetensorError, OSError) as error:
+            file = self.tensors[name].file
+            raise WeightsError(f"{file}: {name} cannot be read: {error}") from None
+
+
+def read_slice(file: Any, name: str, index: Index) -> Array:
+    """Every byte of a tensor that is read comes through here."""
+    array: Array = file.get_slice(name)[index]
+    return array
+
+
+@contextlib.contextmanager
+def open_folder(path: str | Path) -> Iterator[Folder]:
+    """The tensors of a folder; its headers are read and its sizes checked, no more.
+
+    Raises:
+        WeightsError: no safetensors there, an index that is broken, names files outside of the
+            folder or disagrees with them, or a file that is truncated or no safetensors file.
+    """
+    path = Path(path)
+    listed = _listed_files(path)
+    with contextlib.ExitStack() as stack:
+        files = {path / name: _open_file(path / name, stack) for name in listed}
+        tensors = {
+            tensor: stored
+            for file, names in ((path / name, names) for name, names in listed.items())
+            for tensor, stored in _stored(file, files[file], names).items()
+        }
+        yield Folder(path, MappingProxyType(tensors), MappingProxyType(files))
+
+
+def _listed_files(path: Path) -> dict[str, set[str] | None]:
+    """File name -> names of its tensors, or None where no index says which."""
+    if not path.is_dir():
+        raise WeightsError(f"{path} is no folder; name one that holds {SINGLE_FILE}")
+    if (path / INDEX_FILE).exists():
+        return _read_index(path / INDEX_FILE)
+    if (path / SINGLE_FILE).exists():
+        return {SINGLE_FILE: None}
+    hint = "download the whole checkpoint"
+    if any(path.glob("*.bin")) or any(path.glob("*.pth")):
+        hint = "convert its pickled weights with transformers' save_pretrained"
+    raise WeightsError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {hint}")
+
+
+def _read_index(file: Path) -> dict[str, set[str] | None]:
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{file} cannot be read: {error}") from None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{file} has no weight_map from tensors to files")
+    listed: dict[str, set[str] | None] = {}
+    for tensor, name in weight_map.items():
+        # The index came with the weights: it must not make us open files elsewhere.
+        if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+            raise WeightsError(
+                f"{file} says that {tensor} lies in {name!r}, which is no file of the folder itself"
+            )
+        names = listed.setdefault(name, set())
+        assert names is not None
+        names.add(tensor)
+    return listed
+
+
+def _open_file(file: Path, stack: contextlib.ExitStack) -> Any:
+    if not file.is_file():
+        raise WeightsError(f"{file} is missing, and {INDEX_FILE} names it; download it again")
+    try:
+        return stack.enter_context(safe_open(file, framework="np"))
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(
+            f"{file} is truncated or no safetensors file ({error}); download it again"
+        ) from None
+
+
+def _stored(file: Path, opened: Any, listed: set[str] | None) -> dict[str, StoredTensor]:
+    names = set(opened.keys())
+    if listed is not None and names != listed:
+        differing = sorted(names ^ listed)
+        raise WeightsError(
+            f"{file} and {INDEX_FILE} disagree about {shortened(differing)}; download both again"
+        )
+    slices = {name: opened.get_slice(name) for name in sorted(names)}
+    return {
+        name: StoredTensor(file, tuple(entry.get_shape()), entry.get_dtype())
+        for name, entry in slices.items()
+    }
+
+
+def shortened(items: Sequence[str], most: int = 5) -> str:
+    """The first few items and how many more there are."""
+    rest = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + rest
+
+
+# Writing
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: its name, shape and numpy's name of its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * (4 if self.dtype == "float32" else 2)
+
+
+def plan_files(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
+    """File name -> its tensors, in order, at most `max_bytes` of them or a single larger one."""
+    groups: list[list[Entry]] = [[]]
+    for entry in entries:
+        if groups[-1] and sum(e.nbytes for e in groups[-1]) + entry.nbytes > max_bytes:
+            groups.append([])
+        groups[-1].append(entry)
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    return {
+        f"model-{number:05}-of-{len(groups):05}.safetensors": group
+        for number, group in enumerate(groups, start=1)
+    }
+
+
+def write_files(folder: Path, plan: Mapping[str, Sequence[Entry]], arrays: Iterator[Array]) -> None:
+    """Write tensors as they come, one in memory at a time, and the index if there are several.
+
+    safetensors' own writers take the whole file's tensors at once, so the format (the header's
+    length, the header, the data) is written here.
+
+    Args:
+        folder: an existing folder.
+        plan: as from `plan_files`.
+        arrays: one for each entry, in the order of the plan.
+
+    Raises:
+        OSError: the disk is full, for one.
+    """
+    for name, entries in plan.items():
+        with (folder / name).open("wb") as file:
+            file.write(_header(entries))
+            for entry in entries:
+                array = next(arrays)
+                assert (array.shape, array.dtype.name) == (entry.shape, entry.dtype), entry
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+    if len(plan) > 1:
+        write_json(folder / INDEX_FILE, _index(plan))
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """An object as indented JSON."""
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _header(entries: Iterable[Entry]) -> bytes:
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        content[entry.name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _index(plan: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+    entries = [entry for group in plan.values() for entry in group]
+    return {
+        "metadata": {
+            "total_parameters": sum(math.prod(entry.shape) for entry in entries),
+            "total_size": sum(entry.nbytes for entry in entries),
+        },
+        "weight_map": {entry.name: file for file, group in plan.items() for entry in group},
+    }

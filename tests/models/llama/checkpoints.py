@@ -1,0 +1,108 @@
+"""Tiny checkpoints that transformers itself writes, and what transformers computes with them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LONG = 48
+"""Tokens of a sequence: three times what the scaled variants were "pretrained" with."""
+
+TOKENS_BS = np.random.default_rng(0).integers(3, 128, (4, LONG)).astype(np.int32)
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "heads": {},
+    "grouped": {"num_key_value_heads": 2},
+    "llama3": {
+        "num_key_value_heads": 2,
+        "rope_parameters": _LLAMA3,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "bos_token_id": 126,
+        "eos_token_id": [126, 127],
+    },
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}},
+    "head_dim": {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5},
+}
+"""Name -> what differs from a small Llama 2."""
+
+SHARDED = "grouped"
+"""The variant that is written in several files."""
+
+
+def write(variant: str, folder: Path, **changes: Any) -> None:
+    """Write a variant with transformers."""
+    torch, transformers = _torch(), _transformers()
+    torch.manual_seed(0)
+    given = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        # Large, so that logits are far from equal and every weight matters.
+        "initializer_range": 0.3,
+        **VARIANTS[variant],
+        **changes,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**given))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    size = "20KB" if variant == SHARDED else "5GB"
+    model.save_pretrained(folder, max_shard_size=size)
+
+
+@functools.cache
+def theirs(folder: Path) -> Any:
+    """transformers' model of a folder, in float32."""
+    torch, transformers = _torch(), _transformers()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def their_logits(folder: Path) -> np.ndarray:
+    """transformers' logits (B, S, V) of `TOKENS_BS`."""
+    torch = _torch()
+    with torch.no_grad():
+        return theirs(folder)(torch.tensor(TOKENS_BS, dtype=torch.long)).logits.numpy()
+
+
+def their_continuation(folder: Path, prompt: list[int], tokens: int) -> list[int]:
+    """transformers' greedy continuation, whatever ends a text."""
+    torch, transformers = _torch(), _transformers()
+    settings = transformers.GenerationConfig(
+        max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=-1
+    )
+    with torch.no_grad():
+        ids = theirs(folder).generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            generation_config=settings,
+        )
+    return ids[0, len(prompt) :].tolist()
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _transformers() -> Any:
+    import transformers
+
+    return transformers
