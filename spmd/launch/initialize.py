@@ -10,10 +10,11 @@ import os
 import platform
 import signal
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import jax
-import jaxlib
+
 
 from spmd.errors import LaunchError
 from spmd.launch.agree import digest
@@ -73,7 +74,7 @@ def initialize(
         different versions, or jax has used its devices already.
 
     Example:
-      >>> spmd.initialize()   # the same line on a laptop, under `scripts/launch`, Slurm, on TPU pods
+      >>> spmd.initialize()   # the same line on a laptop, under Slurm, on a TPU pod
     """
     global _joined
     given = Place(coordinator_address, num_processes, process_id, _ids(local_device_ids))
@@ -100,7 +101,7 @@ def versions() -> dict[str, str]:
     return {
         "version of Python": platform.python_version(),
         "version of jax": jax.__version__,
-        "version of jaxlib": jaxlib.__version__,
+        "version of jaxlib": metadata.version("jaxlib"),
         "sources of spmd (hash)": _sources(),
     }
 
@@ -204,7 +205,7 @@ def _join(place: Place, timeout_s: float, heartbeat_timeout_s: float) -> None:
     _check_early()
     assert place.coordinator and place.processes is not None and place.process is not None
     meet(Seat(place.coordinator, place.processes, place.process), versions(), timeout_s)
-    if jax.config.jax_cpu_collectives_implementation != "mpi":
+    if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "mpi":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     on_term = signal.getsignal(signal.SIGTERM)
     try:

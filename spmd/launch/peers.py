@@ -1,8 +1,8 @@
 """Peers: processes of one job stop together, and say why.
 
-A process that dies leaves the others inside collectives that never end. So each one leaves a sign of
-life in the store; process 0 looks at all of them and passes a verdict that everyone else reads. A
-process that fails passes the verdict itself. Whoever reads one prints it and exits with
+A process that dies leaves the others inside collectives that never end. So each one leaves signs
+of life in the store; process 0 looks at all of them and passes a verdict that everyone else reads.
+A process that fails passes the verdict itself. Whoever reads one prints it and exits with
 `EXIT_PEER_LOST`, from a thread: the main thread may hang inside a collective.
 
 If process 0 dies the store dies with it, and jax's client aborts within milliseconds; `Abort` turns

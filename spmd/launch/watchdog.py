@@ -51,9 +51,9 @@ class Mark(NamedTuple):
 class Watchdog:
     """Ends a run that makes no progress, after writing down what every process was doing.
 
-    Each process writes `process-<number>.txt` into the folder: why, the last finished step, the last
-    marks and the stack of every thread. With several processes one that hangs makes all of them
-    write, and they stop together.
+    Each process writes `process-<number>.txt` into the folder: why, the last finished step, the
+    last marks and the stack of every thread. With several processes one that hangs makes all of
+    them write, and they stop together.
 
     Args:
       timeout_s: seconds between beats that are too many.
