@@ -122,6 +122,7 @@ def _add_slurm(parser: argparse.ArgumentParser) -> None:
     add("--output", default="%x-%j.out", help="file of the output (default %%x-%%j.out)")
     add("--image", help="container image, for srun's container plugin")
     add("--requeue", action="store_true", help="queue again after preemption and saved SIGTERM")
+    add("--exclusive", action="store_true", help="no other job on its nodes")
     add("--warn_s", type=int, default=120, metavar="SECONDS", help="SIGTERM before the time's end")
 
 
@@ -187,6 +188,7 @@ def launch_slurm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
         flags.output,
         flags.image,
         flags.requeue,
+        flags.exclusive,
         flags.warn_s,
     )
     return hand_over(["sbatch"], flags.dry_run, slurm_script(make_job(flags, command), slurm))

@@ -8,10 +8,12 @@ Examples:
     python scripts/train_llama.py --mesh data=4,model=2
     python scripts/train_llama.py --model llama2-7b --mesh data=8 --noscan --seq_len 4096 \
         --global_batch 16 --data '/corpus/*.txt' --report report.html
+    scripts/launch local --processes 2 --devices_per_process 4 -- python scripts/train_llama.py
 """
 
 import dataclasses
 import functools
+import hashlib
 import math
 import os
 import sys
@@ -54,6 +56,7 @@ from models.training.optimizer import (
     default_learning_rate,
     make_optimizer,
 )
+from spmd import launch
 
 PROMPT = "def "
 SAMPLE_TOKENS = 200
@@ -137,6 +140,7 @@ def pick_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Sequence[An
     """
     needed = math.prod(axes.values())
     if needed <= len(devices):
+        _check_every_process_computes(axes, devices, devices[:needed])
         return devices[:needed]
     raise UsageError(
         f"--mesh: {format_axes(axes)} needs {needed} devices, and {len(devices)} of the kind "
@@ -144,6 +148,17 @@ def pick_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Sequence[An
         "virtual CPU devices, set JAX_PLATFORMS=cpu "
         f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
     )
+
+
+def _check_every_process_computes(
+    axes: Mapping[str, int], devices: Sequence[Any], used: Sequence[Any]
+) -> None:
+    idle = {d.process_index for d in devices} - {d.process_index for d in used}
+    if idle:
+        raise UsageError(
+            f"--mesh: {format_axes(axes)} leaves process {min(idle)} without a device: there are "
+            f"{len(devices)} in all; give a larger mesh or start fewer processes"
+        )
 
 
 def format_axes(axes: Mapping[str, int]) -> str:
@@ -199,8 +214,21 @@ def make_run() -> Run:
         or default_learning_rate(_OPTIMIZER.value, config.parameter_count()),
     )
     train_data, held_out_data = load_data()
+    check_same_run(train_data)
     mesh = spmd.make_mesh(devices=devices, **axes)
     return Run(config, optimizer, mesh, train_data, held_out_data)
+
+
+def check_same_run(train_data: data.TokenWindows) -> None:
+    """With several processes: all have the same flags and read the same text."""
+    own = (_REPORT.name, _LOG_JSONL.name)  # written by one process
+    values = {
+        f"--{flag.name}": str(flag.value)
+        for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+        if flag.name not in own
+    }
+    text = hashlib.sha256(train_data.tokens.tobytes()).hexdigest()[:12]
+    launch.check_same({**values, "training text (hash)": text})
 
 
 def load_data() -> tuple[data.TokenWindows, data.TokenWindows]:
@@ -277,7 +305,7 @@ def train_model(
         cost=cost,
         console=console,
         log_every=max(1, _STEPS.value // 20),
-        jsonl=Path(_LOG_JSONL.value) if _LOG_JSONL.value else None,
+        jsonl=Path(_LOG_JSONL.value) if _LOG_JSONL.value and launch.is_main_process() else None,
     )
 
 
@@ -296,7 +324,7 @@ def held_out_loss(run: Run, params: Any) -> float:
 def sample_text(run: Run, params: Any) -> str:
     """The model's continuation of `PROMPT`."""
     window = _SEQ_LEN.value
-    step = spmd.jit(make_next_logits(run.config), mesh=run.mesh)
+    step = spmd.jit(make_next_logits(run.config), mesh=run.mesh, out_specs=(None,))
     next_logits = step.compile(params, np.zeros((1, window), np.int32), np.int32(0))
     tokens = generate(
         next_logits,
@@ -354,7 +382,9 @@ def print_result(records: list[Record], held_out: float, console: Console) -> No
 
 def run_training() -> None:
     """Everything that the flags ask for, in order."""
-    console = Console(markup=False, highlight=False, soft_wrap=True)
+    spmd.initialize()
+    is_main = launch.is_main_process()
+    console = Console(markup=False, highlight=False, soft_wrap=True, quiet=not is_main)
     run = make_run()
     print_run(run, console)
     programs = compile_step(run)
@@ -362,19 +392,20 @@ def run_training() -> None:
     state, records = train_model(run, programs.step, init_state(run, programs.step), console)
     print_result(records, held_out_loss(run, state.params), console)
     console.print(f"--- a sample\n{sample_text(run, state.params)}\n---")
-    if _REPORT.value:
+    if _REPORT.value and is_main:
         programs.step.report(_REPORT.value)
         console.print(f"report: {Path(_REPORT.value).absolute()}")
 
 
 def main(argv: Sequence[str]) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
-    try:
-        if len(argv) > 1:
-            raise UsageError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
-        run_training()
-    except (UsageError, ConfigError, data.DataError, TrainingError, spmd.SpmdError) as error:
-        sys.exit(f"error: {error}")
+    with launch.stopping_peers():
+        try:
+            if len(argv) > 1:
+                raise UsageError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
+            run_training()
+        except (UsageError, ConfigError, data.DataError, TrainingError, spmd.SpmdError) as error:
+            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import jax
 
-
 from spmd.errors import LaunchError
 from spmd.launch.agree import digest
 from spmd.launch.meet import Seat, meet

@@ -26,6 +26,7 @@ class Slurm:
       container: image for the container plugin (`srun --container-image`).
       requeue: queue again after preemption: by Slurm, and when a process ends with
         `EXIT_PREEMPTED` because it saved its state on SIGTERM.
+      exclusive: no other job on its nodes.
       warn_s: how many seconds before its end the job gets SIGTERM; 0 for not at all.
     """
 
@@ -39,6 +40,7 @@ class Slurm:
     output: str = "%x-%j.out"
     container: str | None = None
     requeue: bool = False
+    exclusive: bool = False
     warn_s: int = 120
 
 
@@ -90,7 +92,9 @@ def _options(job: Job, slurm: Slurm) -> list[str]:
         "signal": f"TERM@{slurm.warn_s}" if slurm.warn_s else None,
     }
     options = [f"{k}={_word(k, str(v))}" for k, v in given.items() if v is not None]
-    return [*options, "exclusive", "requeue" if slurm.requeue else "no-requeue"]
+    if slurm.exclusive:
+        options.append("exclusive")
+    return [*options, "requeue" if slurm.requeue else "no-requeue"]
 
 
 def _word(option: str, value: str) -> str:
