@@ -36,11 +36,12 @@ ENV_PROCESS = "JAX_PROCESS_ID"
 ENV_DEVICES = "JAX_LOCAL_DEVICE_IDS"
 
 RANKS = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("PMI_SIZE", "PMI_RANK"),
-    ("SLURM_NTASKS", "SLURM_PROCID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+    ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 )
-"""(number of processes, this process) as engines name them, beside a given coordinator."""
+"""How engines name the number of processes, this one's number and its number on its machine. Beside
+a given coordinator they say the rest; as in jax's own detection each process then has one GPU."""
 
 _joined: Place | None = None
 
@@ -135,10 +136,14 @@ def _with_environment(given: Place, env: Mapping[str, str]) -> Place:
         devices = tuple(_number(ENV_DEVICES, text) for text in env[ENV_DEVICES].split(","))
     processes = _first(given.processes, _from(env, ENV_PROCESSES))
     process = _first(given.process, _from(env, ENV_PROCESS))
-    for size, rank in RANKS if coordinator is not None else ():
+    if coordinator is None or process is not None:
+        return Place(coordinator, processes, process, devices)
+    for size, rank, local in RANKS:
         if size in env and rank in env:
-            processes = _first(processes, _from(env, size))
-            process = _first(process, _from(env, rank))
+            processes, process = _first(processes, _from(env, size)), _from(env, rank)
+            number = _from(env, local)
+            devices = devices or (None if number is None else (number,))
+            break
     return Place(coordinator, processes, process, devices)
 
 

@@ -185,6 +185,7 @@ class _Run:
         self.kill_at: float | None = None
         self.last: list[deque[str]] = [deque(maxlen=LAST_LINES) for _ in range(job.processes)]
         self.ended: list[Ended] = []
+        self.printing = threading.Lock()
         common = {
             **os.environ,
             **job.env,
@@ -223,10 +224,13 @@ class _Run:
 
     def _read(self, process: int, lines: IO[str] | None) -> None:
         width = len(str(self.job.processes - 1))
-        for line in lines or ():
-            text = line.rstrip("\n")
-            self.last[process].append(text)
-            print(f"[{process:>{width}}] {text}", flush=True)
+        assert lines is not None
+        with lines:
+            for line in lines:
+                text = line.rstrip("\n")
+                self.last[process].append(text)
+                with self.printing:
+                    print(f"[{process:>{width}}] {text}", flush=True)
 
     def _collect(self) -> None:
         for process, started in list(self.running.items()):

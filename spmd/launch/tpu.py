@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from spmd.errors import LaunchError
 from spmd.launch.job import Job, exports
@@ -43,8 +44,7 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class TpuSlice:
+class TpuSlice(NamedTuple):
     """A slice: `v5e-16` has topology 4x4 on 4 hosts of 4 chips."""
 
     name: str

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import spmd
-from spmd.launch.initialize import find_place, initialize, versions
+from spmd.launch.initialize import RANKS, find_place, initialize, versions
 from spmd.launch.store import Place
 
 
@@ -35,13 +35,13 @@ def test_arguments_go_first():
     assert place(Place("b:2", 8, 0), **OURS) == Place("b:2", 8, 0)
 
 
-@pytest.mark.parametrize(
-    ("size", "rank"),
-    [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")],
-)
-def test_mpi_numbers_the_processes(size: str, rank: str):
-    found = place(**{"JAX_COORDINATOR_ADDRESS": "a:1", size: "4", rank: "3"})
-    assert found == Place("a:1", 4, 3, None)
+@pytest.mark.parametrize(("size", "rank", "local"), RANKS)
+def test_engines_number_the_processes(size: str, rank: str, local: str):
+    env = {"JAX_COORDINATOR_ADDRESS": "a:1", size: "4", rank: "3"}
+    assert place(**env) == Place("a:1", 4, 3, None)
+    assert place(**env, **{local: "1"}) == Place("a:1", 4, 3, (1,))
+    every = {"JAX_LOCAL_DEVICE_IDS": "0,1,2,3"}
+    assert place(**env, **{local: "0"}, **every) == Place("a:1", 4, 3, (0, 1, 2, 3))
 
 
 def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch):
