@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 from spmd.errors import LaunchError
-from spmd.launch.agree import digest
+from spmd.launch.agree import check_same, digest
 from spmd.launch.meet import Seat, meet
 from spmd.launch.peers import Peers, watch_peers
 from spmd.launch.store import (
@@ -81,19 +81,20 @@ def initialize(
     if _joined is not None:
         _check_again(given, _joined)
         return
-    place = find_place(given, os.environ, timeout_s)
-    if place is None:
-        return
-    _check_place(place)
-    if not jax.distributed.is_initialized():
+    is_joined = jax.distributed.is_initialized()  # by the caller: then this adds what jax lacks
+    if not is_joined:
+        place = find_place(given, os.environ, timeout_s)
+        if place is None:
+            return
+        _check_place(place)
         _join(place, timeout_s, heartbeat_timeout_s)
-    _joined = place
-    store = job_store()
+    store, (process, processes) = job_store(), this_process()
+    _joined = Place(connected_to(), processes, process)
     if store is None:
         return
-    process, processes = this_process()
-    address = connected_to() or str(place.coordinator)
-    watch_peers(Peers(store, process, processes, heartbeat_timeout_s, address))
+    watch_peers(Peers(store, process, processes, heartbeat_timeout_s, str(connected_to())))
+    if is_joined:
+        check_same(versions(), label="versions", timeout_s=timeout_s)
 
 
 def versions() -> dict[str, str]:

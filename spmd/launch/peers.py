@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from spmd.launch.exit_codes import EXIT_PEER_LOST
+from spmd.launch.stop import StopVote
 from spmd.launch.store import Store
 
 VERDICT = "verdict"
@@ -95,6 +96,7 @@ class Peers:
         self.coordinator = coordinator
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
+        self.vote = StopVote(store, process, processes)
         self._sign = LEFT
         self._contact = time.monotonic()
         self._leaving = threading.Event()
@@ -129,6 +131,7 @@ class Peers:
             silent = signs.silent(time.monotonic(), found)
             if silent:
                 self.store.claim(VERDICT, describe_silent(silent))
+        self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
         return verdict
@@ -218,6 +221,23 @@ def fail_peers(why: str, code: int = 1) -> None:
     """Tells the other processes that this one fails; nothing where there are none."""
     if _peers is not None:
         _peers.fail(why, code)
+
+
+def stop_agreed(step: int, wanted: bool) -> bool:
+    """Whether all processes stop before this step; every process asks before every step.
+
+    SIGTERM reaches processes at different steps, and some not at all, but a checkpoint is saved by
+    all together. True from the same step on everywhere, soon after `wanted` was true anywhere.
+
+    Args:
+      step: the step that would be next.
+      wanted: whether this process was asked to stop, by a signal.
+
+    Example:
+      >>> while step < steps and not stop_agreed(step, wanted=got_sigterm.is_set()):
+      ...     state = train_step(state)
+    """
+    return wanted if _peers is None else _peers.vote.reached(step, wanted)
 
 
 @contextlib.contextmanager

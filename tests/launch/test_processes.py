@@ -156,10 +156,10 @@ def grieve(victim: int, how: str, folder: Path) -> Outcome:
         started[1 - victim].wait(timeout=60)
         seconds = time.monotonic() - ended
     finally:
-        for process in started:
-            process.kill()
+        for each in started:
+            each.kill()
     outputs = [(folder / f"{process}.log").read_text() for process in range(2)]
-    return Outcome([process.returncode for process in started], outputs, seconds)
+    return Outcome([each.returncode for each in started], outputs, seconds)
 
 
 @pytest.mark.parametrize(
