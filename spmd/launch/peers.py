@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
-from spmd.launch.exit_codes import EXIT_PEER_LOST
+from spmd.launch.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.stop import StopVote
 from spmd.launch.store import Store
 
@@ -255,7 +255,7 @@ def stopping_peers() -> Iterator[None]:
         yield
     except SystemExit as error:
         code = error.code
-        if code not in (None, 0):
+        if code not in (None, 0, EXIT_PREEMPTED):  # a saved state is no failure: all end so
             fail_peers(str(code), code if isinstance(code, int) else 1)
         raise
 

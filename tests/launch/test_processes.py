@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.launch import EXIT_HUNG, EXIT_PEER_LOST
+from spmd.launch import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.local import free_port, with_device_count
 from tests.launch.programs import train
 
@@ -183,6 +183,13 @@ def test_stops_when_another_exits_with_an_error(tmp_path: Path):
     assert outcome.codes == [1, EXIT_PEER_LOST], outcome.outputs
     last = outcome.outputs[1].splitlines()[-1]
     assert last == "error: process 1 of 2 stops: process 0 failed: error: no such file"
+
+
+def test_all_stop_at_one_step_when_one_gets_sigterm(tmp_path: Path):
+    outcome = grieve(1, "term", tmp_path)
+    assert outcome.codes == [EXIT_PREEMPTED, EXIT_PREEMPTED], outcome.outputs
+    steps = [re.findall(r"stopped before step (\d+)", text) for text in outcome.outputs]
+    assert steps[0] == steps[1] and int(steps[0][0]) > 3, outcome.outputs
 
 
 @pytest.mark.heavy
