@@ -1,6 +1,6 @@
 """Steps without end, each a sum over all devices; one process comes to grief after some.
 
-Arguments: the process, what happens to it (kill, raise, exit, hang, term), and a folder for a watchdog.
+Arguments: the process, what happens to it (kill, raise, exit, hang, term), a folder for a watchdog.
 """
 
 import os
