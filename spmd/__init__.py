@@ -14,6 +14,7 @@ from spmd.auto import AutoSharding, auto
 from spmd.errors import (
     ArgumentError,
     FrontendError,
+    LaunchError,
     LegalityError,
     MeshError,
     PlanError,
@@ -21,6 +22,7 @@ from spmd.errors import (
     SpmdError,
     UnsupportedOpError,
 )
+from spmd.launch.initialize import initialize
 from spmd.lowering.register import register_rule
 from spmd.mesh.mesh import HybridMesh, Mesh, make_mesh
 from spmd.mesh.spec import OPEN
@@ -35,6 +37,7 @@ __all__ = [
     "FrontendError",
     "HybridMesh",
     "Jitted",
+    "LaunchError",
     "LegalityError",
     "Lowered",
     "Mesh",
@@ -47,6 +50,7 @@ __all__ = [
     "UnsupportedOpError",
     "auto",
     "compile_stablehlo",
+    "initialize",
     "jit",
     "lower_stablehlo",
     "make_mesh",

@@ -25,6 +25,7 @@ from spmd.frontend.import_stablehlo import boundary_names, parse_module, signatu
 from spmd.frontend.marks import Entries
 from spmd.frontend.trace import mark_uneven, seen_meshes, trace
 from spmd.ir.text import format_program
+from spmd.launch.agree import check_same_program, digest
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.execute import executable
 from spmd.lowering.partition import Partitioned
@@ -606,6 +607,8 @@ class Compiled(Lowered):
         given = self.given_mesh
         is_other = isinstance(given, jax.sharding.Mesh) and given != self._jax_mesh
         self._given = given if is_other else None
+        if not self._is_ahead:
+            self._check_processes()
         jitted = executable(partitioned, self.stages.emitted, self.donated, devices)
         types = self.stages.imported.program.types
         structs = [
@@ -659,6 +662,17 @@ class Compiled(Lowered):
             self.out_tree,
             [_wrap_key(r, s) for r, s in zip(results, self.out_structs, strict=True)],
         )
+
+    def _check_processes(self) -> None:
+        """Every process of the mesh has this program: a collective of two programs hangs."""
+        optimized = self.stages.optimized
+        more = {
+            "shardings": digest(f"{optimized.arguments} {optimized.results}"),
+            "donated arguments": str(self.donated),
+            **{f"compiler option {k}": str(v) for k, v in self.options.compiler_options.items()},
+        }
+        name = self.stages.imported.program.name
+        check_same_program(name, self.stages.emitted, self.mesh, self._jax_mesh, more)
 
     def _check_here(self) -> None:
         if self._is_ahead:

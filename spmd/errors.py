@@ -74,5 +74,9 @@ class ArgumentError(SpmdError):
     """Arguments that do not match what was compiled."""
 
 
+class LaunchError(SpmdError):
+    """Processes of one job that cannot come together, or that are not about to do the same."""
+
+
 class LegalityError(SpmdError):
     """A stage broke its contract: a bug in `spmd`, never the user's fault."""

@@ -1,1 +1,19 @@
+"""Jobs of several processes: joining, agreeing, stopping together; launchers and a watchdog."""
 
+from spmd.launch.agree import check_same
+from spmd.launch.exit_codes import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED
+from spmd.launch.initialize import initialize, is_main_process
+from spmd.launch.peers import stop_agreed, stopping_peers
+from spmd.launch.watchdog import Watchdog
+
+__all__ = [
+    "EXIT_HUNG",
+    "EXIT_PEER_LOST",
+    "EXIT_PREEMPTED",
+    "Watchdog",
+    "check_same",
+    "initialize",
+    "is_main_process",
+    "stop_agreed",
+    "stopping_peers",
+]

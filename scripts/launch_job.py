@@ -1,0 +1,290 @@
+"""Starts a program as several processes of one job: on this machine, or by an engine.
+
+The program calls `spmd.initialize()` first and is otherwise the same everywhere. Engines are
+Slurm (`sbatch`), Kubernetes (a JobSet, `kubectl`), TPU VMs (`gcloud`) and MPI (`mpirun`);
+`--dry-run` prints what would be handed to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from spmd.errors import LaunchError
+from spmd.launch.job import COORDINATOR_PORT, Job, parse_env
+from spmd.launch.jobset import JobSet, jobset_yaml
+from spmd.launch.local import LocalJob, run_local
+from spmd.launch.mpi import mpi_command
+from spmd.launch.slurm import Slurm, slurm_script
+from spmd.launch.tpu import parse_tpu, tpu_vm_command
+
+EXAMPLES = """examples:
+  scripts/launch local --processes 2 --devices_per_process 4 -- \\
+      python scripts/train_llama.py --mesh data=4,model=2
+  scripts/launch local --processes 8 --max_restarts 3 -- \\
+      python scripts/train_llama.py --mesh data=8
+  scripts/launch slurm --nodes 4 --gpus_per_node 8 --time 8:00:00 --partition h200 --requeue -- \\
+      python scripts/train_llama.py --model llama2-7b --mesh data=32
+  scripts/launch jobset --tpu v5e-16 --image registry/image:tag --name llama --dry-run -- \\
+      python scripts/train_llama.py --mesh data=16
+  scripts/launch tpu-vm --tpu-name my-pod --zone us-east5-a --folder spmd -- \\
+      .venv/bin/python scripts/train_llama.py --mesh data=16
+  scripts/launch mpi --hosts a,b --nodes 2 --gpus_per_node 8 -- \\
+      python scripts/train_llama.py --mesh data=16
+
+exit code of `local`: that of the process that failed first, 128 + n if signal n killed it
+"""
+
+Handler = Callable[[argparse.Namespace, tuple[str, ...]], int]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All flags."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/launch",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    engines = parser.add_subparsers(dest="engine", required=True, metavar="ENGINE")
+
+    def engine(name: str, says: str, handler: Handler) -> argparse.ArgumentParser:
+        added = engines.add_parser(
+            name,
+            help=says,
+            description=says,
+            usage=f"scripts/launch {name} [flags] -- command ...",
+            allow_abbrev=False,
+        )
+        added.set_defaults(handler=handler)
+        added.add_argument(
+            "--env",
+            action="append",
+            default=[],
+            metavar="NAME[=VALUE]",
+            help="a variable of every process; without a value, the one set here (repeatable)",
+        )
+        return added
+
+    _add_local(engine("local", "processes on this machine", launch_local))
+    _add_slurm(engine("slurm", "a batch job of Slurm's", launch_slurm))
+    _add_jobset(engine("jobset", "a JobSet on Kubernetes", launch_jobset))
+    _add_tpu_vm(engine("tpu-vm", "all hosts of a TPU VM, by gcloud", launch_tpu_vm))
+    _add_mpi(engine("mpi", "Open MPI's mpirun", launch_mpi))
+    return parser
+
+
+def _add_local(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--processes", type=int, required=True, metavar="N", help="how many")
+    add(
+        "--devices_per_process",
+        type=int,
+        metavar="N",
+        help="virtual CPU devices, or GPUs, of each; GPUs are divided evenly if left out",
+    )
+    add("--platform", choices=("cpu", "cuda"), help="default: GPUs where there are some")
+    add("--max_restarts", type=int, default=0, metavar="N", help="start again after a failure")
+    add(
+        "--grace_s",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="time between asking a process to end and killing it (default 30)",
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser, *, nodes: bool = True) -> None:
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="print it, start nothing")
+    add("--folder", help="where the command runs")
+    if not nodes:
+        return
+    add("--name", default="spmd", help="the job's name")
+    add("--nodes", type=int, default=1, metavar="N", help="machines")
+    add("--gpus_per_node", type=int, default=0, metavar="N", help="GPUs of each")
+    add("--processes_per_node", type=int, default=1, metavar="N", help="1, or one for each GPU")
+    add("--port", type=int, default=COORDINATOR_PORT, help="where process 0 listens")
+
+
+def _add_slurm(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    add = parser.add_argument
+    for name in ("time", "partition", "account", "qos", "constraint", "reservation"):
+        add(f"--{name}", help="as sbatch's")
+    add("--cpus_per_process", type=int, metavar="N", help="CPU cores of each process")
+    add("--output", default="%x-%j.out", help="file of the output (default %%x-%%j.out)")
+    add("--image", help="container image, for srun's container plugin")
+    add("--requeue", action="store_true", help="queue again after preemption and saved SIGTERM")
+    add("--exclusive", action="store_true", help="no other job on its nodes")
+    add("--warn_s", type=int, default=120, metavar="SECONDS", help="SIGTERM before the time's end")
+
+
+def _add_jobset(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    add = parser.add_argument
+    add("--image", required=True, help="container image")
+    add("--tpu", metavar="KIND-SIZE", help="a slice of TPUs, as v5e-16; sets the number of nodes")
+    add("--slices", type=int, default=1, metavar="N", help="how many of them")
+    add("--namespace")
+    add("--max_restarts", type=int, default=0, metavar="N", help="make it anew after failures")
+    add("--grace_s", type=int, default=120, metavar="SECONDS", help="from SIGTERM to SIGKILL")
+    add("--cpu", help="request of each pod, as 8")
+    add("--memory", help="request of each pod, as 64Gi")
+    add("--selector", action="append", default=[], metavar="LABEL=VALUE", help="of nodes")
+    add("--queue", help="a Kueue local queue")
+    add("--service_account")
+
+
+def _add_tpu_vm(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser, nodes=False)
+    add = parser.add_argument
+    add("--tpu-name", required=True, help="the TPU VM")
+    add("--zone", required=True)
+    add("--project")
+
+
+def _add_mpi(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    add = parser.add_argument
+    add("--hosts", default="", metavar="A,B,...", help="machines, process 0's first")
+    add("--hostfile", help="a file of machines instead")
+
+
+# Engines.
+
+
+def launch_local(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
+    """Runs processes here."""
+    return run_local(
+        LocalJob(
+            command,
+            flags.processes,
+            flags.devices_per_process,
+            flags.platform,
+            parse_env(flags.env, os.environ),
+            flags.max_restarts,
+            flags.grace_s,
+        )
+    )
+
+
+def launch_slurm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
+    """Writes a batch script and hands it to sbatch."""
+    slurm = Slurm(
+        flags.time,
+        flags.partition,
+        flags.account,
+        flags.qos,
+        flags.constraint,
+        flags.reservation,
+        flags.cpus_per_process,
+        flags.output,
+        flags.image,
+        flags.requeue,
+        flags.exclusive,
+        flags.warn_s,
+    )
+    return hand_over(["sbatch"], flags.dry_run, slurm_script(make_job(flags, command), slurm))
+
+
+def launch_jobset(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
+    """Writes a JobSet and hands it to kubectl."""
+    jobset = JobSet(
+        image=flags.image,
+        tpu=parse_tpu(flags.tpu) if flags.tpu else None,
+        slices=flags.slices,
+        namespace=flags.namespace,
+        max_restarts=flags.max_restarts,
+        grace_s=flags.grace_s,
+        cpu=flags.cpu,
+        memory=flags.memory,
+        selector=parse_selector(flags.selector),
+        queue=flags.queue,
+        service_account=flags.service_account,
+    )
+    text = jobset_yaml(make_job(flags, command), jobset)
+    return hand_over(["kubectl", "create", "-f", "-"], flags.dry_run, text)
+
+
+def launch_tpu_vm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
+    """Runs the command on every host of a TPU VM."""
+    job = Job(command, env=parse_env(flags.env, os.environ), folder=flags.folder)
+    call = tpu_vm_command(job, flags.tpu_name, flags.zone, flags.project)
+    return hand_over(call, flags.dry_run)
+
+
+def launch_mpi(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
+    """Runs mpirun."""
+    hosts = tuple(host for host in flags.hosts.split(",") if host)
+    return hand_over(mpi_command(make_job(flags, command), hosts, flags.hostfile), flags.dry_run)
+
+
+def make_job(flags: argparse.Namespace, command: tuple[str, ...]) -> Job:
+    """The flags that engines share."""
+    return Job(
+        command,
+        flags.name,
+        flags.nodes,
+        flags.processes_per_node,
+        flags.gpus_per_node,
+        parse_env(flags.env, os.environ),
+        flags.folder,
+        flags.port,
+    )
+
+
+def parse_selector(items: Sequence[str]) -> dict[str, str]:
+    """`["a=b"]` -> `{"a": "b"}`.
+
+    Raises:
+      LaunchError: not of that form.
+    """
+    wrong = [item for item in items if not item.partition("=")[2]]
+    if wrong:
+        raise LaunchError(f"--selector {wrong[0]!r} is not of the form label=value")
+    return {label: value for label, _, value in (item.partition("=") for item in items)}
+
+
+def hand_over(call: Sequence[str], dry_run: bool, text: str | None = None) -> int:
+    """Prints what an engine's program would get, or runs it; its exit code.
+
+    Args:
+      call: the program and its arguments.
+      dry_run: print only: the text, or the call where there is none.
+      text: its standard input.
+
+    Raises:
+      LaunchError: the program is not here.
+    """
+    if dry_run:
+        print(shlex.join(call) if text is None else text.rstrip("\n"))
+        return 0
+    if shutil.which(call[0]) is None:
+        raise LaunchError(
+            f"{call[0]} is not on this machine",
+            fix="run this where it is, or print what it would get with --dry-run",
+        )
+    return subprocess.run(call, input=text, text=True, check=False).returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses flags, runs, and turns what a user can mend into one message."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    split = given.index("--") if "--" in given else len(given)
+    flags = make_parser().parse_args(given[:split])
+    try:
+        return int(flags.handler(flags, tuple(given[split + 1 :])))
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Agreement: before processes compute together they compare what they are about to do.
+
+Through the key-value store alone: where something differs, a device collective would hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from spmd.errors import LaunchError
+from spmd.launch.store import Store, job_store, this_process
+from spmd.mesh.mesh import Mesh
+
+TIMEOUT_S = 600.0
+"""How long processes wait for the slowest: compiling takes minutes, and hosts differ."""
+
+LONGEST = 200
+"""Characters of a value that a message shows."""
+
+PROCESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
+"""XLA flags that may differ from process to process."""
+
+_calls: Counter[tuple[int, ...]] = Counter()
+
+
+def check_same(
+    what: Mapping[str, str],
+    *,
+    label: str = "flags",
+    processes: Sequence[int] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Compares a mapping with that of every other process; a no-op with one process.
+
+    All processes have to call it, in the same order.
+
+    Args:
+      what: names and values that should be equal everywhere, such as flags.
+      label: what is compared, for messages.
+      processes: those that take part; all if left out.
+      timeout_s: seconds to wait for the slowest process.
+
+    Raises:
+      LaunchError: on every process, where values differ: it says which process has which value. Or
+        where a process did not come in time.
+
+    Example:
+      >>> check_same({"--steps": "100", "--mesh": "data=8"})
+    """
+    store = job_store()
+    if store is None:
+        return
+    me, count = this_process()
+    members = tuple(sorted(processes)) if processes is not None else tuple(range(count))
+    if len(members) < 2 or me not in members:
+        return
+    _calls[members] += 1
+    group = "all" if len(members) == count else "-".join(map(str, members))
+    round_ = Round(store, f"same/{group}/{_calls[members]}", members, me, timeout_s)
+    round_.run({"checked": label, **what})
+
+
+class Round:
+    """One comparison: everyone writes, the first one compares, everyone reads the outcome.
+
+    Args:
+      store: the job's store.
+      folder: where in the store; another one for each comparison.
+      members: the processes that take part.
+      me: this process, one of them.
+      timeout_s: seconds to wait for each other.
+    """
+
+    def __init__(
+        self, store: Store, folder: str, members: Sequence[int], me: int, timeout_s: float
+    ) -> None:
+        self.store = store
+        self.folder = folder
+        self.members = members
+        self.me = me
+        self.timeout_s = timeout_s
+
+    def run(self, what: Mapping[str, str]) -> None:
+        """Compares; see `check_same`."""
+        self.store.put(f"{self.folder}/{self.me}", json.dumps(dict(what)))
+        if self.me == self.members[0]:
+            self.store.put(f"{self.folder}/outcome", self._compared(what["checked"]))
+        outcome = self.store.get(f"{self.folder}/outcome", 1.5 * self.timeout_s)
+        if outcome is None:
+            raise self._missing(self.members[:1], what["checked"])
+        if not outcome:
+            return
+        raise from_json(outcome)
+
+    def _compared(self, label: str) -> str:
+        """The outcome as JSON: what differs, or nothing."""
+        found: dict[int, dict[str, str]] = {}
+        for process in self.members:
+            text = self.store.get(f"{self.folder}/{process}", self.timeout_s)
+            if text is None:
+                return as_json(self._missing((process,), label))
+            found[process] = json.loads(text)
+        return differences(found)
+
+    def _missing(self, processes: Sequence[int], label: str) -> LaunchError:
+        names = ", ".join(map(str, processes))
+        return LaunchError(
+            f"process {names} did not come to compare {label} within {self.timeout_s:g} s",
+            fix="see what it does: its output, or the files of a watchdog",
+        )
+
+
+def differences(found: Mapping[int, Mapping[str, str]]) -> str:
+    """What differs between processes, as JSON for `LaunchError`; empty if nothing does.
+
+    Args:
+      found: process -> names and values.
+    """
+    names = list(dict.fromkeys(name for what in found.values() for name in what))
+    parts = {}
+    for name in names:
+        values = {process: what.get(name, "(not set)") for process, what in found.items()}
+        if len(set(values.values())) > 1:
+            parts[name] = _who_has_what(values)
+    if not parts:
+        return ""
+    if "checked" in parts:  # they are at different places: nothing else can be compared
+        parts = {"what they do next": parts["checked"]}
+    return as_json(
+        LaunchError(
+            f"the processes of this job differ in {', '.join(parts)}",
+            actual="; ".join(
+                text if len(parts) == 1 else f"{name}: {text}" for name, text in parts.items()
+            ),
+            fix="start every process with the same program, flags and versions",
+        )
+    )
+
+
+def _who_has_what(values: Mapping[int, str]) -> str:
+    """`process 1: b; others: a`: those with the rarer values first, the many last."""
+    counts = Counter(values.values())
+    common = max(counts, key=lambda value: counts[value])  # of equals the first: process 0's
+    rest = [process for process, value in values.items() if value != common]
+    texts = [f"process {process}: {_short(values[process])}" for process in rest[:8]]
+    if len(rest) > 8:
+        texts.append(f"{len(rest) - 8} more differ")
+    many = [str(process) for process, value in values.items() if value == common]
+    who = f"process {many[0]}" if len(many) == 1 else f"processes {', '.join(many)}"
+    if len(many) > 8:
+        who = f"{len(many)} others"
+    return "; ".join([*texts, f"{who}: {_short(common)}"])
+
+
+def _short(value: str) -> str:
+    if len(value) <= LONGEST:
+        return value
+    return f"{value[:LONGEST]}... ({len(value)} characters, hash {digest(value)})"
+
+
+def as_json(error: LaunchError) -> str:
+    """An error as text that another process raises; see `from_json`."""
+    return json.dumps({"what": error.what, "actual": error.actual, "fix": error.fix})
+
+
+def from_json(text: str) -> LaunchError:
+    """The inverse of `as_json`."""
+    fields = json.loads(text)
+    return LaunchError(fields["what"], actual=fields["actual"], fix=fields["fix"])
+
+
+def digest(text: str) -> str:
+    """A short hash that is the same in every process."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+# Programs.
+
+
+def check_same_program(
+    name: str, emitted: str, mesh: Mesh, jax_mesh: jax.sharding.Mesh, more: Mapping[str, str]
+) -> None:
+    """Compares a compiled program, its mesh and what XLA is told with the other processes'.
+
+    Args:
+      name: the program's name.
+      emitted: the per-device module as text; source locations are left out.
+      mesh: the mesh.
+      jax_mesh: the same with its devices, which say which processes take part.
+      more: other names and values that should be equal.
+
+    Raises:
+      LaunchError: as for `check_same`.
+    """
+    processes = sorted({device.process_index for device in jax_mesh.devices.flat})
+    if len(processes) < 2:
+        return
+    what = {
+        "number of devices": str(jax.device_count()),
+        "mesh": str(mesh),
+        "order of devices": digest(str(mesh.device_ids)),
+        "program hash": digest(without_locations(emitted)),
+        **settings(),
+        **more,
+    }
+    check_same(what, label=f"program {name}", processes=processes)
+
+
+def without_locations(module: str) -> str:
+    """A module's text without the lines that name source files: paths differ between hosts."""
+    return "\n".join(line for line in module.splitlines() if not line.startswith("#loc"))
+
+
+def settings() -> dict[str, str]:
+    """Settings of jax and flags of XLA that change what is computed."""
+    found = {}
+    for name in (
+        "jax_enable_x64",
+        "jax_default_matmul_precision",
+        "jax_default_prng_impl",
+        "jax_threefry_partitionable",
+    ):
+        found[name] = str(getattr(jax.config, name))
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        for flag in os.environ.get(variable, "").split():
+            key, _, value = flag.partition("=")
+            if not key.startswith(PROCESS_FLAGS):
+                found[f"{variable} {key}"] = value or "(given)"
+    return found

@@ -1,0 +1,250 @@
+"""`initialize`: joins the processes of a job, or does nothing where there is but one.
+
+Where a process belongs is taken from the arguments, then from the environment that our launchers
+set, then from the cluster that jax recognises (Slurm, Cloud TPU, GKE, Open MPI, ...).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+from spmd.errors import LaunchError
+from spmd.launch.agree import check_same, digest
+from spmd.launch.meet import Seat, meet
+from spmd.launch.peers import Peers, watch_peers
+from spmd.launch.store import (
+    Place,
+    detect_cluster,
+    devices_are_open,
+    job_store,
+    this_process,
+)
+from spmd.launch.store import (
+    coordinator_address as connected_to,
+)
+
+ENV_COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+ENV_PROCESSES = "JAX_NUM_PROCESSES"
+ENV_PROCESS = "JAX_PROCESS_ID"
+ENV_DEVICES = "JAX_LOCAL_DEVICE_IDS"
+
+RANKS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+    ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+)
+"""How engines name the number of processes, this one's number and its number on its machine. Beside
+a given coordinator they say the rest; as in jax's own detection each process then has one GPU."""
+
+_joined: Place | None = None
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Sequence[int] | None = None,
+    *,
+    timeout_s: float = 300.0,
+    heartbeat_timeout_s: float = 60.0,
+) -> None:
+    """Joins this process to the others of its job; call it before anything else of jax.
+
+    With one process, or outside of any cluster, it does nothing. Called again it does nothing
+    either. From here on processes stop together: when one is killed, hangs as a whole or fails, the
+    others say which and why and exit with `spmd.launch.EXIT_PEER_LOST`.
+
+    Args:
+      coordinator_address: `host:port` of process 0, where it will listen.
+      num_processes: how many processes the job has.
+      process_id: which one this is, from 0.
+      local_device_ids: the accelerators of this machine that are this process's; all if left out.
+      timeout_s: seconds to wait for the other processes to come.
+      heartbeat_timeout_s: seconds of silence after which a process counts as lost.
+
+    Raises:
+      LaunchError: the coordinator cannot be reached, too few or too many processes came, they run
+        different versions, or jax has used its devices already.
+
+    Example:
+      >>> spmd.initialize()   # the same line on a laptop, under Slurm, on a TPU pod
+    """
+    global _joined
+    given = Place(coordinator_address, num_processes, process_id, _ids(local_device_ids))
+    if _joined is not None:
+        _check_again(given, _joined)
+        return
+    is_joined = jax.distributed.is_initialized()  # by the caller: then this adds what jax lacks
+    if not is_joined:
+        place = find_place(given, os.environ, timeout_s)
+        if place is None:
+            return
+        _check_place(place)
+        _join(place, timeout_s, heartbeat_timeout_s)
+    store, (process, processes) = job_store(), this_process()
+    _joined = Place(connected_to(), processes, process)
+    if store is None:
+        return
+    watch_peers(Peers(store, process, processes, heartbeat_timeout_s, str(connected_to())))
+    if is_joined:
+        check_same(versions(), label="versions", timeout_s=timeout_s)
+
+
+def versions() -> dict[str, str]:
+    """What has to be the same wherever processes compile the same program."""
+    return {
+        "version of Python": platform.python_version(),
+        "version of jax": jax.__version__,
+        "version of jaxlib": metadata.version("jaxlib"),
+        "sources of spmd (hash)": _sources(),
+    }
+
+
+def _sources() -> str:
+    """A hash of this package: hosts that read different checkouts have the same version number."""
+    root = Path(__file__).parent.parent
+    files = sorted(root.rglob("*.py"))
+    return digest("".join(f"{f.relative_to(root)}\0{f.read_text()}" for f in files))
+
+
+def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place | None:
+    """Where this process is: arguments, then the environment, then jax's cluster detection.
+
+    Returns:
+      None where nothing says that there is more than one process.
+    """
+    place = _with_environment(given, env)
+    if None in (place.coordinator, place.processes, place.process):
+        place = detect_cluster(place, timeout_s)
+    if place.coordinator is None and place.processes is None and place.process is None:
+        return None
+    if place.processes == 1:
+        return None
+    return place
+
+
+def _with_environment(given: Place, env: Mapping[str, str]) -> Place:
+    coordinator = given.coordinator or env.get(ENV_COORDINATOR) or None
+    devices = given.devices
+    if devices is None and env.get(ENV_DEVICES):
+        devices = tuple(_number(ENV_DEVICES, text) for text in env[ENV_DEVICES].split(","))
+    processes = _first(given.processes, _from(env, ENV_PROCESSES))
+    process = _first(given.process, _from(env, ENV_PROCESS))
+    if coordinator is None or process is not None:
+        return Place(coordinator, processes, process, devices)
+    for size, rank, local in RANKS:
+        if size in env and rank in env:
+            processes, process = _first(processes, _from(env, size)), _from(env, rank)
+            number = _from(env, local)
+            devices = devices or (None if number is None else (number,))
+            break
+    return Place(coordinator, processes, process, devices)
+
+
+def _first(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a
+
+
+def _from(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name, "").strip()
+    return _number(name, text) if text else None
+
+
+def _number(name: str, text: str) -> int:
+    if not text.strip().isdecimal():
+        raise LaunchError(f"{name}={text!r} is not a number", fix="correct or unset the variable")
+    return int(text)
+
+
+def _ids(given: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if given is None else tuple(given)
+
+
+def _check_place(place: Place) -> None:
+    parts = {
+        f"coordinator_address ({ENV_COORDINATOR})": place.coordinator,
+        f"num_processes ({ENV_PROCESSES})": place.processes,
+        f"process_id ({ENV_PROCESS})": place.process,
+    }
+    missing = [name for name, part in parts.items() if part is None]
+    if missing:
+        raise LaunchError(
+            f"a job of several processes lacks {', '.join(missing)}",
+            actual=", ".join(f"{n} is {p}" for n, p in parts.items() if p is not None),
+            fix="pass it to spmd.initialize, set the variable, or start the job by scripts/launch",
+        )
+    assert place.coordinator and place.processes is not None and place.process is not None
+    host, _, port = place.coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LaunchError(
+            f"coordinator_address {place.coordinator!r} is not of the form host:port",
+            fix="give process 0's host and a free port, as in 10.0.0.1:8476",
+        )
+    if not 0 <= place.process < place.processes:
+        raise LaunchError(
+            f"there is no process {place.process} in a job of {place.processes}",
+            required=f"process_id from 0 to {place.processes - 1}",
+            fix="number the processes from 0",
+        )
+
+
+def _check_again(given: Place, joined: Place) -> None:
+    for name in ("coordinator", "processes", "process"):
+        asked, have = getattr(given, name), getattr(joined, name)
+        if asked is not None and asked != have:
+            raise LaunchError(
+                f"spmd.initialize was called before, with another {name}",
+                actual=f"{name} {have} then, {asked} now",
+                fix="call it once",
+            )
+
+
+def _join(place: Place, timeout_s: float, heartbeat_timeout_s: float) -> None:
+    _check_early()
+    assert place.coordinator and place.processes is not None and place.process is not None
+    meet(Seat(place.coordinator, place.processes, place.process), versions(), timeout_s)
+    if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "mpi":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    on_term = signal.getsignal(signal.SIGTERM)
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.processes,
+            place.process,
+            place.devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(10, int(timeout_s)),
+            # Ours speaks first, for it knows names; jax's is what remains if Python hangs.
+            heartbeat_timeout_seconds=max(10, int(heartbeat_timeout_s * 1.5) + 5),
+            shutdown_timeout_seconds=max(1, int(timeout_s)),
+        )
+    except Exception as error:
+        raise LaunchError(
+            f"process {place.process} could not join {place.coordinator}",
+            actual=str(error).splitlines()[0][:500],
+            fix="see the coordinator's output; another port may help",
+        ) from error
+    finally:
+        # jax's preemption service catches SIGTERM and only takes a note: nothing would end by it.
+        if on_term is not None:
+            signal.signal(signal.SIGTERM, on_term)
+
+
+def _check_early() -> None:
+    if devices_are_open():
+        raise LaunchError(
+            "spmd.initialize comes too late: jax has opened its devices already",
+            fix="call it before jax.devices(), jax.random.key() or any array is made",
+        )
+
+
+def is_main_process() -> bool:
+    """Whether this is process 0: the one that prints and writes; no device is touched."""
+    return this_process()[0] == 0

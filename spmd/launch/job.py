@@ -1,0 +1,110 @@
+"""`Job`: what every engine is asked for, and the words of it that engines share."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from spmd.errors import LaunchError
+
+COORDINATOR_PORT = 8476
+"""Where process 0 listens if nothing else is asked for; Cloud TPU's default, too."""
+
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command on several machines.
+
+    Attributes:
+      command: the program and its arguments, as they would be typed on one machine.
+      name: of the job.
+      nodes: how many machines.
+      processes_per_node: processes on each: 1 with all of its accelerators, or one for each.
+      gpus_per_node: GPUs of each machine.
+      env: variables of every process.
+      folder: where the command runs; where the job was sent from if left out.
+      port: where process 0 listens.
+    """
+
+    command: tuple[str, ...]
+    name: str = "spmd"
+    nodes: int = 1
+    processes_per_node: int = 1
+    gpus_per_node: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+    folder: str | None = None
+    port: int = COORDINATOR_PORT
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise LaunchError(
+                "there is no command to run",
+                fix="end the flags with -- and give the command after it",
+            )
+        for name in ("nodes", "processes_per_node"):
+            if getattr(self, name) < 1:
+                raise LaunchError(f"--{name} must be positive, not {getattr(self, name)}")
+        if self.gpus_per_node < 0:
+            raise LaunchError(f"--gpus_per_node must not be negative, but is {self.gpus_per_node}")
+        if self.gpus_per_node and self.processes_per_node not in (1, self.gpus_per_node):
+            raise LaunchError(
+                f"{self.processes_per_node} processes cannot share {self.gpus_per_node} GPUs here",
+                required=f"1 process per node, or {self.gpus_per_node}: one for each GPU",
+                fix="change --processes_per_node",
+            )
+        for name in self.env:
+            if not _ENV_NAME.fullmatch(name):
+                raise LaunchError(f"--env: {name!r} is no name of an environment variable")
+
+    @property
+    def processes(self) -> int:
+        """How many processes there are in all."""
+        return self.nodes * self.processes_per_node
+
+    @property
+    def shell_command(self) -> str:
+        """The command, quoted for a shell."""
+        return shlex.join(self.command)
+
+    @property
+    def all_gpus(self) -> str:
+        """The ids of a node's GPUs, for a single process that is to have them all."""
+        return ",".join(map(str, range(self.gpus_per_node)))
+
+
+def parse_env(items: Sequence[str], here: Mapping[str, str]) -> dict[str, str]:
+    """`["A=1", "B"]` -> A is 1 and B is what it is here.
+
+    Raises:
+      LaunchError: a variable without a value that is not set here.
+    """
+    env = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals and name not in here:
+            raise LaunchError(
+                f"--env {name}: the variable is not set here", fix=f"give a value: --env {name}=..."
+            )
+        env[name] = value if equals else here[name]
+    return env
+
+
+def check_dns_label(what: str, name: str, longest: int = 63) -> None:
+    """Raises `LaunchError` unless a name can be one of a Kubernetes object (DNS-1123 label)."""
+    if len(name) <= longest and _DNS_LABEL.fullmatch(name):
+        return
+    raise LaunchError(
+        f"{what} {name!r} is no name that Kubernetes takes",
+        required=f"at most {longest} of a-z, 0-9 and -, neither first nor last a -",
+        fix="choose another name",
+    )
+
+
+def exports(env: Mapping[str, str]) -> list[str]:
+    """Shell lines that set variables."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in env.items()]

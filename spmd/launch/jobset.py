@@ -1,0 +1,226 @@
+"""Kubernetes: a JobSet (`jobset.x-k8s.io/v1alpha2`), one Job with one pod for each node.
+
+TPU pods are told by GKE who they are. GPU and CPU pods get their number from their Job's completion
+index, and process 0's name from the JobSet's own DNS names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from spmd.errors import LaunchError
+from spmd.launch.exit_codes import EXIT_PREEMPTED
+from spmd.launch.initialize import ENV_COORDINATOR, ENV_DEVICES, ENV_PROCESS, ENV_PROCESSES
+from spmd.launch.job import Job, check_dns_label
+from spmd.launch.tpu import TpuSlice
+
+WORKERS = "workers"
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
+JOB_LABEL = "jobset.sigs.k8s.io/job-index"
+
+
+@dataclass(frozen=True)
+class JobSet:
+    """What only Kubernetes asks for.
+
+    Attributes:
+      image: the container image.
+      tpu: the slice that each Job gets; None for GPUs or CPUs.
+      slices: how many TPU slices.
+      namespace: the namespace; the current one if left out.
+      max_restarts: how many times a JobSet that failed is made anew; those after a saved SIGTERM
+        (`EXIT_PREEMPTED`) do not count.
+      grace_s: seconds between SIGTERM and SIGKILL.
+      cpu, memory: requests of each pod, as `8` and `64Gi`.
+      selector: further node labels.
+      queue: a Kueue local queue.
+      service_account: the pods' service account.
+    """
+
+    image: str
+    tpu: TpuSlice | None = None
+    slices: int = 1
+    namespace: str | None = None
+    max_restarts: int = 0
+    grace_s: int = 120
+    cpu: str | None = None
+    memory: str | None = None
+    selector: dict[str, str] = field(default_factory=dict)
+    queue: str | None = None
+    service_account: str | None = None
+
+
+def jobset_yaml(job: Job, jobset: JobSet) -> str:
+    """The JobSet, to be given to `kubectl apply -f -`.
+
+    Raises:
+      LaunchError: names that Kubernetes does not take, or resources that do not go together.
+    """
+    return str(yaml.safe_dump(jobset_object(job, jobset), sort_keys=False, width=100))
+
+
+def jobset_object(job: Job, jobset: JobSet) -> dict[str, Any]:
+    """The JobSet as what YAML is made of; see `jobset_yaml`."""
+    _check(job, jobset)
+    labels = {"kueue.x-k8s.io/queue-name": jobset.queue} if jobset.queue else None
+    annotations = (
+        {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        if jobset.tpu
+        else None
+    )
+    nodes = jobset.tpu.hosts if jobset.tpu else job.nodes
+    spec = {
+        "network": {"enableDNSHostnames": True, "subdomain": job.name},
+        "failurePolicy": {
+            "maxRestarts": jobset.max_restarts,
+            "rules": [
+                {
+                    "name": "preempted",
+                    "action": "RestartJobSetAndIgnoreMaxRestarts",
+                    "onJobFailureReasons": ["PodFailurePolicy"],
+                }
+            ],
+        },
+        "replicatedJobs": [
+            {
+                "name": WORKERS,
+                "replicas": jobset.slices,
+                "template": {"spec": _job_spec(job, jobset, nodes)},
+            }
+        ],
+    }
+    metadata = {
+        "name": job.name, "namespace": jobset.namespace, "labels": labels,
+        "annotations": annotations,
+    }  # fmt: skip
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _given(metadata),
+        "spec": spec,
+    }
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value}
+
+
+def _check(job: Job, jobset: JobSet) -> None:
+    # The longest name made of it is a pod's: <name>-workers-<job>-<index>-<5 characters>.
+    check_dns_label("--name", job.name, 63 - len(f"-{WORKERS}-00-0000-abcde"))
+    for name, value in (("--namespace", jobset.namespace), ("--queue", jobset.queue)):
+        if value is not None:
+            check_dns_label(name, value)
+    if not jobset.image or any(char.isspace() for char in jobset.image):
+        raise LaunchError(f"--image {jobset.image!r} is no container image")
+    if job.processes_per_node != 1:
+        raise LaunchError(
+            "a pod runs one process, with all accelerators of its node",
+            fix="leave out --processes_per_node",
+        )
+    if jobset.tpu and job.gpus_per_node:
+        raise LaunchError("a node has TPUs or GPUs", fix="give --tpu or --gpus_per_node")
+    if jobset.slices > 1 and not jobset.tpu:
+        raise LaunchError("--slices counts TPU slices", fix="give --tpu, or use --nodes")
+    if jobset.slices < 1 or jobset.max_restarts < 0 or jobset.grace_s < 0:
+        raise LaunchError(
+            "--slices must be positive; --max_restarts and --grace_s must not be negative"
+        )
+
+
+def _job_spec(job: Job, jobset: JobSet, nodes: int) -> dict[str, Any]:
+    return {
+        "parallelism": nodes,
+        "completions": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": WORKERS,
+                        "operator": "In",
+                        "values": [EXIT_PREEMPTED],
+                    },
+                },
+                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
+            ]
+        },
+        "template": {"spec": _pod_spec(job, jobset)},
+    }
+
+
+def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:
+    selector = dict(jobset.selector)
+    resources = _given({"cpu": jobset.cpu, "memory": jobset.memory})
+    limits: dict[str, Any] = {}
+    if jobset.tpu:
+        selector = {
+            "cloud.google.com/gke-tpu-accelerator": jobset.tpu.accelerator,
+            "cloud.google.com/gke-tpu-topology": jobset.tpu.topology,
+            **selector,
+        }
+        limits["google.com/tpu"] = jobset.tpu.chips_per_host
+    elif job.gpus_per_node:
+        limits["nvidia.com/gpu"] = job.gpus_per_node
+    container = {
+        "name": WORKERS,
+        "image": jobset.image,
+        "command": [_escaped(part) for part in job.command],
+        "workingDir": job.folder,
+        "env": _environment(job, jobset),
+        "ports": [{"containerPort": job.port}],
+        "resources": _given({"requests": resources, "limits": limits}),
+    }
+    gpu = "nvidia.com/gpu"
+    tolerations = [{"key": gpu, "operator": "Exists", "effect": "NoSchedule"}]
+    memory = {"name": "shm", "mountPath": "/dev/shm"}  # NCCL's transport within a node
+    if gpu in limits:
+        container["volumeMounts"] = [memory]
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": jobset.grace_s,
+        "serviceAccountName": jobset.service_account,
+        "nodeSelector": selector,
+        "tolerations": tolerations if gpu in limits else None,
+        "containers": [_given(container)],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if gpu in limits else None,
+    }
+    return {name: value for name, value in pod.items() if value is not None and value != {}}
+
+
+def _environment(job: Job, jobset: JobSet) -> list[dict[str, Any]]:
+    """Variables of a pod; on TPUs GKE says who is who."""
+    env: list[dict[str, Any]] = []
+    if not jobset.tpu:
+        host = f"{job.name}-{WORKERS}-0-0.{job.name}"
+        number = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX_LABEL}']"}}
+        env += [
+            {"name": ENV_COORDINATOR, "value": f"{host}:{job.port}"},
+            {"name": ENV_PROCESSES, "value": str(job.nodes)},
+            {"name": ENV_PROCESS, "valueFrom": number},
+        ]
+        if job.gpus_per_node:
+            env.append({"name": ENV_DEVICES, "value": job.all_gpus})
+    elif jobset.slices > 1:
+        number = {"fieldRef": {"fieldPath": f"metadata.annotations['{JOB_LABEL}']"}}
+        host = f"{job.name}-{WORKERS}-0-0.{job.name}"
+        env += [
+            {"name": "MEGASCALE_NUM_SLICES", "value": str(jobset.slices)},
+            {"name": "MEGASCALE_SLICE_ID", "valueFrom": number},
+            {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": host},
+        ]
+    given = {item["name"] for item in env} & set(job.env)
+    if given:
+        raise LaunchError(f"--env: {sorted(given)[0]} is set by the JobSet itself")
+
+    return env + [{"name": n, "value": _escaped(v)} for n, v in job.env.items()]
+
+
+def _escaped(text: str) -> str:
+    """Kubernetes would replace `$(A)` by a variable; `$$(A)` stands for the text itself."""
+    return text.replace("$(", "$$(")

@@ -1,0 +1,327 @@
+"""Several processes on this machine: one job, one output, one exit code.
+
+Each process gets its number, a coordinator and its part of the machine's devices by environment
+variables that `spmd.initialize` reads. When one fails, the others are stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, NamedTuple
+
+from spmd.errors import LaunchError
+from spmd.launch.exit_codes import EXIT_PEER_LOST
+from spmd.launch.initialize import ENV_COORDINATOR, ENV_PROCESS, ENV_PROCESSES
+
+ENV_RESTART = "SPMD_RESTART"
+"""How many times the job was started again."""
+
+LAST_LINES = 20
+"""Lines of the culprit that are shown again at the end."""
+
+TICK_S = 0.05
+COLLATERAL_S = 2.0
+"""How long the cause of a process's loss is waited for, where that loss is seen first."""
+
+COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """What is to be started.
+
+    Attributes:
+      command: the program and its arguments.
+      processes: how many times.
+      devices_per_process: devices of each: virtual ones on CPUs, else of this machine's GPUs. All
+        GPUs are divided among the processes if left out.
+      platform: `"cpu"`, `"cuda"`, or None for GPUs where there are some.
+      env: variables added to those of this process.
+      max_restarts: how many times a job that failed is started again.
+      grace_s: seconds between asking a process to end and killing it.
+    """
+
+    command: tuple[str, ...]
+    processes: int
+    devices_per_process: int | None = None
+    platform: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    grace_s: float = 30.0
+
+
+class Ended(NamedTuple):
+    """A process that ended: its number and its exit code, 128 + n for signal n."""
+
+    process: int
+    code: int
+
+
+def run_local(job: LocalJob) -> int:
+    """Runs a job to its end, with restarts.
+
+    Returns:
+      0 if every process succeeded, else the exit code of the one that failed first; 128 + n where
+      signal n ended the job and no process says otherwise.
+
+    Raises:
+      LaunchError: the program does not exist, or the devices do not divide.
+    """
+    _check(job)
+    devices = environment_of_devices(job, os.environ, _count_gpus())
+    with _signals() as received:
+        for attempt in range(job.max_restarts + 1):
+            if attempt:
+                _say(f"restart {attempt} of {job.max_restarts}")
+            code = _Run(job, devices, attempt, received).to_the_end()
+            if code == 0 or received:
+                return code
+        return code
+
+
+def _check(job: LocalJob) -> None:
+    if not job.command:
+        raise LaunchError(
+            "there is no command to run", fix="end the flags with -- and give the command after it"
+        )
+    if shutil.which(job.command[0]) is None:
+        raise LaunchError(f"{job.command[0]!r} is no program that can be run", fix="correct it")
+    for name, number in (
+        ("processes", job.processes),
+        ("devices_per_process", job.devices_per_process),
+    ):
+        if number is not None and number < 1:
+            raise LaunchError(f"--{name} must be positive, not {number}")
+    if job.max_restarts < 0 or job.grace_s < 0:
+        raise LaunchError("--max_restarts and --grace_s must not be negative")
+
+
+# Devices.
+
+
+def environment_of_devices(
+    job: LocalJob, env: Mapping[str, str], gpus: Sequence[str]
+) -> list[dict[str, str]]:
+    """For each process the variables that give it its devices.
+
+    Args:
+      job: what is to be started.
+      env: the variables of this process.
+      gpus: ids of the GPUs that may be used.
+
+    Raises:
+      LaunchError: there are fewer GPUs than asked for, or they do not divide.
+    """
+    wanted = job.platform or ("cuda" if gpus and env.get("JAX_PLATFORMS") != "cpu" else "cpu")
+    if wanted == "cpu":
+        one = {"JAX_PLATFORMS": "cpu"}
+        if job.devices_per_process is not None:
+            one["XLA_FLAGS"] = with_device_count(env.get("XLA_FLAGS", ""), job.devices_per_process)
+        return [dict(one) for _ in range(job.processes)]
+    each = job.devices_per_process or len(gpus) // job.processes
+    if each < 1 or each * job.processes > len(gpus):
+        raise LaunchError(
+            f"{job.processes} processes with {max(each, 1)} GPUs each need "
+            f"{max(each, 1) * job.processes} GPUs",
+            actual=f"{len(gpus)} are visible",
+            fix="start fewer processes, or use --platform cpu --devices_per_process N",
+        )
+    if job.devices_per_process is None and len(gpus) % job.processes:
+        raise LaunchError(
+            f"{len(gpus)} GPUs do not divide over {job.processes} processes",
+            fix="say how many each one gets, by --devices_per_process",
+        )
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])}
+        for i in range(job.processes)
+    ]
+
+
+def with_device_count(flags: str, count: int) -> str:
+    """XLA_FLAGS with this many virtual CPU devices; all other flags stay."""
+    others = [flag for flag in flags.split() if not flag.startswith(COUNT_FLAG)]
+    return " ".join([*others, f"{COUNT_FLAG}={count}"])
+
+
+def _count_gpus() -> tuple[str, ...]:
+    """The ids of this machine's NVIDIA GPUs, or of those that CUDA_VISIBLE_DEVICES leaves."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(part.strip() for part in visible.split(",") if part.strip() not in ("", "-1"))
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return tuple(re.findall(r"^GPU (\d+):", listed.stdout, re.M))
+
+
+# One attempt.
+
+
+class _Run:
+    """All processes of one attempt."""
+
+    def __init__(
+        self,
+        job: LocalJob,
+        devices: Sequence[Mapping[str, str]],
+        attempt: int,
+        received: Sequence[int],
+    ) -> None:
+        self.job = job
+        self.received = received
+        self.passed_on = 0
+        self.kill_at: float | None = None
+        self.last: list[deque[str]] = [deque(maxlen=LAST_LINES) for _ in range(job.processes)]
+        self.ended: list[Ended] = []
+        self.printing = threading.Lock()
+        common = {
+            **os.environ,
+            **job.env,
+            "PYTHONUNBUFFERED": "1",
+            ENV_COORDINATOR: f"localhost:{free_port()}",
+            ENV_PROCESSES: str(job.processes),
+            ENV_RESTART: str(attempt),
+        }
+        self.running: dict[int, subprocess.Popen[str]] = {}
+        for process in range(job.processes):
+            env = {**common, **devices[process], ENV_PROCESS: str(process)}
+            self.running[process] = _start(job.command, env)
+        self.readers = [
+            threading.Thread(target=self._read, args=(process, started.stdout), daemon=True)
+            for process, started in self.running.items()
+        ]
+        for reader in self.readers:
+            reader.start()
+
+    def to_the_end(self) -> int:
+        """The exit code of the job."""
+        failed_at: float | None = None
+        while self.running:
+            self._collect()
+            self._pass_on()
+            if failed_at is None and self._culprit() is not None:
+                failed_at = time.monotonic()
+            if failed_at is not None and self.kill_at is None and self._cause_is_known(failed_at):
+                self._send(signal.SIGTERM)
+            if self.kill_at is not None and time.monotonic() > self.kill_at:
+                self._send(signal.SIGKILL)
+            time.sleep(TICK_S)
+        for reader in self.readers:
+            reader.join(timeout=1.0)  # a grandchild may hold the pipe open
+        return self._outcome()
+
+    def _read(self, process: int, lines: IO[str] | None) -> None:
+        width = len(str(self.job.processes - 1))
+        assert lines is not None
+        with lines:
+            for line in lines:
+                text = line.rstrip("\n")
+                self.last[process].append(text)
+                with self.printing:
+                    print(f"[{process:>{width}}] {text}", flush=True)
+
+    def _collect(self) -> None:
+        for process, started in list(self.running.items()):
+            code = started.poll()
+            if code is not None:
+                del self.running[process]
+                self.ended.append(Ended(process, code if code >= 0 else 128 - code))
+
+    def _culprit(self) -> Ended | None:
+        """Who failed first; those that only lost another one count if there is nobody else."""
+        failed = [ended for ended in self.ended if ended.code != 0]
+        return next((e for e in failed if e.code != EXIT_PEER_LOST), failed[0] if failed else None)
+
+    def _cause_is_known(self, failed_at: float) -> bool:
+        culprit = self._culprit()
+        assert culprit is not None
+        waited = time.monotonic() - failed_at
+        return culprit.code != EXIT_PEER_LOST or waited > COLLATERAL_S
+
+    def _pass_on(self) -> None:
+        """Signals that came since the last look; the second one ends all patience."""
+        for number in self.received[self.passed_on :]:
+            self.passed_on += 1
+            self._send(number if self.passed_on == 1 else signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        if self.kill_at is None:
+            self.kill_at = time.monotonic() + self.job.grace_s
+        for started in self.running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, number)
+
+    def _outcome(self) -> int:
+        culprit = self._culprit()
+        if self.received:
+            codes = {ended.code for ended in self.ended}
+            said = codes - {0, 128 + self.received[0], 128 + signal.SIGKILL, EXIT_PEER_LOST}
+            _say(f"stopped by {signal.Signals(self.received[0]).name}")
+            if codes == {0}:
+                return 0
+            return min(said) if said else 128 + self.received[0]
+        if culprit is None:
+            return 0
+        _say(f"process {culprit.process} failed: {describe_code(culprit.code)}; its last lines:")
+        for line in self.last[culprit.process]:
+            _say(f"  {line}")
+        return culprit.code
+
+
+def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a group of its own: Ctrl-C reaches it through us, once
+    )
+
+
+def describe_code(code: int) -> str:
+    """`exit code 3`, or `killed by SIGKILL (exit code 137)`."""
+    if code > 128:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(code - 128).name} (exit code {code})"
+    return f"exit code {code}"
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals that ask for an end, collected instead of obeyed."""
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda n, _: received.append(n))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,312 @@
+"""Peers: processes of one job stop together, and say why.
+
+A process that dies leaves the others inside collectives that never end. So each one leaves signs
+of life in the store; process 0 looks at all of them and passes a verdict that everyone else reads.
+A process that fails passes the verdict itself. Whoever reads one prints it and exits with
+`EXIT_PEER_LOST`, from a thread: the main thread may hang inside a collective.
+
+If process 0 dies the store dies with it, and jax's client aborts within milliseconds; `Abort` turns
+that into a message and the same exit code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NoReturn
+
+from spmd.launch.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
+from spmd.launch.stop import StopVote
+from spmd.launch.store import Store
+
+VERDICT = "verdict"
+LEFT = "left"
+"""Sign of a process that ended as it should: it is not missed."""
+
+COLLECTIVE_FAILED = re.compile(
+    r"gloo|nccl|connection (closed|reset)|socket closed|heartbeat|coordination service", re.I
+)
+"""Texts of errors that most likely come of another process's end."""
+
+
+@dataclass
+class Signs:
+    """When each process was last seen to live.
+
+    Args:
+      processes: how many there are.
+      timeout_s: silence of this many seconds is death.
+      started: the clock's time from which silence counts.
+    """
+
+    processes: int
+    timeout_s: float
+    started: float
+    _seen: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    def silent(self, now: float, signs: Mapping[int, str]) -> dict[int, float]:
+        """Process -> seconds of silence, for those that have been silent for too long.
+
+        Args:
+          now: the clock's time.
+          signs: process -> its latest sign; another text than last time is a sign of life.
+        """
+        for process, sign in signs.items():
+            if self._seen.get(process, ("", 0.0))[0] != sign:
+                self._seen[process] = (sign, now)
+        ages = {}
+        for process in range(self.processes):
+            sign, last = self._seen.get(process, ("", self.started))
+            if sign != LEFT and now - last > self.timeout_s:
+                ages[process] = now - last
+        return ages
+
+
+class Peers:
+    """The thread that gives signs of life, looks for others' and stops this process in time.
+
+    Args:
+      store: the job's store.
+      process: this process.
+      processes: how many there are.
+      timeout_s: silence of this many seconds is death.
+      coordinator: `host:port` of the store.
+    """
+
+    def __init__(
+        self, store: Store, process: int, processes: int, timeout_s: float, coordinator: str
+    ) -> None:
+        self.store = store
+        self.process = process
+        self.processes = processes
+        self.timeout_s = timeout_s
+        self.coordinator = coordinator
+        self.interval_s = min(5.0, max(0.2, timeout_s / 10))
+        self.failed: int | None = None
+        self.vote = StopVote(store, process, processes)
+        self._sign = LEFT
+        self._contact = time.monotonic()
+        self._leaving = threading.Event()
+        self._stopping = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="spmd peers", daemon=True)
+
+    def start(self) -> None:
+        """Starts to watch."""
+        self._thread.start()
+
+    # The thread.
+
+    def _run(self) -> None:
+        signs = Signs(self.processes, self.timeout_s, time.monotonic())
+        count = 0
+        while True:
+            count += 1
+            try:
+                verdict = self._look(signs, count)
+            except Exception as error:
+                verdict = self._unreachable(error)
+            if verdict is not None:
+                self.stop(verdict)
+            if not self._leaving.wait(self.interval_s):
+                continue
+            time.sleep(self.interval_s)  # waiting for the others' end
+
+    def _look(self, signs: Signs, count: int) -> str | None:
+        self.store.put(f"alive/{self.process}", LEFT if self._leaving.is_set() else str(count))
+        if self.process == 0:
+            found = {int(name): sign for name, sign in self.store.all("alive").items()}
+            silent = signs.silent(time.monotonic(), found)
+            if silent:
+                self.store.claim(VERDICT, describe_silent(silent))
+        self.vote.look()
+        verdict = self.store.get(VERDICT)
+        self._contact = time.monotonic()
+        return verdict
+
+    def _unreachable(self, error: Exception) -> str | None:
+        """The verdict if the coordinator cannot be asked; None as long as it may come back."""
+        if self._leaving.is_set():
+            raise SystemExit  # the service ends with the job: this thread does, too
+        if time.monotonic() - self._contact < self.timeout_s and not self.is_coordinator_gone():
+            return None
+        return f"process 0, the coordinator, was lost ({_first_line(error)})"
+
+    def is_coordinator_gone(self) -> bool:
+        """Whether nobody answers at the coordinator's address, or has for too long."""
+        if self.process == 0:
+            return False
+        host, _, port = self.coordinator.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        except OSError:
+            return True
+        return time.monotonic() - self._contact > self.timeout_s
+
+    def stop(self, verdict: str) -> NoReturn:
+        """Says why and ends this process at once, whatever its other threads do."""
+        with self._stopping:
+            code = EXIT_PEER_LOST if self.failed is None else self.failed
+            _say(f"error: process {self.process} of {self.processes} stops: {verdict}")
+            if self.process == 0:
+                time.sleep(2 * self.interval_s + 0.5)  # the others read the verdict from us
+            _flush()
+            os._exit(code)
+
+    # This process's own end.
+
+    def fail(self, why: str, code: int) -> None:
+        """Tells the others that this process ends by an error of its own, with an exit code.
+
+        Where the error is that of a collective, the cause is most likely elsewhere: the verdict on
+        that is waited for.
+        """
+        if COLLECTIVE_FAILED.search(why):
+            time.sleep(self.timeout_s + 3 * self.interval_s)  # `stop` ends it
+        with self._stopping:
+            self.failed = code
+        with contextlib.suppress(Exception):
+            self.store.claim(VERDICT, f"process {self.process} failed: {_first_line(why)}")
+
+    def leave(self) -> None:
+        """At the interpreter's end, before jax waits for the other processes."""
+        if self.failed is None:
+            self._leaving.set()
+            return
+        with self._stopping:
+            if self.process == 0:
+                time.sleep(2 * self.interval_s + 0.5)
+            logging.shutdown()
+            _flush()
+            os._exit(self.failed)
+
+
+def describe_silent(silent: Mapping[int, float]) -> str:
+    """`process 1 was lost: no sign of life for 12 s`."""
+    names = ", ".join(str(process) for process in sorted(silent))
+    one = len(silent) == 1
+    return (
+        f"{'process' if one else 'processes'} {names} {'was' if one else 'were'} lost: no sign of "
+        f"life for {min(silent.values()):.0f} s; the end of its output or the scheduler's log "
+        "(killed, out of memory, preempted) says why"
+    )
+
+
+_peers: Peers | None = None
+
+
+def watch_peers(peers: Peers) -> None:
+    """Starts to watch; from here on this process's errors end the others, too."""
+    global _peers
+    _peers = peers
+    peers.start()
+    atexit.register(peers.leave)
+    sys.excepthook = _reporting(sys.excepthook)
+    _install_abort_handler(peers)
+
+
+def fail_peers(why: str, code: int = 1) -> None:
+    """Tells the other processes that this one fails; nothing where there are none."""
+    if _peers is not None:
+        _peers.fail(why, code)
+
+
+def stop_agreed(step: int, wanted: bool) -> bool:
+    """Whether all processes stop before this step; every process asks before every step.
+
+    SIGTERM reaches processes at different steps, and some not at all, but a checkpoint is saved by
+    all together. True from the same step on everywhere, soon after `wanted` was true anywhere.
+
+    Args:
+      step: the step that would be next.
+      wanted: whether this process was asked to stop, by a signal.
+
+    Example:
+      >>> while step < steps and not stop_agreed(step, wanted=got_sigterm.is_set()):
+      ...     state = train_step(state)
+    """
+    return wanted if _peers is None else _peers.vote.reached(step, wanted)
+
+
+@contextlib.contextmanager
+def stopping_peers() -> Iterator[None]:
+    """A `main` whose errors, `sys.exit("error: ...")` among them, also stop the other processes.
+
+    Exceptions that nobody catches are reported without it; an exit is seen here only. Without it
+    the others would wait for this process in their next collective.
+
+    Example:
+      >>> with stopping_peers():
+      ...     sys.exit("error: no such file")
+    """
+    try:
+        yield
+    except SystemExit as error:
+        code = error.code
+        if code not in (None, 0, EXIT_PREEMPTED):  # a saved state is no failure: all end so
+            fail_peers(str(code), code if isinstance(code, int) else 1)
+        raise
+
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+def _reporting(hook: Hook) -> Hook:
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        hook(kind, error, trace)
+        why = "".join(traceback.format_exception_only(kind, error)).strip()
+        fail_peers(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    return report
+
+
+# What jax's client does when its coordinator is lost: it aborts, and says so in C++.
+
+_handlers: list[Any] = []
+"""Keeps the C function alive."""
+
+
+def _install_abort_handler(peers: Peers) -> None:
+    libc = ctypes.CDLL(None)
+
+    def on_abort(_: int) -> None:
+        if peers.is_coordinator_gone():
+            peers.stop("process 0, the coordinator, was lost")
+        libc.signal(signal.SIGABRT, signal.SIG_DFL)
+        libc.abort()
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
+    _handlers.append(handler)
+    libc.signal(signal.SIGABRT, handler)
+
+
+def _first_line(error: object) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:500]
+
+
+def _say(text: str) -> None:
+    """Unbuffered, for the process may end right after; one line, one write."""
+    _flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

@@ -1,0 +1,71 @@
+"""Stopping at one step: SIGTERM reaches processes at different moments, saving has to be together.
+
+Whoever is asked to stop says so in the store. Then every process's thread, whatever its main thread
+waits for, freezes the step that this process has reached and publishes it; all stop at the step
+after the furthest. The main thread is never waited for by anyone, so that a collective that it is
+in ends as always.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from spmd.launch.store import Store
+
+_REQUEST = "stop/request"
+_REACHED = "stop/reached"
+
+
+class StopVote:
+    """The vote of one process; `look` belongs to its thread, `reached` to its main thread.
+
+    Args:
+      store: the job's store.
+      process: this process.
+      processes: how many vote.
+    """
+
+    def __init__(self, store: Store, process: int, processes: int) -> None:
+        self.store = store
+        self.process = process
+        self.processes = processes
+        self._step = -1
+        self._stop_at: int | None = None
+        self._has_asked = False
+        self._is_frozen = False
+        self._change = threading.Condition()
+
+    def reached(self, step: int, wanted: bool) -> bool:
+        """Whether all processes stop before this step.
+
+        Args:
+          step: the step that would be next.
+          wanted: whether this process was asked to stop.
+        """
+        if wanted and not self._has_asked:
+            self._has_asked = True
+            self.store.claim(_REQUEST, str(self.process))
+        with self._change:
+            self._change.wait_for(lambda: not self._is_frozen)
+            if self._stop_at is not None:
+                return step >= self._stop_at
+            self._step = step
+            return False
+
+    def look(self) -> None:
+        """One look at the store."""
+        if self._stop_at is not None:
+            return
+        if not self._is_frozen:
+            if self.store.get(_REQUEST) is None:
+                return
+            with self._change:
+                self._is_frozen = True
+            self.store.put(f"{_REACHED}/{self.process}", str(self._step))
+        reached = self.store.all(_REACHED)
+        if len(reached) < self.processes:
+            return
+        with self._change:
+            self._stop_at = max(map(int, reached.values())) + 1
+            self._is_frozen = False
+            self._change.notify_all()

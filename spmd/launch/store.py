@@ -1,0 +1,126 @@
+"""The coordination service's key-value store: what processes say to each other without devices.
+
+jax keeps the client of this service to itself; this file is the only one that reaches for it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax._src import distributed, xla_bridge
+from jax._src.clusters import ClusterEnv
+
+_PREFIX = "spmd/"
+_MISSING = re.compile(r"NOT_FOUND|DEADLINE_EXCEEDED")
+
+
+class Store(Protocol):
+    """Text under names, shared by all processes of a job."""
+
+    def put(self, key: str, value: str) -> None:
+        """Writes; what was there is replaced."""
+
+    def claim(self, key: str, value: str) -> bool:
+        """Writes unless another process has; whether it was this one."""
+
+    def get(self, key: str, timeout_s: float = 0.0) -> str | None:
+        """Reads, waiting up to some seconds for it to be written; None if nothing is there."""
+
+    def all(self, folder: str) -> dict[str, str]:
+        """Everything under `folder/`, by the rest of its name."""
+
+
+class CoordinationStore:
+    """The store of the running job, over the coordinator's RPCs.
+
+    Errors of the connection come out as jax raises them, as `jax.errors.JaxRuntimeError`.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def put(self, key: str, value: str) -> None:
+        """See `Store`."""
+        self._client.key_value_set(_PREFIX + key, value, allow_overwrite=True)
+
+    def claim(self, key: str, value: str) -> bool:
+        """See `Store`."""
+        try:
+            self._client.key_value_set(_PREFIX + key, value)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" in str(error):
+                return False
+            raise
+        return True
+
+    def get(self, key: str, timeout_s: float = 0.0) -> str | None:
+        """See `Store`."""
+        try:
+            if timeout_s > 0:
+                wait = int(timeout_s * 1000)
+                return str(self._client.blocking_key_value_get(_PREFIX + key, wait))
+            return str(self._client.key_value_try_get(_PREFIX + key))
+        except jax.errors.JaxRuntimeError as error:
+            if _MISSING.search(str(error)):
+                return None
+            raise
+
+    def all(self, folder: str) -> dict[str, str]:
+        """See `Store`."""
+        start = f"{_PREFIX}{folder}/"
+        found = self._client.key_value_dir_get(start)
+        return {key.removeprefix(start): value for key, value in found}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is within a job; None where nothing says so.
+
+    Attributes:
+      coordinator: `host:port` of process 0.
+      processes: how many there are.
+      process: which one this is.
+      devices: ids of the local accelerators that it may use; None for all.
+    """
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+    devices: tuple[int, ...] | None = None
+
+
+def detect_cluster(known: Place, timeout_s: float) -> Place:
+    """Fills in what is not known from the cluster that jax recognises (Slurm, TPU, MPI, ...)."""
+    devices = None if known.devices is None else list(known.devices)
+    found = ClusterEnv.auto_detect_unset_distributed_params(
+        known.coordinator, known.processes, known.process, devices, None, int(timeout_s)
+    )
+    coordinator, processes, process, ids = found
+    return Place(coordinator, processes, process, None if ids is None else tuple(ids))
+
+
+def this_process() -> tuple[int, int]:
+    """(this process, how many there are), without touching a device."""
+    state = distributed.global_state
+    return state.process_id, (state.num_processes or 1) if state.client is not None else 1
+
+
+def coordinator_address() -> str | None:
+    """`host:port` of the coordinator that this process is connected to."""
+    return distributed.global_state.coordinator_address
+
+
+def devices_are_open() -> bool:
+    """Whether jax has opened its devices: then it is too late to join a job."""
+    return bool(xla_bridge.backends_are_initialized())
+
+
+def job_store() -> Store | None:
+    """The store of this job; None where there is but one process."""
+    client = distributed.global_state.client
+    if client is None or this_process()[1] < 2:
+        return None
+    return CoordinationStore(client)

@@ -1,0 +1,235 @@
+"""`Watchdog`: where a run hangs it writes down what every process was doing, then ends it.
+
+Two threads look, for each is blind to something. Ours says what was finished last, asks the other
+processes for their stacks and chooses the exit code; it needs the interpreter's lock. The one of
+`faulthandler` is C and needs no lock: it writes the stacks when even ours cannot run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NamedTuple
+
+from spmd.launch.exit_codes import EXIT_HUNG
+from spmd.launch.peers import fail_peers
+from spmd.launch.store import Store, job_store, this_process
+
+REMEMBERED = 100
+"""Marks that a file shows."""
+
+FIRST = 10.0
+"""Times the limit that the first beat may take: compiling comes before it."""
+
+REQUEST = "watchdog/dump"
+ANSWER = "watchdog/dumped"
+PATIENCE_S = 10.0
+"""How long a hung process waits for the others to write their files."""
+
+
+class Mark(NamedTuple):
+    """Something that the host saw finished: when (seconds since 1970), in which step, and what."""
+
+    time: float
+    step: int | None
+    what: str
+
+    def __str__(self) -> str:
+        when = datetime.datetime.fromtimestamp(self.time).isoformat(" ", "milliseconds")
+        where = "" if self.step is None else f"  step {self.step}"
+        return f"{when}{where}  {self.what}"
+
+
+class Watchdog:
+    """Ends a run that makes no progress, after writing down what every process was doing.
+
+    Each process writes `process-<number>.txt` into the folder: why, the last finished step, the
+    last marks and the stack of every thread. With several processes one that hangs makes all of
+    them write, and they stop together.
+
+    Args:
+      timeout_s: seconds between beats that are too many.
+      folder: where the files go; made when needed.
+      first_timeout_s: seconds until the first beat, ten times as many if left out.
+      stop: end the process with `EXIT_HUNG`; else go on waiting, and write again after a new beat.
+
+    Raises:
+      ValueError: a limit that is not positive.
+
+    Example:
+      >>> with Watchdog(600, "run/hangs") as dog:
+      ...     for step in range(steps):
+      ...         state = train_step(state)
+      ...         dog.beat(step=step)
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        folder: str | os.PathLike[str],
+        *,
+        first_timeout_s: float | None = None,
+        stop: bool = True,
+    ) -> None:
+        if timeout_s <= 0 or (first_timeout_s is not None and first_timeout_s <= 0):
+            raise ValueError(
+                f"a watchdog's limit is a positive number of seconds, not {timeout_s:g}"
+                if timeout_s <= 0
+                else f"first_timeout_s must be positive, not {first_timeout_s:g}"
+            )
+        self.timeout_s = timeout_s
+        self.first_timeout_s = FIRST * timeout_s if first_timeout_s is None else first_timeout_s
+        self.folder = Path(folder)
+        self.stop = stop
+        self.process, self.processes = this_process()
+        self.path = self.folder / f"process-{self.process}.txt"
+        self._store: Store | None = job_store()
+        self._marks: deque[Mark] = deque(maxlen=REMEMBERED)
+        self._beats = 0
+        self._last = time.monotonic()
+        self._written_at = -1
+        self._answered: str | None = None
+        self._was_asked = False
+        self._file: IO[str] | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spmd watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        """Starts to watch."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("w")
+        print(
+            f"{self._who()}\nnothing happened, or it was killed first", file=self._file, flush=True
+        )
+        self._last = time.monotonic()
+        if self._store is not None:
+            self._answered = self._store.get(REQUEST)
+        self._arm()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stops watching."""
+        self._end.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self._file is not None:
+            self._file.close()
+        if self._written_at < 0 and not self._was_asked and error is None:
+            self.path.unlink(missing_ok=True)
+
+    def beat(self, step: int | None = None, what: str = "step finished") -> None:
+        """Says that there is progress.
+
+        Args:
+          step: the step that was finished.
+          what: what was finished, where it is no step: `"checkpoint"`, `"gradients reduced"`.
+        """
+        self._marks.append(Mark(time.time(), step, what))
+        self._last = time.monotonic()
+        self._beats += 1
+        self._arm()
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that the next beat may take."""
+        return self.timeout_s if self._beats else self.first_timeout_s
+
+    def _arm(self) -> None:
+        """The C thread's alarm: later than ours, and for the stacks alone."""
+        later = self.limit_s * 1.25 + 2 * self._interval_s
+        faulthandler.dump_traceback_later(later, file=self._file or sys.stderr)
+
+    @property
+    def _interval_s(self) -> float:
+        return min(1.0, self.timeout_s / 10)
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._end.wait(self._interval_s):
+            silence = time.monotonic() - self._last
+            if silence > self.limit_s and self._written_at != self._beats:
+                self._on_hang(silence)
+            with contextlib.suppress(Exception):  # the store may be gone: peers see to that
+                self._answer()
+
+    def _on_hang(self, silence: float) -> None:
+        self._written_at = self._beats
+        why = f"process {self.process} made no progress for {silence:.0f} s ({self._last_mark()})"
+        self._write(why)
+        asked = False
+        with contextlib.suppress(Exception):
+            asked = self._ask(why)
+        told = f"{self.folder}/process-*.txt" if asked else str(self.path)
+        print(f"error: {why}; stacks are in {told}", file=sys.stderr, flush=True)
+        if not self.stop:
+            return
+        if asked:
+            fail_peers(f"{why}; stacks are in {told}", EXIT_HUNG)
+            time.sleep(2.0 if self.process == 0 else 0.0)  # the others read why
+        sys.stdout.flush()
+        os._exit(EXIT_HUNG)
+
+    def _ask(self, why: str) -> bool:
+        """Makes the other processes write, and waits for them; whether there are any."""
+        if self._store is None:
+            return False
+        token = f"{self.process}.{self._beats}: {why}"
+        self._answered = token
+        self._store.put(REQUEST, token)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            answers = self._store.all(ANSWER)
+            if sum(answer == token for answer in answers.values()) >= self.processes - 1:
+                break
+            time.sleep(0.1)
+        return True
+
+    def _answer(self) -> None:
+        """Writes this process's file if another one asks."""
+        if self._store is None:
+            return
+        token = self._store.get(REQUEST)
+        if token is None or token == self._answered:
+            return
+        self._answered = token
+        self._was_asked = True
+        why = token.partition(": ")[2]
+        self._write(f"asked: {why}; here: {self._last_mark()}")
+        self._store.put(f"{ANSWER}/{self.process}", token)
+
+    def _last_mark(self) -> str:
+        steps = [mark.step for mark in self._marks if mark.step is not None]
+        if not self._marks:
+            return "nothing was finished yet"
+        last = f"last finished: {self._marks[-1].what}"
+        return f"{last}, step {steps[-1]}" if steps else last
+
+    def _who(self) -> str:
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        return f"{now}  process {self.process} of {self.processes}, pid {os.getpid()}"
+
+    def _write(self, why: str) -> None:
+        """Fills the file anew; what `faulthandler`'s thread has to say comes behind it."""
+        file = self._file
+        assert file is not None
+        file.seek(0)
+        file.truncate()
+        lines = [self._who(), why, "", "finished, as the host saw it:"]
+        lines += [f"  {mark}" for mark in tuple(self._marks)]
+        print("\n".join([*lines, "", "stacks, innermost call first:"]), file=file, flush=True)
+        faulthandler.dump_traceback(file, all_threads=True)

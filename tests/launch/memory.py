@@ -1,0 +1,30 @@
+"""A store within this process."""
+
+import threading
+
+
+class Memory:
+    """A store within this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def put(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def claim(self, key: str, value: str) -> bool:
+        with self.changed:
+            return self.values.setdefault(key, value) == value
+
+    def get(self, key: str, timeout_s: float = 0.0) -> str | None:
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.values, timeout_s)
+            return self.values.get(key)
+
+    def all(self, folder: str) -> dict[str, str]:
+        start = f"{folder}/"
+        with self.changed:
+            return {k[len(start) :]: v for k, v in self.values.items() if k.startswith(start)}

@@ -1,0 +1,108 @@
+"""Comparing: who differs and in what, without processes."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from spmd.errors import LaunchError
+from spmd.launch.agree import (
+    Round,
+    check_same,
+    differences,
+    from_json,
+    settings,
+    without_locations,
+)
+from tests.launch.memory import Memory
+
+
+def compare(values: dict[int, dict[str, str]], timeout_s: float = 20.0) -> list[str]:
+    """What each process is told, all of them at once."""
+    store, members = Memory(), sorted(values)
+
+    def run(me: int) -> str:
+        try:
+            Round(store, "x", members, me, timeout_s).run({"checked": "flags", **values[me]})
+        except LaunchError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(run, members))
+
+
+def test_equal_values_pass():
+    assert compare({0: {"--a": "1"}, 2: {"--a": "1"}, 5: {"--a": "1"}}) == ["", "", ""]
+
+
+def test_everyone_hears_who_differs():
+    told = compare({0: {"--a": "1"}, 1: {"--a": "1"}, 2: {"--a": "2"}})
+    assert len(set(told)) == 1
+    assert told[0].splitlines()[:2] == [
+        "the processes of this job differ in --a",
+        "  actual: process 2: 2; processes 0, 1: 1",
+    ]
+
+
+def test_a_process_that_does_not_come_is_named():
+    store = Memory()
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=r"process 1 did not come to compare flags within 0\.2 s"):
+        Round(store, "x", (0, 1), 0, 0.2).run({"checked": "flags"})
+    assert time.monotonic() - start < 10
+    with pytest.raises(LaunchError, match="process 0 did not come"):
+        Round(Memory(), "x", (0, 1), 1, 0.2).run({"checked": "flags"})
+
+
+def differing(found: dict[int, dict[str, str]]) -> str:
+    return str(from_json(differences(found)))
+
+
+def test_one_who_lacks_a_value_differs():
+    assert "process 1: (not set); process 0: 1" in differing({0: {"a": "1"}, 1: {}})
+
+
+def test_several_names_are_all_said():
+    text = differing({0: {"a": "1", "b": "x", "c": "="}, 1: {"a": "2", "b": "y", "c": "="}})
+    assert "differ in a, b\n" in text
+    assert "a: process 1: 2; process 0: 1; b: process 1: y; process 0: x" in text
+
+
+def test_the_many_are_counted():
+    text = differing({p: {"a": "2" if p == 40 else "1"} for p in range(100)})
+    assert "process 40: 2; 99 others: 1" in text
+    text = differing({p: {"a": str(p)} for p in range(20)})
+    assert "process 8: 8; 11 more differ; process 0: 0" in text
+
+
+def test_long_values_are_cut_and_hashed():
+    text = differing({0: {"a": "x" * 500}, 1: {"a": "x" * 499 + "y"}})
+    assert "x" * 201 not in text
+    assert text.count("... (500 characters, hash ") == 2
+    one, two = [part.split(")")[0] for part in text.split("hash ")[1:]]
+    assert one != two
+
+
+def test_equal_values_differ_in_nothing():
+    assert differences({0: {"a": "1"}, 1: {"a": "1"}}) == ""
+
+
+def test_one_process_compares_nothing():
+    check_same({"--a": "1"})
+
+
+def test_source_locations_do_not_count():
+    module = 'module {\n  op loc(#loc0)\n}\n#loc0 = loc("%s/a.py":1:0)\n'
+    assert without_locations(module % "/one") == without_locations(module % "/two")
+    assert "op" in without_locations(module % "/one")
+
+
+def test_flags_that_are_a_process_own_do_not_count(monkeypatch: pytest.MonkeyPatch):
+    flags = "--xla_dump_to=/x --xla_force_host_platform_device_count=4 --xla_a=1 --xla_b"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    found = {name: value for name, value in settings().items() if name.startswith("XLA_FLAGS")}
+    assert found == {"XLA_FLAGS --xla_a": "1", "XLA_FLAGS --xla_b": "(given)"}
+    assert settings()["jax_enable_x64"] == "False"
+    assert json.dumps(settings())

@@ -1,0 +1,338 @@
+"""Job files: as reviewed (golden), of known fields and options, and quoted so that they run."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts import launch_job
+from spmd.errors import LaunchError
+from spmd.launch.tpu import KINDS, parse_tpu
+
+HARD = ["prog", "a b", "it's", 'say "hi"', "$HOME", "`x`", "$(y)", "back\\slash", "*", "", "é;&|"]
+"""Arguments that a shell would take apart."""
+
+TRAIN = ["python", "scripts/train_llama.py", "--model=llama2-7b", "--data=/corpus/a b/*.txt"]
+
+DRY_RUNS: dict[str, list[str]] = {
+    "slurm": ["slurm", "--nodes=4", "--gpus_per_node=8", "--time=8:00:00", "--partition=h200",
+              "--account=lab", "--requeue", "--exclusive", "--env=NOTE=it's new",
+              "--folder=/home/me/spmd"],
+    "slurm_each_gpu": ["slurm", "--nodes=2", "--gpus_per_node=4", "--processes_per_node=4",
+                       "--cpus_per_process=8", "--image=registry/image:tag",
+                       "--constraint=nvlink", "--qos=high", "--name=llama"],
+    "jobset_tpu": ["jobset", "--tpu=v5e-16", "--image=registry/image:tag", "--name=llama",
+                   "--max_restarts=3", "--queue=tpus", "--namespace=training"],
+    "jobset_slices": ["jobset", "--tpu=v5p-128", "--slices=2", "--image=registry/image:tag",
+                      "--selector=cloud.google.com/reservation-name=mine"],
+    "jobset_gpu": ["jobset", "--nodes=4", "--gpus_per_node=8", "--image=registry/image:tag",
+                   "--cpu=96", "--memory=800Gi", "--env=NOTE=a $(b)", "--folder=/spmd",
+                   "--service_account=trainer"],
+    "tpu_vm": ["tpu-vm", "--tpu-name=pod", "--zone=us-east5-a", "--project=mine",
+               "--folder=my spmd", "--env=NOTE=it's new"],
+    "mpi": ["mpi", "--hosts=a,b.example", "--nodes=2", "--gpus_per_node=8",
+            "--processes_per_node=8", "--env=NOTE=it's new", "--folder=/spmd"],
+    "mpi_here": ["mpi", "--processes_per_node=4"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def dry_run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(flags: Sequence[str], command: Sequence[str] = TRAIN) -> str:
+        assert launch_job.main([*flags, "--dry-run", "--", *command]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_golden(name: str, dry_run: Callable[..., str], golden: Callable[[str, str], None]):
+    golden(f"launch/{name}", dry_run(DRY_RUNS[name]))
+
+
+# Slurm.
+
+SBATCH_OPTIONS = {
+    "account", "chdir", "constraint", "cpus-per-task", "exclusive", "gpus-per-node", "job-name",
+    "no-requeue", "nodes", "ntasks-per-node", "open-mode", "output", "partition", "qos", "requeue",
+    "reservation", "signal", "time",
+}  # fmt: skip
+"""As `man sbatch` spells them."""
+
+
+@pytest.mark.parametrize("name", [name for name in DRY_RUNS if name.startswith("slurm")])
+def test_slurm_scripts_parse(name: str, dry_run: Callable[..., str], tmp_path: Path):
+    script = dry_run(DRY_RUNS[name])
+    parsed = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert parsed.returncode == 0, parsed.stderr
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    options = [line for line in lines if line.startswith("#SBATCH")]
+    assert lines[1 : 1 + len(options)] == options  # sbatch reads none behind the first command
+    for line in options:
+        match = re.fullmatch(r"#SBATCH --([a-z-]+)(=\S+)?", line)
+        assert match and match[1] in SBATCH_OPTIONS, line
+    if shutil.which("sbatch"):
+        path = tmp_path / "job.sh"
+        path.write_text(script)
+        tested = subprocess.run(["sbatch", "--test-only", path], capture_output=True, text=True)
+        assert "nrecognized option" not in tested.stderr and "nvalid" not in tested.stderr
+
+
+def fake(tmp_path: Path, name: str, code: int = 0) -> dict[str, str]:
+    """An environment with a program that writes down its arguments and variable NOTE, as JSON."""
+    program = tmp_path / "bin" / name
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(
+        "#!/usr/bin/env python3\nimport json, os, sys\n"
+        f"with open({str(tmp_path / name)!r}, 'a') as file:\n"
+        "    print(json.dumps([sys.argv[1:], os.environ.get('NOTE')]), file=file)\n"
+        f"sys.exit({code})\n"
+    )
+    program.chmod(0o755)
+    return {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+
+def called(tmp_path: Path, name: str) -> list[Any]:
+    return json.loads((tmp_path / name).read_text())
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True)])
+def test_slurm_runs_the_command_and_requeues(
+    code: int, requeued: bool, dry_run: Callable[..., str], tmp_path: Path
+):
+    script = dry_run(["slurm", "--requeue", "--env", "NOTE=it's $new"], HARD)
+    fake(tmp_path, "scontrol")
+    env = {**fake(tmp_path, "srun", code), "SLURM_JOB_ID": "42"}
+    ran = subprocess.run(["bash", "-c", script], env=env)
+    assert ran.returncode == code
+    arguments, note = called(tmp_path, "srun")
+    assert arguments[-len(HARD) :] == HARD
+    assert note == "it's $new"
+    assert (tmp_path / "scontrol").exists() == requeued
+    if requeued:
+        assert called(tmp_path, "scontrol")[0] == ["requeue", "42"]
+
+
+# Kubernetes.
+
+TEXT, NUMBER, FLAG = str, int, bool
+FIELDS: dict[str, Any] = {
+    "apiVersion": TEXT,
+    "kind": TEXT,
+    "metadata": {
+        "name": TEXT,
+        "namespace": TEXT,
+        "labels": {"*": TEXT},
+        "annotations": {"*": TEXT},
+    },
+    "spec": {
+        "network": {"enableDNSHostnames": FLAG, "subdomain": TEXT},
+        "failurePolicy": {
+            "maxRestarts": NUMBER,
+            "rules": [{"name": TEXT, "action": TEXT, "onJobFailureReasons": [TEXT]}],
+        },
+        "replicatedJobs": [
+            {
+                "name": TEXT,
+                "replicas": NUMBER,
+                "template": {
+                    "spec": {
+                        "parallelism": NUMBER,
+                        "completions": NUMBER,
+                        "completionMode": TEXT,
+                        "backoffLimit": NUMBER,
+                        "podFailurePolicy": {
+                            "rules": [
+                                {
+                                    "action": TEXT,
+                                    "onExitCodes": {
+                                        "containerName": TEXT,
+                                        "operator": TEXT,
+                                        "values": [NUMBER],
+                                    },
+                                    "onPodConditions": [{"type": TEXT}],
+                                }
+                            ]
+                        },
+                        "template": {
+                            "spec": {
+                                "restartPolicy": TEXT,
+                                "terminationGracePeriodSeconds": NUMBER,
+                                "serviceAccountName": TEXT,
+                                "nodeSelector": {"*": TEXT},
+                                "tolerations": [{"key": TEXT, "operator": TEXT, "effect": TEXT}],
+                                "containers": [
+                                    {
+                                        "name": TEXT,
+                                        "image": TEXT,
+                                        "command": [TEXT],
+                                        "workingDir": TEXT,
+                                        "env": [
+                                            {
+                                                "name": TEXT,
+                                                "value": TEXT,
+                                                "valueFrom": {"fieldRef": {"fieldPath": TEXT}},
+                                            }
+                                        ],
+                                        "ports": [{"containerPort": NUMBER}],
+                                        "resources": {
+                                            "requests": {"*": TEXT},
+                                            "limits": {"*": NUMBER},
+                                        },
+                                        "volumeMounts": [{"name": TEXT, "mountPath": TEXT}],
+                                    }
+                                ],
+                                "volumes": [{"name": TEXT, "emptyDir": {"medium": TEXT}}],
+                            }
+                        },
+                    }
+                },
+            }
+        ],
+    },
+}
+"""The fields that are used, of JobSet v1alpha2, batch/v1 and core/v1, and their types."""
+
+
+def misfits(value: Any, fields: Any, path: str = "") -> list[str]:
+    """Where a document has a field that does not exist, or one of another type."""
+    if isinstance(fields, list):
+        if not isinstance(value, list):
+            return [f"{path} is no list"]
+        return [m for i, v in enumerate(value) for m in misfits(v, fields[0], f"{path}[{i}]")]
+    if isinstance(fields, dict):
+        if not isinstance(value, dict):
+            return [f"{path} is no mapping"]
+        known = {name: fields.get(name, fields.get("*")) for name in value}
+        wrong = [f"{path}.{name} is unknown" for name, of in known.items() if of is None]
+        return wrong + [
+            m for n, v in value.items() if known[n] for m in misfits(v, known[n], f"{path}.{n}")
+        ]
+    return [] if type(value) is fields else [f"{path} is {type(value).__name__}"]
+
+
+def test_the_check_finds_what_is_wrong():
+    wrong = {"kind": 1, "spec": {"replicas": 1, "replicatedJobs": {}}}
+    assert misfits(wrong, FIELDS) == [
+        ".kind is int", ".spec.replicas is unknown", ".spec.replicatedJobs is no list",
+    ]  # fmt: skip
+
+
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+@pytest.mark.parametrize("name", [name for name in DRY_RUNS if name.startswith("jobset")])
+def test_jobsets_have_known_fields(name: str, dry_run: Callable[..., str]):
+    jobset = yaml.safe_load(dry_run(DRY_RUNS[name]))
+    assert misfits(jobset, FIELDS) == []
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    names = [jobset["metadata"]["name"], replicated["name"], container["name"]]
+    assert all(LABEL.fullmatch(text) for text in names)
+    assert job["parallelism"] == job["completions"]
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # pod failure policies need it
+    variables = [variable["name"] for variable in container["env"]] if "env" in container else []
+    assert len(variables) == len(set(variables))
+
+
+def test_jobset_commands_survive(dry_run: Callable[..., str]):
+    jobset = yaml.safe_load(dry_run(["jobset", "--image=i", "--nodes=2"], HARD))
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    # Kubernetes takes "$$(y)" for "$(y)".
+    assert [part.replace("$$(", "$(") for part in pod["containers"][0]["command"]] == HARD
+
+
+# TPU VMs and MPI.
+
+
+def test_tpu_vm_commands_survive(dry_run: Callable[..., str], tmp_path: Path):
+    env = fake(tmp_path, "prog")
+    flags = ["tpu-vm", "--tpu-name=n", "--zone=z", f"--folder={tmp_path}", "--env=NOTE=it's $new"]
+    call = shlex.split(dry_run(flags, HARD))
+    remote = call[-1].removeprefix("--command=")
+    subprocess.run(["bash", "-c", remote], env=env, check=True)
+    assert called(tmp_path, "prog") == [HARD[1:], "it's $new"]
+
+
+def test_mpi_commands_survive(dry_run: Callable[..., str]):
+    call = shlex.split(dry_run(["mpi", "--env=NOTE=it's $new"], HARD))
+    assert call[0] == "mpirun" and call[-len(HARD) :] == HARD
+    assert call[call.index("NOTE=it's $new") - 1] == "-x"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_have_whole_hosts(kind: str):
+    for chips in KINDS[kind].topologies:
+        slice_ = parse_tpu(f"{kind}-{chips * KINDS[kind].cores}")
+        assert slice_.hosts * slice_.chips_per_host == chips
+
+
+def test_slices():
+    assert parse_tpu("v5e-16")[1:] == ("tpu-v5-lite-podslice", "4x4", 4, 4)
+    assert parse_tpu("v5e-8")[1:] == ("tpu-v5-lite-podslice", "2x4", 1, 8)
+    assert parse_tpu("v5p-128")[1:] == ("tpu-v5p-slice", "4x4x4", 16, 4)
+    assert parse_tpu("v4-32")[1:] == ("tpu-v4-podslice", "2x2x4", 4, 4)
+
+
+# Handing over, and bad flags.
+
+
+def test_hands_the_file_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", fake(tmp_path, "sbatch", 7)["PATH"])
+    assert launch_job.main(["slurm", "--", "true"]) == 7
+    assert called(tmp_path, "sbatch")[0] == []
+
+
+def test_an_engine_that_is_not_here(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert launch_job.main(["slurm", "--", "true"]) == 2
+    assert "error: sbatch is not on this machine\n  fix: run this where" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["slurm", "--nodes=0"], "--nodes must be positive"),
+        (["slurm", "--time=soon"], "--time 'soon' is not a time"),
+        (["slurm", "--partition=a b"], "--partition 'a b' cannot stand in a batch script"),
+        (["slurm", "--gpus_per_node=8", "--processes_per_node=3"], "3 processes cannot share 8"),
+        (["slurm", "--env=A-B=1"], "'A-B' is no name of an environment variable"),
+        (["jobset", "--image=i", "--name=My_Job"], "'My_Job' is no name that Kubernetes takes"),
+        (["jobset", "--image=i", "--name=" + "a" * 50], "at most 41 of"),
+        (["jobset", "--image=i", "--tpu=v9-8"], "'v9-8' is no slice of TPUs"),
+        (["jobset", "--image=i", "--tpu=v5e-12"], "one of v5e-1, v5e-4, v5e-8, v5e-16"),
+        (["jobset", "--image=i", "--tpu=v5e-8", "--gpus_per_node=1"], "TPUs or GPUs"),
+        (["jobset", "--image=a b"], "'a b' is no container image"),
+        (["jobset", "--image=i", "--selector=x"], "'x' is not of the form label=value"),
+        (["jobset", "--image=i", "--env=JAX_PROCESS_ID=1"], "JAX_PROCESS_ID is set by the JobSet"),
+        (["mpi", "--nodes=2"], "2 nodes need names"),
+        (["mpi", "--hosts=a", "--nodes=2"], "names 1 hosts and --nodes is 2"),
+        (["mpi", "--hosts=a;b"], "'a;b' is no name of a host"),
+        (["mpi", "--hostfile=f", "--nodes=2"], "nothing says where process 0 is"),
+    ],
+)
+def test_bad_flags(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert launch_job.main([*flags, "--dry-run", "--", "true"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]):
+    assert launch_job.main(["slurm", "--dry-run"]) == 2
+    assert "there is no command to run" in capsys.readouterr().err
+
+
+def test_an_unknown_kind_of_slice_is_an_error():
+    with pytest.raises(LaunchError, match="there is no slice v4-9"):
+        parse_tpu("v4-9")

@@ -1,0 +1,177 @@
+"""Processes on this machine: numbers, prefixes, exit codes, signals, restarts, devices."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from scripts import launch_job
+from spmd.errors import LaunchError
+from spmd.launch import EXIT_PEER_LOST
+from spmd.launch.local import (
+    LocalJob,
+    describe_code,
+    environment_of_devices,
+    run_local,
+    with_device_count,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(script: str, processes: int = 2, **options) -> int:
+    options = {"platform": "cpu", "grace_s": 5.0, **options}
+    return run_local(LocalJob(("sh", "-c", script), processes, **options))
+
+
+def test_each_process_knows_its_place(capfd: pytest.CaptureFixture[str]):
+    script = 'echo "$JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS"'
+    assert run(script, 3) == 0
+    lines = sorted(capfd.readouterr().out.splitlines())
+    address = lines[0].rpartition(" ")[2]
+    assert lines == [f"[{p}] {p} of 3 at {address}" for p in range(3)]
+    assert address.startswith("localhost:")
+
+
+def test_numbers_are_aligned_and_errors_are_there(capfd: pytest.CaptureFixture[str]):
+    assert run("echo oops >&2", 11) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "[ 3] oops" in lines and "[10] oops" in lines
+
+
+def test_a_failure_stops_all_and_its_lines_come_last(capfd: pytest.CaptureFixture[str]):
+    start = time.monotonic()
+    assert run("if [ $JAX_PROCESS_ID = 1 ]; then echo why; exit 3; fi; exec sleep 60") == 3
+    assert time.monotonic() - start < 20
+    said = capfd.readouterr().err
+    assert "launch: process 1 failed: exit code 3; its last lines:\nlaunch:   why\n" in said
+
+
+def test_a_process_that_is_killed(capfd: pytest.CaptureFixture[str]):
+    assert run("if [ $JAX_PROCESS_ID = 0 ]; then kill -9 $$; fi; exec sleep 60") == 137
+    assert "process 0 failed: killed by SIGKILL (exit code 137)" in capfd.readouterr().err
+
+
+def test_the_cause_counts_not_those_that_lost_it(capfd: pytest.CaptureFixture[str]):
+    script = f"if [ $JAX_PROCESS_ID = 0 ]; then exit {EXIT_PEER_LOST}; fi; sleep 0.5; exit 4"
+    assert run(script) == 4
+    assert "process 1 failed: exit code 4" in capfd.readouterr().err
+
+
+def test_one_that_ignores_sigterm_is_killed():
+    start = time.monotonic()
+    script = 'if [ $JAX_PROCESS_ID = 0 ]; then sleep 0.5; exit 5; fi; trap "" TERM; sleep 60'
+    assert run(script, grace_s=0.5) == 5
+    assert time.monotonic() - start < 20
+
+
+def test_restarts_until_it_works(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    script = "echo attempt $SPMD_RESTART; exit $((2 - SPMD_RESTART))"
+    assert run(script, 1, max_restarts=3) == 0
+    captured = capfd.readouterr()
+    assert captured.out.splitlines() == [f"[0] attempt {n}" for n in range(3)]
+    assert "restart 2 of 3" in captured.err
+
+
+def test_restarts_end():
+    assert run("exit 9", 1, max_restarts=1) == 9
+
+
+def test_variables_are_passed(capfd: pytest.CaptureFixture[str]):
+    assert run('echo "<$A>"', 1, env={"A": "x  'y'"}) == 0
+    assert capfd.readouterr().out == "[0] <x  'y'>\n"
+
+
+@pytest.mark.parametrize(
+    ("trap", "number", "code"),
+    [
+        ("exit 75", signal.SIGTERM, 75),  # it saved its state
+        ("exit 0", signal.SIGINT, 0),
+        (None, signal.SIGTERM, 143),
+    ],
+)
+def test_signals_are_passed_on(trap: str | None, number: int, code: int, tmp_path: Path):
+    handler = f"trap '{trap}' {signal.Signals(number).name[3:]}; " if trap else ""
+    script = f"{handler}touch {tmp_path}/$JAX_PROCESS_ID; while true; do sleep 0.05; done"
+
+    def send() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert run(script, max_restarts=2) == code
+    sender.join()
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--processes", "2"], "there is no command to run"),
+        (["--processes", "2", "--", "no-such-program"], "'no-such-program' is no program"),
+        (["--processes", "0", "--", "true"], "--processes must be positive, not 0"),
+        (["--processes", "1", "--env", "NOT_SET_HERE", "--", "true"], "is not set here"),
+    ],
+)
+def test_bad_flags_are_one_message(arguments: Sequence[str], says: str, capsys):
+    assert launch_job.main(["local", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error
+
+
+# Devices.
+
+
+def devices(job: LocalJob, env: dict[str, str], gpus: int) -> list[dict[str, str]]:
+    return environment_of_devices(job, env, [str(g) for g in range(gpus)])
+
+
+JOB = ("true",)
+
+
+def test_virtual_devices():
+    env = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8"}
+    wanted = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=4",
+    }
+    assert devices(LocalJob(JOB, 2, 4), env, 0) == [wanted, wanted]
+    assert devices(LocalJob(JOB, 2, 4, "cpu"), env, 8) == [wanted, wanted]
+    assert with_device_count("", 2) == "--xla_force_host_platform_device_count=2"
+
+
+def test_gpus_are_divided():
+    got = devices(LocalJob(JOB, 2), {}, 8)
+    assert [d["CUDA_VISIBLE_DEVICES"] for d in got] == ["0,1,2,3", "4,5,6,7"]
+    got = devices(LocalJob(JOB, 2, 1), {}, 8)
+    assert [d["CUDA_VISIBLE_DEVICES"] for d in got] == ["0", "1"]
+
+
+def test_gpus_are_left_alone_where_cpus_are_asked_for():
+    assert devices(LocalJob(JOB, 1), {"JAX_PLATFORMS": "cpu"}, 8) == [{"JAX_PLATFORMS": "cpu"}]
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (LocalJob(JOB, 4, 2, "cuda"), "4 processes with 2 GPUs each need 8 GPUs"),
+        (LocalJob(JOB, 8, None, "cuda"), "8 processes with 1 GPUs each need 8 GPUs"),
+        (LocalJob(JOB, 3, None, "cuda"), "4 GPUs do not divide over 3 processes"),
+    ],
+)
+def test_too_few_gpus(job: LocalJob, says: str):
+    with pytest.raises(LaunchError, match=says):
+        devices(job, {}, 4)
+
+
+def test_words_of_exit_codes():
+    assert describe_code(3) == "exit code 3"
+    assert describe_code(139) == "killed by SIGSEGV (exit code 139)"
+    assert describe_code(250) == "exit code 250"

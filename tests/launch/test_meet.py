@@ -1,0 +1,101 @@
+"""Meeting: who is missing, who is too many and who differs is said to everyone at once."""
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from spmd.errors import LaunchError
+from spmd.launch.local import free_port
+from spmd.launch.meet import Seat, meet
+
+
+def told(
+    seats: list[tuple[int, int]],
+    timeout_s: float = 20.0,
+    about: dict[int, str] | None = None,
+    stranger: bytes | None = None,
+) -> list[str]:
+    """What processes (number, how many it expects) are told when they meet; "" for welcome."""
+    port = free_port()
+
+    def run(seat: tuple[int, int]) -> str:
+        process, processes = seat
+        versions = {"version of jax": (about or {}).get(process, "0.10.2")}
+        try:
+            meet(Seat(f"localhost:{port}", processes, process), versions, timeout_s)
+        except LaunchError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(seats)) as pool:
+        results = [pool.submit(run, seat) for seat in seats]
+        if stranger is not None:
+            _say(port, stranger)
+        return [result.result() for result in results]
+
+
+def _say(port: int, text: bytes) -> None:
+    for _ in range(100):
+        try:
+            with socket.create_connection(("localhost", port)) as line:
+                line.sendall(text)
+                return
+        except OSError:
+            time.sleep(0.02)
+    pytest.fail("process 0 does not listen")
+
+
+def test_all_come_in_any_order():
+    assert told([(2, 3), (1, 3), (0, 3)]) == ["", "", ""]
+
+
+def test_alone_there_is_nobody_to_meet():
+    meet(Seat("nowhere.invalid:1", 1, 0), {}, 0.1)
+
+
+def test_who_is_missing_is_named():
+    answers = told([(0, 4), (2, 4)], timeout_s=0.5)
+    for answer in answers:
+        assert answer.startswith("processes 1, 3 did not come to localhost:")
+        assert "actual: 2 of 4 processes came" in answer
+
+
+def test_no_coordinator():
+    with pytest.raises(LaunchError, match=r"process 1 cannot reach process 0 at .* within 0\.3 s"):
+        meet(Seat(f"localhost:{free_port()}", 2, 1), {}, 0.3)
+
+
+def test_unknown_host():
+    with pytest.raises(LaunchError, match="knows its name"):
+        meet(Seat("no-such-host.invalid:1234", 2, 1), {}, 0.3)
+
+
+def test_another_number_of_processes():
+    answers = told([(0, 2), (1, 3)])
+    assert all("process 1 expects 3 processes, process 0 expects 2" in a for a in answers)
+
+
+def test_a_number_given_twice():
+    answers = told([(0, 3), (1, 3), (1, 3)], timeout_s=5)
+    assert "two processes of this job have process_id 1" in answers[0]
+    assert all(answers)
+
+
+def test_versions_that_differ():
+    answers = told([(0, 2), (1, 2)], about={1: "0.11.0"})
+    assert all("differ in version of jax" in answer for answer in answers)
+    assert all("process 1: 0.11.0; process 0: 0.10.2" in answer for answer in answers)
+
+
+@pytest.mark.parametrize("stranger", [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[1]\n", b"\xff\n"])
+def test_strangers_are_ignored(stranger: bytes):
+    assert told([(0, 2), (1, 2)], stranger=stranger) == ["", ""]
+
+
+def test_port_in_use():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"cannot listen at port {port}"):
+            meet(Seat(f"localhost:{port}", 2, 0), {}, 1.0)

@@ -1,0 +1,233 @@
+"""Processes that really are several: the same losses as one, and an end together when one ends."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+import spmd
+from spmd.launch import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED
+from spmd.launch.local import free_port, with_device_count
+from tests.launch.programs import train
+
+ROOT = Path(__file__).parent.parent.parent
+HEARTBEAT_S = 2.0
+"""Of tests/launch/programs/steps.py."""
+
+
+def launch(processes: int, devices: int, *command: str) -> subprocess.CompletedProcess[str]:
+    """`scripts/launch local`, without the set-up of its environment."""
+    flags = ["--processes", str(processes), "--devices_per_process", str(devices)]
+    call = [sys.executable, "-m", "scripts.launch_job", "local", "--platform", "cpu", *flags]
+    return subprocess.run(
+        [*call, "--", sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def found_by(result: subprocess.CompletedProcess[str]) -> dict:
+    assert result.returncode == 0, result.stdout + result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("[0] {")]
+    return json.loads(line.removeprefix("[0] "))
+
+
+@pytest.fixture(scope="module")
+def expected(devices8) -> list[float]:
+    """The losses of one process with four devices."""
+    return train.losses(spmd.make_mesh(devices=jax.devices()[:4], data=2, model=2))
+
+
+@pytest.fixture(scope="module")
+def two_processes() -> dict:
+    return found_by(launch(2, 2, "-m", "tests.launch.programs.train", "2"))
+
+
+def test_two_processes_lose_as_one_does(two_processes, expected):
+    assert two_processes["processes"] == 2
+    np.testing.assert_allclose(two_processes["losses"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("flag", "differ in --steps\n  actual: process 1: 20; process 0: 10\n"),
+        ("program", r"differ in program hash\n  actual: process 1: \w{12}; process 0: \w{12}\n"),
+        ("mesh", "differ in mesh, .*mesh: process 1: model=4; process 0: data=2, model=2;"),
+        ("option", "compiler option xla_backend_optimization_level\n  actual: process 1: 1; pro"),
+        ("place", "what they do next\n  actual: process 1: loss; process 0: step\n"),
+        ("same", "^nothing$"),
+    ],
+)
+def test_names_the_process_and_what_differs(two_processes, kind: str, says: str):
+    assert re.search(says, two_processes["mismatches"][kind], re.S), two_processes["mismatches"]
+
+
+@pytest.mark.heavy
+def test_four_processes_lose_as_one_does(expected):
+    found = found_by(launch(4, 1, "-m", "tests.launch.programs.train", "2"))
+    assert found["processes"] == 4
+    np.testing.assert_allclose(found["losses"], expected, rtol=1e-6)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("processes", [2, 4])
+def test_llama_script(processes: int, tmp_path: Path):
+    """The whole script: one process speaks, and the losses are those of one process."""
+    text = tmp_path / "text.txt"
+    text.write_bytes((ROOT / "docs/design.md").read_bytes())
+    flags = [
+        "scripts/train_llama.py", "--model=tiny", "--mesh=data=2,model=2", "--steps=4",
+        "--seq_len=16", "--global_batch=8", f"--data={text}",
+    ]  # fmt: skip
+    lines = {}
+    for count in (1, processes):
+        path = tmp_path / f"{count}.jsonl"
+        result = launch(count, 4 // count, *flags, f"--log_jsonl={path}")
+        assert result.returncode == 0, result.stdout + result.stderr
+        lines[count] = [json.loads(line) for line in path.read_text().splitlines()]
+        assert result.stdout.count("partitioned and compiled in") == 1
+    a, b = ([line["loss"] for line in lines[count]] for count in (1, processes))
+    assert len(a) == 4
+    np.testing.assert_allclose(b, a, rtol=1e-6)
+
+
+@pytest.mark.heavy
+def test_llama_script_with_flags_that_differ(tmp_path: Path):
+    script = tmp_path / "odd.sh"
+    script.write_text(
+        f'exec {sys.executable} scripts/train_llama.py --model=tiny --mesh=data=2 "$@" '
+        "--steps=$((10 + JAX_PROCESS_ID))\n"
+    )
+    flags = ["local", "--processes=2", "--devices_per_process=1", "--platform=cpu"]
+    result = subprocess.run(
+        [sys.executable, "-m", "scripts.launch_job", *flags, "--", "bash", str(script)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "differ in --steps" in result.stdout
+    assert "process 1: 11; process 0: 10" in result.stdout
+    assert "Traceback" not in result.stdout
+
+
+# One comes to grief.
+
+
+class Outcome(NamedTuple):
+    """How each process ended, what it said, and how long the others outlived the victim."""
+
+    codes: list[int]
+    outputs: list[str]
+    seconds: float
+
+
+def grieve(victim: int, how: str, folder: Path) -> Outcome:
+    """Runs steps.py twice, without our launcher: nobody but they themselves ends them."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": with_device_count(os.environ["XLA_FLAGS"], 1),
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    command = [sys.executable, "-m", "tests.launch.programs.steps", str(victim), how, str(folder)]
+    started = []
+    for process in range(2):
+        with (folder / f"{process}.log").open("w") as log:
+            own = {**env, "JAX_PROCESS_ID": str(process)}
+            started.append(
+                subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=subprocess.STDOUT)
+            )
+    try:
+        started[victim].wait(timeout=120)
+        ended = time.monotonic()
+        started[1 - victim].wait(timeout=60)
+        seconds = time.monotonic() - ended
+    finally:
+        for each in started:
+            each.kill()
+    outputs = [(folder / f"{process}.log").read_text() for process in range(2)]
+    return Outcome([each.returncode for each in started], outputs, seconds)
+
+
+@pytest.mark.parametrize(
+    ("victim", "says"),
+    [
+        (1, r"error: process 0 of 2 stops: process 1 was lost: no sign of life for \d+ s"),
+        (0, "error: process 1 of 2 stops: process 0, the coordinator, was lost"),
+    ],
+)
+def test_stops_when_another_is_killed(victim: int, says: str, tmp_path: Path):
+    outcome = grieve(victim, "kill", tmp_path)
+    assert outcome.codes[victim] == -9, outcome.outputs
+    assert outcome.codes[1 - victim] == EXIT_PEER_LOST, outcome.outputs
+    assert "step 2" in outcome.outputs[1 - victim]
+    assert re.search(says, outcome.outputs[1 - victim].splitlines()[-1]), outcome.outputs
+    assert outcome.seconds < 10 * HEARTBEAT_S  # 2 to 4 s on a machine that has nothing else to do
+
+
+def test_stops_when_another_exits_with_an_error(tmp_path: Path):
+    outcome = grieve(0, "exit", tmp_path)
+    assert outcome.codes == [1, EXIT_PEER_LOST], outcome.outputs
+    last = outcome.outputs[1].splitlines()[-1]
+    assert last == "error: process 1 of 2 stops: process 0 failed: error: no such file"
+
+
+def test_all_stop_at_one_step_when_one_gets_sigterm(tmp_path: Path):
+    outcome = grieve(1, "term", tmp_path)
+    assert outcome.codes == [EXIT_PREEMPTED, EXIT_PREEMPTED], outcome.outputs
+    steps = [re.findall(r"stopped before step (\d+)", text) for text in outcome.outputs]
+    assert steps[0] == steps[1] and int(steps[0][0]) > 3, outcome.outputs
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("victim", [0, 1])
+def test_stops_when_another_raises(victim: int, tmp_path: Path):
+    outcome = grieve(victim, "raise", tmp_path)
+    assert outcome.codes[victim] == 1, outcome.outputs
+    assert outcome.codes[1 - victim] == EXIT_PEER_LOST, outcome.outputs
+    last = outcome.outputs[1 - victim].splitlines()[-1]
+    assert f"process {victim} failed: RuntimeError: the disk is full" in last
+
+
+def test_a_watchdog_makes_all_write_their_stacks(tmp_path: Path):
+    """Process 1 sleeps, process 0 waits for it in a collective: both hang, one file says why."""
+    outcome = grieve(1, "hang", tmp_path)
+    assert EXIT_HUNG in outcome.codes, outcome.outputs
+    assert set(outcome.codes) <= {EXIT_HUNG, EXIT_PEER_LOST}, outcome.outputs
+    texts = [(tmp_path / f"process-{process}.txt").read_text() for process in range(2)]
+    for text in texts:
+        assert "made no progress for" in text
+        assert "step 2  step finished" in text
+    assert "come_to_grief" in texts[1]
+    assert "come_to_grief" not in texts[0]
+
+
+@pytest.mark.heavy
+def test_plans_do_not_depend_on_hash_order():
+    """Llama's step in two forms, experts and convolutions, in processes that hash differently."""
+    printed = set()
+    for seed in ("1", "2", "3"):
+        result = subprocess.run(
+            [sys.executable, "-m", "tests.launch.programs.hashes"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        printed.add(result.stdout)
+    (hashes,) = printed
+    assert len(set(json.loads(hashes).values())) == 4

@@ -1,0 +1,58 @@
+"""All stop at one step, wherever they are when one is asked to."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from spmd.launch import stop_agreed
+from spmd.launch.stop import StopVote
+from tests.launch.memory import Memory
+
+
+@pytest.mark.parametrize("asked", [(1,), (0, 2)])
+@pytest.mark.parametrize("steps_ahead", [0, 3])
+def test_all_stop_at_one_step(asked: tuple[int, ...], steps_ahead: int):
+    """Steps are barriers, as collectives are; a host may run some steps ahead of the others."""
+    store, count = Memory(), 3
+    votes = [StopVote(store, process, count) for process in range(count)]
+    barriers = [threading.Barrier(count) for _ in range(2000)]
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.002):
+            for vote in votes:
+                vote.look()
+
+    def run(process: int) -> int:
+        for step in range(2000):
+            if votes[process].reached(step, wanted=process in asked and step >= 5 + process):
+                return step
+            if process != 0 or step % (steps_ahead + 1) == 0:
+                barriers[step].wait(timeout=20)
+            else:  # its work is done in time, but it does not wait
+                threading.Thread(target=barriers[step].wait, args=(20,), daemon=True).start()
+            time.sleep(0.001)
+        return -1
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    with ThreadPoolExecutor(count) as pool:
+        stops = list(pool.map(run, range(count)))
+    over.set()
+    looker.join()
+    assert len(set(stops)) == 1
+    assert stops[0] >= 5
+
+
+def test_nobody_asks():
+    vote = StopVote(Memory(), 0, 2)
+    for step in range(10):
+        vote.look()
+        assert not vote.reached(step, wanted=False)
+
+
+def test_one_process_stops_when_it_is_asked():
+    assert stop_agreed(3, wanted=True)
+    assert not stop_agreed(3, wanted=False)
