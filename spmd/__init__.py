@@ -21,7 +21,7 @@ from spmd.errors import (
     SpmdError,
     UnsupportedOpError,
 )
-from spmd.lowering.register import register_rule
+from spmd.lowering.register import register_composite, register_rule
 from spmd.mesh.mesh import HybridMesh, Mesh, make_mesh
 from spmd.mesh.spec import OPEN
 from spmd.mesh.topology import Topology
@@ -52,5 +52,6 @@ __all__ = [
     "make_mesh",
     "mark_sharding",
     "mark_tree",
+    "register_composite",
     "register_rule",
 ]
