@@ -90,7 +90,8 @@ def traced_composite(kind: OpKind) -> Traced | None:
     function = composite.kernels[platform] if is_kernel else composite.decomposition
     if function is None:
         return None
-    cache = kind._cache
+    bare = {name: value for name, value in kind.attrs.items() if name != WORKSPACE}
+    cache = OpKind(kind.name, kind.operands, kind.results, bare)._cache
     if "composite.traced" not in cache:
         cache["composite.traced"] = _trace(function, kind, platform or "cpu")
     found: Traced | None = cache["composite.traced"]
