@@ -1,5 +1,6 @@
 """`spmd`: a sharding compiler. Mark a few tensors; the rest of the program follows."""
 
+from spmd import ops
 from spmd.api import (
     Compiled,
     Jitted,
@@ -52,6 +53,7 @@ __all__ = [
     "make_mesh",
     "mark_sharding",
     "mark_tree",
+    "ops",
     "register_composite",
     "register_rule",
 ]

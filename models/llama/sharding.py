@@ -48,7 +48,10 @@ ACTIVATION_SPECS: Mapping[str, Spec] = {
     "mlp_output": ("data", None, "model"),
     "logits": ("data", None, "model"),
 }
-"""Point of `model.MARK_POINTS` -> spec of the value there."""
+"""Point of `model.MARK_POINTS` -> spec of the value there.
+
+Fused attention has no weights to mark: it splits its heads as those of `q`, `k` and `v` are.
+"""
 
 BATCH_SPEC: Spec = ("data", None)
 """Spec of token ids (B, S)."""
@@ -112,8 +115,8 @@ def activation_specs(config: LlamaConfig, mesh_shape: Mapping[str, int]) -> dict
     """
     units = _split_units(config)
     return {
-        name: _fit(spec, units[name], mesh_shape, otherwise=...)
-        for name, spec in ACTIVATION_SPECS.items()
+        name: _fit(ACTIVATION_SPECS[name], sizes, mesh_shape, otherwise=...)
+        for name, sizes in units.items()
     }
 
 
@@ -123,7 +126,7 @@ def dropped_marks(config: LlamaConfig, mesh_shape: Mapping[str, int]) -> tuple[s
         path: (PARAMETER_SPECS[path], shape) for path, shape in config.parameter_shapes().items()
     }
     units = _split_units(config)
-    activations = {name: (spec, units[name]) for name, spec in ACTIVATION_SPECS.items()}
+    activations = {name: (ACTIVATION_SPECS[name], sizes) for name, sizes in units.items()}
     return (
         *_misfits(parameters, mesh_shape, "it stays whole along that dim"),
         *_misfits(activations, mesh_shape, "that dim is left to the compiler"),
@@ -131,17 +134,18 @@ def dropped_marks(config: LlamaConfig, mesh_shape: Mapping[str, int]) -> tuple[s
 
 
 def _split_units(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Of each activation and dim, the number of things that may go to different devices.
+    """Of each activation there is, and each dim, how many things may go to different devices.
 
     0 where that is not for the model to say (batch and sequence): every axis divides it.
     """
     heads, kv_heads, hidden = config.num_attention_heads, config.kv_heads, config.hidden_size
+    weights = {"attention_weights": (0, heads, 0, 0)} if config.attention == "einsum" else {}
     return {
         "inputs_embeds": (0, 0, hidden),
         "q": (0, 0, heads),
         "k": (0, 0, kv_heads),
         "v": (0, 0, kv_heads),
-        "attention_weights": (0, heads, 0, 0),
+        **weights,
         "attention_output": (0, 0, hidden),
         "mlp_output": (0, 0, hidden),
         "logits": (0, 0, config.vocab_size),
