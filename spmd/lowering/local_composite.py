@@ -1,15 +1,18 @@
-"""Composites at local shapes: a JAX function traced to the functions of a module.
+"""Composites at local shapes: what computes them is traced for one device.
 
-before: `%3 = stablehlo.composite "my.op" %1, %2`         (at the shapes of one device)
-after:  `%3 = call @my_op_1f3a(%1, %2)`, and `func @my_op_1f3a`, whatever is in it
+before: `%3 = stablehlo.composite "my.op" %1, %2`
+after:  `%3 = multiply %1, %2; %4 = ...`, what its decomposition does, where there is no kernel;
+        else the same op at the shapes of one device, which is emitted as
+        `%3 = call @my_op_1f3a(%1, %2)`, with a `func @my_op_1f3a`
 
-What is traced joins the emitted module as it is: no stage looks into it, so custom calls of
-kernels survive untouched. Names carry a digest of the text, so equal functions are one.
+A kernel's functions join the emitted module as they are: no stage looks into them, so its custom
+calls survive untouched. Their names carry a digest of the text, so equal functions are one.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +22,8 @@ from spmd.errors import SpmdError
 from spmd.frontend.canonicalize import canonicalize
 from spmd.frontend.import_stablehlo import import_module, signature
 from spmd.frontend.trace import trace
-from spmd.ir.program import OpKind
+from spmd.ir.builder import Builder
+from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.lowering.local import LocalOp
 from spmd.planning.memory import peak_memory
@@ -42,11 +46,13 @@ class Traced(NamedTuple):
     Attributes:
       entry: the symbol of the one to call.
       functions: the text of each, in the order of the module.
+      program: the same, read; None where it has ops that the compiler does not read.
       workspace: bytes that it is predicted to hold beside its operands and results.
     """
 
     entry: str
     functions: tuple[str, ...]
+    program: Program | None
     workspace: int
 
 
@@ -54,26 +60,62 @@ class _Declined(Exception):
     """A kernel that is not for these shapes."""
 
 
-def lower_composite(op: LocalOp) -> tuple[int, ...]:
-    """The composite at local types, by the platform's kernel or by its decomposition."""
+def lower_composite(op: LocalOp) -> tuple[Value, ...]:
+    """The composite for one device, by the platform's kernel or by its decomposition."""
     platform = op.attrs.get(PLATFORM, "")
-    is_kernel = platform in composite_of(op.op.kind).kernels
-    types = tuple(op.b.types[v] for v in op.operands)
-    attrs = {**op.attrs, KERNEL: is_kernel}
-    traced = traced_composite(OpKind(COMPOSITE, types, op.result_types(), attrs))
-    if is_kernel and traced is None:
-        attrs = {**op.attrs, KERNEL: False}
-        traced = traced_composite(OpKind(COMPOSITE, types, op.result_types(), attrs))
+    if platform in composite_of(op.op.kind).kernels:
+        kind = _local_kind(op, is_kernel=True)
+        traced = traced_composite(kind)
+        if traced is not None:
+            return _call(op, kind, traced)
+    kind = _local_kind(op, is_kernel=False)
+    traced = traced_composite(kind)
     if traced is None:
         raise SpmdError(
             f"composite {op.attrs['name']} has nothing that computes it here",
-            op=", ".join(map(str, types)),
+            op=", ".join(map(str, kind.operands)),
             source=op.op.loc.source,
             required=f"a kernel for {platform} that takes these shapes, or a decomposition",
             fix="pass decomposition= to spmd.register_composite",
         )
-    attrs[WORKSPACE] = traced.workspace
-    return op.b.op(COMPOSITE, op.operands, op.result_types(), attrs)
+    if traced.program is None:
+        return _call(op, kind, traced)
+    return _inlined(op.b, traced.program, op.operands)
+
+
+def _local_kind(op: LocalOp, *, is_kernel: bool) -> OpKind:
+    types = tuple(op.b.types[v] for v in op.operands)
+    return OpKind(COMPOSITE, types, op.result_types(), {**op.attrs, KERNEL: is_kernel})
+
+
+def _call(op: LocalOp, kind: OpKind, traced: Traced) -> tuple[Value, ...]:
+    attrs = {**kind.attrs, WORKSPACE: traced.workspace}
+    return op.b.op(COMPOSITE, op.operands, kind.results, attrs)
+
+
+def _inlined(b: Builder, program: Program, operands: Sequence[Value]) -> tuple[Value, ...]:
+    """Appends a program's ops, as if they came from where the composite does."""
+    env = dict(zip(program.body.args, operands, strict=True))
+
+    def bind(values: Sequence[Value]) -> tuple[Value, ...]:
+        env.update((v, b.value(program.types[v])) for v in values)
+        return tuple(env[v] for v in values)
+
+    def region(old: Region, isolated: bool) -> Region:
+        args = bind(old.args)
+        b.begin(isolated)
+        for op in old.ops:
+            append(op)
+        return b.end(args, [env[v] for v in old.results])
+
+    def append(op: Op) -> None:
+        given = tuple(env[v] for v in op.operands)
+        regions = tuple(region(r, op.name == "stablehlo.while") for r in op.regions)
+        b.append(Op(op.kind, given, bind(op.results), regions, b.loc))
+
+    for op in program.body.ops:
+        append(op)
+    return tuple(env[v] for v in program.body.results)
 
 
 def traced_composite(kind: OpKind) -> Traced | None:
@@ -114,8 +156,11 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     except _Declined:
         return None
     _check_results(kind, signature(module)[1], platform)
-    workspace = _workspace(module, platform)
-    return Traced(*_functions(module, kind.attrs["name"]), workspace)
+    program = _read(module)
+    # Of a kernel nothing is known but what is around its calls.
+    workspace = peak_memory(program, (), platform).temporary if program else 0
+    entry, functions = _functions(module, kind.attrs["name"])
+    return Traced(entry, functions, program, workspace)
 
 
 def _check_results(kind: OpKind, results: tuple[TensorType, ...], platform: str) -> None:
@@ -129,13 +174,11 @@ def _check_results(kind: OpKind, results: tuple[TensorType, ...], platform: str)
         )
 
 
-def _workspace(module: ir.Module, platform: str) -> int:
-    """Bytes that a traced function holds in between; nothing is known of what its calls hold."""
+def _read(module: ir.Module) -> Program | None:
     try:
-        program = canonicalize(import_module(module).program)
-    except SpmdError:  # a kernel's own ops, which the compiler never has to look into
-        return 0
-    return peak_memory(program, (), platform).temporary
+        return canonicalize(import_module(module).program)
+    except SpmdError:  # ops that the compiler need not understand here
+        return None
 
 
 def _functions(module: ir.Module, name: str) -> tuple[str, tuple[str, ...]]:

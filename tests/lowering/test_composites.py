@@ -41,9 +41,14 @@ def with_attributes(x: Any, **attributes: Any) -> Any:
     return x * attributes["f"]
 
 
+@jax.jit
+def _flip(x: Any) -> Any:
+    return jnp.flip(x, 0)
+
+
 def cpu_kernel(x: Any) -> Any:
     """Stands for a kernel that takes even numbers of rows."""
-    return NotImplemented if x.shape[0] % 2 else jnp.flip(jnp.flip(x, 0), 0) + 1
+    return NotImplemented if x.shape[0] % 2 else _flip(jnp.flip(x, 0)) + 1
 
 
 SEEN: list[dict[str, Any]] = []
@@ -66,7 +71,10 @@ spmd.register_composite("test.no_decomposition", "b v -> b v", kernels={"cpu": c
 spmd.register_composite("test.elsewhere", "b v -> b v", kernels={"cuda": lambda x: x})
 spmd.register_composite("test.wrong", "b v -> b v", decomposition=lambda x: x[:1])
 spmd.register_composite(
-    "test.heavy", "b v -> b v", decomposition=lambda x: x * 2, flops=lambda kind: 1e12
+    "test.heavy",
+    "b v -> b v",
+    kernels={"cpu": lambda x: jnp.linalg.qr(x @ x.T)[0] @ x},
+    flops=lambda kind: 1e12,
 )
 
 
@@ -91,11 +99,11 @@ def test_stays_one_op_and_is_computed_at_local_shapes() -> None:
 
     compiled = jitted(fn, (None, "y")).compile(X)
     assert compiled.as_text("program").count('name = "test.softmax"') == 2
-    assert "exponential" not in compiled.as_text("optimized")
-    assert emitted_functions(compiled) == 2, "two equal calls share the functions"
+    assert compiled.as_text("optimized").count("stablehlo.exponential") == 2
+    assert "composite" not in compiled.as_text("optimized")
     np.testing.assert_allclose(compiled(X), jax.jit(fn)(X), rtol=1e-5)
     assert compiled.verify(X)
-    assert "test.softmax" in compiled.explain(prices=False) or compiled.collectives
+    assert compiled.collectives[0].reason.startswith("operand 0 of test.softmax needs")
 
 
 def test_in_a_loop_and_in_a_manual_region() -> None:
@@ -158,9 +166,13 @@ def test_attributes_arrive_as_python_values() -> None:
 
 def test_a_kernel_is_taken_on_its_platform_where_it_fits() -> None:
     fn = composite("test.kernel", lambda x: x + 1)
-    even = jitted(fn, ("y",)).compile(X[:8])
+    even = jitted(lambda x: fn(fn(x)), ("y",)).compile(X[:8])
+    assert "reverse" not in even.as_text("optimized")
     assert "reverse" in even.as_text("emitted")
-    np.testing.assert_allclose(even(X[:8]), X[:8] + 1)
+    once = jitted(fn, ("y",)).lower(X[:8])
+    assert emitted_functions(even) == emitted_functions(once) > 1, "equal calls share functions"
+    assert even.verify(X[:8])
+    np.testing.assert_allclose(even(X[:8]), X[:8] + 2)
     odd = jitted(fn, ("y",)).compile(X)  # five rows on each device
     assert "reverse" not in odd.as_text("emitted")
     np.testing.assert_allclose(odd(X), X + 1)
@@ -185,14 +197,11 @@ def test_what_nobody_registered_is_inlined() -> None:
 
 def test_costs() -> None:
     fn = composite("test.heavy", lambda x: x * 2)
-    lowered = jitted(lambda x: fn(jnp.sin(x))).lower(X)
+    lowered = jitted(lambda x: fn(jnp.sin(x))).lower(np.zeros((64, 64), np.float32))
     (op,) = (op for op in lowered.stages.optimized.program.walk() if op.name == COMPOSITE)
     topology = spmd.Topology("cpu:8")
     seconds = local_seconds(op, frozenset(op.results), topology, {})
     assert seconds == pytest.approx(1e12 / topology.peak_flops("f32"))
-    soft = composite("test.softmax", scaled_softmax)
-    lowered = jitted(lambda x: soft(jnp.sin(x))).lower(np.zeros((64, 64), np.float32))
-    (op,) = (op for op in lowered.stages.optimized.program.walk() if op.name == COMPOSITE)
     rows = op.kind.operands[0].shape[0]
     assert op.kind.attrs[WORKSPACE] >= rows * 64 * 4
     assert lowered.predicted_memory.temporary >= op.kind.attrs[WORKSPACE]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.mesh.sharding import local_shape
 from spmd.ops import attention
 from spmd.ops import attention_cudnn as cudnn
 from spmd.ops import attention_reference as reference
@@ -206,10 +207,17 @@ def compiled_split(split: Split, implementation: Any = "auto") -> tuple[spmd.api
     return spmd.jit(step, mesh=mesh, options=EVERY_FLOP_COUNTS).compile(*args), args
 
 
-def locally(lowered: spmd.Lowered) -> dict[str, Any]:
-    """The composites of one device's program: name -> the op's kind."""
-    ops = lowered.stages.optimized.program.walk()
-    return {op.kind.attrs["name"]: op.kind for op in ops if op.name == COMPOSITE}
+def locally(lowered: spmd.Lowered) -> dict[str, list[tuple[int, ...]]]:
+    """The composites as planned: name -> the shapes of the operands on one device."""
+    plan = lowered.stages.plan
+    return {
+        op.kind.attrs["name"]: [
+            local_shape(type_.shape, sharding, plan.mesh)
+            for type_, sharding in zip(op.kind.operands, plan.choice(op).operands, strict=True)
+        ]
+        for op in plan.program.walk()
+        if op.name == COMPOSITE
+    }
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda s: s.name.replace(" ", "_"))
@@ -220,8 +228,7 @@ def test_split(split: Split) -> None:
         return plain(q, k, v, split.causal, segments)
 
     close(compiled(*args), jax.jit(loss(want))(*args))
-    for kind in locally(compiled).values():
-        queries, keys = (t.shape for t in kind.operands[:2])
+    for queries, keys, *_ in locally(compiled).values():
         assert (queries[:3], keys[2]) == split.local
         assert keys[1] == split.sizes[1], "every device has all keys of its heads"
     assert len(locally(compiled)) == 2
