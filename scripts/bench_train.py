@@ -1,9 +1,9 @@
 """Tokens per second of a Llama training step: `spmd.jit` beside plain `jax.jit`, in one process.
 
 Both get the same program but for attention, which composites leave to the compiler: the peer gets
-the kernel that plain jax has (`--peer_attention`). Both get the same marks, the same parameters and the same optimizer-state
-shardings; the peer's partitioner is XLA's own. Times are medians over `--steps` steps after two
-warm-up steps, measured to the arrival of the loss.
+the kernel that plain jax has (`--peer_attention`). Both get the same marks, parameters and
+optimizer-state shardings; the peer's partitioner is XLA's own. Times are medians over `--steps`
+steps after two warm-up steps, measured to the arrival of the loss.
 
 Example:
     python scripts/bench_train.py --model llama2-7b --meshes data=8,data=4:model=2 --seq_len 1024

@@ -87,9 +87,7 @@ def forward(
     else:
         pieces = _split(q_BSND, count), _split_mask(mask, count)
         length = q_BSND.shape[1]
-        out_BSND, lse_BSN = (
-            _joined(x, length) for x in jax.lax.scan(step, None, pieces)[1]
-        )
+        out_BSND, lse_BSN = (_joined(x, length) for x in jax.lax.scan(step, None, pieces)[1])
     return out_BSND, jnp.swapaxes(lse_BSN, 1, 2)
 
 
@@ -116,7 +114,8 @@ def gradient(
     tensors = (q_BSND, out_BSND, jnp.swapaxes(lse_BNS, 1, 2), dout_BSND)
 
     def block(blocks: Sequence[Any], part: Mask) -> tuple[Any, Any, Any]:
-        return _gradient(*blocks, k_BTKD, v_BTKD, part, scale, logits_dtype)
+        q, out, lse, dout = blocks
+        return _gradient(q, out, lse, dout, k_BTKD, v_BTKD, part, scale, logits_dtype)
 
     def step(sums: tuple[Any, Any], blocks: tuple[Any, Mask]) -> tuple[Any, Any]:
         dq, dk, dv = block(*blocks)

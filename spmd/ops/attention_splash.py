@@ -65,10 +65,7 @@ def gradient(
     def one(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
         infos = (kernel.dq_mask_info, kernel.dkv_mask_info)
         kept = (q, k, v, segments, None, out, lse, *infos)
-        names = ("save_residuals", "mask_value", "is_mqa", "block_sizes")
-        names += ("residual_checkpoint_name", "mask_function", "attn_logits_soft_cap", "interpret")
-        static = {name: kernel.kwargs[name] for name in names}
-        return splash._splash_attention_bwd(**static, res=kept, do=dout)[3:6]
+        return splash._splash_attention_bwd(**kernel.kwargs, res=kept, do=dout)[3:6]
 
     dq, dk, dv = jax.vmap(one)(q, k, v, out, lse_BNS, dout, _segments(mask))
     dq = _heads_first(dq).astype(jnp.float32) * spec["scale"]

@@ -117,9 +117,7 @@ def project(
     return Sharding(tuple(dims))
 
 
-def reduced_axes(
-    rule: Rule, assignment: Assignment, result: Sequence[DimFactors] = ()
-) -> Axes:
+def reduced_axes(rule: Rule, assignment: Assignment, result: Sequence[DimFactors] = ()) -> Axes:
     """Atoms over which a result becomes partial: those of the split `reduce` factors.
 
     A result that has such a factor in its own dims has a part of its own on each device, and owes

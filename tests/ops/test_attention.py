@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
 
 import spmd
 from spmd.mesh.sharding import local_shape
@@ -87,9 +88,7 @@ def test_reference(
         used = args if segments else args[:4]
 
         def ours(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
-            return attention(
-                q, k, v, causal=causal, segment_ids=segment_ids, implementation="xla"
-            )
+            return attention(q, k, v, causal=causal, segment_ids=segment_ids, implementation="xla")
 
         def want(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
             return plain(q, k, v, causal, segment_ids)
@@ -134,7 +133,9 @@ def test_a_query_that_sees_no_key_gives_no_nan() -> None:
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None:
     given = {"q": (2, 4, 4, 8), "k": (2, 4, 2, 8), "v": (2, 4, 2, 8), **change}
-    made = {n: jnp.zeros(s) if isinstance(s, tuple) else s for n, s in given.items()}
+    made: dict[str, Any] = {
+        n: jnp.zeros(s) if isinstance(s, tuple) else s for n, s in given.items()
+    }
     q, k, v = (made.pop(name) for name in "qkv")
     with pytest.raises(spmd.ArgumentError, match=message):
         attention(q, k, v, **made)
@@ -299,7 +300,12 @@ def test_costs_know_the_mask_and_that_there_are_no_weights() -> None:
 # Kernels, as far as a CPU can tell. `tests/accelerators/test_attention.py` runs them.
 
 
-SPEC = {"causal": True, "segments": False, "scale": 0.125, "logits_dtype": "float32"}
+SPEC: dict[str, Any] = {
+    "causal": True,
+    "segments": False,
+    "scale": 0.125,
+    "logits_dtype": "float32",
+}
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -364,7 +370,7 @@ def test_a_part_of_the_queries_is_hidden_by_a_bias() -> None:
     spec = {**SPEC, "length": 16, "segments": True}
     bias, mask_type = cudnn._bias(q, k, masks, spec)
     assert bias.shape == (2, 1, 4, 16) and bias.dtype == jnp.bfloat16
-    assert mask_type == cudnn.fused.MaskType.NO_MASK
+    assert mask_type == fused.MaskType.NO_MASK
     seen = (np.arange(8, 12)[:, None] >= np.arange(16)) & (
         masks[1][:, :, None] == masks[2][:, None, :]
     )
