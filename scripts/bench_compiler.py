@@ -85,7 +85,10 @@ def lower(row: Row) -> spmd.Lowered:
     axes = {name: int(size) for name, size in (p.split("=") for p in row.mesh.split(":"))}
     mesh = spmd.Mesh(None, tuple(axes.values()), tuple(axes))
     config = dataclasses.replace(
-        named_config(row.model), num_hidden_layers=row.layers, scan_layers=row.scan
+        named_config(row.model),
+        num_hidden_layers=row.layers,
+        scan_layers=row.scan,
+        attention="einsum",  # ops that the peer knows, too
     )
     optimizer = optax.adamw(1e-4) if row.optimizer == "adamw" else optax.adafactor(1e-4)
     step = train_step(config, optimizer, sharding.activation_marks(mesh, config))

@@ -1,8 +1,9 @@
 """Tokens per second of a Llama training step: `spmd.jit` beside plain `jax.jit`, in one process.
 
-Both get the same program with the same marks, the same parameters and the same optimizer-state
-shardings; the peer's partitioner is XLA's own. Times are medians over `--steps` steps after two
-warm-up steps, measured to the arrival of the loss.
+Both get the same program but for attention, which composites leave to the compiler: the peer gets
+the kernel that plain jax has (`--peer_attention`). Both get the same marks, parameters and
+optimizer-state shardings; the peer's partitioner is XLA's own. Times are medians over `--steps`
+steps after two warm-up steps, measured to the arrival of the loss.
 
 Example:
     python scripts/bench_train.py --model llama2-7b --meshes data=8,data=4:model=2 --seq_len 1024
@@ -24,8 +25,8 @@ from absl import app, flags
 
 import spmd
 from models.llama import model, sharding
-from models.llama.config import named_config
-from models.llama.training import argument_types, train_step
+from models.llama.config import ATTENTIONS, LlamaConfig, named_config
+from models.llama.training import Step, argument_types, train_step
 from models.training.metrics import peak_flops
 
 _MODEL = flags.DEFINE_string("model", "quickstart", "named config")
@@ -37,6 +38,11 @@ _STEPS = flags.DEFINE_integer("steps", 8, "timed steps")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "compute dtype")
 _SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
 _PEER = flags.DEFINE_bool("peer", True, "also run plain jax.jit")
+_ATTENTION = flags.DEFINE_enum("attention", "auto", ATTENTIONS, "attention of our program")
+_PEER_ATTENTION = flags.DEFINE_enum(
+    "peer_attention", None, ATTENTIONS,
+    "attention of jax.jit's program; cudnn on GPUs with 16-bit floats when left out, else einsum",
+)  # fmt: skip
 
 
 def parse_mesh(text: str) -> spmd.Mesh:
@@ -58,11 +64,24 @@ def time_steps(step: Any, params: Any, state: Any, batch: Any) -> tuple[float, f
     return statistics.median(times), loss
 
 
+def peer_step(
+    config: LlamaConfig, optimizer: optax.GradientTransformation, mesh: spmd.Mesh
+) -> Step:
+    """The step for plain `jax.jit`, with the attention that is best there."""
+    fused = jax.devices()[0].platform == "gpu" and config.dtype in ("bfloat16", "float16")
+    attention = _PEER_ATTENTION.value or ("cudnn" if fused else "einsum")
+    config = dataclasses.replace(config, attention=attention)
+    return train_step(config, optimizer, sharding.activation_marks(mesh, config))
+
+
 def bench(text: str) -> list[str]:
     """Rows of the table for one mesh."""
     mesh = parse_mesh(text)
     config = dataclasses.replace(
-        named_config(_MODEL.value), dtype=jnp.dtype(_DTYPE.value).name, scan_layers=_SCAN.value
+        named_config(_MODEL.value),
+        dtype=jnp.dtype(_DTYPE.value).name,
+        scan_layers=_SCAN.value,
+        attention=_ATTENTION.value,
     )
     if _LAYERS.value:
         config = dataclasses.replace(config, num_hidden_layers=_LAYERS.value)
@@ -83,7 +102,7 @@ def bench(text: str) -> list[str]:
     if _PEER.value:
         start = time.perf_counter()
         plain = jax.jit(
-            step,
+            peer_step(config, optimizer, mesh),
             donate_argnums=(0, 1),
             in_shardings=compiled.in_shardings,
             out_shardings=(*compiled.in_shardings[:2], None),

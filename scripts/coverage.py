@@ -64,7 +64,7 @@ STRUCTURE = {
     "sdy.named_computation": "inlined, its shardings are marks",
     "sdy.sharding_constraint": "a mark",
     "stablehlo.case": "control flow: its regions are partitioned",
-    "stablehlo.composite": "inlined; one named like a CHLO op becomes that op",
+    "stablehlo.composite": "inlined, if not registered; one named like a CHLO op becomes that op",
     "stablehlo.custom_call": "by its target, see below",
     "stablehlo.get_tuple_element": "folded when the program is read",
     "stablehlo.if": "control flow: its regions are partitioned",

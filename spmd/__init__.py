@@ -1,5 +1,6 @@
 """`spmd`: a sharding compiler. Mark a few tensors; the rest of the program follows."""
 
+from spmd import ops
 from spmd.api import (
     Compiled,
     Jitted,
@@ -23,7 +24,7 @@ from spmd.errors import (
     UnsupportedOpError,
 )
 from spmd.launch.initialize import initialize
-from spmd.lowering.register import register_rule
+from spmd.lowering.register import register_composite, register_rule
 from spmd.mesh.mesh import HybridMesh, Mesh, make_mesh
 from spmd.mesh.spec import OPEN
 from spmd.mesh.topology import Topology
@@ -56,5 +57,7 @@ __all__ = [
     "make_mesh",
     "mark_sharding",
     "mark_tree",
+    "ops",
+    "register_composite",
     "register_rule",
 ]

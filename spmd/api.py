@@ -430,6 +430,7 @@ class Jitted:
             result_entries,
             arg_reasons,
             links,
+            platform,
         )
         return _Traced(request, out_def, tuple(out_leaves), tuple(donated), given)
 
@@ -839,6 +840,7 @@ def lower_stablehlo(
         result_names,
         _flat_entries(arg_specs, args, arg_names, own, "argument"),
         _flat_entries(result_specs, results, result_names, own, "result"),
+        platform=_platform(own),
     )
     stages = compile_module(request, options)
     structs = tuple(jax.ShapeDtypeStruct(t.shape, _dtype(t.dtype)) for t in results)

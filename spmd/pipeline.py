@@ -37,6 +37,7 @@ from spmd.planning.plan import Plan
 from spmd.planning.problem import problem_of
 from spmd.propagation import rules  # noqa: F401 (fills the registry)
 from spmd.propagation.cheap import cheap_values
+from spmd.propagation.composites import PLATFORM, whole_composites
 from spmd.propagation.propagate import Propagated, propagate
 from spmd.propagation.sink import sink_invariants
 
@@ -57,6 +58,7 @@ class Request:
       result_entries: the same for results.
       arg_reasons: for each argument, why it has the spec it has, where the user did not give it.
       links: (result index, argument index) of donated arguments and their updates.
+      platform: what it is compiled for, `cpu`, `cuda` or `tpu`: composites get its kernels.
     """
 
     module: Any
@@ -68,6 +70,7 @@ class Request:
     result_entries: tuple[Entries | None, ...] = ()
     arg_reasons: tuple[str | None, ...] = ()
     links: tuple[tuple[int, int], ...] = ()
+    platform: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,9 @@ def check_stages(stages: Stages) -> None:
 
 
 def _import(request: Request) -> Imported:
-    imported = import_module(request.module, request.arg_names)
+    platform = request.platform
+    composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
+    imported = import_module(request.module, request.arg_names, composites)
     imported = imported._replace(program=sink_invariants(canonicalize(imported.program)))
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)

@@ -18,7 +18,7 @@ def test_one_row_without_the_compiler() -> None:
     assert float(sent) > 3 * 2 * 6.6 * 15 / 16
     assert 0 <= float(waiting) < float(seconds)
     causal, palm = (float(share.rstrip("%")) for share in shares.split(" / "))
-    assert 40 < causal < palm < 70
+    assert 40 < causal < palm < 80
     assert int(count) > 32 * 7
     assert 1.5 < float(memory) < 32
     # A loop-invariant mask is computed piece by piece: nobody holds it for the whole batch.
@@ -29,5 +29,5 @@ def test_one_row_without_the_compiler() -> None:
 def test_accumulation_makes_room() -> None:
     row = ROWS["7b"]
     once, twice = (lower(row, 2048, n).predicted_memory.peak for n in (1, 2))
-    assert twice < 0.7 * once
+    assert twice < 0.75 * once
     assert plan_llama.HEADROOM < 1

@@ -13,6 +13,7 @@ FlopConvention = Literal["causal", "palm"]
 
 FLOP_CONVENTIONS: tuple[FlopConvention, ...] = ("causal", "palm")
 DTYPES = ("float32", "bfloat16", "float16")
+ATTENTIONS = ("auto", "composite", "xla", "cudnn", "einsum")
 
 RopeType = Literal["linear", "llama3"]
 ROPE_TYPES: tuple[RopeType, ...] = ("linear", "llama3")
@@ -97,11 +98,14 @@ class LlamaConfig:
             (short programs, quick compilation) or kept apart and unrolled (faster steps).
         remat: whether a layer's activations are recomputed in the backward pass from the layer's
             input, the only one that is kept.
+        attention: what computes it: an implementation of `spmd.ops.attention`, or `einsum`,
+            which has all attention weights in memory, open to marks and to any partitioner.
         dtype: what activations are computed in.
         param_dtype: what parameters are stored in.
 
     Raises:
-        ConfigError: sizes that are not positive or do not fit each other, or an unknown dtype.
+        ConfigError: sizes that are not positive or do not fit each other, an unknown dtype or
+            attention.
     """
 
     vocab_size: int
@@ -121,6 +125,7 @@ class LlamaConfig:
     eos_token_id: int | tuple[int, ...] | None = None
     scan_layers: bool = True
     remat: bool = False
+    attention: str = "auto"
     dtype: str = "float32"
     param_dtype: str = "float32"
 
@@ -131,6 +136,8 @@ class LlamaConfig:
         for field in ("dtype", "param_dtype"):
             if getattr(self, field) not in DTYPES:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {DTYPES}")
+        if self.attention not in ATTENTIONS:
+            raise ConfigError(f"attention is {self.attention!r}, not one of {ATTENTIONS}")
 
     def _normalize(self) -> None:
         """What JSON makes of a scaling and a tuple becomes these again."""

@@ -13,12 +13,13 @@ returns it, perhaps with a sharding; which point gets which one is the business 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import spmd
 from models.llama.config import LlamaConfig
 from models.llama.rope import rope_frequencies
 
@@ -38,7 +39,10 @@ MARK_POINTS: Mapping[str, str] = {
     "mlp_output": "BSH",
     "logits": "BSV",
 }
-"""Every point at which `mark` is called, with the dims of the value there."""
+"""Every point at which `mark` is called, with the dims of the value there.
+
+Attention weights are there, and marked, with `attention="einsum"` alone.
+"""
 
 
 def no_marks(name: str, x: jax.Array) -> jax.Array:
@@ -225,11 +229,23 @@ def attention(
     q_BSND = apply_rope(split_heads(q, config.num_attention_heads), rope_SE)
     k_BTKD = apply_rope(split_heads(k, config.kv_heads), rope_SE)
     v_BTKD = split_heads(v, config.kv_heads)
-    groups = config.num_attention_heads // config.kv_heads
+    if config.attention == "einsum":
+        heads_BSND = einsum_attention(q_BSND, k_BTKD, v_BTKD, mark)
+    else:
+        heads_BSND = spmd.ops.attention(
+            q_BSND, k_BTKD, v_BTKD, implementation=cast(Any, config.attention)
+        )
+    return mark("attention_output", linear(merge_heads(heads_BSND), weights["o_proj"]["weight"]))
+
+
+def einsum_attention(
+    q_BSND: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, mark: Mark
+) -> jax.Array:
+    """Causal attention with weights that are there as a whole, and can be marked."""
+    groups = q_BSND.shape[2] // k_BTKD.shape[2]
     k_BTND, v_BTND = repeat_heads(k_BTKD, groups), repeat_heads(v_BTKD, groups)
     weights_BNST = mark("attention_weights", attention_weights(q_BSND, k_BTND))
-    heads_BSND = jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
-    return mark("attention_output", linear(merge_heads(heads_BSND), weights["o_proj"]["weight"]))
+    return jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
 
 
 def attention_weights(q_BSND: jax.Array, k_BTND: jax.Array) -> jax.Array:

@@ -58,7 +58,10 @@ ACTIVATION_SPECS: Mapping[str, Spec] = {
     "mlp_output": (BATCH, None, "model"),
     "logits": (BATCH, None, "model"),
 }
-"""Point of `model.MARK_POINTS` -> spec of the value there."""
+"""Point of `model.MARK_POINTS` -> spec of the value there.
+
+Fused attention has no weights to mark: it splits its heads as those of `q`, `k` and `v` are.
+"""
 
 RESIDUALS = ("inputs_embeds", "attention_output", "mlp_output")
 """The points that lie on, or are added to, the stream between layers (B, S, H)."""
@@ -192,8 +195,8 @@ def activation_specs(
     """
     units = _split_units(config)
     return {
-        name: _fit(spec, units[name], mesh_shape, otherwise=...)
-        for name, spec in table.activations.items()
+        name: _fit(table.activations[name], sizes, mesh_shape, otherwise=...)
+        for name, sizes in units.items()
     }
 
 
@@ -205,7 +208,7 @@ def dropped_marks(
         path: (table.parameters[path], shape) for path, shape in config.parameter_shapes().items()
     }
     units = _split_units(config)
-    activations = {name: (spec, units[name]) for name, spec in table.activations.items()}
+    activations = {name: (table.activations[name], sizes) for name, sizes in units.items()}
     return (
         *_misfits(parameters, mesh_shape, "it stays whole along that dim"),
         *_misfits(activations, mesh_shape, "that dim is left to the compiler"),
@@ -213,17 +216,18 @@ def dropped_marks(
 
 
 def _split_units(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Of each activation and dim, the number of things that may go to different devices.
+    """Of each activation there is, and each dim, how many things may go to different devices.
 
     0 where that is not for the model to say (batch and sequence): every axis divides it.
     """
     heads, kv_heads, hidden = config.num_attention_heads, config.kv_heads, config.hidden_size
+    weights = {"attention_weights": (0, heads, 0, 0)} if config.attention == "einsum" else {}
     return {
         "inputs_embeds": (0, 0, hidden),
         "q": (0, 0, heads),
         "k": (0, 0, kv_heads),
         "v": (0, 0, kv_heads),
-        "attention_weights": (0, heads, 0, 0),
+        **weights,
         "attention_output": (0, 0, hidden),
         "mlp_output": (0, 0, hidden),
         "logits": (0, 0, config.vocab_size),

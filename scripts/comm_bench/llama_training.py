@@ -24,6 +24,7 @@ CONFIG = LlamaConfig(
     num_hidden_layers=4,
     num_attention_heads=8,
     num_key_value_heads=4,
+    attention="einsum",  # every partitioner sees the same ops
 )
 BATCH, LENGTH, MICROBATCHES = 16, 128, 8
 

@@ -1,6 +1,6 @@
 """StableHLO module -> `Program`. One of the places where MLIR bindings are touched.
 
-Function calls and composites without a kernel of ours are inlined on the way in, so that later
+Function calls and composites that nobody registered are inlined on the way in, so that later
 stages see one function. Scalar bodies (of reduce, scatter, sort, ...) become hashable attributes;
 `while`, `case` and `if` keep their regions. MLIR uniques types, attributes and locations, so each
 distinct one is converted once.
@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +75,7 @@ _WHOLE_COMPOSITES = {
     )
 }  # fmt: skip
 """CHLO ops that an exported module carries as composites of the same name."""
+NO_COMPOSITES: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
 
 
 class Imported(NamedTuple):
@@ -91,18 +93,24 @@ class Imported(NamedTuple):
     meshes: tuple[tuple[tuple[str, int], ...], ...]
 
 
-def import_module(module: ir.Module, arg_names: Sequence[str] = ()) -> Imported:
+def import_module(
+    module: ir.Module,
+    arg_names: Sequence[str] = (),
+    composites: Mapping[str, Mapping[str, Attribute]] = NO_COMPOSITES,
+) -> Imported:
     """Imports the public function `main` (or the only function) of a module.
 
     Args:
       module: a StableHLO module in memory.
       arg_names: names for the arguments; `arg0`, `arg1`, ... when left out.
+      composites: those that stay whole -> attributes that they get besides their own, which have
+        `with.` in front of their names. All others are inlined.
 
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
     """
     with module.context, _malformed():
-        return _Importer(module).run(arg_names)
+        return _Importer(module, composites).run(arg_names)
 
 
 def parse_module(source: Any) -> ir.Module:
@@ -256,7 +264,12 @@ def _malformed() -> Iterator[None]:
 
 
 class _Importer:
-    def __init__(self, module: ir.Module) -> None:
+    def __init__(
+        self,
+        module: ir.Module,
+        composites: Mapping[str, Mapping[str, Attribute]] = NO_COMPOSITES,
+    ) -> None:
+        self.composites = composites
         self.functions: dict[str, Any] = {}
         self.meshes: dict[str, tuple[tuple[str, int], ...]] = {}
         for item in module.body.operations:
@@ -379,6 +392,8 @@ class _Importer:
                 self.fold_tuple(op, name, env)
             elif name == "stablehlo.composite" and _composite_name(op) in _WHOLE_COMPOSITES:
                 ops.append(self.op(op, _composite_name(op), env))
+            elif name == "stablehlo.composite" and _composite_name(op) in self.composites:
+                ops.append(self.op(op, name, env))
             elif name in ("func.call", "stablehlo.composite"):
                 self.inline(op, env, ops)
             elif name in COLLECTIVES:
@@ -487,7 +502,9 @@ class _Importer:
             name = "spmd.mark"
         if is_alone:
             attrs[ALONE] = True
-        if op.name == "stablehlo.composite":
+        if name == "stablehlo.composite":
+            attrs = self.whole_composite(op)
+        elif op.name == "stablehlo.composite":
             attrs = self.composite_attributes(op)
         if "called_computations" in attrs:
             attrs |= self.called_body(op, attrs)
@@ -538,6 +555,16 @@ class _Importer:
             return {}
         dictionary: Any = ir.DictAttr(op.attributes["composite_attributes"])
         return {e.name: self.attribute(op.name, e.name, e.attr) for e in dictionary}
+
+    def whole_composite(self, op: Any) -> dict[str, Attribute]:
+        """The attributes of a composite that stays whole: without the function that it names."""
+        name = _composite_name(op)
+        attrs: dict[str, Attribute] = {"name": name, **self.composites[name]}
+        if "composite_attributes" in op.attributes:
+            dictionary: Any = ir.DictAttr(op.attributes["composite_attributes"])
+            for entry in dictionary:
+                attrs[f"with.{entry.name}"] = _composite_attribute(entry.attr)
+        return attrs
 
     def called_body(self, op: Any, attrs: dict[str, Attribute]) -> dict[str, Attribute]:
         """The one scalar function that a custom call names, as a `Body`."""
@@ -702,6 +729,23 @@ def _does_nothing(op: Op) -> bool:
 def _composite_name(op: Any) -> str:
     """The name of a composite: the op that it stands for."""
     return str(ir.StringAttr(op.attributes["name"]).value)
+
+
+def _composite_attribute(attr: Any) -> Attribute:
+    """One attribute of a composite's own, as what Python has for it where there is such."""
+    if isinstance(attr, ir.DenseElementsAttr):
+        return _dense(attr)
+    if isinstance(attr, ir.BoolAttr):
+        return bool(attr.value)
+    if isinstance(attr, ir.IntegerAttr):
+        return int(attr.value)
+    if isinstance(attr, ir.FloatAttr):
+        return float(attr.value)
+    if isinstance(attr, ir.StringAttr):
+        return str(attr.value)
+    if isinstance(attr, ir.ArrayAttr):
+        return tuple(_composite_attribute(part) for part in attr)
+    return Opaque(str(attr))
 
 
 def _refusal_name(op: Any, name: str) -> str:

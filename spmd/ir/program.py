@@ -135,7 +135,12 @@ class Op(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The op's name for people: without the dialect where that is StableHLO's."""
+        """The op's name for people: without the dialect where that is StableHLO's.
+
+        A composite has a name of its own.
+        """
+        if self.kind.name == "stablehlo.composite":
+            return str(self.kind.attrs["name"])
         return self.kind.name.removeprefix("stablehlo.").removeprefix("chlo.")
 
 

@@ -26,9 +26,11 @@ from spmd.ir.types import (
     TensorType,
     numpy_dtype,
 )
+from spmd.lowering.local_composite import traced_composite
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs
 from spmd.planning.comm import group_size
+from spmd.propagation.composites import COMPOSITE
 
 _MESH = "spmd_mesh"
 _NOT_EMITTED = {"reducer", "axes", "groups", "pairs"}
@@ -53,6 +55,7 @@ class _Emitter:
         self.locs: dict[Loc, str] = {}
         self.channels = 0
         self.groups: dict[tuple[int, ...], str] = {}
+        self.functions: dict[str, tuple[str, ...]] = {}
 
     def run(self) -> str:
         body = self.program.body
@@ -68,7 +71,9 @@ class _Emitter:
         self.ops(body.ops, self.program.types)
         values = ", ".join(self.names[v] for v in body.results)
         self.lines.append(f'"func.return"({values}) : ({results}) -> ()')
-        self.lines.append("}\n}")
+        self.lines.append("}")
+        self.lines += [text for texts in self.functions.values() for text in texts]
+        self.lines.append("}")
         aliases = [f"{alias} = {_loc_text(loc)}" for loc, alias in self.locs.items()]
         return "\n".join(self.lines + aliases) + "\n"
 
@@ -124,6 +129,9 @@ class _Emitter:
         if op.name == MANUAL:
             self.manual(op)
             return
+        if op.name == COMPOSITE:
+            self.composite(op)
+            return
         operands = ", ".join([self.names[v] for v in op.operands])
         target = f"{self.define(op.results)} = " if op.results else ""
         attrs = [f"{n} = {_attribute(a)}" for n, a in op.kind.attrs.items() if _is_emitted(n, a)]
@@ -150,6 +158,20 @@ class _Emitter:
             self.separate(i)
             self.block(region, self.program.types)
         self.lines.append("})" + tail)
+
+    def composite(self, op: Op) -> None:
+        """A composite is a call of what computes it, whose functions join the module once."""
+        traced = traced_composite(op.kind)
+        assert traced is not None, op.label
+        self.functions[traced.entry] = traced.functions
+        operands = ", ".join(self.names[v] for v in op.operands)
+        signature = (
+            f"({', '.join(map(str, op.kind.operands))}) -> ({', '.join(map(str, op.kind.results))})"
+        )
+        self.lines.append(
+            f'{self.define(op.results)} = "func.call"({operands}) {{callee = @{traced.entry}}} : '
+            f"{signature} loc({self.loc(op.loc)})"
+        )
 
     def separate(self, index: int) -> None:
         if index:

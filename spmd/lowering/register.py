@@ -1,4 +1,4 @@
-"""`register_rule`: users teach the compiler ops that it does not know."""
+"""`register_rule`, `register_composite`: users teach the compiler ops that it does not know."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from spmd.errors import SpmdError
 from spmd.ir.builder import identity_element
 from spmd.ir.program import OpKind, Value
 from spmd.lowering.local import LocalOp, local
+from spmd.lowering.local_composite import lower_composite
 from spmd.propagation import rules  # noqa: F401 (a user's op must not shadow one of ours)
+from spmd.propagation.composites import Composite, Function, add_composite
 from spmd.propagation.registry import rule as register
 from spmd.propagation.rule import Rule, parse_rule
 
@@ -45,7 +47,80 @@ def register_rule(
       >>> register_rule("my_norm", "b s h, h -> b s h", kinds={"h": "replicate"})
     """
     name = op if ":" in op or "." in op else f"custom_call:{op}"
-    bad = {kind for kind in (kinds or {}).values()} - {"pass", "reduce", "replicate"}
+    made = _rule_function(name, rule, kinds or {}, reduction, linear)
+
+    def lowered(op: LocalOp) -> tuple[Value, ...]:
+        return tuple(lower(op) if lower is not None else _masked(op))
+
+    register(name)(made)
+    local(name)(lowered)
+
+
+def register_composite(
+    name: str,
+    rule: str | Callable[[OpKind], Rule],
+    *,
+    decomposition: Function | None = None,
+    kernels: Mapping[str, Function] | None = None,
+    kinds: Mapping[str, str] | None = None,
+    reduction: str = "",
+    linear: Iterable[Sequence[int]] = (),
+    flops: Callable[[OpKind], float] | None = None,
+) -> None:
+    """Keeps calls of a `jax.lax.composite` whole: one op with a rule, and a kernel on each device.
+
+    Composites that nobody registered are inlined, and what they are made of is partitioned.
+
+    Args:
+      name: as in `jax.lax.composite(function, name=...)`.
+      rule: as for `register_rule`; a function from the op's kind to a `Rule` finds the composite's
+        attributes in `spmd.propagation.composites.arguments_of(kind)`.
+      decomposition: the function of the composite. It is traced at the shapes of one device where
+        no kernel is. Its positional arguments are the operands, its keyword arguments the
+        attributes.
+      kernels: platform (`cpu`, `cuda`, `tpu`) -> a JAX function with the same arguments, whose
+        custom calls reach XLA as they are. It may return `NotImplemented` for shapes that are not
+        for it: then the decomposition is taken.
+      kinds, reduction, linear: as for `register_rule`. A result that has a `reduce` factor in one
+        of its own dims is not partial over it.
+      flops: floating-point operations of an op of this kind, for the planner.
+
+    On a platform without a kernel and with no `decomposition`, the composite is inlined.
+
+    Raises:
+      SpmdError: the composite is registered already, there is nothing to compute it, or the rule's
+        text is not one.
+
+    Example:
+      >>> register_composite(
+      ...     "my.softmax", "b v -> b v", kinds={"v": "replicate"}, decomposition=jax.nn.softmax
+      ... )
+    """
+    if decomposition is None and not kernels:
+        raise SpmdError(
+            f"nothing computes composite {name}",
+            required="a decomposition, a kernel for some platform, or both",
+            fix="pass decomposition= or kernels=",
+        )
+    made = _rule_function(name, rule, kinds or {}, reduction, linear)
+    add_composite(Composite(name, decomposition, dict(kernels or {}), flops))
+    register(f"composite:{name}")(made)
+    local(f"composite:{name}")(_lower_masked)
+
+
+def _rule_function(
+    name: str,
+    rule: str | Callable[[OpKind], Rule],
+    kinds: Mapping[str, str],
+    reduction: str,
+    linear: Iterable[Sequence[int]],
+) -> Callable[[OpKind], Rule]:
+    """The rule of an op's kind, from its text if it is one.
+
+    Raises:
+      SpmdError: a kind of factor that does not exist, or a reduction that is not named.
+    """
+    bad = set(kinds.values()) - {"pass", "reduce", "replicate"}
     if bad:
         raise SpmdError(
             f"{sorted(bad)[0]!r} is not a kind of factor",
@@ -53,15 +128,16 @@ def register_rule(
             required="pass, reduce or replicate",
             fix="correct `kinds`",
         )
-    if "reduce" in (kinds or {}).values() and not reduction:
+    if "reduce" in kinds.values() and not reduction:
         raise SpmdError(
             f"the rule of {name} reduces a factor without saying how",
             fix='name it: reduction="add"',
         )
+    if not isinstance(rule, str):
+        return rule
     groups = tuple(tuple(group) for group in linear)
 
     def from_text(kind: OpKind) -> Rule:
-        assert isinstance(rule, str)
         try:
             return parse_rule(
                 rule, kind.operands, kind.results, kinds=kinds, reduction=reduction, linear=groups
@@ -74,18 +150,24 @@ def register_rule(
                 fix="one term for each operand and result, one factor for each dim",
             ) from error
 
-    def lowered(op: LocalOp) -> tuple[Value, ...]:
-        return tuple(lower(op) if lower is not None else _masked(op))
+    return from_text
 
-    register(name)(from_text if isinstance(rule, str) else rule)
-    local(name)(lowered)
+
+def _lower_masked(op: LocalOp) -> tuple[Value, ...]:
+    """A composite at local shapes, fed with the reduction's identity where that matters."""
+    masked = LocalOp(op.b, op.mesh, op.op, op.choice, _masked_operands(op))
+    return lower_composite(masked)
 
 
 def _masked(op: LocalOp) -> tuple[Value, ...]:
     """The op itself, fed with the reduction's identity where padding would be reduced."""
+    return op.emit(_masked_operands(op))
+
+
+def _masked_operands(op: LocalOp) -> list[Value]:
     operands = list(op.operands)
     for i, type_ in enumerate(op.op.kind.operands):
         dims = op.reduced_dims(i)
         if dims:
             operands[i] = op.masked(i, identity_element(op.rule.reduction, type_.dtype), dims)
-    return op.emit(operands)
+    return operands

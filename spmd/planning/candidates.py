@@ -203,12 +203,13 @@ def merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignme
 
 def reduced_first(rule: Rule, assignment: Assignment, sizes: Sequence[int]) -> Choice:
     """The choice in which every operand arrives full."""
-    reduced = reduced_axes(rule, assignment)
     return Choice(
         assignment,
         tuple(project(rule, dims, assignment, sizes) for dims in rule.operands),
         tuple(
-            project(rule, dims, assignment, sizes).with_partial(reduced, rule.reduction)
+            project(rule, dims, assignment, sizes).with_partial(
+                reduced_axes(rule, assignment, dims), rule.reduction
+            )
             for dims in rule.results
         ),
     )
@@ -238,7 +239,7 @@ def _carried(
         tuple(
             s.with_partial(partial, kind) if i in group else s for i, s in enumerate(full.operands)
         ),
-        tuple(s.with_partial((*partial, *reduced), kind) for s in full.results),
+        tuple(s.with_partial((*partial, *s.partial), kind) for s in full.results),
     )
 
 

@@ -12,6 +12,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds
+from spmd.propagation.composites import COMPOSITE, composite_flops
 from spmd.propagation.merge import rounds
 from spmd.propagation.projection import Assignment, project
 from spmd.propagation.rule import Rule
@@ -23,6 +24,8 @@ _CONTRACTIONS = {"stablehlo.dot_general", "stablehlo.convolution"}
 
 def op_flops(kind: OpKind, rule: Rule) -> int:
     """Floating-point operations of the whole op: two for each point of a contraction's space."""
+    if kind.name == COMPOSITE:
+        return int(composite_flops(kind))
     if kind.name in _CONTRACTIONS:
         return 2 * math.prod(factor.size for factor in rule.factors)
     return max((t.size for t in (*kind.operands, *kind.results)), default=0)
@@ -37,7 +40,7 @@ def op_seconds(
     compute = 0.0
     exchanges = halo_seconds(kind, rule, assignment, mesh, topology)
     exchanges += merge_seconds(rule, assignment, mesh, topology)
-    if kind.name in _CONTRACTIONS:
+    if kind.name in _CONTRACTIONS or kind.name == COMPOSITE:
         compute = op_flops(kind, rule) / split / topology.peak_flops(dtype)
     memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth * passes(kind)
     return max(compute, memory) + exchanges + own_seconds(kind, rule, assignment, mesh, topology)

@@ -261,7 +261,7 @@ class Maker:
                     for i, s in enumerate(full.operands)
                 ]
             ),
-            tuple([s.with_partial((*partial, *reduced), how) for s in full.results]),
+            tuple([s.with_partial((*partial, *s.partial), how) for s in full.results]),
         )
 
     def undominated(

@@ -226,9 +226,9 @@ def partials_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
         return f"a partial {kind} meets a reduction by {rule.reduction}"
     if set(carried) & {a for axes in choice.assignment for a in axes}:
         return "it is split over atoms over which its operands are partial"
-    owed = tuple(sorted((*carried, *reduced)))
-    owed_kind = (kind or rule.reduction) if owed else ""
-    for sharding in choice.results:
+    for dims, sharding in zip(rule.results, choice.results, strict=True):
+        owed = tuple(sorted((*carried, *reduced_axes(rule, choice.assignment, dims))))
+        owed_kind = (kind or rule.reduction) if owed else ""
         if (sharding.partial, sharding.kind) != (owed, owed_kind):
             have = format_sharding(sharding, plan.mesh)
             return f"a result is {have}, but owes {owed_kind} {format_axes(owed, plan.mesh)}"

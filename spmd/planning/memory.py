@@ -19,6 +19,7 @@ from spmd.planning.backends import Backend, backend_of
 from spmd.planning.fusion import Role, role
 from spmd.planning.kernel_order import Kernel
 from spmd.planning.kernels import Kernels, kernels_of
+from spmd.propagation.composites import WORKSPACE
 
 
 class Buffer(NamedTuple):
@@ -208,6 +209,7 @@ class _Simulation:
             else:
                 for value in kernel.makes:
                     self.make(kernel, value)
+                self.hold_workspace(kernel)
             self.control_flow(kernel)
             for number in self.dying.pop(self.now, ()):
                 self.held -= self.buffers[number].bytes
@@ -236,6 +238,17 @@ class _Simulation:
         self.buffers.append(Buffer(of, kernel.op, size, now, end, kernel.is_copy))
         if self.held > self.most:
             self.most, self.most_at = self.held, now
+
+    def hold_workspace(self, kernel: Kernel) -> None:
+        """What a composite holds while it runs, beside its operands and results."""
+        size = kernel.op.kind.attrs.get(WORKSPACE, 0)
+        if not size or kernel.is_copy:
+            return
+        self.held += size
+        self.dying.setdefault(self.now, []).append(len(self.buffers))
+        self.buffers.append(Buffer(kernel.makes[0], kernel.op, size, self.now, self.now))
+        if self.held > self.most:
+            self.most, self.most_at = self.held, self.now
 
     def bytes(self, value: Value) -> int:
         """Bytes of a value while it is in between."""

@@ -26,6 +26,7 @@ from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import KINDS, collective_seconds
 from spmd.planning.fusion import Role, role, stored_values
+from spmd.propagation.composites import COMPOSITE, composite_flops
 
 COMPUTE = "compute"
 
@@ -203,6 +204,8 @@ def local_seconds(
     flops = 0.0
     if op.name in _CONTRACTIONS:
         flops = local_flops(op.kind) / topology.peak_flops(op.kind.operands[0].dtype)
+    if op.name == COMPOSITE:
+        flops = composite_flops(op.kind) / topology.peak_flops(op.kind.operands[0].dtype)
     return max(flops, (read + written) / topology.hbm_bandwidth)
 
 

@@ -117,13 +117,23 @@ def project(
     return Sharding(tuple(dims))
 
 
-def reduced_axes(rule: Rule, assignment: Assignment) -> Axes:
-    """Atoms over which the results become partial: those of the split `reduce` factors."""
+def reduced_axes(rule: Rule, assignment: Assignment, result: Sequence[DimFactors] = ()) -> Axes:
+    """Atoms over which a result becomes partial: those of the split `reduce` factors.
+
+    A result that has such a factor in its own dims has a part of its own on each device, and owes
+    nothing: `b s, b t -> b s, b t` with `s` reduced sums just the second result.
+
+    Args:
+      rule: the rule.
+      assignment: what splits its factors.
+      result: the factors of the result's dims; of any result that has none of these if left out.
+    """
+    own = {f for dim in result for f in dim}
     return tuple(
         sorted(
             a
-            for factor, axes in zip(rule.factors, assignment, strict=True)
-            if factor.kind == REDUCE
+            for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True))
+            if factor.kind == REDUCE and number not in own
             for a in axes
         )
     )

@@ -9,6 +9,7 @@ from typing import Any
 from spmd.errors import SpmdError, UnsupportedOpError
 from spmd.ir.control_flow import ALONE
 from spmd.ir.program import Loc, OpKind
+from spmd.propagation.composites import COMPOSITE
 from spmd.propagation.rule import Rule
 
 RuleFunction = Callable[[OpKind], Rule]
@@ -47,7 +48,12 @@ _VECTOR_CALL = re.compile(r"(cu|hip)_lu_pivots_to_permutation$")
 
 
 def rule_name(kind: OpKind) -> str:
-    """The name that an op's rule is registered under: a custom call's target, else its own."""
+    """The name that an op's rule is registered under.
+
+    Of a custom call its target, of a composite its name, of any other op its own.
+    """
+    if kind.name == COMPOSITE:
+        return f"composite:{kind.attrs['name']}"
     if kind.name != "stablehlo.custom_call":
         return kind.name
     name = f"custom_call:{kind.attrs.get('call_target_name', '')}"

@@ -22,12 +22,12 @@ from tests.lowering.manual_programs import manual
 PAGE = Path(__file__).parents[2] / "docs" / "custom_calls.md"
 
 
-def block(language: str) -> str:
-    (code,) = re.findall(rf"(?s)```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"))
-    return str(code)
+def block(language: str, number: int = 0) -> str:
+    found = re.findall(rf"(?s)```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"))
+    return str(found[number])
 
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@needs_compiler
 def test_the_page_runs(
     built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +58,20 @@ def test_the_page_runs(
     np.testing.assert_allclose(compiled(names["x"], names["w"]), want, rtol=1e-4, atol=1e-4)
 
 
+def test_the_composite_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(block("python", 1), str(PAGE), "exec"), names)
+    assert "my.rms_norm" in capsys.readouterr().out
+    args = names["x"], names["w"], names["scale"]
+    compiled = names["step"].compile(*args)
+    assert compiled.verify(*args)
+    there = names["step"].lower(*args, topology=spmd.Topology("v5e:2x4"))
+    assert "tpu_custom_call" in there.as_text("emitted")
+    small = names["step"].lower(args[0][:8], *args[1:], topology=spmd.Topology("v5e:2x4"))
+    assert "tpu_custom_call" not in small.as_text("emitted")
+
+
+@needs_compiler
 def test_in_a_manual_region_no_rule_is_needed(built: Path) -> None:
     """Kernels written for one device stay as they are; with a free axis they need a rule."""
     library = ctypes.cdll.LoadLibrary(str(built / "rms_norm.so"))

@@ -105,7 +105,7 @@ def llama(scan: bool, optimizer: str) -> Callable[[], str]:
     """The tiny Llama's training step, marked by the default tables."""
 
     def make() -> str:
-        config = dataclasses.replace(named_config("tiny"), scan_layers=scan)
+        config = dataclasses.replace(named_config("tiny"), scan_layers=scan, attention="einsum")
         chosen = llama_optimizer(optimizer)
         step = train_step(config, chosen, sharding.activation_marks(MESH, config))
         jitted = spmd.jit(step, mesh=MESH, donate_argnums=(0, 1))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import spmd
 from tests.propagation.cases_linalg import matrices
 
 X = matrices(8, 16)
@@ -25,12 +26,23 @@ def ragged(x: Any, w: Any) -> Any:
     return lax.ragged_dot(x, w, jnp.asarray([2, 1, 4, 1], jnp.int32))
 
 
+def attended(x: Any, w: Any) -> Any:
+    q, k = x.reshape(2, 4, 4, 4), w.reshape(2, 4, 2, 4)
+    return spmd.ops.attention(q, k, k + 1)
+
+
 MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("top_k", lambda x: tuple(lax.top_k(x, 3)), (X,)),
     ("top_k_gradient", jax.grad(lambda x: lax.top_k(x, 3)[0].sum()), (X,)),
     ("approx_max_k", lambda x: tuple(lax.approx_max_k(x, 4)), (X,)),
     ("approx_min_k", lambda x: tuple(lax.approx_min_k(x, 4, reduction_dimension=0)), (X,)),
     ("ragged_dot", ragged, (X, matrices(4, 16, 6))),
+    ("attention", attended, (X, matrices(8, 8))),
+    (
+        "attention_gradient",
+        jax.grad(lambda x, w: jnp.sum(attended(x, w) ** 2), (0, 1)),
+        (X, matrices(8, 8)),
+    ),
     ("mulhi", lambda x: lax.mulhi(x, x[::-1]), (WORDS,)),
     ("mulhi_unsigned", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.uint32),)),
     ("mulhi_narrow", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.int8),)),

@@ -99,7 +99,7 @@ def test_modules(case: ModuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_allclose(np.asarray(a), b, rtol=2e-4, atol=1e-5, err_msg=where)
 
 
-OTHER_TESTS = ("custom_call:test_", "custom_call:rms_norm")
+OTHER_TESTS = ("custom_call:test_", "custom_call:rms_norm", "composite:test.", "composite:my.")
 """Names of ops that other tests in the same process register rules for."""
 
 

@@ -58,7 +58,10 @@ def test_tied_parameters_have_no_rule_for_the_output():
 def test_what_fits_is_not_dropped():
     assert sharding.dropped_marks(TINY, SHAPE) == ()
     everywhere = {"replica": 2, "data": 2, "model": 2}
-    assert sharding.activation_specs(TINY, everywhere) == sharding.ACTIVATION_SPECS
+    einsum = dataclasses.replace(TINY, attention="einsum")
+    assert sharding.activation_specs(einsum, everywhere) == sharding.ACTIVATION_SPECS
+    fused = set(sharding.activation_specs(TINY, everywhere))
+    assert fused == set(sharding.ACTIVATION_SPECS) - {"attention_weights"}
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama2-13b", "llama2-70b"])
@@ -71,7 +74,6 @@ def test_too_few_heads_leave_their_dims_open_and_say_so():
     specs = sharding.activation_specs(TINY, {"data": 2, "model": 4})
     assert specs["q"] == ("data", None, "model")
     assert specs["k"] == specs["v"] == ("data", None, ...)
-    assert specs["attention_weights"] == ("data", "model", None, None)
     dropped = sharding.dropped_marks(TINY, {"data": 2, "model": 4})
     assert [sentence.split(":")[0] for sentence in dropped] == ["k", "v"]
     assert "axis 'model' of size 4 does not divide 2" in dropped[0]

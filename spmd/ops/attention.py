@@ -1,0 +1,230 @@
+"""`attention`: one op to the compiler, forward and backward, and a fused kernel on each device.
+
+Shapes are in the names:
+
+    B batch    S, T sequence (query, key)    N query heads    K key heads    D head
+    G query heads of one key head (N = K * G)
+
+Under `spmd.jit` its two composites, `spmd.attention` and `spmd.attention_grad`, stay whole: see
+`attention_rules` for how they are split. What computes them on one device is cuDNN's kernel on
+NVIDIA GPUs, the splash kernel on TPUs, and `attention_reference` everywhere else, also for shapes
+and dtypes that a kernel does not take. Under plain `jax.jit` composites are their reference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from spmd.errors import ArgumentError
+from spmd.lowering.register import register_composite
+from spmd.ops import attention_cudnn, attention_reference, attention_splash
+from spmd.ops.attention_rules import (
+    FORWARD,
+    GRADIENT,
+    forward_flops,
+    forward_rule,
+    gradient_flops,
+    gradient_rule,
+)
+
+Implementation = Literal["auto", "composite", "xla", "cudnn"]
+
+register_composite(
+    FORWARD,
+    forward_rule,
+    decomposition=attention_reference.forward,
+    kernels={"cuda": attention_cudnn.forward, "tpu": attention_splash.forward},
+    flops=forward_flops,
+)
+register_composite(
+    GRADIENT,
+    gradient_rule,
+    decomposition=attention_reference.gradient,
+    kernels={"cuda": attention_cudnn.gradient, "tpu": attention_splash.gradient},
+    flops=gradient_flops,
+)
+
+
+def attention(
+    q_BSND: Any,
+    k_BTKD: Any,
+    v_BTKD: Any,
+    *,
+    causal: bool = True,
+    segment_ids: Any = None,
+    scale: float | None = None,
+    logits_dtype: Any = jnp.float32,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """`softmax(q k * scale) v` over the keys that each query sees.
+
+    Args:
+      q_BSND: queries.
+      k_BTKD, v_BTKD: keys and values; each of the K heads serves N / K query heads in a row.
+      causal: whether query `i` sees the keys up to `i` alone.
+      segment_ids: integers (B, S), or a pair (B, S), (B, T): a query sees the keys of its own
+        segment alone. For packed documents.
+      scale: of the scores; `1 / sqrt(D)` when left out.
+      logits_dtype: what scores and their softmax are computed in.
+      implementation: `auto` and `composite` leave it to the compiler: `spmd.jit` takes the
+        platform's kernel, plain `jax.jit` the reference. `xla` is the reference for XLA's, or the
+        compiler's, partitioner to look into. `cudnn` is jax's own cuDNN attention, for GPUs: what
+        a program compiled by plain `jax.jit` should use there.
+
+    Returns:
+      (B, S, N, D) in the dtype of the queries. A query that sees no key has no defined result.
+
+    Raises:
+      ArgumentError: shapes that do not fit each other, or an unknown implementation.
+
+    Example:
+      >>> out_BSND = attention(q_BSND, k_BTKD, v_BTKD, segment_ids=documents_BS)
+    """
+    segments = segment_ids
+    if segments is not None and not isinstance(segments, tuple | list):
+        segments = (segments, segments)
+    _check(q_BSND, k_BTKD, v_BTKD, segments, implementation)
+    if scale is None:
+        scale = q_BSND.shape[-1] ** -0.5
+    dtype = jnp.dtype(logits_dtype).name
+    if implementation == "cudnn":
+        return _cudnn(q_BSND, k_BTKD, v_BTKD, segments, causal, scale)
+    spec = _Spec(causal, segments is not None, float(scale), dtype, implementation != "xla")
+    queries_BS, keys_BT = segments or (None, None)
+    out_BSND: jax.Array = _attend(spec, q_BSND, k_BTKD, v_BTKD, queries_BS, keys_BT)
+    return out_BSND
+
+
+class _Spec(NamedTuple):
+    """What is static of one attention.
+
+    Attributes:
+      causal, segments, scale, logits_dtype: as for `attention_reference.forward`.
+      is_whole: whether to make composites of it.
+    """
+
+    causal: bool
+    segments: bool
+    scale: float
+    logits_dtype: str
+    is_whole: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    spec: _Spec, q_BSND: Any, k_BTKD: Any, v_BTKD: Any, queries_BS: Any, keys_BT: Any
+) -> Any:
+    return _attend_forward(spec, q_BSND, k_BTKD, v_BTKD, queries_BS, keys_BT)[0]
+
+
+def _attend_forward(
+    spec: _Spec, q_BSND: Any, k_BTKD: Any, v_BTKD: Any, queries_BS: Any, keys_BT: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    tensors, segments = (q_BSND, k_BTKD, v_BTKD), (queries_BS, keys_BT)
+    out_BSND, lse_BNS = _run(spec, FORWARD, attention_reference.forward, tensors, segments)
+    return out_BSND, (*tensors, out_BSND, lse_BNS, *segments)
+
+
+def _attend_backward(spec: _Spec, kept: tuple[Any, ...], dout_BSND: Any) -> tuple[Any, ...]:
+    *tensors, queries_BS, keys_BT = kept
+    operands = (*tensors, dout_BSND)
+    segments = (queries_BS, keys_BT)
+    gradients = _run(spec, GRADIENT, attention_reference.gradient, operands, segments)
+    return (*gradients, None, None)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _run(
+    spec: _Spec,
+    name: str,
+    reference: Callable[..., Any],
+    tensors: Sequence[Any],
+    segments: Sequence[Any],
+) -> Any:
+    """One of the two functions, as a composite or as it is."""
+    length = tensors[0].shape[1]
+    attributes = {
+        "causal": spec.causal,
+        "segments": spec.segments,
+        "scale": spec.scale,
+        "length": length,
+        "logits_dtype": spec.logits_dtype,
+    }
+    # Positions are an operand so that a device with a part of the queries has just theirs.
+    masks = [jnp.arange(length, dtype=jnp.int32)] if spec.causal else []
+    masks += [s.astype(jnp.int32) for s in segments] if spec.segments else []
+    if not spec.is_whole:
+        return reference(*tensors, *masks, **attributes)
+    return _composite(name, reference, attributes, 1 if spec.causal else 0, len(tensors))(
+        *tensors, *masks
+    )
+
+
+def _composite(
+    name: str, reference: Callable[..., Any], attributes: Any, positions: int, tensors: int
+) -> Any:
+    """A composite whose `jax.vmap` is itself on a larger batch."""
+
+    @custom_vmap
+    def run(*operands: Any) -> Any:
+        return jax.lax.composite(reference, name)(*operands, **attributes)
+
+    @run.def_vmap  # type: ignore[untyped-decorator]
+    def mapped(size: int, batched: Sequence[bool], *operands: Any) -> Any:
+        merged = []
+        for i, (x, is_batched) in enumerate(zip(operands, batched, strict=True)):
+            if tensors <= i < tensors + positions:  # the same for every sequence
+                merged.append(x)
+                continue
+            whole = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            merged.append(whole.reshape(size * whole.shape[1], *whole.shape[2:]))
+        again = _composite(name, reference, attributes, positions, tensors)
+        results = again(*merged)
+        split = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results)
+        return split, tuple(True for _ in split)
+
+    return run
+
+
+def _cudnn(
+    q_BSND: Any, k_BTKD: Any, v_BTKD: Any, segments: Any, causal: bool, scale: float
+) -> jax.Array:
+    mask = None
+    if segments is not None:
+        mask = (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        q_BSND, k_BTKD, v_BTKD, mask=mask, is_causal=causal, scale=scale, implementation="cudnn"
+    )
+
+
+def _check(q: Any, k: Any, v: Any, segments: Any, implementation: str) -> None:
+    """Raises ArgumentError where something does not fit."""
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    problem = required = ""
+    if implementation not in get_args(Implementation):
+        problem = f"implementation={implementation!r}"
+        required = ", ".join(get_args(Implementation))
+    elif not q.ndim == k.ndim == v.ndim == 4 or k.shape != v.shape:
+        problem, required = shapes, "q (B, S, N, D), k and v (B, T, K, D)"
+    elif q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        problem, required = shapes, "the same batch and the same width of a head"
+    elif not k.shape[2] or q.shape[2] % k.shape[2]:
+        problem, required = shapes, "a number of query heads that is a multiple of the key heads'"
+    elif not q.dtype == k.dtype == v.dtype:
+        problem, required = f"q {q.dtype}, k {k.dtype}, v {v.dtype}", "one dtype"
+    elif segments is not None and [s.shape for s in segments] != [q.shape[:2], k.shape[:2]]:
+        have = ", ".join(str(s.shape) for s in segments)
+        problem = f"segment_ids {have} for {shapes}"
+        required = "one (B, S), where S is T, or a pair (B, S), (B, T)"
+    if problem:
+        raise ArgumentError(
+            "attention cannot be computed", actual=problem, required=required, fix="correct them"
+        )

@@ -1,0 +1,115 @@
+"""Attention by cuDNN's fused kernel: the primitives that `jax.nn.dot_product_attention` binds.
+
+It takes 16-bit floats with heads of at most 128, a multiple of 8. A causal mask over whole
+sequences is the kernel's own. Segments, and the mask of a part of the queries, are a bias that is
+added to the scores: (1, 1, S, T) or (B, 1, S, T) in 16 bits, the same for all heads. For anything
+else there is `attention_reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from spmd.ops.attention_reference import Mask
+
+try:  # jax has no public name for the gradient that takes what the forward pass kept
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+except ImportError:  # pragma: no cover (a jax without it)
+    fused = None  # type: ignore[assignment]
+
+WIDEST_HEAD = 128
+_HIDDEN = {"bfloat16": -2.0 * (1 << 40), "float16": -2.0 * (1 << 14)}
+"""What a bias adds to the score of a key that is not seen, by dtype, as jax has it."""
+
+
+def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> Any:
+    """As `attention_reference.forward`; NotImplemented for what cuDNN does not take."""
+    if not takes(q_BSND, k_BTKD, spec):
+        return NotImplemented
+    bias, mask_type = _bias(q_BSND, k_BTKD, masks, spec)
+    static = _static(spec, mask_type, bias)
+    operands = _operands(q_BSND, k_BTKD, v_BTKD, bias)
+    out_BSND, lse_BNS = fused._dot_product_attention_fwd_p.bind(
+        *operands, **static, is_training=True
+    )
+    return out_BSND, lse_BNS
+
+
+def gradient(
+    q_BSND: Any,
+    k_BTKD: Any,
+    v_BTKD: Any,
+    out_BSND: Any,
+    lse_BNS: Any,
+    dout_BSND: Any,
+    *masks: Any,
+    **spec: Any,
+) -> Any:
+    """As `attention_reference.gradient`; NotImplemented for what cuDNN does not take."""
+    if not takes(q_BSND, k_BTKD, spec):
+        return NotImplemented
+    bias, mask_type = _bias(q_BSND, k_BTKD, masks, spec)
+    static = _static(spec, mask_type, bias)
+    operands = _operands(q_BSND, k_BTKD, v_BTKD, bias)
+    gradients = fused._dot_product_attention_bwd_p.bind(
+        *operands, lse_BNS, out_BSND, dout_BSND, **static
+    )
+    return tuple(gradients[:3])
+
+
+def takes(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
+    """Whether cuDNN has a kernel for these shapes and dtypes."""
+    width, queries, keys = q_BSND.shape[3], q_BSND.shape[1], k_BTKD.shape[1]
+    has_bias = spec["segments"] or (spec["causal"] and not _is_own(q_BSND, k_BTKD, spec))
+    return (
+        fused is not None
+        and q_BSND.dtype.name in _HIDDEN
+        and spec["logits_dtype"] == "float32"
+        and width <= WIDEST_HEAD
+        and width % 8 == 0
+        and not (has_bias and (queries % 2 or keys % 2))  # jax's own condition for gradients
+        and 0 not in (*q_BSND.shape, *k_BTKD.shape)
+    )
+
+
+def _is_own(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
+    """Whether the kernel's own causal mask is the one that is meant."""
+    return bool(q_BSND.shape[1] == spec["length"] == k_BTKD.shape[1])
+
+
+def _bias(q_BSND: Any, k_BTKD: Any, masks: Any, spec: Any) -> tuple[Any, Any]:
+    """The bias that hides keys, if it takes one, and the mask that the kernel has itself."""
+    causal = fused.MaskType.CAUSAL if spec["causal"] else fused.MaskType.NO_MASK
+    mask = Mask.of(masks, causal=spec["causal"], segments=spec["segments"])
+    if spec["causal"] and not _is_own(q_BSND, k_BTKD, spec):
+        causal = fused.MaskType.NO_MASK
+    elif spec["causal"]:
+        mask = mask._replace(positions_S=None)
+    visible_BST = mask.visible(k_BTKD.shape[1])
+    if visible_BST is None:
+        return None, causal
+    hidden = np.asarray(_HIDDEN[q_BSND.dtype.name], q_BSND.dtype)
+    return jnp.where(visible_BST[:, None], np.zeros((), q_BSND.dtype), hidden), causal
+
+
+def _operands(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, bias: Any) -> tuple[Any, ...]:
+    """In the primitives' order; what is not used is empty."""
+    unused = jnp.zeros(0, q_BSND.dtype)
+    return (q_BSND, k_BTKD, v_BTKD, unused if bias is None else bias, *((unused,) * 6))
+
+
+def _static(spec: Any, mask_type: Any, bias: Any) -> dict[str, Any]:
+    """The primitives' parameters. Of a bias jax always asks for the gradient, and so do we."""
+    has_bias = bias is not None
+    return {
+        "scale": spec["scale"],
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (has_bias, has_bias),
+        "mask_type": mask_type,
+        "layout": fused.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+    }

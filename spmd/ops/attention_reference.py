@@ -1,0 +1,242 @@
+"""Attention and its gradient in plain JAX: what every kernel has to agree with.
+
+Shapes are in the names, as in `spmd.ops.attention`; Q is a block of queries. Scores of all queries
+with all keys are never there at once where sequences are long: blocks of queries follow each other,
+and the gradient computes a block's scores again from the logsumexp that the forward pass kept
+(Dao et al. 2022, without the blocks of keys).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+MOST_SCORES = 1 << 20
+"""Scores of one head and sequence that may be there at once."""
+
+SMALLEST_BLOCK = 128
+"""Queries of a block, at least."""
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees: what the optional operands say.
+
+    Attributes:
+      positions_S: where each query is in its sequence, if it sees no key behind it.
+      queries_BS, keys_BT: segments, if a query sees just the keys of its own.
+    """
+
+    positions_S: Any = None
+    queries_BS: Any = None
+    keys_BT: Any = None
+
+    @staticmethod
+    def of(operands: Sequence[Any], *, causal: bool, segments: bool) -> Mask:
+        """From the operands behind the tensors, in the order in which the composites have them."""
+        rest = list(operands)
+        positions = rest.pop(0) if causal else None
+        return Mask(positions, *rest) if segments else Mask(positions)
+
+    def visible(self, keys: int) -> Any:
+        """Booleans that broadcast to (B, S, T); None if every query sees every key."""
+        parts = []
+        if self.positions_S is not None:
+            parts.append(self.positions_S[None, :, None] >= jnp.arange(keys)[None, None, :])
+        if self.queries_BS is not None:
+            parts.append(self.queries_BS[:, :, None] == self.keys_BT[:, None, :])
+        return functools.reduce(jnp.logical_and, parts) if parts else None
+
+
+def forward(
+    q_BSND: Any,
+    k_BTKD: Any,
+    v_BTKD: Any,
+    *masks: Any,
+    causal: bool,
+    segments: bool,
+    scale: float,
+    length: int,
+    logits_dtype: str,
+) -> tuple[Any, Any]:
+    """The output (B, S, N, D) and the logsumexp of the scores (B, N, S).
+
+    Args:
+      q_BSND, k_BTKD, v_BTKD: queries, keys and values.
+      *masks: positions (S,) if causal, then segments (B, S) and (B, T) if there are any.
+      causal, segments: which of them there are.
+      scale: of the scores.
+      length: queries of the whole sequence; here there may be a part of them.
+      logits_dtype: what scores are computed in.
+    """
+    del length
+    mask = Mask.of(masks, causal=causal, segments=segments)
+
+    def block(q_BQND: Any, part: Mask) -> tuple[Any, Any]:
+        return _forward(q_BQND, k_BTKD, v_BTKD, part, scale, logits_dtype)
+
+    def step(_: None, blocks: tuple[Any, Mask]) -> tuple[None, tuple[Any, Any]]:
+        return None, block(*blocks)
+
+    count = _blocks(q_BSND.shape[1], k_BTKD.shape[1])
+    if count == 1:
+        out_BSND, lse_BSN = block(q_BSND, mask)
+    else:
+        pieces = _split(q_BSND, count), _split_mask(mask, count)
+        length = q_BSND.shape[1]
+        out_BSND, lse_BSN = (_joined(x, length) for x in jax.lax.scan(step, None, pieces)[1])
+    return out_BSND, jnp.swapaxes(lse_BSN, 1, 2)
+
+
+def gradient(
+    q_BSND: Any,
+    k_BTKD: Any,
+    v_BTKD: Any,
+    out_BSND: Any,
+    lse_BNS: Any,
+    dout_BSND: Any,
+    *masks: Any,
+    causal: bool,
+    segments: bool,
+    scale: float,
+    length: int,
+    logits_dtype: str,
+) -> tuple[Any, Any, Any]:
+    """Gradients of queries, keys and values, from the forward pass's results and `dout`.
+
+    Gradients of keys and values are sums over the queries that are here.
+    """
+    del length
+    mask = Mask.of(masks, causal=causal, segments=segments)
+    tensors = (q_BSND, out_BSND, jnp.swapaxes(lse_BNS, 1, 2), dout_BSND)
+
+    def block(blocks: Sequence[Any], part: Mask) -> tuple[Any, Any, Any]:
+        q, out, lse, dout = blocks
+        return _gradient(q, out, lse, dout, k_BTKD, v_BTKD, part, scale, logits_dtype)
+
+    def step(sums: tuple[Any, Any], blocks: tuple[Any, Mask]) -> tuple[Any, Any]:
+        dq, dk, dv = block(*blocks)
+        return (sums[0] + dk, sums[1] + dv), dq
+
+    count = _blocks(q_BSND.shape[1], k_BTKD.shape[1])
+    if count == 1:
+        dq, dk, dv = block(tensors, mask)
+    else:
+        pieces = tuple(_split(x, count) for x in tensors), _split_mask(mask, count)
+        zero = jnp.zeros(k_BTKD.shape, logits_dtype)
+        (dk, dv), dq = jax.lax.scan(step, (zero, zero), pieces)
+        dq = _joined(dq, q_BSND.shape[1])
+    return dq.astype(q_BSND.dtype), dk.astype(k_BTKD.dtype), dv.astype(v_BTKD.dtype)
+
+
+# One block of queries.
+
+
+def _forward(
+    q_BQND: Any, k_BTKD: Any, v_BTKD: Any, mask: Mask, scale: float, logits_dtype: str
+) -> tuple[Any, Any]:
+    """Output and logsumexp (B, Q, N) of some queries; zeros where one sees no key."""
+    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, scale, logits_dtype)
+    most = jnp.max(scores_BKGQT, -1, keepdims=True)
+    weights_BKGQT = jnp.exp(scores_BKGQT - most)
+    if visible is not None:
+        weights_BKGQT = jnp.where(visible, weights_BKGQT, 0)
+    total = jnp.sum(weights_BKGQT, -1, keepdims=True)
+    total = jnp.where(total == 0, 1, total)
+    weights_BKGQT = (weights_BKGQT / total).astype(v_BTKD.dtype)
+    out = jnp.einsum(
+        "bkgqt,btkd->bqkgd", weights_BKGQT, v_BTKD, preferred_element_type=logits_dtype
+    )
+    lse_BQKG = jnp.moveaxis((most + jnp.log(total))[..., 0], 3, 1)
+    lse_BQN = lse_BQKG.reshape(q_BQND.shape[:3]).astype(jnp.float32)
+    return out.reshape(q_BQND.shape).astype(q_BQND.dtype), lse_BQN
+
+
+def _gradient(
+    q_BQND: Any,
+    out_BQND: Any,
+    lse_BQN: Any,
+    dout_BQND: Any,
+    k_BTKD: Any,
+    v_BTKD: Any,
+    mask: Mask,
+    scale: float,
+    logits_dtype: str,
+) -> tuple[Any, Any, Any]:
+    """Gradients by some queries, in the dtype of the scores."""
+    dot = functools.partial(jnp.einsum, preferred_element_type=logits_dtype)
+    heads = k_BTKD.shape[2]
+    scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, scale, logits_dtype)
+    lse_BKGQ = jnp.moveaxis(_grouped(lse_BQN, heads), 1, 3).astype(logits_dtype)
+    weights_BKGQT = jnp.exp(scores_BKGQT - lse_BKGQ[..., None])
+    if visible is not None:
+        weights_BKGQT = jnp.where(visible, weights_BKGQT, 0)
+    q, dout = _grouped(q_BQND, heads), _grouped(dout_BQND, heads)
+    dv = dot("bkgqt,bqkgd->btkd", weights_BKGQT.astype(dout.dtype), dout)
+    dweights_BKGQT = dot("bqkgd,btkd->bkgqt", dout, v_BTKD)
+    own_BQN = jnp.sum(out_BQND.astype(logits_dtype) * dout_BQND.astype(logits_dtype), -1)
+    own_BKGQ = jnp.moveaxis(_grouped(own_BQN, heads), 1, 3)
+    dscores_BKGQT = weights_BKGQT * (dweights_BKGQT - own_BKGQ[..., None]) * scale
+    dscores_BKGQT = dscores_BKGQT.astype(q.dtype)
+    dq = dot("bkgqt,btkd->bqkgd", dscores_BKGQT, k_BTKD)
+    dk = dot("bkgqt,bqkgd->btkd", dscores_BKGQT, q)
+    return dq.reshape(q_BQND.shape), dk, dv
+
+
+def _scores(
+    q_BQND: Any, k_BTKD: Any, mask: Mask, scale: float, logits_dtype: str
+) -> tuple[Any, Any]:
+    """Scores (B, K, G, Q, T), as small as can be where a key is not seen, and what is seen."""
+    q_BQKGD = _grouped(q_BQND, k_BTKD.shape[2])
+    scores = jnp.einsum("bqkgd,btkd->bkgqt", q_BQKGD, k_BTKD, preferred_element_type=logits_dtype)
+    scores *= scale
+    visible_BQT = mask.visible(k_BTKD.shape[1])
+    if visible_BQT is None:
+        return scores, None
+    visible = visible_BQT[:, None, None]
+    return jnp.where(visible, scores, jnp.finfo(logits_dtype).min), visible
+
+
+def _grouped(x_BQN: Any, heads: int) -> Any:
+    """(B, Q, N, ...) -> (B, Q, K, G, ...)."""
+    batch, length, count, *rest = x_BQN.shape
+    return x_BQN.reshape(batch, length, heads, count // heads, *rest)
+
+
+# Blocks of queries.
+
+
+def _blocks(queries: int, keys: int) -> int:
+    """How many blocks there are."""
+    if queries * keys <= MOST_SCORES:
+        return 1
+    return -(-queries // max(SMALLEST_BLOCK, MOST_SCORES // keys))
+
+
+def _split(x_BS: Any, count: int) -> Any:
+    """(B, S, ...) -> (blocks, B, Q, ...), padded with zeros."""
+    batch, length, *rest = x_BS.shape
+    block = -(-length // count)
+    widths = [(0, 0), (0, block * count - length), *((0, 0) for _ in rest)]
+    padded = jnp.pad(x_BS, widths).reshape(batch, count, block, *rest)
+    return jnp.moveaxis(padded, 1, 0)
+
+
+def _split_mask(mask: Mask, count: int) -> Any:
+    """A mask for each block; the keys' segments are the same for all."""
+    positions, queries, keys = mask
+    if positions is not None:
+        positions = _split(positions[None], count)[:, 0]
+    if queries is not None:
+        queries = _split(queries, count)
+        keys = jnp.broadcast_to(keys, (count, *keys.shape))
+    return Mask(positions, queries, keys)
+
+
+def _joined(x: Any, length: int) -> Any:
+    """(blocks, B, Q, ...) -> (B, S, ...)."""
+    count, batch, block, *rest = x.shape
+    return jnp.moveaxis(x, 0, 1).reshape(batch, count * block, *rest)[:, :length]

@@ -1,0 +1,95 @@
+"""How attention may be split: the rules and costs of its two composites.
+
+Batches, heads and queries go to different devices; every device has all keys of its heads and all
+of each head's width. A device with a part of the queries knows from their positions where it is.
+With more devices than key heads, several have the same key head for different query heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from spmd.ir.program import OpKind
+from spmd.propagation.composites import arguments_of
+from spmd.propagation.rule import PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
+
+FORWARD = "spmd.attention"
+GRADIENT = "spmd.attention_grad"
+
+Dims = list[DimFactors]
+
+
+class _Terms(NamedTuple):
+    """The dims of each kind of tensor, as factors.
+
+    Attributes:
+      queries: (B, S, N, D), also of outputs.
+      keys: (B, T, K, D), also of values.
+      lse: (B, N, S).
+      masks: of the operands that say which keys are seen.
+    """
+
+    queries: Dims
+    keys: Dims
+    lse: Dims
+    masks: list[Dims]
+
+
+def forward_rule(kind: OpKind) -> Rule:
+    """`b s (k g) d, b t k d, b t k d, .. -> b s (k g) d, b (k g) s`, with `t` and `d` whole."""
+    build = RuleBuilder()
+    terms = _terms(kind, build, PASS)
+    operands = [terms.queries, terms.keys, terms.keys, *terms.masks]
+    return build.build(operands, [terms.queries, terms.lse])
+
+
+def gradient_rule(kind: OpKind) -> Rule:
+    """As forward; gradients of keys are sums over the queries and the query heads that read them.
+
+    `b s (k g) d, b t k d, b t k d, b s (k g) d, b (k g) s, b s (k g) d, ..
+    -> b s (k g) d, b t k d, b t k d {s: reduce add, g: reduce add}`
+    """
+    build = RuleBuilder()
+    terms = _terms(kind, build, REDUCE)
+    operands = [terms.queries, terms.keys, terms.keys, terms.queries, terms.lse, terms.queries]
+    results = [terms.queries, terms.keys, terms.keys]
+    return build.build([*operands, *terms.masks], results, reduction="add")
+
+
+def _terms(kind: OpKind, build: RuleBuilder, summed: str) -> _Terms:
+    """The terms; queries and the query heads of a key head are factors of the kind `summed`."""
+    (batch, queries, heads, width), (_, keys, key_heads, _) = (t.shape for t in kind.operands[:2])
+    b, s = build.factor(batch), build.factor(queries, summed)
+    t, d = build.factor(keys, REPLICATE), build.factor(width, REPLICATE)
+    if heads == key_heads:
+        n = k = build.factor(heads)
+    elif key_heads == 1:  # a dim of one factor need not divide
+        n, k = build.factor(heads, summed), build.factor(1, REPLICATE)
+    else:
+        k = build.factor(key_heads)
+        n = k + build.factor(heads // key_heads, summed)
+    said = arguments_of(kind)
+    masks: list[Dims] = [[s]] if said["causal"] else []
+    if said["segments"]:
+        masks += [[b, s], [b, t]]
+    return _Terms([b, s, n, d], [b, t, k, d], [b, n, s], masks)
+
+
+def forward_flops(kind: OpKind) -> float:
+    """Two products, of which a causal mask leaves what its queries see."""
+    return 4.0 * _points(kind)
+
+
+def gradient_flops(kind: OpKind) -> float:
+    """Five products: the scores again, and two for each of the two products."""
+    return 10.0 * _points(kind)
+
+
+def _points(kind: OpKind) -> float:
+    """Points of a product's iteration space that count.
+
+    Of a part of the queries it is what the last part sees, which everybody waits for.
+    """
+    (batch, queries, heads, width), (_, keys, _, _) = (t.shape for t in kind.operands[:2])
+    seen = 1 - min(queries, keys) / (2 * keys) if arguments_of(kind)["causal"] and keys else 1.0
+    return batch * heads * queries * keys * width * seen

@@ -1,0 +1,139 @@
+"""Attention by jax's splash kernel, for TPUs: scores of blocks that nobody sees are left out.
+
+It takes sequences and heads that its blocks divide. A causal mask is over whole sequences: a part
+of the queries does not know at compile time where it is, so that is left to `attention_reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd.ops.attention_reference import Mask
+
+LANES = 128
+"""Sequences must be multiples of this."""
+
+LARGEST_BLOCK = 512
+WIDTHS = (64, 128, 256)
+"""Widths of a head."""
+
+INTERPRET = False
+"""Whether to run kernels step by step on any platform, for tests."""
+
+
+def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> Any:
+    """As `attention_reference.forward`; NotImplemented for what the kernel does not take."""
+    if not takes(q_BSND, k_BTKD, spec):
+        return NotImplemented
+    kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=True)
+    mask = Mask.of(masks, causal=spec["causal"], segments=spec["segments"])
+    q, k, v = (_heads_first(x) for x in (q_BSND * _scale(q_BSND, spec), k_BTKD, v_BTKD))
+
+    def one(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        out, (lse,) = kernel(q, k, v, segment_ids=segments)
+        return out, lse
+
+    out_BNSD, lse_BNS = jax.vmap(one)(q, k, v, _segments(mask))
+    return _heads_first(out_BNSD).astype(q_BSND.dtype), lse_BNS.astype(jnp.float32)
+
+
+def gradient(
+    q_BSND: Any,
+    k_BTKD: Any,
+    v_BTKD: Any,
+    out_BSND: Any,
+    lse_BNS: Any,
+    dout_BSND: Any,
+    *masks: Any,
+    **spec: Any,
+) -> Any:
+    """As `attention_reference.gradient`; NotImplemented for what the kernel does not take."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    if not takes(q_BSND, k_BTKD, spec):
+        return NotImplemented
+    kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=False)
+    mask = Mask.of(masks, causal=spec["causal"], segments=spec["segments"])
+    scale = _scale(q_BSND, spec)
+    q, k, v, out, dout = (
+        _heads_first(x) for x in (q_BSND * scale, k_BTKD, v_BTKD, out_BSND, dout_BSND)
+    )
+
+    def one(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
+        infos = (kernel.dq_mask_info, kernel.dkv_mask_info)
+        kept = (q, k, v, segments, None, out, lse, *infos)
+        return splash._splash_attention_bwd(**kernel.kwargs, res=kept, do=dout)[3:6]
+
+    dq, dk, dv = jax.vmap(one)(q, k, v, out, lse_BNS, dout, _segments(mask))
+    dq = _heads_first(dq).astype(jnp.float32) * spec["scale"]
+    return dq.astype(q_BSND.dtype), *(_heads_first(x).astype(k_BTKD.dtype) for x in (dk, dv))
+
+
+def takes(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
+    """Whether the kernel is for these shapes and dtypes."""
+    queries, keys = q_BSND.shape[1], k_BTKD.shape[1]
+    is_whole = queries == spec["length"]
+    return (
+        q_BSND.dtype.name in ("bfloat16", "float32")
+        and spec["logits_dtype"] == "float32"
+        and q_BSND.shape[3] in WIDTHS
+        and queries > 0
+        and keys > 0
+        and queries % LANES == 0
+        and keys % LANES == 0
+        and q_BSND.shape[0] > 0
+        and (is_whole or not spec["causal"])
+    )
+
+
+def _kernel(q_BSND: Any, k_BTKD: Any, spec: Any, *, save_residuals: bool) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = (q_BSND.shape[1], k_BTKD.shape[1])
+    mask = masks.CausalMask(shape) if spec["causal"] else masks.FullMask(shape)
+    rows, columns = (_block(size) for size in shape)
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * q_BSND.shape[2]),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=save_residuals,
+        interpret=INTERPRET,
+        block_sizes=splash.BlockSizes(
+            block_q=rows,
+            block_kv=columns,
+            block_kv_compute=columns,
+            block_q_dkv=rows,
+            block_kv_dkv=columns,
+            block_kv_dkv_compute=columns,
+            block_q_dq=rows,
+            block_kv_dq=columns,
+        ),
+    )
+
+
+def _block(size: int) -> int:
+    """The largest block that divides a sequence."""
+    return next(b for b in (LARGEST_BLOCK, 256, LANES) if size % b == 0)
+
+
+def _scale(q_BSND: Any, spec: Any) -> Any:
+    return jnp.asarray(spec["scale"], q_BSND.dtype)
+
+
+def _segments(mask: Mask) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
+    if mask.queries_BS is None:
+        return None
+    return SegmentIds(q=mask.queries_BS, kv=mask.keys_BT)
+
+
+def _heads_first(x: Any) -> Any:
+    """(B, S, N, D) <-> (B, N, S, D)."""
+    return jnp.swapaxes(x, 1, 2)

@@ -1,0 +1,101 @@
+"""The table of composites that stay whole: name -> how one device computes them, and their cost.
+
+A composite is a function of its own in a module, `jax.lax.composite`. One that is registered is a
+single op up to emission, with the sharding rule registered beside it; any other is inlined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from spmd.errors import SpmdError
+from spmd.ir.program import OpKind
+from spmd.ir.types import Dense, Opaque
+
+COMPOSITE = "stablehlo.composite"
+"""The op; its attribute `name` says which composite it is."""
+
+PREFIX = "with."
+"""In front of the names of a composite's own attributes, among those of the op."""
+
+PLATFORM = "spmd.platform"
+"""Attribute of a composite: the platform that the program is compiled for."""
+
+KERNEL = "spmd.kernel"
+"""Attribute of a composite in one device's program: whether a kernel computes it."""
+
+WORKSPACE = "spmd.workspace"
+"""Attribute of a composite in one device's program: bytes that it holds while it runs."""
+
+Function = Callable[..., Any]
+"""A JAX function of local arrays; a composite's attributes are its keyword arguments."""
+
+
+class Composite(NamedTuple):
+    """One registered composite.
+
+    Attributes:
+      name: as in the module.
+      decomposition: what it computes, at any shapes; None if only the module says that.
+      kernels: platform -> what computes it there. One that returns NotImplemented has none for
+        these shapes.
+      flops: floating-point operations of an op of this kind; None if they do not matter.
+    """
+
+    name: str
+    decomposition: Function | None
+    kernels: Mapping[str, Function]
+    flops: Callable[[OpKind], float] | None
+
+
+_COMPOSITES: dict[str, Composite] = {}
+
+
+def add_composite(composite: Composite) -> None:
+    """Registers a composite.
+
+    Raises:
+      SpmdError: there is one of this name.
+    """
+    if composite.name in _COMPOSITES:
+        raise SpmdError(f"composite {composite.name} is registered already", fix="keep one of them")
+    _COMPOSITES[composite.name] = composite
+
+
+def whole_composites(platform: str) -> frozenset[str]:
+    """Names of the composites that one device's program can have on a platform."""
+    return frozenset(
+        name for name, c in _COMPOSITES.items() if c.decomposition or platform in c.kernels
+    )
+
+
+def composite_of(kind: OpKind) -> Composite:
+    """The composite that an op is."""
+    return _COMPOSITES[kind.attrs["name"]]
+
+
+def arguments_of(kind: OpKind) -> dict[str, Any]:
+    """A composite's own attributes as Python values: bools, numbers, text, tuples, numpy arrays.
+
+    Raises:
+      SpmdError: an attribute of another type.
+    """
+    found = {}
+    for key, value in kind.attrs.items():
+        if key.startswith(PREFIX):
+            name = key.removeprefix(PREFIX)
+            found[name] = value.array() if isinstance(value, Dense) else value
+            if isinstance(value, Opaque):
+                raise SpmdError(
+                    f"attribute {name} of composite {kind.attrs['name']} is {value.text[:60]}",
+                    required="a bool, a number, a string, a tuple of these, or a numpy array",
+                    fix="pass anything else as an operand",
+                )
+    return found
+
+
+def composite_flops(kind: OpKind) -> float:
+    """Floating-point operations of a composite at the shapes that it has; 0 if nobody says."""
+    flops = composite_of(kind).flops
+    return flops(kind) if flops else 0.0

@@ -1,0 +1,378 @@
+"""Attention against a plain softmax: values and gradients, alone and split in every way."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+import spmd
+from spmd.mesh.sharding import local_shape
+from spmd.ops import attention
+from spmd.ops import attention_cudnn as cudnn
+from spmd.ops import attention_reference as reference
+from spmd.ops import attention_splash as splash
+from spmd.propagation.composites import COMPOSITE
+
+CHECKED = spmd.Options(check=True)
+CPU = spmd.Topology("cpu:8").chip
+SLOW = dataclasses.replace(CPU, flops=tuple((dtype, 1e6) for dtype, _ in CPU.flops))
+EVERY_FLOP_COUNTS = spmd.Options(check=True, topology=spmd.Topology("cpu:8", SLOW))
+"""Small programs are split as large ones are: what is not split takes longer than any exchange."""
+
+
+def plain(q: Any, k: Any, v: Any, causal: bool, segments: Any = None) -> Any:
+    """Attention as the textbook has it, in float32, all weights at once."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, groups, 2).astype(jnp.float32) for x in (k, v))
+    scores = jnp.einsum("bsnd,btnd->bnst", q.astype(jnp.float32), k) / math.sqrt(q.shape[-1])
+    if causal:
+        scores = jnp.where(np.tri(q.shape[1], k.shape[1], dtype=bool), scores, -1e30)
+    if segments is not None:
+        queries, keys = segments if isinstance(segments, tuple) else (segments, segments)
+        scores = jnp.where((queries[:, :, None] == keys[:, None, :])[:, None], scores, -1e30)
+    return jnp.einsum("bnst,btnd->bsnd", jax.nn.softmax(scores, -1), v).astype(q.dtype)
+
+
+def tensors(b: int, s: int, n: int, k: int, d: int = 8, t: int = 0, dtype: Any = None) -> Any:
+    """q, k, v and weights of the outputs in a loss."""
+    rng = np.random.default_rng(s * n + k)
+    shapes = ((b, s, n, d), (b, t or s, k, d), (b, t or s, k, d), (b, s, n, d))
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype or jnp.float32) for shape in shapes)
+
+
+def documents(b: int, s: int) -> Any:
+    """Ids of a few documents packed into each sequence."""
+    return np.sort(np.random.default_rng(s).integers(0, 3, (b, s)), axis=1).astype(np.int32)
+
+
+def loss(fn: Any, mark: Any = lambda name, x: x) -> Any:
+    """Loss and gradients of q, k and v."""
+
+    def run(q: Any, k: Any, v: Any, w: Any, *segments: Any) -> Any:
+        out = mark("q", fn(mark("q", q), mark("k", k), mark("k", v), *segments))
+        return jnp.sum(out.astype(jnp.float32) * mark("q", w).astype(jnp.float32))
+
+    return jax.value_and_grad(run, (0, 1, 2))
+
+
+def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    def check(a: Any, b: Any) -> None:
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))
+
+    jax.tree.map(check, got, want)
+
+
+# The reference, unsplit.
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 2), (4, 1)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_reference(
+    heads: int, key_heads: int, causal: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if blocks > 1:  # 10 queries in blocks of 4: the last one is padded
+        monkeypatch.setattr(reference, "MOST_SCORES", 40)
+        monkeypatch.setattr(reference, "SMALLEST_BLOCK", 4)
+    args = (*tensors(2, 10, heads, key_heads), documents(2, 10))
+    for segments in (False, True):
+        used = args if segments else args[:4]
+
+        def ours(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
+            return attention(q, k, v, causal=causal, segment_ids=segment_ids, implementation="xla")
+
+        def want(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
+            return plain(q, k, v, causal, segment_ids)
+
+        close(jax.jit(loss(ours))(*used), jax.jit(loss(want))(*used))
+
+
+def test_other_keys_than_queries_and_a_scale() -> None:
+    q, k, v, _ = tensors(2, 4, 4, 2, t=10)
+    segments = documents(2, 4), documents(2, 10)
+    got = attention(q, k, v, causal=False, segment_ids=segments, scale=0.5)
+    close(got, plain(q * 0.5 * math.sqrt(8), k, v, False, segments))
+    close(attention(q, k, v), plain(q, k, v, True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_halves(dtype: Any) -> None:
+    args = tensors(2, 16, 4, 2, dtype=dtype)
+    value, grads = jax.jit(loss(attention))(*args)
+    assert [g.dtype for g in grads] == [dtype] * 3
+    wide = [x.astype(jnp.float32) for x in args]
+    close((value, grads), loss(functools.partial(plain, causal=True))(*wide), 0.05)
+
+
+def test_a_query_that_sees_no_key_gives_no_nan() -> None:
+    q, k, v, w = tensors(1, 4, 2, 2)
+    segments = np.array([[0, 0, 5, 5]], np.int32), np.array([[0, 0, 1, 1]], np.int32)
+    found = loss(lambda q, k, v: attention(q, k, v, segment_ids=segments))(q, k, v, w)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+    np.testing.assert_array_equal(found[1][0][0, 2:], 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (2, 4, 3, 8), "v": (2, 4, 3, 8)}, "multiple of the key heads"),
+        ({"v": (2, 5, 2, 8)}, r"k and v \(B, T, K, D\)"),
+        ({"k": (1, 4, 2, 8), "v": (1, 4, 2, 8)}, "the same batch"),
+        ({"segment_ids": (2, 3)}, r"segment_ids \(2, 3\), \(2, 3\)"),
+        ({"implementation": "flash"}, "auto, composite, xla, cudnn"),
+    ],
+)
+def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None:
+    given = {"q": (2, 4, 4, 8), "k": (2, 4, 2, 8), "v": (2, 4, 2, 8), **change}
+    made: dict[str, Any] = {
+        n: jnp.zeros(s) if isinstance(s, tuple) else s for n, s in given.items()
+    }
+    q, k, v = (made.pop(name) for name in "qkv")
+    with pytest.raises(spmd.ArgumentError, match=message):
+        attention(q, k, v, **made)
+
+
+# Split.
+
+
+class Split(NamedTuple):
+    """Attention on a mesh, with the marks of queries and outputs, and of keys and values.
+
+    Attributes:
+      sizes: B, S, N, K.
+      mesh: sizes of the axes.
+      queries, keys: the specs.
+      local: (B, S, N) and K that one device computes.
+    """
+
+    name: str
+    sizes: tuple[int, int, int, int]
+    mesh: tuple[int, ...]
+    queries: Any
+    keys: Any
+    local: tuple[tuple[int, int, int], int]
+    causal: bool = True
+    packed: bool = False
+
+
+SPLITS = (
+    Split("batch", (8, 8, 2, 2), (8,), ("x",), ("x",), ((1, 8, 2), 2)),
+    Split("batch and heads", (4, 8, 4, 4), (4, 2), ("x", None, "y"), ("x", None, "y"),
+          ((1, 8, 2), 2), packed=True),
+    Split("grouped heads", (4, 8, 8, 2), (4, 2), ("x", None, "y"), ("x", None, "y"),
+          ((1, 8, 4), 1)),
+    Split("more devices than key heads", (2, 8, 8, 2), (2, 2, 2), (None, None, ("x", "y", "z")),
+          (None, None, "x"), ((2, 8, 1), 1)),
+    Split("one key head, uneven", (2, 8, 6, 1), (4, 2), ("y", None, "x"), ("y",),
+          ((1, 8, 2), 1), packed=True),
+    Split("uneven heads", (2, 10, 6, 6), (4, 2), ("y", None, "x"), ("y", None, "x"),
+          ((1, 10, 2), 2)),
+    Split("uneven batch", (3, 8, 4, 2), (4, 2), ("y", None, None), ("y",), ((2, 8, 4), 2)),
+    Split("sequence", (2, 16, 4, 2), (8,), (None, "x"), (), ((2, 2, 4), 2)),
+    Split("uneven sequence", (2, 10, 4, 2), (4, 2), ("y", "x"), ("y",), ((1, 3, 4), 2),
+          packed=True),
+    Split("sequence and heads", (2, 8, 8, 2), (2, 2, 2), ("x", "y", "z"), ("x", None, "z"),
+          ((1, 4, 4), 1)),
+    Split("everything seen", (2, 10, 4, 4), (4, 2), ("y", "x"), ("y",), ((1, 3, 4), 4),
+          causal=False),
+)  # fmt: skip
+
+
+def spread(spec: Any) -> tuple[Any, ...]:
+    return (*spec, *(None,) * (4 - len(spec)))
+
+
+def compiled_split(split: Split, implementation: Any = "auto") -> tuple[spmd.api.Compiled, Any]:
+    """The program of loss and gradients on the mesh, and its arguments."""
+    axes = dict(zip("xyz", split.mesh, strict=False))
+    mesh = spmd.make_mesh(**axes)
+    specs = {"q": spread(split.queries), "k": spread(split.keys)}
+    args = tensors(*split.sizes)
+    args += (documents(*split.sizes[:2]),) if split.packed else ()
+
+    def ours(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
+        return attention(
+            q, k, v, causal=split.causal, segment_ids=segment_ids, implementation=implementation
+        )
+
+    step = loss(ours, lambda name, x: spmd.mark_sharding(x, mesh, specs[name]))
+    return spmd.jit(step, mesh=mesh, options=EVERY_FLOP_COUNTS).compile(*args), args
+
+
+def locally(lowered: spmd.Lowered) -> dict[str, list[tuple[int, ...]]]:
+    """The composites as planned: name -> the shapes of the operands on one device."""
+    plan = lowered.stages.plan
+    return {
+        op.kind.attrs["name"]: [
+            local_shape(type_.shape, sharding, plan.mesh)
+            for type_, sharding in zip(op.kind.operands, plan.choice(op).operands, strict=True)
+        ]
+        for op in plan.program.walk()
+        if op.name == COMPOSITE
+    }
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=lambda s: s.name.replace(" ", "_"))
+def test_split(split: Split) -> None:
+    compiled, args = compiled_split(split)
+
+    def want(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
+        return plain(q, k, v, split.causal, segments)
+
+    close(compiled(*args), jax.jit(loss(want))(*args))
+    for queries, keys, *_ in locally(compiled).values():
+        assert (queries[:3], keys[2]) == split.local
+        assert keys[1] == split.sizes[1], "every device has all keys of its heads"
+    assert len(locally(compiled)) == 2
+
+
+def test_gradients_of_keys_are_sums_over_the_parts_of_the_queries() -> None:
+    split = next(s for s in SPLITS if s.name == "sequence")
+    compiled, args = compiled_split(split)
+    sums = [c for c in compiled.collectives if c.kind in ("all_reduce", "reduce_scatter")]
+    owed = [c for c in sums if "spmd.attention_grad" in c.reason]
+    assert {c.axes for c in owed} == {("x",)}
+    gathers = [c for c in compiled.collectives if c.kind == "all_gather"]
+    assert not [c for c in gathers if "spmd.attention" in c.reason]
+    assert compiled.verify(*args)
+
+
+def test_mapped_scanned_and_recomputed(devices8: Any) -> None:
+    mesh = spmd.make_mesh(x=4, y=2)
+    q, k, v, w = tensors(6, 8, 4, 2)
+    q = q.reshape(3, 2, 8, 4, 8)
+    w = w.reshape(3, 2, 8, 4, 8)
+    k, v = k[:2], v[:2]
+    segments = documents(2, 8)
+
+    def using(fn: Any) -> Any:
+        def run(q: Any, k: Any, v: Any) -> Any:
+            mapped = jax.vmap(lambda q: fn(q, k, v, segments))
+
+            @jax.checkpoint
+            def layer(x: Any, scale: Any) -> Any:
+                return mapped(x * scale), None
+
+            return jnp.sum(jax.lax.scan(layer, q, jnp.asarray([0.5, 2.0]))[0] * w)
+
+        return jax.value_and_grad(run, (0, 1, 2))
+
+    ours = using(lambda q, k, v, s: attention(q, k, v, segment_ids=s))
+    want = jax.jit(using(lambda q, k, v, s: plain(q, k, v, True, s)))(q, k, v)
+    specs = ((None, "y", None, "x"), ("y",), ("y",))
+    compiled = spmd.jit(ours, mesh=mesh, in_specs=specs, options=CHECKED).compile(q, k, v)
+    close(compiled(q, k, v), want)
+    assert set(locally(compiled)) == {"spmd.attention", "spmd.attention_grad"}
+    close(jax.jit(ours)(q, k, v), want)
+
+
+def test_costs_know_the_mask_and_that_there_are_no_weights() -> None:
+    def planned(causal: bool, implementation: Any = "auto", length: int = 2048) -> Any:
+        shapes = ((8, length, 8, 128), (8, length, 8, 128), (8, length, 8, 128))
+        args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+        mesh = spmd.Mesh(None, (8,), ("x",))
+        step = spmd.jit(
+            lambda q, k, v: attention(q, k, v, causal=causal, implementation=implementation),
+            mesh=mesh,
+            in_specs=(("x",),) * 3,
+        )
+        return step.lower(*args, topology=spmd.Topology("h200:8"))
+
+    half, whole = planned(True), planned(False)
+    assert 1.8 < whole.timeline.compute_seconds / half.timeline.compute_seconds < 2.2
+    flops = 4 * 2048 * 2048 * 8 * 128
+    peak = spmd.Topology("h200:8").peak_flops("bf16")
+    assert whole.timeline.compute_seconds == pytest.approx(flops / peak, rel=0.05)
+    weights = 8 * 2048 * 2048 * 4
+    assert half.predicted_memory.temporary < weights / 4
+    assert planned(True, "xla", 1024).predicted_memory.temporary > weights / 4
+
+
+# Kernels, as far as a CPU can tell. `tests/accelerators/test_attention.py` runs them.
+
+
+SPEC: dict[str, Any] = {
+    "causal": True,
+    "segments": False,
+    "scale": 0.125,
+    "logits_dtype": "float32",
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_splash_kernel_computes_what_the_reference_does(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    q, k, v, w = tensors(2, 256, 2, 1, d=64)
+    spec = {**SPEC, "length": 256, "segments": packed}
+    masks = [jnp.arange(256)]
+    masks += [documents(2, 256)] * 2 if packed else []
+    out, lse = reference.forward(q, k, v, *masks, **spec)
+    close(splash.forward(q, k, v, *masks, **spec), (out, lse), 1e-4)
+    want = reference.gradient(q, k, v, out, lse, w, *masks, **spec)
+    close(splash.gradient(q, k, v, out, lse, w, *masks, **spec), want, 1e-4)
+
+
+def kernel_calls(topology: str, split: bool = False, **sizes: Any) -> str:
+    """Targets of the custom calls of a program of the forward and the backward pass."""
+    width, length = sizes.get("width", 128), sizes.get("length", 256)
+    dtype, packed = sizes.get("dtype", jnp.bfloat16), sizes.get("packed", False)
+    mesh = spmd.Mesh(None, (4,), ("x",))
+    q, k = (jax.ShapeDtypeStruct((4, length, n, width), dtype) for n in (4, 2))
+    args = [q, k, k, jax.ShapeDtypeStruct((4, length), jnp.int32)]
+    spec = (None, "x") if split else ("x",)
+    marks = {"q": spread(spec), "k": spread(() if split else spec)}
+
+    def ours(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        return attention(q, k, v, segment_ids=segments if packed else None)
+
+    step = loss(ours, lambda name, x: spmd.mark_sharding(x, mesh, marks[name]))
+    lowered = spmd.jit(step, mesh=mesh).lower(
+        *args[:3], q, args[3], topology=spmd.Topology(topology)
+    )
+    return lowered.as_text("emitted")
+
+
+def test_which_programs_get_cudnn() -> None:
+    own = kernel_calls("h200:4")
+    assert "fmhaSoftmax(" in own and "fmhaSoftmaxBackward(" in own and "CAUSAL" in own
+    packed = kernel_calls("h200:4", packed=True)
+    assert "fmhaScaleBiasSoftmax(" in packed and "CAUSAL" in packed
+    part = kernel_calls("h200:4", split=True)
+    assert "fmhaScaleBiasSoftmaxBackward(" in part and "NO_MASK" in part and "CAUSAL" not in part
+    for other in ({"width": 256}, {"width": 36}, {"dtype": jnp.float32}):
+        assert "cudnn" not in kernel_calls("h200:4", **other), other
+    assert "cudnn" not in kernel_calls("h200:4", length=9, packed=True)
+    assert "cudnn" in kernel_calls("h200:4", length=9)
+
+
+def test_which_programs_get_splash() -> None:
+    assert kernel_calls("v5e:2x2").count("@tpu_custom_call") == 3
+    assert kernel_calls("v5e:2x2", packed=True).count("@tpu_custom_call") == 3
+    for other in ({"split": True}, {"length": 96}, {"width": 32}, {"dtype": jnp.float16}):
+        assert "tpu_custom_call" not in kernel_calls("v5e:2x2", **other), other
+
+
+def test_a_part_of_the_queries_is_hidden_by_a_bias() -> None:
+    """The bias that cuDNN gets stands for the positions and for segments."""
+    q, k, _, _ = tensors(2, 4, 2, 2, t=16, dtype=jnp.bfloat16)
+    masks = (jnp.arange(8, 12), documents(2, 16)[:, 8:12], documents(2, 16))
+    spec = {**SPEC, "length": 16, "segments": True}
+    bias, mask_type = cudnn._bias(q, k, masks, spec)
+    assert bias.shape == (2, 1, 4, 16) and bias.dtype == jnp.bfloat16
+    assert mask_type == fused.MaskType.NO_MASK
+    seen = (np.arange(8, 12)[:, None] >= np.arange(16)) & (
+        masks[1][:, :, None] == masks[2][:, None, :]
+    )
+    np.testing.assert_array_equal(np.asarray(bias[:, 0] == 0), seen)
+    assert float(bias.min()) < -1e12
