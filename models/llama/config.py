@@ -37,8 +37,10 @@ class LlamaConfig:
         tie_word_embeddings: whether the output projection is the embedding table.
         scan_layers: whether the layers' parameters are stacked and run by one `jax.lax.scan`
             (short programs, quick compilation) or kept apart and unrolled (faster steps).
-        remat: whether a layer's activations are recomputed in the backward pass from the layer's
-            input, the only one that is kept.
+        remat: which activations of a layer are kept for the backward pass; the others are
+            recomputed. A policy of `models.llama.remat`: `"none"` recomputes nothing, `"full"`
+            everything from the layer's input.
+        remat_every: recompute in every n-th layer only; the others keep all activations.
         dtype: what activations are computed in.
         param_dtype: what parameters are stored in.
 
@@ -58,7 +60,8 @@ class LlamaConfig:
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
     scan_layers: bool = True
-    remat: bool = False
+    remat: str = "none"
+    remat_every: int = 1
     dtype: str = "float32"
     param_dtype: str = "float32"
 
@@ -68,6 +71,12 @@ class LlamaConfig:
         for field in ("dtype", "param_dtype"):
             if getattr(self, field) not in DTYPES:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {DTYPES}")
+        if self.scan_layers and self.num_hidden_layers % self.remat_every:
+            raise ConfigError(
+                f"remat_every {self.remat_every} does not divide num_hidden_layers "
+                f"{self.num_hidden_layers}, as it has to where layers are scanned; choose a "
+                "divisor, or unroll the layers (scan_layers=False)"
+            )
 
     def _check_positive(self) -> None:
         for field in dataclasses.fields(self):
