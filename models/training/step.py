@@ -83,7 +83,7 @@ def loss_and_grads(
         return jax.value_and_grad(loss_fn)(params, batch)
 
     def add(sums: Any, micro: Any) -> tuple[Any, None]:
-        weight = batch_weight(micro)
+        weight, micro = batch_weight(micro), _not_weightless(micro)
         terms = (weight, *jax.value_and_grad(lambda p: weight * loss_fn(p, micro))(params))
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, terms), None
 
@@ -112,6 +112,14 @@ def split_batch(batch: Any, microbatches: int) -> Any:
         ),
         batch,
     )
+
+
+def _not_weightless(batch: Any) -> Any:
+    """A microbatch that weighs nothing, with weights of 1: its mean exists, and counts 0 times."""
+    if not isinstance(batch, Mapping) or "weights" not in batch:
+        return batch
+    weights = batch["weights"]
+    return {**batch, "weights": jnp.where(jnp.sum(weights) > 0, weights, jnp.ones_like(weights))}
 
 
 def batch_weight(batch: Any) -> jax.Array:
