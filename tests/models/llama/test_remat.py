@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,14 +13,14 @@ from models.llama.model import MARK_POINTS
 from models.llama.remat import check_can_offload, checkpoint_policy
 
 TINY = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4)
-TOKENS = np.random.default_rng(0).integers(0, 256, (2, 17)).astype(np.int32)
+TOKENS = jax.random.randint(jax.random.key(1), (2, 17), 0, 256)
 
 VARIANTS = [
-    {"remat": "full"},
     {"remat": "full", "remat_every": 2},
-    {"remat": "dots_no_batch", "remat_every": 4},
-    {"remat": "save_attention"},
     {"remat": "save:q,mlp_output", "scan_layers": False, "remat_every": 3},
+    pytest.param({"remat": "full"}, marks=pytest.mark.heavy),
+    pytest.param({"remat": "dots_no_batch", "remat_every": 4}, marks=pytest.mark.heavy),
+    pytest.param({"remat": "save_attention"}, marks=pytest.mark.heavy),
 ]
 
 
@@ -102,8 +103,8 @@ def test_groups_have_to_divide_scanned_layers():
 
 
 def test_z_loss_adds_the_squared_normalizer():
-    logits = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
-    targets = np.array([[0, 1, 2], [3, 4, 0]])
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
+    targets = jnp.array([[0, 1, 2], [3, 4, 0]])
     normalizer = np.log(np.exp(logits).sum(-1))
     plain = model.cross_entropy(logits, targets)
     np.testing.assert_allclose(

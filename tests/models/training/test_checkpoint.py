@@ -58,7 +58,8 @@ def place(state, mesh):
     def one(leaf):
         return jax.device_put(leaf, NamedSharding(mesh, spec_of(np.asarray(leaf))))
 
-    return TrainState(*jax.tree.map(one, (state.params, state.opt_state)), state.step)
+    params, opt_state = jax.tree.map(one, (state.params, state.opt_state))
+    return TrainState(params, opt_state, state.step)
 
 
 def targets(state):
@@ -76,6 +77,12 @@ def assert_same(got, expected):
 
     jax.tree.map(one, (got.params, got.opt_state), (expected.params, expected.opt_state))
     assert got.step == expected.step
+
+
+def latest(checkpoints, wanted="auto"):
+    found = checkpoints.find(wanted)
+    assert found is not None
+    return found
 
 
 def save(folder, *states, **options):
@@ -114,7 +121,7 @@ def test_restores_onto_any_mesh(two_saved, tmp_path, devices8, shape):
     folder = shutil.copytree(two_saved, tmp_path / "c")
     expected = make_state(make_mesh(devices8, *shape), 20)
     with Checkpoints(folder) as checkpoints:
-        found = checkpoints.find()
+        found = latest(checkpoints)
         assert (found.step, found.notes) == (20, ())
         assert_same(checkpoints.restore(found, targets(expected)), expected)
 
@@ -126,7 +133,7 @@ def test_layers_may_be_stacked_in_one_and_unrolled_in_the_other(
     save(tmp_path, make_state(mesh42, stacked=not stacked))
     expected = make_state(make_mesh(devices8, 2, 4), stacked=stacked)
     with Checkpoints(tmp_path) as checkpoints:
-        assert_same(checkpoints.restore(checkpoints.find(), targets(expected)), expected)
+        assert_same(checkpoints.restore(latest(checkpoints), targets(expected)), expected)
 
 
 def test_adafactor_does_not_convert(tmp_path, mesh42):
@@ -138,7 +145,7 @@ def test_adafactor_does_not_convert(tmp_path, mesh42):
         Checkpoints(tmp_path) as checkpoints,
         pytest.raises(CheckpointError, match="layers stacked in one and unrolled in the other"),
     ):
-        checkpoints.restore(checkpoints.find(), targets(expected))
+        checkpoints.restore(latest(checkpoints), targets(expected))
 
 
 def test_a_person_can_read_what_is_in_it(two_saved):
@@ -167,7 +174,7 @@ def test_a_save_does_not_see_later_changes(tmp_path, mesh42):
         (record,) = checkpoints.poll()
         assert record["step"] == 10
         assert 0 < record["save_stall_seconds"] < record["save_seconds"]
-        assert_same(checkpoints.restore(checkpoints.find(), targets(expected)), expected)
+        assert_same(checkpoints.restore(latest(checkpoints), targets(expected)), expected)
 
 
 def test_keeps_the_last_and_every_nth(tmp_path, mesh42):
@@ -186,12 +193,12 @@ def test_none_yet(tmp_path):
 
 def test_going_back_sets_later_ones_aside(copy, mesh42):
     with Checkpoints(copy) as checkpoints:
-        state = checkpoints.restore(checkpoints.find(10), targets(make_state(mesh42)))
+        state = checkpoints.restore(latest(checkpoints, 10), targets(make_state(mesh42)))
         assert checkpoints.steps() == [10]
         assert (copy / "aside-20").is_dir()
         checkpoints.save(make_state(mesh42, 20))
         checkpoints.finish()
-        assert checkpoints.find().step == 20
+        assert latest(checkpoints).step == 20
     assert state.step == 10
 
 
@@ -204,7 +211,7 @@ def test_another_optimizer_or_shape_is_named(two_saved, mesh42):
             Checkpoints(two_saved) as checkpoints,
             pytest.raises(CheckpointError) as caught,
         ):
-            checkpoints.restore(checkpoints.find(), targets(state))
+            checkpoints.restore(latest(checkpoints), targets(state))
         return str(caught.value)
 
     text = problem(make_state(mesh42, optimizer=optax.sgd(0.1, momentum=0.9)))
@@ -246,7 +253,7 @@ def test_damage_to_any_file_is_noticed_and_the_one_before_is_used(copy, tmp_path
         for name in files_of(whole):
             DAMAGE[kind](copy / "20" / name)
             checkpoints.notes.clear()
-            found = checkpoints.find()
+            found = latest(checkpoints)
             if name.name in ("commit_success.txt", "_CHECKPOINT_METADATA"):
                 assert found.step == 20, name
             else:
@@ -255,7 +262,7 @@ def test_damage_to_any_file_is_noticed_and_the_one_before_is_used(copy, tmp_path
                 with pytest.raises(CheckpointError, match=r"step 20 is damaged: .*; resume"):
                     checkpoints.find(20)
             shutil.copy(whole / name, copy / "20" / name)
-        assert checkpoints.find().step == 20
+        assert latest(checkpoints).step == 20
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -265,7 +272,7 @@ def test_what_orbax_adds_afterwards_is_not_needed(copy, kind, mesh42):
             DAMAGE[kind](copy / "20" / name)
     expected = make_state(mesh42, 20)
     with Checkpoints(copy) as checkpoints:
-        assert_same(checkpoints.restore(checkpoints.find(), targets(expected)), expected)
+        assert_same(checkpoints.restore(latest(checkpoints), targets(expected)), expected)
 
 
 def test_nothing_whole_is_an_error(copy):
@@ -275,23 +282,23 @@ def test_nothing_whole_is_an_error(copy):
         Checkpoints(copy) as checkpoints,
         pytest.raises(CheckpointError, match=r"is whole: .*step 20 is damaged.*step 10 is damaged"),
     ):
-        checkpoints.find()
+        latest(checkpoints)
 
 
 def test_a_damaged_one_makes_room_for_a_new_one(copy, mesh42):
     truncate(copy / "20/manifest.json")
     with Checkpoints(copy) as checkpoints:
-        checkpoints.restore(checkpoints.find(), targets(make_state(mesh42)))
+        checkpoints.restore(latest(checkpoints), targets(make_state(mesh42)))
         checkpoints.save(make_state(mesh42, 20))
         checkpoints.finish()
-        assert checkpoints.find().step == 20
+        assert latest(checkpoints).step == 20
 
 
 def test_an_interrupted_save_is_told_and_removed(copy):
     left = copy / "30.orbax-checkpoint-tmp"
     shutil.copytree(copy / "20", left)
     with Checkpoints(copy) as checkpoints:
-        found = checkpoints.find()
+        found = latest(checkpoints)
     assert found.step == 20
     assert found.notes == ("the save of step 30 was interrupted; what it had written is removed",)
     assert not left.exists()
@@ -303,7 +310,7 @@ def test_another_schema_is_refused(copy):
     path.write_text(json.dumps({**meta, "schema": 99}))
     write_manifest(copy / "20")
     with Checkpoints(copy) as checkpoints, pytest.raises(CheckpointError, match="has schema 99"):
-        checkpoints.find()
+        latest(checkpoints)
 
 
 # A full disk
@@ -331,7 +338,7 @@ with Checkpoints(folder) as checkpoints:
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     checkpoints.save(make_state(mesh, 30))
     checkpoints.finish()
-    print(checkpoints.find().step, checkpoints.steps())
+    print(latest(checkpoints).step, checkpoints.steps())
 """
 
 

@@ -183,7 +183,7 @@ def test_a_stop_at_the_last_step_is_none():
 
 
 def test_beats_for_every_step_that_has_arrived():
-    beats = []
+    beats: list[int] = []
     run(steps=4, beat=beats.append)
     assert beats == [1, 2, 3, 4]
 

@@ -62,14 +62,15 @@ def test_json_lines_of_steps_that_come_again_are_dropped(tmp_path):
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_lines_of_progress(is_terminal):
-    console = Console(file=io.StringIO(), width=200, force_terminal=is_terminal)
+    text = io.StringIO()
+    console = Console(file=text, width=200, force_terminal=is_terminal)
     with Sinks([Terminal(console, steps=5, log_every=2)]) as (sink,):
         for step in range(1, 6):
             sink.write({"step": step, **STEP, "skipped": float(step == 3)})
         sink.write({"step": 5, "eval_loss": 2.0})
         sink.write({"step": 4, "save_seconds": 2.0, "save_stall_seconds": 0.05})
         sink.write({"step": 5, "error": "no space"})
-    lines = [line for line in console.file.getvalue().splitlines() if "step " in line]
+    lines = [line for line in text.getvalue().splitlines() if "step " in line]
     shown = [line[line.index("step ") :].split()[1] for line in lines]
     assert shown == ["1/5", "2/5", "3/5", "4/5", "5/5", "5/5", "4/5", "5/5"]
     assert "MFU 50.0% (causal)" in lines[0]

@@ -127,7 +127,7 @@ def test_a_skipped_step_changes_nothing(params):
     moved, moved_state, metrics = step(kept, kept_state, make_batch())
     assert metrics["skipped"] == 0
     assert not np.array_equal(moved["w"], params["w"])
-    assert (updates_taken(state), updates_taken(moved_state)) == (0, 1)
+    assert [int(updates_taken(s)) for s in (state, moved_state)] == [0, 1]
 
 
 def test_gradients_alone_may_be_infinite(params):
