@@ -1,4 +1,4 @@
-"""How long training waits for a checkpoint, as a share of how long the checkpoint takes.
+r"""How long training waits for a checkpoint, as a share of how long the checkpoint takes.
 
 Makes a state of the given size on all devices (parameters and two moments, as AdamW has them),
 saves it a few times while a jitted step goes on changing (and donating) it, and prints for each
@@ -6,7 +6,7 @@ save: seconds until the step loop went on (the stall), seconds until the checkpo
 the share, and the rate. Then restores it. The first save pays for threads and folders.
 
 Example:
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \\
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
         python scripts/bench_checkpoint.py --megabytes 1024
 """
 
