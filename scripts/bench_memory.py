@@ -210,7 +210,7 @@ PROGRAMS: dict[str, Callable[[int], Program]] = {
     "llama scan 8x1": lambda scale: llama((8, 1), scale),
     "llama scan 4x2": lambda scale: llama((4, 2), scale),
     "llama scan 8x1 bf16": lambda scale: llama((8, 1), scale, dtype="bfloat16"),
-    "llama scan 8x1 remat": lambda scale: llama((8, 1), scale, remat=True),
+    "llama scan 8x1 remat": lambda scale: llama((8, 1), scale, remat="full"),
     "llama unrolled 8x1": lambda scale: llama((8, 1), scale, scan_layers=False),
     "llama unrolled 4x2": lambda scale: llama((4, 2), scale, scan_layers=False),
     "resnet 8x1": lambda scale: resnet((8, 1), scale),

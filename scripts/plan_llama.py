@@ -104,7 +104,7 @@ def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
       seq_len: tokens in a sequence.
       accumulate: microbatches; gradients are summed over them in a loop.
     """
-    config = dataclasses.replace(named_config(row.model), dtype="bfloat16", remat=True)
+    config = dataclasses.replace(named_config(row.model), dtype="bfloat16", remat="full")
     mesh = spmd.Mesh(None, row.mesh, ("data", "model"))
     optimizer = optax.adafactor(1e-3)
     step = make_step(config, mesh, optimizer, accumulate)

@@ -1,4 +1,4 @@
-"""Train a Llama on text, partitioned over a mesh by `spmd`.
+r"""Train a Llama on text, partitioned over a mesh by `spmd`.
 
 The model and the training step are single-device code. What is marked are parameters, inputs and
 the activations in `models/llama/sharding.py`; the rest, the optimizer's state among it, is
@@ -6,386 +6,327 @@ inferred by the compiler, and created where it belongs.
 
 Examples:
     python scripts/train_llama.py --mesh data=4,model=2
+    python scripts/train_llama.py --run_dir runs/a --save_every 50 --resume
     python scripts/train_llama.py --model llama2-7b --mesh data=8 --noscan --seq_len 4096 \
-        --global_batch 16 --data '/corpus/*.txt' --report report.html
-    python scripts/train_llama.py --init_from Llama-3.2-1B --export_hf Llama-3.2-1B-tuned
+        --global_batch 16 --data '/corpus/*.txt' --run_dir runs/7b --save_every 500
+
+Exit codes: 0 all steps were taken; 1 an error, in one line; 75 saved and stopped by SIGTERM or
+SIGINT, --resume goes on.
 """
 
-import dataclasses
+import contextlib
 import functools
-import math
-import os
+import hashlib
+import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from absl import app, flags
+from absl import app
+from absl import logging as absl_logging
 from rich.console import Console
 
 import spmd
 from models.llama import sharding
-from models.llama.config import CONFIGS, DTYPES, FLOP_CONVENTIONS, ConfigError, LlamaConfig
-from models.llama.generate import generate, make_next_logits
-from models.llama.model import init
-from models.llama.training import batch_loss
-from models.llama.weights import WeightsError
-from models.training import data
-from models.training.loop import (
-    Record,
-    TrainingError,
-    TrainState,
-    make_train_step,
-    train,
-    typical_seconds,
-)
-from models.training.metrics import StepCost, peak_flops
-from models.training.optimizer import (
-    OPTIMIZERS,
-    OptimizerConfig,
-    default_learning_rate,
-    make_optimizer,
-)
+from models.llama.config import ConfigError
+from models.llama.trainer import Trainer
+from models.training import data, hosts
+from models.training.checkpoint import CheckpointError, Checkpoints, Found
+from models.training.loop import Outcome, Schedule, TrainingError, TrainState, train
+from models.training.optimizer import OptimizerError
+from models.training.profile import ProfileError, Profiler
+from models.training.run import RunConfig, RunError, RunFolder, check_same_model
+from models.training.sinks import JsonLines, Sinks, TensorBoard, Terminal
+from models.training.stop import STOPPED_EXIT_CODE, StopSignals
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from scripts import weight_flags
+from scripts.train_flags import (
+    FLAGS,
+    format_axes,
+    help_text,
+    make_run,
+    pick_devices,
+    wanted_step,
+    with_resume_value,
+)
 
 PROMPT = "def "
-SAMPLE_TOKENS = 200
-HELD_OUT_BATCHES = 8
 
-_MODEL = flags.DEFINE_enum("model", "quickstart", sorted(CONFIGS), "Which Llama.")
-_MESH = flags.DEFINE_string("mesh", "data=4,model=2", "Mesh axes and their sizes.")
-_DATA = flags.DEFINE_list(
-    "data", [], "Files, directories or glob patterns of text. Default: Python's standard library."
+USER_ERRORS = (
+    RunError,
+    ConfigError,
+    OptimizerError,
+    ProfileError,
+    data.DataError,
+    TrainingError,
+    CheckpointError,
+    spmd.SpmdError,
 )
-_STEPS = flags.DEFINE_integer("steps", 200, "Training steps.")
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Tokens of a sequence.")
-_GLOBAL_BATCH = flags.DEFINE_integer("global_batch", 16, "Sequences of a step, on all devices.")
-_OPTIMIZER = flags.DEFINE_enum("optimizer", "adamw", OPTIMIZERS, "Which optimizer.")
-_LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", None, "Peak learning rate. Default: by optimizer and size of the model."
-)
-_SCAN = flags.DEFINE_bool(
-    "scan", True, "Run the layers in a scan (compiles faster) or unroll them (runs faster)."
-)
-_DTYPE = flags.DEFINE_enum(
-    "dtype", None, DTYPES, "What to compute in. Default: float32 on CPU, bfloat16 elsewhere."
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters, samples and generated text.")
-_REPORT = flags.DEFINE_string("report", None, "Write a report on the partitioning (HTML) here.")
-_LOG_JSONL = flags.DEFINE_string("log_jsonl", None, "Append one JSON object for each step here.")
-_VERBOSE = flags.DEFINE_bool("verbose", False, "Also print every sharding and collective.")
+"""What a user can mend: one message instead of a traceback."""
 
 
-class UsageError(ValueError):
-    """Flags that do not make a run; the message is one line."""
+# Data
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What the flags ask for, validated."""
-
-    config: LlamaConfig
-    optimizer: OptimizerConfig
-    mesh: spmd.Mesh
-    train_data: data.TokenWindows
-    held_out_data: data.TokenWindows
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """The compiled training step, and how long it took to compile."""
-
-    step: Any
-    seconds: float
-
-
-# Flags -> Run
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """`"data=4,model=2"` -> `{"data": 4, "model": 2}`.
-
-    Raises:
-        UsageError: not of that form, an unknown or repeated axis, or a size below 1.
-    """
-    axes: dict[str, int] = {}
-    for item in text.split(","):
-        name, _, size = (part.strip() for part in item.partition("="))
-        if not size.isdecimal() or int(size) < 1:
-            raise UsageError(f"--mesh: {item!r} is not of the form axis=size, as in data=4,model=2")
-        if name not in sharding.MESH_AXES:
-            known = ", ".join(sharding.MESH_AXES)
-            raise UsageError(f"--mesh: no axis is called {name!r}; the model splits over {known}")
-        if name in axes:
-            raise UsageError(f"--mesh: axis {name!r} is given twice")
-        axes[name] = int(size)
-    return axes
-
-
-def pick_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Sequence[Any]:
-    """As many of the visible devices as the mesh needs.
-
-    Raises:
-        UsageError: there are fewer; says how to get virtual CPU devices.
-    """
-    needed = math.prod(axes.values())
-    if needed <= len(devices):
-        return devices[:needed]
-    raise UsageError(
-        f"--mesh: {format_axes(axes)} needs {needed} devices, and {len(devices)} of the kind "
-        f"{devices[0].device_kind} can be seen; give a smaller mesh or, for "
-        "virtual CPU devices, set JAX_PLATFORMS=cpu "
-        f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
-    )
-
-
-def format_axes(axes: Mapping[str, int]) -> str:
-    """The inverse of `parse_mesh`."""
-    return ",".join(f"{name}={size}" for name, size in axes.items())
-
-
-def check_flags(axes: Mapping[str, int]) -> None:
-    """Raise `UsageError` for numbers and paths that cannot work, before anything is loaded."""
-    for flag in (_STEPS, _SEQ_LEN, _GLOBAL_BATCH):
-        if flag.value < 1:
-            raise UsageError(f"--{flag.name} must be positive, not {flag.value}")
-    if _LEARNING_RATE.value is not None and _LEARNING_RATE.value <= 0:
-        raise UsageError(f"--learning_rate must be positive, not {_LEARNING_RATE.value}")
-    if _SEED.value < 0:
-        raise UsageError(f"--seed must not be negative, and is {_SEED.value}")
-    ways = axes.get("data", 1)
-    if _GLOBAL_BATCH.value % ways:
-        raise UsageError(
-            f"--global_batch: {_GLOBAL_BATCH.value} sequences do not divide over data={ways}; the "
-            f"next that do are {math.ceil(_GLOBAL_BATCH.value / ways) * ways}"
-        )
-    for name, path in (("report", _REPORT.value), ("log_jsonl", _LOG_JSONL.value)):
-        if path:
-            check_writable(name, Path(path))
-
-
-def check_writable(flag: str, path: Path) -> None:
-    """Raise `UsageError` unless a file can be written at `path`."""
-    if path.is_dir():
-        raise UsageError(f"--{flag}: {path} is a directory; name a file")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--{flag}: the directory {path.absolute().parent} does not exist")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"--{flag}: {path} cannot be written")
-
-
-def make_run() -> Run:
-    """The run that the flags ask for."""
-    axes = parse_mesh(_MESH.value)
-    check_flags(axes)
-    devices = pick_devices(axes, jax.devices())
-    default_dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
-    config = dataclasses.replace(
-        weight_flags.chosen_config(flags.FLAGS[_MODEL.name]),
-        scan_layers=_SCAN.value,
-        dtype=_DTYPE.value or default_dtype,
-    )
-    optimizer = OptimizerConfig(
-        name=_OPTIMIZER.value,
-        total_steps=_STEPS.value,
-        learning_rate=_LEARNING_RATE.value
-        or default_learning_rate(_OPTIMIZER.value, config.parameter_count()),
-    )
-    train_data, held_out_data = load_data()
-    mesh = spmd.make_mesh(devices=devices, **axes)
-    return Run(config, optimizer, mesh, train_data, held_out_data)
-
-
-def load_data() -> tuple[data.TokenWindows, data.TokenWindows]:
-    """(training windows, held-out windows) of the corpus that the flags name."""
-    files = data.find_files(_DATA.value) if _DATA.value else data.standard_library_files()
+def load_data(run: RunConfig) -> tuple[data.TokenWindows, data.TokenWindows]:
+    """(training, held-out) windows of the corpus that the flags name."""
+    files = data.find_files(run.data) if run.data else data.standard_library_files()
     train_tokens, held_out_tokens = data.split_held_out(data.load_corpus(files))
-    if len(held_out_tokens) <= _SEQ_LEN.value:
-        raise UsageError(
+    if len(held_out_tokens) <= run.seq_len:
+        raise RunError(
             f"--data: {len(train_tokens) + len(held_out_tokens)} bytes of text are too few: a "
             f"{data.HELD_OUT_EVERY}th is held out, and has to be longer than --seq_len "
-            f"{_SEQ_LEN.value}"
+            f"{run.seq_len}"
         )
     windows = functools.partial(
-        data.TokenWindows, seq_len=_SEQ_LEN.value, batch_size=_GLOBAL_BATCH.value, seed=_SEED.value
+        data.TokenWindows, seq_len=run.seq_len, batch_size=run.global_batch, seed=run.seed
     )
     return windows(train_tokens), windows(held_out_tokens)
 
 
-# Compiling and running
+def fingerprint(dataset: data.TokenWindows) -> str:
+    """Equal for equal text."""
+    return hashlib.sha256(dataset.tokens.tobytes()).hexdigest()[:16]
 
 
-def make_loss(run: Run) -> Any:
-    """`loss_fn(params, batch)` with the activations of the table marked."""
-    return batch_loss(run.config, sharding.activation_marks(run.mesh, run.config))
+def batches_from(step: int, dataset: data.TokenWindows, trainer: Trainer) -> Any:
+    """The batches of the steps after `step`, on the devices."""
+    while True:
+        yield trainer.place(dataset(step))
+        step += 1
 
 
-def marked_structs(run: Run) -> tuple[Any, Any]:
-    """(parameters, batch) as structs with the shardings of the tables; nothing is allocated."""
-    params = jax.eval_shape(functools.partial(init, config=run.config), jax.random.key(0))
-    batch = run.train_data.struct()
-    return (
-        sharding.mark_params(params, run.mesh, run.config),
-        sharding.mark_batch(batch, run.mesh),
+# Starting and resuming
+
+
+def open_checkpoints(run: RunConfig, folder: RunFolder, text: str) -> Checkpoints:
+    """The checkpoints of a run folder.
+
+    Args:
+        run: what they are of.
+        folder: where they are.
+        text: fingerprint of the training data.
+    """
+    about = {"config": run.to_json(), "data": {"seed": run.seed, "fingerprint": text}}
+    return Checkpoints(
+        folder.checkpoints, keep_last=run.keep_last, keep_every=run.keep_every, about=about
     )
 
 
-def compile_step(run: Run) -> Programs:
-    """Partition and compile the training step; the optimizer state's sharding is inferred."""
-    optimizer = make_optimizer(run.optimizer)
-    params, batch = marked_structs(run)
+def find_checkpoint(run: RunConfig, checkpoints: Checkpoints, console: Console) -> Found | None:
+    """Where `--resume` goes on; None to start anew."""
+    wanted = wanted_step()
+    if wanted is None:
+        steps = checkpoints.steps()
+        if not steps:
+            return None
+        raise RunError(
+            f"--run_dir: {FLAGS.run_dir} holds a run that has come to step {steps[0]}; go on from "
+            "there with --resume, or name another folder"
+        )
+    found = checkpoints.find(wanted)
+    for note in checkpoints.notes:
+        console.print(note)
+    if found is None:
+        console.print("no checkpoint yet: starting anew")
+        return None
+    changes = check_same_model(found.meta["config"], run)
+    if found.meta["data"]["fingerprint"] != checkpoints.about["data"]["fingerprint"]:
+        changes.append("the text that is trained on")
+    for change in changes:
+        console.print(f"changed since the checkpoint: {change}")
+    return found
+
+
+def start(
+    trainer: Trainer, checkpoints: Checkpoints | None, found: Found | None, console: Console
+) -> TrainState:
+    """The state to go on from: a checkpoint's, or a fresh one."""
+    if checkpoints is None or found is None:
+        return trainer.fresh_state()
     started = time.perf_counter()
-    step = spmd.jit(
-        make_train_step(make_loss(run), optimizer), mesh=run.mesh, donate_argnums=(0, 1)
-    )
-    compiled = step.compile(params, jax.eval_shape(optimizer.init, params), batch)
-    return Programs(compiled, time.perf_counter() - started)
+    state = checkpoints.restore(found, trainer.targets())
+    seconds = time.perf_counter() - started
+    console.print(f"resuming after step {found.step}, restored in {seconds:.1f} s")
+    return state
 
 
-def init_state(run: Run, compiled: Any, console: Console) -> TrainState:
-    """Parameters, fresh or --init_from's, and optimizer state: in their shardings, never whole."""
-    params = weight_flags.load_params(run.config, compiled.in_shardings[0], console)
-    if params is None:
-        key = jax.random.key(_SEED.value)
-        params = compiled.init(0, functools.partial(init, config=run.config), key)
-    opt_state = compiled.init(1, make_optimizer(run.optimizer).init, params)
-    return TrainState(params, opt_state)
+# Running
+
+
+def open_sinks(run: RunConfig, folder: RunFolder | None, console: Console, step: int) -> Sinks:
+    """Where numbers go; nowhere but on process 0."""
+    if not hosts.is_first():
+        return Sinks()
+    sinks = Sinks([Terminal(console, run.steps, run.lines_every)])
+    if folder is not None:
+        sinks.append(JsonLines(folder.metrics, after=step))
+        sinks.append(TensorBoard(folder.tensorboard, after=step))
+    return sinks
 
 
 def train_model(
-    run: Run, compiled: Any, state: TrainState, console: Console
-) -> tuple[TrainState, list[Record]]:
-    """Train for `--steps` steps."""
-    batch_shardings = compiled.in_shardings[2]
-    config = run.config
-    cost = StepCost(
-        tokens=_GLOBAL_BATCH.value * _SEQ_LEN.value,
-        devices=run.mesh.size,
-        flops_per_token={c: config.flops_per_token(_SEQ_LEN.value, c) for c in FLOP_CONVENTIONS},
-        peak_flops=peak_flops(jax.devices()[0].device_kind, config.dtype),
+    trainer: Trainer,
+    state: TrainState,
+    train_data: data.TokenWindows,
+    held_out: data.TokenWindows,
+    *,
+    stop: StopSignals,
+    sinks: Sinks,
+    checkpoints: Checkpoints | None,
+    folder: RunFolder | None,
+) -> Outcome:
+    """Train to the end, or until a signal comes."""
+    run = trainer.run
+    schedule = Schedule(
+        steps=run.steps,
+        eval_every=run.eval_every,
+        save_every=run.save_every,
+        max_skipped=run.max_skipped,
     )
-    return train(
-        compiled,
-        state,
-        lambda step: data.place(run.train_data(step), batch_shardings),
-        steps=_STEPS.value,
-        cost=cost,
-        console=console,
-        log_every=max(1, _STEPS.value // 20),
-        jsonl=Path(_LOG_JSONL.value) if _LOG_JSONL.value else None,
-    )
-
-
-def held_out_loss(run: Run, params: Any) -> float:
-    """Mean loss over a few batches that were not trained on."""
-    _, batch = marked_structs(run)
-    compiled = spmd.jit(make_loss(run), mesh=run.mesh).compile(params, batch)
-    shardings = compiled.in_shardings[1]
-    losses = [
-        float(compiled(params, data.place(run.held_out_data(step), shardings)))
-        for step in range(HELD_OUT_BATCHES)
-    ]
-    return sum(losses) / len(losses)
-
-
-def sample_text(run: Run, params: Any) -> str:
-    """The model's continuation of `PROMPT`."""
-    window = _SEQ_LEN.value
-    step = spmd.jit(make_next_logits(run.config), mesh=run.mesh)
-    next_logits = step.compile(params, np.zeros((1, window), np.int32), np.int32(0))
-    tokens = generate(
-        next_logits,
-        params,
-        data.encode(PROMPT).tolist(),
-        tokens=SAMPLE_TOKENS,
-        window=window,
-        seed=_SEED.value,
-    )
-    text = PROMPT + data.decode(tokens)
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+    with hosts.watchdog(FLAGS.watchdog_timeout) as beat:
+        return train(
+            trainer.step,
+            state,
+            batches_from(state.step, train_data, trainer),
+            schedule,
+            cost=trainer.cost(),
+            sinks=sinks,
+            evaluate=trainer.evaluation(held_out, run.eval_batches) if run.eval_batches else None,
+            saver=checkpoints,
+            profiler=Profiler(run.profile, folder.profile) if folder else None,
+            should_stop=stop.is_requested,
+            beat=beat,
+        )
 
 
 # Printing
 
 
-def print_run(run: Run, console: Console) -> None:
+def print_run(run: RunConfig, mesh: spmd.Mesh, tokens: int, console: Console) -> None:
     """What runs on what."""
-    config, mesh = run.config, run.mesh
-    device = jax.devices()[0]
-    name = weight_flags.model_name(flags.FLAGS[_MODEL.name])
+    model = run.model
     console.print(
-        f"{name}: {config.parameter_count():,} parameters, "
-        f"{config.num_hidden_layers} layers {'scanned' if config.scan_layers else 'unrolled'}, "
-        f"{config.dtype}, {run.optimizer.name}"
+        f"{FLAGS.model}: {model.parameter_count():,} parameters, "
+        f"{model.num_hidden_layers} layers {'scanned' if model.scan_layers else 'unrolled'}, "
+        f"{model.dtype}, {run.optimizer.name}"
     )
     console.print(
         f"mesh {format_axes(mesh.shape)}: {mesh.size} of {jax.device_count()} "
-        f"{device.device_kind} devices"
+        f"{jax.devices()[0].device_kind} devices"
     )
+    parts = f" in {run.microbatches} microbatches" if run.microbatches > 1 else ""
     console.print(
-        f"{_GLOBAL_BATCH.value} x {_SEQ_LEN.value} tokens a step, {_STEPS.value} steps, from "
-        f"{len(run.train_data.tokens):,} bytes of "
-        f"{', '.join(_DATA.value) or 'the Python standard library'}"
+        f"{run.global_batch} x {run.seq_len} tokens a step{parts}, {run.steps} steps, from "
+        f"{tokens:,} bytes of {', '.join(run.data) or 'the Python standard library'}"
     )
-    for sentence in sharding.dropped_marks(config, mesh.shape):
+    for sentence in sharding.dropped_marks(model, mesh.shape):
         console.print(f"not marked: {sentence}")
 
 
-def print_compiled(programs: Programs, console: Console) -> None:
-    """How compilation went, and with --verbose what came of it."""
-    console.print(f"partitioned and compiled in {programs.seconds:.1f} s")
-    console.print(programs.step.explain() if _VERBOSE.value else programs.step.summary())
-
-
-def print_result(records: list[Record], held_out: float, console: Console) -> None:
+def print_outcome(run: RunConfig, outcome: Outcome, console: Console) -> None:
     """What training achieved."""
-    seconds = typical_seconds(records)
-    tokens = _GLOBAL_BATCH.value * _SEQ_LEN.value
+    if outcome.first is None or outcome.last is None or outcome.typical_seconds is None:
+        console.print(f"nothing left to do: {run.steps} steps have been taken")
+        return
+    rate = run.global_batch * run.seq_len / outcome.typical_seconds
+    held_out = "" if outcome.eval_loss is None else f", held out {outcome.eval_loss:.3f}"
+    skipped = f"; {outcome.skipped} steps skipped" if outcome.skipped else ""
     console.print(
-        f"loss {records[0]['loss']:.3f} -> {records[-1]['loss']:.3f}, held out {held_out:.3f}; "
-        f"{1000 * seconds:.0f} ms a step, {tokens / seconds:,.0f} tokens/s; "
-        f"{sum(record['seconds'] for record in records):.0f} s in all"
+        f"loss {outcome.first['loss']:.3f} -> {outcome.last['loss']:.3f}{held_out}; "
+        f"{1000 * outcome.typical_seconds:.0f} ms a step, {rate:,.0f} tokens/s; "
+        f"{outcome.seconds:.0f} s in all{skipped}"
     )
 
 
-def run_training() -> None:
-    """Everything that the flags ask for, in order."""
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    run = make_run()
-    print_run(run, console)
-    programs = compile_step(run)
-    print_compiled(programs, console)
-    state = init_state(run, programs.step, console)
-    state, records = train_model(run, programs.step, state, console)
-    weight_flags.export_params(state.params, run.config, console)
-    print_result(records, held_out_loss(run, state.params), console)
-    console.print(f"--- a sample\n{sample_text(run, state.params)}\n---")
-    if _REPORT.value:
-        programs.step.report(_REPORT.value)
-        console.print(f"report: {Path(_REPORT.value).absolute()}")
+def write_report(trainer: Trainer, path: Path, console: Console, *, prices: bool) -> None:
+    """The page on the partitioning; with what other decisions would have cost takes a while."""
+    if hosts.is_first():
+        trainer.step.report(path, prices=prices)
+        console.print(f"report: {path.absolute()}")
+
+
+def run_training() -> int:
+    """Everything that the flags ask for, in order; the exit code."""
+    console = Console(markup=False, highlight=False, soft_wrap=True, quiet=not hosts.is_first())
+    devices = jax.devices()
+    run = make_run(devices[0].platform)
+    mesh = spmd.make_mesh(devices=pick_devices(run.mesh, devices), **run.mesh)
+    hosts.check_same({name: str(value) for name, value in run.to_json().items()})
+    train_data, held_out = load_data(run)
+    folder = RunFolder(Path(FLAGS.run_dir)) if FLAGS.run_dir else None
+    print_run(run, mesh, len(train_data.tokens), console)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignals())
+        checkpoints, found = None, None
+        if folder is not None:
+            folder.make()
+            checkpoints = open_checkpoints(run, folder, fingerprint(train_data))
+            stack.enter_context(checkpoints)
+            found = find_checkpoint(run, checkpoints, console)
+            if hosts.is_first():
+                folder.write_config(run)
+        started = time.perf_counter()
+        trainer = Trainer(run, mesh, train_data.struct())
+        console.print(f"partitioned and compiled in {time.perf_counter() - started:.1f} s")
+        console.print(trainer.step.explain() if FLAGS.verbose else trainer.step.summary())
+        if folder is not None:
+            write_report(trainer, folder.report, console, prices=False)
+        state = start(trainer, checkpoints, found, console)
+        sinks = stack.enter_context(open_sinks(run, folder, console, state.step))
+        outcome = train_model(
+            trainer,
+            state,
+            train_data,
+            held_out,
+            stop=stop,
+            sinks=sinks,
+            checkpoints=checkpoints,
+            folder=folder,
+        )
+    print_outcome(run, outcome, console)
+    if outcome.is_stopped:
+        return print_stopped(stop, outcome, folder, console)
+    if FLAGS.sample_tokens:
+        text = trainer.sample_text(outcome.state.params, PROMPT, FLAGS.sample_tokens)
+        console.print(f"--- a sample\n{text}\n---")
+    if FLAGS.report:
+        write_report(trainer, Path(FLAGS.report), console, prices=True)
+    return 0
+
+
+def print_stopped(
+    stop: StopSignals, outcome: Outcome, folder: RunFolder | None, console: Console
+) -> int:
+    """Says how to go on; the exit code."""
+    step = outcome.state.step
+    then = "nothing was saved: there is no --run_dir"
+    if folder is not None:
+        then = f"saved in {folder.checkpoints}, --resume goes on"
+    if folder is not None and outcome.last is None:
+        then = "there was nothing new to save, --resume goes on"
+    console.print(f"stopped by {stop.name} after step {step}: {then}")
+    return STOPPED_EXIT_CODE
 
 
 def main(argv: Sequence[str]) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
+    absl_logging.set_verbosity(absl_logging.FATAL)  # orbax's tracebacks; we say it in one line
+    logging.getLogger("jax").setLevel(logging.ERROR)
     try:
         if len(argv) > 1:
-            raise UsageError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
-        run_training()
-    except (
-        UsageError,
-        ConfigError,
-        WeightsError,
-        data.DataError,
-        TrainingError,
-        spmd.SpmdError,
-    ) as error:
+            raise RunError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
+        hosts.initialize()
+        sys.exit(run_training())
+    except USER_ERRORS as error:
         sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    if {"--help", "-h", "-help"} & set(sys.argv[1:]):
+        print(help_text(__doc__))
+        sys.exit(0)
+    app.run(main, argv=with_resume_value(sys.argv))

@@ -20,6 +20,7 @@ SHELL_SCRIPTS = [
     "scripts/bench_bytes",
     "scripts/explain",
     "scripts/launch",
+    "scripts/resume_test",
     ".ci/run",
 ]
 

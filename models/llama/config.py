@@ -96,8 +96,10 @@ class LlamaConfig:
         eos_token_id: the token, or tokens, that end a text, where known.
         scan_layers: whether the layers' parameters are stacked and run by one `jax.lax.scan`
             (short programs, quick compilation) or kept apart and unrolled (faster steps).
-        remat: whether a layer's activations are recomputed in the backward pass from the layer's
-            input, the only one that is kept.
+        remat: which activations of a layer are kept for the backward pass; the others are
+            recomputed. A policy of `models.llama.remat`: `"none"` recomputes nothing, `"full"`
+            everything from the layer's input.
+        remat_every: recompute in every n-th layer only; the others keep all activations.
         attention: what computes it: an implementation of `spmd.ops.attention`, or `einsum`,
             which has all attention weights in memory, open to marks and to any partitioner.
         dtype: what activations are computed in.
@@ -124,7 +126,8 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     scan_layers: bool = True
-    remat: bool = False
+    remat: str = "none"
+    remat_every: int = 1
     attention: str = "auto"
     dtype: str = "float32"
     param_dtype: str = "float32"
@@ -138,6 +141,12 @@ class LlamaConfig:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {DTYPES}")
         if self.attention not in ATTENTIONS:
             raise ConfigError(f"attention is {self.attention!r}, not one of {ATTENTIONS}")
+        if self.scan_layers and self.num_hidden_layers % self.remat_every:
+            raise ConfigError(
+                f"remat_every {self.remat_every} does not divide num_hidden_layers "
+                f"{self.num_hidden_layers}, as it has to where layers are scanned; choose a "
+                "divisor, or unroll the layers (scan_layers=False)"
+            )
 
     def _normalize(self) -> None:
         """What JSON makes of a scaling and a tuple becomes these again."""

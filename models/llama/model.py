@@ -12,7 +12,8 @@ returns it, perhaps with a sharding; which point gets which one is the business 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 
 import spmd
 from models.llama.config import LlamaConfig
+from models.llama.remat import checkpoint_policy, named_mark
 from models.llama.rope import rope_frequencies
 
 Params = dict[str, Any]
@@ -43,6 +45,9 @@ MARK_POINTS: Mapping[str, str] = {
 
 Attention weights are there, and marked, with `attention="einsum"` alone.
 """
+
+
+LAYERS = "layers/"
 
 
 def no_marks(name: str, x: jax.Array) -> jax.Array:
@@ -70,26 +75,36 @@ def init(key: jax.Array, config: LlamaConfig) -> Params:
         `layers` has one dict for each layer, keyed `"0"`, `"1"`, ... Both hold the same
         numbers.
     """
-    outer_key, layers_key = jax.random.split(key)
-    shapes = config.parameter_shapes()
-    outer = {path: shape for path, shape in shapes.items() if not path.startswith("layers/")}
-    params = _init_leaves(outer_key, outer, config)
-    params["layers"] = _init_layers(layers_key, shapes, config)
+    outer_key, keys_L = init_keys(key, config)
+    params = init_outer(outer_key, config)
+    if config.scan_layers:
+        # One layer after the other: making all at once would need their memory several times.
+        params["layers"] = jax.lax.map(functools.partial(init_layer, config=config), keys_L)
+        return params
+    params["layers"] = {
+        str(index): init_layer(keys_L[index], config) for index in range(config.num_hidden_layers)
+    }
     return params
 
 
-def _init_layers(
-    key: jax.Array, shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig
-) -> Params:
-    prefix = "layers/"
-    inner = {p.removeprefix(prefix): s for p, s in shapes.items() if p.startswith(prefix)}
-    keys_L = jax.random.split(key, config.num_hidden_layers)
-    if config.scan_layers:
-        return jax.vmap(lambda layer_key: _init_leaves(layer_key, inner, config))(keys_L)
-    return {
-        str(index): _init_leaves(keys_L[index], inner, config)
-        for index in range(config.num_hidden_layers)
-    }
+def init_keys(key: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:
+    """(key for `init_outer`, one key for each `init_layer`): together they are `init`."""
+    outer_key, layers_key = jax.random.split(key)
+    return outer_key, jax.random.split(layers_key, config.num_hidden_layers)
+
+
+def init_outer(key: jax.Array, config: LlamaConfig) -> Params:
+    """Fresh parameters of everything but the layers."""
+    shapes = config.parameter_shapes()
+    outer = {path: shape for path, shape in shapes.items() if not path.startswith(LAYERS)}
+    return _init_leaves(key, outer, config)
+
+
+def init_layer(key: jax.Array, config: LlamaConfig) -> Params:
+    """Fresh parameters of one layer."""
+    shapes = config.parameter_shapes()
+    inner = {p.removeprefix(LAYERS): s for p, s in shapes.items() if p.startswith(LAYERS)}
+    return _init_leaves(key, inner, config)
 
 
 def _init_leaves(
@@ -167,6 +182,7 @@ def loss(
     targets_BS: jax.Array,
     config: LlamaConfig,
     mark: Mark = no_marks,
+    z_loss: float = 0.0,
 ) -> jax.Array:
     """Mean cross-entropy, in nats and float32, of the token that follows each position.
 
@@ -176,35 +192,59 @@ def loss(
         targets_BS: the token after each of them.
         config: the model.
         mark: as for `forward`.
+        z_loss: as for `cross_entropy`.
     """
-    return cross_entropy(forward(params, inputs_BS, config, mark), targets_BS)
+    return cross_entropy(forward(params, inputs_BS, config, mark), targets_BS, z_loss)
 
 
-def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
-    """Mean of `-log softmax(logits)[target]` in float32."""
+def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, z_loss: float = 0.0) -> jax.Array:
+    """Mean of `-log softmax(logits)[target]` in float32.
+
+    `z_loss` times the square of the softmax's log-normalizer is added to each position's (Chowdhery
+    et al. 2022, section 5), which keeps logits from drifting.
+    """
     logits_BSV = logits_BSV.astype(jnp.float32)
     # A masked sum, not a gather: it needs no communication of logits when V is split.
     is_target_BSV = targets_BS[..., None] == jnp.arange(logits_BSV.shape[-1])
     target_BS = jnp.sum(jnp.where(is_target_BSV, logits_BSV, 0.0), axis=-1)
-    return jnp.mean(jax.nn.logsumexp(logits_BSV, axis=-1) - target_BS)
+    normalizer_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
+    loss_BS = normalizer_BS - target_BS
+    if z_loss:
+        loss_BS += z_loss * jnp.square(normalizer_BS)
+    return jnp.mean(loss_BS)
 
 
 def _run_layers(
     layers: Params, x_BSH: jax.Array, rope_SE: jax.Array, config: LlamaConfig, mark: Mark
 ) -> jax.Array:
+    policy = checkpoint_policy(config.remat, MARK_POINTS)
+    mark = mark if policy is None else named_mark(mark)
+
     def run(layer: Params, x_BSH: jax.Array) -> jax.Array:
         return decoder_layer(layer, x_BSH, rope_SE, config, mark)
 
-    if config.remat:  # a scan's body is compiled apart: nothing can merge the two computations
-        run = jax.checkpoint(run, prevent_cse=not config.scan_layers)
-    if not config.scan_layers:
-        for index in range(config.num_hidden_layers):
-            x_BSH = run(layers[str(index)], x_BSH)
+    def run_some(some: Sequence[Params], x_BSH: jax.Array) -> jax.Array:
+        for index, layer in enumerate(some, start=1):
+            recomputed = policy is not None and index % config.remat_every == 0
+            x_BSH = (lean if recomputed else run)(layer, x_BSH)
         return x_BSH
 
-    def body(x_BSH: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        return run(layer, x_BSH), None
+    # A scan's body is compiled apart: nothing can merge the two computations.
+    lean = jax.checkpoint(run, policy=policy, prevent_cse=not config.scan_layers)
+    count = config.num_hidden_layers
+    if not config.scan_layers:
+        return run_some([layers[str(index)] for index in range(count)], x_BSH)
+    group = config.remat_every if policy is not None else 1
 
+    def body(x_BSH: jax.Array, some: Params) -> tuple[jax.Array, None]:
+        if group == 1:
+            return run_some([some], x_BSH), None
+        return run_some(
+            [jax.tree.map(lambda x, i=i: x[i], some) for i in range(group)], x_BSH
+        ), None
+
+    if group > 1:  # (L, ...) -> (L / group, group, ...)
+        layers = jax.tree.map(lambda x: x.reshape(count // group, group, *x.shape[1:]), layers)
     return jax.lax.scan(body, x_BSH, layers)[0]
 
 

@@ -18,11 +18,13 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]
 """(params, opt_state, batch) -> (params, opt_state, loss)."""
 
 
-def batch_loss(config: LlamaConfig, mark: Mark = no_marks) -> Callable[[Any, Any], jax.Array]:
+def batch_loss(
+    config: LlamaConfig, mark: Mark = no_marks, z_loss: float = 0.0
+) -> Callable[[Any, Any], jax.Array]:
     """`loss(params, batch)` where a batch holds `inputs` and `targets`, token ids (B, S)."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return model.loss(params, batch["inputs"], batch["targets"], config, mark)
+        return model.loss(params, batch["inputs"], batch["targets"], config, mark, z_loss)
 
     return loss
 

@@ -1,30 +1,24 @@
-"""The training step and the loop around it."""
+"""The loop around the training step: what happens after which step, and when the host waits."""
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import dataclasses
-import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
-import optax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from models.training.metrics import StepCost
+from models.training.metrics import StepCost, memory_in_use
+from models.training.profile import Profiler
+from models.training.sinks import Record, Sink
+from models.training.step import StepMetrics, TrainStep
 
-StepMetrics = dict[str, jax.Array]
-TrainStep = Callable[[Any, Any, Any], tuple[Any, Any, StepMetrics]]
-"""(params, opt_state, batch) -> (params, opt_state, metrics)."""
-
-Record = dict[str, float]
-"""Of one step: `step`, `seconds`, the step's metrics, and the rates of `StepCost`."""
+TYPICAL_OF = 1000
+"""Over how many of the last steps a typical step's time is taken."""
 
 
 class TrainingError(RuntimeError):
@@ -40,146 +34,226 @@ class TrainState:
     step: int = 0
 
 
-def make_train_step(
-    loss_fn: Callable[[Any, Any], jax.Array], optimizer: optax.GradientTransformation
-) -> TrainStep:
-    """The single-device step that minimizes `loss_fn(params, batch)`.
+class Saver(Protocol):
+    """What the loop needs of checkpoints; `models.training.checkpoint.Checkpoints` is one."""
 
-    Its metrics are `loss` and `grad_norm` (before clipping), both from before the update.
+    def save(self, state: TrainState) -> None:
+        """Start saving; returns once the state may be changed."""
+
+    def poll(self) -> list[Record]:
+        """What became of saves that have ended since it was asked last."""
+
+    def finish(self) -> None:
+        """Wait for the last save; an error if it failed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What happens after which step.
+
+    Args:
+        steps: total number of steps, counted from the very first.
+        eval_every: steps between evaluations; 0 evaluates at the end only.
+        save_every: steps between checkpoints; 0 saves at the end only.
+        max_skipped: so many steps in a row may be skipped; one more ends the run.
     """
 
-    def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-        return optax.apply_updates(params, updates), opt_state, metrics
+    steps: int
+    eval_every: int = 0
+    save_every: int = 0
+    max_skipped: int = 10
 
-    return train_step
+    def is_last(self, step: int) -> bool:
+        """Whether the run is over after this step."""
+        return step >= self.steps
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether to evaluate after this step."""
+        return self.is_last(step) or bool(self.eval_every and step % self.eval_every == 0)
+
+    def saves_after(self, step: int) -> bool:
+        """Whether to save after this step."""
+        return self.is_last(step) or bool(self.save_every and step % self.save_every == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Args:
+        state: after its last step.
+        first, last: records of its first and last step; None if there was none to take.
+        eval_loss: the last evaluation's.
+        typical_seconds: median of a step, without the first if there are others.
+        seconds: of all of it.
+        skipped: steps that changed nothing, since something was not finite.
+        is_stopped: whether it was asked to stop before its last step.
+    """
+
+    state: TrainState
+    first: Record | None
+    last: Record | None
+    eval_loss: float | None
+    typical_seconds: float | None
+    seconds: float
+    skipped: int
+    is_stopped: bool
 
 
 def train(
     step: TrainStep,
     state: TrainState,
-    batches: Callable[[int], Any],
+    batches: Iterator[Any],
+    schedule: Schedule,
     *,
-    steps: int,
     cost: StepCost,
-    console: Console | None = None,
-    log_every: int = 10,
-    jsonl: Path | None = None,
-) -> tuple[TrainState, list[Record]]:
-    """Take steps until `steps` of them have been taken, counted from the very first.
+    sinks: Sequence[Sink] = (),
+    evaluate: Callable[[Any], float] | None = None,
+    saver: Saver | None = None,
+    profiler: Profiler | None = None,
+    should_stop: Callable[[int], bool] = lambda step: False,
+    beat: Callable[[int], None] = lambda step: None,
+) -> Outcome:
+    """Take steps until `schedule.steps` of them have been taken, or it is asked to stop.
 
     The numbers of a step are read once the next one has been dispatched, so that devices do not
-    wait for the host.
+    wait for the host; before an evaluation, a checkpoint and the end they are read at once.
 
     Args:
         step: the (compiled) training step; may donate its first two arguments.
         state: where to start. Do not use it afterwards if `step` donates.
-        batches: step number -> batch.
-        steps: total number of steps.
+        batches: the batches of this step and those after it.
+        schedule: what happens when.
         cost: turns seconds into rates.
-        console: where progress goes; None is standard output.
-        log_every: steps between lines of progress.
-        jsonl: a file to which the record of every step is appended, one JSON object a line.
+        sinks: where records go.
+        evaluate: parameters -> held-out loss.
+        saver: saves checkpoints; also before a stop.
+        profiler: traces some steps.
+        should_stop: called before the first and after each step with its number; True saves and
+            ends the run.
+        beat: called with the number of each step whose numbers have arrived.
 
     Returns:
-        The state after the last step and one record for each step taken. The first one's seconds
-        include what compilation was left to do.
+        The state after the last step, and what the steps were like.
 
     Raises:
-        TrainingError: the loss is not finite.
+        TrainingError: loss or gradients are not finite, and steps may not be skipped or too many
+            were.
     """
-    console = console or Console()
-    records: list[Record] = []
-    with _progress(console, steps, state.step) as show, _appending(jsonl) as log:
-        for record, reached in _steps(step, state, batches, steps, cost):
-            state = reached
-            records.append(record)
-            show(record)
-            if log is not None:
-                print(json.dumps(record), file=log, flush=True)
-            number = int(record["step"])
-            if number % log_every == 0 or number in (1, steps):
-                console.print(describe(record, steps), highlight=False)
-    return state, records
-
-
-def _steps(
-    step: TrainStep,
-    state: TrainState,
-    batches: Callable[[int], Any],
-    steps: int,
-    cost: StepCost,
-) -> Iterator[tuple[Record, TrainState]]:
-    """(record, state) of each step, one step late: the state may be ahead of the record."""
     started = time.perf_counter()
-    pending: StepMetrics | None = None
-    while state.step < steps or pending is not None:
-        ready, pending, number = pending, None, state.step
-        if state.step < steps:
-            params, opt_state, pending = step(state.params, state.opt_state, batches(state.step))
+    reader = _Reader(cost, schedule, sinks, beat)
+    profiler = profiler or Profiler(None)
+    is_stopped = not schedule.is_last(state.step) and should_stop(state.step)
+    eval_loss: float | None = None
+    with profiler:
+        while not schedule.is_last(state.step) and not is_stopped:
+            profiler.before(state.step + 1)
+            params, opt_state, metrics = step(state.params, state.opt_state, next(batches))
             state = TrainState(params, opt_state, state.step + 1)
-        if ready is None:
-            continue
-        metrics = {name: float(value) for name, value in ready.items()}
+            reader.push(state.step, metrics)
+            is_stopped = should_stop(state.step) and not schedule.is_last(state.step)
+            if profiler.ends_with(state.step):
+                reader.flush()
+                profiler.after(state.step)
+            if saver is not None:
+                _tell(sinks, *saver.poll())
+            if evaluate is not None and schedule.evaluates_after(state.step) and not is_stopped:
+                reader.flush()
+                eval_loss = evaluate(state.params)
+                _tell(sinks, {"step": state.step, "eval_loss": eval_loss})
+                reader.restart_clock()
+            if saver is not None and (schedule.saves_after(state.step) or is_stopped):
+                reader.flush()
+                saver.save(state)
+                reader.restart_clock()
+        reader.flush()
+        if saver is not None:
+            try:
+                saver.finish()
+            finally:
+                _tell(sinks, *saver.poll())
+    seconds = time.perf_counter() - started
+    return reader.outcome(state, seconds, eval_loss, is_stopped)
+
+
+def _tell(sinks: Sequence[Sink], *records: Record) -> None:
+    for record in records:
+        for sink in sinks:
+            sink.write(record)
+
+
+class _Reader:
+    """Reads the numbers of steps, one step late, and keeps what an `Outcome` says of them."""
+
+    def __init__(
+        self,
+        cost: StepCost,
+        schedule: Schedule,
+        sinks: Sequence[Sink],
+        beat: Callable[[int], None],
+    ) -> None:
+        self.cost, self.schedule, self.sinks, self.beat = cost, schedule, sinks, beat
+        self.pending: tuple[int, StepMetrics] | None = None
+        self.started = time.perf_counter()
+        self.first: Record | None = None
+        self.last: Record | None = None
+        self.seconds: collections.deque[float] = collections.deque(maxlen=TYPICAL_OF)
+        self.skipped = self.skipped_in_a_row = 0
+
+    def push(self, number: int, metrics: StepMetrics) -> None:
+        """Takes a step's numbers, which may not have arrived, and reads the one's before."""
+        self.flush()
+        self.pending = number, metrics
+
+    def flush(self) -> None:
+        """Reads what has not been read."""
+        if self.pending is None:
+            return
+        (number, arrays), self.pending = self.pending, None
+        metrics = {name: float(value) for name, value in jax.device_get(arrays).items()}
         now = time.perf_counter()
-        yield _record(number, now - started, metrics, cost), state
-        started = now
+        seconds, self.started = now - self.started, now
+        self.beat(number)
+        record: Record = {"step": number, "seconds": seconds, **metrics}
+        record |= self.cost.rates(seconds) | memory_in_use()
+        self._keep(record)
+        _tell(self.sinks, record)
+        self._check(record)
 
+    def restart_clock(self) -> None:
+        """What was done since the last step is no part of the next."""
+        self.started = time.perf_counter()
 
-def _record(number: int, seconds: float, metrics: Record, cost: StepCost) -> Record:
-    if not math.isfinite(metrics["loss"]):
-        raise TrainingError(
-            f"the loss of step {number} is {metrics['loss']}; a lower learning rate, a longer "
-            "warmup or clipping may help"
+    def _keep(self, record: Record) -> None:
+        if self.first is None:
+            self.first = record
+        elif self.last is self.first:
+            self.seconds.clear()  # the first step's seconds are not like the others'
+        self.last = record
+        self.seconds.append(record["seconds"])
+
+    def _check(self, record: Record) -> None:
+        number = int(record["step"])
+        bad = [n for n in ("loss", "grad_norm") if not math.isfinite(record.get(n, 0.0))]
+        if not bad:
+            self.skipped_in_a_row = 0
+            return
+        name = "loss" if bad[0] == "loss" else "gradient norm"
+        advice = "a lower learning rate, a longer warmup or clipping may help"
+        if "skipped" not in record:
+            raise TrainingError(f"the {name} of step {number} is {record[bad[0]]}; {advice}")
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.schedule.max_skipped:
+            raise TrainingError(
+                f"the {name} of step {number} is {record[bad[0]]}, and so it was in the "
+                f"{self.schedule.max_skipped} steps before, all skipped; {advice}"
+            )
+
+    def outcome(
+        self, state: TrainState, seconds: float, eval_loss: float | None, is_stopped: bool
+    ) -> Outcome:
+        typical = statistics.median(self.seconds) if self.seconds else None
+        return Outcome(
+            state, self.first, self.last, eval_loss, typical, seconds, self.skipped, is_stopped
         )
-    return {"step": number, "seconds": seconds, **metrics, **cost.rates(seconds)}
-
-
-def describe(record: Record, steps: int) -> str:
-    """One line on one step."""
-    text = f"step {record['step']:>5}/{steps}  loss {record['loss']:.3f}"
-    text += f"  grad norm {record['grad_norm']:.2f}  {record['tokens_per_s']:,.0f} tokens/s"
-    for name, value in record.items():
-        if name.startswith("mfu_"):
-            text += f"  MFU {value:.1%} ({name.removeprefix('mfu_')})"
-    return text
-
-
-def typical_seconds(records: list[Record]) -> float:
-    """Median seconds of a step, leaving out the first if there are others."""
-    return statistics.median(record["seconds"] for record in records[1:] or records)
-
-
-@contextlib.contextmanager
-def _progress(console: Console, steps: int, done: int) -> Iterator[Callable[[Record], None]]:
-    """A bar on a terminal; nothing where output is kept."""
-    if not console.is_terminal:
-        yield lambda record: None
-        return
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=steps, completed=done, loss=math.nan, rate=0.0)
-        yield lambda record: bar.update(
-            task,
-            completed=int(record["step"]),
-            loss=record["loss"],
-            rate=record["tokens_per_s"],
-        )
-
-
-@contextlib.contextmanager
-def _appending(path: Path | None) -> Iterator[TextIO | None]:
-    if path is None:
-        yield None
-        return
-    with path.open("a") as file:
-        yield file

@@ -1,10 +1,12 @@
-"""How fast a training step is: tokens per second and model FLOPs utilization (MFU)."""
+"""What a training step uses: tokens per second, model FLOPs utilization (MFU), memory."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+
+import jax
 
 PEAK_BF16_FLOPS: Mapping[str, float] = MappingProxyType(
     {
@@ -56,3 +58,17 @@ class StepCost:
             for convention, flops in self.flops_per_token.items():
                 rates[f"mfu_{convention}"] = tokens_per_s * flops / self.devices / self.peak_flops
         return rates
+
+
+def memory_in_use() -> dict[str, float]:
+    """`memory_bytes` and `memory_peak_bytes` of this process's fullest device, where known.
+
+    CPU devices do not tell.
+    """
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if not stats or any(s is None or "peak_bytes_in_use" not in s for s in stats):
+        return {}
+    return {
+        "memory_bytes": max(s["bytes_in_use"] for s in stats),
+        "memory_peak_bytes": max(s["peak_bytes_in_use"] for s in stats),
+    }

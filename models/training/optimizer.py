@@ -6,11 +6,16 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 OPTIMIZERS = ("adamw", "adafactor")
 SMALL_MODEL = 100_000_000
 NOT_DECAYED = ("norm", "bias")
+
+
+class OptimizerError(ValueError):
+    """An optimizer that cannot be built."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +32,7 @@ class OptimizerConfig:
         clip_norm: gradients are scaled down to this global norm; None does not clip.
 
     Raises:
-        ValueError: an unknown optimizer or a number out of range.
+        OptimizerError: an unknown optimizer or a number out of range.
     """
 
     name: str
@@ -41,9 +46,17 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _check_name(self.name)
         if self.total_steps < 1:
-            raise ValueError(f"total_steps must be positive, not {self.total_steps}")
+            raise OptimizerError(f"total_steps must be positive, not {self.total_steps}")
         if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate must be positive, not {self.learning_rate}")
+            raise OptimizerError(f"learning_rate must be positive, not {self.learning_rate}")
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise OptimizerError(f"warmup_steps must not be negative, not {self.warmup_steps}")
+        if not 0 <= self.final_fraction <= 1:
+            raise OptimizerError(f"final_fraction must be in [0, 1], not {self.final_fraction}")
+        if self.weight_decay < 0:
+            raise OptimizerError(f"weight_decay must not be negative, not {self.weight_decay}")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise OptimizerError(f"clip_norm must be positive, not {self.clip_norm}")
 
 
 def default_learning_rate(name: str, parameters: int) -> float:
@@ -57,7 +70,7 @@ def default_learning_rate(name: str, parameters: int) -> float:
 
 def _check_name(name: str) -> None:
     if name not in OPTIMIZERS:
-        raise ValueError(f"no optimizer is called {name!r}; there are {', '.join(OPTIMIZERS)}")
+        raise OptimizerError(f"no optimizer is called {name!r}; there are {', '.join(OPTIMIZERS)}")
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
@@ -86,6 +99,12 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     if config.clip_norm is None:
         return rule
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+
+
+def updates_taken(opt_state: Any) -> jax.Array:
+    """The number of updates that a state of `make_optimizer`'s has seen; skipped steps are none."""
+    counts = optax.tree_utils.tree_get_all_with_path(opt_state, "count")
+    return jnp.asarray(counts[0][1])
 
 
 def decay_mask(params: Any) -> Any:

@@ -1,0 +1,172 @@
+"""A Llama's training run: its programs, its state on the mesh, and what is asked of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+import spmd
+from models.llama import sharding
+from models.llama.config import FLOP_CONVENTIONS, LlamaConfig
+from models.llama.generate import generate, make_next_logits
+from models.llama.model import init, init_keys, init_layer, init_outer
+from models.llama.training import batch_loss
+from models.training import data
+from models.training.loop import TrainState
+from models.training.metrics import StepCost, peak_flops
+from models.training.optimizer import make_optimizer, make_schedule
+from models.training.run import RunConfig
+from models.training.step import LossFn, batch_weight, make_train_step
+
+
+class Dataset(Protocol):
+    """Batches by step."""
+
+    def __call__(self, step: int) -> Any:
+        """The whole batch of a step, as numpy arrays."""
+
+    def struct(self) -> Any:
+        """Shapes and dtypes of a batch."""
+
+
+class Trainer:
+    """The compiled step of a run, and all that goes with it.
+
+    Args:
+        run: what was asked for; `run.model` is a `LlamaConfig`.
+        mesh: where it runs.
+        batch: structs of a batch.
+
+    Attributes:
+        step: the compiled training step: (params, opt_state, batch) -> (.., .., metrics).
+    """
+
+    def __init__(self, run: RunConfig, mesh: spmd.Mesh, batch: Any) -> None:
+        self.run, self.mesh = run, mesh
+        self.model: LlamaConfig = run.model
+        self.optimizer = make_optimizer(run.optimizer)
+        self._params = sharding.mark_params(_param_structs(self.model), mesh, self.model)
+        self._batch = sharding.mark_batch(batch, mesh)
+        step = make_train_step(
+            self._loss(run.z_loss),
+            self.optimizer,
+            microbatches=run.microbatches,
+            on_nonfinite=run.on_nonfinite,
+            schedule=make_schedule(run.optimizer),
+        )
+        self._opt_state = jax.eval_shape(self.optimizer.init, self._params)
+        jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
+        self.step = jitted.compile(self._params, self._opt_state, self._batch)
+
+    def _loss(self, z_loss: float = 0.0) -> LossFn:
+        marks = sharding.activation_marks(self.mesh, self.model)
+        return batch_loss(self.model, marks, z_loss)
+
+    def fresh_state(self) -> TrainState:
+        """Parameters and optimizer state, each created in its sharding and never whole."""
+        key = jax.random.key(self.run.seed)
+        params = init_params(self.model, key, self.step.in_shardings[0])
+        return TrainState(params, self.step.init(1, self.optimizer.init, params))
+
+    def targets(self) -> TrainState:
+        """The state as structs, with the shardings that the step wants."""
+        structs = (self._params, self._opt_state)
+        shardings = self.step.in_shardings[:2]
+        return TrainState(*jax.tree.map(_with_sharding, structs, tuple(shardings)))
+
+    def place(self, batch: Any) -> Any:
+        """A batch of numpy arrays -> arrays where the step wants them."""
+        return data.place(batch, self.step.in_shardings[2])
+
+    def cost(self) -> StepCost:
+        """What a step processes."""
+        run, device = self.run, self.mesh_device_kind()
+        return StepCost(
+            tokens=run.global_batch * run.seq_len,
+            devices=self.mesh.size,
+            flops_per_token={
+                c: self.model.flops_per_token(run.seq_len, c) for c in FLOP_CONVENTIONS
+            },
+            peak_flops=peak_flops(device, self.model.dtype),
+        )
+
+    def mesh_device_kind(self) -> str:
+        """What the devices are called."""
+        return str(jax.devices()[0].device_kind)
+
+    def evaluation(self, dataset: Dataset, batches: int) -> Callable[[Any], float]:
+        """A function: parameters -> mean loss over the first batches of a data set.
+
+        Compiles when it is called first.
+        """
+
+        @functools.cache
+        def compiled() -> Any:
+            loss = self._loss()
+
+            def weighted(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+                return loss(params, batch), batch_weight(batch)
+
+            return spmd.jit(weighted, mesh=self.mesh).compile(self._params, self._batch)
+
+        def evaluate(params: Any) -> float:
+            shardings = compiled().in_shardings[1]
+            results = [
+                compiled()(params, data.place(dataset(step), shardings)) for step in range(batches)
+            ]
+            losses, weights = np.array(jax.device_get(results), np.float64).T
+            return float(losses @ weights / weights.sum())
+
+        return evaluate
+
+    def sample_text(self, params: Any, prompt: str, tokens: int) -> str:
+        """The model's continuation of a prompt of bytes; what cannot be printed is replaced."""
+        window = self.run.seq_len
+        step = spmd.jit(make_next_logits(self.model), mesh=self.mesh)
+        next_logits = step.compile(params, np.zeros((1, window), np.int32), np.int32(0))
+        ids = data.encode(prompt).tolist()
+        added = generate(next_logits, params, ids, tokens=tokens, window=window, seed=self.run.seed)
+        text = prompt + data.decode(added)
+        return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+
+
+def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
+    """`model.init`, every array made shard by shard.
+
+    One layer after the other, so that beside the parameters themselves no more is needed than for
+    a single layer; layers that are kept apart share one small program.
+
+    Args:
+        config: the model.
+        key: a `jax.random.key`.
+        shardings: tree of the parameters' shardings.
+    """
+    if config.scan_layers:
+        make = jax.jit(functools.partial(init, config=config), out_shardings=shardings)
+        return make(key)
+    outer_key, keys_L = init_keys(key, config)
+    outer = {name: value for name, value in shardings.items() if name != "layers"}
+    make_outer = functools.partial(init_outer, config=config)
+    params = jax.jit(make_outer, out_shardings=outer)(outer_key)
+    makers: dict[Any, Any] = {}
+    params["layers"] = {}
+    for index in range(config.num_hidden_layers):
+        wanted = shardings["layers"][str(index)]
+        alike = tuple(jax.tree.leaves(wanted))
+        if alike not in makers:
+            make_layer = functools.partial(init_layer, config=config)
+            makers[alike] = jax.jit(make_layer, out_shardings=wanted)
+        params["layers"][str(index)] = makers[alike](keys_L[index])
+    return params
+
+
+def _param_structs(config: LlamaConfig) -> Any:
+    return jax.eval_shape(functools.partial(init, config=config), jax.random.key(0))
+
+
+def _with_sharding(struct: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)

@@ -1,0 +1,85 @@
+"""What a folder holds, written down, so that truncated, damaged or missing files are noticed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+WRITTEN_LATER = ("commit_success.txt", "_CHECKPOINT_METADATA")
+"""Files that orbax writes or changes when a folder gets its final name; nothing is read of them."""
+
+HASHING_THREADS = 8
+
+
+def write_manifest(folder: Path) -> None:
+    """Writes size and SHA-256 of every file below a folder into its `manifest.json`.
+
+    Files are hashed by several threads, as read back from the disk.
+    """
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and _is_listed(p.name))
+    with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
+        hashes = list(pool.map(_sha256, files))
+    listed = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(files, hashes, strict=True)
+    }
+    text = json.dumps({"schema": SCHEMA, "files": listed}, indent=1)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def _is_listed(name: str) -> bool:
+    return name != MANIFEST and name not in WRITTEN_LATER
+
+
+def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with a folder, in words, or None if it is as its manifest says.
+
+    Args:
+        folder: with a manifest.
+        part, parts: only every `parts`-th file is read, from number `part` on, so that processes
+            share the work.
+    """
+    listed = _read(folder / MANIFEST)
+    if isinstance(listed, str):
+        return listed
+    for name, expected in listed.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
+    chosen = list(listed)[part::parts]
+    with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
+        hashes = pool.map(_sha256, [folder / name for name in chosen])
+        for name, digest in zip(chosen, hashes, strict=True):
+            if digest != listed[name]["sha256"]:
+                return f"{name} does not hold what was written"
+    return None
+
+
+def _read(path: Path) -> dict[str, Any] | str:
+    """The files that a manifest lists, or why it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        files: dict[str, Any] = content["files"]
+        for expected in files.values():
+            int(expected["bytes"]), str(expected["sha256"])
+    except FileNotFoundError:
+        return f"{path.name} is missing: the save was not finished"
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        return f"{path.name} cannot be read ({error})"
+    return files
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"unreadable: {error}"

@@ -1,0 +1,163 @@
+"""A tree of arrays as a table of paths, and parameters' layers stacked and unstacked by path.
+
+Checkpoints hold nested dicts of arrays by path, whatever Python classes the state was made of, and
+beside them a table of shapes, dtypes and specs that a person can read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+Table = dict[str, dict[str, Any]]
+"""Path -> `shape`, `dtype` and `spec` of an array."""
+
+UNROLLED = re.compile(r"^(?P<head>(?:.*/)?layers)/(?P<index>\d+)/(?P<rest>.+)$")
+STACKED = re.compile(r"^(?P<head>(?:.*/)?layers)/(?P<rest>(?!\d+/).+)$")
+SHOWN = 3
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by path: `params/layers/0/mlp/up_proj/weight`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in leaves}
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by path -> nested dicts."""
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split("/")
+        place = root
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = leaf
+    return root
+
+
+def like(tree: Any, leaves: Mapping[str, Any]) -> Any:
+    """A tree of the same structure, with these leaves."""
+    return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in by_path(tree)])
+
+
+def describe(leaves: Mapping[str, Any]) -> Table:
+    """Shape, dtype and spec of every array."""
+    return {
+        path: {
+            "shape": list(leaf.shape),
+            "dtype": str(leaf.dtype),
+            "spec": _readable_spec(leaf.sharding),
+        }
+        for path, leaf in leaves.items()
+    }
+
+
+def _readable_spec(sharding: Any) -> list[Any]:
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+
+
+def mismatch(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """In which arrays a saved table differs from structs that are wanted, or None."""
+    missing = [path for path in wanted if path not in saved]
+    extra = [path for path in saved if path not in wanted]
+    if missing or extra:
+        parts = [f"it lacks {_some(missing)}"] * bool(missing)
+        parts += [f"it has {_some(extra)} that this run lacks"] * bool(extra)
+        return " and ".join(parts)
+    for path, struct in wanted.items():
+        have = (tuple(saved[path]["shape"]), saved[path]["dtype"])
+        want = (tuple(struct.shape), str(struct.dtype))
+        if have != want:
+            return f"{path} is {have[1]} {list(have[0])} and has to be {want[1]} {list(want[0])}"
+    return None
+
+
+def _some(paths: list[str]) -> str:
+    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    return ", ".join(paths[:SHOWN]) + more
+
+
+# Layers: stacked <-> unrolled
+
+
+def is_stacked(paths: Any) -> bool | None:
+    """Whether layers are stacked (one array for all), or None if nothing has layers."""
+    if any(UNROLLED.match(path) for path in paths):
+        return False
+    return True if any(STACKED.match(path) for path in paths) else None
+
+
+def other_layout(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Structs as they would be with layers stacked instead of unrolled, or the other way round.
+
+    Shardings follow: a stack's leading dim is not split.
+    """
+    return _stacked_structs(wanted) if is_stacked(wanted) is False else _unrolled_structs(wanted)
+
+
+def _stacked_structs(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    structs: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+    for path, leaf in wanted.items():
+        match = UNROLLED.match(path)
+        if match is None:
+            structs[path] = leaf
+            continue
+        name = f"{match['head']}/{match['rest']}"
+        counts[name] = counts.get(name, 0) + 1
+        structs[name] = _struct((counts[name], *leaf.shape), leaf, (None, *leaf.sharding.spec))
+    return structs
+
+
+def _unrolled_structs(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    structs: dict[str, Any] = {}
+    for path, leaf in wanted.items():
+        match = STACKED.match(path)
+        if match is None or not leaf.shape:
+            structs[path] = leaf
+            continue
+        for index in range(leaf.shape[0]):
+            name = f"{match['head']}/{index}/{match['rest']}"
+            structs[name] = _struct(leaf.shape[1:], leaf, leaf.sharding.spec[1:])
+    return structs
+
+
+def _struct(shape: tuple[int, ...], leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+
+def convert(leaves: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays in `other_layout(wanted)` -> arrays as `wanted`, shardings included.
+
+    Needs memory for both.
+    """
+    if is_stacked(wanted) is False:
+        return {path: _unstack(path, leaves, struct) for path, struct in wanted.items()}
+    return {path: _stack(path, leaves, struct) for path, struct in wanted.items()}
+
+
+def _unstack(path: str, leaves: Mapping[str, Any], struct: Any) -> Any:
+    match = UNROLLED.match(path)
+    if match is None:
+        return leaves[path]
+    stack, index = leaves[f"{match['head']}/{match['rest']}"], int(match["index"])
+    return jax.jit(_layer, out_shardings=struct.sharding)(stack, index)
+
+
+def _layer(stack: Any, index: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def _stack(path: str, leaves: Mapping[str, Any], struct: Any) -> Any:
+    match = STACKED.match(path)
+    if match is None or path in leaves:
+        return leaves[path]
+    rows = [leaves[f"{match['head']}/{i}/{match['rest']}"] for i in range(struct.shape[0])]
+    return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=struct.sharding)(*rows)

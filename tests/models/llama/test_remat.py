@@ -1,0 +1,112 @@
+"""Recomputing activations changes neither the loss nor a gradient, and keeps less."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.llama import model
+from models.llama.config import CONFIGS, ConfigError
+from models.llama.model import MARK_POINTS
+from models.llama.remat import check_can_offload, checkpoint_policy
+
+TINY = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4)
+TOKENS = jax.random.randint(jax.random.key(1), (2, 17), 0, 256)
+
+VARIANTS = [
+    {"remat": "full", "remat_every": 2},
+    {"remat": "save:q,mlp_output", "scan_layers": False, "remat_every": 3},
+    pytest.param({"remat": "full"}, marks=pytest.mark.heavy),
+    pytest.param({"remat": "dots_no_batch", "remat_every": 4}, marks=pytest.mark.heavy),
+    pytest.param({"remat": "save_attention"}, marks=pytest.mark.heavy),
+]
+
+
+def loss_of(changes):
+    config = dataclasses.replace(TINY, **changes)
+    return lambda params: model.loss(params, TOKENS[:, :-1], TOKENS[:, 1:], config)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(lambda key: model.init(key, TINY))(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def expected(params):
+    return jax.jit(jax.value_and_grad(loss_of({})))(params)
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_loss_and_gradients_are_equal(params, expected, changes):
+    is_scanned = changes.get("scan_layers", True)
+    given = params if is_scanned else model.unstack_layers(params)
+    loss, grads = jax.jit(jax.value_and_grad(loss_of(changes)))(given)
+    grads = grads if is_scanned else model.stack_layers(grads)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), grads, expected[1]
+    )
+
+
+def kept(params, changes):
+    """Bytes of what the forward pass keeps for the backward pass, but for parameters."""
+    given = params if changes.get("scan_layers", True) else model.unstack_layers(params)
+    _, backward = jax.eval_shape(lambda p: jax.vjp(loss_of(changes), p), given)
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
+    return total
+
+
+def test_what_is_kept_shrinks(params):
+    def kept_with(remat, **changes):
+        return kept(params, {"remat": remat, **changes})
+
+    everything, nothing = kept_with("none"), kept_with("full")
+    assert nothing < kept_with("save_attention") < everything
+    assert nothing < kept_with("dots_no_batch") <= kept_with("dots") < everything
+    assert nothing < kept_with("full", remat_every=4) < everything
+    assert nothing < kept_with("full", remat_every=2) < kept_with("full", remat_every=4)
+    unrolled = kept_with("none", scan_layers=False)
+    assert kept_with("full", scan_layers=False, remat_every=3) < unrolled
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("all", "remat 'all' is no policy; there are none, full, dots"),
+        ("save:", "is no policy"),
+        ("save:q,w", "nothing is called 'w'; there are inputs_embeds, q"),
+    ],
+)
+def test_unknown_policies_are_named(text, message):
+    with pytest.raises(ConfigError, match=message):
+        checkpoint_policy(text, MARK_POINTS)
+
+
+def test_offloading_needs_another_memory():
+    assert checkpoint_policy("offload:q,k", MARK_POINTS) is not None
+    check_can_offload("offload:q,k", "cuda")
+    with pytest.raises(ConfigError, match="no other memory to offload to; use save:q,k or run"):
+        check_can_offload("offload:q,k", "cpu")
+
+
+def test_offloaded_activations_go_to_the_host(params):
+    text = str(jax.make_jaxpr(jax.grad(loss_of({"remat": "offload:q"})))(params))
+    assert "<host>" in text or "pinned_host" in text
+
+
+def test_groups_have_to_divide_scanned_layers():
+    with pytest.raises(ConfigError, match="remat_every 3 does not divide num_hidden_layers 4"):
+        dataclasses.replace(TINY, remat="full", remat_every=3)
+
+
+def test_z_loss_adds_the_squared_normalizer():
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
+    targets = jnp.array([[0, 1, 2], [3, 4, 0]])
+    normalizer = np.log(np.exp(logits).sum(-1))
+    plain = model.cross_entropy(logits, targets)
+    np.testing.assert_allclose(
+        model.cross_entropy(logits, targets, 0.1), plain + 0.1 * np.mean(normalizer**2), rtol=1e-6
+    )

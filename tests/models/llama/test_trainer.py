@@ -1,0 +1,190 @@
+"""A run that stops and goes on is the run that never stopped: to the bit, or on another mesh."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import spmd
+from models.llama import model, sharding
+from models.llama.config import CONFIGS
+from models.llama.trainer import Trainer, init_params
+from models.training import data
+from models.training.checkpoint import Checkpoints
+from models.training.loop import Schedule, train
+from models.training.optimizer import OptimizerConfig
+from models.training.run import RunConfig
+
+SMALL = dataclasses.replace(CONFIGS["tiny"], hidden_size=16, intermediate_size=32, vocab_size=256)
+STEPS, HALF = 4, 2
+TEXT = data.encode("".join(chr(33 + i * i % 90) for i in range(4000)))
+
+
+def make_run(mesh, **model_changes):
+    return RunConfig(
+        model=dataclasses.replace(SMALL, **model_changes),
+        optimizer=OptimizerConfig(name="adamw", total_steps=STEPS, learning_rate=1e-2),
+        mesh=mesh,
+        seq_len=16,
+        global_batch=16,
+        microbatches=2,
+        on_nonfinite="skip",
+    )
+
+
+def windows(run):
+    return data.TokenWindows(TEXT, run.seq_len, run.global_batch, seed=run.seed)
+
+
+def make_trainer(mesh, **model_changes):
+    run = make_run(mesh, **model_changes)
+    return Trainer(run, spmd.make_mesh(**mesh), windows(run).struct())
+
+
+class Losses(list):
+    """A sink that keeps the losses of steps."""
+
+    def write(self, record):
+        self.append(record["loss"])
+
+    def close(self):
+        pass
+
+
+def take(trainer, state, steps):
+    """The state after so many steps in all, and the losses of those taken."""
+    losses = Losses()
+    batches = map(windows(trainer.run), itertools.count(state.step))
+    outcome = train(
+        trainer.step,
+        state,
+        map(trainer.place, batches),
+        Schedule(steps=steps),
+        cost=trainer.cost(),
+        sinks=[losses],
+    )
+    return outcome.state, losses
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A run that never stopped: trainer, losses, parameters and optimizer state at the end."""
+
+    trainer: Trainer
+    losses: list
+    params: dict
+    opt_state: object
+
+
+@pytest.fixture(scope="module")
+def whole():
+    trainer = make_trainer({"data": 4, "model": 2})
+    state, losses = take(trainer, trainer.fresh_state(), STEPS)
+    return Whole(trainer, losses, *jax.device_get((state.params, state.opt_state)))
+
+
+@pytest.fixture(scope="module")
+def half_way(whole, tmp_path_factory):
+    """The folder with the checkpoint of a run that stopped half way."""
+    folder = tmp_path_factory.mktemp("half") / "checkpoints"
+    state, losses = take(whole.trainer, whole.trainer.fresh_state(), HALF)
+    assert losses == whole.losses[:HALF]
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(state)
+    return folder
+
+
+def go_on(trainer, folder):
+    with Checkpoints(folder) as checkpoints:
+        found = checkpoints.find()
+        assert found is not None
+        state = checkpoints.restore(found, trainer.targets())
+    return take(trainer, state, STEPS)
+
+
+def test_on_the_same_mesh_to_the_bit(whole, half_way):
+    state, losses = go_on(whole.trainer, half_way)
+    assert losses == whole.losses[HALF:]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (state.params, state.opt_state),
+        (whole.params, whole.opt_state),
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "scan_layers"),
+    [
+        ({"data": 2, "model": 4}, False),
+        pytest.param({"data": 8}, True, marks=pytest.mark.heavy),
+        pytest.param({"data": 8}, False, marks=pytest.mark.heavy),
+        pytest.param({"data": 1}, True, marks=pytest.mark.heavy),
+    ],
+)
+def test_on_another_mesh_and_with_layers_unrolled(whole, half_way, mesh, scan_layers):
+    trainer = make_trainer(mesh, scan_layers=scan_layers)
+    state, losses = go_on(trainer, half_way)
+    np.testing.assert_allclose(losses, whole.losses[HALF:], rtol=1e-5)
+    params = state.params if scan_layers else model.stack_layers(state.params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), params, whole.params
+    )
+
+
+def test_evaluates_what_the_loss_is(whole):
+    trainer = whole.trainer
+    dataset = windows(dataclasses.replace(trainer.run, seed=9))
+    state, _ = take(trainer, trainer.fresh_state(), 1)
+    got = trainer.evaluation(dataset, 2)(state.params)
+    params = jax.device_get(state.params)
+    loss = jax.jit(lambda p, b: model.loss(p, b["inputs"], b["targets"], SMALL))
+    expected = [loss(params, dataset(0)), loss(params, dataset(1))]
+    assert got == pytest.approx(np.mean(expected), rel=1e-5)
+
+
+# Fresh parameters
+
+
+def test_fresh_parameters_are_those_of_init_stacked_or_unrolled(whole):
+    config = dataclasses.replace(SMALL, scan_layers=False)
+    stacked = whole.trainer.step.in_shardings[0]
+    without_layers = jax.tree.map(
+        lambda s: jax.sharding.NamedSharding(s.mesh, jax.sharding.PartitionSpec(*s.spec[1:])),
+        stacked["layers"],
+    )
+    layers = {str(i): without_layers for i in range(config.num_hidden_layers)}
+    params = init_params(config, jax.random.key(0), {**stacked, "layers": layers})
+    fresh = whole.trainer.fresh_state().params
+    jax.tree.map(np.testing.assert_array_equal, model.stack_layers(params), fresh)
+    expected = jax.jit(lambda key: model.init(key, SMALL))(jax.random.key(0))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), fresh, expected)
+    assert params["layers"]["1"]["mlp"]["up_proj"]["weight"].sharding.spec[0] == "model"
+
+
+def init_memory(layers, config):
+    """(bytes of the parameters, bytes beside them) on each of eight devices."""
+    config = dataclasses.replace(config, num_hidden_layers=layers)
+    mesh = spmd.make_mesh(data=4, model=2)
+    structs = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+    shardings = jax.tree.map(lambda s: s.sharding, sharding.mark_params(structs, mesh, config))
+    make = jax.jit(lambda key: model.init(key, config), out_shardings=shardings)
+    memory = make.lower(jax.random.key(0)).compile().memory_analysis()
+    assert memory is not None
+    return memory.output_size_in_bytes, memory.temp_size_in_bytes
+
+
+def test_memory_beside_the_parameters_is_that_of_a_layer():
+    config = dataclasses.replace(CONFIGS["tiny"], hidden_size=256, intermediate_size=1024)
+    few, many = init_memory(4, config), init_memory(32, config)
+    assert many[0] > 6 * few[0]
+    assert many[1] < 1.1 * few[1]
+
+
+@pytest.mark.heavy
+def test_a_70b_model_is_made_in_its_shards():
+    parameters, beside = init_memory(80, CONFIGS["llama2-70b"])
+    whole = 4 * CONFIGS["llama2-70b"].parameter_count()
+    assert parameters == pytest.approx(whole / 8, rel=0.01)
+    assert beside < parameters / 15

@@ -1,0 +1,83 @@
+"""Training that is killed and resumed, and what the script says to bad flags."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.resume_test_runs import compare, environment, resume_test, steps_for
+
+ROOT = Path(__file__).parent.parent
+
+BAD_FLAGS = {
+    "--resume=auto": "--resume needs --run_dir, the folder that keeps what is written",
+    "--run_dir=r --resume=soon": "--resume: 'soon' is no step, and not auto",
+    "--run_dir=r --profile=9": "'9' is not of the form first:last, as in 10:13",
+    "--mesh=data": "--mesh: 'data' is not of the form axis=size, as in data=4,model=2",
+    "--mesh=rows=4": "--mesh: no axis is called 'rows'; the model splits over data, model",
+    "--mesh=data=2,data=2": "--mesh: axis 'data' is given twice",
+    "--steps=0": "total_steps must be positive, not 0",
+    "--global_batch=6": "global_batch: 6 sequences do not divide over data=4; the next that do",
+    "--remat=some": "remat 'some' is no policy; there are none, full, dots",
+    "--remat=offload:q": "remat 'offload:q': on cpu devices there is no other memory",
+    "--clip_norm=-1": "clip_norm must be positive, not -1.0",
+    "--report=/nowhere/r.html": "--report: the directory /nowhere does not exist",
+}
+
+PARSE = """
+import sys
+from absl import flags
+from scripts import train_flags
+train_flags.FLAGS([""])
+for line in sys.stdin.read().splitlines():
+    train_flags.FLAGS.unparse_flags()
+    for flag in train_flags.GROUPS.values():
+        for name in flag:
+            train_flags.FLAGS[name].unparse()
+    train_flags.FLAGS(train_flags.with_resume_value(["", *line.split()]))
+    try:
+        print(train_flags.make_run("cpu"))
+    except ValueError as error:
+        print(error)
+print(train_flags.help_text("about"))
+"""
+
+
+def test_killed_and_resumed_it_is_the_same_run(tmp_path):
+    """One SIGKILL and one SIGTERM; `scripts/resume_test` does it thirty times."""
+    resume_test(tmp_path, kills=2, steps=steps_for(2), devices=1, seed=1)
+    assert not list((tmp_path / "killed").rglob("*orbax-checkpoint-tmp*"))
+    compare(tmp_path / "alone", tmp_path / "alone", steps_for(2))
+
+
+@pytest.fixture(scope="module")
+def parsed():
+    """What comes of each of `BAD_FLAGS`, of a bare --resume, and the help."""
+    result = subprocess.run(
+        [sys.executable, "-c", PARSE],
+        input="\n".join((*BAD_FLAGS, "--run_dir=r --resume --steps=7")),
+        env=environment(1, Path("unused")),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_bad_flags_are_one_clear_line(parsed):
+    for (flag, message), line in zip(BAD_FLAGS.items(), parsed, strict=False):
+        assert line.startswith(message), flag
+
+
+def test_a_bare_resume_is_automatic(parsed):
+    assert "total_steps=7" in parsed[len(BAD_FLAGS)]
+
+
+def test_help_shows_every_flag_in_its_group(parsed):
+    text = "\n".join(parsed[len(BAD_FLAGS) + 1 :])
+    assert "checkpoints:\n  --run_dir" in text
+    assert "  --[no]scan" in text
+    defined = (ROOT / "scripts/train_flags.py").read_text().count("\nflags.DEFINE_")
+    assert text.count("\n  --") == defined
