@@ -11,8 +11,9 @@ from typing import Any
 
 from absl import flags
 
+import spmd
 from models.llama import sharding
-from models.llama.config import CONFIGS, DTYPES, LlamaConfig, named_config
+from models.llama.config import ATTENTIONS, CONFIGS, DTYPES, LlamaConfig
 from models.llama.model import MARK_POINTS
 from models.llama.remat import check_can_offload, checkpoint_policy
 from models.training.checkpoint import AUTO
@@ -20,6 +21,7 @@ from models.training.optimizer import OPTIMIZERS, OptimizerConfig, default_learn
 from models.training.profile import ProfileRange
 from models.training.run import RunConfig, RunError
 from models.training.step import ON_NONFINITE
+from scripts import weight_flags
 
 FLAGS = flags.FLAGS
 
@@ -36,7 +38,16 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("remat_every", 1, "Recompute in every n-th layer only.")
 
+flags.DEFINE_enum("attention", "auto", ATTENTIONS, "What computes attention.")
+
 flags.DEFINE_string("mesh", "data=4,model=2", "Mesh axes and their sizes.")
+flags.DEFINE_list(
+    "dcn",
+    [],
+    "How much of each axis crosses slices or hosts, as in replica=2; such a part is the "
+    "axis's outer one.",
+)
+flags.DEFINE_enum("sharding", "2d", sorted(sharding.TABLES), "What is split over what, by name.")
 
 flags.DEFINE_list(
     "data", [], "Files, directories or glob patterns of text. Default: Python's standard library."
@@ -86,8 +97,12 @@ flags.DEFINE_float(
 )
 
 GROUPS: Mapping[str, Sequence[str]] = {
-    "model": ("model", "layers", "scan", "dtype", "remat", "remat_every"),
-    "devices": ("mesh", "watchdog_timeout"),
+    "model": (
+        "model", "config", "ignore_config_keys", "layers", "scan", "dtype", "attention", "remat",
+        "remat_every",
+    ),
+    "weights": ("init_from", "export_hf", "export_dtype"),
+    "devices": ("mesh", "dcn", "sharding", "watchdog_timeout"),
     "data": ("data", "seq_len", "global_batch", "microbatches"),
     "training": (
         "steps", "optimizer", "learning_rate", "warmup_steps", "weight_decay", "clip_norm",
@@ -150,12 +165,13 @@ def make_run(platform: str) -> RunConfig:
         clip_norm=FLAGS.clip_norm or None,
     )
     same = {field.name for field in dataclasses.fields(RunConfig)} & set(FLAGS)
-    same -= {"model", "optimizer", "mesh", "data", "profile"}
+    same -= {"model", "optimizer", "mesh", "dcn", "data", "profile"}
     numbers: dict[str, Any] = {name: FLAGS[name].value for name in same}
     return RunConfig(
         model=model,
         optimizer=optimizer,
         mesh=parse_mesh(FLAGS.mesh),
+        dcn=parse_dcn(FLAGS.dcn, parse_mesh(FLAGS.mesh)),
         data=tuple(FLAGS.data),
         profile=ProfileRange.parse(FLAGS.profile) if FLAGS.profile else None,
         **numbers,
@@ -168,8 +184,9 @@ def _make_model(platform: str) -> LlamaConfig:
     checkpoint_policy(FLAGS.remat, MARK_POINTS)
     check_can_offload(FLAGS.remat, platform)
     return dataclasses.replace(
-        named_config(FLAGS.model),
+        weight_flags.chosen_config(FLAGS["model"]),
         scan_layers=FLAGS.scan,
+        attention=FLAGS.attention,
         dtype=FLAGS.dtype or default_dtype,
         remat=FLAGS.remat,
         remat_every=FLAGS.remat_every,
@@ -203,7 +220,7 @@ def _check_paths() -> None:
         raise RunError(f"--report: the directory {path.parent} does not exist")
 
 
-def parse_mesh(text: str) -> dict[str, int]:
+def parse_mesh(text: str, flag: str = "mesh") -> dict[str, int]:
     """`"data=4,model=2"` -> `{"data": 4, "model": 2}`.
 
     Raises:
@@ -213,14 +230,39 @@ def parse_mesh(text: str) -> dict[str, int]:
     for item in text.split(","):
         name, _, size = (part.strip() for part in item.partition("="))
         if not size.isdecimal() or int(size) < 1:
-            raise RunError(f"--mesh: {item!r} is not of the form axis=size, as in data=4,model=2")
+            raise RunError(f"--{flag}: {item!r} is not of the form axis=size, as in data=4,model=2")
         if name not in sharding.MESH_AXES:
             known = ", ".join(sharding.MESH_AXES)
-            raise RunError(f"--mesh: no axis is called {name!r}; the model splits over {known}")
+            raise RunError(f"--{flag}: no axis is called {name!r}; the model splits over {known}")
         if name in axes:
-            raise RunError(f"--mesh: axis {name!r} is given twice")
+            raise RunError(f"--{flag}: axis {name!r} is given twice")
         axes[name] = int(size)
     return axes
+
+
+def parse_dcn(items: Sequence[str], mesh: Mapping[str, int]) -> dict[str, int]:
+    """`["replica=2"]` -> `{"replica": 2}`, how much of each axis of the mesh crosses slices.
+
+    Raises:
+        RunError: not of that form, an axis that the mesh lacks, or one that it does not divide.
+    """
+    parts = parse_mesh(",".join(items), "dcn") if items else {}
+    for name, size in parts.items():
+        if mesh.get(name, 1) % size:
+            raise RunError(
+                f"--dcn: {size} does not divide {name}={mesh.get(name, 1)} of --mesh, of which it "
+                "is the part that crosses slices"
+            )
+    return parts
+
+
+def make_mesh(run: RunConfig, devices: Sequence[Any]) -> spmd.Mesh:
+    """The mesh of a run, on as many of the devices as it needs."""
+    chosen = pick_devices(run.mesh, devices)
+    if not run.dcn:
+        return spmd.make_mesh(devices=chosen, **run.mesh)
+    ici = {name: size // run.dcn.get(name, 1) for name, size in run.mesh.items()}
+    return spmd.HybridMesh(ici, run.dcn, devices=chosen)
 
 
 def pick_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Sequence[Any]:
@@ -231,6 +273,7 @@ def pick_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Sequence[An
     """
     needed = math.prod(axes.values())
     if needed <= len(devices):
+        _check_every_process_computes(axes, devices, devices[:needed])
         return devices[:needed]
     raise RunError(
         f"--mesh: {format_axes(axes)} needs {needed} devices, and {len(devices)} of the kind "
@@ -238,6 +281,17 @@ def pick_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Sequence[An
         "virtual CPU devices, set JAX_PLATFORMS=cpu "
         f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
     )
+
+
+def _check_every_process_computes(
+    axes: Mapping[str, int], devices: Sequence[Any], used: Sequence[Any]
+) -> None:
+    idle = {d.process_index for d in devices} - {d.process_index for d in used}
+    if idle:
+        raise RunError(
+            f"--mesh: {format_axes(axes)} leaves process {min(idle)} without a device: there are "
+            f"{len(devices)} in all; give a larger mesh or start fewer processes"
+        )
 
 
 def format_axes(axes: Mapping[str, int]) -> str:

@@ -9,9 +9,12 @@ Examples:
     python scripts/train_llama.py --run_dir runs/a --save_every 50 --resume
     python scripts/train_llama.py --model llama2-7b --mesh data=8 --noscan --seq_len 4096 \
         --global_batch 16 --data '/corpus/*.txt' --run_dir runs/7b --save_every 500
+    python scripts/train_llama.py --init_from Llama-3.2-1B --export_hf Llama-3.2-1B-tuned
+    scripts/launch local --processes 2 --devices_per_process 4 -- python scripts/train_llama.py
 
 Exit codes: 0 all steps were taken; 1 an error, in one line; 75 saved and stopped by SIGTERM or
-SIGINT, --resume goes on.
+SIGINT, --resume goes on; 76 another process was lost; 77 a step took longer than
+--watchdog_timeout.
 """
 
 import contextlib
@@ -20,7 +23,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,8 @@ import spmd
 from models.llama import sharding
 from models.llama.config import ConfigError
 from models.llama.trainer import Trainer
-from models.training import data, hosts
+from models.llama.weights import WeightsError
+from models.training import data
 from models.training.checkpoint import CheckpointError, Checkpoints, Found
 from models.training.loop import Outcome, Schedule, TrainingError, TrainState, train
 from models.training.optimizer import OptimizerError
@@ -41,14 +45,16 @@ from models.training.profile import ProfileError, Profiler
 from models.training.run import RunConfig, RunError, RunFolder, check_same_model
 from models.training.sinks import JsonLines, Sinks, TensorBoard, Terminal
 from models.training.stop import STOPPED_EXIT_CODE, StopSignals
+from spmd import launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from scripts import weight_flags
 from scripts.train_flags import (
     FLAGS,
     format_axes,
     help_text,
+    make_mesh,
     make_run,
-    pick_devices,
     wanted_step,
     with_resume_value,
 )
@@ -63,6 +69,7 @@ USER_ERRORS = (
     data.DataError,
     TrainingError,
     CheckpointError,
+    WeightsError,
     spmd.SpmdError,
 )
 """What a user can mend: one message instead of a traceback."""
@@ -144,9 +151,10 @@ def find_checkpoint(run: RunConfig, checkpoints: Checkpoints, console: Console) 
 def start(
     trainer: Trainer, checkpoints: Checkpoints | None, found: Found | None, console: Console
 ) -> TrainState:
-    """The state to go on from: a checkpoint's, or a fresh one."""
+    """The state to go on from: a checkpoint's, or a fresh one, perhaps with weights of others."""
     if checkpoints is None or found is None:
-        return trainer.fresh_state()
+        shardings = trainer.step.in_shardings[0]
+        return trainer.fresh_state(weight_flags.load_params(trainer.model, shardings, console))
     started = time.perf_counter()
     state = checkpoints.restore(found, trainer.targets())
     seconds = time.perf_counter() - started
@@ -159,7 +167,7 @@ def start(
 
 def open_sinks(run: RunConfig, folder: RunFolder | None, console: Console, step: int) -> Sinks:
     """Where numbers go; nowhere but on process 0."""
-    if not hosts.is_first():
+    if not launch.is_main_process():
         return Sinks()
     sinks = Sinks([Terminal(console, run.steps, run.lines_every)])
     if folder is not None:
@@ -187,7 +195,7 @@ def train_model(
         save_every=run.save_every,
         max_skipped=run.max_skipped,
     )
-    with hosts.watchdog(FLAGS.watchdog_timeout) as beat:
+    with watched(folder) as beat:
         return train(
             trainer.step,
             state,
@@ -203,6 +211,17 @@ def train_model(
         )
 
 
+@contextlib.contextmanager
+def watched(folder: RunFolder | None) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call after each step; too long without a call ends the job."""
+    if not FLAGS.watchdog_timeout:
+        yield lambda step: None
+        return
+    where = Path("watchdog") if folder is None else folder.path / "watchdog"
+    with launch.Watchdog(FLAGS.watchdog_timeout, where) as dog:
+        yield lambda step: dog.beat(step=step)
+
+
 # Printing
 
 
@@ -210,7 +229,7 @@ def print_run(run: RunConfig, mesh: spmd.Mesh, tokens: int, console: Console) ->
     """What runs on what."""
     model = run.model
     console.print(
-        f"{FLAGS.model}: {model.parameter_count():,} parameters, "
+        f"{weight_flags.model_name(FLAGS['model'])}: {model.parameter_count():,} parameters, "
         f"{model.num_hidden_layers} layers {'scanned' if model.scan_layers else 'unrolled'}, "
         f"{model.dtype}, {run.optimizer.name}"
     )
@@ -223,7 +242,7 @@ def print_run(run: RunConfig, mesh: spmd.Mesh, tokens: int, console: Console) ->
         f"{run.global_batch} x {run.seq_len} tokens a step{parts}, {run.steps} steps, from "
         f"{tokens:,} bytes of {', '.join(run.data) or 'the Python standard library'}"
     )
-    for sentence in sharding.dropped_marks(model, mesh.shape):
+    for sentence in sharding.dropped_marks(model, mesh.shape, sharding.TABLES[run.sharding]):
         console.print(f"not marked: {sentence}")
 
 
@@ -244,19 +263,22 @@ def print_outcome(run: RunConfig, outcome: Outcome, console: Console) -> None:
 
 def write_report(trainer: Trainer, path: Path, console: Console, *, prices: bool) -> None:
     """The page on the partitioning; with what other decisions would have cost takes a while."""
-    if hosts.is_first():
+    if launch.is_main_process():
         trainer.step.report(path, prices=prices)
         console.print(f"report: {path.absolute()}")
 
 
 def run_training() -> int:
     """Everything that the flags ask for, in order; the exit code."""
-    console = Console(markup=False, highlight=False, soft_wrap=True, quiet=not hosts.is_first())
+    console = Console(
+        markup=False, highlight=False, soft_wrap=True, quiet=not launch.is_main_process()
+    )
     devices = jax.devices()
     run = make_run(devices[0].platform)
-    mesh = spmd.make_mesh(devices=pick_devices(run.mesh, devices), **run.mesh)
-    hosts.check_same({name: str(value) for name, value in run.to_json().items()})
+    mesh = make_mesh(run, devices)
     train_data, held_out = load_data(run)
+    same = {f"--{name}": str(value) for name, value in run.to_json().items()}
+    launch.check_same({**same, "training text (hash)": fingerprint(train_data)})
     folder = RunFolder(Path(FLAGS.run_dir)) if FLAGS.run_dir else None
     print_run(run, mesh, len(train_data.tokens), console)
     with contextlib.ExitStack() as stack:
@@ -267,7 +289,7 @@ def run_training() -> int:
             checkpoints = open_checkpoints(run, folder, fingerprint(train_data))
             stack.enter_context(checkpoints)
             found = find_checkpoint(run, checkpoints, console)
-            if hosts.is_first():
+            if launch.is_main_process():
                 folder.write_config(run)
         started = time.perf_counter()
         trainer = Trainer(run, mesh, train_data.struct())
@@ -290,6 +312,7 @@ def run_training() -> int:
     print_outcome(run, outcome, console)
     if outcome.is_stopped:
         return print_stopped(stop, outcome, folder, console)
+    weight_flags.export_params(outcome.state.params, run.model, console)
     if FLAGS.sample_tokens:
         text = trainer.sample_text(outcome.state.params, PROMPT, FLAGS.sample_tokens)
         console.print(f"--- a sample\n{text}\n---")
@@ -316,13 +339,14 @@ def main(argv: Sequence[str]) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # orbax's tracebacks; we say it in one line
     logging.getLogger("jax").setLevel(logging.ERROR)
-    try:
-        if len(argv) > 1:
-            raise RunError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
-        hosts.initialize()
-        sys.exit(run_training())
-    except USER_ERRORS as error:
-        sys.exit(f"error: {error}")
+    with launch.stopping_peers():
+        try:
+            if len(argv) > 1:
+                raise RunError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
+            spmd.initialize()
+            sys.exit(run_training())
+        except USER_ERRORS as error:
+            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -49,8 +49,10 @@ class Trainer:
         self.run, self.mesh = run, mesh
         self.model: LlamaConfig = run.model
         self.optimizer = make_optimizer(run.optimizer)
-        self._params = sharding.mark_params(_param_structs(self.model), mesh, self.model)
-        self._batch = sharding.mark_batch(batch, mesh)
+        self._table = sharding.table_named(run.sharding)
+        structs = _param_structs(self.model)
+        self._params = sharding.mark_params(structs, mesh, self.model, self._table)
+        self._batch = sharding.mark_batch(batch, mesh, self._table)
         step = make_train_step(
             self._loss(run.z_loss),
             self.optimizer,
@@ -63,13 +65,18 @@ class Trainer:
         self.step = jitted.compile(self._params, self._opt_state, self._batch)
 
     def _loss(self, z_loss: float = 0.0) -> LossFn:
-        marks = sharding.activation_marks(self.mesh, self.model)
+        marks = sharding.activation_marks(self.mesh, self.model, self._table)
         return batch_loss(self.model, marks, z_loss)
 
-    def fresh_state(self) -> TrainState:
-        """Parameters and optimizer state, each created in its sharding and never whole."""
-        key = jax.random.key(self.run.seed)
-        params = init_params(self.model, key, self.step.in_shardings[0])
+    def fresh_state(self, params: Any = None) -> TrainState:
+        """Parameters and optimizer state, each created in its sharding and never whole.
+
+        Args:
+            params: parameters to start from instead of fresh ones.
+        """
+        if params is None:
+            key = jax.random.key(self.run.seed)
+            params = init_params(self.model, key, self.step.in_shardings[0])
         return TrainState(params, self.step.init(1, self.optimizer.init, params))
 
     def targets(self) -> TrainState:

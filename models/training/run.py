@@ -31,6 +31,8 @@ class RunConfig:
         model: a frozen dataclass of sizes and dtypes.
         optimizer: with the length of the run.
         mesh: axis -> size.
+        dcn: axis -> how much of it crosses slices.
+        sharding: name of the table of specs.
         seq_len: tokens of a sequence.
         global_batch: sequences of a step, on all devices.
         microbatches: parts that a step's batch is worked through in.
@@ -56,6 +58,8 @@ class RunConfig:
     mesh: Mapping[str, int]
     seq_len: int
     global_batch: int
+    dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    sharding: str = "2d"
     microbatches: int = 1
     z_loss: float = 0.0
     on_nonfinite: OnNonfinite = "stop"
@@ -88,13 +92,15 @@ class RunConfig:
             )
 
     def _check_batch(self) -> None:
-        ways = self.mesh.get("data", 1)
+        axes = ("replica", "data", "model") if self.sharding == "fsdp" else ("replica", "data")
+        split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
+        ways = math.prod(self.mesh.get(axis, 1) for axis in split)
         unit = ways * self.microbatches
         if self.global_batch % unit == 0:
             return
-        over = f"data={ways}" + (
-            f" times {self.microbatches} microbatches" if self.microbatches > 1 else ""
-        )
+        over = " x ".join(f"{axis}={self.mesh.get(axis, 1)}" for axis in split)
+        if self.microbatches > 1:
+            over += f" times {self.microbatches} microbatches"
         raise RunError(
             f"global_batch: {self.global_batch} sequences do not divide over {over}; the "
             f"next that do are {math.ceil(self.global_batch / unit) * unit}"

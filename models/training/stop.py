@@ -7,8 +7,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-import jax
-from jax.experimental import multihost_utils
+from spmd import launch
 
 STOPPED_EXIT_CODE = 75
 """What a run exits with that saved and stopped because it was told to: EX_TEMPFAIL, try again."""
@@ -17,9 +16,8 @@ STOPPED_EXIT_CODE = 75
 class StopSignals:
     """Notes SIGTERM and SIGINT, for the loop to ask between steps; a context manager.
 
-    A second SIGINT interrupts at once. On several processes all stop after the same step: the one
-    that gets the signal first tells the others through jax's coordination service, which takes
-    SIGTERM itself.
+    A second SIGINT interrupts at once. On several processes all stop after the same step, soon
+    after any of them got a signal (`spmd.launch.stop_agreed`): use it after `spmd.initialize`.
 
     Example:
         >>> with StopSignals() as stop:
@@ -30,10 +28,9 @@ class StopSignals:
     def __init__(self) -> None:
         self.name: str | None = None
         self._before: dict[int, Any] = {}
-        self._is_alone = jax.process_count() == 1
 
     def __enter__(self) -> StopSignals:
-        signals = (signal.SIGTERM, signal.SIGINT) if self._is_alone else (signal.SIGINT,)
+        signals = (signal.SIGTERM, signal.SIGINT)
         self._before = {number: signal.signal(number, self._note) for number in signals}
         return self
 
@@ -48,14 +45,10 @@ class StopSignals:
         os.write(2, text.encode())
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not self._is_alone:
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def is_requested(self, step: int) -> bool:
         """Whether to stop after this step; the same on all processes."""
-        if self._is_alone:
-            return self.name is not None
-        if not multihost_utils.reached_preemption_sync_point(step):
+        if not launch.stop_agreed(step, wanted=self.name is not None):
             return False
-        self.name = self.name or "SIGTERM"
+        self.name = self.name or "a signal to another process"
         return True
