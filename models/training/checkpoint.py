@@ -59,6 +59,17 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
+class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
+    """Orbax's, without its question whether there was a SIGTERM.
+
+    It asks on process 0 alone, and jax counts the questions of all processes to agree on a step.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        del step
+        return False
+
+
 class Checkpoints:
     """The checkpoints of one run; a context manager, which waits for the last save.
 
@@ -97,7 +108,7 @@ class Checkpoints:
             lightweight_initialize=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._describe),
         )
-        return ocp.CheckpointManager(self.folder, options=options)
+        return _Manager(self.folder, options=options)
 
     # Saving
 
