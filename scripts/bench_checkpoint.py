@@ -61,7 +61,8 @@ def make_state(megabytes: int) -> TrainState:
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def step(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """Changes everything, in place."""
-    return jax.tree.map(lambda x: x * 0.999 + 0.001, (params, opt_state))
+    changed: tuple[Any, Any] = jax.tree.map(lambda x: x * 0.999 + 0.001, (params, opt_state))
+    return changed
 
 
 @contextlib.contextmanager
@@ -81,7 +82,8 @@ def measure(state: TrainState, checkpoints: Checkpoints) -> tuple[TrainState, li
     for number in range(1, _SAVES.value + 1):
         jax.block_until_ready((params, opt_state))
         checkpoints.save(TrainState(params, opt_state, number))
-        steps, ended = 0, []
+        steps = 0
+        ended: list[dict[str, Any]] = []
         while not ended:
             params, opt_state = step(params, opt_state)
             jax.block_until_ready(params)

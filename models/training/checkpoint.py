@@ -95,6 +95,7 @@ class Checkpoints:
         self._saving: _Saving | None = None
         self._ended: list[Record] = []
         self._failures = 0
+        _remove_unfinished(self.folder, "*")
         self._manager = self._open_manager()
 
     def _open_manager(self) -> ocp.CheckpointManager:
@@ -103,7 +104,6 @@ class Checkpoints:
         kept += [policies.EveryNSteps(every)] if every else []
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept),
-            cleanup_tmp_directories=True,
             save_root_metadata=False,
             lightweight_initialize=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._describe),
@@ -185,9 +185,7 @@ class Checkpoints:
         """After a failed save: its files make room, and orbax forgets it."""
         with contextlib.suppress(Exception):
             self._manager.close()
-        if jax.process_index() == 0:
-            for path in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(path, ignore_errors=True)
+        _remove_unfinished(self.folder, str(step))
         self._manager = self._open_manager()
 
     def _latest_text(self) -> str:
@@ -369,8 +367,14 @@ def _steps(folder: Path) -> list[int]:
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
+def _remove_unfinished(folder: Path, step: str) -> None:
+    if jax.process_index() == 0:
+        for path in folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _interrupted(folder: Path) -> list[str]:
-    """A sentence on each save that was cut off; orbax removes what it left."""
+    """A sentence on each save that was cut off, and whose files are removed."""
     if not folder.is_dir():
         return []
     steps = {re.match(r"(\d+)\.orbax-checkpoint-tmp", path.name) for path in folder.iterdir()}
