@@ -133,7 +133,8 @@ class Trainer:
     def sample_text(self, params: Any, prompt: str, tokens: int) -> str:
         """The model's continuation of a prompt of bytes; what cannot be printed is replaced."""
         window = self.run.seq_len
-        step = spmd.jit(make_next_logits(self.model), mesh=self.mesh)
+        # Whole on every device, so that every process can read them.
+        step = spmd.jit(make_next_logits(self.model), mesh=self.mesh, out_specs=(None,))
         next_logits = step.compile(params, np.zeros((1, window), np.int32), np.int32(0))
         ids = data.encode(prompt).tolist()
         added = generate(next_logits, params, ids, tokens=tokens, window=window, seed=self.run.seed)

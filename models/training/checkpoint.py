@@ -59,6 +59,17 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
+class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
+    """Orbax's, without its question whether there was a SIGTERM.
+
+    It asks on process 0 alone, and jax counts the questions of all processes to agree on a step.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        del step
+        return False
+
+
 class Checkpoints:
     """The checkpoints of one run; a context manager, which waits for the last save.
 
@@ -84,6 +95,7 @@ class Checkpoints:
         self._saving: _Saving | None = None
         self._ended: list[Record] = []
         self._failures = 0
+        _remove_unfinished(self.folder, "*")
         self._manager = self._open_manager()
 
     def _open_manager(self) -> ocp.CheckpointManager:
@@ -92,12 +104,11 @@ class Checkpoints:
         kept += [policies.EveryNSteps(every)] if every else []
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept),
-            cleanup_tmp_directories=True,
             save_root_metadata=False,
             lightweight_initialize=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._describe),
         )
-        return ocp.CheckpointManager(self.folder, options=options)
+        return _Manager(self.folder, options=options)
 
     # Saving
 
@@ -174,9 +185,7 @@ class Checkpoints:
         """After a failed save: its files make room, and orbax forgets it."""
         with contextlib.suppress(Exception):
             self._manager.close()
-        if jax.process_index() == 0:
-            for path in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(path, ignore_errors=True)
+        _remove_unfinished(self.folder, str(step))
         self._manager = self._open_manager()
 
     def _latest_text(self) -> str:
@@ -358,8 +367,14 @@ def _steps(folder: Path) -> list[int]:
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
+def _remove_unfinished(folder: Path, step: str) -> None:
+    if jax.process_index() == 0:
+        for path in folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _interrupted(folder: Path) -> list[str]:
-    """A sentence on each save that was cut off; orbax removes what it left."""
+    """A sentence on each save that was cut off, and whose files are removed."""
     if not folder.is_dir():
         return []
     steps = {re.match(r"(\d+)\.orbax-checkpoint-tmp", path.name) for path in folder.iterdir()}
