@@ -76,7 +76,7 @@ FORMS = (
 def test_kernel_and_reference(form: Form) -> None:
     b, s, _, _, t = form.sizes
     q, k, v, dout = tensors(*form.sizes)
-    spec = {
+    spec: dict[str, Any] = {
         "causal": form.causal,
         "segments": form.packed,
         "scale": 0.125,
