@@ -124,7 +124,7 @@ def traced_composite(kind: OpKind) -> Traced | None:
     None if its kernel is not for these shapes, or if there is no decomposition.
 
     Raises:
-      SpmdError: a function whose results are not those of the composite.
+      SpmdError: a function that fails, or whose results are not those of the composite.
     """
     composite = composite_of(kind)
     platform = kind.attrs.get(PLATFORM, "")
@@ -155,6 +155,13 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
             module, _, _ = trace(run, structs, {}, platform=platform)
     except _Declined:
         return None
+    except Exception as error:
+        raise SpmdError(
+            f"what computes composite {kind.attrs['name']} on {platform} fails at local shapes",
+            op=f"({', '.join(map(str, kind.operands))})",
+            actual=f"{type(error).__name__}: {error}".strip()[:400],
+            fix="correct it, or let a kernel return NotImplemented for these shapes",
+        ) from error
     _check_results(kind, signature(module)[1], platform)
     program = _read(module)
     # Of a kernel nothing is known but what is around its calls.

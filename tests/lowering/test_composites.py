@@ -53,6 +53,11 @@ def cpu_kernel(x: Any) -> Any:
     return NotImplemented if x.shape[0] % 2 else _flip(jnp.flip(x, 0)) + 1
 
 
+def failing(x: Any) -> Any:
+    """A decomposition with a mistake."""
+    raise ValueError("no such shape")
+
+
 SEEN: list[dict[str, Any]] = []
 
 spmd.register_composite(
@@ -71,6 +76,7 @@ spmd.register_composite(
 )
 spmd.register_composite("test.no_decomposition", "b v -> b v", kernels={"cpu": cpu_kernel})
 spmd.register_composite("test.elsewhere", "b v -> b v", kernels={"cuda": lambda x: x})
+spmd.register_composite("test.fails", "b v -> b v", decomposition=failing)
 spmd.register_composite("test.wrong", "b v -> b v", decomposition=lambda x: x[:1])
 spmd.register_composite(
     "test.heavy",
@@ -218,6 +224,10 @@ def test_mistakes_are_said() -> None:
         spmd.register_composite(
             "test.kind", "b v -> b v", kinds={"b": "sum"}, decomposition=scaled_softmax
         )
+    fn = composite("test.fails", lambda x: x * 2)
+    with pytest.raises(spmd.SpmdError, match="ValueError: no such shape") as caught:
+        jitted(fn).lower(X)
+    assert "test.fails on cpu fails at local shapes" in str(caught.value)
     fn = composite("test.wrong", lambda x: x * 2)
     with pytest.raises(spmd.SpmdError, match="has other results"):
         jitted(fn).lower(X)

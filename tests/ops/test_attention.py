@@ -74,49 +74,65 @@ def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 # The reference, unsplit.
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 2), (4, 1)])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "causal", "packed", "blocks"),
+    [
+        (4, 4, True, False, 1),
+        (8, 2, True, False, 1),
+        (4, 1, True, True, 1),
+        (4, 4, False, False, 1),
+        (8, 2, False, True, 1),
+        (8, 2, True, True, 3),
+        (4, 1, False, False, 3),
+    ],
+)
 def test_reference(
-    heads: int, key_heads: int, causal: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    key_heads: int,
+    causal: bool,
+    packed: bool,
+    blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if blocks > 1:  # 10 queries in blocks of 4: the last one is padded
         monkeypatch.setattr(reference, "MOST_SCORES", 40)
         monkeypatch.setattr(reference, "SMALLEST_BLOCK", 4)
-    args = (*tensors(2, 10, heads, key_heads), documents(2, 10))
-    for segments in (False, True):
-        used = args if segments else args[:4]
+    args = tensors(2, 10, heads, key_heads)
+    ids = documents(2, 10) if packed else None
 
-        def ours(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
-            return attention(q, k, v, causal=causal, segment_ids=segment_ids, implementation="xla")
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, causal=causal, segment_ids=ids, implementation="xla")
 
-        def want(q: Any, k: Any, v: Any, segment_ids: Any = None) -> Any:
-            return plain(q, k, v, causal, segment_ids)
-
-        close(jax.jit(loss(ours))(*used), jax.jit(loss(want))(*used))
+    want = loss(lambda q, k, v: plain(q, k, v, causal, ids))
+    close(jax.jit(loss(ours))(*args), jax.jit(want)(*args))
 
 
 def test_other_keys_than_queries_and_a_scale() -> None:
     q, k, v, _ = tensors(2, 4, 4, 2, t=10)
     segments = documents(2, 4), documents(2, 10)
-    got = attention(q, k, v, causal=False, segment_ids=segments, scale=0.5)
-    close(got, plain(q * 0.5 * math.sqrt(8), k, v, False, segments))
-    close(attention(q, k, v), plain(q, k, v, True))
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any) -> Any:
+        got = attention(q, k, v, causal=False, segment_ids=segments, scale=0.5)
+        want = plain(q * 0.5 * math.sqrt(8), k, v, False, segments)
+        return (got, attention(q, k, v)), (want, plain(q, k, v, True))
+
+    close(*both(q, k, v))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_halves(dtype: Any) -> None:
+def test_halves() -> None:
+    dtype = jnp.bfloat16
     args = tensors(2, 16, 4, 2, dtype=dtype)
     value, grads = jax.jit(loss(attention))(*args)
     assert [g.dtype for g in grads] == [dtype] * 3
     wide = [x.astype(jnp.float32) for x in args]
-    close((value, grads), loss(functools.partial(plain, causal=True))(*wide), 0.05)
+    close((value, grads), jax.jit(loss(functools.partial(plain, causal=True)))(*wide), 0.05)
 
 
 def test_a_query_that_sees_no_key_gives_no_nan() -> None:
     q, k, v, w = tensors(1, 4, 2, 2)
     segments = np.array([[0, 0, 5, 5]], np.int32), np.array([[0, 0, 1, 1]], np.int32)
-    found = loss(lambda q, k, v: attention(q, k, v, segment_ids=segments))(q, k, v, w)
+    found = jax.jit(loss(lambda q, k, v: attention(q, k, v, segment_ids=segments)))(q, k, v, w)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
     np.testing.assert_array_equal(found[1][0][0, 2:], 0)
 
@@ -313,14 +329,19 @@ def test_the_splash_kernel_computes_what_the_reference_does(
     packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splash, "INTERPRET", True)
-    q, k, v, w = tensors(2, 256, 2, 1, d=64)
+    q, k, v, w = tensors(1, 256, 2, 1, d=64)
     spec = {**SPEC, "length": 256, "segments": packed}
     masks = [jnp.arange(256)]
-    masks += [documents(2, 256)] * 2 if packed else []
-    out, lse = reference.forward(q, k, v, *masks, **spec)
-    close(splash.forward(q, k, v, *masks, **spec), (out, lse), 1e-4)
-    want = reference.gradient(q, k, v, out, lse, w, *masks, **spec)
-    close(splash.gradient(q, k, v, out, lse, w, *masks, **spec), want, 1e-4)
+    masks += [documents(1, 256)] * 2 if packed else []
+
+    def both(kernel: Any) -> Any:
+        def run(q: Any, k: Any, v: Any, w: Any) -> Any:
+            out, lse = kernel.forward(q, k, v, *masks, **spec)
+            return out, lse, kernel.gradient(q, k, v, out, lse, w, *masks, **spec)
+
+        return jax.jit(run)(q, k, v, w)
+
+    close(both(splash), both(reference), 1e-4)
 
 
 def kernel_calls(topology: str, split: bool = False, **sizes: Any) -> str:

@@ -128,3 +128,8 @@ def test_flops_per_token_of_both_conventions():
     assert config.flops_per_token(100, "palm") == 6 * (multiplied + 40) + 12 * attention
     tied = dataclasses.replace(config, tie_word_embeddings=True)
     assert tied.flops_per_token(100, "causal") == config.flops_per_token(100, "causal")
+
+
+def test_an_unknown_attention_is_said():
+    with pytest.raises(ConfigError, match="attention is 'flash', not one of"):
+        dataclasses.replace(TINY, attention="flash")

@@ -143,6 +143,14 @@ def test_mark_is_called_at_every_point_with_its_dims(config, tiny_params):
     assert seen == expected
 
 
+def test_every_attention_computes_the_same(tiny_params):
+    want = compiled_forward(TINY)(tiny_params, TOKENS_BS)
+    for attention in ("composite", "xla", "einsum"):
+        config = dataclasses.replace(TINY, attention=attention)
+        got = compiled_forward(config)(tiny_params, TOKENS_BS)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 # Pieces, each against an independent computation
 
 
