@@ -38,7 +38,12 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("remat_every", 1, "Recompute in every n-th layer only.")
 
-flags.DEFINE_enum("attention", "auto", ATTENTIONS, "What computes attention.")
+flags.DEFINE_enum(
+    "attention",
+    None,
+    ATTENTIONS,
+    "What computes attention. Default: auto; on GPUs einsum, for cuDNN's kernel is untried.",
+)
 
 flags.DEFINE_string("mesh", "data=4,model=2", "Mesh axes and their sizes.")
 flags.DEFINE_list(
@@ -186,7 +191,7 @@ def _make_model(platform: str) -> LlamaConfig:
     return dataclasses.replace(
         weight_flags.chosen_config(FLAGS["model"]),
         scan_layers=FLAGS.scan,
-        attention=FLAGS.attention,
+        attention=FLAGS.attention or ("einsum" if platform == "gpu" else "auto"),
         dtype=FLAGS.dtype or default_dtype,
         remat=FLAGS.remat,
         remat_every=FLAGS.remat_every,
