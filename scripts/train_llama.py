@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -62,7 +62,21 @@ HELD_OUT_BATCHES = 8
 _MODEL = flags.DEFINE_enum("model", "quickstart", sorted(CONFIGS), "Which Llama.")
 _MESH = flags.DEFINE_string("mesh", "data=4,model=2", "Mesh axes and their sizes.")
 _DATA = flags.DEFINE_list(
-    "data", [], "Files, directories or glob patterns of text. Default: Python's standard library."
+    "data",
+    [],
+    "Folders made by scripts/tokenize_data, mixed by their shares if given as folder@0.7; or "
+    "files, directories or glob patterns of text. Default: Python's standard library.",
+)
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer",
+    data.BYTES,
+    "Of text in --data: a tokenizer.json, a folder with one, or `bytes`. Folders know theirs.",
+)
+_PACKING = flags.DEFINE_enum(
+    "packing",
+    "none",
+    data.PACKINGS,
+    "Whether documents that share a sequence are kept apart: by attention, positions and loss.",
 )
 _STEPS = flags.DEFINE_integer("steps", 200, "Training steps.")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Tokens of a sequence.")
@@ -94,8 +108,9 @@ class Run:
     config: LlamaConfig
     optimizer: OptimizerConfig
     mesh: spmd.Mesh
-    train_data: data.TokenWindows
-    held_out_data: data.TokenWindows
+    train_data: data.PackedTokens
+    held_out_data: data.PackedTokens
+    tokenizer: data.Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,25 +213,26 @@ def make_run() -> Run:
         learning_rate=_LEARNING_RATE.value
         or default_learning_rate(_OPTIMIZER.value, config.parameter_count()),
     )
-    train_data, held_out_data = load_data()
+    train_data, held_out_data = load_data(config)
     mesh = spmd.make_mesh(devices=devices, **axes)
-    return Run(config, optimizer, mesh, train_data, held_out_data)
+    tokenizer = data.tokenizer_of(data_config())
+    return Run(config, optimizer, mesh, train_data, held_out_data, tokenizer)
 
 
-def load_data() -> tuple[data.TokenWindows, data.TokenWindows]:
-    """(training windows, held-out windows) of the corpus that the flags name."""
-    files = data.find_files(_DATA.value) if _DATA.value else data.standard_library_files()
-    train_tokens, held_out_tokens = data.split_held_out(data.load_corpus(files))
-    if len(held_out_tokens) <= _SEQ_LEN.value:
-        raise UsageError(
-            f"--data: {len(train_tokens) + len(held_out_tokens)} bytes of text are too few: a "
-            f"{data.HELD_OUT_EVERY}th is held out, and has to be longer than --seq_len "
-            f"{_SEQ_LEN.value}"
-        )
-    windows = functools.partial(
-        data.TokenWindows, seq_len=_SEQ_LEN.value, batch_size=_GLOBAL_BATCH.value, seed=_SEED.value
+def data_config() -> data.DataConfig:
+    """What the flags name to train on."""
+    return data.DataConfig(tuple(_DATA.value), _TOKENIZER.value, cast(data.Packing, _PACKING.value))
+
+
+def load_data(config: LlamaConfig) -> tuple[data.PackedTokens, data.PackedTokens]:
+    """(training, held-out) batches of what the flags name."""
+    return data.load_datasets(
+        data_config(),
+        seq_len=_SEQ_LEN.value,
+        batch_size=_GLOBAL_BATCH.value,
+        seed=_SEED.value,
+        vocab_size=config.vocab_size,
     )
-    return windows(train_tokens), windows(held_out_tokens)
 
 
 # Compiling and running
@@ -269,16 +285,17 @@ def train_model(
         flops_per_token={c: config.flops_per_token(_SEQ_LEN.value, c) for c in FLOP_CONVENTIONS},
         peak_flops=peak_flops(jax.devices()[0].device_kind, config.dtype),
     )
-    return train(
-        compiled,
-        state,
-        lambda step: data.place(run.train_data(step), batch_shardings),
-        steps=_STEPS.value,
-        cost=cost,
-        console=console,
-        log_every=max(1, _STEPS.value // 20),
-        jsonl=Path(_LOG_JSONL.value) if _LOG_JSONL.value else None,
-    )
+    with data.Loader(run.train_data, shardings=batch_shardings, start_step=state.step) as loader:
+        return train(
+            compiled,
+            state,
+            lambda step: next(loader),
+            steps=_STEPS.value,
+            cost=cost,
+            console=console,
+            log_every=max(1, _STEPS.value // 20),
+            jsonl=Path(_LOG_JSONL.value) if _LOG_JSONL.value else None,
+        )
 
 
 def held_out_loss(run: Run, params: Any) -> float:
@@ -298,15 +315,16 @@ def sample_text(run: Run, params: Any) -> str:
     window = _SEQ_LEN.value
     step = spmd.jit(make_next_logits(run.config), mesh=run.mesh)
     next_logits = step.compile(params, np.zeros((1, window), np.int32), np.int32(0))
+    tokenizer = run.tokenizer
     tokens = generate(
         next_logits,
         params,
-        data.encode(PROMPT).tolist(),
+        tokenizer.encode_batch([PROMPT])[0].tolist(),
         tokens=SAMPLE_TOKENS,
         window=window,
         seed=_SEED.value,
     )
-    text = PROMPT + data.decode(tokens)
+    text = PROMPT + tokenizer.decode(tokens)
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
@@ -328,7 +346,7 @@ def print_run(run: Run, console: Console) -> None:
     )
     console.print(
         f"{_GLOBAL_BATCH.value} x {_SEQ_LEN.value} tokens a step, {_STEPS.value} steps, from "
-        f"{len(run.train_data.tokens):,} bytes of "
+        f"{run.train_data.token_count:,} tokens of "
         f"{', '.join(_DATA.value) or 'the Python standard library'}"
     )
     for sentence in sharding.dropped_marks(config, mesh.shape):
