@@ -19,6 +19,7 @@ SHELL_SCRIPTS = [
     "scripts/verify",
     "scripts/bench_bytes",
     "scripts/explain",
+    "scripts/tokenize_data",
     ".ci/run",
 ]
 

@@ -1,7 +1,5 @@
-"""What goes wrong with data, told to the user in one line."""
-
-from __future__ import annotations
+"""What a user can mend about data; free of jax, so that processes that tokenise start fast."""
 
 
 class DataError(ValueError):
-    """Data that cannot be read, do not fit what is asked of them, or are too few."""
+    """Data that cannot be read, does not fit, or is too small; the message is one line."""

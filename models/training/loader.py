@@ -11,6 +11,7 @@ import grain
 import jax
 import numpy as np
 import numpy.typing as npt
+from absl import flags
 from jax.sharding import Sharding
 
 from models.training.samples import Batch, PackedTokens
@@ -110,6 +111,8 @@ def _read_ahead(read: _HostRows, start_step: int, prefetch: int, workers: int) -
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(1, prefetch))
     batches = steps.to_iter_dataset(options)
     if workers:
+        if not flags.FLAGS.is_parsed():  # grain reads flags of its own, parsed or not
+            flags.FLAGS.mark_as_parsed()
         batches = batches.mp_prefetch(
             grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
         )

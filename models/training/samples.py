@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from models.training.corpus import Part
 from models.training.errors import DataError
+from models.training.mixture import Shares
 
 Batch = dict[str, npt.NDArray[Any]]
 
@@ -144,7 +146,10 @@ class PackedTokens:
             grain.MapDataset.source(self._windows(part)).shuffle(seed=int(seed)).repeat()
             for part, seed in zip(self.parts, seeds, strict=True)
         ]
-        return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, self.shares)
+        if len(orders) == 1:
+            return orders[0]
+        shares = Shares(self.shares or [1.0] * len(orders), sys.maxsize)
+        return grain.MapDataset.select_from_datasets(orders, shares)
 
     def _windows(self, part: Part) -> Windows:
         return Windows(part, self.seq_len, self.boundaries, self.mask_boundaries)
