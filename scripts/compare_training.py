@@ -146,8 +146,9 @@ def main(argv: Sequence[str]) -> None:
     del argv
     config = named_config(_MODEL.value)
     axes = {name: int(size) for name, size in (p.split("=") for p in _MESH.value.split(","))}
-    tokens = data.load_corpus(data.standard_library_files())
-    batches = data.TokenWindows(tokens, _SEQ_LEN.value, _BATCH.value)
+    batches, _ = data.load_datasets(
+        data.DataConfig(), seq_len=_SEQ_LEN.value, batch_size=_BATCH.value
+    )
     found = losses(config, batches, _STEPS.value, spmd.make_mesh(**axes))
     print(f"{_MODEL.value}, {_BATCH.value} x {_SEQ_LEN.value}, {_MESH.value}\n")
     print(f"| step | {' | '.join(found)} |")

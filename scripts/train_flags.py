@@ -16,6 +16,7 @@ from models.llama import sharding
 from models.llama.config import ATTENTIONS, CONFIGS, DTYPES, LlamaConfig
 from models.llama.model import MARK_POINTS
 from models.llama.remat import check_can_offload, checkpoint_policy
+from models.training import data
 from models.training.checkpoint import AUTO
 from models.training.optimizer import OPTIMIZERS, OptimizerConfig, default_learning_rate
 from models.training.profile import ProfileRange
@@ -55,7 +56,21 @@ flags.DEFINE_list(
 flags.DEFINE_enum("sharding", "2d", sorted(sharding.TABLES), "What is split over what, by name.")
 
 flags.DEFINE_list(
-    "data", [], "Files, directories or glob patterns of text. Default: Python's standard library."
+    "data",
+    [],
+    "Folders made by scripts/tokenize_data, mixed by their shares if given as folder@0.7; or "
+    "files, directories or glob patterns of text. Default: Python's standard library.",
+)
+flags.DEFINE_string(
+    "tokenizer",
+    data.BYTES,
+    "Of text in --data: a tokenizer.json, a folder with one, or `bytes`. Folders know theirs.",
+)
+flags.DEFINE_enum(
+    "packing",
+    "none",
+    data.PACKINGS,
+    "Whether documents that share a sequence are kept apart: by attention, positions and loss.",
 )
 flags.DEFINE_integer("seq_len", 128, "Tokens of a sequence.")
 flags.DEFINE_integer("global_batch", 16, "Sequences of a step, on all devices.")
@@ -108,7 +123,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     ),
     "weights": ("init_from", "export_hf", "export_dtype"),
     "devices": ("mesh", "dcn", "sharding", "watchdog_timeout"),
-    "data": ("data", "seq_len", "global_batch", "microbatches"),
+    "data": ("data", "tokenizer", "packing", "seq_len", "global_batch", "microbatches"),
     "training": (
         "steps", "optimizer", "learning_rate", "warmup_steps", "weight_decay", "clip_norm",
         "z_loss", "on_nonfinite", "max_skipped", "seed",

@@ -18,14 +18,11 @@ SIGINT, --resume goes on; 76 another process was lost; 77 a step took longer tha
 """
 
 import contextlib
-import functools
-import hashlib
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from absl import app
@@ -78,32 +75,20 @@ USER_ERRORS = (
 # Data
 
 
-def load_data(run: RunConfig) -> tuple[data.TokenWindows, data.TokenWindows]:
-    """(training, held-out) windows of the corpus that the flags name."""
-    files = data.find_files(run.data) if run.data else data.standard_library_files()
-    train_tokens, held_out_tokens = data.split_held_out(data.load_corpus(files))
-    if len(held_out_tokens) <= run.seq_len:
-        raise RunError(
-            f"--data: {len(train_tokens) + len(held_out_tokens)} bytes of text are too few: a "
-            f"{data.HELD_OUT_EVERY}th is held out, and has to be longer than --seq_len "
-            f"{run.seq_len}"
-        )
-    windows = functools.partial(
-        data.TokenWindows, seq_len=run.seq_len, batch_size=run.global_batch, seed=run.seed
+def data_config(run: RunConfig) -> data.DataConfig:
+    """What the flags name to train on."""
+    return data.DataConfig(run.data, run.tokenizer, run.packing)
+
+
+def load_data(run: RunConfig) -> tuple[data.PackedTokens, data.PackedTokens]:
+    """(training, held-out) batches of what the flags name."""
+    return data.load_datasets(
+        data_config(run),
+        seq_len=run.seq_len,
+        batch_size=run.global_batch,
+        seed=run.seed,
+        vocab_size=run.model.vocab_size,
     )
-    return windows(train_tokens), windows(held_out_tokens)
-
-
-def fingerprint(dataset: data.TokenWindows) -> str:
-    """Equal for equal text."""
-    return hashlib.sha256(dataset.tokens.tobytes()).hexdigest()[:16]
-
-
-def batches_from(step: int, dataset: data.TokenWindows, trainer: Trainer) -> Any:
-    """The batches of the steps after `step`, on the devices."""
-    while True:
-        yield trainer.place(dataset(step))
-        step += 1
 
 
 # Starting and resuming
@@ -179,8 +164,8 @@ def open_sinks(run: RunConfig, folder: RunFolder | None, console: Console, step:
 def train_model(
     trainer: Trainer,
     state: TrainState,
-    train_data: data.TokenWindows,
-    held_out: data.TokenWindows,
+    train_data: data.PackedTokens,
+    held_out: data.PackedTokens,
     *,
     stop: StopSignals,
     sinks: Sinks,
@@ -195,11 +180,16 @@ def train_model(
         save_every=run.save_every,
         max_skipped=run.max_skipped,
     )
-    with watched(folder) as beat:
+    with (
+        watched(folder) as beat,
+        data.Loader(
+            train_data, shardings=trainer.step.in_shardings[2], start_step=state.step
+        ) as batches,
+    ):
         return train(
             trainer.step,
             state,
-            batches_from(state.step, train_data, trainer),
+            batches,
             schedule,
             cost=trainer.cost(),
             sinks=sinks,
@@ -240,7 +230,7 @@ def print_run(run: RunConfig, mesh: spmd.Mesh, tokens: int, console: Console) ->
     parts = f" in {run.microbatches} microbatches" if run.microbatches > 1 else ""
     console.print(
         f"{run.global_batch} x {run.seq_len} tokens a step{parts}, {run.steps} steps, from "
-        f"{tokens:,} bytes of {', '.join(run.data) or 'the Python standard library'}"
+        f"{tokens:,} tokens of {', '.join(run.data) or 'the Python standard library'}"
     )
     for sentence in sharding.dropped_marks(model, mesh.shape, sharding.TABLES[run.sharding]):
         console.print(f"not marked: {sentence}")
@@ -278,15 +268,15 @@ def run_training() -> int:
     mesh = make_mesh(run, devices)
     train_data, held_out = load_data(run)
     same = {f"--{name}": str(value) for name, value in run.to_json().items()}
-    launch.check_same({**same, "training text (hash)": fingerprint(train_data)})
+    launch.check_same({**same, "training text (hash)": train_data.fingerprint})
     folder = RunFolder(Path(FLAGS.run_dir)) if FLAGS.run_dir else None
-    print_run(run, mesh, len(train_data.tokens), console)
+    print_run(run, mesh, train_data.token_count, console)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
         checkpoints, found = None, None
         if folder is not None:
             folder.make()
-            checkpoints = open_checkpoints(run, folder, fingerprint(train_data))
+            checkpoints = open_checkpoints(run, folder, train_data.fingerprint)
             stack.enter_context(checkpoints)
             found = find_checkpoint(run, checkpoints, console)
             if launch.is_main_process():
@@ -314,7 +304,8 @@ def run_training() -> int:
         return print_stopped(stop, outcome, folder, console)
     weight_flags.export_params(outcome.state.params, run.model, console)
     if FLAGS.sample_tokens:
-        text = trainer.sample_text(outcome.state.params, PROMPT, FLAGS.sample_tokens)
+        tokenizer = data.tokenizer_of(data_config(run))
+        text = trainer.sample_text(outcome.state.params, PROMPT, FLAGS.sample_tokens, tokenizer)
         console.print(f"--- a sample\n{text}\n---")
     if FLAGS.report:
         write_report(trainer, Path(FLAGS.report), console, prices=True)

@@ -21,6 +21,7 @@ SHELL_SCRIPTS = [
     "scripts/explain",
     "scripts/launch",
     "scripts/resume_test",
+    "scripts/tokenize_data",
     ".ci/run",
 ]
 

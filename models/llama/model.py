@@ -154,7 +154,13 @@ def unstack_layers(params: Params) -> Params:
 
 
 def forward(
-    params: Params, tokens_BS: jax.Array, config: LlamaConfig, mark: Mark = no_marks
+    params: Params,
+    tokens_BS: jax.Array,
+    config: LlamaConfig,
+    mark: Mark = no_marks,
+    *,
+    segment_ids_BS: jax.Array | None = None,
+    positions_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Logits of the token after each position, which sees itself and what is before it.
 
@@ -163,14 +169,18 @@ def forward(
         tokens_BS: token ids, integers in `[0, vocab_size)`.
         config: the model.
         mark: called at every point of `MARK_POINTS`.
+        segment_ids_BS: which document each token belongs to: it sees that one alone. None is one
+            document for each row.
+        positions_BS: of each token in its document; None counts from 0 in each row.
 
     Returns:
         Logits (B, S, V) in the compute dtype.
     """
     table_VH = params["embed_tokens"]["weight"].astype(config.dtype)
     x_BSH = mark("inputs_embeds", jnp.take(table_VH, tokens_BS, axis=0, mode="clip"))
-    rope_SE = rope_angles(tokens_BS.shape[1], config)
-    x_BSH = _run_layers(params["layers"], x_BSH, rope_SE, config, mark)
+    positions = jnp.arange(tokens_BS.shape[1]) if positions_BS is None else positions_BS
+    rope = rope_angles(positions, config)
+    x_BSH = _run_layers(params["layers"], x_BSH, rope, segment_ids_BS, config, mark)
     x_BSH = rms_norm(x_BSH, params["norm"]["weight"], config.rms_norm_eps)
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
     return mark("logits", linear(x_BSH, head["weight"]))
@@ -183,6 +193,10 @@ def loss(
     config: LlamaConfig,
     mark: Mark = no_marks,
     z_loss: float = 0.0,
+    *,
+    segment_ids_BS: jax.Array | None = None,
+    positions_BS: jax.Array | None = None,
+    weights_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Mean cross-entropy, in nats and float32, of the token that follows each position.
 
@@ -193,12 +207,28 @@ def loss(
         config: the model.
         mark: as for `forward`.
         z_loss: as for `cross_entropy`.
+        segment_ids_BS, positions_BS: as for `forward`.
+        weights_BS: of each target in the mean; None is 1.
     """
-    return cross_entropy(forward(params, inputs_BS, config, mark), targets_BS, z_loss)
+    logits_BSV = forward(
+        params,
+        inputs_BS,
+        config,
+        mark,
+        segment_ids_BS=segment_ids_BS,
+        positions_BS=positions_BS,
+    )
+    return cross_entropy(logits_BSV, targets_BS, weights_BS, z_loss=z_loss)
 
 
-def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, z_loss: float = 0.0) -> jax.Array:
-    """Mean of `-log softmax(logits)[target]` in float32.
+def cross_entropy(
+    logits_BSV: jax.Array,
+    targets_BS: jax.Array,
+    weights_BS: jax.Array | None = None,
+    *,
+    z_loss: float = 0.0,
+) -> jax.Array:
+    """Mean of `-log softmax(logits)[target]` in float32, by weights; 0 if there is no weight.
 
     `z_loss` times the square of the softmax's log-normalizer is added to each position's (Chowdhery
     et al. 2022, section 5), which keeps logits from drifting.
@@ -211,17 +241,28 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, z_loss: float = 
     loss_BS = normalizer_BS - target_BS
     if z_loss:
         loss_BS += z_loss * jnp.square(normalizer_BS)
-    return jnp.mean(loss_BS)
+    return jnp.mean(loss_BS) if weights_BS is None else weighted_mean(loss_BS, weights_BS)
+
+
+def weighted_mean(x_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
+    """`sum(weights * x) / sum(weights)`, and 0 where all weights are."""
+    total = jnp.sum(weights_BS)
+    return jnp.sum(weights_BS * x_BS) / jnp.where(total > 0, total, 1.0)
 
 
 def _run_layers(
-    layers: Params, x_BSH: jax.Array, rope_SE: jax.Array, config: LlamaConfig, mark: Mark
+    layers: Params,
+    x_BSH: jax.Array,
+    rope: jax.Array,
+    segment_ids_BS: jax.Array | None,
+    config: LlamaConfig,
+    mark: Mark,
 ) -> jax.Array:
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
 
     def run(layer: Params, x_BSH: jax.Array) -> jax.Array:
-        return decoder_layer(layer, x_BSH, rope_SE, config, mark)
+        return decoder_layer(layer, x_BSH, rope, segment_ids_BS, config, mark)
 
     def run_some(some: Sequence[Params], x_BSH: jax.Array) -> jax.Array:
         for index, layer in enumerate(some, start=1):
@@ -249,51 +290,79 @@ def _run_layers(
 
 
 def decoder_layer(
-    layer: Params, x_BSH: jax.Array, rope_SE: jax.Array, config: LlamaConfig, mark: Mark
+    layer: Params,
+    x_BSH: jax.Array,
+    rope: jax.Array,
+    segment_ids_BS: jax.Array | None,
+    config: LlamaConfig,
+    mark: Mark,
 ) -> jax.Array:
     """One layer: attention, then the MLP, each normalized before and added to its input."""
     eps = config.rms_norm_eps
     normed_BSH = rms_norm(x_BSH, layer["input_layernorm"]["weight"], eps)
-    x_BSH = x_BSH + attention(layer["self_attn"], normed_BSH, rope_SE, config, mark)
+    weights = layer["self_attn"]
+    x_BSH = x_BSH + attention(weights, normed_BSH, rope, segment_ids_BS, config, mark)
     normed_BSH = rms_norm(x_BSH, layer["post_attention_layernorm"]["weight"], eps)
     return x_BSH + mlp(layer["mlp"], normed_BSH, mark)
 
 
 def attention(
-    weights: Params, x_BSH: jax.Array, rope_SE: jax.Array, config: LlamaConfig, mark: Mark
+    weights: Params,
+    x_BSH: jax.Array,
+    rope: jax.Array,
+    segment_ids_BS: jax.Array | None,
+    config: LlamaConfig,
+    mark: Mark,
 ) -> jax.Array:
     """Causal self-attention, grouped-query where there are fewer key than query heads."""
     q = mark("q", linear(x_BSH, weights["q_proj"]["weight"]))
     k = mark("k", linear(x_BSH, weights["k_proj"]["weight"]))
     v = mark("v", linear(x_BSH, weights["v_proj"]["weight"]))
-    q_BSND = apply_rope(split_heads(q, config.num_attention_heads), rope_SE)
-    k_BTKD = apply_rope(split_heads(k, config.kv_heads), rope_SE)
+    q_BSND = apply_rope(split_heads(q, config.num_attention_heads), rope)
+    k_BTKD = apply_rope(split_heads(k, config.kv_heads), rope)
     v_BTKD = split_heads(v, config.kv_heads)
     if config.attention == "einsum":
-        heads_BSND = einsum_attention(q_BSND, k_BTKD, v_BTKD, mark)
+        heads_BSND = einsum_attention(q_BSND, k_BTKD, v_BTKD, mark, segment_ids_BS)
     else:
         heads_BSND = spmd.ops.attention(
-            q_BSND, k_BTKD, v_BTKD, implementation=cast(Any, config.attention)
+            q_BSND,
+            k_BTKD,
+            v_BTKD,
+            segment_ids=segment_ids_BS,
+            implementation=cast(Any, config.attention),
         )
     return mark("attention_output", linear(merge_heads(heads_BSND), weights["o_proj"]["weight"]))
 
 
 def einsum_attention(
-    q_BSND: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, mark: Mark
+    q_BSND: jax.Array,
+    k_BTKD: jax.Array,
+    v_BTKD: jax.Array,
+    mark: Mark,
+    segment_ids_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention with weights that are there as a whole, and can be marked."""
     groups = q_BSND.shape[2] // k_BTKD.shape[2]
     k_BTND, v_BTND = repeat_heads(k_BTKD, groups), repeat_heads(v_BTKD, groups)
-    weights_BNST = mark("attention_weights", attention_weights(q_BSND, k_BTND))
+    weights_BNST = attention_weights(q_BSND, k_BTND, segment_ids_BS)
+    weights_BNST = mark("attention_weights", weights_BNST)
     return jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
 
 
-def attention_weights(q_BSND: jax.Array, k_BTND: jax.Array) -> jax.Array:
-    """Causal `softmax(q k / sqrt(D))`, taken in float32; (B, N, S, T) in the dtype of `q`."""
+def attention_weights(
+    q_BSND: jax.Array, k_BTND: jax.Array, segment_ids_BS: jax.Array | None = None
+) -> jax.Array:
+    """Causal `softmax(q k / sqrt(D))`, taken in float32; (B, N, S, T) in the dtype of `q`.
+
+    With segments, a token sees those of its own alone.
+    """
     scores_BNST = jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND, preferred_element_type=jnp.float32)
     scores_BNST *= q_BSND.shape[-1] ** -0.5
     visible_ST = jnp.arange(q_BSND.shape[1])[:, None] >= jnp.arange(k_BTND.shape[1])[None, :]
     scores_BNST = jnp.where(visible_ST, scores_BNST, np.finfo(np.float32).min)
+    if segment_ids_BS is not None:
+        same_BST = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
+        scores_BNST = jnp.where(same_BST[:, None], scores_BNST, np.finfo(np.float32).min)
     return jax.nn.softmax(scores_BNST, axis=-1).astype(q_BSND.dtype)
 
 
@@ -322,17 +391,26 @@ def rms_norm(x_BSH: jax.Array, weight_H: jax.Array, eps: float) -> jax.Array:
     return normed_BSH.astype(x_BSH.dtype) * weight_H.astype(x_BSH.dtype)
 
 
-def rope_angles(seq_len: int, config: LlamaConfig) -> jax.Array:
-    """Rotation of every position and frequency, in radians; (S, E) float32."""
-    return jnp.arange(seq_len, dtype=jnp.float32)[:, None] * rope_frequencies(config)
+def rope_angles(positions: jax.Array, config: LlamaConfig) -> jax.Array:
+    """Rotation of every position and frequency, in radians; float32.
+
+    Args:
+        positions: (S,), or (B, S) where rows differ.
+        config: the model.
+
+    Returns:
+        Angles (S, E) or (B, S, E).
+    """
+    return positions.astype(jnp.float32)[..., None] * rope_frequencies(config)
 
 
-def apply_rope(x_BSND: jax.Array, angles_SE: jax.Array) -> jax.Array:
+def apply_rope(x_BSND: jax.Array, angles: jax.Array) -> jax.Array:
     """Rotary embedding (Su et al. 2021), rotating a head's first half against its second half.
 
-    That is the layout of Hugging Face's weights; the original pairs neighbouring entries.
+    That is the layout of Hugging Face's weights; the original pairs neighbouring entries. Angles
+    are (S, E) or (B, S, E).
     """
-    cos_S1E, sin_S1E = jnp.cos(angles_SE)[:, None, :], jnp.sin(angles_SE)[:, None, :]
+    cos_S1E, sin_S1E = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     first_BSNE, second_BSNE = jnp.split(x_BSND.astype(jnp.float32), 2, axis=-1)
     rotated = (
         first_BSNE * cos_S1E - second_BSNE * sin_S1E,

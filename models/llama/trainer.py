@@ -130,15 +130,15 @@ class Trainer:
 
         return evaluate
 
-    def sample_text(self, params: Any, prompt: str, tokens: int) -> str:
-        """The model's continuation of a prompt of bytes; what cannot be printed is replaced."""
+    def sample_text(self, params: Any, prompt: str, tokens: int, tokenizer: data.Tokenizer) -> str:
+        """The model's continuation of a prompt; what cannot be printed is replaced."""
         window = self.run.seq_len
         # Whole on every device, so that every process can read them.
         step = spmd.jit(make_next_logits(self.model), mesh=self.mesh, out_specs=(None,))
         next_logits = step.compile(params, np.zeros((1, window), np.int32), np.int32(0))
-        ids = data.encode(prompt).tolist()
+        ids = tokenizer.encode_batch([prompt])[0].tolist()
         added = generate(next_logits, params, ids, tokens=tokens, window=window, seed=self.run.seed)
-        text = prompt + data.decode(added)
+        text = prompt + tokenizer.decode(added)
         return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 

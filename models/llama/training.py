@@ -21,10 +21,23 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]
 def batch_loss(
     config: LlamaConfig, mark: Mark = no_marks, z_loss: float = 0.0
 ) -> Callable[[Any, Any], jax.Array]:
-    """`loss(params, batch)` where a batch holds `inputs` and `targets`, token ids (B, S)."""
+    """`loss(params, batch)` where a batch holds `inputs` and `targets`, token ids (B, S).
+
+    `segment_ids`, `positions` and `weights` (B, S) tell packed documents apart, if there.
+    """
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return model.loss(params, batch["inputs"], batch["targets"], config, mark, z_loss)
+        return model.loss(
+            params,
+            batch["inputs"],
+            batch["targets"],
+            config,
+            mark,
+            z_loss,
+            segment_ids_BS=batch.get("segment_ids"),
+            positions_BS=batch.get("positions"),
+            weights_BS=batch.get("weights"),
+        )
 
     return loss
 

@@ -1,49 +1,217 @@
-"""Text as bytes, and training samples that are a function of (seed, step) alone.
+"""What a run is trained on: text as it is, or folders of tokens; the way in to all of it.
 
-Nothing here has state: a run that resumes at step 1000, or on another number of hosts, sees the
-same batches as one that never stopped.
+`corpus` holds tokens, `token_folder` keeps them on disk, `tokenize` fills such folders,
+`samples` makes batches of them, `loader` brings batches to the devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import glob
+import functools
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import jax
 import numpy as np
 import numpy.typing as npt
 
-Tokens = npt.NDArray[np.uint8]
-Batch = dict[str, npt.NDArray[np.int32]]
+from models.training.corpus import (
+    HELD_OUT_EVERY,
+    Corpus,
+    Part,
+    from_documents,
+    split_held_out,
+    whole,
+)
+from models.training.errors import DataError
+from models.training.files import find_files
+from models.training.loader import Loader, place
+from models.training.samples import Batch, PackedTokens
+from models.training.token_folder import folder_tokenizer, is_token_folder, open_folder
+from models.training.tokenizer import (
+    BYTE_VOCABULARY,
+    BYTES,
+    DOCUMENT_END,
+    Tokenizer,
+    decode,
+    encode,
+    load_tokenizer,
+)
 
-BYTE_VOCABULARY = 256
-DOCUMENT_END = 0
-"""Token between documents: a byte that no text contains."""
+__all__ = [
+    "BYTES",
+    "BYTE_VOCABULARY",
+    "DOCUMENT_END",
+    "HELD_OUT_EVERY",
+    "PACKINGS",
+    "Batch",
+    "Corpus",
+    "DataConfig",
+    "DataError",
+    "Loader",
+    "PackedTokens",
+    "Packing",
+    "Part",
+    "Tokenizer",
+    "decode",
+    "encode",
+    "find_files",
+    "from_documents",
+    "load_corpus",
+    "load_datasets",
+    "load_tokenizer",
+    "open_folder",
+    "place",
+    "split_held_out",
+    "standard_library_files",
+    "tokenizer_of",
+    "whole",
+]
 
 DEFAULT_CORPUS_BYTES = 8 * 2**20
-HELD_OUT_EVERY = 20
-HELD_OUT_CHUNK = 64 * 2**10
+"""How much of the standard library is read."""
+
+MEMORY_BYTES = 2**30
+"""The most text that is tokenised in memory."""
+
+Packing = Literal["boundaries", "none"]
+PACKINGS: tuple[Packing, ...] = ("boundaries", "none")
 
 
-class DataError(ValueError):
-    """A corpus that cannot be read, or is too small."""
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to train on.
+
+    Args:
+        sources: folders of `scripts/tokenize_data`, each with a share of the samples as in
+            `folder@0.7` (1 where none is given); or files, directories and glob patterns of text.
+            Nothing is Python's standard library.
+        tokenizer: of text; folders know theirs.
+        packing: `boundaries` keeps packed documents apart, `none` lets them run into each other.
+    """
+
+    sources: Sequence[str] = ()
+    tokenizer: str = BYTES
+    packing: Packing = "none"
 
 
-def encode(text: str) -> Tokens:
-    """Text -> its UTF-8 bytes, one token each."""
-    return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+def load_datasets(
+    config: DataConfig,
+    *,
+    seq_len: int,
+    batch_size: int,
+    seed: int = 0,
+    vocab_size: int | None = None,
+) -> tuple[PackedTokens, PackedTokens]:
+    """(training, held-out) batches of what a configuration names.
+
+    Args:
+        config: what to train on.
+        seq_len: tokens of a sample.
+        batch_size: samples of a batch.
+        seed: of their order.
+        vocab_size: how many ids the model knows; None is any number.
+
+    Raises:
+        DataError: it cannot be read, is too small, or has ids that the model does not know.
+    """
+    corpora, shares = open_sources(config)
+    for corpus in corpora:
+        if vocab_size is not None and corpus.vocab_size > vocab_size:
+            raise DataError(
+                f"{corpus.name}: its tokenizer has {corpus.vocab_size} ids, and the model's "
+                f"vocab_size is {vocab_size}; take the model's tokenizer, or a larger vocabulary"
+            )
+    splits = [split_held_out(corpus) for corpus in corpora]
+    for _, held_out in splits:
+        _check_held_out(held_out, seq_len)
+    packed = functools.partial(
+        PackedTokens,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        seed=seed,
+        shares=shares if len(shares) > 1 else None,
+        boundaries=config.packing == "boundaries",
+    )
+    return packed([train for train, _ in splits]), packed([held_out for _, held_out in splits])
 
 
-def decode(tokens: Iterable[int]) -> str:
-    """Tokens -> text; bytes that are not valid UTF-8 become the replacement character."""
-    return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
+def _check_held_out(held_out: Part, seq_len: int) -> None:
+    if len(held_out) <= seq_len:
+        raise DataError(
+            f"{held_out.corpus.name}: {len(held_out.corpus)} tokens are too few: a "
+            f"{HELD_OUT_EVERY}th is held out, here {len(held_out)}, and has to be longer than a "
+            f"sample of {seq_len}"
+        )
 
 
-# Corpora
+# Sources
+
+
+def open_sources(config: DataConfig) -> tuple[list[Corpus], list[float]]:
+    """The corpora that a configuration names, and the share of each.
+
+    Raises:
+        DataError: one cannot be opened, or folders of tokens are mixed with text.
+    """
+    if not config.sources:
+        files = standard_library_files()
+        tokenizer = load_tokenizer(config.tokenizer)
+        name = "the Python standard library"
+        return [load_corpus(files, DEFAULT_CORPUS_BYTES, tokenizer, name)], [1.0]
+    named = [_parse_source(source) for source in config.sources]
+    folders = [path for path, _ in named if is_token_folder(path)]
+    if not folders:
+        return [_open_text(config)], [1.0]
+    if len(folders) < len(named):
+        text = next(path for path, _ in named if path not in folders)
+        raise DataError(
+            f"{text} is text and {folders[0]} a folder of tokens: tokenise the text too, with "
+            "scripts/tokenize_data"
+        )
+    _check_same_tokenizer(folders)
+    return [open_folder(folder) for folder in folders], [share for _, share in named]
+
+
+def _parse_source(source: str) -> tuple[Path, float]:
+    """`"folder@0.7"` -> (folder, 0.7); what is there under its whole name has a share of 1."""
+    name, at, share = source.rpartition("@")
+    if not at or Path(source).exists():
+        return Path(source), 1.0
+    try:
+        return Path(name), float(share)
+    except ValueError:
+        return Path(source), 1.0
+
+
+def _open_text(config: DataConfig) -> Corpus:
+    files = find_files(config.sources)
+    size = sum(path.stat().st_size for path in files)
+    if size > MEMORY_BYTES:
+        raise DataError(
+            f"{', '.join(config.sources)}: {size:,} bytes of text are more than the "
+            f"{MEMORY_BYTES:,} that are tokenised in memory; tokenise them once with "
+            "scripts/tokenize_data, and give its folder"
+        )
+    name = ", ".join(config.sources)
+    return load_corpus(files, MEMORY_BYTES, load_tokenizer(config.tokenizer), name)
+
+
+def _check_same_tokenizer(folders: Sequence[Path]) -> None:
+    hashes = [folder_tokenizer(folder).sha256 for folder in folders]
+    for folder, sha256 in zip(folders, hashes, strict=True):
+        if sha256 != hashes[0]:
+            raise DataError(f"{folder} and {folders[0]} were made by different tokenizers")
+
+
+def tokenizer_of(config: DataConfig) -> Tokenizer:
+    """The tokenizer of what a configuration names."""
+    folders = [path for path, _ in map(_parse_source, config.sources) if is_token_folder(path)]
+    return folder_tokenizer(folders[0]) if folders else load_tokenizer(config.tokenizer)
+
+
+# Text
 
 
 def standard_library_files() -> list[Path]:
@@ -55,115 +223,51 @@ def standard_library_files() -> list[Path]:
     )
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
-    """Files, all files below directories, and what glob patterns match; sorted, each one once.
-
-    Raises:
-        DataError: a pattern matches no file.
-    """
-    found: set[Path] = set()
-    for pattern in patterns:
-        matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
-        below = (
-            path for match in matches for path in (match.rglob("*") if match.is_dir() else [match])
-        )
-        files = {path for path in below if path.is_file()}
-        if not files:
-            raise DataError(f"no file matches {pattern!r}")
-        found |= files
-    return sorted(found)
-
-
-def load_corpus(files: Sequence[Path], max_bytes: int = DEFAULT_CORPUS_BYTES) -> Tokens:
-    """The files' bytes, in order, each followed by `DOCUMENT_END`.
+def load_corpus(
+    files: Sequence[Path],
+    max_bytes: int = DEFAULT_CORPUS_BYTES,
+    tokenizer: Tokenizer | None = None,
+    name: str = "the corpus",
+) -> Corpus:
+    """The files' text, tokenised in memory, each file a document.
 
     Files that are not text (they contain a zero byte) are skipped; reading stops at `max_bytes`.
+
+    Args:
+        files: in the order of the documents.
+        max_bytes: of text.
+        tokenizer: None is that of bytes.
+        name: what to call it in messages.
 
     Raises:
         DataError: nothing was left.
     """
+    tokenizer = tokenizer or load_tokenizer()
     documents: list[bytes] = []
     left = max_bytes
     for path in files:
         document = path.read_bytes()[:left]
-        if not document or DOCUMENT_END in document:
+        if not document or b"\0" in document:
             continue
-        documents += [document, bytes([DOCUMENT_END])]
+        documents.append(document)
         left -= len(document)
         if left <= 0:
             break
     if not documents:
         raise DataError(f"none of {len(files)} files contains text")
-    return np.frombuffer(b"".join(documents), dtype=np.uint8)
+    dtype = np.uint8 if tokenizer.vocab_size <= 2**8 else np.uint32
+    return from_documents(
+        (ids.astype(dtype) for ids in _encode(documents, tokenizer)), tokenizer.vocab_size, name
+    )
 
 
-def split_held_out(tokens: Tokens, every: int = HELD_OUT_EVERY) -> tuple[Tokens, Tokens]:
-    """(training tokens, held-out tokens): every 20th chunk of up to 64 KiB is held out.
-
-    Chunks from all over the corpus, because its end alone may be of another kind.
-    """
-    chunk = max(1, min(HELD_OUT_CHUNK, len(tokens) // every))
-    held_out = np.arange(len(tokens)) // chunk % every == every - 1
-    return tokens[~held_out], tokens[held_out]
-
-
-# Samples
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TokenWindows:
-    """Batches of windows at random places of a corpus; batch `i` depends on (seed, i) only.
-
-    Args:
-        tokens: the corpus, token ids in one dim.
-        seq_len: tokens of a window.
-        batch_size: windows of a batch.
-        seed: chooses the places.
-
-    Raises:
-        DataError: the corpus is shorter than one window and its target.
-
-    Example:
-        >>> windows = TokenWindows(encode("to be or not to be"), seq_len=4, batch_size=2, seed=0)
-        >>> batch = windows(7)
-        >>> batch["inputs"].shape, batch["targets"].shape
-        ((2, 4), (2, 4))
-    """
-
-    tokens: Tokens
-    seq_len: int
-    batch_size: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if len(self.tokens) <= self.seq_len:
-            raise DataError(
-                f"the corpus has {len(self.tokens)} tokens; windows of {self.seq_len} tokens, each "
-                f"with a successor, need at least {self.seq_len + 1}"
-            )
-
-    def __call__(self, step: int) -> Batch:
-        """`inputs` (B, S) and, one token on, `targets` (B, S) of one step; int32."""
-        generator = np.random.default_rng([self.seed, step])
-        starts_B = generator.integers(0, len(self.tokens) - self.seq_len, size=self.batch_size)
-        windows = self.tokens[starts_B[:, None] + np.arange(self.seq_len + 1)].astype(np.int32)
-        return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
-
-    def struct(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a batch."""
-        leaf = jax.ShapeDtypeStruct((self.batch_size, self.seq_len), np.int32)  # type: ignore[no-untyped-call]
-        return {"inputs": leaf, "targets": leaf}
-
-
-def place(batch: Any, shardings: Any) -> Any:
-    """A tree of numpy arrays -> global `jax.Array`s; each process copies only its own shards.
-
-    Args:
-        batch: the whole batch, equal on every process.
-        shardings: a matching tree of `jax.sharding.Sharding`.
-    """
-    return jax.tree.map(_place_leaf, batch, shardings)
-
-
-def _place_leaf(leaf: npt.NDArray[Any], sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+def _encode(documents: Sequence[bytes], tokenizer: Tokenizer) -> list[npt.NDArray[Any]]:
+    """The ids of each document, and what begins and ends it."""
+    bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.uint32)
+    eos = np.array([tokenizer.eos_id], np.uint32)
+    if tokenizer.name == BYTES:  # as they are, valid UTF-8 or not
+        ids: list[npt.NDArray[Any]] = [np.frombuffer(d, np.uint8) for d in documents]
+    else:
+        texts = [document.decode("utf-8", errors="replace") for document in documents]
+        ids = list(tokenizer.encode_batch(texts))
+    return [np.concatenate([bos, one, eos]) for one in ids]

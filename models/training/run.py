@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from models.training.data import BYTES, Packing
 from models.training.optimizer import OptimizerConfig
 from models.training.profile import ProfileRange
 from models.training.step import ON_NONFINITE, OnNonfinite
@@ -48,6 +49,8 @@ class RunConfig:
         profile: steps to trace.
         seed: of parameters, samples and generated text.
         data: where the text comes from.
+        tokenizer: of text that is not tokenized yet.
+        packing: whether documents that share a sequence are kept apart.
 
     Raises:
         RunError: a number that is out of range, or numbers that do not fit each other.
@@ -73,6 +76,8 @@ class RunConfig:
     profile: ProfileRange | None = None
     seed: int = 0
     data: tuple[str, ...] = ()
+    tokenizer: str = BYTES
+    packing: Packing = "none"
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -145,7 +150,7 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
             f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in fatal
         )
         raise RunError(f"the checkpoint is of another run: {listed}; use its values or start anew")
-    told = ("optimizer.", "seq_len", "global_batch", "seed", "data", "z_loss")
+    told = ("optimizer.", "seq_len", "global_batch", "seed", "data", "packing", "z_loss")
     return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(told)]
 
 

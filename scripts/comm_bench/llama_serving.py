@@ -91,7 +91,7 @@ def run_layers(params: Any, cache: Any, tokens_BS: Any, position: Any) -> tuple[
     """Tokens that stand from `position` on, through all layers."""
     config = CONFIG_SERVING
     x_BSH = jnp.take(params["embed_tokens"]["weight"], tokens_BS, axis=0, mode="clip")
-    angles_TE = model.rope_angles(CACHE, config)
+    angles_TE = model.rope_angles(jnp.arange(CACHE), config)
     rope_SE = jax.lax.dynamic_slice_in_dim(angles_TE, position, tokens_BS.shape[1])
     filled = []
     for index, entry in enumerate(cache):

@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from models.llama.config import CONFIGS
-from models.training.data import TokenWindows
+from models.training.data import PackedTokens, from_documents, whole
 from scripts.compare_training import apart, losses
 
 STEPS = 50
@@ -19,7 +19,8 @@ def found():
     tokens = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)
     config = dataclasses.replace(CONFIGS["tiny"], initializer_range=0.1)
     mesh = spmd.make_mesh(data=4, model=2)
-    return losses(config, TokenWindows(tokens, seq_len=16, batch_size=8), STEPS, mesh)
+    text = whole(from_documents([tokens], 256))
+    return losses(config, PackedTokens([text], seq_len=16, batch_size=8), STEPS, mesh)
 
 
 def test_one_device():

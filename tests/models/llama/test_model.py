@@ -165,13 +165,13 @@ def test_rope_rotates_pairs_of_complex_numbers():
             z = z * np.exp(1j * position * 100.0 ** (-2 * pair / 8))
             expected[:, position, :, pair] = z.real
             expected[:, position, :, pair + half] = z.imag
-    rotated = model.apply_rope(jnp.asarray(x_BSND), model.rope_angles(5, config))
+    rotated = model.apply_rope(jnp.asarray(x_BSND), model.rope_angles(jnp.arange(5), config))
     np.testing.assert_allclose(rotated, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rope_makes_products_depend_on_distance_only():
     rng = np.random.default_rng(2)
-    angles = model.rope_angles(12, dataclasses.replace(TINY, head_dim=16))
+    angles = model.rope_angles(jnp.arange(12), dataclasses.replace(TINY, head_dim=16))
     q, k = (
         model.apply_rope(
             jnp.broadcast_to(rng.normal(size=16).astype(np.float32), (1, 12, 1, 16)), angles

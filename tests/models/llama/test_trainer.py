@@ -35,7 +35,8 @@ def make_run(mesh, **model_changes):
 
 
 def windows(run):
-    return data.TokenWindows(TEXT, run.seq_len, run.global_batch, seed=run.seed)
+    text = data.whole(data.from_documents([TEXT], 256))
+    return data.PackedTokens([text], run.seq_len, run.global_batch, seed=run.seed)
 
 
 def make_trainer(mesh, **model_changes):

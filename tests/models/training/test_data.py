@@ -1,78 +1,22 @@
-import jax
-import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from models.training import data
+from models.training.documents import Source
+from models.training.tokenize import Options, tokenize
 
-TEXT = data.encode("".join(chr(33 + i % 90) for i in range(1000)))
+
+def text_of(corpus):
+    return data.decode(corpus.read(0, len(corpus))[0])
+
+
+def load(*sources, seq_len=16, **more):
+    config = data.DataConfig(sources, **more)
+    return data.load_datasets(config, seq_len=seq_len, batch_size=2, vocab_size=256)
 
 
 def test_bytes_round_trip():
     assert data.decode(data.encode("naïve ∑ text\n")) == "naïve ∑ text\n"
     assert data.decode([0xFF, 65]) == "�A"
-
-
-# Samples
-
-
-def test_targets_are_the_inputs_one_token_on():
-    batch = data.TokenWindows(TEXT, seq_len=16, batch_size=4, seed=3)(0)
-    assert batch["inputs"].shape == batch["targets"].shape == (4, 16)
-    assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
-    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-
-
-def test_windows_are_of_the_corpus():
-    for row in data.TokenWindows(TEXT, seq_len=16, batch_size=4)(5)["inputs"]:
-        assert data.decode(row) in data.decode(TEXT)
-
-
-def test_a_batch_is_a_function_of_seed_and_step():
-    def batch(seed, step):
-        return data.TokenWindows(TEXT, seq_len=16, batch_size=4, seed=seed)(step)["inputs"]
-
-    np.testing.assert_array_equal(batch(1, 7), batch(1, 7))
-    assert not np.array_equal(batch(1, 7), batch(1, 8))
-    assert not np.array_equal(batch(1, 7), batch(2, 7))
-
-
-def test_batches_do_not_depend_on_the_order_of_access():
-    windows = data.TokenWindows(TEXT, seq_len=16, batch_size=4, seed=1)
-    forward = [windows(step)["inputs"] for step in range(4)]
-    backward = [windows(step)["inputs"] for step in reversed(range(4))]
-    np.testing.assert_array_equal(forward, backward[::-1])
-
-
-def test_first_batch_is_pinned():
-    """A change here would silently change what every resumed run sees."""
-    windows = data.TokenWindows(np.arange(200, dtype=np.uint8), seq_len=2, batch_size=4, seed=0)
-    assert windows(0)["inputs"][:, 0].tolist() == [168, 126, 101, 53]
-
-
-def test_smallest_corpus():
-    smallest = data.TokenWindows(TEXT[:5], seq_len=4, batch_size=2)
-    np.testing.assert_array_equal(smallest(0)["targets"][0], TEXT[1:5])
-    with pytest.raises(data.DataError, match=r"has 5 tokens.*need at least 6"):
-        data.TokenWindows(TEXT[:5], seq_len=5, batch_size=2)
-
-
-def test_struct_is_that_of_a_batch():
-    windows = data.TokenWindows(TEXT, seq_len=16, batch_size=4)
-    jax.tree.map(
-        lambda leaf, struct: (leaf.shape, leaf.dtype) == (struct.shape, struct.dtype) or 1 / 0,
-        windows(0),
-        windows.struct(),
-    )
-
-
-def test_place_puts_each_device_its_rows(devices8):
-    mesh = jax.sharding.Mesh(np.array(devices8), ("data",))
-    batch = data.TokenWindows(TEXT, seq_len=6, batch_size=8)(0)
-    placed = data.place(batch, {name: NamedSharding(mesh, P("data", None)) for name in batch})
-    np.testing.assert_array_equal(placed["inputs"], batch["inputs"])
-    assert {shard.data.shape for shard in placed["inputs"].addressable_shards} == {(1, 6)}
 
 
 # Corpora
@@ -90,8 +34,8 @@ def test_corpus_is_capped_and_skips_what_is_no_text(tmp_path):
     (tmp_path / "b.bin").write_bytes(b"b\0b")
     (tmp_path / "c.txt").write_bytes(b"cccc")
     files = data.find_files([str(tmp_path)])
-    assert data.load_corpus(files).tobytes() == b"aaaa\0cccc\0"
-    assert data.load_corpus(files, max_bytes=6).tobytes() == b"aaaa\0cc\0"
+    assert text_of(data.load_corpus(files)) == "aaaa\0cccc\0"
+    assert text_of(data.load_corpus(files, max_bytes=6)) == "aaaa\0cc\0"
     with pytest.raises(data.DataError, match="none of 1 files contains text"):
         data.load_corpus([tmp_path / "b.bin"])
 
@@ -112,11 +56,73 @@ def test_files_of_patterns_directories_and_names(tmp_path):
         found("c.md", "nothing")
 
 
-@pytest.mark.parametrize("length", [100, 5_000_000])
-def test_held_out_tokens_are_the_rest(length):
-    tokens = np.random.default_rng(0).integers(0, 256, length).astype(np.uint8)
-    train, held_out = data.split_held_out(tokens)
-    assert len(train) + len(held_out) == length
-    assert 0.03 < len(held_out) / length < 0.07
-    both = np.bincount(train, minlength=256) + np.bincount(held_out, minlength=256)
-    np.testing.assert_array_equal(both, np.bincount(tokens, minlength=256))
+# Datasets
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two folders of tokens, of small letters and of capitals."""
+    root = tmp_path_factory.mktemp("folders")
+    for name, word in (("small", "abc "), ("capitals", "ABC ")):
+        path = root / f"{name}.txt"
+        path.write_text("|".join([word * 20] * 60))
+        tokenize([path], root / name, Options(source=Source(separator="|")))
+    return root
+
+
+def test_standard_library_is_the_default():
+    train, held_out = load(seq_len=128)
+    assert train.parts[0].corpus is held_out.parts[0].corpus
+    assert 0.03 < held_out.token_count / train.token_count < 0.07
+    assert set(train(0)) == {"inputs", "targets"}
+
+
+def test_text_as_it_is_equals_its_tokens(tmp_path):
+    files = [tmp_path / "text" / name for name in ("a.txt", "b.txt")]
+    files[0].parent.mkdir()
+    for path in files:
+        path.write_text(f"naïve {path.name}\n" * 100)
+    tokenize(files, tmp_path / "tokens", Options())
+    text, _ = load(str(tmp_path / "text"), packing="boundaries")
+    tokens, _ = load(str(tmp_path / "tokens"), packing="boundaries")
+    for name, leaf in text(3).items():
+        assert (leaf == tokens(3)[name]).all(), name
+
+
+def test_folders_are_mixed_by_their_shares(folders):
+    train, held_out = load(f"{folders / 'small'}@0.75", f"{folders / 'capitals'}@0.25")
+    for dataset in (train, held_out):
+        rows = dataset.rows(range(400))["inputs"]
+        is_small = (rows == ord("a")).any(axis=1)
+        assert not (is_small & (rows == ord("A")).any(axis=1)).any()
+        assert is_small.mean() == pytest.approx(0.75, abs=0.01)
+
+
+def test_tokenizer_of_a_folder_decodes_it(folders):
+    config = data.DataConfig([f"{folders / 'small'}@2"])
+    assert data.tokenizer_of(config).decode([97, 98]) == "ab"
+
+
+def test_text_and_folders_do_not_mix(folders):
+    with pytest.raises(data.DataError, match=r"small.txt is text and .*capitals a folder"):
+        load(str(folders / "small.txt"), str(folders / "capitals"))
+
+
+def test_ids_that_the_model_does_not_know(tmp_path, bpe):
+    path = tmp_path / "a.txt"
+    path.write_text("the quick brown fox " * 400)
+    with pytest.raises(data.DataError, match=r"a.txt: its tokenizer has 300 ids.*256"):
+        load(str(path), tokenizer=str(bpe))
+
+
+def test_too_little_text_to_hold_some_out(tmp_path):
+    (tmp_path / "a.txt").write_text("short " * 50)
+    with pytest.raises(data.DataError, match=r"301 tokens are too few: a 20th is held out"):
+        load(str(tmp_path / "a.txt"))
+
+
+def test_too_much_text_for_memory(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("x" * 100)
+    monkeypatch.setattr(data, "MEMORY_BYTES", 99)
+    with pytest.raises(data.DataError, match=r"100 bytes .* scripts/tokenize_data"):
+        load(str(tmp_path / "a.txt"))

@@ -79,8 +79,9 @@ def run(step=counting_step, state=None, batches=None, *, steps, **options):
 
 
 def test_llama_learns_in_a_few_steps():
-    corpus = data.encode("the quick brown fox jumps over the lazy dog. " * 40)
-    windows = data.TokenWindows(corpus, seq_len=16, batch_size=4)
+    tokens = data.encode("the quick brown fox jumps over the lazy dog. " * 40)
+    corpus = data.whole(data.from_documents([tokens], 256))
+    windows = data.PackedTokens([corpus], seq_len=16, batch_size=4)
     optimizer = make_optimizer(OptimizerConfig(name="adamw", total_steps=20, learning_rate=1e-2))
 
     def loss_fn(params, batch):

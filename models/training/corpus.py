@@ -1,0 +1,194 @@
+"""Tokens of documents, one long stream: in memory or in memory-mapped files, and parts of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.training.errors import DataError
+
+HELD_OUT_EVERY = 20
+HELD_OUT_CHUNK = 64 * 2**10
+
+Int64s = npt.NDArray[np.int64]
+Window = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
+"""Tokens (N,), and which of them are the first of their document (N,)."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """Whole documents, one after the other.
+
+    Args:
+        tokens: their tokens (N,), unsigned.
+        index: where each begins, and where the last one ends (D + 1,).
+    """
+
+    tokens: npt.NDArray[Any]
+    index: Int64s
+
+    def read(self, start: int, stop: int) -> Window:
+        """The tokens of a range."""
+        is_first = np.zeros(stop - start, np.bool_)
+        low, high = np.searchsorted(self.index, np.asarray([start, stop], self.index.dtype))
+        is_first[self.index[low:high] - start] = True
+        return self.tokens[start:stop].astype(np.int32), is_first
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens of many documents.
+
+    Args:
+        shards: the tokens, in order.
+        vocab_size: ids are below it.
+        name: what to call it in messages.
+        fingerprint: equal for equal tokens.
+        reopen: makes it again in another process, where its files are mapped anew; None sends the
+            tokens themselves.
+    """
+
+    shards: tuple[Shard, ...]
+    vocab_size: int
+    name: str
+    fingerprint: str
+    reopen: Callable[[], Corpus] | None = None
+
+    @functools.cached_property
+    def ends(self) -> Int64s:
+        """Where each shard ends in the stream."""
+        return np.cumsum([len(shard.tokens) for shard in self.shards], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, start: int, stop: int) -> Window:
+        """The tokens of a range of the stream."""
+        windows = []
+        for number in range(int(np.searchsorted(self.ends, start, "right")), len(self.shards)):
+            base = int(self.ends[number]) - len(self.shards[number].tokens)
+            if base >= stop:
+                break
+            upto = min(stop, int(self.ends[number]))
+            windows.append(self.shards[number].read(max(start, base) - base, upto - base))
+        return _concatenate(windows)
+
+    def next_documents(self, places: Int64s) -> Int64s:
+        """Of each place in the stream, where the first document begins that begins there or later.
+
+        Places have to be in order.
+        """
+        found = []
+        cuts = np.searchsorted(places, self.ends)
+        bases = self.ends - [len(shard.tokens) for shard in self.shards]
+        for shard, base, here in zip(self.shards, bases, np.split(places, cuts[:-1]), strict=True):
+            found.append(base + shard.index[np.searchsorted(shard.index, here - base)])
+        return np.concatenate(found)
+
+    def __reduce__(self) -> Any:
+        if self.reopen is not None:
+            return self.reopen, ()
+        return Corpus, (self.shards, self.vocab_size, self.name, self.fingerprint)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Some ranges of a corpus, one after the other; a document that is cut begins anew.
+
+    Args:
+        corpus: all of it.
+        ranges: (start, stop) of each range (R, 2).
+    """
+
+    corpus: Corpus
+    ranges: Int64s
+
+    @functools.cached_property
+    def ends(self) -> Int64s:
+        """Where each range ends in the part."""
+        return np.cumsum(self.ranges[:, 1] - self.ranges[:, 0], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ranges) else 0
+
+    def read(self, start: int, stop: int) -> Window:
+        """The tokens of a range of the part."""
+        windows = []
+        for number in range(int(np.searchsorted(self.ends, start, "right")), len(self.ranges)):
+            first, last = (int(place) for place in self.ranges[number])
+            base = int(self.ends[number]) - (last - first)
+            if base >= stop:
+                break
+            low = first + max(start - base, 0)
+            tokens, is_first = self.corpus.read(low, min(last, first + stop - base))
+            is_first[0] |= low == first
+            windows.append((tokens, is_first))
+        return _concatenate(windows)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens."""
+        return hashlib.sha256(
+            self.corpus.fingerprint.encode() + np.ascontiguousarray(self.ranges, "<i8").tobytes()
+        ).hexdigest()
+
+
+def _concatenate(windows: list[Window]) -> Window:
+    if len(windows) == 1:
+        return windows[0]
+    tokens, is_first = zip(*windows, strict=True)
+    return np.concatenate(tokens), np.concatenate(is_first)
+
+
+def from_documents(
+    documents: Iterable[npt.NDArray[Any]], vocab_size: int, name: str = "documents"
+) -> Corpus:
+    """A corpus in memory.
+
+    Args:
+        documents: the tokens of each, its end among them; none may be empty.
+        vocab_size: ids are below it.
+        name: what to call it in messages.
+
+    Raises:
+        DataError: there is none.
+    """
+    documents = list(documents)
+    if not documents:
+        raise DataError(f"{name}: there is no document")
+    tokens = np.concatenate(documents)
+    index = np.cumsum([0, *(len(document) for document in documents)], dtype=np.int64)
+    digest = hashlib.sha256(tokens.astype("<u4").tobytes() + index.astype("<i8").tobytes())
+    return Corpus((Shard(tokens, index),), vocab_size, name, digest.hexdigest())
+
+
+def whole(corpus: Corpus) -> Part:
+    """All of a corpus."""
+    return Part(corpus, np.array([[0, len(corpus)]], np.int64))
+
+
+def split_held_out(corpus: Corpus, every: int = HELD_OUT_EVERY) -> tuple[Part, Part]:
+    """(training part, held-out part): every 20th chunk of about 64 Ki tokens is held out.
+
+    Chunks from all over the corpus, because its end alone may be of another kind. They begin and
+    end between documents, save inside one that is longer than a chunk. The split depends on the
+    corpus alone.
+    """
+    total = len(corpus)
+    chunk = max(1, min(HELD_OUT_CHUNK, total // every))
+    places = np.arange(0, total, chunk, dtype=np.int64)
+    begins = corpus.next_documents(places)
+    borders = np.append(np.where(begins < places + chunk, begins, places), total)
+    held_out = np.arange(every - 1, len(places), every)
+    starts, stops = borders[held_out], borders[held_out + 1]
+    rest = np.stack([np.append(0, stops), np.append(starts, total)], axis=1)
+    return (
+        Part(corpus, rest[rest[:, 0] < rest[:, 1]]),
+        Part(corpus, np.stack([starts, stops], axis=1)[starts < stops]),
+    )

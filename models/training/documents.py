@@ -1,0 +1,336 @@
+"""Documents out of text, JSONL and Parquet files, piece by piece, with bounded memory.
+
+A large file is cut in pieces that different processes read: plain JSONL at line ends, text at
+separators, Parquet between row groups. A document belongs to the piece in which it begins.
+Compressed files (.gz, .zst) are one piece, since reading has to start at their beginning.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+from models.training.errors import DataError
+
+Format = Literal["auto", "text", "jsonl", "parquet"]
+FORMATS: tuple[Format, ...] = ("auto", "text", "jsonl", "parquet")
+COMPRESSED = (".gz", ".zst")
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+
+BLOCK_BYTES = 4 * 2**20
+"""How much text is in memory at a time; a longer document comes in parts."""
+
+PARQUET_ROWS = 256
+BOM = codecs.BOM_UTF8
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """How to find documents in files.
+
+    Args:
+        format: what the files are; `auto` goes by their names.
+        field: JSONL field or Parquet column with the text.
+        separator: what stands between documents of a text file; empty: a file is a document.
+        forbidden: a character that no document may contain.
+    """
+
+    format: Format = "auto"
+    field: str = "text"
+    separator: str = ""
+    forbidden: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Part of a file: bytes `[start, stop)`, or row groups; `stop` is None for the end."""
+
+    path: Path
+    format: Format
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A document, or the next part of one."""
+
+    text: str
+    is_last: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Bad:
+    """A document that cannot be read, and where; parts of it that came before are void."""
+
+    message: str
+
+
+# Pieces
+
+
+def format_of(path: Path, source: Source) -> Format:
+    """What a file is."""
+    if source.format != "auto":
+        return source.format
+    name = Path(path.stem) if path.suffix in COMPRESSED else path
+    if name.suffix in JSONL_SUFFIXES:
+        return "jsonl"
+    return "parquet" if name.suffix == ".parquet" else "text"
+
+
+def cut(path: Path, source: Source, piece_bytes: int) -> list[Piece]:
+    """The pieces of a file, each of about `piece_bytes`; it depends on the file alone.
+
+    Raises:
+        DataError: a Parquet file that cannot be read, or has no such column.
+    """
+    kind = format_of(path, source)
+    if kind == "parquet":
+        return _cut_parquet(path, source, piece_bytes)
+    size = path.stat().st_size
+    is_whole = kind == "text" and not _cuts_anywhere(source.separator)
+    if path.suffix in COMPRESSED or is_whole or size <= piece_bytes:
+        return [Piece(path, kind)]
+    starts = list(range(0, size, piece_bytes))
+    return [Piece(path, kind, a, b) for a, b in zip(starts, [*starts[1:], None], strict=True)]
+
+
+def _cuts_anywhere(separator: str) -> bool:
+    """Whether all that looks like the separator is one: no end of it is also its beginning."""
+    return bool(separator) and not any(
+        separator.startswith(separator[-length:]) for length in range(1, len(separator))
+    )
+
+
+def _open_parquet(path: Path, source: Source) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} is no Parquet file that can be read: {error}") from error
+    names = file.schema_arrow.names
+    if source.field not in names:
+        file.close()
+        raise DataError(
+            f"{path} has no column {source.field!r}, only {', '.join(names)}; name one with --field"
+        )
+    return file
+
+
+def _cut_parquet(path: Path, source: Source, piece_bytes: int) -> list[Piece]:
+    with _open_parquet(path, source) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        sizes = [group.total_byte_size for group in groups]
+    starts, held = [0], 0
+    for number, size in enumerate(sizes):
+        if held and held + size > piece_bytes:
+            starts.append(number)
+            held = 0
+        held += size
+    stops = [*starts[1:], len(sizes)]
+    return [Piece(path, "parquet", a, b) for a, b in zip(starts, stops, strict=True)]
+
+
+# Reading
+
+
+def read(piece: Piece, source: Source) -> Iterator[Text | Bad]:
+    """The documents of a piece; without those that are nothing but white space.
+
+    Raises:
+        DataError: the file cannot be read at all.
+    """
+    readers = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
+    try:
+        yield from readers[piece.format](piece, source)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{piece.path} cannot be read: {error}") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if path.suffix == ".zst":
+        import pyarrow
+
+        return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path))))
+    return path.open("rb")
+
+
+def _read_jsonl(piece: Piece, source: Source) -> Iterator[Text | Bad]:
+    with _open(piece.path) as file:
+        if piece.start:
+            file.seek(piece.start - 1)
+            file.readline()
+        place = file.tell() if piece.start else 0
+        first_line = None if piece.start else 1
+        for number, line in enumerate(_lines(file, place, piece.stop)):
+            content = line.removeprefix(BOM) if first_line and not number else line
+            if not content.strip():
+                continue
+            try:
+                text = checked(_field(content, source.field), source)
+            except ValueError as error:
+                before = first_line or _lines_before(piece.path, place) + 1
+                yield Bad(f"{piece.path}, line {before + number}: {error}")
+                continue
+            if text.strip():
+                yield Text(text)
+
+
+def _lines(file: BinaryIO, place: int, stop: int | None) -> Iterator[bytes]:
+    """The lines that begin before `stop`."""
+    while stop is None or place < stop:
+        line = file.readline()
+        if not line:
+            return
+        yield line
+        place += len(line)
+
+
+def _decode(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start)
+        where = f"{line} lines on" if line else f"at byte {error.start}"
+        raise ValueError(f"no valid UTF-8 {where}") from error
+
+
+def _field(line: bytes, field: str) -> str:
+    try:
+        record = json.loads(_decode(line.rstrip()))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no valid JSON: {error.msg} at column {error.pos + 1}") from error
+    except RecursionError as error:
+        raise ValueError("no JSON that can be read: it is nested too deep") from error
+    if not isinstance(record, dict) or field not in record:
+        fields = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise ValueError(f"no field {field!r}, only {fields}; name one with --field")
+    return as_text(record[field], f"field {field!r}")
+
+
+def checked(text: str, source: Source) -> str:
+    """The text, if it has no forbidden character; else a ValueError."""
+    if source.forbidden and source.forbidden in text:
+        raise ValueError(f"the text contains {source.forbidden!r}, which ends documents here")
+    return text
+
+
+def as_text(value: Any, what: str) -> str:
+    """The value, if it is text that UTF-8 can hold; else a ValueError."""
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        raise ValueError(f"{what} is no text, but {kind}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} holds half of a surrogate pair") from error
+    return value
+
+
+def _lines_before(path: Path, place: int) -> int:
+    """Line ends before a byte; for messages only, since it reads all up to there."""
+    count = 0
+    with _open(path) as file:
+        while place > 0 and (block := file.read(min(place, BLOCK_BYTES))):
+            count += block.count(b"\n")
+            place -= len(block)
+    return count
+
+
+def _read_parquet(piece: Piece, source: Source) -> Iterator[Text | Bad]:
+    with _open_parquet(piece.path, source) as file:
+        groups = range(piece.start, cast(int, piece.stop))
+        row = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
+        batches = file.iter_batches(PARQUET_ROWS, row_groups=list(groups), columns=[source.field])
+        for batch in _readable(batches, piece.path) if groups else ():
+            for number, value in enumerate(batch.column(0).to_pylist(), start=row):
+                try:
+                    text = checked(as_text(value, f"column {source.field!r}"), source)
+                except ValueError as error:
+                    yield Bad(f"{piece.path}, row {number}: {error}")
+                    continue
+                if text.strip():
+                    yield Text(text)
+            row += len(batch)
+
+
+def _readable(batches: Iterator[Any], path: Path) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        yield from batches
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is a damaged Parquet file: {error}") from error
+
+
+def _read_text(piece: Piece, source: Source) -> Iterator[Text | Bad]:
+    separator = source.separator.encode()
+    is_begun = is_bad = False  # this document: parts of it were given; it cannot be read
+    with _open(piece.path) as file:
+        for place, part, is_last in _split(file, separator, piece.start, piece.stop):
+            if not is_bad:
+                try:
+                    text = checked(_decode(part.removeprefix(b"" if place else BOM)), source)
+                except ValueError as error:
+                    is_bad = True
+                    line = _lines_before(piece.path, place) + 1
+                    yield Bad(f"{piece.path}, in the text from line {line} on: {error}")
+                else:
+                    if is_begun or text.strip():
+                        yield Text(text, is_last)
+                        is_begun = True
+            if is_last:
+                is_begun = is_bad = False
+
+
+def _split(
+    file: BinaryIO, separator: bytes, start: int, stop: int | None
+) -> Iterator[tuple[int, bytes, bool]]:
+    """(place in the file, bytes, whether a document ends with them) of what begins in a range."""
+    place = max(0, start - len(separator))
+    if place:
+        file.seek(place)
+    is_found = start == 0  # whether `place` is where a document of ours begins or goes on
+    buffer, is_end = b"", False
+    while not is_end:
+        block = file.read(BLOCK_BYTES)
+        is_end = not block
+        buffer += block
+        low = 0
+        while separator and (high := buffer.find(separator, low)) >= 0:
+            if is_found:
+                yield place + low, buffer[low:high], True
+            low = high + len(separator)
+            is_found = True
+            if stop is not None and place + low >= stop:
+                return
+        if is_end and is_found:
+            yield place + low, buffer[low:], True
+        elif len(buffer) - low >= BLOCK_BYTES:
+            upto = _good_cut(buffer, low, len(buffer) - max(1, len(separator)))
+            if is_found:
+                yield place + low, buffer[low:upto], False
+            low = upto
+        place, buffer = place + low, buffer[low:]
+
+
+def _good_cut(buffer: bytes, low: int, high: int) -> int:
+    """Where to cut a long document: after a line, or else between characters."""
+    line_end = buffer.rfind(b"\n", low, high)
+    if line_end > low:
+        return line_end + 1
+    while high > low + 1 and buffer[high] & 0xC0 == 0x80:
+        high -= 1
+    return high

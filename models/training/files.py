@@ -1,0 +1,29 @@
+"""Which files a user means."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+
+from models.training.errors import DataError
+
+
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """Files, all files below directories, and what glob patterns match; sorted, each one once.
+
+    Raises:
+        DataError: a pattern matches no file.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+        matches = matches or [path for path in [Path(pattern)] if path.exists()]
+        below = (
+            path for match in matches for path in (match.rglob("*") if match.is_dir() else [match])
+        )
+        files = {path for path in below if path.is_file()}
+        if not files:
+            raise DataError(f"no file matches {pattern!r}")
+        found |= files
+    return sorted(found)

@@ -1,0 +1,114 @@
+"""Documents that share a row, kept apart: the same loss as each of them by itself."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import spmd
+from models.llama import sharding
+from models.llama.config import CONFIGS
+from models.llama.training import batch_loss
+from models.training import data
+
+TINY = CONFIGS["tiny"]
+SEQ_LEN = 16
+
+
+@functools.cache
+def documents():
+    rng = np.random.default_rng(0)
+    return [
+        np.append(rng.integers(1, TINY.vocab_size, n), 0).astype(np.uint8)
+        for n in (6, 3, 9, 20, 11, 1, 30, 5, 17, 8, 2, 14)
+    ]
+
+
+@functools.cache
+def batch():
+    corpus = data.whole(data.from_documents(documents(), 256))
+    return data.PackedTokens([corpus], seq_len=SEQ_LEN, batch_size=4, seed=2, boundaries=True)(0)
+
+
+@functools.cache
+def loss_apart():
+    """Mean over the targets of all stretches of documents, each run in a row of its own."""
+    loss = jax.jit(batch_loss(TINY))
+    total, count = 0.0, 0
+    for row in range(4):
+        segments, inputs, targets, weights = (
+            batch()[name][row] for name in ("segment_ids", "inputs", "targets", "weights")
+        )
+        for segment in range(1, segments[-1] + 1):
+            (places,) = np.nonzero(segments == segment)
+            used = int(weights[places].sum())
+            if not used:
+                continue
+            length = len(places)
+            padding = (0, SEQ_LEN - length)  # of one length, so that one compilation does
+            alone = {
+                "inputs": np.pad(inputs[places], padding)[None],
+                "targets": np.pad(targets[places], padding)[None],
+                "weights": np.pad(weights[places], padding)[None],
+            }
+            total += float(loss(params(), alone)) * used
+            count += used
+    assert count == batch()["weights"].sum() and 40 < count < 64
+    return total / count
+
+
+@functools.cache
+def params():
+    from models.llama import model
+
+    return jax.jit(functools.partial(model.init, config=TINY))(jax.random.key(1))
+
+
+def test_packed_is_the_mean_over_documents_apart():
+    assert batch()["segment_ids"].max() > 2
+    packed = float(jax.jit(batch_loss(TINY))(params(), batch()))
+    assert packed == pytest.approx(loss_apart(), rel=1e-5)
+
+
+@pytest.mark.parametrize("left_out", ["segment_ids", "weights"])
+def test_documents_run_into_each_other_without(left_out):
+    some = {name: leaf for name, leaf in batch().items() if name != left_out}
+    packed = float(jax.jit(batch_loss(TINY))(params(), some))
+    assert abs(packed - loss_apart()) > 1e-5 * loss_apart()
+
+
+def test_positions_turn_queries_and_keys():
+    """Rotations are relative: where counting starts is all the same, how far it goes is not."""
+    loss = jax.jit(batch_loss(TINY))
+    strong = jax.tree.map(lambda leaf: 10 * leaf, params())
+    wanted, shifted, stretched = (
+        float(loss(strong, {**batch(), "positions": a * batch()["positions"] + b}))
+        for a, b in ((1, 0), (1, 7), (3, 0))
+    )
+    assert shifted == pytest.approx(wanted, rel=1e-4)
+    assert abs(stretched - wanted) > 1e-3 * wanted
+
+
+def test_partitioned(devices8):
+    mesh = spmd.make_mesh(data=4, model=2)
+    loss = batch_loss(TINY, sharding.activation_marks(mesh, TINY))
+    step = spmd.jit(jax.value_and_grad(loss), mesh=mesh)
+    compiled = step.compile(
+        sharding.mark_params(params(), mesh, TINY), sharding.mark_batch(batch(), mesh)
+    )
+    params_shardings, batch_shardings = compiled.in_shardings
+    found, grads = compiled(
+        data.place(jax.tree.map(np.asarray, params()), params_shardings),
+        data.place(batch(), batch_shardings),
+    )
+    assert float(found) == pytest.approx(loss_apart(), rel=1e-5)
+    wanted = jax.jit(jax.grad(batch_loss(TINY)))(params(), batch())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), grads, wanted)
+
+
+def test_nothing_that_weighs():
+    weightless = {**batch(), "weights": np.zeros((4, SEQ_LEN), np.float32)}
+    loss, grads = jax.jit(jax.value_and_grad(batch_loss(TINY)))(params(), weightless)
+    assert float(loss) == 0
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
