@@ -11,134 +11,26 @@ Example:
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import jax
-import numpy as np
-import optax
 from absl import app, flags
 
 import spmd
-from models.llama import model, sharding
-from models.llama.config import CONFIGS, LlamaConfig, named_config
-from models.llama.training import train_step
+from models.llama.config import CONFIGS, named_config
 from models.training import data
-
-LEARNING_RATE, DECAY, BETAS, EPSILON = 1e-3, 0.1, (0.9, 0.95), 1e-8
-
-Batches = Callable[[int], dict[str, Any]]
+from scripts.training_peers import apart, losses
 
 _MODEL = flags.DEFINE_enum("model", "quickstart", sorted(CONFIGS), "which Llama")
 _MESH = flags.DEFINE_string("mesh", "data=4,model=2", "mesh of the partitioned run")
 _STEPS = flags.DEFINE_integer("steps", 50, "steps")
 _BATCH = flags.DEFINE_integer("batch", 8, "sequences of a step")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 64, "tokens of a sequence")
-
-
-def optimizer() -> optax.GradientTransformation:
-    """What all three update with."""
-    return optax.adamw(LEARNING_RATE, *BETAS, eps=EPSILON, weight_decay=DECAY)
-
-
-def jax_losses(config: LlamaConfig, params: Any, batches: Batches, steps: int) -> Iterator[float]:
-    """Of plain jax.jit on one device."""
-    rule = optimizer()
-    step = jax.jit(train_step(config, rule))
-    state = rule.init(params)
-    for number in range(steps):
-        params, state, loss = step(params, state, batches(number))
-        yield float(loss)
-
-
-def spmd_losses(
-    config: LlamaConfig, params: Any, batches: Batches, steps: int, mesh: spmd.Mesh
-) -> Iterator[float]:
-    """Of the same step, partitioned."""
-    rule = optimizer()
-    step = spmd.jit(train_step(config, rule, sharding.activation_marks(mesh, config)), mesh=mesh)
-    params, state = sharding.mark_params(params, mesh, config), rule.init(params)
-    for number in range(steps):
-        batch = sharding.mark_batch(batches(number), mesh)
-        params, state, loss = step(params, state, batch)
-        yield float(loss)
-
-
-def torch_losses(config: LlamaConfig, params: Any, batches: Batches, steps: int) -> Iterator[float]:
-    """Of `transformers`' model and PyTorch's AdamW, on one CPU."""
-    import torch
-
-    torch.manual_seed(0)
-    net = torch_model(config, params)
-    rule = torch.optim.AdamW(
-        net.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY
-    )
-    for number in range(steps):
-        batch = {name: torch.tensor(np.asarray(x)).long() for name, x in batches(number).items()}
-        logits = net(input_ids=batch["inputs"]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-        rule.zero_grad()
-        loss.backward()
-        rule.step()
-        yield loss.item()
-
-
-def torch_model(config: LlamaConfig, params: Any) -> Any:
-    """`transformers`' Llama with our weights."""
-    import torch
-    from transformers import LlamaConfig as TheirConfig
-    from transformers import LlamaForCausalLM
-
-    theirs = TheirConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_width,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
-    net = LlamaForCausalLM(theirs)
-    weights = {name: torch.tensor(np.asarray(leaf)) for name, leaf in _their_names(params, config)}
-    net.load_state_dict(weights, strict=not config.tie_word_embeddings)
-    return net
-
-
-def _their_names(params: Any, config: LlamaConfig) -> Iterator[tuple[str, Any]]:
-    apart = model.unstack_layers(params) if config.scan_layers else params
-    leaves, _ = jax.tree_util.tree_flatten_with_path(apart)
-    for path, leaf in leaves:
-        name = ".".join(key.key for key in path)
-        yield name if name.startswith("lm_head") else f"model.{name}", leaf
-
-
-def losses(
-    config: LlamaConfig, batches: Batches, steps: int, mesh: spmd.Mesh
-) -> dict[str, list[float]]:
-    """Loss of every step, by who ran it."""
-    params = model.init(jax.random.key(0), config)
-    runs = {
-        "spmd": spmd_losses(config, params, batches, steps, mesh),
-        "jax": jax_losses(config, params, batches, steps),
-    }
-    if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
-        runs["torch"] = torch_losses(config, params, batches, steps)
-    return {name: list(run) for name, run in runs.items()}
-
-
-def apart(found: dict[str, list[float]], other: str) -> float:
-    """The largest difference between our losses and another's."""
-    return max(abs(a - b) for a, b in zip(found["spmd"], found[other], strict=True))
 
 
 def main(argv: Sequence[str]) -> None:

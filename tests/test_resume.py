@@ -15,7 +15,7 @@ BAD_FLAGS = {
     "--run_dir=r --resume=soon": "--resume: 'soon' is no step, and not auto",
     "--run_dir=r --profile=9": "'9' is not of the form first:last, as in 10:13",
     "--mesh=data": "--mesh: 'data' is not of the form axis=size, as in data=4,model=2",
-    "--mesh=rows=4": "--mesh: no axis is called 'rows'; the model splits over data, model",
+    "--mesh=rows=4": "--mesh: no axis is called 'rows'; the model splits over replica, data, model",
     "--mesh=data=2,data=2": "--mesh: axis 'data' is given twice",
     "--steps=0": "total_steps must be positive, not 0",
     "--global_batch=6": "global_batch: 6 sequences do not divide over data=4; the next that do",
@@ -79,5 +79,6 @@ def test_help_shows_every_flag_in_its_group(parsed):
     text = "\n".join(parsed[len(BAD_FLAGS) + 1 :])
     assert "checkpoints:\n  --run_dir" in text
     assert "  --[no]scan" in text
-    defined = (ROOT / "scripts/train_flags.py").read_text().count("\nflags.DEFINE_")
+    files = ("scripts/train_flags.py", "scripts/weight_flags.py")
+    defined = sum((ROOT / file).read_text().count("flags.DEFINE_") for file in files)
     assert text.count("\n  --") == defined

@@ -30,14 +30,15 @@ def told(
         return ""
 
     with ThreadPoolExecutor(len(seats)) as pool:
-        results = [pool.submit(run, seat) for seat in seats]
-        if stranger is not None:
+        results = [pool.submit(run, seats[0])]
+        if stranger is not None:  # while process 0 waits: it listens until all are there
             _say(port, stranger)
+        results += [pool.submit(run, seat) for seat in seats[1:]]
         return [result.result() for result in results]
 
 
 def _say(port: int, text: bytes) -> None:
-    for _ in range(100):
+    for _ in range(500):
         try:
             with socket.create_connection(("localhost", port)) as line:
                 line.sendall(text)

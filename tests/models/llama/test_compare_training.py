@@ -9,7 +9,7 @@ import pytest
 import spmd
 from models.llama.config import CONFIGS
 from models.training.data import PackedTokens, from_documents, whole
-from scripts.compare_training import apart, losses
+from scripts.training_peers import apart, losses
 
 STEPS = 50
 

@@ -108,5 +108,7 @@ def test_z_loss_adds_the_squared_normalizer():
     normalizer = np.log(np.exp(logits).sum(-1))
     plain = model.cross_entropy(logits, targets)
     np.testing.assert_allclose(
-        model.cross_entropy(logits, targets, z_loss=0.1), plain + 0.1 * np.mean(normalizer**2), rtol=1e-6
+        model.cross_entropy(logits, targets, z_loss=0.1),
+        plain + 0.1 * np.mean(normalizer**2),
+        rtol=1e-6,
     )
