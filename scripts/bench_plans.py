@@ -168,8 +168,12 @@ def main(argv: Sequence[str]) -> None:
     """Prints one table."""
     del argv
     config = dataclasses.replace(
-        named_config(_MODEL.value), dtype=jnp.dtype(_DTYPE.value).name, scan_layers=_SCAN.value
+        named_config(_MODEL.value),
+        dtype=jnp.dtype(_DTYPE.value).name,
+        scan_layers=_SCAN.value,
+        attention="einsum",  # what the figures of the topology were fitted to
     )
+
     if _LAYERS.value:
         config = dataclasses.replace(config, num_hidden_layers=_LAYERS.value)
     topology = Topology.load(_TOPOLOGY.value) if _TOPOLOGY.value else None
