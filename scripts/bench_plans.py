@@ -31,7 +31,7 @@ from absl import app, flags
 
 import spmd
 from models.llama import model, sharding
-from models.llama.config import LlamaConfig, named_config
+from models.llama.config import ATTENTIONS, LlamaConfig, named_config
 from models.llama.training import train_step
 from spmd.mesh.topology import Topology
 
@@ -42,6 +42,7 @@ _BATCH = flags.DEFINE_integer("global_batch", 8, "sequences in a step")
 _STEPS = flags.DEFINE_integer("steps", 6, "timed steps")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "compute dtype")
 _SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
+_ATTENTION = flags.DEFINE_enum("attention", "einsum", ATTENTIONS, "of the model")
 _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "file of scripts/calibrate; default: known figures"
 )
@@ -171,7 +172,7 @@ def main(argv: Sequence[str]) -> None:
         named_config(_MODEL.value),
         dtype=jnp.dtype(_DTYPE.value).name,
         scan_layers=_SCAN.value,
-        attention="einsum",  # what the figures of the topology were fitted to
+        attention=_ATTENTION.value,
     )
 
     if _LAYERS.value:

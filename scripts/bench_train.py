@@ -37,6 +37,9 @@ _BATCH = flags.DEFINE_integer("global_batch", 16, "sequences in a step")
 _STEPS = flags.DEFINE_integer("steps", 8, "timed steps")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "compute dtype")
 _SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
+_OPTIMIZER = flags.DEFINE_enum("optimizer", "adamw", ["adamw", "adafactor"], "of optax")
+_PARAM_DTYPE = flags.DEFINE_string("param_dtype", "float32", "what parameters are stored in")
+_REMAT = flags.DEFINE_string("remat", "none", "activations to keep, as in scripts/train_llama.py")
 _PEER = flags.DEFINE_bool("peer", True, "also run plain jax.jit")
 _ATTENTION = flags.DEFINE_enum("attention", "auto", ATTENTIONS, "attention of our program")
 _PEER_ATTENTION = flags.DEFINE_enum(
@@ -82,10 +85,12 @@ def bench(text: str) -> list[str]:
         dtype=jnp.dtype(_DTYPE.value).name,
         scan_layers=_SCAN.value,
         attention=_ATTENTION.value,
+        param_dtype=_PARAM_DTYPE.value,
+        remat=_REMAT.value,
     )
     if _LAYERS.value:
         config = dataclasses.replace(config, num_hidden_layers=_LAYERS.value)
-    optimizer = optax.adamw(1e-4)
+    optimizer = getattr(optax, _OPTIMIZER.value)(1e-4)
     step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
     shape = (_BATCH.value, _SEQ_LEN.value)
     types = argument_types(config, optimizer, mesh, shape)
@@ -137,8 +142,9 @@ def main(argv: Sequence[str]) -> None:
     del argv
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
-    print(f"{_MODEL.value}, batch {_BATCH.value} x {_SEQ_LEN.value}, {_DTYPE.value}, adamw, "
-          f"{'scanned' if _SCAN.value else 'unrolled'}")  # fmt: skip
+    print(f"{_MODEL.value}, batch {_BATCH.value} x {_SEQ_LEN.value}, {_DTYPE.value} on "
+          f"{_PARAM_DTYPE.value}, {_OPTIMIZER.value}, {'scanned' if _SCAN.value else 'unrolled'}, "
+          f"recomputed: {_REMAT.value}")  # fmt: skip
     print("| program | mesh | ms/step | tokens/s/device | MFU | peak GiB | compile s | loss |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for text in _MESHES.value:

@@ -30,6 +30,7 @@ flags.DEFINE_enum("model", "quickstart", sorted(CONFIGS), "Which Llama.")
 flags.DEFINE_integer("layers", None, "So many layers instead of the model's own.")
 flags.DEFINE_bool("scan", True, "Run the layers in a scan (compiles faster) or unroll them.")
 flags.DEFINE_enum("dtype", None, DTYPES, "To compute in. Default: float32 on CPU, else bfloat16.")
+flags.DEFINE_enum("param_dtype", "float32", DTYPES, "What parameters are stored and updated in.")
 flags.DEFINE_string(
     "remat",
     "none",
@@ -41,9 +42,9 @@ flags.DEFINE_integer("remat_every", 1, "Recompute in every n-th layer only.")
 
 flags.DEFINE_enum(
     "attention",
-    None,
+    "auto",
     ATTENTIONS,
-    "What computes attention. Default: auto; on GPUs einsum, for cuDNN's kernel is untried.",
+    "What computes attention; auto is the platform's fused kernel where it has one.",
 )
 
 flags.DEFINE_string("mesh", "data=4,model=2", "Mesh axes and their sizes.")
@@ -118,8 +119,8 @@ flags.DEFINE_float(
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "model": (
-        "model", "config", "ignore_config_keys", "layers", "scan", "dtype", "attention", "remat",
-        "remat_every",
+        "model", "config", "ignore_config_keys", "layers", "scan", "dtype", "param_dtype", "attention",
+        "remat", "remat_every",
     ),
     "weights": ("init_from", "export_hf", "export_dtype"),
     "devices": ("mesh", "dcn", "sharding", "watchdog_timeout"),
@@ -206,8 +207,9 @@ def _make_model(platform: str) -> LlamaConfig:
     return dataclasses.replace(
         weight_flags.chosen_config(FLAGS["model"]),
         scan_layers=FLAGS.scan,
-        attention=FLAGS.attention or ("einsum" if platform == "gpu" else "auto"),
+        attention=FLAGS.attention,
         dtype=FLAGS.dtype or default_dtype,
+        param_dtype=FLAGS.param_dtype,
         remat=FLAGS.remat,
         remat_every=FLAGS.remat_every,
         **changes,
