@@ -88,24 +88,37 @@ def state_leaves(config: LlamaConfig, shape: ServingShape) -> Any:
     }
 
 
-def _write(layer: State, index: tuple[Any, ...], kv: Any) -> State:
-    """Keys and values to the places that `index` names; those out of bounds are dropped.
-
-    Args:
-        layer: of `cache`.
-        index: slots and positions, which broadcast to the leading dims of `kv`.
-        kv: (..., 2, K, D).
-    """
-    slots, positions = index
+def _stored(kv: Any, layer: State) -> State:
+    """Keys and values (..., D) as a layer's cache has them, scales (...) included."""
     if "scales" not in layer:
-        kv = kv.astype(layer["values"].dtype)
-        return {"values": layer["values"].at[slots, :, :, positions].set(kv, mode="drop")}
-    scales = jnp.max(jnp.abs(kv.astype(jnp.float32)), axis=-1) / INT8_MAX
-    scaled = kv.astype(jnp.float32) / jnp.where(scales > 0, scales, 1.0)[..., None]
-    values = jnp.round(scaled).astype(jnp.int8)
+        return {"values": kv.astype(layer["values"].dtype)}
+    kv = kv.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(kv), axis=-1) / INT8_MAX
+    scaled = kv / jnp.where(scales > 0, scales, 1.0)[..., None]
+    return {"values": jnp.round(scaled).astype(jnp.int8), "scales": scales}
+
+
+def _write_each(layer: State, kv_B2KD: Any, positions_B: Any) -> State:
+    """One key and value for every slot, each at its own position."""
+    new = _stored(kv_B2KD, layer)
+    written = {"values": spmd.ops.cache_update(layer["values"], new["values"], positions_B)}
+    if "scales" in layer:
+        scales = spmd.ops.cache_update(
+            layer["scales"][..., None], new["scales"][..., None], positions_B
+        )
+        written["scales"] = scales[..., 0]
+    return written
+
+
+def _write_chunk(layer: State, kv_S2KD: Any, slot: Any, start: Any) -> State:
+    """Keys and values of neighbours in one slot; all of them have to fit in."""
+    zero = jnp.zeros((), slot.dtype)
+    new = _stored(jnp.moveaxis(kv_S2KD, 0, 2)[None], layer)
     return {
-        "values": layer["values"].at[slots, :, :, positions].set(values, mode="drop"),
-        "scales": layer["scales"].at[slots, :, :, positions].set(scales, mode="drop"),
+        name: jax.lax.dynamic_update_slice(
+            layer[name], x, (slot, zero, zero, start, zero)[: x.ndim]
+        )
+        for name, x in new.items()
     }
 
 
@@ -250,11 +263,10 @@ def step_logits(
         (logits, state), with the same `tokens` and `lengths`.
     """
     positions_B = state["lengths"]
-    slots_B = jnp.arange(positions_B.shape[0])
     visible_BT = jnp.arange(length)[None] <= positions_B[:, None]
 
     def attend(q_BKGD: Any, kv_B2KD: Any, layer: State) -> tuple[Any, State]:
-        layer = _write(layer, (slots_B, positions_B), kv_B2KD)
+        layer = _write_each(layer, kv_B2KD, positions_B)
         return _attend(q_BKGD, layer, visible_BT), layer
 
     x_BH, cache = _run_layers(weights, state["tokens"], positions_B, state["cache"], attend, config)
@@ -337,9 +349,9 @@ def prefill(
         weights: see `Weights`.
         state: as `state_leaves` says.
         chunk: `tokens` (S,), of which `count` are real; `slot`; `start`, tokens that the slot holds
-            before; `last`, whether the prompt ends here: then also how to go on, `sampling/FIELD`
-            scalars and `seen` (V,), the tokens of the whole prompt. With `scores` also `targets`
-            (S,), the token after each.
+            before, so that `start` + S is within the slot; `last`, whether the prompt ends here:
+            then also how to go on, `sampling/FIELD` scalars and `seen` (V,), the tokens of the
+            whole prompt. With `scores` also `targets` (S,), the token after each.
         length: positions that are read, T: the chunk ends within.
         alternatives: P.
         scores: whether to report on `targets` too.
@@ -353,7 +365,7 @@ def prefill(
     visible_ST = jnp.arange(length)[None] <= positions_S[:, None]
 
     def attend(q_SKGD: Any, kv_S2KD: Any, layer: State) -> tuple[Any, State]:
-        layer = _write(layer, (slot, positions_S), kv_S2KD)
+        layer = _write_chunk(layer, kv_S2KD, slot, start)
         return _attend_chunk(q_SKGD, layer, slot, visible_ST), layer
 
     x_SH, cache = _run_layers(weights, tokens_S, positions_S, state["cache"], attend, config)
