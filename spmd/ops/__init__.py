@@ -2,6 +2,7 @@
 
 from spmd.ops.attention import attention
 from spmd.ops.cache import cache_update
+from spmd.ops.decode_attention import decode_attention
 from spmd.ops.linear import linear
 
-__all__ = ["attention", "cache_update", "linear"]
+__all__ = ["attention", "cache_update", "decode_attention", "linear"]
