@@ -138,9 +138,7 @@ def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
             f"{least / seconds:.0%} | {batch / seconds:,.0f} | {compile_seconds:.0f} |"
         )
     if _PEER.value and _AXIS.value == 1:
-        rows.append(
-            _peer(programs, only[0].fn, control, full, per_call[-1], least, quantize, batch)
-        )
+        rows.append(_peer(programs, only[0].fn, control, per_call[-1], least, quantize, batch))
     return rows
 
 
