@@ -45,7 +45,7 @@ class Scheduler:
 
     Args:
       limits: the backend's.
-      max_waiting: requests that may wait for a slot.
+      max_waiting: requests that there may be beside those which fit the slots.
       steps: tokens that one call of decode makes where nobody watches.
     """
 
@@ -87,7 +87,8 @@ class Scheduler:
         """
         for request in requests:
             self._check(request)
-        if self.waiting + len(requests) > self.max_waiting:
+        # Those that wait only until the prompts before theirs are filled in are not counted.
+        if self.waiting + self.running + len(requests) > self.limits.slots + self.max_waiting:
             raise QueueFull(
                 f"{self.waiting} requests wait for a slot, {self.max_waiting} may: try again later"
             )
@@ -95,15 +96,16 @@ class Scheduler:
             self._queue.push(request)
 
     def finish(self, key: int, unused: int = 0) -> None:
-        """End a running request early because of what its tokens say.
+        """End a request because of what its tokens say.
 
         Args:
-          key: which.
+          key: which; one that is over already is only counted.
           unused: how many of the tokens that it was given last lie behind its end.
         """
         self.counts.drawn -= unused
         self.counts.wasted += unused
-        self._end(self._running[key])
+        if running := self._running.get(key):
+            self._end(running)
 
     def cancel(self, key: int) -> bool:
         """Drop a request, wherever it is; says whether it was there."""

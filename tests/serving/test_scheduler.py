@@ -146,11 +146,12 @@ class Machine(RuleBasedStateMachine):
     )
     def submit(self, prompt: Any, tokens: int, client: str, flags: int, count: int) -> None:
         requests = [self.draw(prompt, tokens, client, flags) for _ in range(count)]
-        waiting = self.run.scheduler.waiting
-        if waiting + count > 12:
+        scheduler = self.run.scheduler
+        inside = scheduler.waiting + scheduler.running
+        if inside + count > 12 + LIMITS.slots:
             with pytest.raises(QueueFull):
                 self.run.submit(*requests)
-            assert self.run.scheduler.waiting == waiting
+            assert scheduler.waiting + scheduler.running == inside
         else:
             self.run.submit(*requests)
 
@@ -340,11 +341,12 @@ def test_what_no_slot_holds_is_refused(prompt: Any, max_tokens: int) -> None:
 
 def test_the_queue_takes_all_or_none() -> None:
     run = Run(max_waiting=3)
-    run.submit(request(1), request(2))
-    with pytest.raises(QueueFull, match="2 requests wait for a slot, 3 may"):
-        run.submit(request(3), request(4))
+    run.submit(*map(request, range(5)))
+    with pytest.raises(QueueFull, match="5 requests wait for a slot, 3 may"):
+        run.submit(*map(request, range(5, 8)))
+    run.submit(*map(request, range(8, 10)))
     run.finish()
-    assert set(run.finished) == {1, 2}
+    assert set(run.finished) == {*range(5), 8, 9}
 
 
 def test_calls_out_of_turn_are_mistakes() -> None:
