@@ -60,6 +60,9 @@ class Stream:
 
     Iteration ends with the last completion; it raises `Failed` if the model fails. `close` gives up
     what is not finished; every stream has to be closed, or read to its end.
+
+    Attributes:
+      abandoned: whether it was closed before its end.
     """
 
     def __init__(self, keys: Sequence[int], cancel: Callable[[Sequence[int]], None]) -> None:
@@ -67,7 +70,8 @@ class Stream:
         self._keys = tuple(keys)
         self._open = len(keys)
         self.loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Delta | Failed] = asyncio.Queue()
+        self.abandoned = False
+        self._queue: asyncio.Queue[Delta | Failed | None] = asyncio.Queue()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -76,6 +80,8 @@ class Stream:
         if not self._open:
             raise StopAsyncIteration
         delta = await self._queue.get()
+        if delta is None or self.abandoned:
+            raise StopAsyncIteration
         if isinstance(delta, Failed):
             self.close()
             raise delta
@@ -87,10 +93,12 @@ class Stream:
         self._queue.put_nowait(delta)
 
     def close(self) -> None:
-        """Give up what is not finished."""
+        """Give up what is not finished; whoever is reading comes to the end."""
         if self._open:
             self._open = 0
+            self.abandoned = True
             self._cancel(self._keys)
+            self._queue.put_nowait(None)
 
 
 class Entry:

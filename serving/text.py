@@ -43,12 +43,22 @@ class Detokenizer:
             return self._advance(len(self._ids), text)
         if len(self._ids) - self._read < CHARACTER_TOKENS:
             return ""
-        end = self._read + 1
-        return self._advance(end, self._decode(self._ids[:end]))
+        return self._advance(*self._first_mark())
 
     def flush(self) -> str:
         """The text of what waits, as it is."""
         return self._advance(len(self._ids), self._decode(self._ids))
+
+    def _first_mark(self) -> tuple[int, str]:
+        """The end of the first tokens that wait and are no character, and the text up to there.
+
+        A character that was broken off is one mark, as its first byte alone is.
+        """
+        end = self._read + 1
+        text = self._decode(self._ids[:end])
+        while end < len(self._ids) and self._decode(self._ids[: end + 1]) == text:
+            end += 1
+        return end, text
 
     def _advance(self, end: int, text: str) -> str:
         piece = text[len(self._context) :]
