@@ -78,7 +78,9 @@ def check_key(request: Request, options: Options) -> str:
     if not options.api_keys:
         return ""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    found = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in options.api_keys]
+    # Headers are bytes, which Starlette shows as latin-1.
+    said = given.strip().encode("latin-1")
+    found = [hmac.compare_digest(said, key.encode()) for key in options.api_keys]
     if scheme.lower() != "bearer" or not any(found):
         raise ApiError(
             401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
