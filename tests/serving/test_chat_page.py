@@ -56,16 +56,28 @@ def live() -> Iterator[Live]:
         yield running
 
 
-@pytest.fixture
-def page(live: Live, tmp_path: Path) -> Iterator[Browser]:
+@pytest.fixture(scope="module")
+def browser(live: Live, tmp_path_factory: Any) -> Iterator[Browser]:
     assert PROGRAM is not None
-    with Browser(PROGRAM, tmp_path / "profile") as browser:
-        visit(browser, live)
-        yield browser
-        assert {url.partition(live.url)[0] for url in browser.requests} <= {"", "data:,"}
+    with Browser(PROGRAM, tmp_path_factory.mktemp("profile"), dark=DARK) as made:
+        made.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=1240, height=900, deviceScaleFactor=1, mobile=False,
+        )  # fmt: skip
+        yield made
+
+
+@pytest.fixture
+def page(live: Live, browser: Browser) -> Iterator[Browser]:
+    visit(browser, live)
+    browser.run("localStorage.clear()")
+    visit(browser, live)
+    yield browser
+    assert {url.partition(live.url)[0] for url in browser.requests} <= {"", "data:,"}
 
 
 def visit(page: Browser, live: Live) -> None:
+    page.run("document.title = ''")
     page.call("Page.navigate", url=f"{live.url}/")
     wait(page, f"document.title === '{MODEL}'")
 
@@ -84,6 +96,7 @@ def say(page: Browser, text: str) -> None:
     page.press("Enter")
 
 
+DARK = bool(os.environ.get("SPMD_SCREENSHOT_DARK"))
 TURNS = "[...document.querySelectorAll('.turn .bubble')].map(b => b.textContent)"
 DONE = "!document.querySelector('.live') && document.querySelectorAll('.assistant').length === "
 FACTS = "[...document.querySelectorAll('.assistant .facts')].at(-1).textContent"
@@ -111,6 +124,7 @@ def test_a_conversation(page: Browser, live: Live, tmp_path: Path) -> None:
     prompts = [bytes(held).decode(errors="replace") for held in live.backend.held]
     assert any(f"User: {question}\n\nAssistant: Each" in prompt for prompt in prompts)
     page.screenshot(Path(os.environ.get("SPMD_SCREENSHOT", tmp_path / "chat.png")), 900)
+    assert page.run("document.documentElement.scrollHeight") == 900  # all of it is to be seen
     page.run("document.getElementById('new').click()")
     assert page.run(TURNS) == []
     visit(page, live)
