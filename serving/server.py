@@ -7,13 +7,14 @@ limit, then the process ends. A second signal ends it at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,7 @@ HEADER_SECONDS = 20.0
 CLOSING_SECONDS = 5
 """For what is still to be sent when the last request is done."""
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CONNECTIONS = 4096
 HEADER_BYTES = 2**16
 
@@ -118,12 +120,13 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
       ServingError: it cannot be had.
     """
+    if not 0 <= port < 2**16:
+        raise ServingError(f"cannot listen on {host}:{port}: ports are below {2**16}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ServingError(f"cannot listen on {host}:{port}: {reason}") from error
+    except OSError as error:
+        raise ServingError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def serve(
@@ -150,7 +153,6 @@ def serve(
     service = Service(options)
     listener = listen(host, port)
     address, actual_port = listener.getsockname()[:2]
-    _LOG.info("listening on http://%s:%d, loading the model", address, actual_port)
     server = Server(service, log_level)
     failures: list[BaseException] = []
 
@@ -167,9 +169,11 @@ def serve(
             _LOG.info("%s, after %.1f s", _describe(loaded), time.monotonic() - started)
 
     loader = threading.Thread(target=run_load, name="load", daemon=True)
-    loader.start()
-    server.run(sockets=[listener])
-    service.stop()
+    with _heeding_signals(server):
+        _LOG.info("listening on http://%s:%d, loading the model", address, actual_port)
+        loader.start()
+        server.run(sockets=[listener])
+        service.stop()
     if failures:
         raise failures[0]
     _LOG.info("stopped")
@@ -177,6 +181,20 @@ def serve(
         # Ended while it loads: a thread in the midst of a compiler survives no orderly exit.
         logging.shutdown()
         os._exit(0)
+
+
+@contextlib.contextmanager
+def _heeding_signals(server: Server) -> Iterator[None]:
+    """From the first line on: uvicorn itself heeds them only once its loop runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {sig: signal.signal(sig, server.handle_exit) for sig in SIGNALS}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
 
 
 def _describe(loaded: Loaded) -> str:
