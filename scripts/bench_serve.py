@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -220,6 +221,7 @@ def check(result: Result) -> None:
 def main(argv: Sequence[str]) -> None:
     """Run the load and print what came of it."""
     console = Console(stderr=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
     try:
         if len(argv) > 1:
             raise BenchError(f"what is {argv[1]!r}? Everything is said with flags: see --help")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from serving.actions import Finish
-from serving.backend import Sampling, Tokens
+from serving.backend import Floats, Sampling, Tokens
 from serving.text import Decode, Detokenizer, Pieces, StopMatcher
 
 
@@ -61,7 +61,7 @@ class Delta(NamedTuple):
       tokens: those of that text, if log-probabilities were asked for.
       generated: tokens drawn so far, shown or not.
       finish: why it ended, with the last delta.
-      prompt: the prompt's tokens, with the first delta, if asked for.
+      scores: of the prompt's tokens, with the first delta, if asked for: see `read_scores`.
     """
 
     choice: int
@@ -69,7 +69,7 @@ class Delta(NamedTuple):
     tokens: tuple[Token, ...]
     generated: int
     finish: Finish | None
-    prompt: tuple[Token, ...] = ()
+    scores: Tokens | None = None
 
 
 class NotFinite(RuntimeError):
@@ -99,7 +99,6 @@ class Choice:
         self.index = index
         self.job = job
         self.generated = 0
-        self._decode = decode
         self._pieces = pieces
         self._detokenizer = Detokenizer(decode, job.prompt)
         self._matcher = StopMatcher(job.stops)
@@ -126,9 +125,8 @@ class Choice:
         Raises:
           NotFinite: the model gave NaN.
         """
-        if np.isnan(drawn.logprobs).any():
-            raise NotFinite("the model's logits are not numbers (NaN): its weights may be damaged")
-        prompt = self._take_prompt()
+        _check_finite(drawn.logprobs)
+        scores = self._take_scores()
         text, stopped, count = "", False, len(drawn.ids)
         for i in range(count):
             piece, stopped = self._push(drawn, i, ends=finish == "stop" and i + 1 == count)
@@ -142,7 +140,7 @@ class Choice:
             finish = "stop" if stopped else finish
         self._shown += len(text)
         tokens = self._release(finish is not None, stopped)
-        delta = Delta(self.index, text, tokens, self.generated, finish, prompt)
+        delta = Delta(self.index, text, tokens, self.generated, finish, scores)
         return delta, len(drawn.ids) - count
 
     def _push(self, drawn: Tokens, i: int, ends: bool) -> tuple[str, bool]:
@@ -152,7 +150,7 @@ class Choice:
             return "", False
         piece = self._detokenizer.push(int(drawn.ids[i]))
         if self.job.logprobs is not None:
-            self._tokens.append(self._token(drawn, i, piece, self._length))
+            self._tokens.append(_token(drawn, i, piece, self._length, self.job, self._pieces))
         self._length += len(piece)
         return self._matcher.push(piece)
 
@@ -176,28 +174,38 @@ class Choice:
         out, self._tokens = self._tokens[:count], self._tokens[count:]
         return tuple(out)
 
-    def _take_prompt(self) -> tuple[Token, ...]:
-        """The prompt's tokens with their scores, once."""
+    def _take_scores(self) -> Tokens | None:
+        """What the model says of the prompt's tokens, once."""
         if not self._scores:
-            return ()
+            return None
         scores = Tokens(*(np.concatenate(parts) for parts in zip(*self._scores, strict=True)))
         self._scores = []
-        if np.isnan(scores.logprobs[:-1]).any():
-            raise NotFinite("the model's logits are not numbers (NaN): its weights may be damaged")
-        detokenizer, offset, tokens = Detokenizer(self._decode), 0, list[Token]()
-        for i, token in enumerate(self.job.prompt):
-            piece = detokenizer.push(token)
-            if i + 1 == len(self.job.prompt):
-                piece += detokenizer.flush()
-            first = Token(piece, offset, None, ())
-            # Row i - 1 says what the model thinks of token i.
-            tokens.append(self._token(scores, i - 1, piece, offset) if i else first)
-            offset += len(piece)
-        return tuple(tokens)
+        _check_finite(scores.logprobs[:-1])
+        return scores
 
-    def _token(self, tokens: Tokens, i: int, text: str, offset: int) -> Token:
-        count = self.job.logprobs or 0
-        ids: Sequence[int] = tokens.top_ids[i][:count].tolist()
-        logprobs: Sequence[float] = tokens.top_logprobs[i][:count].tolist()
-        top = tuple((self._pieces[t], p) for t, p in zip(ids, logprobs, strict=True))
-        return Token(text, offset, float(tokens.logprobs[i]), top)
+
+def read_scores(job: Job, scores: Tokens, decode: Decode, pieces: Pieces) -> tuple[Token, ...]:
+    """The tokens of a prompt with what the model says of them; long prompts take a while."""
+    detokenizer, offset, tokens = Detokenizer(decode), 0, list[Token]()
+    last = len(job.prompt) - 1
+    for i, token in enumerate(job.prompt):
+        text = detokenizer.push(token)
+        text += detokenizer.flush() if i == last else ""
+        first = Token(text, offset, None, ())
+        # Row i - 1 says what the model thinks of token i.
+        tokens.append(_token(scores, i - 1, text, offset, job, pieces) if i else first)
+        offset += len(text)
+    return tuple(tokens)
+
+
+def _token(tokens: Tokens, i: int, text: str, offset: int, job: Job, pieces: Pieces) -> Token:
+    count = job.logprobs or 0
+    ids: Sequence[int] = tokens.top_ids[i][:count].tolist()
+    logprobs: Sequence[float] = tokens.top_logprobs[i][:count].tolist()
+    top = tuple((pieces[t], p) for t, p in zip(ids, logprobs, strict=True))
+    return Token(text, offset, float(tokens.logprobs[i]), top)
+
+
+def _check_finite(logprobs: Floats) -> None:
+    if np.isnan(logprobs).any():
+        raise NotFinite("the model's logits are not numbers (NaN): its weights may be damaged")

@@ -17,7 +17,7 @@ import numpy as np
 
 from serving.actions import Action, Copy, Counts, Decode, Prefill, Progress, Request
 from serving.backend import Backend, Tokens
-from serving.choice import Choice, Delta, Job, NotFinite, pick
+from serving.choice import Choice, Delta, Job, NotFinite, Token, pick, read_scores
 from serving.scheduler import Scheduler
 from serving.stream import Entry, Failed, Observer, State, Stream, Unavailable
 from serving.text import Decode as DecodeText
@@ -121,6 +121,10 @@ class Engine:
                 self._scheduler.cancel(key)
         for entry in entries:
             self._finished(entry, "abort", now)
+
+    def read_scores(self, job: Job, scores: Tokens) -> tuple[Token, ...]:
+        """The tokens of a prompt, from the scores that came with its first delta."""
+        return read_scores(job, scores, self._decode, self._pieces)
 
     def state(self) -> State:
         """How things stand."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from serving.actions import QueueFull
+from serving.choice import Delta
 from serving.errors import ApiError
 from serving.http import (
     EventStream,
@@ -82,7 +83,7 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
     work = await asyncio.to_thread(make_work, ask, language)
     client = client_of(request, key, ask.user, service.options)
     stream = _submit(language, work, client, ask.stream)
-    answer = Answer(loaded.name, ask, work)
+    answer = Answer(loaded.name, ask, work, language.engine.read_scores)
     if ask.stream:
         return EventStream(_events(stream, answer), stream.close)
     async with closing_when_gone(request.receive, stream.close):
@@ -92,7 +93,9 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
             raise ApiError(500, str(error), code="model_failed") from error
     if stream.abandoned:
         return Response(status_code=499)  # nobody is there to read it
-    return Response(dump(answer.whole(deltas)), media_type="application/json")
+    # Log-probabilities of many tokens take a while to write down.
+    text = await asyncio.to_thread(lambda: dump(answer.whole(deltas)))
+    return Response(text, media_type="application/json")
 
 
 def _submit(language: Language, work: Work, client: str, interactive: bool) -> Stream:
@@ -106,19 +109,24 @@ def _submit(language: Language, work: Work, client: str, interactive: bool) -> S
         raise ApiError(500, str(error), code="model_failed") from error
 
 
-async def _events(stream: Stream, answer: Answer) -> AsyncIterator[str]:
+async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[str]]:
     """The events of a stream; one that fails midway says so before its end."""
     try:
-        async for delta in stream:
-            for chunk in answer.chunks(delta):
-                yield dump(chunk)
+        async for batch in stream.batches():
+            if any(delta.scores is not None for delta in batch):
+                yield await asyncio.to_thread(_write, batch, answer)
+            else:
+                yield _write(batch, answer)
     except Failed as error:
-        yield dump(ApiError(500, str(error), code="model_failed").body())
+        yield [dump(ApiError(500, str(error), code="model_failed").body())]
     else:
         last = answer.last_chunk()
-        if last is not None:
-            yield dump(last)
-    yield "[DONE]"
+        yield [] if last is None else [dump(last)]
+    yield ["[DONE]"]
+
+
+def _write(batch: Sequence[Delta], answer: Answer) -> list[str]:
+    return [dump(chunk) for delta in batch for chunk in answer.chunks(delta)]
 
 
 ROUTES = [

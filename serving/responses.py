@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from serving.choice import Delta, Token
+from serving.backend import Tokens
+from serving.choice import Delta, Job, Token
 from serving.jobs import Work
 from serving.protocol import Ask, ChatAsk, CompletionAsk
 
@@ -15,6 +16,7 @@ LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON has not."""
 
 Json = dict[str, Any]
+ReadScores = Callable[[Job, Tokens], tuple[Token, ...]]
 
 
 class Answer:
@@ -24,11 +26,13 @@ class Answer:
       model: its name.
       ask: the request.
       work: what it came to.
+      read_scores: makes the tokens of a prompt from its scores.
     """
 
-    def __init__(self, model: str, ask: Ask, work: Work) -> None:
+    def __init__(self, model: str, ask: Ask, work: Work, read_scores: ReadScores) -> None:
         self._ask = ask
         self._work = work
+        self._read_scores = read_scores
         self._is_chat = isinstance(ask, ChatAsk)
         name, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", KIND)
         self._head: Json = {
@@ -65,12 +69,12 @@ class Answer:
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """All in one."""
+        by_choice: list[list[Delta]] = [[] for _ in self._work.jobs]
         for delta in deltas:
             self._generated[delta.choice] = delta.generated
-        deltas = [self._with_echo(delta) for delta in deltas]
+            by_choice[delta.choice].append(self._with_echo(delta))
         choices = []
-        for index in range(len(self._work.jobs)):
-            mine = [delta for delta in deltas if delta.choice == index]
+        for index, mine in enumerate(by_choice):
             text = "".join(delta.text for delta in mine)
             tokens = [token for delta in mine for token in delta.tokens]
             choices.append(self._choice(index, text, tokens, mine[-1].finish))
@@ -112,11 +116,12 @@ class Answer:
         if not isinstance(self._ask, CompletionAsk) or not self._ask.echo:
             return delta
         prompt = self._work.prompts[delta.choice // self._ask.n]
-        added = sum(len(token.text) for token in delta.prompt[: prompt.added])
-        before = [
-            token._replace(offset=token.offset - added) for token in delta.prompt[prompt.added :]
-        ]
-        behind = [token._replace(offset=token.offset + len(prompt.text)) for token in delta.tokens]
+        tokens: tuple[Token, ...] = ()
+        if delta.scores is not None:
+            tokens = self._read_scores(self._work.jobs[delta.choice], delta.scores)
+        added = sum(len(token.text) for token in tokens[: prompt.added])
+        before = [_moved(token, -added) for token in tokens[prompt.added :]]
+        behind = [_moved(token, len(prompt.text)) for token in delta.tokens]
         text = delta.text if self._started[delta.choice] else prompt.text + delta.text
         self._started[delta.choice] = True
         return delta._replace(text=text, tokens=(*before, *behind))
@@ -148,6 +153,10 @@ class Answer:
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
         }
+
+
+def _moved(token: Token, by: int) -> Token:
+    return token._replace(offset=token.offset + by)
 
 
 KIND = "text_completion"

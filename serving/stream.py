@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -66,39 +67,55 @@ class Stream:
     """
 
     def __init__(self, keys: Sequence[int], cancel: Callable[[Sequence[int]], None]) -> None:
+        self.abandoned = False
+        self.loop = asyncio.get_running_loop()
         self._cancel = cancel
         self._keys = tuple(keys)
         self._open = len(keys)
-        self.loop = asyncio.get_running_loop()
-        self.abandoned = False
-        self._queue: asyncio.Queue[Delta | Failed | None] = asyncio.Queue()
+        self._ready: deque[Delta | Failed] = deque()
+        self._news = asyncio.Event()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
 
     async def __anext__(self) -> Delta:
+        while self._open and not self._ready:
+            self._news.clear()
+            await self._news.wait()
         if not self._open:
             raise StopAsyncIteration
-        delta = await self._queue.get()
-        if delta is None or self.abandoned:
-            raise StopAsyncIteration
-        if isinstance(delta, Failed):
-            self.close()
-            raise delta
-        self._open -= delta.finish is not None
-        return delta
+        return self._take()
+
+    async def batches(self) -> AsyncIterator[list[Delta]]:
+        """All deltas that are there, again and again: more at a time where the reader is slow."""
+        async for delta in self:
+            batch = [delta]
+            while self._ready and isinstance(self._ready[0], Delta):
+                batch.append(self._take())
+            yield batch
 
     def put(self, delta: Delta | Failed) -> None:
         """Hand one over; on the stream's own loop."""
-        self._queue.put_nowait(delta)
+        if not self.abandoned:
+            self._ready.append(delta)
+            self._news.set()
 
     def close(self) -> None:
         """Give up what is not finished; whoever is reading comes to the end."""
         if self._open:
             self._open = 0
             self.abandoned = True
+            self._ready.clear()
+            self._news.set()
             self._cancel(self._keys)
-            self._queue.put_nowait(None)
+
+    def _take(self) -> Delta:
+        delta = self._ready.popleft()
+        if isinstance(delta, Failed):
+            self.close()
+            raise delta
+        self._open -= delta.finish is not None
+        return delta
 
 
 class Entry:

@@ -63,7 +63,8 @@ def serving(
     thread.start()
     try:
         if load:
-            service.become_ready(Loaded(MODEL, backend, ByteTokenizer(), **loaded))
+            tokenizer = loaded.pop("tokenizer", None) or ByteTokenizer()
+            service.become_ready(Loaded(MODEL, backend, tokenizer, **loaded))
         yield live
     finally:
         server.should_exit = True
