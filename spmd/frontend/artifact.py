@@ -1,4 +1,4 @@
-"""JAX function -> portable StableHLO artifact, and what is called in a module that came from one."""
+"""JAX function -> portable StableHLO artifact, and what a module calls."""
 
 from __future__ import annotations
 
