@@ -158,6 +158,11 @@ class Bundle:
         Raises:
           BundleError: no such function, or inputs of other shapes or dtypes.
         """
+        leaves = self.run_flat(name, jax.tree.leaves(inputs))
+        return fill(self.functions[name].tree, leaves)
+
+    def run_flat(self, name: str, inputs: Sequence[Any]) -> list[jax.Array]:
+        """Run a function on the leaves of its inputs; returns the leaves of its outputs."""
         call = self._calls.get(name)
         if call is None:
             raise BundleError(f"there is no function {name!r}; there are {', '.join(self._calls)}")
@@ -181,9 +186,8 @@ class _Call:
             s for s, path in zip(program.arguments, self.held, strict=True) if path is None
         ]
 
-    def placed(self, inputs: Sequence[Any]) -> list[jax.Array]:
+    def placed(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """The inputs on the mesh."""
-        leaves = jax.tree.leaves(inputs)
         if len(leaves) != len(self.inputs):
             names = ", ".join(leaf.path for leaf in self.inputs)
             raise BundleError(
@@ -195,15 +199,15 @@ class _Call:
             placed: list[jax.Array] = jax.device_put(arrays, self.shardings)
         return placed
 
-    def run(self, held: dict[str, jax.Array], given: Sequence[jax.Array]) -> Any:
-        """Run with what is held, and hold the new state."""
+    def run(self, held: dict[str, jax.Array], given: Sequence[jax.Array]) -> list[jax.Array]:
+        """Run with what is held, and hold the new state; returns the other results."""
         rest = iter(given)
         results = self.program.executable(
             *(next(rest) if path is None else held[path] for path in self.held)
         )
         count = len(self.state)
         held.update(zip(self.state, results[:count], strict=True))
-        return fill(self.program.entry.tree, results[count:])
+        return list(results[count:])
 
 
 def as_leaf(x: Any, leaf: Leaf) -> Any:

@@ -30,6 +30,7 @@ from serving.manifest import (
     Filled,
     Leaf,
     Manifest,
+    StoredFile,
     check,
     check_name,
     to_json,
@@ -100,27 +101,28 @@ def export_bundle(
         raise BundleError("export a bundle from one process; it may hold all devices of its host")
     if not functions:
         raise BundleError("there is no function to export")
+    if len({function.name for function in functions}) != len(functions):
+        raise BundleError("two functions have the same name")
     arrays, weight_leaves = _weights(weights)
     tokenizer = tokenizer_files(tokenizer_from) if tokenizer_from is not None else {}
-    plain_specs = {pattern: _plain_spec(pattern, spec) for pattern, spec in (specs or {}).items()}
     with new_folder(folder) as unfinished:
         (unfinished / "functions").mkdir()
         entrypoints = {f.name: _write(unfinished, f, platforms) for f in functions}
         manifest = Manifest(
             name=name,
-            producer=_producer(),
+            producer=producer(),
             primary=primary or functions[0].name,
             functions=entrypoints,
             weights=weight_leaves,
             state=_state(state),
-            specs=plain_specs,
+            specs=plain_specs(specs or {}),
             contract=dict(contract or {}),
             goldens=tuple(goldens),
             quantization=quantization,
             tokenizer=tuple(f"{TOKENIZER}/{file}" for file in tokenizer),
             files={},
         )
-        check_makes_sense(manifest, functions)
+        check_manifest(manifest)
         if weight_leaves:
             write_weights(
                 unfinished / WEIGHTS, weight_leaves, arrays,
@@ -143,15 +145,18 @@ def finish(folder: Path, manifest: Manifest, console: Console | None = None) -> 
         raise BundleError(f"contract, goldens and quantization have to be JSON: {error}") from None
 
 
-def check_makes_sense(manifest: Manifest, functions: Sequence[Function]) -> None:
-    """What can be said before weights are written: everything fits."""
-    if len(manifest.functions) != len(functions):
-        raise BundleError("two functions have the same name")
+def check_manifest(manifest: Manifest) -> None:
+    """What can be said before weights are written: everything fits.
+
+    Raises:
+      BundleError: something does not.
+    """
     entrypoints = manifest.functions.values()
-    inputs = [leaf for e in entrypoints for leaf in e.inputs]
+    inputs = [leaf for entry in entrypoints for leaf in entry.inputs]
     check_specs(manifest.specs, [*manifest.weights, *manifest.state, *inputs])
-    modules = {file: manifest.files.get(file) for e in entrypoints for file in e.modules.values()}
-    check(dataclasses.replace(manifest, tokenizer=(), files=modules), "the bundle")  # type: ignore[arg-type]
+    later = StoredFile(0, "")  # of files nothing is known yet
+    names = [*manifest.tokenizer, *(f for e in entrypoints for f in e.modules.values())]
+    check(dataclasses.replace(manifest, files=dict.fromkeys(names, later)), "the bundle")
 
 
 def tokenizer_files(folder: str | Path) -> dict[str, Path]:
@@ -166,7 +171,8 @@ def tokenizer_files(folder: str | Path) -> dict[str, Path]:
     return found
 
 
-def _producer() -> dict[str, str]:
+def producer() -> dict[str, str]:
+    """What makes a bundle: versions, and the time."""
     packages = ("spmd", "jax", "jaxlib", "numpy")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {**{p: _version(p) for p in packages}, "stablehlo": artifact_version(), "made": now}
@@ -217,8 +223,12 @@ def _state(state: Any) -> tuple[Filled, ...]:
     )
 
 
+def plain_specs(specs: Mapping[str, Any]) -> dict[str, tuple[Entry, ...]]:
+    """Specs as `spmd.mark_sharding` takes them, for JSON."""
+    return {pattern: _plain_spec(pattern, spec) for pattern, spec in specs.items()}
+
+
 def _plain_spec(pattern: str, spec: Any) -> tuple[Entry, ...]:
-    """A spec as `spmd.mark_sharding` takes it, for JSON."""
     entries = (spec,) if isinstance(spec, str) else tuple(() if spec is None else spec)
     plain: list[Entry] = []
     for entry in entries:

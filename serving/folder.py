@@ -77,7 +77,9 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, int]]:
     """(path, bytes) of every file; nothing but files and folders may be there."""
-    for entry in os.scandir(folder):
+    with os.scandir(folder) as listing:
+        entries = list(listing)
+    for entry in entries:
         name = below + entry.name
         status = entry.stat(follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode):

@@ -28,8 +28,8 @@ class Function:
         state with the same structure, shapes and dtypes; any other returns its outputs.
       args: a pytree of `jax.ShapeDtypeStruct`s for each argument.
       arg_names: a name for each, which begins the paths of its leaves: `("weights", "state", "x")`.
-      roles: of each argument. At most one has the weights and at most one the state, which is
-        donated.
+      roles: of each argument. Those of weights have parts of one tree: paths count. At most one
+        is the state, which is donated.
       tags: how callers choose among functions: `{"kind": "decode", "length": 512}`.
     """
 
@@ -58,7 +58,8 @@ class StateLeaf:
 class Weight(Protocol):
     """One array of the weights: `numpy.asarray` reads it, when it is written and not before.
 
-    numpy's and jax's arrays are such; so is anything that reads a file on demand.
+    numpy's and jax's arrays are such; so is anything that reads a file on demand, as long as jax
+    takes it for a leaf (a dataclass is one, a named tuple is not).
     """
 
     @property

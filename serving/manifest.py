@@ -93,7 +93,7 @@ class Entrypoint:
         return tuple(leaf for a in self.arguments if a.role == "input" for leaf in a.leaves)
 
     def leaves(self, role: Role) -> tuple[Leaf, ...]:
-        """The leaves of the argument of a role; none if there is no such argument."""
+        """The leaves of the arguments of a role, in order."""
         return tuple(leaf for a in self.arguments if a.role == role for leaf in a.leaves)
 
 
@@ -227,9 +227,8 @@ def _check_function(
     function: Entrypoint, manifest: Manifest, known: Mapping[str, Leaf], where: str
 ) -> None:
     where = f"{where}: functions: {function.name}"
-    for role in ("weights", "state"):
-        if sum(a.role == role for a in function.arguments) > 1:
-            raise BundleError(f"{where} has more than one argument that is {role}")
+    if sum(argument.role == "state" for argument in function.arguments) > 1:
+        raise BundleError(f"{where} has more than one argument that is the state")
     for leaf in (*function.leaves("weights"), *function.leaves("state")):
         other = known.get(leaf.path)
         if other is None or (other.shape, other.dtype) != (leaf.shape, leaf.dtype):

@@ -180,13 +180,13 @@ class _Planner:
             _check_calls(module, what)
             lowered = lower_stablehlo(module, self.mesh, given, results, self.options, updates)
         except (SpmdError, BytecodeError) as error:
-            raise BundleError(f"{what}: {_line(error)}") from error
+            raise BundleError(f"{what} cannot be used: {_line(error)}") from error
         return stage_of(lowered)
 
     def text(self, data: bytes) -> str:
         """The text of a module; the first one in bytecode has all others read along with it."""
         if not is_artifact(data):
-            return data.decode(errors="replace")
+            raise BytecodeError("it is no portable artifact")
         if data not in self.texts:
             waiting = [d for d in dict.fromkeys(self.files.values()) if is_artifact(d)]
             groups = _groups(waiting)

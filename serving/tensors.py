@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from rich.console import Console
+from safetensors import SafetensorError, safe_open
 
 from models.llama.hf_files import (
     DTYPE_NAMES,
@@ -30,6 +32,8 @@ from serving.function import BundleError
 from serving.manifest import STORED_AS, Leaf
 
 MAX_FILE_BYTES = 4 * 10**9
+
+NUMPY_NAMES = {stored: name for name, stored in DTYPE_NAMES.items()}
 
 _BITS = ("float8_e4m3fn", "float8_e5m2")
 """Stored as integers with the same bits; int4 as integers with the same value."""
@@ -124,6 +128,44 @@ def read_weights(
         return {
             leaf.path: _read_leaf(stored, leaf, shardings[leaf.path], advance) for leaf in leaves
         }
+
+
+def lazy_tensors(file: str | Path) -> dict[str, LazyTensor]:
+    """The tensors of a file of safetensors, each read when it is asked for.
+
+    Raises:
+      BundleError: no such file, or one that is truncated or no safetensors file.
+    """
+    path = Path(file)
+    try:
+        with safe_open(path, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: LazyTensor(path, name, tuple(s.get_shape()), NUMPY_NAMES[s.get_dtype()])
+                for name, s in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise BundleError(f"{path} cannot be read as safetensors: {error}") from error
+    except KeyError as error:
+        raise BundleError(
+            f"{path} has tensors of the dtype {error}, which cannot be read"
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyTensor:
+    """A tensor in a file; `numpy.asarray` reads it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        del copy
+        with safe_open(self.file, framework="np") as opened:
+            array: Array = opened.get_tensor(self.name)
+        return np.asarray(array, dtype)
 
 
 def _read_leaf(stored: Folder, leaf: Leaf, sharding: Sharding, advance: Advance) -> jax.Array:
