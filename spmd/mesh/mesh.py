@@ -132,6 +132,33 @@ class Mesh:
             for axis, name in enumerate(self.axis_names)
         }
 
+    def pieces(self) -> dict[str, tuple[str, ...]]:
+        """Axis name -> names of its prime-sized parts in `refined()`, major first."""
+        return {
+            name: tuple(f"{name}.{i}" for i in range(len(atoms))) if len(atoms) > 1 else (name,)
+            for name, atoms in self.axis_atoms.items()
+        }
+
+    def refined(self) -> Mesh:
+        """The same devices with an axis for each prime-sized part of an axis.
+
+        Arguments and results are split over whole axes: on this mesh over any part of `model`, as
+        the key heads of a model are that has fewer of them than there are devices.
+
+        Example:
+          >>> Mesh(None, (2, 4), ("data", "model")).refined().axis_names
+          ('data', 'model.0', 'model.1')
+        """
+        pieces = self.pieces()
+        sizes, dcn_sizes = [], []
+        for axis, name in enumerate(self.axis_names):
+            atoms = [self.atoms[i] for i in self.axis_atoms[name]]
+            sizes += [atom.size for atom in atoms] or [1]
+            crosses = [atom.pre * atom.size <= self.dcn_sizes[axis] for atom in atoms]
+            dcn_sizes += [a.size if c else 1 for a, c in zip(atoms, crosses, strict=True)] or [1]
+        names = [piece for name in self.axis_names for piece in pieces[name]]
+        return Mesh(self.device_ids, sizes, names, dcn_sizes)
+
     def atoms_of(self, axes: Iterable[str]) -> tuple[int, ...]:
         """The atoms of several whole axes, in the order given."""
         return tuple(atom for name in axes for atom in self.axis_atoms[name])

@@ -1,0 +1,47 @@
+"""Functions to export: pure, at fixed shapes, over weights and a state that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+Role = Literal["weights", "state", "input"]
+"""Of an argument. Weights and state belong to who runs the functions; inputs come with a call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function to export.
+
+    Attributes:
+      name: what callers ask for: letters, digits, `_`, `-` and `.`, as in `decode_t512`.
+      fn: pure, of the positional arguments `args`. One with a state returns (state, outputs), the
+        state with the same structure, shapes and dtypes; any other returns its outputs.
+      args: a pytree of `jax.ShapeDtypeStruct`s for each argument.
+      arg_names: a name for each, which begins the paths of its leaves: `("weights", "state", "x")`.
+      roles: of each argument. At most one has the weights and at most one the state, which is
+        donated.
+      tags: how callers choose among functions: `{"kind": "decode", "length": 512}`.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    arg_names: tuple[str, ...]
+    roles: tuple[Role, ...]
+    tags: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLeaf:
+    """One array of a state: it begins filled with a number.
+
+    Attributes:
+      shape, dtype: of the array; `dtype` is what `jnp.dtype` takes.
+      fill: the number.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    fill: float = 0

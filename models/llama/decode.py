@@ -1,0 +1,517 @@
+"""Llama with a KV cache: prompts chunk by chunk, then all slots token by token.
+
+Shapes are in the names, as in `model.py`, and
+
+    B slots    S tokens of a chunk    T positions of the cache that are read    P alternatives
+
+Everything is a function of (weights, state, inputs) with fixed shapes, one for each bucket, and
+knows no mesh. The state is donated and updated in place; a slot's keys and values lie at positions
+0, 1, ..., rotated. What lies behind the tokens that a slot holds is garbage, and never read.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from models import sampling
+from models.function import Function, StateLeaf
+from models.llama.config import LlamaConfig
+from models.llama.model import apply_rope, rope_angles
+
+Weights = dict[str, Any]
+"""As `model.Params` with layers unrolled; projections may be quantized, see `quantize.py`."""
+
+State = dict[str, Any]
+
+KEYS, VALUES = 0, 1
+INT8_MAX = 127.0
+
+
+class ServingShape(NamedTuple):
+    """Sizes that functions are made for.
+
+    Attributes:
+      slots: sequences that are decoded together.
+      max_length: positions of a slot.
+      chunks: lengths of prompts' pieces, ascending; a shorter piece is padded to the next.
+      lengths: positions that are read, ascending, the last is `max_length`: short sequences need
+        not read all of the cache.
+      decode_steps: tokens that one call of decode makes at most.
+      top_logprobs: alternatives that are reported.
+      cache_dtype: of keys and values: a float type, or `int8` with a scale for each head and token.
+    """
+
+    slots: int
+    max_length: int
+    chunks: tuple[int, ...]
+    lengths: tuple[int, ...]
+    decode_steps: int = 10
+    top_logprobs: int = 20
+    cache_dtype: str = "bfloat16"
+
+
+# State
+
+
+def state_leaves(config: LlamaConfig, shape: ServingShape) -> Any:
+    """`StateLeaf`s of the state.
+
+    - `cache/I`: `values` (B, 2, K, T, D), keys and values, and `scales` (B, 2, K, T) of int8 ones.
+    - `tokens` (B,): the latest token of each slot, whose key and value are not in the cache yet.
+    - `lengths` (B,): tokens whose are: the position of the latest.
+    - `seen` (B, V): tokens that are in the sequence.
+    - `sampling/FIELD` (B,): how a slot's tokens are drawn.
+    """
+    slots = shape.slots
+    kv = (slots, 2, config.kv_heads, shape.max_length)
+    layer = {"values": StateLeaf((*kv, config.head_width), shape.cache_dtype)}
+    if shape.cache_dtype == "int8":
+        layer["scales"] = StateLeaf(kv, "float32")
+    return {
+        "cache": {str(i): dict(layer) for i in range(config.num_hidden_layers)},
+        "tokens": StateLeaf((slots,), "int32"),
+        "lengths": StateLeaf((slots,), "int32"),
+        "seen": StateLeaf((slots, config.vocab_size), "bool"),
+        "sampling": {
+            name: StateLeaf((slots,), np.dtype(dtype).name, neutral)
+            for name, (dtype, neutral) in sampling.FIELDS.items()
+        },
+    }
+
+
+def _write(layer: State, index: tuple[Any, ...], kv: Any) -> State:
+    """Keys and values to the places that `index` names; those out of bounds are dropped.
+
+    Args:
+        layer: of `cache`.
+        index: slots and positions, which broadcast to the leading dims of `kv`.
+        kv: (..., 2, K, D).
+    """
+    slots, positions = index
+    if "scales" not in layer:
+        kv = kv.astype(layer["values"].dtype)
+        return {"values": layer["values"].at[slots, :, :, positions].set(kv, mode="drop")}
+    scales = jnp.max(jnp.abs(kv.astype(jnp.float32)), axis=-1) / INT8_MAX
+    scaled = kv.astype(jnp.float32) / jnp.where(scales > 0, scales, 1.0)[..., None]
+    values = jnp.round(scaled).astype(jnp.int8)
+    return {
+        "values": layer["values"].at[slots, :, :, positions].set(values, mode="drop"),
+        "scales": layer["scales"].at[slots, :, :, positions].set(scales, mode="drop"),
+    }
+
+
+def _attend(q_BKGD: Any, layer: State, visible_BT: Any) -> Any:
+    """Attention of one query of each slot over the first T positions there; (B, K, G, D)."""
+    keys_BKTD, values_BKTD, scales = _read(layer, visible_BT.shape[-1], q_BKGD.dtype)
+    scores_BKGT = jnp.einsum(
+        "bkgd,bktd->bkgt", q_BKGD, keys_BKTD, preferred_element_type=jnp.float32
+    )
+    weights_BKGT = _softmax(
+        scores_BKGT, visible_BT[:, None, None], q_BKGD, *(x[:, :, None] for x in scales)
+    )
+    return jnp.einsum("bkgt,bktd->bkgd", weights_BKGT, values_BKTD)
+
+
+def _attend_chunk(q_SKGD: Any, layer: State, slot: Any, visible_ST: Any) -> Any:
+    """Attention of several queries of one slot over the first T positions there; (S, K, G, D)."""
+    row = {name: jax.lax.dynamic_index_in_dim(x, slot) for name, x in layer.items()}
+    keys_1KTD, values_1KTD, scales = _read(row, visible_ST.shape[-1], q_SKGD.dtype)
+    scores_KGST = jnp.einsum(
+        "skgd,ktd->kgst", q_SKGD, keys_1KTD[0], preferred_element_type=jnp.float32
+    )
+    weights_KGST = _softmax(
+        scores_KGST, visible_ST[None, None], q_SKGD, *(x[0][:, None, None] for x in scales)
+    )
+    return jnp.einsum("kgst,ktd->skgd", weights_KGST, values_1KTD[0])
+
+
+def _read(layer: State, length: int, dtype: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Keys and values (B, K, T, D) as they are stored, and their scales (B, K, T), if any."""
+    values = layer["values"][:, :, :, :length].astype(dtype)
+    scales: tuple[Any, ...] = ()
+    if "scales" in layer:
+        scales = tuple(layer["scales"][:, i, :, :length] for i in (KEYS, VALUES))
+    return values[:, KEYS], values[:, VALUES], scales
+
+
+def _softmax(scores: Any, visible: Any, q: Any, *scales: Any) -> Any:
+    """Weights of the values as stored, in the dtype of `q`; scales are of keys and of values."""
+    if scales:
+        scores = scores * scales[KEYS]
+    scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, np.finfo(np.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1)
+    return (weights * scales[VALUES] if scales else weights).astype(q.dtype)
+
+
+# Layers
+
+
+def _norm(x_BH: Any, weight_H: Any, config: LlamaConfig) -> tuple[Any, Any]:
+    """RMS norm in two parts: `x * weight` and the factor (B, 1) that is left out.
+
+    Products with what is normalized do not wait for the factor: it is multiplied on afterwards.
+    """
+    x32_BH = x_BH.astype(jnp.float32)
+    mean_B1 = jnp.mean(jnp.square(x32_BH), axis=-1, keepdims=True)
+    scaled_BH = (x32_BH * weight_H.astype(jnp.float32)).astype(x_BH.dtype)
+    return scaled_BH, jax.lax.rsqrt(mean_B1 + config.rms_norm_eps)
+
+
+def _project(normed: tuple[Any, Any], weights: Weights) -> Any:
+    x_BI, factor_B1 = normed
+    return (_linear(x_BI, weights) * factor_B1).astype(x_BI.dtype)
+
+
+def _linear(x_BI: Any, weights: Weights) -> Any:
+    weight = weights.get("weight")
+    if weight is None:
+        return spmd.ops.linear(x_BI, weights)
+    return spmd.ops.linear(x_BI, weight.astype(x_BI.dtype))
+
+
+Attention = Callable[[Any, Any, State], tuple[Any, State]]
+"""(q (R, K, G, D), new keys and values (R, 2, K, D), a layer's cache) -> (heads, the cache)."""
+
+
+def _run_layers(
+    weights: Weights,
+    tokens_R: Any,
+    positions_R: Any,
+    cache: State,
+    attend: Attention,
+    config: LlamaConfig,
+) -> tuple[Any, State]:
+    """Rows of hidden states behind the last layer, (R, H), and the cache."""
+    x_RH = jnp.take(weights["embed_tokens"]["weight"], tokens_R, axis=0, mode="clip")
+    x_RH = x_RH.astype(config.dtype)
+    angles_RE = rope_angles(positions_R, config)
+    new = {}
+    for index in range(config.num_hidden_layers):
+        layer = weights["layers"][str(index)]
+        heads_RI, new[str(index)] = _attention(
+            layer, x_RH, angles_RE, cache[str(index)], attend, config
+        )
+        x_RH = x_RH + _linear(heads_RI, layer["self_attn"]["o_proj"])
+        normed = _norm(x_RH, layer["post_attention_layernorm"]["weight"], config)
+        gate_RM, up_RM = (_project(normed, layer["mlp"][n]) for n in ("gate_proj", "up_proj"))
+        x_RH = x_RH + _linear(jax.nn.silu(gate_RM) * up_RM, layer["mlp"]["down_proj"])
+    return x_RH, new
+
+
+def _attention(
+    layer: Weights, x_RH: Any, angles_RE: Any, cache: State, attend: Attention, config: LlamaConfig
+) -> tuple[Any, State]:
+    rows, keys, width = x_RH.shape[0], config.kv_heads, config.head_width
+    groups = config.num_attention_heads // keys
+    normed = _norm(x_RH, layer["input_layernorm"]["weight"], config)
+    q, k, v = (_project(normed, layer["self_attn"][f"{n}_proj"]) for n in "qkv")
+    q_RND = _rotate(q.reshape(rows, keys * groups, width), angles_RE)
+    k_RKD = _rotate(k.reshape(rows, keys, width), angles_RE)
+    kv_R2KD = jnp.stack([k_RKD, v.reshape(rows, keys, width)], axis=1)
+    heads_RKGD, cache = attend(q_RND.reshape(rows, keys, groups, width), kv_R2KD, cache)
+    return heads_RKGD.reshape(rows, -1), cache
+
+
+def _rotate(x_RND: Any, angles_RE: Any) -> Any:
+    return apply_rope(x_RND[:, None], angles_RE[:, None])[:, 0]
+
+
+def _logits(weights: Weights, x_RH: Any, config: LlamaConfig) -> Any:
+    """(R, V) in float32."""
+    head = weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]
+    normed_RH, factor_R1 = _norm(x_RH, weights["norm"]["weight"], config)
+    return _linear(normed_RH, head).astype(jnp.float32) * factor_R1
+
+
+# Functions
+
+
+def step_logits(
+    weights: Weights, state: State, length: int, config: LlamaConfig
+) -> tuple[Any, State]:
+    """Logits (B, V) of the token after each slot's latest, whose key and value are now cached.
+
+    Args:
+        weights: see `Weights`.
+        state: as `state_leaves` says.
+        length: positions that are read, T.
+        config: the model.
+
+    Returns:
+        (logits, state), with the same `tokens` and `lengths`.
+    """
+    positions_B = state["lengths"]
+    slots_B = jnp.arange(positions_B.shape[0])
+    visible_BT = jnp.arange(length)[None] <= positions_B[:, None]
+
+    def attend(q_BKGD: Any, kv_B2KD: Any, layer: State) -> tuple[Any, State]:
+        layer = _write(layer, (slots_B, positions_B), kv_B2KD)
+        return _attend(q_BKGD, layer, visible_BT), layer
+
+    x_BH, cache = _run_layers(weights, state["tokens"], positions_B, state["cache"], attend, config)
+    return _logits(weights, x_BH, config), {**state, "cache": cache}
+
+
+def decode(
+    weights: Weights,
+    state: State,
+    control: Mapping[str, Any],
+    *,
+    length: int,
+    steps: int,
+    alternatives: int,
+    config: LlamaConfig,
+) -> tuple[State, sampling.Report]:
+    """Several tokens of every active slot, in a loop on the device.
+
+    Args:
+        weights: see `Weights`.
+        state: as `state_leaves` says.
+        control: `active` (B,), which slots take part; `steps`, how many tokens; `alternatives`,
+            whether the likeliest ones are wanted.
+        length: positions that are read, T: every active slot stays within.
+        steps: tokens at most.
+        alternatives: P.
+        config: the model.
+
+    Returns:
+        (state, report with leading dims (steps, B)); what is behind `control["steps"]` is zero.
+    """
+    active_B = control["active"]
+
+    def body(carry: Any) -> Any:
+        i, state, reports = carry
+        logits_BV, state = step_logits(weights, state, length, config)
+        params = sampling.SamplingParams(**state["sampling"])
+        ids_B = sampling.sample(logits_BV, params, state["seen"], state["lengths"] + 1)
+        made = sampling.report(logits_BV, ids_B, alternatives, control["alternatives"])
+        reports = jax.tree.map(lambda all_, one: all_.at[i].set(one), reports, made)
+        return i + 1, _advance(state, ids_B, active_B), reports
+
+    shape = (steps, active_B.shape[0])
+    nothing = sampling.Report(
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, alternatives), jnp.int32),
+        jnp.zeros((*shape, alternatives), jnp.float32),
+    )
+    _, state, reports = jax.lax.while_loop(
+        lambda carry: carry[0] < control["steps"], body, (jnp.int32(0), state, nothing)
+    )
+    return state, reports
+
+
+def _advance(state: State, ids_B: Any, active_B: Any) -> State:
+    seen_BV = state["seen"]
+    is_new_BV = ids_B[:, None] == jnp.arange(seen_BV.shape[1])
+    return {
+        **state,
+        "tokens": jnp.where(active_B, ids_B, state["tokens"]),
+        "lengths": jnp.where(active_B, state["lengths"] + 1, state["lengths"]),
+        "seen": seen_BV | (is_new_BV & active_B[:, None]),
+    }
+
+
+def prefill(
+    weights: Weights,
+    state: State,
+    chunk: Mapping[str, Any],
+    *,
+    length: int,
+    alternatives: int,
+    scores: bool,
+    config: LlamaConfig,
+) -> tuple[State, Any]:
+    """A chunk of one slot's prompt, and the first token behind it.
+
+    Args:
+        weights: see `Weights`.
+        state: as `state_leaves` says.
+        chunk: `tokens` (S,), of which `count` are real; `slot`; `start`, tokens that the slot holds
+            before; `last`, whether the prompt ends here: then also how to go on, `sampling/FIELD`
+            scalars and `seen` (V,), the tokens of the whole prompt. With `scores` also `targets`
+            (S,), the token after each.
+        length: positions that are read, T: the chunk ends within.
+        alternatives: P.
+        scores: whether to report on `targets` too.
+        config: the model.
+
+    Returns:
+        (state, {"first": report (1, ...)[, "scores": report (S, ...)]}).
+    """
+    slot, start, tokens_S = chunk["slot"], chunk["start"], chunk["tokens"]
+    positions_S = start + jnp.arange(tokens_S.shape[0])
+    visible_ST = jnp.arange(length)[None] <= positions_S[:, None]
+
+    def attend(q_SKGD: Any, kv_S2KD: Any, layer: State) -> tuple[Any, State]:
+        layer = _write(layer, (slot, positions_S), kv_S2KD)
+        return _attend_chunk(q_SKGD, layer, slot, visible_ST), layer
+
+    x_SH, cache = _run_layers(weights, tokens_S, positions_S, state["cache"], attend, config)
+    last = chunk["count"] - 1
+    x_1H = jax.lax.dynamic_slice_in_dim(x_SH, last, 1)
+    logits_1V = _logits(weights, x_1H, config)
+    params = {name: chunk["sampling"][name] for name in sampling.FIELDS}
+    one = sampling.SamplingParams(**{name: x[None] for name, x in params.items()})
+    end = start + chunk["count"]
+    ids_1 = sampling.sample(logits_1V, one, chunk["seen"][None], end[None])
+    outputs = {"first": sampling.report(logits_1V, ids_1, alternatives)}
+    if scores:
+        outputs["scores"] = sampling.report(
+            _logits(weights, x_SH, config), chunk["targets"], alternatives
+        )
+    state = {**state, "cache": cache, "lengths": state["lengths"].at[slot].set(end)}
+    return _begin(state, chunk, params, ids_1[0]), outputs
+
+
+def _begin(state: State, chunk: Mapping[str, Any], params: Mapping[str, Any], first: Any) -> State:
+    """The state in which decoding goes on behind a prompt, if the prompt ends here."""
+    slot, last = chunk["slot"], chunk["last"]
+    seen_V = chunk["seen"].at[first].set(True)
+
+    def put(array: Any, value: Any) -> Any:
+        return array.at[slot].set(jnp.where(last, value, array[slot]))
+
+    return {
+        **state,
+        "tokens": put(state["tokens"], first),
+        "seen": put(state["seen"], seen_V),
+        "sampling": {name: put(state["sampling"][name], x) for name, x in params.items()},
+    }
+
+
+def copy_slot(state: State, slots: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
+    """Keys and values of the slot `source` to the slot `target`."""
+
+    def copied(array: Any) -> Any:
+        row = jax.lax.dynamic_index_in_dim(array, slots["source"])
+        return jax.lax.dynamic_update_index_in_dim(array, row, slots["target"], 0)
+
+    return {**state, "cache": jax.tree.map(copied, state["cache"])}, {}
+
+
+# What is exported
+
+SPECS: Mapping[str, tuple[Any, ...]] = {
+    "weights/embed_tokens/": ("model", None),
+    "weights/lm_head/": ("model", None),
+    "weights/norm/": (None,),
+    "weights/layers/*/input_layernorm/": (None,),
+    "weights/layers/*/post_attention_layernorm/": (None,),
+    "weights/layers/*/self_attn/q_proj/": ("model", None),
+    "weights/layers/*/self_attn/o_proj/": (None, "model"),
+    "weights/layers/*/mlp/gate_proj/": ("model", None),
+    "weights/layers/*/mlp/up_proj/": ("model", None),
+    "weights/layers/*/mlp/down_proj/": (None, "model"),
+    "state/cache/*/": ("data", None, "...", None, None),
+    "state/tokens": (None,),
+    "state/lengths": (None,),
+    "state/sampling/": (None,),
+}
+"""How paths begin -> spec: entries beyond a tensor's rank are not used, missing ones are None.
+
+Tensor parallelism over `model`, slots over `data`. Keys' and values' projections and the cache's
+heads are left to the compiler: with more devices than key heads it splits what there is, and the
+query heads of one key head go on from there.
+"""
+
+
+def specs(paths: Mapping[str, int]) -> dict[str, tuple[Any, ...]]:
+    """Specs by path pattern (layers are `*`), each as long as the rank.
+
+    Args:
+        paths: path of every leaf of the weights and the state -> its rank.
+    """
+    found = {}
+    for path, rank in paths.items():
+        pattern = re.sub(r"/(layers|cache)/\d+/", r"/\1/*/", path)
+        spec = next((SPECS[begin] for begin in SPECS if pattern.startswith(begin)), None)
+        if spec is not None:
+            found[pattern] = (*spec, *(None,) * rank)[:rank]
+    return found
+
+
+def functions(
+    config: LlamaConfig, shape: ServingShape, weights: Any
+) -> tuple[list[Function], Any, Mapping[str, tuple[Any, ...]], str]:
+    """All that serving calls, to export.
+
+    Args:
+        config: the model.
+        shape: the sizes.
+        weights: tree of `jax.ShapeDtypeStruct`s, see `Weights`.
+
+    Returns:
+        (functions, tree of the state's `StateLeaf`s, specs by path, the name of the function whose
+        plan decides what specs leave open).
+    """
+    leaves = state_leaves(config, shape)
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
+
+    def function(name: str, fn: Any, inputs: Any, **tags: int | str) -> Function:
+        names = ("weights", "state", "inputs")
+        return Function(
+            name, fn, (weights, state, inputs), names, ("weights", "state", "input"), tags
+        )
+
+    common: dict[str, Any] = {"alternatives": shape.top_logprobs, "config": config}
+    found = []
+    for length in shape.lengths:
+        fn = functools.partial(decode, length=length, steps=shape.decode_steps, **common)
+        name = f"decode_t{length}"
+        found.append(function(name, fn, _control(shape), kind="decode", length=length))
+    for length, chunk in itertools.product(shape.lengths, shape.chunks):
+        if chunk > length:
+            continue
+        sizes = {"length": length, "chunk": chunk}
+        for kind, scores in (("prefill", False), ("score", True)):
+            fn = functools.partial(prefill, length=length, scores=scores, **common)
+            name = f"{kind}_s{chunk}_t{length}"
+            found.append(function(name, fn, _chunk(chunk, scores, config), kind=kind, **sizes))
+    copy = Function(
+        "copy_slot", copy_slot, (state, _scalars("source", "target")), ("state", "inputs"),
+        ("state", "input"), {"kind": "copy"},
+    )  # fmt: skip
+    paths = tree_ranks({"weights": weights, "state": state})
+    return [*found, copy], leaves, specs(paths), found[len(shape.lengths) - 1].name
+
+
+def tree_ranks(tree: Any) -> dict[str, int]:
+    """Path of every leaf, joined by `/` -> its rank."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {"/".join(str(entry.key) for entry in path): len(x.shape) for path, x in leaves}
+
+
+def _control(shape: ServingShape) -> Any:
+    return {
+        "active": jax.ShapeDtypeStruct((shape.slots,), np.bool_),
+        "alternatives": jax.ShapeDtypeStruct((), np.bool_),
+        **_scalars("steps"),
+    }
+
+
+def _chunk(size: int, scores: bool, config: LlamaConfig) -> Any:
+    tokens = jax.ShapeDtypeStruct((size,), np.int32)
+    return {
+        **_scalars("slot", "start", "count"),
+        "tokens": tokens,
+        **({"targets": tokens} if scores else {}),
+        "last": jax.ShapeDtypeStruct((), np.bool_),
+        "seen": jax.ShapeDtypeStruct((config.vocab_size,), np.bool_),
+        "sampling": {
+            name: jax.ShapeDtypeStruct((), dtype) for name, (dtype, _) in sampling.FIELDS.items()
+        },
+    }
+
+
+def _scalars(*names: str) -> Any:
+    return {name: jax.ShapeDtypeStruct((), np.int32) for name in names}

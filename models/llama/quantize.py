@@ -1,0 +1,131 @@
+"""Weight-only quantization: 8-bit and 4-bit integers and 8-bit floats, scales from the weights.
+
+Shapes are in the names: O, I out and in, Q groups of I, W half a group's width.
+
+Projections and the output are quantized, each output's row by its own scale, or with 4 bits each
+group of 128 neighbours; the embedding and norms stay. Values are rounded to the nearest; the scale
+is the largest magnitude over the largest number, so nothing is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from models.llama.config import ConfigError, LlamaConfig
+
+Array = npt.NDArray[Any]
+
+GROUP = 128
+QUANTIZATIONS = ("none", "int8", "int4", "fp8")
+QUANTIZED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+
+INT8_MAX, INT4_MAX = 127.0, 7.0
+FP8 = ml_dtypes.float8_e4m3fn
+FP8_MAX = float(ml_dtypes.finfo(FP8).max)
+
+
+def quantize_weight(weight_OI: Any, kind: str) -> dict[str, Array]:
+    """`values` and `scales` of one matrix, as `spmd.ops.linear` takes them.
+
+    Args:
+        weight_OI: floats.
+        kind: `int8`, `int4` or `fp8`.
+
+    Raises:
+        ConfigError: an unknown kind, or a width that groups of 4-bit values do not divide.
+    """
+    rows_OI = np.asarray(weight_OI).astype(np.float32)
+    if kind == "int4":
+        return _int4(rows_OI)
+    if kind not in ("int8", "fp8"):
+        raise ConfigError(f"no quantization is called {kind!r}; there are {QUANTIZATIONS}")
+    largest = INT8_MAX if kind == "int8" else FP8_MAX
+    scales_O = _scales(rows_OI, largest)
+    scaled_OI = rows_OI / scales_O[:, None]
+    values_OI = np.rint(scaled_OI).astype(np.int8) if kind == "int8" else scaled_OI.astype(FP8)
+    return {"values": values_OI, "scales": scales_O}
+
+
+def _int4(rows_OI: Array) -> dict[str, Array]:
+    outputs, inputs = rows_OI.shape
+    group = min(GROUP, inputs)
+    if inputs % group or group % 2:
+        raise ConfigError(
+            f"int4: rows of {inputs} weights do not divide into groups of {group}; use int8"
+        )
+    groups_OQI = rows_OI.reshape(outputs, inputs // group, group)
+    scales_OQ = _scales(groups_OQI, INT4_MAX)
+    values_OQI = (np.rint(groups_OQI / scales_OQ[..., None]) + 8).astype(np.uint8)
+    low_OQW, high_OQW = values_OQI[..., : group // 2], values_OQI[..., group // 2 :]
+    return {"values": low_OQW | (high_OQW << 4), "scales": scales_OQ}
+
+
+def _scales(rows: Array, largest: float) -> Array:
+    """Of the last dim; 1 where all is zero."""
+    scales = np.max(np.abs(rows), axis=-1) / largest
+    safe: Array = np.where(scales > 0, scales, 1.0).astype(np.float32)
+    return safe
+
+
+def dequantize(weight: Mapping[str, Any]) -> Array:
+    """The matrix (O, I) in float32 that `values` and `scales` stand for."""
+    values, scales = np.asarray(weight["values"]), np.asarray(weight["scales"])
+    if values.ndim == 2:
+        rows: Array = values.astype(np.float32) * scales[:, None]
+        return rows
+    both_OQI = np.concatenate([values & 15, values >> 4], axis=-1).astype(np.float32) - 8
+    whole: Array = (both_OQI * scales[..., None]).reshape(values.shape[0], -1)
+    return whole
+
+
+def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_weight) -> Any:
+    """The weights of a model with layers unrolled, quantized.
+
+    Args:
+        weights: as `model.init` makes them with `scan_layers=False`; leaves are arrays, or whatever
+            `of` takes.
+        kind: one of `QUANTIZATIONS`.
+        of: quantizes one matrix; a reader of files may put it off.
+    """
+    if kind == "none":
+        return weights
+
+    def visit(tree: Any, name: str) -> Any:
+        if name in QUANTIZED and "weight" in tree:
+            return of(tree["weight"], kind)
+        if not isinstance(tree, Mapping):
+            return tree
+        return {key: visit(value, key) for key, value in tree.items()}
+
+    return visit(weights, "")
+
+
+def quantized_types(config: LlamaConfig, kind: str) -> Any:
+    """`jax.ShapeDtypeStruct`s of `quantize`'s result."""
+    from models.llama.model import init
+
+    types = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
+    return quantize(types, kind, lambda leaf, kind: weight_types(leaf.shape, kind))
+
+
+def weight_types(shape: tuple[int, ...], kind: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """`jax.ShapeDtypeStruct`s of `quantize_weight`'s result."""
+    outputs, inputs = shape
+    if kind != "int4":
+        dtype = jnp.int8 if kind == "int8" else FP8
+        return {
+            "values": jax.ShapeDtypeStruct(shape, dtype),
+            "scales": jax.ShapeDtypeStruct((outputs,), np.float32),
+        }
+    group = min(GROUP, inputs)
+    return {
+        "values": jax.ShapeDtypeStruct((outputs, inputs // group, group // 2), np.uint8),
+        "scales": jax.ShapeDtypeStruct((outputs, inputs // group), np.float32),
+    }

@@ -1,0 +1,164 @@
+"""Drawing tokens from logits, each row in its own way, without sorting.
+
+Shapes are in the names: B rows, V vocabulary, P alternatives.
+
+Filters keep the logits from a threshold on. It is found bit by bit, by 32 sums over the row: exact,
+and where V is split over devices only the sums are communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+HIDDEN = np.float32(-np.inf)
+
+
+class SamplingParams(NamedTuple):
+    """How each row is drawn, arrays (B,); what the fields mean is said in `serving.backend`."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    repetition_penalty: Any
+    seed: Any
+
+
+FIELDS: dict[str, tuple[Any, float]] = {
+    "temperature": (np.float32, 0.0),
+    "top_k": (np.int32, 0),
+    "top_p": (np.float32, 1.0),
+    "min_p": (np.float32, 0.0),
+    "repetition_penalty": (np.float32, 1.0),
+    "seed": (np.uint32, 0),
+}
+"""Field of `SamplingParams` -> its dtype, and the value that changes nothing."""
+
+
+def sample(logits_BV: Any, params: SamplingParams, seen_BV: Any, positions_B: Any) -> Any:
+    """One token of each row.
+
+    Args:
+      logits_BV: float32.
+      params: how.
+      seen_BV: which tokens are in the sequence already, bools.
+      positions_B: of the tokens that are drawn; with the seed they decide the draw.
+
+    Returns:
+      ids (B,), int32.
+    """
+    penalty_B1 = params.repetition_penalty[:, None]
+    penalized_BV = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+    logits_BV = jnp.where(seen_BV, penalized_BV, logits_BV)
+    greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+
+    def draw() -> Any:
+        drawn_B = _draw(logits_BV, params, positions_B)
+        return jnp.where(params.temperature > 0, drawn_B, greedy_B)
+
+    drawn_B: Any = jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy_B)
+    return drawn_B
+
+
+def _draw(logits_BV: Any, params: SamplingParams, positions_B: Any) -> Any:
+    """The largest of logits + Gumbel noise is distributed as their softmax."""
+    temperature_B = jnp.where(params.temperature > 0, params.temperature, 1.0)
+    kept_BV = keep(logits_BV / temperature_B[:, None], params)
+
+    def noise(seed: Any, position: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.gumbel(key, kept_BV.shape[1:])
+
+    noise_BV = jax.vmap(noise)(params.seed, positions_B)
+    return jnp.argmax(kept_BV + noise_BV, axis=-1).astype(jnp.int32)
+
+
+def keep(logits_BV: Any, params: SamplingParams) -> Any:
+    """Logits, minus infinity for those that `top_k`, `top_p` and `min_p`, in this order, drop."""
+    has_filters = jnp.any((params.top_k > 0) | (params.top_p < 1))
+    logits_BV = jax.lax.cond(
+        has_filters,
+        lambda: _top_p(_top_k(logits_BV, params.top_k), params.top_p),
+        lambda: logits_BV,
+    )
+    # Against the largest logit, so that dropping others before makes no difference.
+    floor_B = jnp.max(logits_BV, axis=-1) + jnp.log(params.min_p)
+    return jnp.where(logits_BV >= floor_B[:, None], logits_BV, HIDDEN)
+
+
+def _top_k(logits_BV: Any, k_B: Any) -> Any:
+    k_B = jnp.where(k_B > 0, k_B, logits_BV.shape[-1])
+
+    def holds(kept_BV: Any) -> Any:
+        return jnp.sum(kept_BV, axis=-1, dtype=jnp.int32) >= k_B
+
+    return _keep_largest(logits_BV, holds)
+
+
+def _top_p(logits_BV: Any, p_B: Any) -> Any:
+    probabilities_BV = jax.nn.softmax(logits_BV, axis=-1)
+
+    def holds(kept_BV: Any) -> Any:
+        return jnp.sum(jnp.where(kept_BV, probabilities_BV, 0.0), axis=-1) >= p_B
+
+    return _keep_largest(logits_BV, holds)
+
+
+def _keep_largest(logits_BV: Any, holds: Callable[[Any], Any]) -> Any:
+    """The largest logits, as few as make `holds` true; equal ones stay or go together."""
+    order_BV = _ordered(logits_BV)
+
+    def step(i: Any, threshold_B: Any) -> Any:
+        trial_B = threshold_B | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(holds(order_BV >= trial_B[:, None]), trial_B, threshold_B)
+
+    start_B = jnp.zeros(logits_BV.shape[:1], jnp.uint32)
+    threshold_B = jax.lax.fori_loop(0, 32, step, start_B)
+    return jnp.where(order_BV >= threshold_B[:, None], logits_BV, HIDDEN)
+
+
+def _ordered(x: Any) -> Any:
+    """float32 -> uint32 in the same order."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits & sign != 0, ~bits, bits | sign)
+
+
+class Report(NamedTuple):
+    """Log-probabilities of the model itself: `serving.backend.Tokens` as arrays (B, ...)."""
+
+    ids: Any
+    logprobs: Any
+    top_ids: Any
+    top_logprobs: Any
+
+
+def report(logits_BV: Any, ids_B: Any, alternatives: int, wanted: Any = True) -> Report:
+    """What the model says of given tokens, and which it finds likeliest.
+
+    Args:
+      logits_BV: float32.
+      ids_B: tokens.
+      alternatives: P.
+      wanted: a bool: whether the likeliest are; they are zero else.
+    """
+    normalizer_B = jax.nn.logsumexp(logits_BV, axis=-1)
+    # A masked sum, not a gather: it needs no communication of logits when V is split.
+    is_id_BV = ids_B[:, None] == jnp.arange(logits_BV.shape[-1])
+    chosen_B = jnp.sum(jnp.where(is_id_BV, logits_BV, 0.0), axis=-1)
+
+    def likeliest() -> tuple[Any, Any]:
+        top_BP, ids_BP = jax.lax.top_k(logits_BV, alternatives)
+        return ids_BP.astype(jnp.int32), top_BP - normalizer_B[:, None]
+
+    def none() -> tuple[Any, Any]:
+        shape = (logits_BV.shape[0], alternatives)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    top_ids_BP, top_BP = jax.lax.cond(wanted, likeliest, none) if alternatives else none()
+    return Report(ids_B, chosen_B - normalizer_B, top_ids_BP, top_BP)
