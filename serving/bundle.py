@@ -243,7 +243,7 @@ def _placements(
     manifest: Manifest, stages: Mapping[str, Any], mesh: Mesh
 ) -> dict[str, NamedSharding]:
     """Path of every weight and state leaf -> where it lies; what no function takes is not split."""
-    where = jax_mesh(mesh)
+    where = jax_mesh(mesh.refined())
     placed = {
         leaf.path: NamedSharding(where, PartitionSpec())
         for leaf in (*manifest.weights, *manifest.state)

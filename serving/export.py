@@ -73,7 +73,8 @@ def export_bundle(
       specs: pattern of paths, as `weights/layers/*/q_proj/weight` or `state/cache/k`, -> what
         splits each dim by default: an axis, a tuple of axes, None, or `...` (up to the compiler).
         Dims beyond a spec are not split. The first pattern that matches counts. Paths of inputs
-        begin with the argument's name. What no pattern matches is up to the compiler.
+        begin with the argument's name, those of outputs with `outputs/`. What no pattern matches
+        is up to the compiler.
       state: a pytree of `StateLeaf`s (or of `ShapeDtypeStruct`s: zeros) of the state's structure.
       primary: the function that is planned first, and whose plan decides how weights and state
         lie where specs leave that open; the first one if left out.
@@ -152,8 +153,13 @@ def check_manifest(manifest: Manifest) -> None:
       BundleError: something does not.
     """
     entrypoints = manifest.functions.values()
-    inputs = [leaf for entry in entrypoints for leaf in entry.inputs]
-    check_specs(manifest.specs, [*manifest.weights, *manifest.state, *inputs])
+    given = [leaf for entry in entrypoints for leaf in entry.inputs]
+    made = [
+        dataclasses.replace(leaf, path=f"outputs/{leaf.path}")
+        for entry in entrypoints
+        for leaf in entry.outputs
+    ]
+    check_specs(manifest.specs, [*manifest.weights, *manifest.state, *given, *made])
     later = StoredFile(0, "")  # of files nothing is known yet
     names = [*manifest.tokenizer, *(f for e in entrypoints for f in e.modules.values())]
     check(dataclasses.replace(manifest, files=dict.fromkeys(names, later)), "the bundle")

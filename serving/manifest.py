@@ -24,7 +24,6 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 STORED_AS: Mapping[str, str] = {
     "bool": "bool",
-    "int4": "int8", "uint4": "uint8",
     "int8": "int8", "uint8": "uint8", "int16": "int16", "uint16": "uint16",
     "int32": "int32", "uint32": "uint32", "int64": "int64", "uint64": "uint64",
     "float8_e4m3fn": "uint8", "float8_e5m2": "uint8",

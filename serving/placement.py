@@ -18,9 +18,10 @@ Spec = tuple[Any, ...] | None
 def spec_for(
     leaf: Leaf, specs: Mapping[str, tuple[Entry, ...]], mesh: Mesh, notes: list[str]
 ) -> Spec:
-    """The spec of the first pattern that matches a leaf, as this mesh has it.
+    """The spec of the first pattern that matches a leaf, for the parts of this mesh's axes.
 
-    An axis that the mesh lacks counts as one of size 1. A dim that its axes do not divide is left
+    Programs are made for `mesh.refined()`, on which arrays may be split over a part of an axis. An
+    axis that the mesh lacks counts as one of size 1. A dim that its axes do not divide is left
     open, and `notes` gets a sentence on that.
 
     Raises:
@@ -52,7 +53,8 @@ def _entry(entry: Entry, dim: int, leaf: Leaf, mesh: Mesh, notes: list[str]) -> 
             "left to the compiler"
         )
         return ...
-    return present or None
+    pieces = mesh.pieces()
+    return tuple(piece for name in present for piece in pieces[name]) or None
 
 
 def check_specs(specs: Mapping[str, Sequence[Entry]], leaves: Sequence[Leaf]) -> None:

@@ -119,6 +119,7 @@ class _Planner:
         platform: str,
     ) -> None:
         self.folder, self.manifest, self.mesh = folder, manifest, mesh
+        self.refined = mesh.refined()
         self.options, self.cache, self.platform = options, cache, platform
         self.notes: list[str] = []
         self.decided: dict[str, Spec] = {}
@@ -144,9 +145,7 @@ class _Planner:
         leaves = [leaf for argument in entry.arguments for leaf in argument.leaves]
         given = [self.spec(leaf) for leaf in leaves]
         updates = _updates(entry)
-        # Where there are several processes, each reads all outputs.
-        kept = len(updates)
-        results = [None] * kept + [None if jax.process_count() == 1 else ()] * len(entry.outputs)
+        results = [None] * len(updates) + [self.output(leaf) for leaf in entry.outputs]
         data = self.files[self.file(entry)]
         stage = self.cached(data, given, results, updates, entry)
         owned = [a.role != "input" for a in entry.arguments for _ in a.leaves]
@@ -160,6 +159,13 @@ class _Planner:
             return self.decided[leaf.path]
         return spec_for(leaf, self.manifest.specs, self.mesh, self.notes)
 
+    def output(self, leaf: Leaf) -> Spec:
+        """How a result lies: as the specs of `outputs/` say, else open."""
+        if jax.process_count() > 1:
+            return ()  # each process reads all of it
+        named = dataclasses.replace(leaf, path=f"outputs/{leaf.path}")
+        return spec_for(named, self.manifest.specs, self.mesh, self.notes)
+
     def cached(
         self, data: bytes, given: Any, results: Any, updates: Any, entry: Entrypoint
     ) -> Stage:
@@ -168,7 +174,7 @@ class _Planner:
 
         if self.cache is None:
             return make()
-        return self.cache.stage(data, self.mesh, self.options, (given, results, updates), make)
+        return self.cache.stage(data, self.refined, self.options, (given, results, updates), make)
 
     def stage(
         self, data: bytes, given: Any, results: Any, updates: Any, entry: Entrypoint
@@ -178,7 +184,7 @@ class _Planner:
             module = parse_module(self.text(data))
             _check_signature(module, entry, what)
             _check_calls(module, what)
-            lowered = lower_stablehlo(module, self.mesh, given, results, self.options, updates)
+            lowered = lower_stablehlo(module, self.refined, given, results, self.options, updates)
         except (SpmdError, BytecodeError) as error:
             raise BundleError(f"{what} cannot be used: {_line(error)}") from error
         return stage_of(lowered)

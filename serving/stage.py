@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from spmd.mesh.spec import jax_mesh, partition_spec
 from spmd.options import Options
 
 _WIDE = ("i64", "ui64", "f64")
-_NARROW = ("i4", "ui4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +73,8 @@ def stage_of(lowered: Lowered) -> Stage:
     )
 
 
-def compile_stage(stage: Stage, options: Options) -> Callable[..., Any]:
-    """XLA's executable of a stage, or what calls it: it takes and returns flat arrays.
+def compile_stage(stage: Stage, options: Options) -> Any:
+    """XLA's executable of a stage: it takes and returns flat arrays.
 
     Raises:
       LaunchError: another process of the job has another program.
@@ -95,9 +93,5 @@ def compile_stage(stage: Stage, options: Options) -> Callable[..., Any]:
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in stage.argument_types]
     with jax.enable_x64(jax.config.read("jax_enable_x64") or stage.is_wide):
         jitted = executable(partitioned, stage.module, stage.donated)
-        compiled = jitted.lower(*structs).compile(dict(options.compiler_options) or None)
-    # jax's executables refuse arrays of int4: to them their layouts look wrong. Calling what they
-    # were compiled from does not look, and finds what has been compiled.
-    is_narrow = any(t.dtype in _NARROW for t in stage.argument_types)
-    call: Callable[..., Any] = jitted if is_narrow else compiled
-    return call
+        lowered = jitted.lower(*structs)
+        return lowered.compile(dict(options.compiler_options) or None)

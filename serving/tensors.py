@@ -36,7 +36,7 @@ MAX_FILE_BYTES = 4 * 10**9
 NUMPY_NAMES = {stored: name for name, stored in DTYPE_NAMES.items()}
 
 _BITS = ("float8_e4m3fn", "float8_e5m2")
-"""Stored as integers with the same bits; int4 as integers with the same value."""
+"""Stored as integers with the same bits."""
 
 
 def write_weights(

@@ -58,6 +58,7 @@ SPECS = {
     "weights/heads": (None, "model", None, None),
     "state/h": ("data", "model"),
     "x": ("data", ...),
+    "outputs/y": (),
 }
 
 

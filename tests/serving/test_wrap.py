@@ -7,8 +7,8 @@ from safetensors.numpy import save_file
 
 from serving import wrap
 from serving.bundle import load_bundle
+from serving.bundle_infer import BundleInfer
 from serving.function import BundleError
-from serving.infer import Infer
 from serving.wrap import wrap_stablehlo
 
 TEXT = """
@@ -38,8 +38,8 @@ def test_text_with_names(tmp_path, mesh_of):
     y, seven = bundle.run("main", X)
     np.testing.assert_allclose(y, X @ W + B, rtol=1e-5)
     assert int(seven) == 7
-    infer = Infer(bundle)
-    assert [leaf.path for leaf in infer.inputs] == ["x"]
+    infer = BundleInfer(bundle)
+    assert [spec.name for spec in infer.inputs] == ["x"]
     np.testing.assert_array_equal(infer.infer({"x": X})["y"], y)
 
 
