@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ def load_bundle(
     cache_dir: str | Path | None = None,
     console: Console | None = None,
     verify: bool = True,
+    functions: Collection[str] | None = None,
 ) -> Bundle:
     """Check a bundle, partition its functions for a mesh, and read its weights onto it.
 
@@ -51,6 +52,7 @@ def load_bundle(
         `serving.cache.default_cache_dir()`; None keeps nothing.
       console: progress goes here if it is a terminal.
       verify: whether to compare every file's SHA-256; sizes are compared in any case.
+      functions: names of those to compile; all if left out.
 
     Returns:
       The bundle, ready to run: nothing is compiled later.
@@ -70,21 +72,34 @@ def load_bundle(
         check_stored(folder / WEIGHTS, manifest.weights)
     if verify:
         check_hashes(folder, manifest, console)
+    wanted = _wanted(manifest, functions)
     cache = Cache(cache_dir) if cache_dir is not None else None
     with _status(console) as say, cache.executables() if cache else contextlib.nullcontext():
-        stages, notes = plan_functions(folder, manifest, mesh, options, cache, say)
+        stages, notes = plan_functions(folder, manifest, wanted, mesh, options, cache, say)
         placed = _placements(manifest, stages, mesh)
         with concurrent.futures.ThreadPoolExecutor(compile_threads()) as pool:
-            compiling = compile_functions(manifest, stages, options, pool)
+            compiling = compile_functions(
+                manifest, {name: stages[name] for name in wanted}, options, pool
+            )
             filling = pool.submit(_compile_state, manifest.state, placed)
             say("loading weights")
             weights = (
                 read_weights(folder / WEIGHTS, manifest.weights, placed) if manifest.weights else {}
             )
-            say(f"compiling {len(stages)} functions")
+            say(f"compiling {len(wanted)} functions")
             programs = {name: future.result() for name, future in compiling.items()}
             make_state = filling.result()
     return Bundle(manifest, mesh, programs, weights, make_state, notes)
+
+
+def _wanted(manifest: Manifest, functions: Collection[str] | None) -> list[str]:
+    names = list(manifest.functions) if functions is None else list(functions)
+    unknown = [name for name in names if name not in manifest.functions]
+    if unknown:
+        raise BundleError(
+            f"there is no function {unknown[0]!r}; there are {', '.join(manifest.functions)}"
+        )
+    return names
 
 
 class Bundle:
@@ -110,7 +125,7 @@ class Bundle:
     ) -> None:
         self.manifest = manifest
         self.mesh = mesh
-        self.functions: Mapping[str, Entrypoint] = manifest.functions
+        self.functions: Mapping[str, Entrypoint] = {n: p.entry for n, p in programs.items()}
         self.programs = programs
         self.notes = tuple(notes)
         self.compile_total = len(programs) + (make_state is not None)

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ TOKENIZER = "tokenizer"
 GENERATION_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
 
 
+Goldens = Callable[[Path], Sequence[Mapping[str, Any]]]
+
+
 def export_bundle(
     folder: str | Path,
     functions: Sequence[Function],
@@ -56,7 +59,7 @@ def export_bundle(
     primary: str | None = None,
     tokenizer_from: str | Path | None = None,
     contract: Mapping[str, Any] | None = None,
-    goldens: Sequence[Mapping[str, Any]] = (),
+    goldens: Sequence[Mapping[str, Any]] | Goldens = (),
     quantization: Mapping[str, Any] | None = None,
     name: str = "bundle",
     platforms: Sequence[str] = PLATFORMS,
@@ -80,7 +83,8 @@ def export_bundle(
         lie where specs leave that open; the first one if left out.
       tokenizer_from: a folder whose tokenizer files are copied along.
       contract: what callers have to know, for JSON.
-      goldens: inputs and what they give, for JSON; servers try them at start.
+      goldens: inputs and what they give, for JSON; servers try them at start. Or a function of the
+        folder, whole but for them, that makes them.
       quantization: how the weights were made smaller, for JSON.
       name: what the bundle is called.
       platforms: those to write functions for; jax writes a few ops differently for each.
@@ -118,7 +122,7 @@ def export_bundle(
             state=_state(state),
             specs=plain_specs(specs or {}),
             contract=dict(contract or {}),
-            goldens=tuple(goldens),
+            goldens=() if callable(goldens) else tuple(goldens),
             quantization=quantization,
             tokenizer=tuple(f"{TOKENIZER}/{file}" for file in tokenizer),
             files={},
@@ -133,13 +137,26 @@ def export_bundle(
             (unfinished / TOKENIZER).mkdir()
         for file, source in tokenizer.items():
             shutil.copyfile(source, unfinished / TOKENIZER / file)
-        finish(unfinished, manifest, console)
+        manifest = finish(unfinished, manifest, console)
+        if callable(goldens):
+            made = tuple(goldens(unfinished))
+            write_manifest(unfinished, dataclasses.replace(manifest, goldens=made))
 
 
-def finish(folder: Path, manifest: Manifest, console: Console | None = None) -> None:
-    """Write the manifest of a folder that is whole but for it."""
+def finish(folder: Path, manifest: Manifest, console: Console | None = None) -> Manifest:
+    """Write the manifest of a folder that is whole but for it; returns it with the files."""
     manifest = dataclasses.replace(manifest, files=hash_files(folder, console))
     check(manifest, str(folder / MANIFEST))
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the file.
+
+    Raises:
+      BundleError: something in it that JSON does not have.
+    """
     try:
         write_json(folder / MANIFEST, to_json(manifest))
     except (TypeError, ValueError) as error:

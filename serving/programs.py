@@ -56,9 +56,15 @@ Say = Callable[[str], None]
 
 
 def plan_functions(
-    folder: Path, manifest: Manifest, mesh: Mesh, options: Options, cache: Cache | None, say: Say
+    folder: Path,
+    manifest: Manifest,
+    wanted: Sequence[str],
+    mesh: Mesh,
+    options: Options,
+    cache: Cache | None,
+    say: Say,
 ) -> tuple[dict[str, Stage], list[str]]:
-    """Every function planned and partitioned, the primary one first.
+    """The primary function and those that are wanted, planned and partitioned in this order.
 
     Returns:
       Name -> stage, and a sentence on each part of a spec that does not fit the mesh.
@@ -67,7 +73,7 @@ def plan_functions(
       BundleError: a module that cannot be read or compiled, or is not what the manifest says.
     """
     platform = _platform(mesh)
-    names = sorted(manifest.functions, key=lambda name: name != manifest.primary)
+    names = list(dict.fromkeys([manifest.primary, *wanted]))
     planner = _Planner(folder, manifest, mesh, options, cache, platform)
     planner.read(names)
     stages = {}

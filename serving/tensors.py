@@ -52,7 +52,8 @@ def write_weights(
     Args:
       folder: new.
       leaves: what they are.
-      arrays: for each, what `numpy.asarray` reads it from.
+      arrays: for each, what `numpy.asarray` reads it from. Those with an attribute `together` of
+        one value are read one after the other.
       max_file_bytes: bytes of tensors in one file; a larger tensor gets one of its own.
       console: a progress bar goes here.
 
@@ -60,6 +61,10 @@ def write_weights(
       BundleError: an array that is not what its leaf says, or cannot be read.
     """
     folder.mkdir()
+    pairs = sorted(
+        zip(leaves, arrays, strict=True), key=lambda pair: getattr(pair[1], "together", "")
+    )
+    leaves, arrays = [leaf for leaf, _ in pairs], [array for _, array in pairs]
     entries = [Entry(leaf.path, leaf.shape, STORED_AS[leaf.dtype]) for leaf in leaves]
     plan = plan_files(entries, max_file_bytes)
     with bytes_bar("writing weights", sum(entry.nbytes for entry in entries), console) as advance:
