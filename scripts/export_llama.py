@@ -12,12 +12,12 @@ Examples:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
 from rich.console import Console
 
 from models.llama.config import DTYPES, ConfigError, named_config
@@ -33,125 +33,135 @@ from serving.llama import export_llama
 from serving.manifest import PLATFORMS
 from spmd.errors import SpmdError
 
-_OUT = flags.DEFINE_string("out", None, "The folder to make.")
-_INIT_FROM = flags.DEFINE_string("init_from", None, "Folder in Hugging Face's format.")
-_RUN_DIR = flags.DEFINE_string("run_dir", None, "Folder of a training run.")
-_STEP = flags.DEFINE_string("step", AUTO, "Step of its checkpoint; `auto` is the latest whole one.")
-_MODEL = flags.DEFINE_string("model", None, "A named configuration, with random weights.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the random weights.", lower_bound=0)
-_TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "Folder with tokenizer files. Default: that of --init_from."
-)
-_NAME = flags.DEFINE_string("name", None, "What the bundle is called. Default: like --out.")
-_SLOTS = flags.DEFINE_integer("slots", 8, "Sequences that are decoded together.", lower_bound=1)
-_MAX_LENGTH = flags.DEFINE_integer(
-    "max_length", None, "Tokens of a sequence. Default: the model's, at most 4096.", lower_bound=16
-)
-_PREFILL = flags.DEFINE_list(
-    "prefill", None, "Lengths of prompts' pieces, ascending. Default: 128, 512 where they fit."
-)
-_LENGTH = flags.DEFINE_list(
-    "length",
-    None,
-    "Lengths that functions read of sequences, ascending, the last is --max_length. Default: it, "
-    "and half and a quarter of it from 512 on.",
-)
-_DECODE_STEPS = flags.DEFINE_integer(
-    "decode_steps", 10, "Tokens that one call makes at most.", lower_bound=1
-)
-_TOP_LOGPROBS = flags.DEFINE_integer(
-    "top_logprobs", 20, "Likeliest alternatives that can be reported.", lower_bound=0
-)
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Of activations and plain weights.")
-_QUANTIZE = flags.DEFINE_enum("quantize", "none", QUANTIZATIONS, "How projections are stored.")
-_KV_CACHE_DTYPE = flags.DEFINE_enum(
-    "kv_cache_dtype", None, (*DTYPES, "int8"), "Of keys and values. Default: --dtype."
-)
-_GOLDEN_PROMPTS = flags.DEFINE_string(
-    "golden_prompts",
-    None,
-    "File with a prompt a line. What the model goes on with is computed on the devices that are "
-    "here, and kept in the bundle for servers to compare with.",
-)
-_PLATFORMS = flags.DEFINE_list("platforms", list(PLATFORMS), "Platforms to export for.")
-
 USER_ERRORS = (
     BundleError, CheckpointError, ConfigError, DataError, SpmdError, WeightsError, OSError
 )  # fmt: skip
 """What a user can mend: one message instead of a traceback."""
 
 
-def open_source() -> contextlib.AbstractContextManager[Source]:
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/export_llama",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--out", required=True, type=Path, help="the folder to make")
+    add("--init_from", help="folder in Hugging Face's format")
+    add("--run_dir", help="folder of a training run")
+    add("--step", default=AUTO, help="of its checkpoint; auto (default): the latest whole one")
+    add("--model", help="a named configuration, with random weights")
+    add("--seed", type=int, default=0, help="of the random weights")
+    add("--tokenizer", type=Path, help="folder with tokenizer files (default: --init_from)")
+    add("--name", help="what the bundle is called (default: like --out)")
+    add("--slots", type=positive, default=8, help="sequences decoded together (default: 8)")
+    add("--max_length", type=positive, help="of a sequence (default: the model's, at most 4096)")
+    add(
+        "--prefill",
+        type=numbers,
+        help="lengths of prompts' pieces, ascending (default: 128,512 where they fit)",
+    )
+    add(
+        "--length",
+        type=numbers,
+        help="lengths that functions read of sequences, ascending, the last is --max_length "
+        "(default: it, and half and a quarter of it from 512 on)",
+    )
+    add("--decode_steps", type=positive, default=10, help="tokens of one call at most (10)")
+    add("--top_logprobs", type=positive, default=20, help="alternatives that are reported (20)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
+    add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
+    add("--kv_cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (--dtype)")
+    add(
+        "--golden_prompts",
+        type=Path,
+        help="file with a prompt a line; what the model goes on with is computed on the devices "
+        "that are here, and kept in the bundle for servers to compare with",
+    )
+    add("--platforms", type=words, default=PLATFORMS, help=f"default: {','.join(PLATFORMS)}")
+    return parser
+
+
+def positive(text: str) -> int:
+    """A number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers joined by commas."""
+    return tuple(positive(word) for word in text.split(","))
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words joined by commas."""
+    return tuple(text.split(","))
+
+
+def open_source(given: argparse.Namespace) -> contextlib.AbstractContextManager[Source]:
     """The model that the flags name.
 
     Raises:
         BundleError: they name none, or several.
     """
-    named = [flag.name for flag in (_INIT_FROM, _RUN_DIR, _MODEL) if flag.value]
+    named = [name for name in ("init_from", "run_dir", "model") if getattr(given, name)]
     if len(named) != 1:
         raise BundleError(
             "name one model, with --init_from, --run_dir or --model"
             + (f", not with {' and '.join(f'--{name}' for name in named)}" if named else "")
         )
-    if _INIT_FROM.value:
-        return hf_source(_INIT_FROM.value)
-    if _RUN_DIR.value:
-        if _STEP.value != AUTO and not _STEP.value.isdecimal():
-            raise BundleError(f"--step: {_STEP.value!r} is no number, and not {AUTO}")
-        return checkpoint_source(_RUN_DIR.value, _STEP.value)
-    return fresh_source(named_config(str(_MODEL.value)), _SEED.value)
+    if given.init_from:
+        return hf_source(given.init_from)
+    if given.run_dir:
+        if given.step != AUTO and not given.step.isdecimal():
+            raise BundleError(f"--step: {given.step!r} is no number, and not {AUTO}")
+        return checkpoint_source(given.run_dir, given.step)
+    return fresh_source(named_config(given.model), given.seed)
 
 
-def make_shape(source: Source) -> ServingShape:
+def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
     """The sizes that the flags ask for."""
-    longest = _MAX_LENGTH.value or min(source.config.max_position_embeddings, 4096)
+    longest = given.max_length or min(source.config.max_position_embeddings, 4096)
     lengths = [n for n in (longest // 4, longest // 2) if n >= 512]
     chunks = [n for n in (128, 512) if n < longest] or [longest]
     return ServingShape(
-        slots=_SLOTS.value,
+        slots=given.slots,
         max_length=longest,
-        chunks=_numbers(_PREFILL, chunks),
-        lengths=_numbers(_LENGTH, [*lengths, longest]),
-        decode_steps=_DECODE_STEPS.value,
-        top_logprobs=min(_TOP_LOGPROBS.value, source.config.vocab_size),
-        cache_dtype=_KV_CACHE_DTYPE.value or _DTYPE.value,
+        chunks=given.prefill or tuple(chunks),
+        lengths=given.length or (*lengths, longest),
+        decode_steps=given.decode_steps,
+        top_logprobs=min(given.top_logprobs, source.config.vocab_size),
+        cache_dtype=given.kv_cache_dtype or given.dtype,
     )
 
 
-def _numbers(flag: flags.FlagHolder[list[str] | None], default: Sequence[int]) -> tuple[int, ...]:
-    if flag.value is None:
-        return tuple(default)
-    if not all(word.strip().isdecimal() for word in flag.value):
-        raise BundleError(f"--{flag.name}: {','.join(flag.value)} are no numbers, as 128,512 are")
-    return tuple(int(word) for word in flag.value)
-
-
-def golden_prompts(source: Source) -> list[list[int]]:
+def golden_prompts(source: Source, file: Path | None) -> list[list[int]]:
     """The prompts of --golden_prompts as token ids, with the token that begins a text."""
-    if not _GOLDEN_PROMPTS.value:
+    if file is None:
         return []
-    lines = Path(_GOLDEN_PROMPTS.value).read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     texts = [line for line in lines if line.strip()]
     if not texts:
-        raise BundleError(f"--golden_prompts: {_GOLDEN_PROMPTS.value} has no line with text")
+        raise BundleError(f"--golden_prompts: {file} has no line with text")
     folder = source.tokenizer_from
     tokenizer = load_tokenizer(BYTES if folder is None else str(folder))
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return [[*begin, *map(int, ids)] for ids in tokenizer.encode_batch(texts)]
 
 
-def run(console: Console) -> None:
+def run(given: argparse.Namespace, console: Console) -> None:
     """Export, and say what came of it."""
-    if not _OUT.value:
-        raise BundleError("name the folder to make with --out")
-    unknown = sorted(set(_PLATFORMS.value) - set(PLATFORMS))
-    if unknown or not _PLATFORMS.value:
-        raise BundleError(f"--platforms: {unknown} are not among {', '.join(PLATFORMS)}")
-    out = Path(_OUT.value)
-    with open_source() as source:
-        if _TOKENIZER.value:
-            source = source.with_tokenizer(Path(_TOKENIZER.value))
-        shape = make_shape(source)
+    unknown = sorted(set(given.platforms) - set(PLATFORMS))
+    if unknown:
+        raise BundleError(f"--platforms: {unknown[0]!r} is not among {', '.join(PLATFORMS)}")
+    with open_source(given) as source:
+        if given.tokenizer:
+            source = source.with_tokenizer(given.tokenizer)
+        shape = make_shape(source, given)
         console.print(f"{source.about}: {source.config.parameter_count():,} parameters")
         console.print(
             f"{shape.slots} slots of {shape.max_length} tokens, {shape.cache_dtype} cache, prompts "
@@ -159,33 +169,32 @@ def run(console: Console) -> None:
         )
         export_llama(
             source,
-            out,
+            given.out,
             shape,
-            dtype=_DTYPE.value,
-            kind=_QUANTIZE.value,
-            name=_NAME.value or out.name,
-            golden_prompts=golden_prompts(source),
-            platforms=_PLATFORMS.value,
+            dtype=given.dtype,
+            kind=given.quantize,
+            name=given.name or given.out.name,
+            golden_prompts=golden_prompts(source, given.golden_prompts),
+            platforms=given.platforms,
             console=console,
         )
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    console.print(f"exported: {out.absolute()}, {size / 1e9:.3f} GB")
+    size = sum(path.stat().st_size for path in given.out.rglob("*") if path.is_file())
+    console.print(f"exported: {given.out.absolute()}, {size / 1e9:.3f} GB")
 
 
 def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
+    given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    if len(argv) > 1:
-        sys.exit(f"error: {argv[1]!r} is no flag; see --help")
     try:
-        run(console)
+        run(given, console)
     except USER_ERRORS as error:
         sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()
