@@ -236,7 +236,7 @@ def write_files(folder: Path, plan: Mapping[str, Sequence[Entry]], arrays: Itera
             file.flush()
             os.fsync(file.fileno())
     if len(plan) > 1:
-        write_json(folder / INDEX_FILE, _index(plan))
+        write_json(folder / INDEX_FILE, file_index(plan))
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -259,7 +259,8 @@ def _header(entries: Iterable[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _index(plan: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+def file_index(plan: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+    """What the index of several files says."""
     entries = [entry for group in plan.values() for entry in group]
     return {
         "metadata": {

@@ -73,12 +73,14 @@ class Source:
       tensors: in the order in which a model uses them.
       about: where they come from, for people.
       tokenizer_from: a folder with tokenizer files, or None.
+      stamps: of what is read: they differ where it has changed.
     """
 
     config: LlamaConfig
     tensors: Mapping[str, Tensor]
     about: str
     tokenizer_from: Path | None = None
+    stamps: tuple[str, ...] = ()
 
     def with_tokenizer(self, folder: Path) -> Source:
         """The same with tokenizer files from elsewhere."""
@@ -90,13 +92,20 @@ class Source:
         return jax.tree.unflatten(treedef, [self.tensors[p.names[0]] for p in wanted])
 
 
-def _unrolled(config: LlamaConfig) -> LlamaConfig:
+def unrolled(config: LlamaConfig) -> LlamaConfig:
+    """The same model with a parameter for each layer."""
     return dataclasses.replace(config, scan_layers=False)
 
 
-def _names(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a model."""
-    return {p.names[0]: p.shape for p in parameters(_unrolled(config))[0]}
+    return {p.names[0]: p.shape for p in parameters(unrolled(config))[0]}
+
+
+def stamps(folder: Path) -> tuple[str, ...]:
+    """Name, size and time of every file right in a folder."""
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return tuple(f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in found)
 
 
 # Hugging Face's files
@@ -110,22 +119,22 @@ def hf_source(folder: str | Path) -> Iterator[Source]:
       WeightsError, ConfigError: files that are broken or no Llama.
     """
     folder = Path(folder)
-    config = _unrolled(read_config(folder))
+    config = unrolled(read_config(folder))
     check_can_load(folder, config)
     with open_folder(folder) as stored:
         tensors = {
             name: Tensor(
-                name, shape, _NUMPY_NAMES[stored.tensors[name].dtype],
+                name, shape, NUMPY_NAMES[stored.tensors[name].dtype],
                 functools.partial(stored.read, name),
             )
-            for name, shape in _names(config).items()
+            for name, shape in tensor_shapes(config).items()
         }  # fmt: skip
         if HEAD in stored.tensors and HEAD not in tensors:
             _check_tied(stored.read, tensors)
-        yield Source(config, tensors, str(folder), folder)
+        yield Source(config, tensors, str(folder), folder, stamps(folder))
 
 
-_NUMPY_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+NUMPY_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def _check_tied(read: Callable[[str, Index], Array], tensors: Mapping[str, Tensor]) -> None:
@@ -173,8 +182,10 @@ def checkpoint_source(run_dir: str | Path, step: int | str = AUTO) -> Iterator[S
                 f"{list(parameter.shape)}, which its model has"
             )
         tensors |= _checkpoint_tensors(state, parameter, entry["dtype"])
-    ordered = {name: tensors[name] for name in _names(config)}
-    yield Source(_unrolled(config), ordered, f"{run_dir}, step {found.step}")
+    # Stacked layers stay in the order in which they are read.
+    ordered = tensors if config.scan_layers else {n: tensors[n] for n in tensor_shapes(config)}
+    about = f"{run_dir}, step {found.step}"
+    yield Source(unrolled(config), ordered, about, None, stamps(folder / str(found.step)))
 
 
 def _trained_config(meta: Mapping[str, Any], folder: Path) -> LlamaConfig:
@@ -229,13 +240,14 @@ def _open_array(state: Path, key: str) -> Any:
 @contextlib.contextmanager
 def fresh_source(config: LlamaConfig, seed: int) -> Iterator[Source]:
     """The parameters that `model.init` makes, one layer at a time."""
-    config = _unrolled(config)
+    config = unrolled(config)
     outer_key, keys_L = model.init_keys(jax.random.key(seed), config)
+    make_outer = jax.jit(functools.partial(model.init_outer, config=config))
     make_layer = jax.jit(functools.partial(model.init_layer, config=config))
 
     @functools.lru_cache(maxsize=1)
     def part(layer: int) -> Mapping[str, Array]:
-        made = model.init_outer(outer_key, config) if layer < 0 else make_layer(keys_L[layer])
+        made = make_outer(outer_key) if layer < 0 else make_layer(keys_L[layer])
         flat, _ = jax.tree_util.tree_flatten_with_path(made)
         return {jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(x) for p, x in flat}
 
@@ -248,6 +260,6 @@ def fresh_source(config: LlamaConfig, seed: int) -> Iterator[Source]:
 
     tensors = {
         name: Tensor(name, shape, config.param_dtype, functools.partial(read, name))
-        for name, shape in _names(config).items()
+        for name, shape in tensor_shapes(config).items()
     }
     yield Source(config, tensors, f"fresh parameters, seed {seed}")
