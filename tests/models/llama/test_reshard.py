@@ -264,7 +264,7 @@ def test_memory_is_bounded(tmp_path):
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "4 files, 0.140 GB" in done.stdout
+    assert "4 files, 0.143 GB" in done.stdout
     assert "the limit limits" in done.stdout
 
 
