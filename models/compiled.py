@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 import spmd
 from models.function import Function
-from spmd.mesh.mesh import Mesh
 
 OPEN = "..."
 
@@ -100,9 +99,7 @@ class Programs:
             options=self._options,
         ).compile(*function.args)
 
-    def _argument(
-        self, name: str, role: str, arg: Any, placed: Mapping[str, Any] | None
-    ) -> Any:
+    def _argument(self, name: str, role: str, arg: Any, placed: Mapping[str, Any] | None) -> Any:
         """A tree of specs for one argument."""
         if role == "input":
             return jax.tree.map(lambda x: (None,) * len(x.shape), arg)

@@ -119,8 +119,8 @@ flags.DEFINE_float(
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "model": (
-        "model", "config", "ignore_config_keys", "layers", "scan", "dtype", "param_dtype", "attention",
-        "remat", "remat_every",
+        "model", "config", "ignore_config_keys", "layers", "scan", "dtype", "param_dtype",
+        "attention", "remat", "remat_every",
     ),
     "weights": ("init_from", "export_hf", "export_dtype"),
     "devices": ("mesh", "dcn", "sharding", "watchdog_timeout"),

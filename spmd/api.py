@@ -627,6 +627,13 @@ class Compiled(Lowered):
         self._result_shardings = tuple(
             NamedSharding(self._jax_mesh, partition_spec(s, self.mesh)) for s in partitioned.results
         )
+        self._key_results = [
+            (i, struct)
+            for i, struct in enumerate(self.out_structs)
+            if _key_impl(struct) is not None
+        ]
+        # As it came the last time: an argument with the very same object needs no look at it.
+        self._known_shardings: list[Any] = [object()] * len(self._arg_shardings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program (without its static arguments)."""
@@ -647,22 +654,23 @@ class Compiled(Lowered):
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat arguments, placing those that lie elsewhere."""
         self._check_here()
-        placed = [
-            self._place(leaf, sharding, impl)
-            for leaf, sharding, impl in zip(
-                leaves, self._arg_shardings, self.key_impls, strict=True
-            )
+        placed = list(leaves)
+        elsewhere = [
+            index
+            for index, (leaf, known) in enumerate(zip(leaves, self._known_shardings, strict=True))
+            if getattr(leaf, "sharding", None) is not known and not self._lies_right(index, leaf)
         ]
-        results = self.executable(*placed)
+        if elsewhere:
+            self._place(placed, elsewhere)
+        results = list(self.executable(*placed))
         if self._given is not None:  # results go back onto the mesh that came in
             results = [
                 jax.device_put(r, NamedSharding(self._given, s.spec))
                 for r, s in zip(results, self._result_shardings, strict=True)
             ]
-        return jax.tree.unflatten(
-            self.out_tree,
-            [_wrap_key(r, s) for r, s in zip(results, self.out_structs, strict=True)],
-        )
+        for index, struct in self._key_results:
+            results[index] = _wrap_key(results[index], struct)
+        return jax.tree.unflatten(self.out_tree, results)
 
     def _check_processes(self) -> None:
         """Every process of the mesh has this program: a collective of two programs hangs."""
@@ -683,16 +691,26 @@ class Compiled(Lowered):
                 fix="compile without topology= to run it on the mesh's devices",
             )
 
-    def _place(self, leaf: Any, sharding: NamedSharding, key_impl: Any) -> Any:
-        if key_impl is not None:
-            leaf = jax.random.key_data(leaf)
-        have = getattr(leaf, "sharding", None)
-        if have == sharding:
-            return leaf
-        if isinstance(have, NamedSharding) and have.is_equivalent_to(sharding, leaf.ndim):
-            return leaf
+    def _lies_right(self, index: int, leaf: Any) -> bool:
+        """Whether an argument lies as the program wants it; the next time it is known to."""
+        have, wanted = getattr(leaf, "sharding", None), self._arg_shardings[index]
+        if self.key_impls[index] is not None or not isinstance(have, NamedSharding):
+            return False
+        if not have.is_equivalent_to(wanted, leaf.ndim):
+            return False
+        self._known_shardings[index] = have
+        return True
+
+    def _place(self, leaves: list[Any], indices: Sequence[int]) -> None:
+        """Puts some of the arguments, in the list, to where the program wants them."""
+        data = [
+            leaves[i] if self.key_impls[i] is None else jax.random.key_data(leaves[i])
+            for i in indices
+        ]
         with jax.enable_x64(self._x64):  # else jax narrows 64-bit elements on the way in
-            return jax.device_put(leaf, sharding)
+            data = jax.device_put(data, [self._arg_shardings[i] for i in indices])
+        for i, leaf in zip(indices, data, strict=True):
+            leaves[i] = leaf
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments placed on a mesh lie as this program wants them."""

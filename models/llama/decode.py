@@ -88,68 +88,59 @@ def state_leaves(config: LlamaConfig, shape: ServingShape) -> Any:
     }
 
 
-def _write(layer: State, index: tuple[Any, ...], kv: Any) -> State:
-    """Keys and values to the places that `index` names; those out of bounds are dropped.
-
-    Args:
-        layer: of `cache`.
-        index: slots and positions, which broadcast to the leading dims of `kv`.
-        kv: (..., 2, K, D).
-    """
-    slots, positions = index
+def _stored(kv: Any, layer: State) -> State:
+    """Keys and values (..., D) as a layer's cache has them, scales (...) included."""
     if "scales" not in layer:
-        kv = kv.astype(layer["values"].dtype)
-        return {"values": layer["values"].at[slots, :, :, positions].set(kv, mode="drop")}
-    scales = jnp.max(jnp.abs(kv.astype(jnp.float32)), axis=-1) / INT8_MAX
-    scaled = kv.astype(jnp.float32) / jnp.where(scales > 0, scales, 1.0)[..., None]
-    values = jnp.round(scaled).astype(jnp.int8)
+        return {"values": kv.astype(layer["values"].dtype)}
+    kv = kv.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(kv), axis=-1) / INT8_MAX
+    scaled = kv / jnp.where(scales > 0, scales, 1.0)[..., None]
+    return {"values": jnp.round(scaled).astype(jnp.int8), "scales": scales}
+
+
+def _write_each(layer: State, kv_B2KD: Any, positions_B: Any) -> State:
+    """One key and value for every slot, each at its own position."""
+    new = _stored(kv_B2KD, layer)
+    written = {"values": spmd.ops.cache_update(layer["values"], new["values"], positions_B)}
+    if "scales" in layer:
+        scales = spmd.ops.cache_update(
+            layer["scales"][..., None], new["scales"][..., None], positions_B
+        )
+        written["scales"] = scales[..., 0]
+    return written
+
+
+def _write_chunk(layer: State, kv_S2KD: Any, slot: Any, start: Any) -> State:
+    """Keys and values of neighbours in one slot; all of them have to fit in."""
+    zero = jnp.zeros((), slot.dtype)
+    new = _stored(jnp.moveaxis(kv_S2KD, 0, 2)[None], layer)
     return {
-        "values": layer["values"].at[slots, :, :, positions].set(values, mode="drop"),
-        "scales": layer["scales"].at[slots, :, :, positions].set(scales, mode="drop"),
+        name: jax.lax.dynamic_update_slice(
+            layer[name], x, (slot, zero, zero, start, zero)[: x.ndim]
+        )
+        for name, x in new.items()
     }
-
-
-def _attend(q_BKGD: Any, layer: State, visible_BT: Any) -> Any:
-    """Attention of one query of each slot over the first T positions there; (B, K, G, D)."""
-    keys_BKTD, values_BKTD, scales = _read(layer, visible_BT.shape[-1], q_BKGD.dtype)
-    scores_BKGT = jnp.einsum(
-        "bkgd,bktd->bkgt", q_BKGD, keys_BKTD, preferred_element_type=jnp.float32
-    )
-    weights_BKGT = _softmax(
-        scores_BKGT, visible_BT[:, None, None], q_BKGD, *(x[:, :, None] for x in scales)
-    )
-    return jnp.einsum("bkgt,bktd->bkgd", weights_BKGT, values_BKTD)
 
 
 def _attend_chunk(q_SKGD: Any, layer: State, slot: Any, visible_ST: Any) -> Any:
     """Attention of several queries of one slot over the first T positions there; (S, K, G, D)."""
-    row = {name: jax.lax.dynamic_index_in_dim(x, slot) for name, x in layer.items()}
-    keys_1KTD, values_1KTD, scales = _read(row, visible_ST.shape[-1], q_SKGD.dtype)
+    length, dtype = visible_ST.shape[-1], q_SKGD.dtype
+    row = {
+        name: jax.lax.dynamic_index_in_dim(x, slot)[0, :, :, :length] for name, x in layer.items()
+    }
+    stored = row["values"].astype(dtype)
     scores_KGST = jnp.einsum(
-        "skgd,ktd->kgst", q_SKGD, keys_1KTD[0], preferred_element_type=jnp.float32
+        "skgd,ktd->kgst", q_SKGD, stored[KEYS], preferred_element_type=jnp.float32
     )
-    weights_KGST = _softmax(
-        scores_KGST, visible_ST[None, None], q_SKGD, *(x[0][:, None, None] for x in scales)
-    )
-    return jnp.einsum("kgst,ktd->skgd", weights_KGST, values_1KTD[0])
-
-
-def _read(layer: State, length: int, dtype: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Keys and values (B, K, T, D) as they are stored, and their scales (B, K, T), if any."""
-    values = layer["values"][:, :, :, :length].astype(dtype)
-    scales: tuple[Any, ...] = ()
-    if "scales" in layer:
-        scales = tuple(layer["scales"][:, i, :, :length] for i in (KEYS, VALUES))
-    return values[:, KEYS], values[:, VALUES], scales
-
-
-def _softmax(scores: Any, visible: Any, q: Any, *scales: Any) -> Any:
-    """Weights of the values as stored, in the dtype of `q`; scales are of keys and of values."""
-    if scales:
-        scores = scores * scales[KEYS]
-    scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, np.finfo(np.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1)
-    return (weights * scales[VALUES] if scales else weights).astype(q.dtype)
+    scales = row.get("scales")
+    if scales is not None:
+        scores_KGST *= scales[KEYS, :, None, None]
+    scores_KGST *= q_SKGD.shape[-1] ** -0.5
+    scores_KGST = jnp.where(visible_ST, scores_KGST, np.finfo(np.float32).min)
+    weights_KGST = jax.nn.softmax(scores_KGST, axis=-1)
+    if scales is not None:
+        weights_KGST *= scales[VALUES, :, None, None]
+    return jnp.einsum("kgst,ktd->skgd", weights_KGST.astype(dtype), stored[VALUES])
 
 
 # Layers
@@ -250,12 +241,13 @@ def step_logits(
         (logits, state), with the same `tokens` and `lengths`.
     """
     positions_B = state["lengths"]
-    slots_B = jnp.arange(positions_B.shape[0])
-    visible_BT = jnp.arange(length)[None] <= positions_B[:, None]
 
     def attend(q_BKGD: Any, kv_B2KD: Any, layer: State) -> tuple[Any, State]:
-        layer = _write(layer, (slots_B, positions_B), kv_B2KD)
-        return _attend(q_BKGD, layer, visible_BT), layer
+        layer = _write_each(layer, kv_B2KD, positions_B)
+        heads_BKGD = spmd.ops.decode_attention(
+            q_BKGD, layer["values"], positions_B, length=length, scales=layer.get("scales")
+        )
+        return heads_BKGD, layer
 
     x_BH, cache = _run_layers(weights, state["tokens"], positions_B, state["cache"], attend, config)
     return _logits(weights, x_BH, config), {**state, "cache": cache}
@@ -337,9 +329,9 @@ def prefill(
         weights: see `Weights`.
         state: as `state_leaves` says.
         chunk: `tokens` (S,), of which `count` are real; `slot`; `start`, tokens that the slot holds
-            before; `last`, whether the prompt ends here: then also how to go on, `sampling/FIELD`
-            scalars and `seen` (V,), the tokens of the whole prompt. With `scores` also `targets`
-            (S,), the token after each.
+            before, so that `start` + S is within the slot; `last`, whether the prompt ends here:
+            then also how to go on, `sampling/FIELD` scalars and `seen` (V,), the tokens of the
+            whole prompt. With `scores` also `targets` (S,), the token after each.
         length: positions that are read, T: the chunk ends within.
         alternatives: P.
         scores: whether to report on `targets` too.
@@ -353,7 +345,7 @@ def prefill(
     visible_ST = jnp.arange(length)[None] <= positions_S[:, None]
 
     def attend(q_SKGD: Any, kv_S2KD: Any, layer: State) -> tuple[Any, State]:
-        layer = _write(layer, (slot, positions_S), kv_S2KD)
+        layer = _write_chunk(layer, kv_S2KD, slot, start)
         return _attend_chunk(q_SKGD, layer, slot, visible_ST), layer
 
     x_SH, cache = _run_layers(weights, tokens_S, positions_S, state["cache"], attend, config)

@@ -1,6 +1,8 @@
 """Ops that stay whole in the compiler: each with a rule and a kernel for each platform."""
 
 from spmd.ops.attention import attention
+from spmd.ops.cache import cache_update
+from spmd.ops.decode_attention import decode_attention
 from spmd.ops.linear import linear
 
-__all__ = ["attention", "linear"]
+__all__ = ["attention", "cache_update", "decode_attention", "linear"]

@@ -1,0 +1,182 @@
+"""A `Backend` over exported functions: picks buckets, and carries prompts to the state and back."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from models.sampling import FIELDS
+from serving.backend import Limits, Prefilled, Sampling, Tokens
+
+NEUTRAL = Sampling(temperature=0.0)
+
+
+class Functions(Protocol):
+    """Compiled functions over a state that they own: a bundle, or `models.compiled.Programs`.
+
+    Attributes:
+      functions: by name, each with `tags`.
+      compile_total: programs compiled so far.
+    """
+
+    @property
+    def functions(self) -> Mapping[str, Any]:
+        """By name."""
+
+    @property
+    def compile_total(self) -> int:
+        """Programs compiled so far."""
+
+    def run(self, name: str, *inputs: Any) -> Any:
+        """The outputs of one function."""
+
+
+class ModelBackend:
+    """`serving.backend.Backend` over the functions of `models.llama.decode.functions`.
+
+    Args:
+      programs: the functions.
+      limits: what they were made for; `chunks` and lengths are read off the functions' tags.
+      info: facts for people.
+    """
+
+    def __init__(
+        self, programs: Functions, limits: Limits, info: Mapping[str, Any] | None = None
+    ) -> None:
+        self.limits = limits
+        self.info = dict(info or {})
+        self._programs = programs
+        self._names = {
+            (tags["kind"], tags.get("chunk", 0), tags.get("length", 0)): name
+            for name, tags in ((n, f.tags) for n, f in programs.functions.items())
+        }
+        self._lengths = sorted({length for kind, _, length in self._names if kind == "decode"})
+        # Of each slot all tokens that are known, and how many of them have keys and values there.
+        self._tokens: list[list[int]] = [[] for _ in range(limits.slots)]
+        self._held = [0] * limits.slots
+
+    @property
+    def compile_total(self) -> int:
+        """Programs compiled so far."""
+        return self._programs.compile_total
+
+    def prefill(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        start: int,
+        *,
+        sampling: Sampling | None = None,
+        targets: Sequence[int] | None = None,
+    ) -> Prefilled:
+        """See `Backend.prefill`."""
+        self._check_chunk(slot, len(tokens), start)
+        prompt = [*self._tokens[slot][:start], *map(int, tokens)]
+        end, chunk = len(prompt), self._bucket(len(tokens))
+        # All of the bucket has to fit into the slot: near its end some tokens are done again.
+        first = max(0, min(start, self.limits.max_length - chunk))
+        length = self._length(max(end, first + chunk))
+        inputs = {
+            "slot": np.int32(slot),
+            "start": np.int32(first),
+            "count": np.int32(end - first),
+            "tokens": _padded(prompt[first:], chunk),
+            "last": np.bool_(sampling is not None),
+            "seen": self._seen(prompt if sampling is not None else ()),
+            "sampling": _sampling_inputs(sampling or NEUTRAL),
+        }
+        if targets is not None:
+            inputs["targets"] = _padded([*prompt[first + 1 : start + 1], *targets], chunk)
+        kind = "prefill" if targets is None else "score"
+        outputs = self._programs.run(self._names[kind, chunk, length], inputs)
+        self._tokens[slot], self._held[slot] = prompt, end
+        if sampling is not None:
+            self._tokens[slot].append(int(outputs["first"].ids[0]))
+        return Prefilled(
+            None if sampling is None else _tokens(outputs["first"]),
+            None if targets is None else _tokens(outputs["scores"], start - first, end - first),
+        )
+
+    def decode(self, active: Sequence[bool], steps: int) -> Tokens:
+        """See `Backend.decode`."""
+        limits = self.limits
+        taking_part = [slot for slot, is_active in enumerate(active) if is_active]
+        longest = max(self._held[slot] for slot in taking_part) + steps
+        if not 1 <= steps <= limits.decode_steps or longest > limits.max_length:
+            raise ValueError(
+                f"decode of {steps} tokens up to position {longest}: at most "
+                f"{limits.decode_steps} tokens and {limits.max_length} positions"
+            )
+        inputs = {
+            "active": np.asarray(active, np.bool_),
+            "alternatives": np.bool_(limits.top_logprobs > 0),
+            "steps": np.int32(steps),
+        }
+        name = self._names["decode", 0, self._length(longest)]
+        made = _tokens(self._programs.run(name, inputs), end=steps)
+        for slot in taking_part:
+            self._held[slot] += steps
+            self._tokens[slot] += made.ids[:, slot].tolist()
+        return made
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """See `Backend.copy`."""
+        slots = {"source": np.int32(source), "target": np.int32(target)}
+        self._programs.run(self._names["copy", 0, 0], slots)
+        self._tokens[target] = self._tokens[source][:length]
+        self._held[target] = length
+
+    def warm_up(self) -> None:
+        """Run every function once: what is done at a first call is not left to a request."""
+        slots, limits = range(self.limits.slots), self.limits
+        for length in self._lengths:
+            for chunk in (c for c in limits.chunks if c <= length):
+                start = length - chunk
+                self._tokens[0], self._held[0] = [0] * start, start
+                for targets in (None, [0] * chunk):
+                    self.prefill(0, [0] * chunk, start, sampling=NEUTRAL, targets=targets)
+            self._held = [length - 1] * limits.slots
+            self.decode([True] * limits.slots, 1)
+        self.copy(0, limits.slots - 1, 0)
+        self._tokens, self._held = [[] for _ in slots], [0 for _ in slots]
+
+    def _check_chunk(self, slot: int, count: int, start: int) -> None:
+        limits = self.limits
+        if not 1 <= count <= limits.chunks[-1] or start + count > limits.max_length:
+            raise ValueError(
+                f"a chunk of {count} tokens at {start}: 1 to {limits.chunks[-1]} tokens within "
+                f"{limits.max_length} positions"
+            )
+        if start > self._held[slot]:
+            raise ValueError(f"slot {slot} holds {self._held[slot]} tokens, not {start}")
+
+    def _bucket(self, count: int) -> int:
+        chunks = self.limits.chunks
+        return chunks[bisect.bisect_left(chunks, count)]
+
+    def _length(self, needed: int) -> int:
+        found: int = self._lengths[bisect.bisect_left(self._lengths, needed)]
+        return found
+
+    def _seen(self, tokens: Iterable[int]) -> Any:
+        seen = np.zeros(self.limits.vocab_size, np.bool_)
+        seen[list(tokens)] = True
+        return seen
+
+
+def _padded(tokens: Sequence[int], size: int) -> Any:
+    padded = np.zeros(size, np.int32)
+    padded[: len(tokens)] = tokens
+    return padded
+
+
+def _sampling_inputs(sampling: Sampling) -> dict[str, Any]:
+    return {name: np.asarray(getattr(sampling, name), dtype) for name, (dtype, _) in FIELDS.items()}
+
+
+def _tokens(report: Any, start: int = 0, end: int | None = None) -> Tokens:
+    """Rows of a report of the device's."""
+    return Tokens(*(np.asarray(x)[start:end] for x in report))

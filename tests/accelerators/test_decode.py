@@ -1,0 +1,80 @@
+"""What decoding runs on real accelerators: as the references, alone and partitioned.
+
+Left out on CPUs; see `test_attention.py` for the command.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from models.llama.quantize import quantize_weight
+from spmd.ops import cache_update, decode_attention, linear
+
+DEVICES = jax.devices()
+COUNT = 1 << (len(DEVICES).bit_length() - 1)
+
+pytestmark = pytest.mark.skipif(
+    DEVICES[0].platform == "cpu", reason="no accelerators: see SPMD_TEST_PLATFORM"
+)
+
+
+def compare(function: Any, *args: Any, specs: Any = None, tolerance: float = 2e-2) -> Any:
+    """Compiled by us with the platform's kernels, beside the reference under `jax.jit`."""
+    mesh = spmd.make_mesh(devices=DEVICES[:COUNT], x=COUNT)
+    compiled = spmd.jit(function, mesh=mesh, in_specs=specs).compile(*args)
+    got = np.asarray(compiled(*args), np.float32)
+    want = np.asarray(jax.jit(function)(*args), np.float32)
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+    return compiled
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_linear(kind: str, rows: int) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 512)), jnp.bfloat16)
+    whole = rng.standard_normal((1024, 512)).astype(np.float32)
+    weight: Any = jnp.asarray(whole, jnp.bfloat16)
+    if kind != "none":
+        weight = jax.tree.map(jnp.asarray, quantize_weight(whole, kind))
+    compare(linear, x, weight)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("slots", [1, 16])
+def test_decode_attention(slots: int, groups: int, dtype: str) -> None:
+    rng = np.random.default_rng(slots * groups)
+    heads, length = 4, 256
+    q = jnp.asarray(rng.standard_normal((slots, heads, groups, 128)), jnp.bfloat16)
+    shape = (slots, 2, heads, 320, 128)
+    positions = jnp.asarray(rng.integers(0, length, slots), jnp.int32).at[0].set(0)
+    if dtype == "int8":
+        cache = jnp.asarray(rng.integers(-127, 128, shape), jnp.int8)
+        scales = jnp.asarray(rng.random(shape[:-1]) * 0.02, jnp.float32)
+        compiled = compare(
+            lambda q, c, p, s: decode_attention(q, c, p, length=length, scales=s),
+            q, cache, positions, scales,
+        )  # fmt: skip
+    else:
+        cache = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        compiled = compare(
+            lambda q, c, p: decode_attention(q, c, p, length=length), q, cache, positions
+        )
+    if DEVICES[0].platform == "gpu":
+        assert "triton" in compiled.as_text("emitted")
+
+
+@pytest.mark.parametrize("slots", [1, 16])
+def test_cache_update(slots: int) -> None:
+    rng = np.random.default_rng(slots)
+    cache = jnp.asarray(rng.standard_normal((slots, 2, 4, 64, 32)), jnp.bfloat16)
+    new = jnp.asarray(rng.standard_normal((slots, 2, 4, 32)), jnp.bfloat16)
+    positions = jnp.asarray(rng.integers(0, 64, slots), jnp.int32).at[-1].set(64)
+    compare(cache_update, cache, new, positions, tolerance=0)
