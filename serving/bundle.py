@@ -136,6 +136,11 @@ class Bundle:
         self.reset_state()
 
     @property
+    def devices(self) -> list[jax.Device]:
+        """The mesh's devices."""
+        return list(jax_mesh(self.mesh).devices.flat)
+
+    @property
     def state(self) -> Mapping[str, jax.Array]:
         """Path -> array of the state as it is now; the next `run` that has a state donates them."""
         return {leaf.path: self._held[leaf.path] for leaf in self.manifest.state}
@@ -168,7 +173,8 @@ class Bundle:
             Python numbers.
 
         Returns:
-          The outputs, put together as `Entrypoint.tree` says: dicts and tuples of `jax.Array`s.
+          The outputs, put together as they were: dicts, tuples, and for named tuples
+          `serving.trees.Fields`, of `jax.Array`s.
 
         Raises:
           BundleError: no such function, or inputs of other shapes or dtypes.

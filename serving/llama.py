@@ -20,10 +20,12 @@ from models.llama.config import LlamaConfig
 from models.llama.decode import ServingShape
 from models.llama.hf_files import Array, Index
 from models.llama.sources import Source, Tensor
+from serving.backend import Limits
 from serving.bundle import Bundle, load_bundle
 from serving.export import export_bundle
 from serving.function import BundleError
 from serving.manifest import PLATFORMS
+from serving.model_backend import ModelBackend
 
 KIND = "llama"
 GOLDEN_TOKENS = 8
@@ -123,6 +125,48 @@ def eos_token_ids(source: Source) -> list[int]:
     return [i for i in dict.fromkeys(ids) if isinstance(i, int)]
 
 
+# Serving
+
+
+def model_backend(bundle: Bundle) -> ModelBackend:
+    """What the engine runs: a Llama's bundle.
+
+    Raises:
+      BundleError: it is of something else.
+    """
+    contract = bundle.manifest.contract
+    if contract.get("kind") != KIND:
+        raise BundleError(
+            f"{bundle.manifest.name} is no language model, but {contract.get('kind')!r:.40}"
+        )
+    try:
+        shape, model = dict(contract["shape"]), contract["model"]
+        limits = Limits(
+            slots=int(shape["slots"]),
+            max_length=int(shape["max_length"]),
+            chunks=tuple(map(int, shape["chunks"])),
+            decode_steps=int(shape["decode_steps"]),
+            top_logprobs=int(shape["top_logprobs"]),
+            vocab_size=int(model["vocab_size"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BundleError(f"the contract of {bundle.manifest.name} is broken: {error}") from error
+    return ModelBackend(bundle, limits, info(bundle))
+
+
+def info(bundle: Bundle) -> dict[str, Any]:
+    """Facts about a bundle for people and metrics; bytes are those of all devices together."""
+    device = bundle.devices[0]
+    return {
+        "name": bundle.manifest.name,
+        "mesh": str(bundle.mesh),
+        "devices": bundle.mesh.size,
+        "device_kind": str(device.device_kind),
+        "weight_bytes": sum(x.nbytes for x in bundle.weights.values()),
+        "state_bytes": sum(x.nbytes for x in bundle.state.values()),
+    }
+
+
 # Weights
 
 
@@ -194,15 +238,15 @@ def golden(
     report: Any = None
     for start in range(0, len(prompt), largest):
         report = _prefill(bundle, prompt, start, prompt[start : start + largest], shape, vocab_size)
-    tokens, logprobs = [int(report["ids"][0])], [float(report["logprobs"][0])]
+    tokens, logprobs = [int(report.ids[0])], [float(report.logprobs[0])]
     while len(tokens) < GOLDEN_TOKENS:
         steps = min(shape.decode_steps, GOLDEN_TOKENS - len(tokens))
         length = bucket(shape.lengths, len(prompt) + len(tokens) + steps)
         active = np.arange(shape.slots) == 0
         control = {"active": active, "alternatives": False, "steps": steps}
         made = bundle.run(f"decode_t{length}", control)
-        tokens += np.asarray(made["ids"])[:steps, 0].tolist()
-        logprobs += np.asarray(made["logprobs"])[:steps, 0].tolist()
+        tokens += np.asarray(made.ids)[:steps, 0].tolist()
+        logprobs += np.asarray(made.logprobs)[:steps, 0].tolist()
     return {"prompt": list(prompt), "tokens": tokens, "logprobs": logprobs}
 
 

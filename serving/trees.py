@@ -1,12 +1,13 @@
 """How outputs are put together, as data: JSON in which numbers stand for leaves.
 
-Dicts, and whatever has named fields (named tuples, dataclasses), are objects; tuples and lists are
-lists. So a function's `Tokens(ids=.., scores=(.., ..))` is `{"ids": 0, "scores": [1, 2]}`.
+Dicts are objects, tuples and lists are lists, and whatever has named fields (named tuples,
+dataclasses) is an object whose names begin with a dot. So `{"made": Tokens(ids=.., scores=(.., ..))}`
+is `{"made": {".ids": 0, ".scores": [1, 2]}}`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -47,16 +48,54 @@ def _key(entry: Any) -> int | str:
         case jax.tree_util.DictKey(key=key):
             return str(key)
         case jax.tree_util.GetAttrKey(name=name):
-            return str(name)
+            return f".{name}"
     raise BundleError(f"an output lies in a container whose parts have no names: {entry}")
 
 
+class Fields:
+    """Values with names, in order: unpacked like the named tuple that a function returned.
+
+    Example:
+      >>> ids, scores = made
+      >>> made.ids is ids
+      True
+    """
+
+    def __init__(self, names: Iterable[str], values: Iterable[Any]) -> None:
+        self._values = dict(zip(names, values, strict=True))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values.values())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Fields({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+def _flatten(fields: Fields) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    return tuple(fields), tuple(fields._values)
+
+
+jax.tree_util.register_pytree_node(Fields, _flatten, Fields)
+
+
 def fill(template: Template, leaves: Sequence[Any]) -> Any:
-    """The leaves, put together: dicts and tuples."""
+    """The leaves, put together: dicts, tuples and `Fields`."""
     if template is None:
         return None
     if isinstance(template, list):
         return tuple(fill(part, leaves) for part in template)
+    if isinstance(template, dict) and template and all(name[:1] == "." for name in template):
+        values = (fill(part, leaves) for part in template.values())
+        return Fields((name[1:] for name in template), values)
     if isinstance(template, dict):
         return {name: fill(part, leaves) for name, part in template.items()}
     return leaves[template]

@@ -1,3 +1,5 @@
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,10 +29,15 @@ def _one_reader_for_all():
     patch.undo()
 
 
+class Parts(NamedTuple):
+    first: jax.Array
+    count: jax.Array
+
+
 def recurrent(weights, state, x):
     """A tiny recurrent model that counts its steps."""
     h = jnp.tanh(state["h"] @ weights["w"] + x @ weights["u"])
-    outputs = {"y": h @ weights["v"], "parts": (h[:, 0], state["steps"])}
+    outputs = {"y": h @ weights["v"], "parts": Parts(h[:, 0], state["steps"])}
     return {"h": h, "steps": state["steps"] + 1}, outputs
 
 

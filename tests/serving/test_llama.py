@@ -12,6 +12,7 @@ from models.llama.decode import ServingShape
 from models.llama.sources import hf_source
 from scripts import export_llama as script
 from serving import llama
+from serving.backend import Limits, Sampling
 from serving.bundle import load_bundle
 from serving.llama import golden
 from tests.models.llama import checkpoints
@@ -61,13 +62,29 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
         0
     ].data.shape == (4, 32)
     found = golden(bundle, PROMPT, SHAPE, 128)
-    assert found["tokens"] == checkpoints.their_continuation(hf_folder, PROMPT, 8)
+    expected = checkpoints.their_continuation(hf_folder, PROMPT, 8)
+    assert found["tokens"] == expected
+    bundle.reset_state()
+    assert tokens_of_backend(bundle) == expected
     contract = bundle.manifest.contract
     assert contract["eos_token_ids"] == [3, 5]
     assert ServingShape(**contract["shape"])._replace(chunks=(8,), lengths=(48,)) == SHAPE
     assert contract["model"]["num_key_value_heads"] == 2
     assert set(bundle.functions) == set(FUNCTIONS)
     assert "tokenizer/tokenizer.json" in bundle.manifest.tokenizer
+
+
+def tokens_of_backend(bundle):
+    """The same through what the engine calls."""
+    backend = llama.model_backend(bundle)
+    assert backend.limits == Limits(2, 48, (8,), 4, 2, 128)
+    greedy = Sampling(temperature=0)
+    backend.prefill(1, PROMPT[:8], 0)
+    first = backend.prefill(1, PROMPT[8:], 8, sampling=greedy).first
+    assert first is not None
+    made = [backend.decode([False, True], steps).ids[:, 1].tolist() for steps in (4, 3)]
+    assert backend.compile_total == 4  # three functions and the state
+    return [*first.ids.tolist(), *made[0], *made[1]]
 
 
 def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):
