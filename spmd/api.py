@@ -805,6 +805,7 @@ def compile_stablehlo(
     arg_specs: Specs = None,
     result_specs: Specs = None,
     options: Options | None = None,
+    updates: Sequence[tuple[int, int]] = (),
 ) -> Compiled:
     """Compiles a StableHLO module that any framework wrote.
 
@@ -814,6 +815,7 @@ def compile_stablehlo(
       arg_specs: for each argument of the module's function a spec, or None (open).
       result_specs: the same for its results.
       options: compile options.
+      updates: as for `lower_stablehlo`.
 
     Returns:
       A program to call with one array for each argument; it returns a tuple.
@@ -821,7 +823,8 @@ def compile_stablehlo(
     Raises:
       FrontendError: a module that cannot be read.
     """
-    return Compiled(lower_stablehlo(module_or_path, mesh, arg_specs, result_specs, options))
+    lowered = lower_stablehlo(module_or_path, mesh, arg_specs, result_specs, options, updates)
+    return Compiled(lowered)
 
 
 def lower_stablehlo(
@@ -830,6 +833,7 @@ def lower_stablehlo(
     arg_specs: Specs = None,
     result_specs: Specs = None,
     options: Options | None = None,
+    updates: Sequence[tuple[int, int]] = (),
 ) -> Lowered:
     """Plans and partitions a StableHLO module: no device is needed, XLA is not called.
 
@@ -840,9 +844,12 @@ def lower_stablehlo(
         from names to specs. Names are the paths that the module has, else `arg0`, `arg1`, ...
       result_specs: the same for its results.
       options: compile options.
+      updates: (result, argument) by number: the argument is donated, and the result, which lies on
+        the mesh like it, takes its place.
 
     Raises:
       FrontendError: a module that cannot be read.
+      ArgumentError: an update of another shape or dtype than its argument.
       SpecError: a spec for no argument or result, or one that does not fit.
     """
     options = options or Options()
@@ -850,6 +857,7 @@ def lower_stablehlo(
     module = parse_module(module_or_path)
     args, results = signature(module)
     arg_names, result_names = boundary_names(module)
+    _check_updates(updates, args, results)
     request = Request(
         module,
         own,
@@ -858,6 +866,7 @@ def lower_stablehlo(
         result_names,
         _flat_entries(arg_specs, args, arg_names, own, "argument"),
         _flat_entries(result_specs, results, result_names, own, "result"),
+        links=tuple(updates),
         platform=_platform(own),
     )
     stages = compile_module(request, options)
@@ -865,7 +874,28 @@ def lower_stablehlo(
     in_tree = jax.tree.structure((tuple(range(len(args))), {}))
     out_tree = jax.tree.structure(structs)
     keys = (None,) * len(args)
-    return Lowered(stages, request, options, in_tree, out_tree, structs, (), mesh, keys)
+    donated = sorted(argument for _, argument in updates)
+    return Lowered(stages, request, options, in_tree, out_tree, structs, donated, mesh, keys)
+
+
+def _check_updates(
+    updates: Sequence[tuple[int, int]], args: Sequence[Any], results: Sequence[Any]
+) -> None:
+    for result, argument in updates:
+        known = 0 <= result < len(results) and 0 <= argument < len(args)
+        if not known or results[result] != args[argument]:
+            raise ArgumentError(
+                f"result {result} cannot take the place of argument {argument}",
+                actual=f"{results[result]} for {args[argument]}" if known else "there is none",
+                required="a result and an argument of one shape and dtype",
+                fix="correct `updates`",
+            )
+    if len(set(dict(updates).values())) != len(updates):
+        raise ArgumentError(
+            "a result or an argument is in two updates",
+            actual=str(list(updates)),
+            fix="name each at most once",
+        )
 
 
 def _flat_entries(

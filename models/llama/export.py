@@ -92,7 +92,7 @@ def save(
         arrays = _gathered(sources, dtype, advance)
         if jax.process_index() == 0:
             try:
-                with _appearing(Path(folder)) as unfinished:
+                with appearing(Path(folder)) as unfinished:
                     write_files(unfinished, plan, arrays)
                     _write_beside(unfinished, description, tokenizer_from)
             except (OSError, WeightsError) as error:
@@ -154,8 +154,12 @@ def _cast(leaf: jax.Array, dtype: str) -> jax.Array:
 
 
 @contextlib.contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the name of `folder` once it is whole."""
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the name of `folder` once it is whole.
+
+    Raises:
+        WeightsError: there is something at `folder` already, or it cannot be made.
+    """
     check_can_save(folder)
     folder = folder.absolute()
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")

@@ -27,12 +27,26 @@ Array = npt.NDArray[Any]
 Index = tuple[slice, ...]
 
 DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
-    {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+    {
+        "bool": "BOOL",
+        "uint8": "U8",
+        "int8": "I8",
+        "uint16": "U16",
+        "int16": "I16",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "uint32": "U32",
+        "int32": "I32",
+        "float32": "F32",
+        "uint64": "U64",
+        "int64": "I64",
+        "float64": "F64",
+    }
 )
 """numpy's name of a dtype that is written -> safetensors' name."""
 
-FLOAT_NAMES = ("F64", *DTYPE_NAMES.values())
-"""safetensors' names of the dtypes that are read."""
+FLOAT_NAMES = ("F64", "F32", "BF16", "F16")
+"""safetensors' names of the dtypes that a model's weights may have."""
 
 
 class WeightsError(ValueError):
@@ -179,7 +193,8 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Bytes of its data."""
-        return math.prod(self.shape) * (4 if self.dtype == "float32" else 2)
+        bits = DTYPE_NAMES[self.dtype].lstrip("BFIU")
+        return math.prod(self.shape) * (int(bits) // 8 if bits.isdecimal() else 1)
 
 
 def plan_files(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
@@ -221,7 +236,7 @@ def write_files(folder: Path, plan: Mapping[str, Sequence[Entry]], arrays: Itera
             file.flush()
             os.fsync(file.fileno())
     if len(plan) > 1:
-        write_json(folder / INDEX_FILE, _index(plan))
+        write_json(folder / INDEX_FILE, file_index(plan))
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -244,7 +259,8 @@ def _header(entries: Iterable[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _index(plan: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+def file_index(plan: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
+    """What the index of several files says."""
     entries = [entry for group in plan.values() for entry in group]
     return {
         "metadata": {

@@ -100,7 +100,7 @@ def _load_parameter(
     # `jax.make_array_from_callback` would read equal shards again for every device, and hold those
     # of all local devices on the host at once.
     shards = []
-    for index, devices in _distinct_shards(parameter.shape, sharding).items():
+    for index, devices in distinct_shards(parameter.shape, sharding).items():
         block = _read_block(stored, parameter, index, config)
         targets = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
         # Devices that share the host's memory must not share the block: the arrays may be donated.
@@ -112,7 +112,7 @@ def _load_parameter(
     )
 
 
-def _distinct_shards(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[jax.Device]]:
+def distinct_shards(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[jax.Device]]:
     """Bounds -> this process's devices that hold this shard."""
     shards: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -199,5 +199,5 @@ def _local_bytes(parameter: Parameter, sharding: Sharding, config: LlamaConfig) 
     itemsize = jnp.dtype(config.param_dtype).itemsize
     return sum(
         itemsize * math.prod(stop - start for start, stop in bounds)
-        for bounds in _distinct_shards(parameter.shape, sharding)
+        for bounds in distinct_shards(parameter.shape, sharding)
     )

@@ -414,3 +414,26 @@ def _first_line(error: BaseException) -> str:
     if "No space left" in text or "ENOSPC" in text or "RESOURCE_EXHAUSTED" in text:
         return "no space is left on the disk"
     return (text.strip().splitlines() or [type(error).__name__])[0]
+
+
+def find_saved(folder: Path, wanted: int | str = AUTO) -> Found:
+    """A checkpoint to read from, in a folder that a run may be writing to: nothing is changed.
+
+    Args:
+        folder: holds checkpoints.
+        wanted: a step, or `"auto"`, the latest that is whole.
+
+    Raises:
+        CheckpointError: there is none, or what was asked for is damaged.
+    """
+    steps = _steps(folder) if wanted == AUTO else [int(wanted)]
+    notes: list[str] = []
+    for step in steps:
+        if not (folder / str(step)).is_dir():
+            there = ", ".join(map(str, _steps(folder))) or "none"
+            raise CheckpointError(f"{folder} has no checkpoint of step {step}; there are: {there}")
+        damage = find_damage(folder / str(step))
+        if damage is None:
+            return Found(step, _read_meta(folder / str(step)), tuple(notes))
+        notes.append(f"the checkpoint of step {step} is damaged: {damage}")
+    raise CheckpointError("; ".join(notes) or f"{folder} has no checkpoint yet")

@@ -7,10 +7,12 @@ reads them, and this one reads the text that it printed, with a parser that stan
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 MAGIC = b"ML\xefR"
@@ -33,11 +35,21 @@ def bytecode_to_text(data: bytes) -> str:
     Raises:
       BytecodeError: MLIR refuses the bytes, or did not survive them.
     """
-    limit = _SECONDS + _SECONDS_PER_MEGABYTE * len(data) / 2**20
+    return bytecodes_to_texts([data])[0]
+
+
+def bytecodes_to_texts(modules: Sequence[bytes]) -> list[str]:
+    """The texts of several modules, read by one process.
+
+    Raises:
+      BytecodeError: as for `bytecode_to_text`, of any of them.
+    """
+    size = sum(map(len, modules))
+    limit = _SECONDS + _SECONDS_PER_MEGABYTE * size / 2**20
     try:
         reader = subprocess.run(
             [sys.executable, "-P", os.path.abspath(__file__)],
-            input=data,
+            input=b"".join(_framed(data) for data in modules),
             capture_output=True,
             timeout=limit,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
@@ -48,7 +60,19 @@ def bytecode_to_text(data: bytes) -> str:
         raise BytecodeError(f"MLIR ends with {signal.Signals(-reader.returncode).name} on it")
     if reader.returncode:
         raise BytecodeError(reader.stderr.decode(errors="replace").strip()[-400:])
-    return reader.stdout.decode()
+    return [text.decode() for text in _frames(reader.stdout)]
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
+
+
+def _frames(data: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(data):
+        stop = start + 8 + int.from_bytes(data[start : start + 8], "little")
+        yield data[start + 8 : stop]
+        start = stop
 
 
 def main() -> None:
@@ -59,17 +83,20 @@ def main() -> None:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
-    with mlir.make_ir_context() as context:
-        try:
-            if _ARTIFACT in data[:64]:
-                module: Any = stablehlo.deserialize_portable_artifact(context, data)
-            else:
-                module = ir.Module.parse(data)
-        except (ir.MLIRError, ValueError) as error:
-            sys.exit(str(error))
-        module.operation.print(
-            file=sys.stdout.buffer, binary=True, enable_debug_info=True, print_generic_op_form=True
-        )
+    for part in _frames(data):
+        with mlir.make_ir_context() as context:
+            try:
+                if _ARTIFACT in part[:64]:
+                    module: Any = stablehlo.deserialize_portable_artifact(context, part)
+                else:
+                    module = ir.Module.parse(part)
+            except (ir.MLIRError, ValueError) as error:
+                sys.exit(str(error))
+            text = io.BytesIO()
+            module.operation.print(
+                file=text, binary=True, enable_debug_info=True, print_generic_op_form=True
+            )
+            sys.stdout.buffer.write(_framed(text.getvalue()))
 
 
 def _limit_memory(size: int) -> None:

@@ -695,20 +695,34 @@ class _Importer:
         return attrs
 
     def body(self, region: Any, name: str) -> Body:
-        outer, self.types = self.types, []
+        outer = self.types, self.constants  # values are numbered anew
+        self.types, self.constants = [], {}
         self.in_bodies += 1
         try:
             block = region.blocks[0]
             env: dict[Any, int] = {}
             args = tuple(self.bind(env, arg) for arg in block.arguments)
+            constants = self.constants_from_outside(block, env)
             ops, results = self.block(block, env)
-            plain = tuple(op._replace(loc=Loc()) for op in ops)
+            plain = tuple(op._replace(loc=Loc()) for op in (*constants, *ops))
             return Body(tuple(self.types), Region(args, plain, results))
         except KeyError as error:
             raise FrontendError(f"the body of {name} reads a value from outside it") from error
         finally:
-            self.types = outer
+            self.types, self.constants = outer
             self.in_bodies -= 1
+
+    def constants_from_outside(self, block: Any, env: dict[Any, int]) -> list[Op]:
+        """Constants that a body reads from around it, as MLIR's folding leaves them."""
+        ops: list[Op] = []
+        for item in block.operations:
+            for value in item.operation.operands:
+                if value in env or isinstance(value.owner, ir.Block):
+                    continue
+                owner = value.owner.operation
+                if owner.block != block and owner.name == "stablehlo.constant":
+                    ops.append(self.op(owner, owner.name, env))
+        return ops
 
 
 def _is_wrapped_scalar(kind: OpKind) -> bool:

@@ -64,6 +64,12 @@ def rule_name(kind: OpKind) -> str:
     return BATCHED_CALL if batch_rank(kind) is not None else name
 
 
+def is_known_call(target: str) -> bool:
+    """Whether a custom call of this target has a rule, or is one of linear algebra libraries'."""
+    is_library = _LIBRARY_CALL.match(target) or _VECTOR_CALL.match(target)
+    return f"custom_call:{target}" in _RULES or is_library is not None
+
+
 def batch_rank(kind: OpKind) -> int | None:
     """How many leading dims of a custom call's operands are a batch; None if nobody says.
 

@@ -145,8 +145,8 @@ def test_equal_shards_are_read_once(folders, mesh, reads):
 def test_the_local_part_is_read(folders, mesh, reads, monkeypatch):
     """A process with two of eight devices reads what these two hold."""
     config = read_config(folders("heads"))
-    local = weights._distinct_shards
-    monkeypatch.setattr(weights, "_distinct_shards", lambda shape, s: first_two(local(shape, s)))
+    local = weights.distinct_shards
+    monkeypatch.setattr(weights, "distinct_shards", lambda shape, s: first_two(local(shape, s)))
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda *a, **k: None)
     shardings = shardings_of(config, mesh)
     weights.load(folders("heads"), config, shardings)

@@ -1,0 +1,200 @@
+"""Exports a Llama as a bundle: portable StableHLO, weights, tokenizer, all that serving needs.
+
+Weights come from a folder in Hugging Face's format, from a checkpoint of a training run, or from
+chance. They are read, converted and quantized one by one; the bundle appears when it is whole.
+
+Examples:
+    scripts/export_llama --init_from Llama-3.2-1B --out llama-1b
+    scripts/export_llama --init_from Llama-3.1-70B --out llama-70b --quantize int8 --slots 16
+    scripts/export_llama --run_dir runs/a --step 500 --tokenizer llama/ --out mine
+    scripts/export_llama --model llama2-7b --out random-7b --max_length 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from models.llama.config import DTYPES, ConfigError, named_config
+from models.llama.decode import ServingShape
+from models.llama.hf_files import WeightsError
+from models.llama.quantize import QUANTIZATIONS
+from models.llama.sources import Source, checkpoint_source, fresh_source, hf_source
+from models.training.checkpoint import AUTO, CheckpointError
+from models.training.errors import DataError
+from models.training.tokenizer import BYTES, load_tokenizer
+from serving.function import BundleError
+from serving.llama import export_llama
+from serving.manifest import PLATFORMS
+from spmd.errors import SpmdError
+
+USER_ERRORS = (
+    BundleError, CheckpointError, ConfigError, DataError, SpmdError, WeightsError, OSError
+)  # fmt: skip
+"""What a user can mend: one message instead of a traceback."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/export_llama",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--out", required=True, type=Path, help="the folder to make")
+    add("--init_from", help="folder in Hugging Face's format")
+    add("--run_dir", help="folder of a training run")
+    add("--step", default=AUTO, help="of its checkpoint; auto (default): the latest whole one")
+    add("--model", help="a named configuration, with random weights")
+    add("--seed", type=int, default=0, help="of the random weights")
+    add("--tokenizer", type=Path, help="folder with tokenizer files (default: --init_from)")
+    add("--name", help="what the bundle is called (default: like --out)")
+    add("--slots", type=positive, default=8, help="sequences decoded together (default: 8)")
+    add("--max_length", type=positive, help="of a sequence (default: the model's, at most 4096)")
+    add(
+        "--prefill",
+        type=numbers,
+        help="lengths of prompts' pieces, ascending (default: 128,512 where they fit)",
+    )
+    add(
+        "--length",
+        type=numbers,
+        help="lengths that functions read of sequences, ascending, the last is --max_length "
+        "(default: it, and half and a quarter of it from 512 on)",
+    )
+    add("--decode_steps", type=positive, default=10, help="tokens of one call at most (10)")
+    add("--top_logprobs", type=positive, default=20, help="alternatives that are reported (20)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
+    add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
+    add("--kv_cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (--dtype)")
+    add(
+        "--golden_prompts",
+        type=Path,
+        help="file with a prompt a line; what the model goes on with is computed on the devices "
+        "that are here, and kept in the bundle for servers to compare with",
+    )
+    add("--platforms", type=words, default=PLATFORMS, help=f"default: {','.join(PLATFORMS)}")
+    return parser
+
+
+def positive(text: str) -> int:
+    """A number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers joined by commas."""
+    return tuple(positive(word) for word in text.split(","))
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words joined by commas."""
+    return tuple(text.split(","))
+
+
+def open_source(given: argparse.Namespace) -> contextlib.AbstractContextManager[Source]:
+    """The model that the flags name.
+
+    Raises:
+        BundleError: they name none, or several.
+    """
+    named = [name for name in ("init_from", "run_dir", "model") if getattr(given, name)]
+    if len(named) != 1:
+        raise BundleError(
+            "name one model, with --init_from, --run_dir or --model"
+            + (f", not with {' and '.join(f'--{name}' for name in named)}" if named else "")
+        )
+    if given.init_from:
+        return hf_source(given.init_from)
+    if given.run_dir:
+        if given.step != AUTO and not given.step.isdecimal():
+            raise BundleError(f"--step: {given.step!r} is no number, and not {AUTO}")
+        return checkpoint_source(given.run_dir, given.step)
+    return fresh_source(named_config(given.model), given.seed)
+
+
+def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
+    """The sizes that the flags ask for."""
+    longest = given.max_length or min(source.config.max_position_embeddings, 4096)
+    lengths = [n for n in (longest // 4, longest // 2) if n >= 512]
+    chunks = [n for n in (128, 512) if n < longest] or [longest]
+    return ServingShape(
+        slots=given.slots,
+        max_length=longest,
+        chunks=given.prefill or tuple(chunks),
+        lengths=given.length or (*lengths, longest),
+        decode_steps=given.decode_steps,
+        top_logprobs=min(given.top_logprobs, source.config.vocab_size),
+        cache_dtype=given.kv_cache_dtype or given.dtype,
+    )
+
+
+def golden_prompts(source: Source, file: Path | None) -> list[list[int]]:
+    """The prompts of --golden_prompts as token ids, with the token that begins a text."""
+    if file is None:
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines()
+    texts = [line for line in lines if line.strip()]
+    if not texts:
+        raise BundleError(f"--golden_prompts: {file} has no line with text")
+    folder = source.tokenizer_from
+    tokenizer = load_tokenizer(BYTES if folder is None else str(folder))
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return [[*begin, *map(int, ids)] for ids in tokenizer.encode_batch(texts)]
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    """Export, and say what came of it."""
+    unknown = sorted(set(given.platforms) - set(PLATFORMS))
+    if unknown:
+        raise BundleError(f"--platforms: {unknown[0]!r} is not among {', '.join(PLATFORMS)}")
+    with open_source(given) as source:
+        if given.tokenizer:
+            source = source.with_tokenizer(given.tokenizer)
+        shape = make_shape(source, given)
+        console.print(f"{source.about}: {source.config.parameter_count():,} parameters")
+        console.print(
+            f"{shape.slots} slots of {shape.max_length} tokens, {shape.cache_dtype} cache, prompts "
+            f"by {_listed(shape.chunks)}, lengths {_listed(shape.lengths)}"
+        )
+        export_llama(
+            source,
+            given.out,
+            shape,
+            dtype=given.dtype,
+            kind=given.quantize,
+            name=given.name or given.out.name,
+            golden_prompts=golden_prompts(source, given.golden_prompts),
+            platforms=given.platforms,
+            console=console,
+        )
+    size = sum(path.stat().st_size for path in given.out.rglob("*") if path.is_file())
+    console.print(f"exported: {given.out.absolute()}, {size / 1e9:.3f} GB")
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, and turn what a user can mend into one message instead of a traceback."""
+    given = make_parser().parse_args(arguments)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    try:
+        run(given, console)
+    except USER_ERRORS as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

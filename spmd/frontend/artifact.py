@@ -1,0 +1,99 @@
+"""JAX function -> portable StableHLO artifact, and what a module calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxlib import _jax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+from spmd.errors import FrontendError
+from spmd.frontend.bytecode import MAGIC
+from spmd.frontend.trace import trace
+
+
+class Calls(NamedTuple):
+    """What a module calls that it does not say itself, with how often.
+
+    Attributes:
+      custom_calls: target name -> count.
+      composites: name -> count; their decompositions are in the module.
+    """
+
+    custom_calls: dict[str, int]
+    composites: dict[str, int]
+
+
+def function_artifact(
+    fn: Callable[..., Any], args: Sequence[Any], *, platform: str
+) -> tuple[bytes, Any, Calls]:
+    """A JAX function at given arguments as a portable artifact.
+
+    Args:
+      fn: a function of pytrees.
+      args: `jax.ShapeDtypeStruct`s.
+      platform: `cpu`, `cuda` or `tpu`: some functions of jax are written differently for each.
+
+    Returns:
+      The artifact, the result's pytree of `ShapeDtypeStruct`s, and what it calls.
+
+    Raises:
+      FrontendError: ops that no artifact can have.
+    """
+    module, out, _ = trace(fn, args, {}, platform=platform)
+    return module_artifact(module), out, calls_of(module)
+
+
+def module_artifact(module: Any) -> bytes:
+    """A module in memory as a portable artifact.
+
+    It is written for readers of StableHLO that are up to twelve weeks older. CHLO becomes
+    StableHLO or composites, marks are kept.
+
+    Raises:
+      FrontendError: ops that no artifact can have.
+    """
+    try:
+        return bytes(_jax.mlir.serialize_portable_artifact(module, artifact_version(), True))
+    except (ir.MLIRError, ValueError, RuntimeError) as error:
+        raise FrontendError(
+            "the module cannot be written as a portable artifact",
+            actual=str(error).strip().replace("\n", " ")[:400],
+            required="StableHLO and CHLO",
+        ) from error
+
+
+def artifact_version() -> str:
+    """The version of StableHLO that artifacts are written in, such as `1.13.7`."""
+    requirement = stablehlo.StablehloCompatibilityRequirement.WEEK_12
+    return str(stablehlo.get_version_from_compatibility_requirement(requirement))
+
+
+def calls_of(module: Any) -> Calls:
+    """What a module in memory calls.
+
+    The calls by which artifacts carry marks do not count.
+    """
+    custom: Counter[str] = Counter()
+    composites: Counter[str] = Counter()
+
+    def visit(op: Any) -> Any:
+        if op.name == "stablehlo.custom_call":
+            custom[ir.StringAttr(op.attributes["call_target_name"]).value] += 1
+        if op.name == "stablehlo.composite":
+            composites[ir.StringAttr(op.attributes["name"]).value] += 1
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(visit)
+    for mark in ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"):
+        custom.pop(mark, None)
+    return Calls(dict(sorted(custom.items())), dict(sorted(composites.items())))
+
+
+def is_artifact(data: bytes) -> bool:
+    """Whether bytes begin like MLIR bytecode, as artifacts do."""
+    return data.startswith(MAGIC)

@@ -1,0 +1,126 @@
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from serving import programs
+from serving.export import export_bundle
+from serving.function import Function, StateLeaf
+from spmd.frontend import bytecode
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_reader_for_all():
+    """Modules in bytecode are read by other processes; the same bytes need that but once."""
+    texts: dict[bytes, str] = {}
+
+    def read(group):
+        new = [data for data in dict.fromkeys(group) if data not in texts]
+        texts.update(zip(new, bytecode.bytecodes_to_texts(new) if new else [], strict=True))
+        return [texts[data] for data in group]
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(programs, "bytecodes_to_texts", read)
+    patch.setattr(programs, "bytecode_to_text", lambda data: read([data])[0])
+    yield
+    patch.undo()
+
+
+class Parts(NamedTuple):
+    first: jax.Array
+    count: jax.Array
+
+
+def recurrent(weights, state, x):
+    """A tiny recurrent model that counts its steps."""
+    h = jnp.tanh(state["h"] @ weights["w"] + x @ weights["u"])
+    outputs = {"y": h @ weights["v"], "parts": Parts(h[:, 0], state["steps"])}
+    return {"h": h, "steps": state["steps"] + 1}, outputs
+
+
+def peek(state, which):
+    return state, state["h"][which]
+
+
+def attend(weights, x):
+    q, k, v = (jnp.einsum("bsh,nhd->bsnd", x, weights["heads"][i]) for i in range(3))
+    return spmd.ops.attention(q, k, v)
+
+
+def order(x):
+    return jnp.sort(x), jnp.argmax(x)
+
+
+def struct(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+STATE = {"h": StateLeaf((4, 16), "float32", 0.5), "steps": StateLeaf((), "int32")}
+SPECS = {
+    "weights/w": (None, "model"),
+    "weights/u": ("...", "model"),
+    "weights/heads": (None, "model", None, None),
+    "state/h": ("data", "model"),
+    "x": ("data", ...),
+    "outputs/y": (),
+}
+
+
+def make_weights():
+    rng = np.random.default_rng(0)
+    shapes = {"w": (16, 16), "u": (8, 16), "v": (16, 4), "heads": (3, 4, 16, 8)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def make_functions():
+    structs = {name: struct(*x.shape) for name, x in make_weights().items()}
+    core = {name: structs[name] for name in ("w", "u", "v")}
+    heads = {"heads": structs["heads"]}
+    state = {"h": struct(4, 16), "steps": struct(dtype="int32")}
+    return [
+        Function("order", order, (struct(6),), ("values",), ("input",)),
+        Function(
+            "step", recurrent, (core, state, struct(4, 8)), ("weights", "state", "x"),
+            ("weights", "state", "input"), {"kind": "step", "length": 8},
+        ),
+        Function(
+            "peek", peek, (state, struct(dtype="int32")), ("held", "which"), ("state", "input")
+        ),
+        Function(
+            "attend", attend, (heads, struct(2, 8, 16)), ("weights", "x"), ("weights", "input")
+        ),
+    ]  # fmt: skip
+
+
+def write(folder, **changes):
+    given = {
+        "weights": make_weights(),
+        "specs": SPECS,
+        "state": STATE,
+        "primary": "step",
+        "contract": {"eos": [0]},
+        "goldens": [{"prompt": [1, 2], "tokens": [3]}],
+        **changes,
+    }
+    export_bundle(folder, given.pop("functions", None) or make_functions(), **given)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A bundle with every kind of function."""
+    path = tmp_path_factory.mktemp("bundles") / "bundle"
+    write(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def mesh_of(devices8):
+    def mesh(*sizes):
+        names = ("data", "model") if len(sizes) == 2 else ("model",)
+        axes = dict(zip(names, sizes, strict=True))
+        return spmd.make_mesh(**axes, devices=devices8[: int(np.prod(sizes))])
+
+    return mesh
