@@ -14,7 +14,7 @@ from scripts import export_llama as script
 from serving import llama
 from serving.backend import Limits, Sampling
 from serving.bundle import load_bundle
-from serving.llama import golden
+
 from tests.models.llama import checkpoints
 
 pytest.importorskip("torch")
