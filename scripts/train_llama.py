@@ -49,6 +49,7 @@ from scripts import weight_flags
 from scripts.train_flags import (
     FLAGS,
     format_axes,
+    heartbeat_timeout,
     help_text,
     make_mesh,
     make_run,
@@ -232,8 +233,20 @@ def print_run(run: RunConfig, mesh: spmd.Mesh, tokens: int, console: Console) ->
         f"{run.global_batch} x {run.seq_len} tokens a step{parts}, {run.steps} steps, from "
         f"{tokens:,} tokens of {', '.join(run.data) or 'the Python standard library'}"
     )
-    for sentence in sharding.dropped_marks(model, mesh.shape, sharding.TABLES[run.sharding]):
-        console.print(f"not marked: {sentence}")
+    for sentence in notices(run):
+        console.print(sentence)
+
+
+def notices(run: RunConfig) -> Iterator[str]:
+    """What is done otherwise than one might expect, a sentence each."""
+    longest = run.model.max_position_embeddings
+    if run.seq_len > longest:
+        yield (
+            f"note: sequences of {run.seq_len} tokens are longer than the {longest} that the model "
+            "is meant for (max_position_embeddings)"
+        )
+    for dropped in sharding.dropped_marks(run.model, run.mesh, sharding.TABLES[run.sharding]):
+        yield f"not marked: {dropped}"
 
 
 def print_outcome(run: RunConfig, outcome: Outcome, console: Console) -> None:
@@ -334,7 +347,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             if len(argv) > 1:
                 raise RunError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
-            spmd.initialize()
+            spmd.initialize(heartbeat_timeout_s=heartbeat_timeout())
             sys.exit(run_training())
         except USER_ERRORS as error:
             sys.exit(f"error: {error}")
