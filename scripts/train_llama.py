@@ -271,6 +271,14 @@ def write_report(trainer: Trainer, path: Path, console: Console, *, prices: bool
         console.print(f"report: {path.absolute()}")
 
 
+def by_flag(run: RunConfig) -> dict[str, str]:
+    """What all processes have to agree on, by the flag that says it where there is one."""
+    flags = {"optimizer.name": "--optimizer", "optimizer.total_steps": "--steps"}
+    flags |= {f"optimizer.{name}": f"--{name}" for name in FLAGS}
+    flags |= {name: f"--{name}" for name in FLAGS}
+    return {flags.get(name, name): str(value) for name, value in run.flat().items()}
+
+
 def run_training() -> int:
     """Everything that the flags ask for, in order; the exit code."""
     console = Console(
@@ -280,8 +288,7 @@ def run_training() -> int:
     run = make_run(devices[0].platform)
     mesh = make_mesh(run, devices)
     train_data, held_out = load_data(run)
-    same = {f"--{name}": str(value) for name, value in run.to_json().items()}
-    launch.check_same({**same, "training text (hash)": train_data.fingerprint})
+    launch.check_same(by_flag(run) | {"training text (hash)": train_data.fingerprint})
     folder = RunFolder(Path(FLAGS.run_dir)) if FLAGS.run_dir else None
     print_run(run, mesh, train_data.token_count, console)
     with contextlib.ExitStack() as stack:
