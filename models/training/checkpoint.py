@@ -37,7 +37,7 @@ SCHEMA = 1
 META = "meta.json"
 AUTO = "auto"
 SHARED_BYTES = 2**20
-"""Replicas share the writing of pieces of at least this size: each slice is a program to compile."""
+"""Replicas share the writing of pieces of at least this size; slicing takes a compiled program."""
 
 MAX_FAILURES = 3
 """So many saves in a row may fail before the run ends."""
