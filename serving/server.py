@@ -30,6 +30,10 @@ _LOG = logging.getLogger("serving")
 HEADER_SECONDS = 20.0
 """In which a connection has to come to a request."""
 
+IDLE_SECONDS = 75
+"""That a connection is kept between requests: longer than proxies keep theirs, so that it is they
+who close it, and no request meets a closing one."""
+
 CLOSING_SECONDS = 5
 """For what is still to be sent when the last request is done."""
 
@@ -55,14 +59,20 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        self._timer = self.loop.call_later(HEADER_SECONDS, self._check, self.cycle)
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._check, self.cycle, self._stuck)
 
-    def _check(self, before: Any) -> None:
-        """Hang up if there is no request now and none has come since the last time."""
-        if self.cycle is before and (before is None or before.response_complete):
+    def _check(self, cycle: Any, was_stuck: bool) -> None:
+        """Hang up if there was no request the last time, and none has come since."""
+        if was_stuck and self._stuck and self.cycle is cycle:
             self.transport.close()
         else:
             self._watch()
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether there is no request but should be one; idle connections have their own timer."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return is_idle and self.timeout_keep_alive_task is None
 
 
 class Server(uvicorn.Server):
@@ -78,6 +88,7 @@ class Server(uvicorn.Server):
             log_level=log_level,
             limit_concurrency=CONNECTIONS,
             h11_max_incomplete_event_size=HEADER_BYTES,
+            timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=CLOSING_SECONDS,
             server_header=False,
             proxy_headers=False,
