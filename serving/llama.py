@@ -136,9 +136,8 @@ def model_backend(bundle: Bundle) -> ModelBackend:
     """
     contract = bundle.manifest.contract
     if contract.get("kind") != KIND:
-        raise BundleError(
-            f"{bundle.manifest.name} is no language model, but {contract.get('kind')!r:.40}"
-        )
+        kind = repr(contract.get("kind"))[:40]
+        raise BundleError(f"{bundle.manifest.name} is no language model: its kind is {kind}")
     try:
         shape, model = dict(contract["shape"]), contract["model"]
         limits = Limits(

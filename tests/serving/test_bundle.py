@@ -58,7 +58,7 @@ def test_same_as_jit(sizes, bundle_on):
         close(ours["y"], theirs["y"])
         first, count = ours["parts"]
         close(first, theirs["parts"].first)
-        assert int(count) == int(ours["parts"].count) == number
+        assert int(count) == int(ours["parts"].steps) == number
     assert int(bundle.state["state/steps"]) == 3
     close(bundle.run("peek", 2), state["h"][2])
     close(bundle.state["state/h"], state["h"])  # looking changes nothing
@@ -144,7 +144,7 @@ def test_tags_and_leaves(bundle_on):
     assert [(leaf.path, leaf.shape, leaf.dtype) for leaf in entry.inputs] == [
         ("x", (4, 8), "float32")
     ]
-    assert [leaf.path for leaf in entry.outputs] == ["parts/first", "parts/count", "y"]
+    assert [leaf.path for leaf in entry.outputs] == ["parts/first", "parts/steps", "y"]
 
 
 # Inputs
@@ -179,7 +179,7 @@ def test_infer(bundle_on):
     assert [spec.name for spec in infer.inputs] == ["x"]
     found = infer.infer({"x": X})
     assert {name: x.shape for name, x in found.items()} == {
-        "y": (4, 4), "parts/first": (4,), "parts/count": ()
+        "y": (4, 4), "parts/first": (4,), "parts/steps": ()
     }  # fmt: skip
     assert all(isinstance(x, np.ndarray) for x in found.values())
     with pytest.raises(BundleError, match="no input 'x'"):
