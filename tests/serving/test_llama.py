@@ -11,7 +11,7 @@ from models.llama import quantize
 from models.llama.decode import ServingShape
 from models.llama.sources import hf_source
 from scripts import export_llama as script
-from serving import llama
+from serving import llama, llama_export
 from serving.backend import Limits, Sampling
 from serving.bundle import load_bundle
 from serving.llama import golden
@@ -104,7 +104,7 @@ def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):
 @pytest.mark.parametrize("kind", ["none", "int8", "fp8"])
 def test_weights_are_read_one_by_one(kind, hf_folder):
     with hf_source(hf_folder) as source:
-        tree = llama.serving_weights(source, "bfloat16", kind)
+        tree = llama_export.serving_weights(source, "bfloat16", kind)
         found = {
             name: np.asarray(tree["layers"]["1"]["mlp"]["up_proj"][name])
             for name in tree["layers"]["1"]["mlp"]["up_proj"]
