@@ -13,6 +13,7 @@ from serving.bundle_infer import BundleInfer
 from serving.export import export_bundle
 from serving.function import BundleError, Function, StateLeaf
 from tests.serving.conftest import (
+    STATE,
     attend,
     make_functions,
     make_weights,
@@ -145,6 +146,16 @@ def test_tags_and_leaves(bundle_on):
         ("x", (4, 8), "float32")
     ]
     assert [leaf.path for leaf in entry.outputs] == ["parts/first", "parts/steps", "y"]
+
+
+def test_a_failure_on_the_devices(bundle_on):
+    """What was donated is gone, and the error says how to go on."""
+    bundle = bundle_on(2)
+    bundle.state["state/h"].delete()
+    with pytest.raises(BundleError, match="step failed on the devices: .*reset_state"):
+        bundle.run("step", X)
+    bundle.reset_state()
+    assert bundle.run("step", X)["y"].shape == (4, 4)
 
 
 # Inputs
@@ -291,6 +302,7 @@ def changed(number, **fields):
             {"weights": {}, "specs": {}},
             "takes weights/u float32[8, 16], and the bundle has no such leaf",
         ),
+        ({"state": {**STATE, "steps": StateLeaf((), "int32", 0.5)}}, "cannot be filled with 0.5"),
         ({"primary": "walk"}, "there is no function 'walk'"),
         ({"contract": {"eos": {1}}}, "have to be JSON"),
         ({"tokenizer_from": "/nowhere"}, "/nowhere holds no tokenizer"),
