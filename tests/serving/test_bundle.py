@@ -152,7 +152,7 @@ def test_a_failure_on_the_devices(bundle_on):
     """What was donated is gone, and the error says how to go on."""
     bundle = bundle_on(2)
     bundle.state["state/h"].delete()
-    with pytest.raises(BundleError, match="step failed on the devices: .*reset_state"):
+    with pytest.raises(BundleError, match=r"step failed on the devices: .*reset_state"):
         bundle.run("step", X)
     bundle.reset_state()
     assert bundle.run("step", X)["y"].shape == (4, 4)
