@@ -58,20 +58,26 @@ class Programs:
             if function.name != primary:
                 self._programs[function.name] = self._compile(function, placed)
         self.compile_total = len(self._programs)
-        self.weights = weights(placed["weights"]) if callable(weights) else weights
-        self.weights = jax.device_put(self.weights, placed["weights"])
+        weights = weights(placed["weights"]) if callable(weights) else weights
+        self.weights = jax.device_put(weights, placed["weights"])
         self.state = jax.tree.map(
             lambda leaf, sharding: jnp.full(leaf.shape, leaf.fill, leaf.dtype, device=sharding),
             state,
             placed["state"],
         )
+        self._weight_leaves = jax.tree.leaves(self.weights)
 
     def run(self, name: str, *inputs: Any) -> Any:
         """The outputs of one function; the state is the new one afterwards."""
         roles = self.functions[name].roles
         given = iter(inputs)
-        own = {"weights": self.weights, "state": self.state}
-        results = self._programs[name](*(own[r] if r in own else next(given) for r in roles))
+        leaves: list[Any] = []
+        for role in roles:
+            if role == "weights":
+                leaves += self._weight_leaves
+            else:
+                leaves += jax.tree.leaves(self.state if role == "state" else next(given))
+        results = self._programs[name].run(leaves)
         if "state" not in roles:
             return results
         self.state, outputs = results

@@ -44,7 +44,12 @@ _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "of activations, and weights n
 _PER_CALL = flags.DEFINE_list("steps_per_call", ["1", "10"], "tokens of a call")
 _TOKENS = flags.DEFINE_integer("tokens", 60, "timed tokens")
 _BANDWIDTH = flags.DEFINE_float("bandwidth", 4.3e12, "bytes a second that a device copies")
+_XLA = flags.DEFINE_list("xla", [], "XLA's options for our programs, as in name=value")
 _PEER = flags.DEFINE_bool("peer", False, "also plain jax.jit of the same function, on one device")
+
+
+WARM_UP = 2
+"""Calls that are not timed."""
 
 
 def random_weights(types: Any, shardings: Any, config: LlamaConfig) -> Any:
@@ -81,10 +86,10 @@ def floor_seconds(programs: Programs) -> float:
 def timed(run: Any, calls: int) -> float:
     """Median seconds of a call."""
     times = []
-    for number in range(calls + 2):
+    for number in range(calls + WARM_UP):
         start = time.perf_counter()
-        jax.block_until_ready(run())
-        if number >= 2:
+        run()
+        if number >= WARM_UP:
             times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -100,16 +105,23 @@ def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
     mesh = spmd.make_mesh(data=1, model=_AXIS.value, devices=jax.devices()[: _AXIS.value])
     start = time.perf_counter()
     programs = Programs(
-        only, mesh, functools.partial(random_weights, types, config=config), state, specs, primary
+        only,
+        mesh,
+        functools.partial(random_weights, types, config=config),
+        state,
+        specs,
+        primary,
+        spmd.Options(compiler_options=dict(option.split("=", 1) for option in _XLA.value)),
     )
     compile_seconds = time.perf_counter() - start
-    programs.state["lengths"] = jax.device_put(
-        np.full(batch, length - max(per_call) - 1, np.int32), programs.state["lengths"].sharding
-    )
     least = floor_seconds(programs)
-    full = programs.state["lengths"]
     rows = []
     for steps in per_call:
+        calls = max(3, _TOKENS.value // steps)
+        begin = np.full(batch, length - (calls + WARM_UP) * steps, np.int32)
+        if begin[0] < 0:
+            raise app.UsageError(f"--tokens {_TOKENS.value} do not fit into --context {length}")
+        programs.state["lengths"] = jax.device_put(begin, programs.state["lengths"].sharding)
         control = {
             "active": np.ones(batch, np.bool_),
             "alternatives": np.bool_(False),
@@ -117,35 +129,33 @@ def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
         }
 
         def run(control: Any = control) -> Any:
-            programs.state["lengths"] = jnp.copy(full)
             return np.asarray(programs.run(primary, control).ids)
 
-        seconds = timed(run, max(3, _TOKENS.value // steps)) / steps
+        seconds = timed(run, calls) / steps
         rows.append(
             f"| {quantize} | {_CACHE.value} | {batch} | {_AXIS.value} | {steps} | "
             f"{seconds * 1e3:.2f} | {least * 1e3:.2f} | {seconds / least:.2f} | "
             f"{least / seconds:.0%} | {batch / seconds:,.0f} | {compile_seconds:.0f} |"
         )
     if _PEER.value and _AXIS.value == 1:
-        rows.append(
-            _peer(programs, only[0].fn, control, full, per_call[-1], least, quantize, batch)
-        )
+        rows.append(_peer(programs, only[0].fn, control, per_call[-1], least, quantize, batch))
     return rows
 
 
 def _peer(
-    programs: Programs, fn: Any, control: Any, full: Any, steps: int, least: float,
-    quantize: str, batch: int,
-) -> str:  # fmt: skip
+    programs: Programs, fn: Any, control: Any, steps: int, least: float, quantize: str, batch: int
+) -> str:
     plain = jax.jit(fn, donate_argnums=1)
-    state = programs.state
+    calls = max(3, _TOKENS.value // steps)
+    begin = np.full(batch, _CONTEXT.value - (calls + WARM_UP) * steps, np.int32)
+    state = {**programs.state, "lengths": jnp.asarray(begin)}
 
     def run() -> Any:
         nonlocal state
-        state, made = plain(programs.weights, {**state, "lengths": jnp.copy(full)}, control)
+        state, made = plain(programs.weights, state, control)
         return np.asarray(made.ids)
 
-    seconds = timed(run, max(3, _TOKENS.value // steps)) / steps
+    seconds = timed(run, calls) / steps
     return (
         f"| {quantize}, jax.jit | {_CACHE.value} | {batch} | 1 | {steps} | {seconds * 1e3:.2f} | "
         f"{least * 1e3:.2f} | {seconds / least:.2f} | {least / seconds:.0%} | "

@@ -94,14 +94,16 @@ class Backend(Protocol):
 
     Attributes:
       limits: what it was compiled for.
-      compile_total: programs compiled so far; does not change after start.
       info: facts about it to show to people and metrics, such as mesh, device kind, bytes that a
         decode step reads and the devices' bandwidth.
     """
 
     limits: Limits
-    compile_total: int
     info: dict[str, Any]
+
+    @property
+    def compile_total(self) -> int:
+        """Programs compiled so far; does not change after start."""
 
     def prefill(
         self,

@@ -19,14 +19,15 @@ class TensorSpec(NamedTuple):
 
 
 class Infer(Protocol):
-    """A function of tensors; the server calls it from one thread at a time.
+    """A function of tensors; the server calls it from one thread at a time."""
 
-    Attributes:
-      inputs, outputs: what goes in and what comes out.
-    """
+    @property
+    def inputs(self) -> Sequence[TensorSpec]:
+        """What goes in."""
 
-    inputs: Sequence[TensorSpec]
-    outputs: Sequence[TensorSpec]
+    @property
+    def outputs(self) -> Sequence[TensorSpec]:
+        """What comes out."""
 
     def infer(self, tensors: Mapping[str, Array]) -> Mapping[str, Array]:
         """Run it.

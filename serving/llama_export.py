@@ -23,8 +23,11 @@ from models.llama.sources import Source, Tensor
 from serving.bundle import load_bundle
 from serving.export import export_bundle
 from serving.function import BundleError
-from serving.llama import GOLDEN_TOKENS, KIND, bucket, golden
+from serving.llama import KIND, model_backend
 from serving.manifest import PLATFORMS
+from serving.model_backend import generate
+
+GOLDEN_TOKENS = 8
 
 
 def check_shape(shape: ServingShape) -> None:
@@ -175,4 +178,11 @@ def _goldens(
     names = [f"decode_t{length}" for length in lengths]
     names += [f"prefill_s{c}_t{n}" for n in lengths for c in shape.chunks if c <= n]
     bundle = load_bundle(folder, mesh, verify=False, functions=names)
-    return [golden(bundle, prompt, shape, config.vocab_size) for prompt in prompts]
+    backend = model_backend(bundle)
+    made = [(prompt, *generate(backend, prompt, GOLDEN_TOKENS)) for prompt in prompts]
+    return [{"prompt": list(p), "tokens": tokens, "logprobs": found} for p, tokens, found in made]
+
+
+def bucket(sizes: Sequence[int], wanted: int) -> int:
+    """The smallest of some ascending sizes that holds so many; the last one if none does."""
+    return next((size for size in sizes if size >= wanted), sizes[-1])

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from models.sampling import FIELDS
-from serving.backend import Limits, Prefilled, Sampling, Tokens
+from serving.backend import Backend, Limits, Prefilled, Sampling, Tokens
 
 NEUTRAL = Sampling(temperature=0.0)
 
@@ -180,3 +180,25 @@ def _sampling_inputs(sampling: Sampling) -> dict[str, Any]:
 def _tokens(report: Any, start: int = 0, end: int | None = None) -> Tokens:
     """Rows of a report of the device's."""
     return Tokens(*(np.asarray(x)[start:end] for x in report))
+
+
+def generate(
+    backend: Backend, prompt: Sequence[int], count: int, sampling: Sampling | None = None
+) -> tuple[list[int], list[float]]:
+    """Tokens after one prompt, in slot 0, and their log-probabilities; greedy if not said."""
+    sampling = sampling or NEUTRAL
+    largest = backend.limits.chunks[-1]
+    first = None
+    for start in range(0, len(prompt), largest):
+        part = prompt[start : start + largest]
+        is_last = start + len(part) == len(prompt)
+        first = backend.prefill(0, part, start, sampling=sampling if is_last else None).first
+    assert first is not None  # a prompt has a last part
+    tokens, logprobs = first.ids.tolist(), first.logprobs.tolist()
+    active = np.arange(backend.limits.slots) == 0
+    while len(tokens) < count:
+        steps = min(backend.limits.decode_steps, count - len(tokens))
+        made = backend.decode(active.tolist(), steps)
+        tokens += made.ids[:, 0].tolist()
+        logprobs += made.logprobs[:, 0].tolist()
+    return tokens, logprobs

@@ -1,8 +1,8 @@
 """How outputs are put together, as data: JSON in which numbers stand for leaves.
 
 Dicts are objects, tuples and lists are lists, and whatever has named fields (named tuples,
-dataclasses) is an object whose names begin with a dot. So a dict `{"made": Tokens(ids, (a, b))}` is
-`{"made": {".ids": 0, ".scores": [1, 2]}}`.
+dataclasses) is an object whose names begin with a dot. So
+`{"made": Tokens(ids=.., scores=(.., ..))}` is `{"made": {".ids": 0, ".scores": [1, 2]}}`.
 """
 
 from __future__ import annotations

@@ -1,276 +1,248 @@
-"""Bundles that are damaged, or that somebody wrote to do harm: one clear error, and nothing run."""
+"""Whatever is thrown at the server: a clear error, and it lives on with all its slots."""
 
-import hashlib
+from __future__ import annotations
+
 import json
-import os
-import pickle
-import shutil
+import random
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serving.bundle import load_bundle
-from serving.export import export_bundle
-from serving.function import BundleError, Function
-from serving.manifest import MANIFEST
-from spmd.frontend.artifact import module_artifact
-from spmd.frontend.import_stablehlo import parse_module
-from tests.serving.conftest import struct
+import serving.server
+from serving.service import Options
+from tests.serving.fake_backend import FakeBackend
+from tests.serving.live import Live
+from tests.serving.live import serving as serving_live
 
-MODULE = "functions/f.mlirbc"
-FOREIGN = """
-module {
-  func.func public @main(%w: tensor<4x4xf32>, %x: tensor<2x4xf32>) -> tensor<2x4xf32> {
-    %0 = stablehlo.custom_call @do_harm(%x) : (tensor<2x4xf32>) -> tensor<2x4xf32>
-    return %0 : tensor<2x4xf32>
-  }
-}
-"""
-NOTHING = """
-module {
-  func.func public @main() {
-    return
-  }
-}
-"""
+LIMIT = 100_000
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    path = tmp_path_factory.mktemp("hostile") / "bundle"
-    function = Function(
-        "f", lambda w, x: x @ w["k"], ({"k": struct(4, 4)}, struct(2, 4)), ("weights", "x"),
-        ("weights", "input"),
-    )  # fmt: skip
-    export_bundle(path, [function], weights={"k": np.eye(4, dtype=np.float32)})
-    return path
+def live() -> Iterator[Live]:
+    options = Options(body_bytes=LIMIT, body_seconds=0.4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving.server, "HEADER_SECONDS", 0.3)
+        with serving_live(options=options) as running:
+            yield running
 
 
-@pytest.fixture
-def copy(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "bundle")
+def is_well(live: Live) -> None:
+    body = {"prompt": "hello", "max_tokens": 3, "seed": 0}
+    answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=20)
+    assert answer.json()["choices"][0]["text"] == live.alone("hello", 3)
+    live.wait_idle()
 
 
-@pytest.fixture
-def failure(mesh_of, tmp_path):
-    """The message of the error that a bundle gives; nothing may be written."""
-
-    def load(folder):
-        before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(BundleError) as caught:
-            load_bundle(folder, mesh_of(1), cache_dir=tmp_path / "cache")
-        message = str(caught.value)
-        assert "\n" not in message
-        assert len(message) < 1500
-        left = [path for path in tmp_path.rglob("*") if path not in before]
-        assert not [path for path in left if path.is_file()]
-        return message
-
-    return load
-
-
-def edit(folder, change):
-    """Change the manifest as JSON."""
-    path = folder / MANIFEST
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def replace_file(folder, name, data):
-    """Change a file, and have the manifest say so."""
-    (folder / name).write_bytes(data)
-    entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    edit(folder, lambda m: m["files"].update({name: entry}))
-
-
-def test_the_whole_one_runs(whole, mesh_of):
-    x = np.ones((2, 4), np.float32)
-    np.testing.assert_array_equal(load_bundle(whole, mesh_of(2)).run("f", x), x)
-
-
-# Files
-
-
-def test_no_bundle(tmp_path, failure):
-    assert "is no folder" in failure(tmp_path / "nothing")
-    assert "has no manifest.json" in failure(tmp_path)
-
-
-@pytest.mark.parametrize("name", [MODULE, "weights/model.safetensors"])
-def test_files_that_were_damaged(name, copy, failure):
-    data = (copy / name).read_bytes()
-    (copy / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert "does not hold what was written" in failure(copy)
-    (copy / name).write_bytes(data[:-3])
-    assert f"has {len(data) - 3:,} bytes instead of {len(data):,}" in failure(copy)
-    (copy / name).unlink()
-    assert "is missing; copy the whole bundle again" in failure(copy)
-
-
-def test_a_damaged_file_passes_unless_hashes_are_compared(copy, mesh_of):
-    """So the test above tests the hashes."""
-    path = copy / "weights/model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    load_bundle(copy, mesh_of(1), verify=False)
-
-
-def test_files_that_do_not_belong(copy, failure):
-    (copy / "functions" / "extra.so").write_bytes(b"")
-    assert "extra.so does not belong to the bundle" in failure(copy)
-
-
-@pytest.mark.parametrize("name", [MODULE, MANIFEST, "weights"])
-def test_links(name, copy, failure):
-    target = copy.parent / "elsewhere"
-    shutil.move(copy / name, target)
-    (copy / name).symlink_to(target)
-    assert "is a link or no file" in failure(copy)
-
-
-def test_deep_folders(copy, failure):
-    (copy / "/".join("a" * 20)).mkdir(parents=True)
-    assert "no folders that deep" in failure(copy)
-
-
-def test_pipes(copy, failure):
-    (copy / MODULE).unlink()
-    os.mkfifo(copy / MODULE)
-    assert "is a link or no file" in failure(copy)
+def post(live: Live, content: Any, **headers: str) -> httpx.Response:
+    url = f"{live.url}/v1/completions"
+    return httpx.post(url, content=content, headers={**JSON, **headers}, timeout=20)
 
 
 @pytest.mark.parametrize(
-    "path", ["../secret", "/etc/passwd", "functions/../../secret", "", ".", "a//b", "a\\b", "~/x"]
-)
-def test_paths_that_lead_elsewhere(path, copy, failure):
-    edit(copy, lambda m: m["functions"]["f"]["modules"].update(cpu=path))
-    assert "which is no path in the folder" in failure(copy)
-    edit(copy, lambda m: m["functions"]["f"]["modules"].update(cpu=MODULE))
-    edit(copy, lambda m: m["files"].update({path: m["files"][MODULE]}))
-    assert "which is no path in the folder" in failure(copy)
-
-
-# The manifest
-
-
-def nested(m):
-    m["functions"]["f"]["tree"] = [m["functions"]["f"]["tree"], 0]
-
-
-def argument(**fields):
-    return lambda m: m["functions"]["f"]["arguments"][1]["leaves"][0].update(fields)
-
-
-def state(**fields):
-    return lambda m: m.update(state=[{"path": "state", "shape": [], **fields}])
-
-
-CHANGES = [
-    (lambda m: m.update(format="zip"), "its format is not spmd-bundle"),
-    (lambda m: m.update(schema=2), "has schema 2 and this program knows 1"),
-    (lambda m: m.update(schema="1"), "has schema '1'"),
-    (lambda m: m.pop("functions"), "has no 'functions'"),
-    (lambda m: m.update(hook="import os"), "has the unknown member 'hook'"),
-    (lambda m: m.update(functions=[]), "functions is [], not an object"),
-    (lambda m: m.update(weights={}), "weights is {}, not a list"),
-    (lambda m: m.update(name=3), "name is 3, not a string"),
-    (lambda m: m.update(primary="g"), "there is no function 'g' (primary)"),
-    (lambda m: m["functions"]["f"].update(name="g"), "calls itself 'g'"),
-    (lambda m: m["functions"]["f"]["modules"].update(wasm=MODULE), "'wasm', not one of cpu"),
-    (lambda m: m["functions"]["f"].update(modules={}), "was exported for nothing, not for cpu"),
-    (lambda m: m["functions"]["f"]["tags"].update(n=1.5), "n is 1.5, not a whole number"),
-    (lambda m: m["functions"]["f"]["tags"].update(n=True), "n is True, not a whole number"),
-    (nested, "tree does not hold each of 1 outputs once"),
-    (lambda m: m["functions"]["f"].update(tree="x"), "tree has 'x'"),
-    (argument(shape=[2, -4]), "is -4, not a number from 0"),
-    (argument(shape=[2, 1 << 60]), "not a number from 0 to 2**48"),
-    (argument(dtype="object"), "dtype is 'object', not one of bool"),
-    (argument(shape=[2, 5]), "takes tensor<2x4xf32> where the manifest says x float32[2, 5]"),
-    (lambda m: m["functions"]["f"]["outputs"].clear(), "tree does not hold"),
-    (lambda m: m["weights"][0].update(shape=[4, 5]), "disagree|float32[4, 5]"),
-    (lambda m: m["weights"].append(dict(m["weights"][0])), "lists a leaf twice"),
-    (lambda m: m["weights"].append({**m["weights"][0], "path": "weights/q"}), "disagree about"),
-    (lambda m: m.update(weights=[]), "the bundle has no such leaf"),
-    (lambda m: m["files"][MODULE].update(sha256="0"), "is no SHA-256"),
-    (lambda m: m.update({"x" * 5000: 1}), "has the unknown member"),
-    (lambda m: m["functions"]["f"].update({"a\nb": 1}), "has the unknown member 'a\\nb'"),
-    (state(dtype="int8", fill=300), "is int8 and cannot be filled with 300"),
-    (state(dtype="bool", fill=2), "is bool and cannot be filled with 2"),
-    (state(dtype="int32", fill=0.5), "is int32 and cannot be filled with 0.5"),
-    (state(dtype="int32", fill="nan"), "is int32 and cannot be filled with nan"),
-    (lambda m: m["files"].pop(MODULE), "is not among the files"),
-    (lambda m: m["specs"].update({"weights/k": [None] * 3}), "has 3 entries"),
-    (lambda m: m["specs"].update({"weights/k": [{}]}), "is {}, not a string"),
-    (lambda m: m.update(tokenizer=["tokenizer/x"]), "is not among the files"),
-    (
-        lambda m: m.update(state=[{"path": "state", "shape": [], "dtype": "int32", "fill": 1e400}]),
-        "fill is inf, which is out of range",
-    ),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_manifests_that_make_no_sense(change, message, copy, failure):
-    edit(copy, change)
-    found = failure(copy)
-    assert any(part in found for part in message.split("|")), found
-
-
-@pytest.mark.parametrize(
-    "text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"3", b"null", b'{"format": NaN}']
-)
-def test_manifests_that_are_no_json(text, copy, failure):
-    (copy / MANIFEST).write_bytes(text)
-    assert "manifest.json" in failure(copy)
-
-
-# What files hold
-
-
-class Harm:
-    def __reduce__(self):
-        return os.mkdir, (os.environ["HARM"],)
-
-
-@pytest.mark.parametrize("name", [MODULE, "weights/model.safetensors", MANIFEST])
-def test_pickles_are_not_read(name, copy, failure, tmp_path, monkeypatch):
-    monkeypatch.setenv("HARM", str(tmp_path / "harm"))
-    data = pickle.dumps(Harm())
-    if name == MANIFEST:
-        (copy / name).write_bytes(data)
-    else:
-        replace_file(copy, name, data)
-    failure(copy)
-    assert not (tmp_path / "harm").exists()
-
-
-def artifact(text):
-    return module_artifact(parse_module(text))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
+    ("content", "message"),
     [
-        (lambda: b"", "it is no portable artifact"),
-        (lambda: b"/etc/passwd", "it is no portable artifact"),
-        (lambda: b"ML\xefR\rStableHLO_v1.0.0\x00\xff\xff", "cannot be used: "),
-        (lambda: artifact(FOREIGN), "calls do_harm, which is unknown here"),
-        (lambda: artifact(FOREIGN.replace("4x4xf32", "4x4xf64")), "takes tensor<4x4xf64>"),
-        (lambda: artifact(NOTHING), "takes 0 arrays and the manifest says 2"),
+        (b"", "not JSON"),
+        (b"{", "not JSON: Expecting property name enclosed in double quotes at line 1, column 2"),
+        (b"[]", "has to be a JSON object, not a list of 0"),
+        (b"null", "has to be a JSON object, not null"),
+        (b'"prompt"', "has to be a JSON object"),
+        (b'{"prompt": "a"} x', "not JSON: Extra data"),
+        (b'{"prompt": "\xff"}', "not UTF-8: byte 12 is wrong"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN is no number"),
+        (b'{"prompt": "a", "temperature": -Infinity}', "-Infinity is no number"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "not usable"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 4000 + b"}", "a huge integer"),
+        (b'{"prompt": ' + b"[" * 40_000 + b"]" * 40_000 + b"}", "nested too deeply"),
+        (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested too deeply"),
+        (b'{"prompt": "a\x00b\ncd"}', "not JSON: Invalid control character"),
+        ("{'prompt': 'a'}".encode("utf-16"), "not UTF-8"),
     ],
 )
-def test_modules_that_are_none(make, message, copy, failure):
-    replace_file(copy, MODULE, make())
-    assert message in failure(copy)
+def test_bodies_that_are_no_request(live: Live, content: bytes, message: str) -> None:
+    response = post(live, content)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    assert len(response.content) < 600
+    is_well(live)
 
 
-def test_weights_that_do_not_fit(copy, failure):
-    header = json.dumps(
-        {"weights/k": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 1 << 40]}}
-    ).encode()
-    replace_file(copy, "weights/model.safetensors", len(header).to_bytes(8, "little") + header)
-    assert "truncated or no safetensors file" in failure(copy)
-    index = {"weight_map": {"weights/k": "../../etc/passwd"}}
-    replace_file(copy, "weights/model.safetensors.index.json", json.dumps(index).encode())
-    assert "which is no file of the folder itself" in failure(copy)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+FIELDS = """
+    prompt messages model max_tokens max_completion_tokens temperature top_p top_k min_p n stop
+    stream stream_options logprobs top_logprobs echo seed user repetition_penalty tools best_of
+    response_format logit_bias stop_token_ids ignore_eos
+"""
+NAMES = st.sampled_from(FIELDS.split())
+
+
+@given(
+    path=st.sampled_from(["completions", "chat/completions"]),
+    body=st.dictionaries(NAMES, VALUES, max_size=4),
+    usual=st.booleans(),
+)
+def test_fields_of_any_type(live: Live, path: str, body: Any, usual: bool) -> None:
+    start = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]} if usual else {}
+    content = json.dumps({**start, **body}).encode()
+    url = f"{live.url}/v1/{path}"
+    response = httpx.post(url, content=content, headers=JSON, timeout=20)
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert response.json()["error"]["message"]
+        assert len(response.content) < 1000
+
+
+def test_bodies_that_are_too_large(live: Live) -> None:
+    response = post(live, b'{"prompt": "' + b"a" * LIMIT + b'"}')
+    assert response.status_code == 413
+    assert "100,000 bytes are the most" in response.json()["error"]["message"]
+    is_well(live)
+
+
+def test_bodies_that_do_not_say_how_large_they_are(live: Live) -> None:
+    def endless() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(2000):
+            yield b"a" * 1000
+
+    try:
+        response = post(live, endless())
+    except httpx.TransportError:  # the server hung up while we were still writing
+        pass
+    else:
+        assert response.status_code == 413
+    is_well(live)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_bodies_of_another_kind(live: Live, kind: str) -> None:
+    url = f"{live.url}/v1/completions"
+    response = httpx.post(url, content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+    assert response.status_code == 415
+
+
+# ---------------------------------------------------------------------------------------------
+# Below HTTP.
+
+
+def talk(live: Live, *pieces: bytes, pause: float = 0.0, close_ours: bool = False) -> bytes:
+    """Send some bytes and read what comes until the server hangs up, for a few seconds at most."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+        got = b""
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(pause)
+            if close_ours:
+                connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(65536):
+                got += piece
+        except (ConnectionError, TimeoutError):
+            pass
+        return got
+
+
+def head(length: int) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"\x00" * 1000,
+        b"GET\r\n\r\n",
+        b"GET / HTTPS\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1e3\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 2_000_000,
+    ],
+)
+def test_what_is_no_http(live: Live, garbage: bytes) -> None:
+    answer = talk(live, garbage)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+    is_well(live)
+
+
+def test_random_bytes(live: Live) -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        talk(live, rng.randbytes(rng.randint(1, 3000)), close_ours=True)
+    is_well(live)
+
+
+def test_a_body_that_never_comes(live: Live) -> None:
+    answer = talk(live, head(1000), b'{"prompt')
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"was not here within 0.4 seconds" in answer
+    is_well(live)
+
+
+def test_a_body_that_comes_drop_by_drop(live: Live) -> None:
+    answer = talk(live, head(1000), *[b"{"] * 3, pause=0.1)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    is_well(live)
+
+
+def test_headers_that_come_drop_by_drop(live: Live) -> None:
+    started = time.monotonic()
+    assert talk(live, b"POST /v1/completions HTTP/1.1\r\n", *[b"X: 1\r\n"] * 8, pause=0.1) == b""
+    assert talk(live) == b""
+    assert time.monotonic() - started < 4
+    is_well(live)
+
+
+def test_a_connection_that_is_closed_in_its_middle(live: Live) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 50, "stream": True}).encode()
+    request = head(len(body)) + body
+    for end in (5, 60, len(request) - 5, len(request)):
+        with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+            connection.sendall(request[:end])
+    is_well(live)
+    assert talk(live, request[:-5], close_ours=True) == b""
+    is_well(live)
+
+
+def test_two_requests_in_one_piece(live: Live) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 3, "seed": 0}).encode()
+    answer = talk(live, (head(len(body)) + body) * 2 + b"GET /health HTTP/1.0\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+    assert answer.count(live.alone("hello", 3).encode()) == 2
+
+
+def test_a_reader_that_never_reads_does_not_hold_others_up() -> None:
+    with serving_live(FakeBackend(), Options()) as live:
+        body = json.dumps({"prompt": "hello", "max_tokens": 50, "stream": True, "n": 32}).encode()
+        sleepers = []
+        for _ in range(4):
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            connection.connect(("127.0.0.1", live.port))
+            connection.sendall(head(len(body)) + body)
+            sleepers.append(connection)
+        is_well(live)
+        for connection in sleepers:
+            connection.close()
+
+
+def test_a_template_cannot_reach_out() -> None:
+    source = "{{ messages.__class__.__mro__ }}"
+    with serving_live(chat_template=source) as live:
+        body = {"messages": [{"role": "user", "content": "{{ 1 + 1 }}"}]}
+        response = httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=20)
+        assert response.status_code == 400
+        assert "SecurityError" in response.json()["error"]["message"]

@@ -1,0 +1,249 @@
+"""Clients of an OpenAI-compatible server: ask, read the stream, time it, and doubt every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Literal
+
+import httpx
+
+Outcome = Literal["done", "left", "refused", "failed"]
+"""Answered whole; we went away; 429 or 503; anything else."""
+
+_WORDS = """
+mesh axis tensor shard slice row column gather scatter reduce layer head token cache slot batch step
+weight bias norm gate query key value mask loss gradient device host link ring plan rule factor dim
+"""
+WORDS = _WORDS.split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """One request.
+
+    Attributes:
+      number: which.
+      prompt: its text; begins with the number, so that no two are the same.
+      max_tokens: to draw.
+      leave_after: go away after so many pieces; None reads to the end.
+      delay: seconds after the start at which it is sent; 0 where concurrency decides.
+    """
+
+    number: int
+    prompt: str
+    max_tokens: int
+    leave_after: int | None
+    delay: float
+
+
+@dataclasses.dataclass
+class Answer:
+    """What came of a request; times in seconds.
+
+    Attributes:
+      problem: what is wrong, if something is.
+      first: until the first token; None if there was none.
+      between: between two pieces of text.
+      total: until the end.
+      prompt_tokens, tokens: as the server counts them.
+    """
+
+    ask: Ask
+    outcome: Outcome = "failed"
+    problem: str = ""
+    id: str = ""
+    text: str = ""
+    finish: str | None = None
+    first: float | None = None
+    between: list[float] = dataclasses.field(default_factory=list)
+    total: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What to put on a server.
+
+    Attributes:
+      requests: how many.
+      concurrency: at once, where no rate is given.
+      rate: requests a second, at times as of a Poisson process; None goes by concurrency.
+      words: least and most words of a prompt.
+      tokens: least and most tokens of an answer.
+      disconnect: share of the requests that leave before the end.
+      chat: as chats rather than completions.
+      ignore_eos: ask for all tokens even if the model would end before (not every server knows it).
+      seed: of everything random.
+    """
+
+    requests: int
+    concurrency: int = 16
+    rate: float | None = None
+    words: tuple[int, int] = (8, 128)
+    tokens: tuple[int, int] = (16, 128)
+    disconnect: float = 0.0
+    chat: bool = False
+    ignore_eos: bool = False
+    seed: int = 0
+
+
+def make_asks(load: Load) -> list[Ask]:
+    """The requests; the same ones for the same load."""
+    rng = random.Random(load.seed)
+    asks, now = [], 0.0
+    for number in range(load.requests):
+        words = rng.choices(WORDS, k=rng.randint(*load.words))
+        tokens = rng.randint(*load.tokens)
+        leaves = rng.random() < load.disconnect
+        now += rng.expovariate(load.rate) if load.rate else 0.0
+        leave_after = rng.randint(1, max(1, tokens // 2)) if leaves else None
+        asks.append(Ask(number, " ".join([f"{number}:", *words]), tokens, leave_after, now))
+    return asks
+
+
+def make_body(ask: Ask, load: Load, model: str) -> dict[str, Any]:
+    """What is sent."""
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": ask.max_tokens,
+        "temperature": 0,
+        "seed": ask.number,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if load.chat:
+        body["messages"] = [{"role": "user", "content": ask.prompt}]
+    else:
+        body["prompt"] = ask.prompt
+    if load.ignore_eos:
+        body["ignore_eos"] = True
+    return body
+
+
+async def run_load(
+    client: httpx.AsyncClient,
+    load: Load,
+    model: str,
+    asks: Sequence[Ask],
+    report: Callable[[Answer], None] = lambda answer: None,
+) -> list[Answer]:
+    """Ask everything and wait for all of it; the answers are in the order of the asks."""
+    gate = asyncio.Semaphore(load.concurrency if load.rate is None else len(asks) or 1)
+    started = time.perf_counter()
+
+    async def enter(ask: Ask) -> Answer:
+        await asyncio.sleep(max(0.0, started + ask.delay - time.perf_counter()))
+        async with gate:
+            answer = await ask_one(client, load, model, ask)
+        report(answer)
+        return answer
+
+    return await asyncio.gather(*map(enter, asks))
+
+
+async def ask_one(client: httpx.AsyncClient, load: Load, model: str, ask: Ask) -> Answer:
+    """Ask once; whatever happens is in the answer."""
+    answer = Answer(ask)
+    path = "/v1/chat/completions" if load.chat else "/v1/completions"
+    started = time.perf_counter()
+    try:
+        async with client.stream("POST", path, json=make_body(ask, load, model)) as response:
+            if response.status_code == 200:
+                await _read(response, answer, started)
+            else:
+                await _read_refusal(response, answer)
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        answer.outcome, answer.problem = "failed", f"{type(error).__name__}: {error}"
+    answer.total = time.perf_counter() - started
+    if answer.outcome == "done":
+        answer.problem = find_problem(answer, load)
+        answer.outcome = "failed" if answer.problem else "done"
+    return answer
+
+
+async def _read_refusal(response: httpx.Response, answer: Answer) -> None:
+    text = (await response.aread()).decode(errors="replace")
+    answer.outcome = "refused" if response.status_code in (429, 503) else "failed"
+    answer.problem = f"HTTP {response.status_code}: {text[:200]}"
+
+
+async def _read(response: httpx.Response, answer: Answer, started: float) -> None:
+    """Follow a stream to its end, or until it is time to leave."""
+    pieces, last, ended = 0, started, False
+    async for event in _events(response):
+        if event is None:
+            ended = True
+            break
+        if "error" in event:
+            answer.problem = str(event["error"])[:200]
+            return
+        text = _take(event, answer)
+        if not text:
+            continue
+        now = time.perf_counter()
+        if answer.first is None:
+            answer.first = now - started
+        else:
+            answer.between.append(now - last)
+        last, pieces = now, pieces + 1
+        if pieces == answer.ask.leave_after:
+            answer.outcome = "left"
+            return
+    answer.outcome = "done" if ended else "failed"
+    answer.problem = "" if ended else "the stream broke off"
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
+    """The events of a stream; None is its proper end."""
+    async for line in response.aiter_lines():
+        if not line or line.startswith(":"):
+            continue
+        if line == "data: [DONE]":
+            yield None
+            return
+        if not line.startswith("data:"):
+            raise ValueError(f"no event: {line[:100]}")
+        yield json.loads(line[5:])
+
+
+def _take(event: dict[str, Any], answer: Answer) -> str:
+    """Note what an event says; its text."""
+    if answer.id and event["id"] != answer.id:
+        raise ValueError(f"answers are mixed up: {event['id']} in {answer.id}")
+    answer.id = event["id"]
+    usage = event.get("usage")
+    if usage:
+        answer.prompt_tokens, answer.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    text = ""
+    for choice in event["choices"]:
+        if answer.finish is not None:
+            raise ValueError("more came after the end")
+        text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        answer.finish = choice.get("finish_reason") or answer.finish
+    answer.text += text
+    return text
+
+
+def find_problem(answer: Answer, load: Load) -> str:
+    """What is wrong with a whole answer, by its own account; nothing if all is well."""
+    wanted = answer.ask.max_tokens
+    if answer.finish not in ("length", "stop"):
+        return f"it ended because of {answer.finish}"
+    if not answer.prompt_tokens or not answer.tokens:
+        return "no usage came"
+    is_whole = answer.finish == "length" or load.ignore_eos
+    if answer.tokens > wanted or (is_whole and answer.tokens != wanted):
+        return f"{answer.tokens} tokens instead of {wanted}"
+    return ""
+
+
+def find_doubles(answers: Sequence[Answer]) -> list[str]:
+    """Ids that more than one answer had."""
+    ids = [answer.id for answer in answers if answer.id]
+    return sorted({one for one in ids if ids.count(one) > 1}) if len(set(ids)) < len(ids) else []

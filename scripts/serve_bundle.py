@@ -1,0 +1,104 @@
+"""Serves a bundle over HTTP.
+
+The port is open from the start; `/health` says 503 until the model is there, partitioned for the
+mesh, compiled, warm, and its golden prompts come out as when it was exported. The chat page is at
+`/`, OpenAI's endpoints are under `/v1`, KServe's under `/v2`, metrics at `/metrics`.
+
+Examples:
+    scripts/serve llama-1b
+    scripts/serve llama-70b --mesh data=1,model=8 --host 0.0.0.0 --api_key secret
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu scripts/serve mine
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from scripts import bundle_flags
+from serving.errors import ServingError
+from serving.function import BundleError
+from serving.load import load_model
+from serving.server import serve
+from serving.service import Loaded, Options
+from spmd.errors import SpmdError
+
+USER_ERRORS = (BundleError, ServingError, SpmdError, OSError)
+"""What a user can mend: one message instead of a traceback."""
+
+KEYS = "SPMD_API_KEYS"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    bundle_flags.add_flags(parser)
+    default = Options()
+    add = parser.add_argument
+    add("--name", help="of the model in requests (default: the bundle's)")
+    add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere (%(default)s)")
+    add("--port", type=int, default=8000, help="0: any free one (%(default)s)")
+    add(
+        "--api_key",
+        action="append",
+        default=[],
+        help=f"clients have to name one (repeatable; also in ${KEYS}, joined by commas)",
+    )
+    add(
+        "--max_waiting",
+        type=int,
+        default=default.max_waiting,
+        help="requests that wait for a slot at most; then 429 (%(default)s)",
+    )
+    add(
+        "--decode_steps",
+        type=int,
+        default=default.decode_steps,
+        help="tokens between two looks for the end of a text, where nobody watches (%(default)s)",
+    )
+    add(
+        "--drain_seconds",
+        type=float,
+        default=default.drain_seconds,
+        help="that requests have to finish after SIGTERM (%(default)s)",
+    )
+    add("--log_level", default="info", choices=("debug", "info", "warning", "error"))
+    return parser
+
+
+def options(given: argparse.Namespace) -> Options:
+    """How the server is to behave."""
+    keys = [*given.api_key, *os.environ.get(KEYS, "").split(",")]
+    return Options(
+        api_keys=tuple(key for key in keys if key),
+        max_waiting=given.max_waiting,
+        decode_steps=given.decode_steps,
+        drain_seconds=given.drain_seconds,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve, and turn what a user can mend into one message instead of a traceback."""
+    given = make_parser().parse_args(arguments)
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+    def load() -> Loaded:
+        return load_model(bundle_flags.load(given, console), given.bundle, given.name)
+
+    try:
+        serve(load, given.host, given.port, options(given), log_level=given.log_level)
+    except USER_ERRORS as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""JSON from strangers: reading it, and taking typed fields out of it one by one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from serving.errors import invalid
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that a body is.
+
+    Raises:
+      ApiError: it is something else.
+    """
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise invalid(f"the body is not UTF-8: byte {error.start} is wrong") from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise invalid(f"the body is not JSON: {error.msg} at {place}") from error
+    except RecursionError as error:
+        raise invalid(
+            "the body is not usable: its lists or objects are nested too deeply"
+        ) from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise invalid(f"the body is not usable: {error}") from error
+    if not isinstance(value, dict):
+        raise invalid(f"the body has to be a JSON object, not {show(value)}")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise invalid(f"the body is not JSON: {name} is no number there")
+
+
+def show(value: Any) -> str:
+    """A value for a message, never long."""
+    if isinstance(value, (dict, list)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
+        return "a huge integer"
+    text = json.dumps(value, ensure_ascii=True)
+    return text if len(text) <= 60 else f"{text[:56]}..."
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_text(value: Any, param: str) -> str:
+    """A string of whole characters."""
+    if not isinstance(value, str):
+        raise invalid(f"{param}: a string is needed, not {show(value)}", param)
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise invalid(
+            f"{param}: character {error.start} is half of a surrogate pair", param
+        ) from None
+    return value
+
+
+class Fields:
+    """A JSON object whose fields are taken out with their types; null is as good as absent.
+
+    All methods raise `ApiError` with status 400 and the field's name.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def get(self, name: str) -> Any:
+        """A field as it is; None if there is none."""
+        return self._values.get(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise invalid(f"{name}: true or false is needed, not {show(value)}", name)
+        return value
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """An integer from low to high."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not is_integer(value) or not low <= value <= high:
+            raise invalid(
+                f"{name}: an integer from {low} to {high} is needed, not {show(value)}", name
+            )
+        return int(value)
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        """A number from low to high; `low` itself is left out if it is negative zero."""
+        value = self.get(name)
+        if value is None:
+            return default
+        is_number = is_integer(value) or isinstance(value, float)
+        is_open = low == 0 and math.copysign(1, low) < 0
+        if not is_number or not low <= value <= high or (is_open and value == 0):
+            bounds = f"above 0 and up to {high:g}" if is_open else f"from {low:g} to {high:g}"
+            raise invalid(f"{name}: a number {bounds} is needed, not {show(value)}", name)
+        return float(value)
+
+    def text(self, name: str, default: str = "") -> str:
+        """A string."""
+        value = self.get(name)
+        return default if value is None else check_text(value, name)

@@ -1,0 +1,125 @@
+"""A bundle as what the server serves: backend, tokenizer and chat template, or named tensors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from models.training.errors import DataError
+from models.training.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
+from serving.backend import Backend
+from serving.bundle import Bundle
+from serving.bundle_infer import BundleInfer
+from serving.export import TOKENIZER
+from serving.function import BundleError
+from serving.llama import KIND, model_backend
+from serving.model_backend import generate
+from serving.service import Loaded
+
+_LOG = logging.getLogger("serving")
+
+NEAR = 0.05
+"""Log-probabilities of two tokens that other hardware may take for one another."""
+
+
+def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> Loaded:
+    """What the server serves, warm and compared with the bundle's goldens.
+
+    Args:
+      bundle: loaded.
+      folder: where it came from: the tokenizer is read there.
+      name: in requests; the bundle's own if left out.
+
+    Raises:
+      BundleError: no usable tokenizer, a broken contract, or goldens that come out differently.
+    """
+    name = name or bundle.manifest.name
+    if bundle.manifest.contract.get("kind") != KIND:
+        return Loaded(name, infer=BundleInfer(bundle))
+    backend = model_backend(bundle)
+    backend.warm_up()
+    check_goldens(backend, bundle.manifest.goldens)
+    files = Path(folder) / TOKENIZER
+    settings = _json(files / "tokenizer_config.json")
+    return Loaded(
+        name,
+        backend=backend,
+        tokenizer=_tokenizer(bundle, files),
+        stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())),
+        chat_template=_chat_template(files, settings),
+        special_tokens=_special_tokens(settings),
+    )
+
+
+def check_goldens(backend: Backend, goldens: Any) -> None:
+    """Go on with each golden prompt, greedily, and compare.
+
+    A token that differs where the model finds both about as likely ends the comparison of that
+    prompt: sums in another order may decide so.
+
+    Raises:
+      BundleError: another token where that is no close call.
+    """
+    for number, golden in enumerate(goldens):
+        wanted, logprobs = golden["tokens"], golden["logprobs"]
+        tokens, found = generate(backend, golden["prompt"], len(wanted))
+        for position, (a, b) in enumerate(zip(tokens, wanted, strict=True)):
+            near = abs(found[position] - logprobs[position]) < NEAR
+            if a == b and near:
+                continue
+            if near:
+                _LOG.warning("golden %d: token %d is a close call, and differs", number, position)
+                break
+            raise BundleError(
+                f"golden prompt {number}: token {position} is {a} with log-probability "
+                f"{found[position]:.3f} and should be {b} with {logprobs[position]:.3f}; this "
+                "machine computes the model wrongly, or the bundle was changed"
+            )
+    if goldens:
+        _LOG.info("%d golden prompts come out as they should", len(goldens))
+
+
+def _tokenizer(bundle: Bundle, files: Path) -> Tokenizer:
+    vocabulary = bundle.manifest.contract["model"]["vocab_size"]
+    if not (files / "tokenizer.json").is_file():
+        if vocabulary < BYTE_VOCABULARY:
+            raise BundleError(
+                f"{bundle.manifest.name} has no tokenizer.json, and its vocabulary of {vocabulary} "
+                "is too small for bytes; export it with --tokenizer"
+            )
+        return load_tokenizer(BYTES)
+    try:
+        return load_tokenizer(str(files))
+    except DataError as error:
+        raise BundleError(str(error)) from error
+
+
+def _chat_template(files: Path, settings: dict[str, Any]) -> str | None:
+    """`chat_template.jinja`, or what `tokenizer_config.json` has: a text, or several by name."""
+    try:
+        return (files / "chat_template.jinja").read_text(encoding="utf-8")
+    except OSError:
+        template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
