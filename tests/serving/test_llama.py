@@ -45,7 +45,7 @@ def export(capsys):
 @pytest.fixture(scope="module")
 def hf_folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("hf") / "grouped"
-    checkpoints.write("grouped", path, eos_token_id=[3, 5])
+    checkpoints.write("grouped", path, num_hidden_layers=1, eos_token_id=[3, 5])
     (path / "tokenizer.json").write_text("{}")
     return path
 
@@ -105,10 +105,10 @@ def test_weights_are_read_one_by_one(kind, hf_folder):
     with hf_source(hf_folder) as source:
         tree = llama_export.serving_weights(source, "bfloat16", kind)
         found = {
-            name: np.asarray(tree["layers"]["1"]["mlp"]["up_proj"][name])
-            for name in tree["layers"]["1"]["mlp"]["up_proj"]
+            name: np.asarray(tree["layers"]["0"]["mlp"]["up_proj"][name])
+            for name in tree["layers"]["0"]["mlp"]["up_proj"]
         }
-        exact = np.asarray(source.tensors["model.layers.1.mlp.up_proj.weight"])
+        exact = np.asarray(source.tensors["model.layers.0.mlp.up_proj.weight"])
         assert np.asarray(tree["norm"]["weight"]).dtype.name == "bfloat16"
     whole = found["weight"] if kind == "none" else quantize.dequantize(found)
     np.testing.assert_allclose(whole.astype(np.float32), exact, rtol=0.07, atol=0.02)
