@@ -158,6 +158,11 @@ def nested(m):
     m["functions"]["f"]["tree"] = [m["functions"]["f"]["tree"], 0]
 
 
+def deep(m):
+    for _ in range(300):
+        m["functions"]["f"]["tree"] = [m["functions"]["f"]["tree"]]
+
+
 def argument(**fields):
     return lambda m: m["functions"]["f"]["arguments"][1]["leaves"][0].update(fields)
 
@@ -181,6 +186,7 @@ CHANGES = [
     (lambda m: m["functions"]["f"].update(modules={}), "was exported for nothing, not for cpu"),
     (lambda m: m["functions"]["f"]["tags"].update(n=1.5), "n is 1.5, not a whole number"),
     (lambda m: m["functions"]["f"]["tags"].update(n=True), "n is True, not a whole number"),
+    (deep, "tree nests more than 100 containers"),
     (nested, "tree does not hold each of 1 outputs once"),
     (lambda m: m["functions"]["f"].update(tree="x"), "tree has 'x'"),
     (argument(shape=[2, -4]), "is -4, not a number from 0"),
