@@ -29,7 +29,7 @@ from models.training.checkpoint import AUTO, CheckpointError
 from models.training.errors import DataError
 from models.training.tokenizer import BYTES, load_tokenizer
 from serving.function import BundleError
-from serving.llama import export_llama
+from serving.llama_export import export_llama
 from serving.manifest import PLATFORMS
 from spmd.errors import SpmdError
 

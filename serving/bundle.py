@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,11 @@ def load_bundle(
         check_hashes(folder, manifest, console)
     wanted = _wanted(manifest, functions)
     cache = Cache(cache_dir) if cache_dir is not None else None
-    with _status(console) as say, cache.executables() if cache else contextlib.nullcontext():
+    with (
+        _status(console) as say,
+        _fitting(folder),
+        cache.executables() if cache else contextlib.nullcontext(),
+    ):
         stages, notes = plan_functions(folder, manifest, wanted, mesh, options, cache, say)
         placed = _placements(manifest, stages, mesh)
         with concurrent.futures.ThreadPoolExecutor(compile_threads()) as pool:
@@ -89,7 +93,7 @@ def load_bundle(
             say(f"compiling {len(wanted)} functions")
             programs = {name: future.result() for name, future in compiling.items()}
             make_state = filling.result()
-    return Bundle(manifest, mesh, programs, weights, make_state, notes)
+        return Bundle(manifest, mesh, programs, weights, make_state, notes)
 
 
 def _wanted(manifest: Manifest, functions: Collection[str] | None) -> list[str]:
@@ -223,9 +227,14 @@ class _Call:
     def run(self, held: dict[str, jax.Array], given: Sequence[jax.Array]) -> list[jax.Array]:
         """Run with what is held, and hold the new state; returns the other results."""
         rest = iter(given)
-        results = self.program.executable(
-            *(next(rest) if path is None else held[path] for path in self.held)
-        )
+        arrays = [next(rest) if path is None else held[path] for path in self.held]
+        try:
+            results = self.program.executable(*arrays)
+        except RuntimeError as error:
+            raise BundleError(
+                f"{self.program.entry.name} failed on the devices: {first_line(error)}; the state "
+                "may be gone, reset_state() makes it anew"
+            ) from error
         count = len(self.state)
         held.update(zip(self.state, results[:count], strict=True))
         return list(results[count:])
@@ -288,6 +297,20 @@ def _compile_state(leaves: Sequence[Filled], placed: Mapping[str, NamedSharding]
     shardings = tuple(placed[leaf.path] for leaf in leaves)
     with jax.enable_x64(any(np.dtype(leaf.dtype).itemsize == 8 for leaf in leaves)):
         return jax.jit(make, out_shardings=shardings).lower().compile()
+
+
+@contextlib.contextmanager
+def _fitting(folder: Path) -> Iterator[None]:
+    """What devices say of their memory, as an error of ours."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise BundleError(f"{folder} cannot be put on the devices: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error comes down to."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
 
 
 @contextlib.contextmanager

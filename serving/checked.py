@@ -27,12 +27,16 @@ class Checked:
         members = self._of(dict, "an object")
         if key not in members:
             raise BundleError(f"{self.where} has no {key!r}")
-        return Checked(members[key], f"{self.where}: {key}")
+        return self._member(key)
 
     def items(self) -> Iterator[tuple[str, Checked]]:
         """The members of an object."""
         members = self._of(dict, "an object")
-        return ((key, Checked(value, f"{self.where}: {key}")) for key, value in members.items())
+        return ((key, self._member(key)) for key in members)
+
+    def _member(self, key: str) -> Checked:
+        shown = key[:80] if key.isprintable() else repr(key[:80])
+        return Checked(self.value[key], f"{self.where}: {shown}")
 
     def __iter__(self) -> Iterator[Checked]:
         entries = self._of(list, "a list")
@@ -42,7 +46,7 @@ class Checked:
         """Raise unless these are the members of an object and no others."""
         unknown = sorted(set(self._of(dict, "an object")) - set(keys))
         if unknown:
-            raise BundleError(f"{self.where} has the unknown member {unknown[0]!r}")
+            raise BundleError(f"{self.where} has the unknown member {unknown[0][:80]!r}")
 
     def text(self) -> str:
         """A string."""

@@ -32,6 +32,7 @@ from serving.manifest import (
     Manifest,
     StoredFile,
     check,
+    check_fill,
     check_name,
     to_json,
 )
@@ -240,10 +241,13 @@ def _weights(weights: Any) -> tuple[list[Any], tuple[Leaf, ...]]:
 def _state(state: Any) -> tuple[Filled, ...]:
     arrays = jax.tree.leaves(state)
     fills = [x.fill if isinstance(x, StateLeaf) else 0 for x in arrays]
-    return tuple(
+    leaves = tuple(
         Filled(leaf.path, leaf.shape, leaf.dtype, fill)
         for leaf, fill in zip(leaves_of(state, "state"), fills, strict=True)
     )
+    for leaf in leaves:
+        check_fill(leaf)
+    return leaves
 
 
 def plain_specs(specs: Mapping[str, Any]) -> dict[str, tuple[Entry, ...]]:

@@ -23,6 +23,7 @@ from serving.function import BundleError
 from serving.manifest import MANIFEST, Manifest, StoredFile, from_json
 
 HASHING_THREADS = 8
+DEEPEST = 8
 _CHUNK = 1 << 22
 
 
@@ -77,6 +78,8 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, int]]:
     """(path, bytes) of every file; nothing but files and folders may be there."""
+    if below.count("/") > DEEPEST:
+        raise BundleError(f"{folder}: a bundle has no folders that deep")
     with os.scandir(folder) as listing:
         entries = list(listing)
     for entry in entries:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from serving.checked import Checked
 from serving.function import ROLES, BundleError, Role
 from serving.trees import Template, check_template
@@ -278,7 +280,19 @@ def _leaf(content: Checked) -> Leaf:
 
 def _filled(content: Checked) -> Filled:
     content.only("path", "shape", "dtype", "fill")
-    return Filled(*_array(content), content["fill"].number())
+    leaf = Filled(*_array(content), content["fill"].number())
+    check_fill(leaf)
+    return leaf
+
+
+def check_fill(leaf: Filled) -> None:
+    """Raise a `BundleError` unless an array of a leaf's dtype can hold its number."""
+    dtype = np.dtype(leaf.dtype)
+    if dtype.kind not in "biu":
+        return
+    limits = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if not (limits[0] <= leaf.fill <= limits[1] and leaf.fill == int(leaf.fill)):
+        raise BundleError(f"{leaf.path} is {leaf.dtype} and cannot be filled with {leaf.fill}")
 
 
 def _array(content: Checked) -> tuple[str, tuple[int, ...], str]:
@@ -312,6 +326,4 @@ def _path(path: str, where: str) -> str:
 
 def sizes(leaves: Sequence[Leaf]) -> int:
     """Bytes of all of some leaves."""
-    import numpy as np
-
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import math
@@ -32,6 +33,8 @@ from serving.function import BundleError
 from serving.manifest import STORED_AS, Leaf
 
 MAX_FILE_BYTES = 4 * 10**9
+READING_THREADS = 4
+"""As many shards are in the host's memory at a time."""
 
 NUMPY_NAMES = {stored: name for name, stored in DTYPE_NAMES.items()}
 
@@ -130,9 +133,13 @@ def read_weights(
     """
     total = sum(_local_bytes(leaf, shardings[leaf.path]) for leaf in leaves)
     with _opened(folder) as stored, bytes_bar("loading weights", total, console) as advance:
-        return {
-            leaf.path: _read_leaf(stored, leaf, shardings[leaf.path], advance) for leaf in leaves
-        }
+
+        def read(leaf: Leaf) -> jax.Array:
+            return _read_leaf(stored, leaf, shardings[leaf.path], advance)
+
+        with concurrent.futures.ThreadPoolExecutor(READING_THREADS) as pool:
+            arrays = list(pool.map(read, leaves))
+    return {leaf.path: array for leaf, array in zip(leaves, arrays, strict=True)}
 
 
 def lazy_tensors(file: str | Path) -> dict[str, LazyTensor]:

@@ -14,6 +14,8 @@ import jax
 
 from serving.function import BundleError
 
+DEEPEST = 100
+
 Template = Any
 """A leaf's number, None, a list of templates, or names -> templates."""
 
@@ -104,11 +106,14 @@ def fill(template: Template, leaves: Sequence[Any]) -> Any:
 def check_template(template: Template, count: int, where: str) -> None:
     """Raise a `BundleError` unless each of so many leaves is in a template once."""
     numbers: list[int] = []
-    waiting = [template]
+    waiting = [(template, 0)]
     while waiting:
-        part = waiting.pop()
+        part, depth = waiting.pop()
+        if depth > DEEPEST:
+            raise BundleError(f"{where}: tree nests more than {DEEPEST} containers")
         if isinstance(part, list | dict):
-            waiting += part.values() if isinstance(part, dict) else part
+            inner = part.values() if isinstance(part, dict) else part
+            waiting += [(one, depth + 1) for one in inner]
         elif type(part) is int:
             numbers.append(part)
         elif part is not None:

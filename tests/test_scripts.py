@@ -22,6 +22,8 @@ SHELL_SCRIPTS = [
     "scripts/launch",
     "scripts/resume_test",
     "scripts/tokenize_data",
+    "scripts/export_llama",
+    "scripts/reshard_checkpoints",
     ".ci/run",
 ]
 

@@ -178,6 +178,12 @@ def test_truncated_artifact(artifact: bytes) -> None:
     assert not read(artifact[: len(artifact) // 2])
 
 
+def test_several_are_read_by_one_process(binary: bytes, artifact: bytes) -> None:
+    first, second = bytecode.bytecodes_to_texts([binary, artifact])
+    assert first.startswith(("module", '"builtin.module"', "#loc"))
+    assert "stablehlo." in second
+
+
 def test_bytecode_that_aborts_the_reader(binary: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     name = binary.index(b"stablehlo")
     damaged = binary[:name] + b"\xff\xfe" + binary[name + 2 :]

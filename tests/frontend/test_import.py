@@ -159,6 +159,51 @@ def test_other_bodies_have_no_reducer_and_are_closed():
         ) == list(range(len(body.types)))
 
 
+def test_bodies_take_constants_from_around_them():
+    """MLIR's folding lifts constants out of bodies, as in artifacts that jax writes."""
+    (op,) = ops(
+        parsed(
+            """
+            func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {
+              %zero = stablehlo.constant dense<0.0> : tensor<f32>
+              %0 = "stablehlo.sort"(%x) <{dimension = 0 : i64, is_stable = true}> ({
+              ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+                %1 = stablehlo.add %a, %zero : tensor<f32>
+                %2 = stablehlo.compare LT, %1, %b : (tensor<f32>, tensor<f32>) -> tensor<i1>
+                stablehlo.return %2 : tensor<i1>
+              }) : (tensor<4xf32>) -> tensor<4xf32>
+              return %0 : tensor<4xf32>
+            }
+            """
+        ),
+        "sort",
+    )
+    names = [inner.name for inner in op.kind.attrs["body"].region.ops]
+    assert names == ["stablehlo.constant", "stablehlo.add", "stablehlo.compare"]
+
+
+def test_constants_of_a_body_are_not_those_of_the_function():
+    """Value 2 of the sort's body is a zero; value 2 of the function, an init, is an argument."""
+    found = parsed(
+        """
+        func.func @main(%x: tensor<4xf32>, %y: tensor<4xf32>, %init: tensor<f32>) -> tensor<f32> {
+          %0 = "stablehlo.sort"(%x) <{dimension = 0 : i64, is_stable = true}> ({
+          ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+            %zero = stablehlo.constant dense<0.0> : tensor<f32>
+            %1 = stablehlo.add %a, %zero : tensor<f32>
+            %2 = stablehlo.compare LT, %1, %b : (tensor<f32>, tensor<f32>) -> tensor<i1>
+            stablehlo.return %2 : tensor<i1>
+          }) : (tensor<4xf32>) -> tensor<4xf32>
+          %3 = stablehlo.reduce(%0 init: %init) applies stablehlo.add across dimensions = [0]
+            : (tensor<4xf32>, tensor<f32>) -> tensor<f32>
+          return %3 : tensor<f32>
+        }
+        """
+    )
+    (op,) = ops(found, "reduce")
+    assert op.kind.attrs["spmd.neutral"] is False
+
+
 def test_select_and_scatter_names_both_bodies():
     def pooled(x):
         window = (2, 2), (2, 2), "VALID"

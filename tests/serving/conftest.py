@@ -31,7 +31,7 @@ def _one_reader_for_all():
 
 class Parts(NamedTuple):
     first: jax.Array
-    count: jax.Array
+    steps: jax.Array
 
 
 def recurrent(weights, state, x):

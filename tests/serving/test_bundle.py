@@ -13,6 +13,7 @@ from serving.bundle_infer import BundleInfer
 from serving.export import export_bundle
 from serving.function import BundleError, Function, StateLeaf
 from tests.serving.conftest import (
+    STATE,
     attend,
     make_functions,
     make_weights,
@@ -58,7 +59,7 @@ def test_same_as_jit(sizes, bundle_on):
         close(ours["y"], theirs["y"])
         first, count = ours["parts"]
         close(first, theirs["parts"].first)
-        assert int(count) == int(ours["parts"].count) == number
+        assert int(count) == int(ours["parts"].steps) == number
     assert int(bundle.state["state/steps"]) == 3
     close(bundle.run("peek", 2), state["h"][2])
     close(bundle.state["state/h"], state["h"])  # looking changes nothing
@@ -144,7 +145,17 @@ def test_tags_and_leaves(bundle_on):
     assert [(leaf.path, leaf.shape, leaf.dtype) for leaf in entry.inputs] == [
         ("x", (4, 8), "float32")
     ]
-    assert [leaf.path for leaf in entry.outputs] == ["parts/first", "parts/count", "y"]
+    assert [leaf.path for leaf in entry.outputs] == ["parts/first", "parts/steps", "y"]
+
+
+def test_a_failure_on_the_devices(bundle_on):
+    """What was donated is gone, and the error says how to go on."""
+    bundle = bundle_on(2)
+    bundle.state["state/h"].delete()
+    with pytest.raises(BundleError, match=r"step failed on the devices: .*reset_state"):
+        bundle.run("step", X)
+    bundle.reset_state()
+    assert bundle.run("step", X)["y"].shape == (4, 4)
 
 
 # Inputs
@@ -179,7 +190,7 @@ def test_infer(bundle_on):
     assert [spec.name for spec in infer.inputs] == ["x"]
     found = infer.infer({"x": X})
     assert {name: x.shape for name, x in found.items()} == {
-        "y": (4, 4), "parts/first": (4,), "parts/count": ()
+        "y": (4, 4), "parts/first": (4,), "parts/steps": ()
     }  # fmt: skip
     assert all(isinstance(x, np.ndarray) for x in found.values())
     with pytest.raises(BundleError, match="no input 'x'"):
@@ -291,6 +302,7 @@ def changed(number, **fields):
             {"weights": {}, "specs": {}},
             "takes weights/u float32[8, 16], and the bundle has no such leaf",
         ),
+        ({"state": {**STATE, "steps": StateLeaf((), "int32", 0.5)}}, "cannot be filled with 0.5"),
         ({"primary": "walk"}, "there is no function 'walk'"),
         ({"contract": {"eos": {1}}}, "have to be JSON"),
         ({"tokenizer_from": "/nowhere"}, "/nowhere holds no tokenizer"),

@@ -129,6 +129,11 @@ def test_links(name, copy, failure):
     assert "is a link or no file" in failure(copy)
 
 
+def test_deep_folders(copy, failure):
+    (copy / "/".join("a" * 20)).mkdir(parents=True)
+    assert "no folders that deep" in failure(copy)
+
+
 def test_pipes(copy, failure):
     (copy / MODULE).unlink()
     os.mkfifo(copy / MODULE)
@@ -153,8 +158,17 @@ def nested(m):
     m["functions"]["f"]["tree"] = [m["functions"]["f"]["tree"], 0]
 
 
+def deep(m):
+    for _ in range(300):
+        m["functions"]["f"]["tree"] = [m["functions"]["f"]["tree"]]
+
+
 def argument(**fields):
     return lambda m: m["functions"]["f"]["arguments"][1]["leaves"][0].update(fields)
+
+
+def state(**fields):
+    return lambda m: m.update(state=[{"path": "state", "shape": [], **fields}])
 
 
 CHANGES = [
@@ -172,6 +186,7 @@ CHANGES = [
     (lambda m: m["functions"]["f"].update(modules={}), "was exported for nothing, not for cpu"),
     (lambda m: m["functions"]["f"]["tags"].update(n=1.5), "n is 1.5, not a whole number"),
     (lambda m: m["functions"]["f"]["tags"].update(n=True), "n is True, not a whole number"),
+    (deep, "tree nests more than 100 containers"),
     (nested, "tree does not hold each of 1 outputs once"),
     (lambda m: m["functions"]["f"].update(tree="x"), "tree has 'x'"),
     (argument(shape=[2, -4]), "is -4, not a number from 0"),
@@ -184,6 +199,12 @@ CHANGES = [
     (lambda m: m["weights"].append({**m["weights"][0], "path": "weights/q"}), "disagree about"),
     (lambda m: m.update(weights=[]), "the bundle has no such leaf"),
     (lambda m: m["files"][MODULE].update(sha256="0"), "is no SHA-256"),
+    (lambda m: m.update({"x" * 5000: 1}), "has the unknown member"),
+    (lambda m: m["functions"]["f"].update({"a\nb": 1}), "has the unknown member 'a\\nb'"),
+    (state(dtype="int8", fill=300), "is int8 and cannot be filled with 300"),
+    (state(dtype="bool", fill=2), "is bool and cannot be filled with 2"),
+    (state(dtype="int32", fill=0.5), "is int32 and cannot be filled with 0.5"),
+    (state(dtype="int32", fill="nan"), "is int32 and cannot be filled with nan"),
     (lambda m: m["files"].pop(MODULE), "is not among the files"),
     (lambda m: m["specs"].update({"weights/k": [None] * 3}), "has 3 entries"),
     (lambda m: m["specs"].update({"weights/k": [{}]}), "is {}, not a string"),

@@ -183,6 +183,10 @@ def test_checkpoints_of_training(scan, tmp_path, devices8):
         write_hf(source, tmp_path / "whole")
     loaded = weights.load(tmp_path / "whole", config)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    script.main(["--from", f"{tmp_path}/run", "--out", f"{tmp_path}/other", "--mesh", "data=2"])
+    with checkpoint_source(tmp_path / "other", "3") as source:
+        table = np.asarray(source.tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(table, params["embed_tokens"]["weight"])
     with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are: 3"):
         checkpoint_source(tmp_path / "run", 4).__enter__()
 
@@ -299,6 +303,10 @@ def test_errors(whole, cut, tmp_path, capsys):
     assert "1, 2, 4, 8" in fail("--from", whole, "--out", out, "--ranks", 0)
     assert "exists already" in fail("--from", whole, "--out", cut(2), "--ranks", 2)
     assert "no folder of a training run" in fail("--from", whole, "--out", out, "--step", 3)
+    assert "'x' is no number" in fail("--from", whole, "--out", out, "--step", "x")
+    mesh = ("--from", whole, "--out", out, "--mesh", "data=2")
+    assert "no folder of a training run" in fail(*mesh)
+    assert "--ranks and --dtype do not go with it" in fail(*mesh, "--ranks", 2)
     assert not list(tmp_path.iterdir())
 
 
