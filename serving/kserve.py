@@ -7,26 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from serving.datatypes import DATATYPES, NAMES
 from serving.errors import ApiError, invalid
 from serving.fields import Fields, is_integer, show
 from serving.http import check_key, dump, read_object, service_of
 from serving.infer import Array, Infer, TensorSpec
 from serving.service import Loaded
-
-DATATYPES: Mapping[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    **{f"UINT{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
-    **{f"INT{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-NAMES = {dtype.name: name for name, dtype in DATATYPES.items()}
 
 
 async def live(request: Request) -> Response:

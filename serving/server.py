@@ -39,8 +39,8 @@ CLOSING_SECONDS = 5
 """For what is still to be sent when the last request is done."""
 
 SWITCH_SECONDS = 0.0002
-"""That a thread may keep others from running Python. With Python's own 5 ms the engine waits for
-the loop that sends its tokens, each time it has handed some over: 64 streams get half as many."""
+"""That a thread may keep others from running Python. With Python's own 5 ms the engine, whenever it
+has handed over tokens, waits for the loop that sends them: 64 streams get half as many."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CONNECTIONS = 4096

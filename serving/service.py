@@ -10,6 +10,7 @@ from typing import Literal
 from models.training.tokenizer import Tokenizer
 from serving.backend import Backend
 from serving.chat_template import ChatTemplate
+from serving.datatypes import check_datatypes
 from serving.engine import Engine
 from serving.errors import ApiError, ServingError
 from serving.infer import Infer
@@ -137,6 +138,8 @@ class Service:
         """
         if loaded.backend is None and loaded.infer is None:
             raise ServingError(f"{loaded.name}: neither a language model nor one of tensors")
+        if loaded.infer is not None:
+            check_datatypes(loaded.infer)
         if loaded.backend is not None:
             self._language = Language(loaded, self.options)
             self._language.engine.start()

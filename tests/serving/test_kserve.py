@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from serving.errors import ServingError
 from serving.infer import Array, TensorSpec
-from serving.service import Loaded
+from serving.service import Loaded, Service
 from tests.serving.live import Live, serving
 
 
@@ -145,3 +146,11 @@ def test_a_language_model_has_no_tensors() -> None:
         assert response.status_code == 404
         assert "use /v1/completions" in response.json()["error"]
         assert httpx.get(f"{live.url}/v2/models/fake-llama").json()["inputs"] == []
+
+
+def test_dtypes_that_have_no_name() -> None:
+    class Small(Scaler):
+        outputs = (TensorSpec("y", "float8_e4m3fn", ()), TensorSpec("half", "bfloat16", ()))
+
+    with pytest.raises(ServingError, match="tensor y: float8_e4m3fn cannot be served; these can: "):
+        Service().become_ready(Loaded("small", infer=Small()))
