@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 
 from models.llama import decode, quantize
-from models.llama.config import ConfigError, LlamaConfig, named_config
+from models.llama.config import ConfigError, LlamaConfig
 from models.llama.decode import ServingShape
 from models.llama.hf_files import WeightsError
 from models.llama.sources import Source
@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--step", default="auto", help="of its checkpoint (default: the latest whole one)")
     add("--model", help="a named configuration, with random weights")
     add("--seed", type=int, default=0, help="of the random weights")
-    add("--text", help="file, folder or pattern of text (default: Python's standard library)")
+    add("--text", type=Path, help="file (default: Python's standard library)")
     add("--sequences", type=int, default=16, help="read by each model (%(default)s)")
     add("--seq_len", type=int, default=128, help="tokens of each (%(default)s)")
     return parser
@@ -113,16 +113,20 @@ def gigabytes(config: LlamaConfig, form: Form) -> float:
     """Of the stored weights."""
     stored = dataclasses.replace(config, param_dtype=form.dtype, scan_layers=False)
     types = quantize.quantized_types(stored, form.quantization)
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(types)) / 1e9
+    sizes = [math.prod(x.shape) * int(x.dtype.itemsize) for x in jax.tree.leaves(types)]
+    return sum(sizes) / 1e9
 
 
 def read_tokens(source: Source, given: argparse.Namespace) -> Any:
     """Sequences (B, S) of the text."""
     folder = source.tokenizer_from
     tokenizer = load_tokenizer(BYTES if folder is None else str(folder))
-    text = data.read_text([given.text] if given.text else [])
     needed = given.sequences * given.seq_len
-    ids = np.asarray(tokenizer.encode_batch([text[: 16 * needed]])[0], np.int32)
+    files = [given.text] if given.text else data.standard_library_files()
+    text = ""
+    for file in files:  # a token is rarely more than sixteen characters
+        text += file.read_text(encoding="utf-8", errors="replace")[: 16 * needed - len(text)]
+    ids = np.asarray(tokenizer.encode_batch([text])[0], np.int32)
     if len(ids) < needed:
         raise DataError(f"the text has {len(ids)} tokens; {needed} are to be read")
     return ids[:needed].reshape(given.sequences, given.seq_len)
@@ -150,8 +154,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
             error_size = float(np.sqrt(np.mean(np.square(found - exact))) / np.std(exact))
             same = float(np.mean(found.argmax(-1) == exact.argmax(-1)))
             console.print(
-                f"| {form.name} | {gigabytes(config, form):.4g} | {score:.4f} | {score / base:.4f} | "
-                f"{error_size:.2%} | {same:.2%} |"
+                f"| {form.name} | {gigabytes(config, form):.4g} | {score:.4f} | "
+                f"{score / base:.4f} | {error_size:.2%} | {same:.2%} |"
             )
 
 

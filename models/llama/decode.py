@@ -340,15 +340,8 @@ def prefill(
     Returns:
         (state, {"first": report (1, ...)[, "scores": report (S, ...)]}).
     """
-    slot, start, tokens_S = chunk["slot"], chunk["start"], chunk["tokens"]
-    positions_S = start + jnp.arange(tokens_S.shape[0])
-    visible_ST = jnp.arange(length)[None] <= positions_S[:, None]
-
-    def attend(q_SKGD: Any, kv_S2KD: Any, layer: State) -> tuple[Any, State]:
-        layer = _write_chunk(layer, kv_S2KD, slot, start)
-        return _attend_chunk(q_SKGD, layer, slot, visible_ST), layer
-
-    x_SH, cache = _run_layers(weights, tokens_S, positions_S, state["cache"], attend, config)
+    slot, start = chunk["slot"], chunk["start"]
+    x_SH, state = _run_chunk(weights, state, chunk["tokens"], slot, start, length, config)
     last = chunk["count"] - 1
     x_1H = jax.lax.dynamic_slice_in_dim(x_SH, last, 1)
     logits_1V = _logits(weights, x_1H, config)
@@ -361,8 +354,44 @@ def prefill(
         outputs["scores"] = sampling.report(
             _logits(weights, x_SH, config), chunk["targets"], alternatives
         )
-    state = {**state, "cache": cache, "lengths": state["lengths"].at[slot].set(end)}
+    state = {**state, "lengths": state["lengths"].at[slot].set(end)}
     return _begin(state, chunk, params, ids_1[0]), outputs
+
+
+def chunk_logits(
+    weights: Weights,
+    state: State,
+    tokens_S: Any,
+    slot: Any,
+    start: Any,
+    *,
+    length: int,
+    config: LlamaConfig,
+) -> tuple[Any, State]:
+    """Logits (S, V) behind every token of a chunk, and the state; arguments as for `prefill`."""
+    x_SH, state = _run_chunk(weights, state, tokens_S, slot, start, length, config)
+    return _logits(weights, x_SH, config), state
+
+
+def _run_chunk(
+    weights: Weights,
+    state: State,
+    tokens_S: Any,
+    slot: Any,
+    start: Any,
+    length: int,
+    config: LlamaConfig,
+) -> tuple[Any, State]:
+    """Hidden states (S, H) behind the last layer, and the state with the chunk's keys in it."""
+    positions_S = start + jnp.arange(tokens_S.shape[0])
+    visible_ST = jnp.arange(length)[None] <= positions_S[:, None]
+
+    def attend(q_SKGD: Any, kv_S2KD: Any, layer: State) -> tuple[Any, State]:
+        layer = _write_chunk(layer, kv_S2KD, slot, start)
+        return _attend_chunk(q_SKGD, layer, slot, visible_ST), layer
+
+    x_SH, cache = _run_layers(weights, tokens_S, positions_S, state["cache"], attend, config)
+    return x_SH, {**state, "cache": cache}
 
 
 def _begin(state: State, chunk: Mapping[str, Any], params: Mapping[str, Any], first: Any) -> State:
