@@ -67,7 +67,7 @@ class Result(NamedTuple):
     same: int
 
 
-def _bounds(name: str, value: Sequence[str]) -> tuple[int, int]:
+def parse_bounds(name: str, value: Sequence[str]) -> tuple[int, int]:
     """Two numbers, or one that is both."""
     try:
         low, high = (int(value[0]), int(value[-1]))
@@ -86,8 +86,8 @@ def make_load() -> Load:
         requests=_REQUESTS.value,
         concurrency=_CONCURRENCY.value,
         rate=_RATE.value,
-        words=_bounds("words", _WORDS.value),
-        tokens=_bounds("tokens", _TOKENS.value),
+        words=parse_bounds("words", _WORDS.value),
+        tokens=parse_bounds("tokens", _TOKENS.value),
         disconnect=_DISCONNECT.value,
         chat=_CHAT.value,
         ignore_eos=_IGNORE_EOS.value,

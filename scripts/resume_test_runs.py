@@ -4,6 +4,9 @@ The last signal is a SIGTERM, which has to save and exit with 75; all others are
 them during a save, since there is nearly always one going on. At the end parameters, optimizer
 state and the losses of all steps have to equal, bit for bit, those of the run left alone.
 
+Every run is a process of its own. All are forked from one that has imported everything and has
+done nothing else, and share a cache of compiled programs: a run starts in two seconds.
+
 Example:
     scripts/resume_test --kills 30
 """
@@ -11,14 +14,14 @@ Example:
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,76 +30,130 @@ from absl import app, flags, logging
 
 from models.training.manifest import find_damage
 from models.training.stop import STOPPED_EXIT_CODE
+from spmd.launch.local import with_device_count
 
 ROOT = Path(__file__).resolve().parent.parent
 
 SAVE_EVERY = 4
-STEPS_A_KILL = 24
-LONGEST_WAIT = 2.0
-"""Seconds between a run's first step and its kill, at most."""
+STEPS_A_KILL = 12
+SPARE_STEPS = 48
+"""For the few runs that get further than most before they are killed."""
+
+LONGEST_WAIT = 0.8
+"""Seconds between a run's first step and its kill, at most: two or three saves."""
+
+LONGEST_RUN = 300.0
+"""Seconds after which a run hangs."""
+
+CACHED = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": 0,
+}
 
 
 class Failed(RuntimeError):
     """The resumed run differs from the one left alone."""
 
 
-def command(folder: Path, steps: int, devices: int) -> list[str]:
+def command(folder: Path, steps: int, devices: int, save_every: int = SAVE_EVERY) -> list[str]:
     """A run of a tiny model that saves often."""
     return [
-        *(sys.executable, str(ROOT / "scripts/train_llama.py")),
-        *("--model=tiny", "--layers=1", f"--mesh=data={devices}", "--seq_len=16"),
+        str(ROOT / "scripts/train_llama.py"),
+        *("--model=tiny", "--layers=1", "--noscan", f"--mesh=data={devices}", "--seq_len=16"),
         *("--global_batch=4", f"--data={ROOT / 'models'}", f"--steps={steps}", "--log_every=1"),
-        *("--eval_batches=0", "--sample_tokens=0", f"--save_every={SAVE_EVERY}"),
+        *("--eval_batches=0", "--sample_tokens=0", f"--save_every={save_every}"),
         *(f"--run_dir={folder}", "--resume=auto"),
     ]
 
 
-def environment(devices: int, cache: Path) -> dict[str, str]:
-    """That of the runs: virtual devices, and one cache of compiled programs for all of them."""
+def environment(devices: int) -> dict[str, str]:
+    """That of the runs: virtual CPU devices."""
+    given = os.environ.get("XLA_FLAGS", "")
     return {
-        **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": with_device_count(given, devices),
         "PYTHONUNBUFFERED": "1",
     }
 
 
-def run_to_end(words: Sequence[str], env: dict[str, str]) -> None:
-    """Run, and show what it said if it failed."""
-    result = subprocess.run(words, env=env, capture_output=True, text=True)
-    if result.returncode:
-        raise Failed(f"a run ended with {result.returncode}:\n{result.stdout}{result.stderr}")
+class Runs:
+    """Starts runs, forked from a process that has imported the training script.
 
-
-def run_until_signal(
-    words: Sequence[str], env: dict[str, str], number: int, wait: float
-) -> tuple[int, int, bool]:
-    """Start a run, wait after its first step, send a signal.
-
-    Returns:
-        Its exit status, the last step that it told of, and whether a save was cut off.
+    Args:
+        env: variables of theirs.
+        cache: folder of compiled programs.
     """
-    with subprocess.Popen(
-        words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("step "):
-                break
+
+    def __init__(self, env: Mapping[str, str], cache: Path) -> None:
+        self.env, self.cache = dict(env), cache
+        # What tensorboardX leaves of runs that were killed is cleaned up, and no news.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["scripts.train_llama"])
+
+    def start(self, words: Sequence[str], log: Path) -> multiprocessing.process.BaseProcess:
+        """A new run, which writes what it says to a file."""
+        log.unlink(missing_ok=True)
+        process = self._context.Process(target=_train, args=(words, self.env, self.cache, log))
+        process.start()
+        return process
+
+    def to_end(self, words: Sequence[str], log: Path) -> None:
+        """Run, and show what it said if it failed."""
+        process = self.start(words, log)
+        status = _status(process)
+        if status:
+            raise Failed(f"a run ended with {status}:\n{log.read_text()}")
+
+    def until_signal(
+        self, words: Sequence[str], log: Path, number: int, wait: float
+    ) -> tuple[int, int, bool]:
+        """Start a run, wait after its first step, send a signal.
+
+        Returns:
+            Its exit status, the last step that it told of, and whether a save was cut off.
+        """
+        process = self.start(words, log)
+        while process.is_alive() and not _told(log):
+            time.sleep(0.01)
         time.sleep(wait)
-        process.send_signal(number)
-        lines += process.stdout.readlines()
-        status = process.wait()
-    told = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
-    if not told:
-        raise Failed(f"a run ended with {status} before its first step:\n{''.join(lines)}")
-    return status, max(told), _is_saving(words)
+        if process.is_alive():
+            assert process.pid is not None
+            os.kill(process.pid, number)
+        status = _status(process)
+        if not _told(log):
+            raise Failed(f"a run ended with {status} before its first step:\n{log.read_text()}")
+        return status, max(_told(log)), _is_saving(words)
+
+
+def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path) -> None:
+    """In the run's own process: the script's main."""
+    import jax
+
+    from scripts import train_llama
+
+    file = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(env)
+    settings = {"jax_platforms": "cpu", "jax_compilation_cache_dir": str(cache), **CACHED}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    app.run(train_llama.main, argv=list(words))
+
+
+def _status(process: multiprocessing.process.BaseProcess) -> int:
+    process.join(LONGEST_RUN)
+    if process.exitcode is None:
+        process.kill()
+        raise Failed(f"a run hung for {LONGEST_RUN:.0f} s")
+    return process.exitcode
+
+
+def _told(log: Path) -> list[int]:
+    """The steps that a run has told of."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
 
 
 def _is_saving(words: Sequence[str]) -> bool:
@@ -106,7 +163,7 @@ def _is_saving(words: Sequence[str]) -> bool:
 
 def steps_for(kills: int) -> int:
     """So many that the run is not over before it is killed for the last time."""
-    return STEPS_A_KILL * (kills + 2)
+    return STEPS_A_KILL * kills + SPARE_STEPS
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -164,24 +221,23 @@ def resume_test(folder: Path, kills: int, steps: int, devices: int, seed: int) -
     Raises:
         Failed: they differ, or a run did what it must not.
     """
-    env = environment(devices, folder / "cache")
-    alone, killed = folder / "alone", folder / "killed"
-    run_to_end(command(alone, steps, devices), env)
+    runs = Runs(environment(devices), folder / "cache")
+    alone, killed, log = folder / "alone", folder / "killed", folder / "log.txt"
+    runs.to_end(command(alone, steps, devices, save_every=0), log)
     words = command(killed, steps, devices)
     moments = random.Random(seed)
     during_saves = 0
     for number in range(1, kills + 1):
         kind = signal.SIGTERM if number == kills else signal.SIGKILL
-        status, step, was_saving = run_until_signal(
-            words, env, kind, moments.uniform(0, LONGEST_WAIT)
-        )
+        wait = moments.uniform(0, LONGEST_WAIT)
+        status, step, was_saving = runs.until_signal(words, log, kind, wait)
         during_saves += was_saving
         then = ", during a save" if was_saving else ""
         print(f"{number}/{kills}: {kind.name} after step {step} of {steps}{then}", flush=True)
         expected = STOPPED_EXIT_CODE if kind == signal.SIGTERM else -kind
         if status != expected:
             raise Failed(f"{kind.name}: the run ended with {status}, not {expected}")
-    run_to_end(words, env)
+    runs.to_end(words, log)
     compare(alone, killed, steps)
     print(f"{kills} kills, {during_saves} of them during a save: the same run, bit for bit")
 

@@ -116,6 +116,9 @@ flags.DEFINE_bool("verbose", False, "Also print every sharding and collective.")
 flags.DEFINE_float(
     "watchdog_timeout", 0, "Seconds without a step before stacks are dumped; 0: off."
 )
+flags.DEFINE_float(
+    "heartbeat_timeout", 60, "Seconds of silence after which another process counts as lost."
+)
 
 GROUPS: Mapping[str, Sequence[str]] = {
     "model": (
@@ -123,7 +126,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "attention", "remat", "remat_every",
     ),
     "weights": ("init_from", "export_hf", "export_dtype"),
-    "devices": ("mesh", "dcn", "sharding", "watchdog_timeout"),
+    "devices": ("mesh", "dcn", "sharding", "heartbeat_timeout", "watchdog_timeout"),
     "data": ("data", "tokenizer", "packing", "seq_len", "global_batch", "microbatches"),
     "training": (
         "steps", "optimizer", "learning_rate", "warmup_steps", "weight_decay", "clip_norm",
@@ -214,6 +217,18 @@ def _make_model(platform: str) -> LlamaConfig:
         remat_every=FLAGS.remat_every,
         **changes,
     )
+
+
+def heartbeat_timeout() -> float:
+    """What `--heartbeat_timeout` asks for, in seconds.
+
+    Raises:
+        RunError: it is not positive.
+    """
+    seconds: float = FLAGS.heartbeat_timeout
+    if not seconds > 0:
+        raise RunError(f"--heartbeat_timeout must be positive, not {seconds:g}")
+    return seconds
 
 
 def wanted_step() -> int | str | None:

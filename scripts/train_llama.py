@@ -49,6 +49,7 @@ from scripts import weight_flags
 from scripts.train_flags import (
     FLAGS,
     format_axes,
+    heartbeat_timeout,
     help_text,
     make_mesh,
     make_run,
@@ -232,8 +233,20 @@ def print_run(run: RunConfig, mesh: spmd.Mesh, tokens: int, console: Console) ->
         f"{run.global_batch} x {run.seq_len} tokens a step{parts}, {run.steps} steps, from "
         f"{tokens:,} tokens of {', '.join(run.data) or 'the Python standard library'}"
     )
-    for sentence in sharding.dropped_marks(model, mesh.shape, sharding.TABLES[run.sharding]):
-        console.print(f"not marked: {sentence}")
+    for sentence in notices(run):
+        console.print(sentence)
+
+
+def notices(run: RunConfig) -> Iterator[str]:
+    """What is done otherwise than one might expect, a sentence each."""
+    longest = run.model.max_position_embeddings
+    if run.seq_len > longest:
+        yield (
+            f"note: sequences of {run.seq_len} tokens are longer than the {longest} that the model "
+            "is meant for (max_position_embeddings)"
+        )
+    for dropped in sharding.dropped_marks(run.model, run.mesh, sharding.TABLES[run.sharding]):
+        yield f"not marked: {dropped}"
 
 
 def print_outcome(run: RunConfig, outcome: Outcome, console: Console) -> None:
@@ -258,6 +271,14 @@ def write_report(trainer: Trainer, path: Path, console: Console, *, prices: bool
         console.print(f"report: {path.absolute()}")
 
 
+def by_flag(run: RunConfig) -> dict[str, str]:
+    """What all processes have to agree on, by the flag that says it where there is one."""
+    flags = {"optimizer.name": "--optimizer", "optimizer.total_steps": "--steps"}
+    flags |= {f"optimizer.{name}": f"--{name}" for name in FLAGS}
+    flags |= {name: f"--{name}" for name in FLAGS}
+    return {flags.get(name, name): str(value) for name, value in run.flat().items()}
+
+
 def run_training() -> int:
     """Everything that the flags ask for, in order; the exit code."""
     console = Console(
@@ -267,8 +288,7 @@ def run_training() -> int:
     run = make_run(devices[0].platform)
     mesh = make_mesh(run, devices)
     train_data, held_out = load_data(run)
-    same = {f"--{name}": str(value) for name, value in run.to_json().items()}
-    launch.check_same({**same, "training text (hash)": train_data.fingerprint})
+    launch.check_same(by_flag(run) | {"training text (hash)": train_data.fingerprint})
     folder = RunFolder(Path(FLAGS.run_dir)) if FLAGS.run_dir else None
     print_run(run, mesh, train_data.token_count, console)
     with contextlib.ExitStack() as stack:
@@ -334,7 +354,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             if len(argv) > 1:
                 raise RunError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
-            spmd.initialize()
+            spmd.initialize(heartbeat_timeout_s=heartbeat_timeout())
             sys.exit(run_training())
         except USER_ERRORS as error:
             sys.exit(f"error: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -207,5 +208,5 @@ def _token(tokens: Tokens, i: int, text: str, offset: int, job: Job, pieces: Pie
 
 
 def _check_finite(logprobs: Floats) -> None:
-    if np.isnan(logprobs).any():
+    if any(map(math.isnan, logprobs.tolist())):  # mostly one number: numpy would take longer
         raise NotFinite("the model's logits are not numbers (NaN): its weights may be damaged")

@@ -7,11 +7,12 @@ guards the scheduler and the table of choices; the backend runs, and tokens beco
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -156,9 +157,9 @@ class Engine:
         with self._wake:
             self._draining = self._stopping = True
             self._wake.notify()
+        self._fail_all("the server is shutting down")
         if self._thread.ident is not None:
             self._thread.join(timeout)
-        self._fail_all("the server is shutting down")
 
     def _check_open(self) -> None:
         if self.error is not None:
@@ -173,7 +174,8 @@ class Engine:
         try:
             while (action := self._next()) is not None:
                 self._do(action)
-                self._deliver()
+                outbox, self._outbox = self._outbox, []
+                _deliver(outbox)
         except Exception as error:
             _LOG.exception("the model failed; the server takes no more requests")
             with self._lock:
@@ -277,17 +279,7 @@ class Engine:
         self._busy_since = None
         for entry in entries:
             self._finished(entry, "error", now)
-            self._outbox.append((entry.stream, Failed(message)))
-        self._deliver()
-
-    def _deliver(self) -> None:
-        """Hand over what was made, with one wake-up for each loop."""
-        outbox, self._outbox = self._outbox, []
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta | Failed]]] = {}
-        for stream, delta in outbox:
-            loops.setdefault(stream.loop, []).append((stream, delta))
-        for loop, mine in loops.items():
-            _call(loop, mine)
+        _deliver([(entry.stream, Failed(message)) for entry in entries])
 
     # -----------------------------------------------------------------------------------------
     # Noting.
@@ -317,19 +309,19 @@ class Engine:
             self._observer.finished(entry.finished(reason, now))
 
 
-def _call(loop: asyncio.AbstractEventLoop, outbox: Sequence[tuple[Stream, Delta | Failed]]) -> None:
-    def put() -> None:
-        for stream, delta in outbox:
-            stream.put(delta)
+def _deliver(outbox: Sequence[tuple[Stream, Delta | Failed]]) -> None:
+    """Hand over what was made, with one wake-up for each loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta | Failed]]] = {}
+    for stream, delta in outbox:
+        by_loop.setdefault(stream.loop, []).append((stream, delta))
+    for loop, mine in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
+            loop.call_soon_threadsafe(_put, mine)
 
-    _threadsafe(loop, put)
 
-
-def _threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    try:
-        loop.call_soon_threadsafe(call)
-    except RuntimeError:  # the loop is closed: there is no reader any more
-        _LOG.debug("a reader's loop is closed")
+def _put(outbox: Sequence[tuple[Stream, Delta | Failed]]) -> None:
+    for stream, delta in outbox:
+        stream.put(delta)
 
 
 def _empty(top: int) -> Tokens:

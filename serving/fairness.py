@@ -86,10 +86,6 @@ class FairQueue(Generic[Item]):
             del self._present[client]
             self._forget()
 
-    def served(self, client: str) -> float:
-        """Where a client's counter stands, less the virtual time."""
-        return self._served.get(client, self._now) - self._now
-
     def _shorten(self, client: str) -> None:
         self._length -= 1
         if not self._lines[client]:

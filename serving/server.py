@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,8 +31,16 @@ _LOG = logging.getLogger("serving")
 HEADER_SECONDS = 20.0
 """In which a connection has to come to a request."""
 
+IDLE_SECONDS = 75
+"""That a connection is kept between requests: longer than proxies keep theirs, so that it is they
+who close it, and no request meets a closing one."""
+
 CLOSING_SECONDS = 5
 """For what is still to be sent when the last request is done."""
+
+SWITCH_SECONDS = 0.0002
+"""That a thread may keep others from running Python. With Python's own 5 ms the engine waits for
+the loop that sends its tokens, each time it has handed some over: 64 streams get half as many."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CONNECTIONS = 4096
@@ -55,14 +64,20 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        self._timer = self.loop.call_later(HEADER_SECONDS, self._check, self.cycle)
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._check, self.cycle, self._stuck)
 
-    def _check(self, before: Any) -> None:
-        """Hang up if there is no request now and none has come since the last time."""
-        if self.cycle is before and (before is None or before.response_complete):
+    def _check(self, cycle: Any, was_stuck: bool) -> None:
+        """Hang up if there was no request the last time, and none has come since."""
+        if was_stuck and self._stuck and self.cycle is cycle:
             self.transport.close()
         else:
             self._watch()
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether there is no request but should be one; idle connections have their own timer."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return is_idle and self.timeout_keep_alive_task is None
 
 
 class Server(uvicorn.Server):
@@ -78,6 +93,7 @@ class Server(uvicorn.Server):
             log_level=log_level,
             limit_concurrency=CONNECTIONS,
             h11_max_incomplete_event_size=HEADER_BYTES,
+            timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=CLOSING_SECONDS,
             server_header=False,
             proxy_headers=False,
@@ -150,6 +166,7 @@ def serve(
       Exception: whatever `load` raised; the port is closed by then.
     """
     _set_up_logging(log_level)
+    sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(options)
     listener = listen(host, port)
     address, actual_port = listener.getsockname()[:2]

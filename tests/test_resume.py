@@ -1,12 +1,13 @@
 """Training that is killed and resumed, and what the script says to bad flags."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.resume_test_runs import compare, environment, resume_test, steps_for
+from scripts.resume_test_runs import Failed, compare, resume_test, steps_for
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,10 +26,12 @@ BAD_FLAGS = {
     "--report=/nowhere/r.html": "--report: the directory /nowhere does not exist",
 }
 
+GOOD_FLAGS = ("--run_dir=r --resume --steps=7", "--seq_len=4097", "--seq_len=4096")
+
 PARSE = """
 import sys
 from absl import flags
-from scripts import train_flags
+from scripts import train_flags, train_llama
 train_flags.FLAGS([""])
 for line in sys.stdin.read().splitlines():
     train_flags.FLAGS.unparse_flags()
@@ -37,18 +40,25 @@ for line in sys.stdin.read().splitlines():
             train_flags.FLAGS[name].unparse()
     train_flags.FLAGS(train_flags.with_resume_value(["", *line.split()]))
     try:
-        print(train_flags.make_run("cpu"))
+        run = train_flags.make_run("cpu")
+        print(*train_llama.notices(run), run)
     except ValueError as error:
         print(error)
 print(train_flags.help_text("about"))
 """
 
 
+KILLS = 5
+
+
 def test_killed_and_resumed_it_is_the_same_run(tmp_path):
-    """One SIGKILL and one SIGTERM; `scripts/resume_test` does it thirty times."""
-    resume_test(tmp_path, kills=2, steps=steps_for(2), devices=1, seed=1)
+    """The last signal is a SIGTERM; `scripts/resume_test` does it thirty times."""
+    resume_test(tmp_path, kills=KILLS, steps=steps_for(KILLS), devices=1, seed=1)
     assert not list((tmp_path / "killed").rglob("*orbax-checkpoint-tmp*"))
-    compare(tmp_path / "alone", tmp_path / "alone", steps_for(2))
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"loss": 5', '"loss": 6', 1))
+    with pytest.raises(Failed, match="the losses differ"):
+        compare(tmp_path / "alone", tmp_path / "killed", steps_for(KILLS))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +66,8 @@ def parsed():
     """What comes of each of `BAD_FLAGS`, of a bare --resume, and the help."""
     result = subprocess.run(
         [sys.executable, "-c", PARSE],
-        input="\n".join((*BAD_FLAGS, "--run_dir=r --resume --steps=7")),
-        env=environment(1, Path("unused")),
+        input="\n".join((*BAD_FLAGS, *GOOD_FLAGS)),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -75,8 +85,15 @@ def test_a_bare_resume_is_automatic(parsed):
     assert "total_steps=7" in parsed[len(BAD_FLAGS)]
 
 
+def test_long_sequences_are_noticed(parsed):
+    longer, same = parsed[len(BAD_FLAGS) + 1 : len(BAD_FLAGS) + len(GOOD_FLAGS)]
+    says = "note: sequences of 4097 tokens are longer than the 4096 that the model is meant for"
+    assert longer.startswith(says)
+    assert same.startswith("RunConfig(")
+
+
 def test_help_shows_every_flag_in_its_group(parsed):
-    text = "\n".join(parsed[len(BAD_FLAGS) + 1 :])
+    text = "\n".join(parsed[len(BAD_FLAGS) + len(GOOD_FLAGS) :])
     assert "checkpoints:\n  --run_dir" in text
     assert "  --[no]scan" in text
     files = ("scripts/train_flags.py", "scripts/weight_flags.py")

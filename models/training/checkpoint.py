@@ -36,6 +36,9 @@ from models.training.sinks import Record
 SCHEMA = 1
 META = "meta.json"
 AUTO = "auto"
+SHARED_BYTES = 2**20
+"""Replicas share the writing of pieces of at least this size; slicing takes a compiled program."""
+
 MAX_FAILURES = 3
 """So many saves in a row may fail before the run ends."""
 
@@ -95,7 +98,7 @@ class Checkpoints:
         self._saving: _Saving | None = None
         self._ended: list[Record] = []
         self._failures = 0
-        _remove_unfinished(self.folder, "*")
+        _remove_unfinished(self.folder)
         self._manager = self._open_manager()
 
     def _open_manager(self) -> ocp.CheckpointManager:
@@ -108,7 +111,7 @@ class Checkpoints:
             lightweight_initialize=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._describe),
         )
-        return _Manager(self.folder, options=options)
+        return _Manager(self.folder, options=options, item_handlers={"state": _state_handler()})
 
     # Saving
 
@@ -128,7 +131,7 @@ class Checkpoints:
         try:
             self._manager.save(
                 state.step,
-                args=ocp.args.Composite(state=ocp.args.StandardSave(tables.nested(leaves))),
+                args=ocp.args.Composite(state=ocp.args.PyTreeSave(tables.nested(leaves))),
                 force=True,
             )
         except Exception as error:
@@ -166,6 +169,8 @@ class Checkpoints:
         self._saving = None
         if saving.error is None:
             self._failures = 0
+            # Of a save that failed: tensorstore tries again, and makes its folder once more.
+            _remove_unfinished(self.folder)
             self._ended.append(
                 {
                     "step": saving.step,
@@ -309,9 +314,11 @@ class Checkpoints:
         return TrainState(restored["params"], restored["opt_state"], found.step)
 
     def _read(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(tables.nested(structs)))
+        tree = tables.nested(structs)
+        how = ocp.checkpoint_utils.construct_restore_args(tree)
+        args = ocp.args.PyTreeRestore(tree, restore_args=how)
         try:
-            restored = self._manager.restore(step, args=args)
+            restored = self._manager.restore(step, args=ocp.args.Composite(state=args))
         except Exception as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be read: {_first_line(error)}"
@@ -327,6 +334,12 @@ class Checkpoints:
             multihost_utils.sync_global_devices("checkpoints set aside")
         if later:
             self._manager.reload()
+
+
+def _state_handler() -> ocp.PyTreeCheckpointHandler:
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
+    handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=handlers)
 
 
 class _Saving:
@@ -367,7 +380,7 @@ def _steps(folder: Path) -> list[int]:
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
-def _remove_unfinished(folder: Path, step: str) -> None:
+def _remove_unfinished(folder: Path, step: str = "*") -> None:
     if jax.process_index() == 0:
         for path in folder.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(path, ignore_errors=True)

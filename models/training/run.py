@@ -126,6 +126,10 @@ class RunConfig:
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=dict))
         return plain
 
+    def flat(self) -> dict[str, Any]:
+        """The same without nesting: `model.hidden_size`, `optimizer.name`, `seq_len`, ..."""
+        return _flat(self.to_json())
+
 
 def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
     """What differs between a checkpoint's config and this run's, where that is allowed.
@@ -140,7 +144,7 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
     Raises:
         RunError: the models or the optimizers are not the same; names every field that differs.
     """
-    ours = _flat(run.to_json())
+    ours = run.flat()
     theirs = _flat(saved)
     changed = [k for k in (*theirs, *ours) if theirs.get(k, ours.get(k)) != ours.get(k)]
     changed = [key for key in dict.fromkeys(changed) if key in ours and key not in FREE_TO_CHANGE]
@@ -215,7 +219,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".writable"
             probe.touch()
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # all processes try, at the same moment
         except OSError as error:
             raise RunError(f"run_dir: {self.path} cannot be written: {error.strerror}") from error
 

@@ -6,15 +6,17 @@ A record has a `step` and what is known of it: a training step's loss and rates,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
 
 Record = dict[str, Any]
 """`step`, and numbers by name; `error`, if there, is a sentence."""
@@ -95,6 +97,8 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, after: int | None = None) -> None:
+        with _without_torch():
+            from tensorboardX import SummaryWriter
         purge = None if after is None else after + 1
         self.writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
 
@@ -108,6 +112,22 @@ class TensorBoard:
     def close(self) -> None:
         """Flush and close."""
         self.writer.close()
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """TensorboardX would import PyTorch where there is one, for tensors that we have none of.
+
+    That would be two seconds of every start.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def _tag(name: str) -> str:

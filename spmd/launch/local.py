@@ -214,7 +214,7 @@ class _Run:
             if failed_at is None and self._culprit() is not None:
                 failed_at = time.monotonic()
             if failed_at is not None and self.kill_at is None and self._cause_is_known(failed_at):
-                self._send(signal.SIGTERM)
+                self._stop_others()
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 self._send(signal.SIGKILL)
             time.sleep(TICK_S)
@@ -249,6 +249,16 @@ class _Run:
         assert culprit is not None
         waited = time.monotonic() - failed_at
         return culprit.code != EXIT_PEER_LOST or waited > COLLATERAL_S
+
+    def _stop_others(self) -> None:
+        culprit = self._culprit()
+        assert culprit is not None
+        if self.running:
+            _say(
+                f"process {culprit.process} failed: {describe_code(culprit.code)}; the others get "
+                f"SIGTERM, and SIGKILL {self.job.grace_s:g} s later"
+            )
+        self._send(signal.SIGTERM)
 
     def _pass_on(self) -> None:
         """Signals that came since the last look; the second one ends all patience."""

@@ -167,14 +167,17 @@ class Peers:
 
     # This process's own end.
 
-    def fail(self, why: str, code: int) -> None:
-        """Tells the others that this process ends by an error of its own, with an exit code.
+    def wait_for_cause(self, why: str) -> None:
+        """Where an error is that of a collective its cause is most likely another process's end.
 
-        Where the error is that of a collective, the cause is most likely elsewhere: the verdict on
-        that is waited for.
+        The verdict on that is waited for: `stop` then ends this process, and its own error, which
+        would tell users nothing, is never shown.
         """
         if COLLECTIVE_FAILED.search(why):
-            time.sleep(self.timeout_s + 3 * self.interval_s)  # `stop` ends it
+            time.sleep(self.timeout_s + 3 * self.interval_s)
+
+    def fail(self, why: str, code: int) -> None:
+        """Tells the others that this process ends by an error of its own, with an exit code."""
         with self._stopping:
             self.failed = code
         with contextlib.suppress(Exception):
@@ -220,6 +223,7 @@ def watch_peers(peers: Peers) -> None:
 def fail_peers(why: str, code: int = 1) -> None:
     """Tells the other processes that this one fails; nothing where there are none."""
     if _peers is not None:
+        _peers.wait_for_cause(why)
         _peers.fail(why, code)
 
 
@@ -267,9 +271,12 @@ def _reporting(hook: Hook) -> Hook:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        hook(kind, error, trace)
         why = "".join(traceback.format_exception_only(kind, error)).strip()
-        fail_peers(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        if _peers is not None:
+            _peers.wait_for_cause(why)
+        hook(kind, error, trace)
+        if _peers is not None:
+            _peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     return report
 

@@ -9,7 +9,6 @@ Under `spmd.jit` its two composites, `spmd.attention` and `spmd.attention_grad`,
 `attention_rules` for how they are split. What computes them on one device is cuDNN's kernel on
 NVIDIA GPUs, the splash kernel on TPUs, and `attention_reference` everywhere else, also for shapes
 and dtypes that a kernel does not take. Under plain `jax.jit` composites are their reference.
-The call of cuDNN has been read, not yet run: `tests/accelerators/test_attention.py` is to do that.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -68,10 +69,23 @@ def test_a_mark_that_needs_something_is_named_with_its_line() -> None:
     )
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["scan", "unrolled"])
-def training(request: Any) -> Any:
+@lru_cache
+def trained(is_scanned: bool) -> spmd.Lowered:
     mesh = spmd.make_mesh(data=4, model=2)
-    return llama(mesh, "adamw", request.param).lower(topology=spmd.Topology("h200:8"))
+    return llama(mesh, "adamw", is_scanned).lower(topology=spmd.Topology("h200:8"))
+
+
+@pytest.fixture(params=[True, False], ids=["scan", "unrolled"])
+def training(request: Any) -> spmd.Lowered:
+    return trained(request.param)
+
+
+@pytest.fixture(
+    params=[True, pytest.param(False, marks=pytest.mark.heavy)], ids=["scan", "unrolled"]
+)
+def priced(request: Any) -> spmd.Lowered:
+    """Prices of an unrolled step take a minute."""
+    return trained(request.param)
 
 
 def test_every_collective_of_a_training_step_reads_well(training: Any) -> None:
@@ -123,14 +137,14 @@ def test_prices_as_text(seconds: float, count: int, text: str) -> None:
 # The whole text.
 
 
-def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(training: Any) -> None:
-    text = training.explain()
+def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(priced: Any) -> None:
+    text = priced.explain()
     assert re.search(r"greedy plan +\S+ \w+, [\d.]+% slower than this one", text)
     assert re.search(r"lower bound +\S+ \w+: of the plans weighed, ", text)
     assert re.search(r"conflicts: \d+, of \d+ kinds", text)
     assert re.search(r"(no axis|model|data) instead: .* more", text)
     assert "marks that forbid something cheaper" in text
-    quick = training.explain(prices=False)
+    quick = priced.explain(prices=False)
     assert "instead:" not in quick
     assert "conflicts: " in quick
 

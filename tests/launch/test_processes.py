@@ -81,46 +81,6 @@ def test_four_processes_lose_as_one_does(expected):
     np.testing.assert_allclose(found["losses"], expected, rtol=1e-6)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("processes", [2, 4])
-def test_llama_script(processes: int, tmp_path: Path):
-    """The whole script: one process speaks, and the losses are those of one process."""
-    text = tmp_path / "text.txt"
-    text.write_bytes((ROOT / "docs/design.md").read_bytes())
-    flags = [
-        "scripts/train_llama.py", "--model=tiny", "--mesh=data=2,model=2", "--steps=4",
-        "--seq_len=16", "--global_batch=8", f"--data={text}",
-    ]  # fmt: skip
-    lines = {}
-    for count in (1, processes):
-        path = tmp_path / f"{count}.jsonl"
-        result = launch(count, 4 // count, *flags, f"--log_jsonl={path}")
-        assert result.returncode == 0, result.stdout + result.stderr
-        lines[count] = [json.loads(line) for line in path.read_text().splitlines()]
-        assert result.stdout.count("partitioned and compiled in") == 1
-    a, b = ([line["loss"] for line in lines[count]] for count in (1, processes))
-    assert len(a) == 4
-    np.testing.assert_allclose(b, a, rtol=1e-6)
-
-
-@pytest.mark.heavy
-def test_llama_script_with_flags_that_differ(tmp_path: Path):
-    script = tmp_path / "odd.sh"
-    script.write_text(
-        f'exec {sys.executable} scripts/train_llama.py --model=tiny --mesh=data=2 "$@" '
-        "--steps=$((10 + JAX_PROCESS_ID))\n"
-    )
-    flags = ["local", "--processes=2", "--devices_per_process=1", "--platform=cpu"]
-    result = subprocess.run(
-        [sys.executable, "-m", "scripts.launch_job", *flags, "--", "bash", str(script)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 1
-    assert "differ in --steps" in result.stdout
-    assert "process 1: 11; process 0: 10" in result.stdout
-    assert "Traceback" not in result.stdout
-
-
 # One comes to grief.
 
 

@@ -78,7 +78,9 @@ def test_arguments_are_not_the_networks_to_choose(plan: Any) -> None:
     assert Alternatives(plan).of_value(plan.program.body.args[0]) == ()
 
 
-@pytest.fixture(scope="module", params=["mlp", "scan", "unrolled"])
+@pytest.fixture(
+    scope="module", params=["mlp", "scan", pytest.param("unrolled", marks=pytest.mark.heavy)]
+)
 def training(request: Any) -> Any:
     mesh = spmd.make_mesh(data=4, model=2)
     if request.param == "mlp":

@@ -40,7 +40,10 @@ def require(condition: bool, text: str) -> None:
 
 
 class FakeBackend:
-    """Deterministic; `latency` seconds for each call; `fail_after` calls it raises."""
+    """Deterministic; `latency` seconds for each call; after `fail_after` calls it raises.
+
+    While its gate is closed (`gate.clear()`) calls wait.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,8 @@ class FakeBackend:
             "mesh": "fake", "device_kind": "fake", "decode_bytes": 1_000_000, "bandwidth": 1e9,
         }  # fmt: skip
         self.calls = 0
+        self.gate = threading.Event()
+        self.gate.set()
         self.prefilled = 0
         self.held: list[list[int]] = [[] for _ in range(limits.slots)]
         self.latest: list[int | None] = [None] * limits.slots
@@ -143,6 +148,7 @@ class FakeBackend:
         self.calls += 1
         if self.fail_after is not None and self.calls > self.fail_after:
             raise RuntimeError("the device is gone")
+        self.gate.wait(20)
         if self.latency:
             time.sleep(self.latency)
         return self._busy

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from serving.backend import Prefilled
+from serving.service import Options
 from tests.explain.browser import Browser, find_browser
 from tests.serving.fake_backend import LIMITS, FakeBackend
 from tests.serving.live import MODEL, Live, serving
@@ -185,3 +186,19 @@ def test_the_page_may_load_nothing_from_elsewhere(live: Live) -> None:
         file = httpx.get(f"{live.url}/static/{path}")
         assert file.headers["content-type"].startswith(kind)
         assert "http" not in file.text
+
+
+def test_a_key_is_asked_for_and_kept_to_the_page(live: Live, browser: Browser) -> None:
+    with serving(Speaker(), Options(api_keys=("secret",))) as locked:
+        browser.call("Page.navigate", url=f"{locked.url}/")
+        wait(browser, "document.getElementById('status')?.textContent.includes('API key')")
+        browser.run("document.getElementById('show-settings').click()")
+        browser.run("document.getElementById('key').focus()")
+        browser.type("secret")
+        browser.run("document.getElementById('input').focus()")
+        wait(browser, f"document.title === '{MODEL}'")
+        say(browser, "Hello?")
+        wait(browser, DONE + "1")
+        assert browser.run(TURNS)[1].startswith("Each device")
+        assert "secret" not in browser.run("JSON.stringify(localStorage)")
+        browser.requests.clear()

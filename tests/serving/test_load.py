@@ -101,7 +101,7 @@ def test_a_crowd() -> None:
 
 @pytest.mark.heavy
 def test_a_large_crowd() -> None:
-    check_load(2000, 400, rounds=5)
+    check_load(1000, 300, rounds=2)
 
 
 def test_more_than_the_queue_takes_are_told_to_come_back() -> None:

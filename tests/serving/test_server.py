@@ -94,7 +94,7 @@ def ask(url: str, answers: list[Any]) -> None:
 
 
 def test_a_gentle_end() -> None:
-    with started(loading=0.3, latency=0.02) as process:
+    with started(loading=0.3, latency=0.08) as process:
         assert httpx.get(f"{process.url}/health").status_code == 503
         process.ready()
         answers: list[Any] = []

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -103,6 +104,13 @@ def test_fields_that_a_checkpoint_does_not_know_yet():
     saved = RUN.to_json()
     del saved["model"]["remat_every"], saved["z_loss"]
     assert check_same_model(saved, RUN) == []
+
+
+def test_processes_make_their_folder_together(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: folder.make(), range(400)))
+    assert list(folder.path.iterdir()) == []
 
 
 # Signals

@@ -1,0 +1,204 @@
+"""`scripts/train_llama.py` as several processes: one's losses; killed, and restarted to the bit."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.resume_test_runs import compare, losses
+from spmd.launch import EXIT_PEER_LOST
+from spmd.launch.local import free_port, with_device_count
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS, SAVE_EVERY = 24, 4
+KILL_AFTER = 2 * SAVE_EVERY + 1
+"""Saving begins when the save before has ended: there is a checkpoint."""
+
+HEARTBEAT_S = 3
+
+
+def train(folder: Path, data: int) -> list[str]:
+    """A run of a tiny model that saves often. Every process first writes down who it is."""
+    flags = [
+        "--model=tiny", "--layers=1", f"--mesh=data={data}", "--seq_len=16", "--global_batch=8",
+        f"--data={ROOT / 'docs'}", f"--steps={STEPS}", "--log_every=1", "--eval_batches=0",
+        "--sample_tokens=0", f"--save_every={SAVE_EVERY}", f"--run_dir={folder}", "--resume",
+        f"--heartbeat_timeout={HEARTBEAT_S}",
+    ]  # fmt: skip
+    note = f'echo $$ >{folder}.pid$JAX_PROCESS_ID.$SPMD_RESTART; exec "$@"'
+    return ["sh", "-c", note, "sh", sys.executable, "scripts/train_llama.py", *flags]
+
+
+def launched(processes: int, command: list[str], *flags: str) -> list[str]:
+    """Four devices or two, in so many processes."""
+    each = ["--processes", str(processes), "--devices_per_process", "1", "--platform", "cpu"]
+    return [sys.executable, "-m", "scripts.launch_job", "local", *each, *flags, "--", *command]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One cache of compiled programs for all runs."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+
+
+class Job:
+    """A command that runs in the background; its output is in a file."""
+
+    def __init__(self, command: list[str], env: dict[str, str], folder: Path, name: str) -> None:
+        self.folder, self.log = folder, folder.with_name(f"{folder.name}.{name}.log")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(timeout=240)
+        finally:
+            self.process.kill()
+
+    def losses_after(self, step: int) -> dict[int, float]:
+        """What the metrics say once they have come to a step; the run goes on."""
+        metrics = self.folder / "metrics.jsonl"
+        ends = time.monotonic() + 240
+        while time.monotonic() < ends and self.process.poll() is None:
+            lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+            found = [json.loads(line) for line in lines if line.endswith("\n") and '"loss"' in line]
+            if found and found[-1]["step"] >= step:
+                return {record["step"]: record["loss"] for record in found}
+            time.sleep(0.02)
+        raise AssertionError(f"step {step} was not reached:\n{self.said}")
+
+    def kill(self, process: int) -> None:
+        """SIGKILL to one process of the first attempt."""
+        pid = Path(f"{self.folder}.pid{process}.0").read_text()
+        os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.fixture
+def start(environment: dict[str, str]):
+    """Starts jobs that do not outlive the test."""
+    jobs: list[Job] = []
+
+    def start(command: list[str], folder: Path, name: str, **env: str) -> Job:
+        jobs.append(Job(command, environment | env, folder, name))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.process.terminate()
+        job.end()
+
+
+def start_alone(start, folder: Path, data: int) -> Job:
+    """The same mesh in one process."""
+    flags = with_device_count(os.environ["XLA_FLAGS"], data)
+    return start(
+        train(folder, data), folder, "alone", XLA_FLAGS=flags, JAX_PROCESS_ID="", SPMD_RESTART=""
+    )
+
+
+def check_same_curve(ours: dict[int, float], alone: dict[int, float]) -> None:
+    assert list(ours) == list(alone) == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(list(ours.values()), list(alone.values()), rtol=2e-5)
+
+
+def test_a_killed_job_restarts_and_takes_the_same_steps(start, tmp_path: Path):
+    """Losses are those of one process; steps taken a second time are the same to the bit."""
+    command = train(tmp_path / "two", 2)
+    job = start(launched(2, command, "--max_restarts=1"), tmp_path / "two", "job")
+    alone = start_alone(start, tmp_path / "alone", 2)
+    before = job.losses_after(KILL_AFTER)
+    job.kill(1)
+    assert (job.end(), alone.end()) == (0, 0), job.said + alone.said
+    says = "launch: process 1 failed: killed by SIGKILL (exit code 137); the others get SIGTERM"
+    assert says in job.said
+    assert "launch: restart 1 of 1" in job.said
+    assert "Traceback" not in job.said
+    (resumed,) = map(int, re.findall(r"resuming after step (\d+)", job.said))
+    after = losses(tmp_path / "two")
+    again = [step for step in before if step > resumed]
+    assert again and all(after[step] == before[step] for step in again)
+    check_same_curve(after, losses(tmp_path / "alone"))
+    assert job.said.count("partitioned and compiled in") == 2  # one process speaks, each time
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("processes", "victim", "restarted_by"),
+    [(2, 0, "hand"), (2, 1, "hand"), (2, 0, "launcher"), (4, 3, "launcher"), (4, 0, "hand")],
+)
+def test_resumed_it_ends_as_if_left_alone(
+    processes: int, victim: int, restarted_by: str, start, tmp_path: Path
+):
+    """Parameters, optimizer state and losses to the bit, whoever is killed and who starts again."""
+    undisturbed = start(
+        launched(processes, train(tmp_path / "undisturbed", processes)),
+        tmp_path / "undisturbed",
+        "job",
+    )
+    assert undisturbed.end() == 0, undisturbed.said
+    command = train(tmp_path / "killed", processes)
+    flags = ["--max_restarts=1"] if restarted_by == "launcher" else []
+    job = start(launched(processes, command, *flags), tmp_path / "killed", "job")
+    job.losses_after(KILL_AFTER)
+    job.kill(victim)
+    if restarted_by == "hand":
+        assert job.end() == 128 + signal.SIGKILL, job.said
+        job = start(launched(processes, command), tmp_path / "killed", "again")
+    assert job.end() == 0, job.said
+    assert "resuming after step" in job.said
+    compare(tmp_path / "undisturbed", tmp_path / "killed", STEPS)
+    alone = start_alone(start, tmp_path / "alone", processes)
+    assert alone.end() == 0, alone.said
+    check_same_curve(losses(tmp_path / "killed"), losses(tmp_path / "alone"))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_a_launcher_the_others_stop_in_time(victim: int, start, tmp_path: Path):
+    jobs = []
+    address = f"localhost:{free_port()}"
+    for process in range(2):
+        own = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "SPMD_RESTART": "0"}
+        own |= {"JAX_PROCESS_ID": str(process), "JAX_PLATFORMS": "cpu"}
+        own["XLA_FLAGS"] = with_device_count(os.environ["XLA_FLAGS"], 1)
+        jobs.append(start(train(tmp_path / "run", 2), tmp_path / "run", f"{process}", **own))
+    jobs[0].losses_after(KILL_AFTER)
+    jobs[victim].kill(victim)
+    killed = time.monotonic()
+    assert jobs[1 - victim].end() == EXIT_PEER_LOST, jobs[1 - victim].said
+    assert time.monotonic() - killed < 10 * HEARTBEAT_S
+    last = jobs[1 - victim].said.splitlines()[-1]
+    assert f"error: process {1 - victim} of 2 stops: process {victim}" in last
+    assert "was lost" in last
+    assert "Traceback" not in jobs[1 - victim].said
+
+
+@pytest.mark.heavy
+def test_flags_that_differ(start, tmp_path: Path):
+    command = train(tmp_path / "run", 2)
+    odd = ["sh", "-c", 'exec "$@" --steps=$((10 + JAX_PROCESS_ID))', "sh", *command]
+    job = start(launched(2, odd), tmp_path / "run", "job")
+    assert job.end() == 1
+    assert "differ in --steps" in job.said
+    assert "process 1: 11; process 0: 10" in job.said
+    assert "Traceback" not in job.said
