@@ -22,7 +22,7 @@ from rich.console import Console
 
 from serving.cache import Cache
 from serving.folder import check_hashes, read_manifest
-from serving.function import BundleError
+from serving.function import BundleError, one_line
 from serving.manifest import WEIGHTS, Entrypoint, Filled, Leaf, Manifest
 from serving.programs import Program, compile_functions, compile_threads, plan_functions
 from serving.tensors import check_stored, read_weights
@@ -74,25 +74,20 @@ def load_bundle(
         check_hashes(folder, manifest, console)
     wanted = _wanted(manifest, functions)
     cache = Cache(cache_dir) if cache_dir is not None else None
-    with (
-        _status(console) as say,
-        _fitting(folder),
-        cache.executables() if cache else contextlib.nullcontext(),
-    ):
-        stages, notes = plan_functions(folder, manifest, wanted, mesh, options, cache, say)
+    caching = cache.executables() if cache else contextlib.nullcontext()
+    with _fitting(folder), caching:
+        with _status(console) as say:
+            stages, notes = plan_functions(folder, manifest, wanted, mesh, options, cache, say)
         placed = _placements(manifest, stages, mesh)
         with concurrent.futures.ThreadPoolExecutor(compile_threads()) as pool:
-            compiling = compile_functions(
-                manifest, {name: stages[name] for name in wanted}, options, pool
-            )
+            asked = {name: stages[name] for name in wanted}
+            compiling = compile_functions(manifest, asked, options, pool)
             filling = pool.submit(_compile_state, manifest.state, placed)
-            say("loading weights")
-            weights = (
-                read_weights(folder / WEIGHTS, manifest.weights, placed) if manifest.weights else {}
-            )
-            say(f"compiling {len(wanted)} functions")
-            programs = {name: future.result() for name, future in compiling.items()}
-            make_state = filling.result()
+            weights = read_weights(folder / WEIGHTS, manifest.weights, placed, console)
+            with _status(console) as say:
+                say(f"compiling {len(wanted)} functions")
+                programs = {name: future.result() for name, future in compiling.items()}
+                make_state = filling.result()
         return Bundle(manifest, mesh, programs, weights, make_state, notes)
 
 
@@ -232,7 +227,7 @@ class _Call:
             results = self.program.executable(*arrays)
         except RuntimeError as error:
             raise BundleError(
-                f"{self.program.entry.name} failed on the devices: {first_line(error)}; the state "
+                f"{self.program.entry.name} failed on the devices: {one_line(error)}; the state "
                 "may be gone, reset_state() makes it anew"
             ) from error
         count = len(self.state)
@@ -305,12 +300,7 @@ def _fitting(folder: Path) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        raise BundleError(f"{folder} cannot be put on the devices: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """What an error comes down to."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
+        raise BundleError(f"{folder} cannot be put on the devices: {one_line(error)}") from error
 
 
 @contextlib.contextmanager

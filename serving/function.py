@@ -7,14 +7,23 @@ from typing import Any, Protocol, get_args
 import numpy.typing as npt
 
 from models.function import Function, Role, StateLeaf
+from spmd.errors import SpmdError
 
-__all__ = ["ROLES", "BundleError", "Function", "Role", "StateLeaf", "Weight"]
+__all__ = ["ROLES", "BundleError", "Function", "Role", "StateLeaf", "Weight", "one_line"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class BundleError(ValueError):
     """A bundle that cannot be made, read or run; the message is one line."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error comes down to, in one line."""
+    if isinstance(error, SpmdError):
+        parts = [error.what, error.op, error.actual and f"actual: {error.actual}", error.fix]
+        return "; ".join(part for part in parts if part).replace("\n", " ")[:600]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
 
 
 class Weight(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -322,8 +322,3 @@ def _path(path: str, where: str) -> str:
     if len(parts) > 8 or any(not _NAME.fullmatch(part) for part in parts):
         raise BundleError(f"{where} names the file {path[:100]!r}, which is no path in the folder")
     return path
-
-
-def sizes(leaves: Sequence[Leaf]) -> int:
-    """Bytes of all of some leaves."""
-    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from serving.cache import Cache
-from serving.function import BundleError
+from serving.function import BundleError, one_line
 from serving.manifest import PLATFORMS, Entrypoint, Leaf, Manifest
 from serving.placement import Spec, spec_for
 from serving.stage import Stage, compile_stage, stage_of
@@ -105,7 +105,7 @@ def _compile(entry: Entrypoint, stage: Stage, options: Options) -> Program:
     try:
         executable = compile_stage(stage, options)
     except (RuntimeError, SpmdError) as error:
-        raise BundleError(f"function {entry.name} cannot be compiled: {_line(error)}") from error
+        raise BundleError(f"function {entry.name} cannot be compiled: {one_line(error)}") from error
     mesh = jax_mesh(stage.mesh)
     arguments = tuple(NamedSharding(mesh, spec) for spec in stage.argument_specs)
     results = tuple(NamedSharding(mesh, spec) for spec in stage.result_specs)
@@ -192,7 +192,7 @@ class _Planner:
             _check_calls(module, what)
             lowered = lower_stablehlo(module, self.refined, given, results, self.options, updates)
         except (SpmdError, BytecodeError) as error:
-            raise BundleError(f"{what} cannot be used: {_line(error)}") from error
+            raise BundleError(f"{what} cannot be used: {one_line(error)}") from error
         return stage_of(lowered)
 
     def text(self, data: bytes) -> str:
@@ -274,11 +274,3 @@ def _platform(mesh: Mesh) -> str:
     if platform not in PLATFORMS:
         raise BundleError(f"the mesh has {platform} devices, not one of {', '.join(PLATFORMS)}")
     return platform
-
-
-def _line(error: BaseException) -> str:
-    """What an error comes down to, in one line."""
-    if isinstance(error, SpmdError):
-        parts = [error.what, error.op, error.actual and f"actual: {error.actual}", error.fix]
-        return "; ".join(part for part in parts if part).replace("\n", " ")[:600]
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]

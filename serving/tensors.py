@@ -131,6 +131,8 @@ def read_weights(
       shardings: path -> where it goes.
       console: a progress bar goes here.
     """
+    if not leaves:
+        return {}
     total = sum(_local_bytes(leaf, shardings[leaf.path]) for leaf in leaves)
     with _opened(folder) as stored, bytes_bar("loading weights", total, console) as advance:
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from serving.export import check_manifest, finish, leaves_of, plain_specs, producer
 from serving.folder import new_folder
-from serving.function import BundleError
+from serving.function import BundleError, one_line
 from serving.manifest import PLATFORMS, STORED_AS, WEIGHTS, Argument, Entrypoint, Leaf, Manifest
 from serving.tensors import lazy_tensors, write_weights
 from spmd.errors import SpmdError
@@ -67,7 +67,7 @@ def wrap_stablehlo(
         (args, results), names = signature(parsed), boundary_names(parsed)
         data, calls = module_artifact(parsed), calls_of(parsed)
     except SpmdError as error:
-        raise BundleError(f"the module cannot be wrapped: {_one_line(error)}") from error
+        raise BundleError(f"the module cannot be wrapped: {one_line(error)}") from error
     arg_names = _named("argument", args, names[0], arg_names)
     result_names = _named("result", results, names[1], result_names)
     arrays = lazy_tensors(weights) if isinstance(weights, str | Path) else dict(weights or {})
@@ -146,11 +146,6 @@ def _check_weights(leaves: Sequence[Leaf], arrays: Sequence[Any]) -> None:
                 f"{leaf.path} is {found.dtype}{list(found.shape)}, and the module takes "
                 f"{leaf.dtype}{list(leaf.shape)}"
             )
-
-
-def _one_line(error: SpmdError) -> str:
-    parts = (error.what, error.op, error.actual)
-    return "; ".join(part for part in parts if part).replace("\n", " ")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

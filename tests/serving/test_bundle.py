@@ -1,6 +1,12 @@
 """A bundle gives on any mesh what jax.jit gives on one device."""
 
 import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +162,44 @@ def test_a_failure_on_the_devices(bundle_on):
         bundle.run("step", X)
     bundle.reset_state()
     assert bundle.run("step", X)["y"].shape == (4, 4)
+
+
+@pytest.mark.heavy
+def test_two_processes(folder, tmp_path):
+    """Each reads what its devices hold, damage that one finds is known to both."""
+    bundle = shutil.copytree(folder, tmp_path / "bundle")
+    damaged = shutil.copytree(folder, tmp_path / "bundle-damaged") / "functions/order.mlirbc"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    script = Path(__file__).with_name("two_processes.py")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, port, str(rank), bundle, tmp_path / "cache"],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
+    said = [json.loads(output.splitlines()[-1]) for output in outputs]
+    x = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
+    state = {"h": jnp.full((4, 16), 0.5), "steps": jnp.int32(0)}
+    for number in range(3):
+        state, outputs_here = recurrent(make_weights(), state, x * number)
+    failures = sorted(one["failure"] for one in said)
+    assert "does not hold what was written" in "".join(failures)
+    assert "found a damaged file and says which" in "".join(failures)
+    for one in said:
+        np.testing.assert_allclose(one["y"], outputs_here["y"], rtol=1e-4, atol=1e-5)
+        assert 0 < one["read"] <= sum(w.nbytes for w in make_weights().values())
 
 
 # Inputs
