@@ -102,6 +102,8 @@ def _top_k(logits_BV: Any, k_B: Any) -> Any:
 
 def _top_p(logits_BV: Any, p_B: Any) -> Any:
     probabilities_BV = jax.nn.softmax(logits_BV, axis=-1)
+    # Rounded, fewer than all may have a sum of 1: nothing reaches infinity, and all are kept.
+    p_B = jnp.where(p_B < 1, p_B, jnp.inf)
 
     def holds(kept_BV: Any) -> Any:
         return jnp.sum(jnp.where(kept_BV, probabilities_BV, 0.0), axis=-1) >= p_B

@@ -113,8 +113,8 @@ def gigabytes(config: LlamaConfig, form: Form) -> float:
     """Of the stored weights."""
     stored = dataclasses.replace(config, param_dtype=form.dtype, scan_layers=False)
     types = quantize.quantized_types(stored, form.quantization)
-    sizes = [math.prod(x.shape) * int(x.dtype.itemsize) for x in jax.tree.leaves(types)]
-    return sum(sizes) / 1e9
+    leaves = jax.tree.leaves(types)
+    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)) / 1e9
 
 
 def read_tokens(source: Source, given: argparse.Namespace) -> Any:

@@ -1,0 +1,114 @@
+"""Drawing tokens: filters beside transformers', distributions beside their definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import sampling
+from models.sampling import SamplingParams
+
+LOGITS_BV = np.random.default_rng(0).standard_normal((6, 50)).astype(np.float32) * 3
+
+
+def params(rows: int, **changes: Any) -> SamplingParams:
+    filled = {
+        name: np.full(rows, changes.get(name, neutral), dtype)
+        for name, (dtype, neutral) in sampling.FIELDS.items()
+    }
+    return SamplingParams(**filled)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"top_k": 7}, {"top_k": 1}, {"top_p": 0.7}, {"top_p": 0.01}, {"min_p": 0.1},
+     {"top_k": 20, "top_p": 0.8, "min_p": 0.05}, {"top_k": 500}],
+    ids=str,
+)  # fmt: skip
+def test_filters_are_transformers(changes: Any) -> None:
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    theirs = torch.tensor(LOGITS_BV)
+    for name, made in (
+        ("top_k", process.TopKLogitsWarper),
+        ("top_p", process.TopPLogitsWarper),
+        ("min_p", process.MinPLogitsWarper),
+    ):
+        if name in changes:
+            theirs = made(changes[name])(None, theirs)
+    ours = jax.jit(sampling.keep)(LOGITS_BV, params(6, **changes))
+    np.testing.assert_array_equal(ours, theirs.numpy())
+
+
+def test_repetition_penalty_is_transformers() -> None:
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    ids = np.random.default_rng(1).integers(0, 50, (6, 9))
+    theirs = process.RepetitionPenaltyLogitsProcessor(1.7)(
+        torch.tensor(ids), torch.tensor(LOGITS_BV)
+    )
+    seen = np.zeros((6, 50), bool)
+    np.put_along_axis(seen, ids, True, axis=1)
+    ours = sampling.sample(
+        LOGITS_BV, params(6, repetition_penalty=1.7), seen, np.zeros(6, np.int32)
+    )
+    np.testing.assert_array_equal(ours, theirs.numpy().argmax(-1))
+    assert (np.asarray(ours) != LOGITS_BV.argmax(-1)).any()
+
+
+def test_draws_follow_the_distribution() -> None:
+    count = 20_000
+    logits = np.tile(LOGITS_BV[:1, :8], (count, 1))
+    drawn = jax.jit(sampling.sample)(
+        logits,
+        params(count, temperature=1.5, seed=3),
+        np.zeros((count, 8), bool),
+        np.arange(count, dtype=np.int32),
+    )
+    shares = np.bincount(np.asarray(drawn), minlength=8) / count
+    wanted = np.asarray(jax.nn.softmax(LOGITS_BV[0, :8] / 1.5))
+    np.testing.assert_allclose(shares, wanted, atol=5 * 0.5 / np.sqrt(count))
+
+
+def test_seed_and_position_decide_alone() -> None:
+    """Not the row, nor the rows beside it; rows with other seeds differ."""
+    logits = np.tile(LOGITS_BV[:1], (4, 1)) / 3
+    given = params(4, temperature=1.0)._replace(seed=np.array([5, 6, 5, 7], np.uint32))
+    unseen = np.zeros(logits.shape, bool)
+
+    def draw(rows: Any, positions: Any) -> Any:
+        chosen = SamplingParams(*(x[rows] for x in given))
+        return np.asarray(compiled(logits[rows], chosen, unseen[rows], positions))
+
+    compiled = jax.jit(sampling.sample)
+    everything = np.stack([draw(np.arange(4), np.full(4, p, np.int32)) for p in range(30)])
+    np.testing.assert_array_equal(everything[:, 0], everything[:, 2])
+    assert (everything[:, 0] != everything[:, 1]).any()
+    alone = np.stack([draw(np.array([2]), np.full(1, p, np.int32)) for p in range(30)])
+    np.testing.assert_array_equal(alone[:, 0], everything[:, 2])
+
+
+def test_rows_are_drawn_each_in_its_own_way() -> None:
+    given = params(6, temperature=1.0, top_k=0)._replace(
+        temperature=np.array([0, 1, 1, 0, 1, 1], np.float32),
+        top_k=np.array([0, 1, 0, 5, 2, 0], np.int32),
+    )
+    unseen = np.zeros(LOGITS_BV.shape, bool)
+    drawn = np.asarray(jax.jit(sampling.sample)(LOGITS_BV, given, unseen, np.zeros(6, np.int32)))
+    likeliest = LOGITS_BV.argmax(-1)
+    np.testing.assert_array_equal(drawn[[0, 1, 3]], likeliest[[0, 1, 3]])
+    assert drawn[4] in np.argsort(LOGITS_BV[4])[-2:]
+
+
+def test_report() -> None:
+    ids = np.array([3, 1, 4, 1, 5, 9], np.int32)
+    made = jax.jit(sampling.report, static_argnums=2)(LOGITS_BV, ids, 4)
+    wanted = np.asarray(jax.nn.log_softmax(jnp.asarray(LOGITS_BV)))
+    np.testing.assert_allclose(made.logprobs, wanted[np.arange(6), ids], rtol=1e-5)
+    np.testing.assert_array_equal(made.top_ids, np.argsort(-wanted)[:, :4])
+    np.testing.assert_allclose(made.top_logprobs, -np.sort(-wanted)[:, :4], rtol=1e-5)
+    assert sampling.report(LOGITS_BV, ids, 0).top_ids.shape == (6, 0)

@@ -1,0 +1,216 @@
+"""What decoding is made of, against plain arithmetic: alone, split in every way, and as kernels."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from models.llama.quantize import dequantize, quantize_weight
+from spmd.errors import ArgumentError
+from spmd.ops import cache_update, decode_attention, decode_attention_triton, linear
+from spmd.ops.cache import _rows
+
+CHECKED = spmd.Options(check=True)
+ATTENTION = importlib.import_module("spmd.ops.decode_attention")
+LINEAR = importlib.import_module("spmd.ops.linear")  # its name is the function's in spmd.ops
+
+
+@pytest.fixture(scope="module")
+def mesh(devices8: Any) -> spmd.Mesh:
+    return spmd.make_mesh(x=4, y=2, devices=devices8)
+
+
+def split_and_whole(
+    function: Any, mesh: Any, specs: Any, *args: Any, out: Any = None, atol: float = 1e-5
+) -> None:
+    compiled = spmd.jit(function, mesh=mesh, in_specs=specs, out_specs=out, options=CHECKED)
+    got, want = compiled(*args), jax.jit(function)(*args)
+    scale = float(np.abs(np.asarray(want, np.float32)).max())
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol * scale)
+
+
+# Linear
+
+
+def weights(kind: str, outputs: int = 24, inputs: int = 512) -> tuple[Any, Any]:
+    """A weight in one form, and the matrix that it stands for."""
+    whole = np.random.default_rng(1).standard_normal((outputs, inputs)).astype(np.float32)
+    if kind == "none":
+        return jnp.asarray(whole), whole
+    packed = quantize_weight(whole, kind)
+    return jax.tree.map(jnp.asarray, packed), dequantize(packed)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["none", "int8", "int4", "fp8"])
+def test_linear_is_a_product(kind: str, rows: int) -> None:
+    weight, whole = weights(kind)
+    x = np.random.default_rng(0).standard_normal((rows, 512)).astype(np.float32)
+    np.testing.assert_allclose(linear(x, weight), x @ whole.T, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+def test_linears_kernel_of_one_row(kind: str) -> None:
+    weight, whole = weights(kind)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 512)), jnp.float32)
+    operands = (weight["values"], weight["scales"]) if isinstance(weight, dict) else (weight,)
+    shaped = x.reshape(1, -1, 2, operands[0].shape[2]) if operands[0].ndim == 3 else x
+    np.testing.assert_allclose(LINEAR._kernel(shaped, *operands), x @ whole.T, rtol=0, atol=1e-3)
+    assert LINEAR._kernel(jnp.concatenate([shaped, shaped]), *operands) is NotImplemented
+
+
+SPLITS = {
+    "outputs": ((None, None), ("x", None), ("x",)),
+    "inputs": ((None, "y"), (None, "y"), (None,)),
+    "both": (("y", None), ("x", None), ("x",)),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+def test_linear_split(kind: str, split: str, mesh: spmd.Mesh) -> None:
+    weight, _ = weights(kind)
+    x_spec, values, scales = SPLITS[split]
+    spec: Any = values
+    if isinstance(weight, dict):
+        groups = values[1:] if weight["values"].ndim == 3 else ()
+        spec = {"values": (*values, *(None,) * len(groups)), "scales": (*scales, *groups)}
+    x = np.random.default_rng(0).standard_normal((2, 512)).astype(np.float32)
+    split_and_whole(linear, mesh, (x_spec, spec), x, weight)
+
+
+def test_linears_shapes_are_checked() -> None:
+    x = jnp.zeros((2, 8))
+    for wrong in (
+        jnp.zeros((4, 7)),
+        {"values": jnp.zeros((4, 8), jnp.int8), "scales": jnp.zeros(8)},
+        {"values": jnp.zeros((4, 3, 2), jnp.uint8), "scales": jnp.zeros((4, 3))},
+    ):
+        with pytest.raises(ArgumentError, match="linear cannot be computed"):
+            linear(x, wrong)
+
+
+# The cache
+
+
+def updated(cache: Any, new: Any, positions: Any) -> Any:
+    """By a loop."""
+    cache = np.array(cache)
+    for slot, position in enumerate(positions):
+        if 0 <= position < cache.shape[-2]:
+            cache[slot, ..., position, :] = new[slot]
+    return cache
+
+
+def cache_case(slots: int) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(slots)
+    positions = rng.integers(0, 6, slots).astype(np.int32)
+    positions[-1] = 6  # nothing is written there
+    positions[0] = -1 if slots > 2 else positions[0]
+    cache = rng.standard_normal((slots, 2, 4, 6, 8)).astype(np.float32)
+    return cache, rng.standard_normal((slots, 2, 4, 8)).astype(np.float32), positions
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+@pytest.mark.parametrize("implementation", [cache_update, _rows], ids=["reference", "rows"])
+def test_cache_update(implementation: Any, slots: int) -> None:
+    case = cache_case(slots)
+    np.testing.assert_array_equal(jax.jit(implementation)(*case), updated(*case))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [("x", None, "y", None, None), (None, None, "x", None, "y"), (None, None, None, "y", None)],
+)
+def test_cache_update_split(spec: Any, mesh: spmd.Mesh) -> None:
+    specs = (spec, (*spec[:3], spec[4]), (spec[0],))
+    split_and_whole(cache_update, mesh, specs, *cache_case(8), atol=0)
+
+
+# Attention
+
+
+def attention_case(slots: int, groups: int, length: int, quantized: bool) -> tuple[Any, ...]:
+    rng = np.random.default_rng(slots + groups)
+    q = rng.standard_normal((slots, 2, groups, 32)).astype(np.float32)
+    shape = (slots, 2, 2, length + 64, 32)
+    positions = rng.integers(0, length, slots).astype(np.int32)
+    positions[0] = 0
+    if not quantized:
+        return q, rng.standard_normal(shape).astype(np.float32), positions
+    values = rng.integers(-127, 128, shape).astype(np.int8)
+    return q, values, positions, (rng.random(shape[:-1]) * 0.02).astype(np.float32)
+
+
+def attended(q: Any, cache: Any, positions: Any, scales: Any = None) -> Any:
+    """By a loop over slots and heads, in float64."""
+    stored = np.asarray(cache, np.float64) * (1 if scales is None else scales[..., None])
+    out = np.zeros(q.shape)
+    for slot, last in enumerate(positions):
+        for head in range(q.shape[1]):
+            keys, values = stored[slot, :, head, : last + 1]
+            scores = q[slot, head] @ keys.T / np.sqrt(q.shape[-1])
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[slot, head] = weights / weights.sum(-1, keepdims=True) @ values
+    return out
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+def test_decode_attention(kernel: bool, groups: int, quantized: bool) -> None:
+    case = attention_case(3, groups, 256, quantized)
+    if kernel:
+        got = decode_attention_triton.decode(*case, length=256, interpret=True)
+    else:
+        got = ATTENTION._decomposition(*case, length=256)
+    np.testing.assert_allclose(got, attended(*case), rtol=0, atol=1e-5)
+
+
+def test_the_kernel_lowers_for_gpus_and_takes_no_other_sizes() -> None:
+    q, cache, positions = attention_case(2, 4, 128, False)
+
+    def run(q: Any, cache: Any, positions: Any) -> Any:
+        return decode_attention_triton.decode(q, cache, positions, length=128)
+
+    lowered = jax.jit(run).trace(q, cache, positions).lower(lowering_platforms=("cuda",))
+    assert "triton" in lowered.as_text()
+    takes = decode_attention_triton.takes
+    assert takes(8, 128, 64)
+    assert not takes(9, 128, 64)
+    assert not takes(1, 96, 64)
+    assert not takes(1, 128, 96)
+
+
+def test_parts_share_the_positions() -> None:
+    for sequences in (1, 3, 32, 600):
+        for length in (64, 192, 1024, 1088):
+            parts = decode_attention_triton._parts(sequences, length)
+            assert length % (parts * decode_attention_triton.TILE) == 0
+
+
+@pytest.mark.parametrize(
+    "spec", [("x", "y", None, None), (None, "y", "x", None), (None, None, "x", None)]
+)
+def test_decode_attention_split(spec: Any, mesh: spmd.Mesh) -> None:
+    q, cache, positions = attention_case(4, 4, 64, False)
+    specs = (spec, (spec[0], None, spec[1], None, None), (spec[0],))
+
+    def run(q: Any, cache: Any, positions: Any) -> Any:
+        return decode_attention(q, cache, positions, length=64)
+
+    split_and_whole(run, mesh, specs, q, cache, positions, out=spec)
+
+
+def test_decode_attentions_shapes_are_checked() -> None:
+    q, cache, positions = attention_case(2, 3, 64, False)
+    with pytest.raises(ArgumentError, match="decode_attention cannot be computed"):
+        decode_attention(q, cache, positions, length=1000)
+    with pytest.raises(ArgumentError, match="cache_update cannot be computed"):
+        cache_update(cache, q, positions)
