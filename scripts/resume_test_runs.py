@@ -34,6 +34,9 @@ from spmd.launch.local import with_device_count
 
 ROOT = Path(__file__).resolve().parent.parent
 
+TEXT = "text.txt"
+"""What is trained on, beside the runs' folders."""
+
 SAVE_EVERY = 4
 STEPS_A_KILL = 12
 SPARE_STEPS = 48
@@ -60,10 +63,17 @@ def command(folder: Path, steps: int, devices: int, save_every: int = SAVE_EVERY
     return [
         str(ROOT / "scripts/train_llama.py"),
         *("--model=tiny", "--layers=1", "--noscan", f"--mesh=data={devices}", "--seq_len=16"),
-        *("--global_batch=4", f"--data={ROOT / 'models'}", f"--steps={steps}", "--log_every=1"),
-        *("--eval_batches=0", "--sample_tokens=0", f"--save_every={save_every}"),
+        *("--global_batch=4", f"--data={folder.parent / TEXT}", f"--steps={steps}"),
+        *("--log_every=1", "--eval_batches=0", "--sample_tokens=0", f"--save_every={save_every}"),
         *(f"--run_dir={folder}", "--resume=auto"),
     ]
+
+
+def write_text(folder: Path) -> None:
+    """Some text to train on: a copy, for files here may change while the test runs."""
+    sources = sorted((ROOT / "models").rglob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    (folder / TEXT).write_text(text, encoding="utf-8")
 
 
 def environment(devices: int) -> dict[str, str]:
@@ -223,6 +233,7 @@ def resume_test(folder: Path, kills: int, steps: int, devices: int, seed: int) -
     """
     runs = Runs(environment(devices), folder / "cache")
     alone, killed, log = folder / "alone", folder / "killed", folder / "log.txt"
+    write_text(folder)
     runs.to_end(command(alone, steps, devices, save_every=0), log)
     words = command(killed, steps, devices)
     moments = random.Random(seed)

@@ -175,6 +175,8 @@ class Peers:
         """
         if COLLECTIVE_FAILED.search(why):
             time.sleep(self.timeout_s + 3 * self.interval_s)
+            with self._stopping:  # held by `stop` until the end: its message is the last
+                return
 
     def fail(self, why: str, code: int) -> None:
         """Tells the others that this process ends by an error of its own, with an exit code."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.resume_test_runs import compare, losses
+from scripts.resume_test_runs import TEXT, compare, losses, write_text
 from spmd.launch import EXIT_PEER_LOST
 from spmd.launch.local import free_port, with_device_count
 
@@ -28,7 +28,7 @@ def train(folder: Path, data: int) -> list[str]:
     """A run of a tiny model that saves often. Every process first writes down who it is."""
     flags = [
         "--model=tiny", "--layers=1", f"--mesh=data={data}", "--seq_len=16", "--global_batch=8",
-        f"--data={ROOT / 'docs'}", f"--steps={STEPS}", "--log_every=1", "--eval_batches=0",
+        f"--data={folder.parent / TEXT}", f"--steps={STEPS}", "--log_every=1", "--eval_batches=0",
         "--sample_tokens=0", f"--save_every={SAVE_EVERY}", f"--run_dir={folder}", "--resume",
         f"--heartbeat_timeout={HEARTBEAT_S}",
     ]  # fmt: skip
@@ -94,8 +94,9 @@ class Job:
 
 
 @pytest.fixture
-def start(environment: dict[str, str]):
+def start(environment: dict[str, str], tmp_path: Path):
     """Starts jobs that do not outlive the test."""
+    write_text(tmp_path)
     jobs: list[Job] = []
 
     def start(command: list[str], folder: Path, name: str, **env: str) -> Job:
