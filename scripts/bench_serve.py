@@ -31,7 +31,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from scripts.load_client import Answer, Ask, Load, find_doubles, make_asks, run_load
+from scripts.load_client import (
+    Answer,
+    Ask,
+    BenchError,
+    Load,
+    find_doubles,
+    make_asks,
+    parse_bounds,
+    run_load,
+)
 
 _URL = flags.DEFINE_string("url", "http://127.0.0.1:8000", "The server, without /v1.")
 _MODEL = flags.DEFINE_string("model", None, "The model's name. Default: the server's first.")
@@ -54,10 +63,6 @@ _JSON = flags.DEFINE_string("json", None, "Write the numbers to this file too.")
 PERCENTILES = (50, 90, 99)
 
 
-class BenchError(RuntimeError):
-    """The load cannot be run, or the server failed it; the message is one line."""
-
-
 class Result(NamedTuple):
     """All answers, the seconds they took, and how many of those asked again were the same."""
 
@@ -65,17 +70,6 @@ class Result(NamedTuple):
     seconds: float
     verified: int
     same: int
-
-
-def parse_bounds(name: str, value: Sequence[str]) -> tuple[int, int]:
-    """Two numbers, or one that is both."""
-    try:
-        low, high = (int(value[0]), int(value[-1]))
-    except (ValueError, IndexError):
-        low, high = 0, 0
-    if not 1 <= low <= high or len(value) > 2:
-        raise BenchError(f"--{name}: least and most are needed, as in 8,128, not {','.join(value)}")
-    return low, high
 
 
 def make_load() -> Load:

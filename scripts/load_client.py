@@ -22,6 +22,10 @@ weight bias norm gate query key value mask loss gradient device host link ring p
 WORDS = _WORDS.split()
 
 
+class BenchError(RuntimeError):
+    """The load cannot be run, or the server failed it; the message is one line."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Ask:
     """One request.
@@ -247,3 +251,14 @@ def find_doubles(answers: Sequence[Answer]) -> list[str]:
     """Ids that more than one answer had."""
     ids = [answer.id for answer in answers if answer.id]
     return sorted({one for one in ids if ids.count(one) > 1}) if len(set(ids)) < len(ids) else []
+
+
+def parse_bounds(name: str, value: Sequence[str]) -> tuple[int, int]:
+    """Two numbers, or one that is both."""
+    try:
+        low, high = (int(value[0]), int(value[-1]))
+    except (ValueError, IndexError):
+        low, high = 0, 0
+    if not 1 <= low <= high or len(value) > 2:
+        raise BenchError(f"--{name}: least and most are needed, as in 8,128, not {','.join(value)}")
+    return low, high

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from serving.cache import Cache
+from serving.compilations import compilations
 from serving.folder import check_hashes, read_manifest
 from serving.function import BundleError, one_line
 from serving.manifest import WEIGHTS, Entrypoint, Filled, Leaf, Manifest
@@ -109,7 +110,6 @@ class Bundle:
       mesh: the mesh.
       functions: name -> what it is: `tags`, and `inputs` and `outputs` with paths, shapes, dtypes.
       notes: sentences on specs that do not fit the mesh.
-      compile_total: programs compiled; does not change once the bundle is loaded.
       programs: name -> executable, shardings and the program of one device.
     """
 
@@ -127,12 +127,18 @@ class Bundle:
         self.functions: Mapping[str, Entrypoint] = {n: p.entry for n, p in programs.items()}
         self.programs = programs
         self.notes = tuple(notes)
-        self.compile_total = len(programs) + (make_state is not None)
+        self._compiled = len(programs) + (make_state is not None)
         self._make_state = make_state
         self._held: dict[str, jax.Array] = dict(weights)
         self._calls = {name: _Call(program) for name, program in programs.items()}
         self._running = threading.Lock()
         self.reset_state()
+        self._before = compilations()
+
+    @property
+    def compile_total(self) -> int:
+        """Programs of the bundle, and what the process has compiled since: hopefully nothing."""
+        return self._compiled + compilations() - self._before
 
     @property
     def devices(self) -> list[jax.Device]:

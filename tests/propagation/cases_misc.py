@@ -31,6 +31,25 @@ def attended(x: Any, w: Any) -> Any:
     return spmd.ops.attention(q, k, k + 1)
 
 
+def projected(x: Any, w: Any) -> Any:
+    """A plain weight, one of 8 bits, and one of 4."""
+    values, scales = (w * 50).astype(jnp.int8), jnp.abs(w[:, 0]) + 1
+    packed = (w[:, :8] * 20).astype(jnp.int8).astype(jnp.uint8).reshape(8, 2, 4)
+    quantized = {"values": values, "scales": scales}
+    fine = {"values": packed, "scales": jnp.abs(w[:, :2]) + 1}
+    return tuple(spmd.ops.linear(x, weight) for weight in (w, quantized, fine))
+
+
+def decoded(x: Any, w: Any) -> Any:
+    """A step of attention over a cache of which the slots hold 1 to 8 positions."""
+    positions = jnp.arange(4, dtype=jnp.int32) * 2 + 1
+    cache = x.reshape(4, 2, 2, 2, 4).repeat(4, axis=3)
+    new = w.reshape(4, 2, 2, 4)
+    updated = spmd.ops.cache_update(cache, new, positions)
+    q = w.reshape(4, 2, 2, 4)
+    return updated, spmd.ops.decode_attention(q, updated, positions, length=8)
+
+
 MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("top_k", lambda x: tuple(lax.top_k(x, 3)), (X,)),
     ("top_k_gradient", jax.grad(lambda x: lax.top_k(x, 3)[0].sum()), (X,)),
@@ -43,6 +62,8 @@ MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         jax.grad(lambda x, w: jnp.sum(attended(x, w) ** 2), (0, 1)),
         (X, matrices(8, 8)),
     ),
+    ("linear", projected, (X, matrices(8, 16, seed=2))),
+    ("decode_attention", decoded, (X, matrices(8, 8))),
     ("mulhi", lambda x: lax.mulhi(x, x[::-1]), (WORDS,)),
     ("mulhi_unsigned", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.uint32),)),
     ("mulhi_narrow", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.int8),)),

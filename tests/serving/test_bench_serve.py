@@ -16,8 +16,16 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.bench_serve import BenchError, parse_bounds
-from scripts.load_client import Answer, Ask, Load, find_doubles, make_asks, run_load
+from scripts.load_client import (
+    Answer,
+    Ask,
+    BenchError,
+    Load,
+    find_doubles,
+    make_asks,
+    parse_bounds,
+    run_load,
+)
 from serving.service import Options
 from tests.serving.fake_backend import FakeBackend
 from tests.serving.live import MODEL, Live, serving
