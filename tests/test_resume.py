@@ -48,11 +48,11 @@ print(train_flags.help_text("about"))
 """
 
 
-KILLS = 5
+KILLS = 30
 
 
 def test_killed_and_resumed_it_is_the_same_run(tmp_path):
-    """The last signal is a SIGTERM; `scripts/resume_test` does it thirty times."""
+    """As `scripts/resume_test`: real signals at random moments, the last one a SIGTERM."""
     resume_test(tmp_path, kills=KILLS, steps=steps_for(KILLS), devices=1, seed=1)
     assert not list((tmp_path / "killed").rglob("*orbax-checkpoint-tmp*"))
     metrics = tmp_path / "killed" / "metrics.jsonl"

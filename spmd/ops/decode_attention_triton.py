@@ -3,6 +3,8 @@
 A program of the kernel goes over a part of one slot's and key head's positions, a tile at a time,
 with the running maximum and sum of an online softmax (Dao et al. 2022; the split over positions is
 Flash-Decoding's). With few slots there are several parts for each; they are joined afterwards.
+
+jax 0.11 still has Pallas's Triton backend, and deprecates it: what follows is Mosaic GPU.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ def decode(
     """
     slots, heads, groups, width = q_BKGD.shape
     if not takes(groups, width, length) or 0 in q_BKGD.shape:
+        return NotImplemented
+    if not (interpret or _can_lower()):
         return NotImplemented
     parts = _parts(slots * heads, length)
     extent = length // parts
@@ -86,6 +90,11 @@ def takes(groups: int, width: int, length: int) -> bool:
     """Whether the kernel takes these sizes: Triton's tiles are powers of two."""
     is_power = width & (width - 1) == 0 and 16 <= width <= 256
     return groups <= MOST_GROUPS and is_power and length % TILE == 0
+
+
+def _can_lower() -> bool:
+    """Whether jax can lower the kernel here: from 0.11 on it asks the GPU what it is."""
+    return jax.__version_info__ < (0, 11) or jax.devices()[0].platform == "gpu"
 
 
 def _compiler_params() -> Any:
