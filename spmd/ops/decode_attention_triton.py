@@ -94,7 +94,7 @@ def takes(groups: int, width: int, length: int) -> bool:
 
 def _can_lower() -> bool:
     """Whether jax can lower the kernel here: from 0.11 on it asks the GPU what it is."""
-    return jax.__version_info__ < (0, 11) or jax.devices()[0].platform == "gpu"
+    return bool(jax.__version_info__ < (0, 11)) or jax.devices()[0].platform == "gpu"
 
 
 def _compiler_params() -> Any:
