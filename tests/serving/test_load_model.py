@@ -1,0 +1,53 @@
+"""Golden prompts at the start: what passes, what is a close call, what stops the server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serving import load
+from serving.function import BundleError
+from tests.serving.fake_backend import FakeBackend
+
+GOLDEN = {"prompt": [1, 2], "tokens": [5, 6, 7], "logprobs": [-1.0, -2.0, -0.5]}
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what the model computes."""
+
+    def use(tokens: list[int], logprobs: list[float]) -> None:
+        monkeypatch.setattr(load, "generate", lambda *_: (tokens, logprobs))
+
+    return use
+
+
+def check(tolerance: float = 0.02) -> None:
+    load.check_goldens(FakeBackend(), [GOLDEN], tolerance)
+
+
+def test_the_same_passes(computed: Any, caplog: Any) -> None:
+    computed([5, 6, 7], [-1.001, -2.001, -0.499])
+    with caplog.at_level("INFO", "serving"):
+        check()
+    assert "1 golden prompts come out as they should" in caplog.text
+
+
+def test_a_close_call_ends_that_prompt(computed: Any, caplog: Any) -> None:
+    computed([5, 9, 1], [-1.0, -2.01, -9.0])
+    check()
+    assert "golden 0: token 1 is a close call, and differs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"),
+    [([5, 6, 7], [-1.0, -2.5, -0.5]), ([5, 9, 7], [-1.0, -1.0, -0.5]),
+     ([5, 6, 7], [float("nan"), -2.0, -0.5])],
+)  # fmt: skip
+def test_what_is_computed_wrongly_stops_the_server(
+    tokens: list[int], logprobs: list[float], computed: Any
+) -> None:
+    computed(tokens, logprobs)
+    with pytest.raises(BundleError, match=r"golden prompt 0: token [01] is .* computes the model"):
+        check()
