@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import spmd
 from models.llama.config import named_config
 from models.llama.decode import ServingShape
 from models.llama.sources import fresh_source
+from scripts import compare_quantized, generate_text
 from serving.bundle import load_bundle
 from serving.llama import model_backend
 from serving.llama_export import export_llama
@@ -192,3 +194,56 @@ def test_a_second_start_compiles_nothing(bundle_folder: Path, tmp_path: Path) ->
         with served(bundle_folder, "data=1,model=2", tmp_path):
             starts.append(time.monotonic() - begin)
     assert starts[1] < starts[0]
+
+
+def test_generate(bundle_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """The same texts for the same seed, errors in one line, and prompts asked for at a terminal."""
+    flags = [
+        str(bundle_folder), "--mesh=model=1", "--cache_dir", str(tmp_path), "--max_tokens=7",
+        "--ignore_eos",
+    ]  # fmt: skip
+
+    def run(*more: str) -> tuple[str, str]:
+        with contextlib.suppress(SystemExit):
+            generate_text.main([*flags, *more])
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    out, err = run("--prompt=def f(", "--prompt=def f(", "--temperature=1.0", "--seed=3")
+    first, second = out[: len(out) // 2], out[len(out) // 2 :]
+    assert first == second
+    assert first.startswith("def f(")
+    assert "6 tokens read, 7 made in " in err
+    lines = ["abc"]
+
+    def typed(*_: Any) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop()
+
+    monkeypatch.setattr("rich.console.Console.input", typed)
+    assert run()[0].startswith("abc")
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--temperature=-1", "--temperature is -1.0; it has to be at least 0"),
+        ("--top_p=2", "--top_p is 2.0; it has to be from 0 to 1"),
+        ("--repetition_penalty=0", "--repetition_penalty has to be positive"),
+        ("--mesh=model", "--mesh: 'model' is not of the form axis=size"),
+    ],
+)
+def test_generates_errors(flag: str, message: str, bundle_folder: Path) -> None:
+    with pytest.raises(SystemExit, match=message.replace("(", r"\(")):
+        generate_text.main([str(bundle_folder), "--prompt=x", flag])
+
+
+def test_compare_quantized(capsys: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("a text of some length, " * 20)
+    compare_quantized.main(["--model=tiny", "--text", str(text), "--sequences=2", "--seq_len=16"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "%" in line]
+    errors = {row[0].strip("| "): float(row[4].strip("%")) for row in rows}
+    assert errors["float32"] == 0
+    assert 0 < errors["bfloat16"] < errors["int8"] < errors["int4"] < 60
