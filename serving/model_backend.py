@@ -93,10 +93,11 @@ class ModelBackend:
         kind = "prefill" if targets is None else "score"
         outputs = self._programs.run(self._names[kind, chunk, length], inputs)
         self._tokens[slot], self._held[slot] = prompt, end
-        if sampling is not None:
-            self._tokens[slot].append(int(outputs["first"].ids[0]))
+        first_token = None if sampling is None else _tokens(outputs["first"])
+        if first_token is not None:
+            self._tokens[slot].append(int(first_token.ids[0]))
         return Prefilled(
-            None if sampling is None else _tokens(outputs["first"]),
+            first_token,
             None if targets is None else _tokens(outputs["scores"], start - first, end - first),
         )
 
