@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 import spmd
 from models.function import Function
+from models.gpu_graphs import with_gpu_graphs
+from spmd.mesh.spec import jax_mesh
 
 OPEN = "..."
 
@@ -48,7 +50,8 @@ class Programs:
           options: of the compiler.
         """
         self.functions = {function.name: function for function in functions}
-        self._mesh, self._options = mesh.refined(), options or spmd.Options()
+        self._mesh = mesh.refined()
+        self._options = with_gpu_graphs(options or spmd.Options(), _platform(mesh))
         self._pieces = mesh.pieces()
         self._specs = specs
         main = self._compile(self.functions[primary], None)
@@ -132,6 +135,10 @@ class Programs:
         for piece in pieces:
             extent *= self._mesh.shape[piece]
         return pieces or None if size % extent == 0 else ...
+
+
+def _platform(mesh: spmd.Mesh) -> str:
+    return str(jax_mesh(mesh).devices.flat[0].platform)
 
 
 def _outputs(function: Function) -> Any:

@@ -3,7 +3,8 @@
 A Llama with random weights, tensor parallel over `--model_axis` devices; every slot holds
 `--context` tokens. The floor is weight bytes (all but the embedding table) and cached bytes of one
 device over `--bandwidth`. A call makes `--steps_per_call` tokens in a loop on the device, as
-serving does between two looks for ends of sequences.
+serving does between two looks for ends of sequences; `--ahead` more are under way when the host
+reads the tokens of one.
 
 Example:
     python scripts/bench_decode.py --model llama2-7b --batches 1,64,256 --quantize none,int8
@@ -11,6 +12,7 @@ Example:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import statistics
@@ -42,6 +44,7 @@ _QUANTIZE = flags.DEFINE_list("quantize", ["none"], "of " + ", ".join(QUANTIZATI
 _CACHE = flags.DEFINE_string("cache_dtype", "bfloat16", "of keys and values")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "of activations, and weights not quantized")
 _PER_CALL = flags.DEFINE_list("steps_per_call", ["1", "10"], "tokens of a call")
+_AHEAD = flags.DEFINE_integer("ahead", 1, "calls that are issued before the last one is read")
 _TOKENS = flags.DEFINE_integer("tokens", 60, "timed tokens")
 _BANDWIDTH = flags.DEFINE_float("bandwidth", 4.3e12, "bytes a second that a device copies")
 _XLA = flags.DEFINE_list("xla", [], "XLA's options for our programs, as in name=value")
@@ -84,14 +87,14 @@ def floor_seconds(programs: Programs) -> float:
 
 
 def timed(run: Any, calls: int) -> float:
-    """Median seconds of a call."""
+    """Median seconds from one call's tokens on the host to the next one's."""
+    under_way = collections.deque(run() for _ in range(_AHEAD.value))
     times = []
-    for number in range(calls + WARM_UP):
-        start = time.perf_counter()
-        run()
-        if number >= WARM_UP:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    for _ in range(calls + WARM_UP - _AHEAD.value):
+        under_way.append(run())
+        np.asarray(under_way.popleft())
+        times.append(time.perf_counter())
+    return statistics.median(np.diff(times[WARM_UP - 1 :]))
 
 
 def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
@@ -129,7 +132,7 @@ def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
         }
 
         def run(control: Any = control) -> Any:
-            return np.asarray(programs.run(primary, control).ids)
+            return programs.run(primary, control).ids
 
         seconds = timed(run, calls) / steps
         rows.append(
@@ -153,7 +156,7 @@ def _peer(
     def run() -> Any:
         nonlocal state
         state, made = plain(programs.weights, state, control)
-        return np.asarray(made.ids)
+        return made.ids
 
     seconds = timed(run, calls) / steps
     return (

@@ -30,6 +30,7 @@ class Request:
       stop_ids: ids that end the completion; the last token may be one of them.
       interactive: somebody watches the tokens come, so decode makes them one by one.
       score_prompt: the prompt's tokens are wanted with their log-probabilities, so none is reused.
+      alternatives: the likeliest others are wanted with each token.
     """
 
     key: int
@@ -40,6 +41,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     interactive: bool = False
     score_prompt: bool = False
+    alternatives: bool = False
 
 
 class Copy(NamedTuple):
@@ -52,7 +54,10 @@ class Copy(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """`Backend.prefill` for the request `key`."""
+    """`Backend.prefill` for the request `key`.
+
+    `tokens` are those of the prompt up to the chunk's end; `is_last`, whether they are all.
+    """
 
     key: int
     slot: int
@@ -60,6 +65,12 @@ class Prefill(NamedTuple):
     start: int
     sampling: Sampling | None
     targets: tuple[int, ...] | None
+    is_last: bool
+
+    @property
+    def size(self) -> int:
+        """Tokens of the chunk."""
+        return len(self.tokens) - self.start
 
 
 class Decode(NamedTuple):
@@ -67,6 +78,7 @@ class Decode(NamedTuple):
 
     keys: tuple[int | None, ...]
     steps: int
+    alternatives: bool
 
     @property
     def active(self) -> tuple[bool, ...]:

@@ -1,13 +1,14 @@
 """What the engine asks of a model: slots of a KV cache, filled chunk by chunk, decoded together.
 
 The engine and the scheduler know of no jax; a backend knows of no requests. A slot holds one
-sequence: its tokens' keys and values at positions 0, 1, ... Everything blocks until it is done.
+sequence: its tokens' keys and values at positions 0, 1, ... Calls only begin things, which are done
+one after the other; what a call returns is called for what came of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -113,20 +114,23 @@ class Backend(Protocol):
         *,
         sampling: Sampling | None = None,
         targets: Sequence[int] | None = None,
-    ) -> Prefilled:
+    ) -> Callable[[], Prefilled]:
         """Run a chunk of a prompt: its keys and values go to positions start, start + 1, ...
 
         Args:
           slot: which.
-          tokens: ids, at least one and at most `limits.chunks[-1]`.
-          start: tokens that the slot holds before; what it held behind that is forgotten.
+          tokens: ids from the beginning of the prompt to the end of the chunk.
+          start: how many of them the slot holds before, so that the chunk is `tokens[start:]`, at
+            least one and at most `limits.chunks[-1]`; what it held behind is forgotten.
           sampling: given with a prompt's last chunk: draws the first token, which `decode` goes on
             from, and is what `decode` uses for this slot from then on.
-          targets: the token after each one of `tokens` (of the last one of a prompt: any), to have
+          targets: the token after each one of the chunk (of the last one of a prompt: any), to have
             scores of them.
         """
 
-    def decode(self, active: Sequence[bool], steps: int) -> Tokens:
+    def decode(
+        self, active: Sequence[bool], steps: int, alternatives: bool = True
+    ) -> Callable[[], Tokens]:
         """Make tokens in several slots at once.
 
         Each step writes the keys and values of a slot's latest token and draws the next one. Slots
@@ -135,9 +139,10 @@ class Backend(Protocol):
         Args:
           active: for each slot whether it takes part; its prompt has to be there.
           steps: how many tokens, 1 to `limits.decode_steps`.
+          alternatives: whether the likeliest others are wanted; else they mean nothing.
 
         Returns:
-          Arrays (steps, slots, ...); those of inactive slots mean nothing.
+          What gives arrays (steps, slots, ...); those of inactive slots mean nothing.
         """
 
     def copy(self, source: int, target: int, length: int) -> None:

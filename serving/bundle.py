@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
+from models.gpu_graphs import with_gpu_graphs
 from serving.cache import Cache
 from serving.compilations import compilations
 from serving.folder import check_hashes, read_manifest
@@ -67,7 +68,7 @@ def load_bundle(
       >>> bundle.run("decode_t512", control)
     """
     folder, mesh = Path(folder), as_mesh(mesh)
-    options = options or Options()
+    options = with_gpu_graphs(options or Options(), jax_mesh(mesh).devices.flat[0].platform)
     manifest = read_manifest(folder)
     if manifest.weights:
         check_stored(folder / WEIGHTS, manifest.weights)

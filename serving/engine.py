@@ -2,6 +2,8 @@
 
 Readers live in asyncio: `submit` returns a stream of deltas that is read with `async for`. A lock
 guards the scheduler and the table of choices; the backend runs, and tokens become text, without it.
+
+The thread begins all that the scheduler lets it begin, then takes the results of the oldest call.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from serving.actions import Action, Copy, Counts, Decode, Prefill, Progress, Request
-from serving.backend import Backend, Tokens
+from serving.backend import Backend, Prefilled, Tokens
 from serving.choice import Choice, Delta, Job, NotFinite, Token, pick, read_scores
 from serving.scheduler import Scheduler
 from serving.stream import Entry, Failed, Observer, State, Stream, Unavailable
@@ -25,6 +29,14 @@ from serving.text import Decode as DecodeText
 from serving.text import Pieces
 
 _LOG = logging.getLogger("serving")
+
+
+class _Call(NamedTuple):
+    """An action that was begun, when, and what waits for its results."""
+
+    action: Action
+    started: float
+    results: Callable[[], Any]
 
 
 class Engine:
@@ -36,7 +48,8 @@ class Engine:
       letter: any token that ends a word: alternatives are shown as they would read behind it.
       observer: hears what happens.
       max_waiting: requests that may wait for a slot.
-      steps: tokens that one call of decode makes where nobody watches.
+      steps: tokens that are drawn between two looks for ends where nobody watches.
+      ahead: calls that are begun before the last one's results are there.
     """
 
     def __init__(
@@ -48,6 +61,7 @@ class Engine:
         observer: Observer | None = None,
         max_waiting: int = 256,
         steps: int = 10,
+        ahead: int = 1,
     ) -> None:
         self.backend = backend
         self.limits = backend.limits
@@ -55,13 +69,16 @@ class Engine:
         self._decode = decode
         self._pieces = Pieces(decode, letter)
         self._observer = observer
-        self._scheduler = Scheduler(backend.limits, max_waiting=max_waiting, steps=steps)
+        self._scheduler = Scheduler(
+            backend.limits, max_waiting=max_waiting, steps=steps, ahead=ahead
+        )
         self._entries: dict[int, Entry] = {}
         self._keys = itertools.count()
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._stopping = False
         self._draining = False
+        self._under_way: deque[_Call] = deque()
         self._busy_since: float | None = None
         self._outbox: list[tuple[Stream, Delta | Failed]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -104,6 +121,7 @@ class Engine:
                         job.stop_ids,
                         interactive,
                         job.score_prompt,
+                        alternatives=bool(job.logprobs),
                     )
                     for key, job in zip(keys, jobs, strict=True)
                 ]
@@ -143,7 +161,7 @@ class Engine:
             return self._scheduler.idle
 
     def stalled(self) -> float:
-        """Seconds that the call of the backend which is under way has taken."""
+        """Seconds that nothing has come from the backend though a call is under way."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -153,7 +171,7 @@ class Engine:
             self._draining = True
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End the thread after the action that is under way; what is not finished fails."""
+        """End the thread after the call that is under way; what is not finished fails."""
         with self._wake:
             self._draining = self._stopping = True
             self._wake.notify()
@@ -172,10 +190,13 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while (action := self._next()) is not None:
-                self._do(action)
-                outbox, self._outbox = self._outbox, []
-                _deliver(outbox)
+            while not self._stopping:
+                while (action := self._next()) is not None:
+                    self._under_way.append(self._begin(action))
+                if self._under_way:
+                    self._finish(self._under_way.popleft())
+                else:
+                    self._wait()
         except Exception as error:
             _LOG.exception("the model failed; the server takes no more requests")
             with self._lock:
@@ -183,51 +204,67 @@ class Engine:
             self._fail_all(self.error)
 
     def _next(self) -> Action | None:
-        """Wait for something to do; None when the engine is to stop."""
-        with self._wake:
-            while not self._stopping:
-                action = self._scheduler.next()
-                if action is not None:
-                    self._note_placed(action)
-                    return action
-                self._wake.wait()
-        return None
+        with self._lock:
+            action = self._scheduler.next()
+            if action is not None:
+                self._note_placed(action)
+            return action
 
-    def _do(self, action: Action) -> None:
-        self._busy_since = started = time.monotonic()
+    def _wait(self) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._stopping or not self._scheduler.idle)
+
+    def _begin(self, action: Action) -> _Call:
+        started = time.monotonic()
+        if self._busy_since is None:
+            self._busy_since = started
         match action:
             case Copy():
                 self.backend.copy(action.source, action.target, action.length)
-                self._busy_since = None
+                results: Callable[[], Any] = _nothing
+            case Prefill():
+                results = self.backend.prefill(
+                    action.slot,
+                    action.tokens,
+                    action.start,
+                    sampling=action.sampling,
+                    targets=action.targets,
+                )
+            case Decode():
+                results = self.backend.decode(action.active, action.steps, action.alternatives)
+        return _Call(action, started, results)
+
+    def _finish(self, call: _Call) -> None:
+        action, results = call.action, call.results()
+        # A call begins when those before it are done.
+        seconds = time.monotonic() - max(call.started, self._busy_since or 0.0)
+        self._busy_since = time.monotonic() if self._under_way else None
+        match action:
+            case Copy():
                 with self._lock:
                     self._scheduler.copied()
             case Prefill():
-                self._prefill(action, started)
+                self._ran(action.size, seconds, steps=0)
+                self._prefilled(action, results)
             case Decode():
-                self._decode_tokens(action, started)
+                self._ran(sum(action.active) * action.steps, seconds, action.steps)
+                self._decoded(results)
+        outbox, self._outbox = self._outbox, []
+        _deliver(outbox)
 
-    def _prefill(self, action: Prefill, started: float) -> None:
-        first, scores = self.backend.prefill(
-            action.slot,
-            action.tokens,
-            action.start,
-            sampling=action.sampling,
-            targets=action.targets,
-        )
-        self._ran(len(action.tokens), started, steps=0)
+    def _prefilled(self, action: Prefill, results: Prefilled) -> None:
+        first, scores = results
         with self._lock:
             progress = self._scheduler.prefilled(None if first is None else int(first.ids[0]))
             entry = self._entries.get(action.key)
         if entry is not None and scores is not None:
-            entry.choice.take_scores(pick(scores, slice(len(action.tokens))))
+            entry.choice.take_scores(pick(scores, slice(action.size)))
         if progress is not None and entry is not None:
             self._advance(
                 entry, progress, _empty(self.limits.top_logprobs) if first is None else first
             )
 
-    def _decode_tokens(self, action: Decode, started: float) -> None:
-        drawn = self.backend.decode(action.active, action.steps)
-        self._ran(sum(action.active) * action.steps, started, action.steps)
+    def _decoded(self, drawn: Tokens) -> None:
         ids = drawn.ids.T.tolist()
         with self._lock:
             done = [
@@ -299,14 +336,17 @@ class Engine:
             self._observer.more_tokens(now - entry.last, tokens)
         entry.last = now
 
-    def _ran(self, tokens: int, started: float, steps: int) -> None:
-        self._busy_since = None
+    def _ran(self, tokens: int, seconds: float, steps: int) -> None:
         if self._observer is not None:
-            self._observer.ran(tokens, time.monotonic() - started, steps)
+            self._observer.ran(tokens, seconds, steps)
 
     def _finished(self, entry: Entry, reason: str, now: float) -> None:
         if self._observer is not None:
             self._observer.finished(entry.finished(reason, now))
+
+
+def _nothing() -> None:
+    """What comes of a copy."""
 
 
 def _deliver(outbox: Sequence[tuple[Stream, Delta | Failed]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,8 +54,7 @@ class ModelBackend:
             for name, tags in ((n, f.tags) for n, f in programs.functions.items())
         }
         self._lengths = sorted({length for kind, _, length in self._names if kind == "decode"})
-        # Of each slot all tokens that are known, and how many of them have keys and values there.
-        self._tokens: list[list[int]] = [[] for _ in range(limits.slots)]
+        # Of how many tokens each slot has keys and values once all calls are done.
         self._held = [0] * limits.slots
 
     @property
@@ -71,11 +70,11 @@ class ModelBackend:
         *,
         sampling: Sampling | None = None,
         targets: Sequence[int] | None = None,
-    ) -> Prefilled:
+    ) -> Callable[[], Prefilled]:
         """See `Backend.prefill`."""
-        self._check_chunk(slot, len(tokens), start)
-        prompt = [*self._tokens[slot][:start], *map(int, tokens)]
-        end, chunk = len(prompt), self._bucket(len(tokens))
+        self._check_chunk(slot, len(tokens) - start, start)
+        prompt = [int(token) for token in tokens]
+        end, chunk = len(prompt), self._bucket(len(tokens) - start)
         # All of the bucket has to fit into the slot: near its end some tokens are done again.
         first = max(0, min(start, self.limits.max_length - chunk))
         length = self._length(max(end, first + chunk))
@@ -92,16 +91,16 @@ class ModelBackend:
             inputs["targets"] = _padded([*prompt[first + 1 : start + 1], *targets], chunk)
         kind = "prefill" if targets is None else "score"
         outputs = self._programs.run(self._names[kind, chunk, length], inputs)
-        self._tokens[slot], self._held[slot] = prompt, end
+        self._held[slot] = end
         first_token = None if sampling is None else _tokens(outputs["first"])
-        if first_token is not None:
-            self._tokens[slot].append(int(first_token.ids[0]))
-        return Prefilled(
-            first_token,
-            None if targets is None else _tokens(outputs["scores"], start - first, end - first),
-        )
+        scores = None
+        if targets is not None:
+            scores = _tokens(outputs["scores"], start - first, end - first)
+        return lambda: Prefilled(first_token and first_token(), scores and scores())
 
-    def decode(self, active: Sequence[bool], steps: int) -> Tokens:
+    def decode(
+        self, active: Sequence[bool], steps: int, alternatives: bool = True
+    ) -> Callable[[], Tokens]:
         """See `Backend.decode`."""
         limits = self.limits
         taking_part = [slot for slot, is_active in enumerate(active) if is_active]
@@ -113,36 +112,33 @@ class ModelBackend:
             )
         inputs = {
             "active": np.asarray(active, np.bool_),
-            "alternatives": np.bool_(limits.top_logprobs > 0),
+            "alternatives": np.bool_(alternatives and limits.top_logprobs > 0),
             "steps": np.int32(steps),
         }
         name = self._names["decode", 0, self._length(longest)]
         made = _tokens(self._programs.run(name, inputs), end=steps)
         for slot in taking_part:
             self._held[slot] += steps
-            self._tokens[slot] += made.ids[:, slot].tolist()
         return made
 
     def copy(self, source: int, target: int, length: int) -> None:
         """See `Backend.copy`."""
         slots = {"source": np.int32(source), "target": np.int32(target)}
-        self._programs.run(self._names["copy", 0, 0], slots)
-        self._tokens[target] = self._tokens[source][:length]
+        self._programs.run(self._names["copy", 0, self._length(length)], slots)
         self._held[target] = length
 
     def warm_up(self) -> None:
         """Run every function once: what is done at a first call is not left to a request."""
-        slots, limits = range(self.limits.slots), self.limits
+        limits = self.limits
         for length in self._lengths:
             for chunk in (c for c in limits.chunks if c <= length):
-                start = length - chunk
-                self._tokens[0], self._held[0] = [0] * start, start
+                self._held[0] = start = length - chunk
                 for targets in (None, [0] * chunk):
-                    self.prefill(0, [0] * chunk, start, sampling=NEUTRAL, targets=targets)
+                    self.prefill(0, [0] * length, start, sampling=NEUTRAL, targets=targets)()
+            self.copy(0, limits.slots - 1, length)
             self._held = [length - 1] * limits.slots
-            self.decode([True] * limits.slots, 1)
-        self.copy(0, limits.slots - 1, 0)
-        self._tokens, self._held = [[] for _ in slots], [0 for _ in slots]
+            self.decode([True] * limits.slots, 1)()
+        self._held = [0] * limits.slots
 
     def _check_chunk(self, slot: int, count: int, start: int) -> None:
         limits = self.limits
@@ -178,9 +174,11 @@ def _sampling_inputs(sampling: Sampling) -> dict[str, Any]:
     return {name: np.asarray(getattr(sampling, name), dtype) for name, (dtype, _) in FIELDS.items()}
 
 
-def _tokens(report: Any, start: int = 0, end: int | None = None) -> Tokens:
-    """Rows of a report of the device's."""
-    return Tokens(*(np.asarray(x)[start:end] for x in report))
+def _tokens(report: Any, start: int = 0, end: int | None = None) -> Callable[[], Tokens]:
+    """Rows of a report of the device's, on their way to the host: waits for them."""
+    for x in report:
+        x.copy_to_host_async()
+    return lambda: Tokens(*(np.asarray(x)[start:end] for x in report))
 
 
 def generate(
@@ -191,15 +189,15 @@ def generate(
     largest = backend.limits.chunks[-1]
     first = None
     for start in range(0, len(prompt), largest):
-        part = prompt[start : start + largest]
-        is_last = start + len(part) == len(prompt)
-        first = backend.prefill(0, part, start, sampling=sampling if is_last else None).first
+        part = prompt[: start + largest]
+        is_last = len(part) == len(prompt)
+        first = backend.prefill(0, part, start, sampling=sampling if is_last else None)().first
     assert first is not None  # a prompt has a last part
     tokens, logprobs = first.ids.tolist(), first.logprobs.tolist()
     active = np.arange(backend.limits.slots) == 0
     while len(tokens) < count:
         steps = min(backend.limits.decode_steps, count - len(tokens))
-        made = backend.decode(active.tolist(), steps)
+        made = backend.decode(active.tolist(), steps, alternatives=False)()
         tokens += made.ids[:, 0].tolist()
         logprobs += made.logprobs[:, 0].tolist()
     return tokens, logprobs

@@ -1,7 +1,11 @@
 """What the device does next: continuous batching as a state machine.
 
-No threads, no clock, no device: `next` names an action, and once it is done `copied`, `prefilled`
-or `decoded` takes what came of it. Requests come and go between these calls, or during an action.
+No threads, no clock, no device: `next` names an action to begin, and once it is done `copied`,
+`prefilled` or `decoded` takes what came of it. Requests come and go between these calls.
+
+An action is begun before the last one's tokens are known: what it is depends on how many there will
+be, not on which. So the device goes on while the host makes text of them; a request that turns out
+to have ended is in one call too many, whose tokens for it are dropped.
 
 Prompts are filled in one at a time, chunk by chunk, and while anything decodes there is one chunk
 at most between two calls of decode. A request gets its slot only when its turn to be filled in has
@@ -11,7 +15,9 @@ come, so that it finds whatever beginning the requests before it have left in th
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,14 +36,27 @@ from serving.backend import Limits
 from serving.fairness import FairQueue
 from serving.slots import Slots
 
+_Action = TypeVar("_Action", Copy, Prefill, Decode)
+
 
 @dataclasses.dataclass
 class _Running:
     request: Request
     slot: int
     source: int  # the slot that its beginning is to be copied from; its own where there is none
-    filled: int  # tokens of the prompt whose keys and values are known
-    drawn: int = 0
+    filled: int  # tokens of the prompt whose chunks have begun
+    begun: int = 0  # tokens to draw whose calls have begun
+    drawn: int = 0  # tokens that are known
+
+    @property
+    def held(self) -> int:
+        """Tokens whose keys and values are in the slot once all that has begun is done."""
+        return self.filled + max(0, self.begun - 1)
+
+    @property
+    def wanted(self) -> int:
+        """Tokens that are still to begin."""
+        return self.request.max_tokens - self.begun
 
 
 class Scheduler:
@@ -46,22 +65,27 @@ class Scheduler:
     Args:
       limits: the backend's.
       max_waiting: requests that there may be beside those which fit the slots.
-      steps: tokens that one call of decode makes where nobody watches.
+      steps: tokens that are drawn between two looks for ends where nobody watches, in the calls
+        that are under way at a time together.
+      ahead: actions that are begun before the last one's results are there.
     """
 
-    def __init__(self, limits: Limits, *, max_waiting: int = 256, steps: int = 10) -> None:
+    def __init__(
+        self, limits: Limits, *, max_waiting: int = 256, steps: int = 10, ahead: int = 1
+    ) -> None:
         self.limits = limits
         self.max_waiting = max_waiting
-        self.steps = min(steps, limits.decode_steps)
+        self.steps = max(1, min(steps // (1 + ahead), limits.decode_steps))
         self.counts = Counts()
         self.slots = Slots(limits.slots, limits.max_length)
         self._queue: FairQueue[Request] = FairQueue()
         self._running: dict[int, _Running] = {}
         self._prefilling: _Running | None = None
-        # The token that each slot's next decode step starts from, owned or not.
+        # Each slot's latest known token, whose key and value come with the next one.
         self._latest = [0] * limits.slots
         self._decode_is_due = False
-        self._pending: Action | None = None
+        self._ahead = ahead
+        self._under_way: deque[Action] = deque()
 
     @property
     def waiting(self) -> int:
@@ -122,24 +146,23 @@ class Scheduler:
         return True
 
     def next(self) -> Action | None:
-        """What to do now; None if there is nothing to do."""
-        if self._pending is not None:
-            raise RuntimeError(f"{self._pending} is not done yet")
-        self._pending = self._choose()
-        return self._pending
+        """What to begin now.
+
+        None if there is nothing to do, or not before something under way is done.
+        """
+        if len(self._under_way) > self._ahead:
+            return None
+        action = self._choose()
+        if action is not None:
+            self._under_way.append(action)
+        return action
 
     def copied(self) -> None:
-        """The `Copy` is done."""
-        action = self._pending
-        if not isinstance(action, Copy):
-            raise RuntimeError(f"there was no copy to do but {action}")
-        self._pending = None
-        self.slots.write(action.target, 0, self.slots.content(action.source)[: action.length])
-        if running := self._running.get(action.key):
-            running.source = running.slot
+        """The oldest action under way, a `Copy`, is done."""
+        self._done(Copy)
 
     def prefilled(self, first: int | None) -> Progress | None:
-        """The `Prefill` is done.
+        """The oldest action under way, a `Prefill`, is done.
 
         Args:
           first: the token it drew, if it had a sampling.
@@ -147,70 +170,67 @@ class Scheduler:
         Returns:
           What it came to, if this was the prompt's last chunk and it was not cancelled meanwhile.
         """
-        action = self._pending
-        if not isinstance(action, Prefill):
-            raise RuntimeError(f"there was nothing to prefill but {action}")
-        self._pending = None
-        self._decode_is_due = True
-        self.counts.prefilled += len(action.tokens)
-        self.slots.write(action.slot, action.start, action.tokens)
+        action = self._done(Prefill)
         running = self._running.get(action.key)
-        if first is not None:
-            self._latest[action.slot] = first
         if running is None:
             self.counts.wasted += first is not None
             return None
-        self._queue.charge(running.request.client, len(action.tokens))
-        running.filled += len(action.tokens)
-        if running.filled < len(running.request.prompt):
+        if first is not None:
+            self._latest[action.slot] = first
+        if not action.is_last:
             return None
-        self._prefilling = None
         return self._advance(running, [] if first is None else [first])
 
     def decoded(self, ids: Sequence[Sequence[int]]) -> list[Progress]:
-        """The `Decode` is done.
+        """The oldest action under way, a `Decode`, is done.
 
         Args:
           ids: (slots, steps) the tokens; those of inactive slots are not looked at.
 
         Returns:
-          What it came to for each request that was not cancelled meanwhile.
+          What it came to for each request that was not over meanwhile.
         """
-        action = self._pending
-        if not isinstance(action, Decode):
-            raise RuntimeError(f"there was nothing to decode but {action}")
-        self._pending = None
-        self._decode_is_due = False
+        action = self._done(Decode)
         done = []
         for slot, key in enumerate(action.keys):
-            if key is None:
-                continue
-            drawn = list(ids[slot])
-            self.slots.write(slot, self.slots.length(slot), [self._latest[slot], *drawn[:-1]])
-            self._latest[slot] = drawn[-1]
-            running = self._running.get(key)
-            if running is None:
-                self.counts.wasted += len(drawn)
-            else:
+            running = None if key is None else self._running.get(key)
+            if running is not None:
+                drawn = list(ids[slot])
+                self.slots.write(slot, self.slots.length(slot), [self._latest[slot], *drawn[:-1]])
+                self._latest[slot] = drawn[-1]
                 done.append(self._advance(running, drawn))
+            elif key is not None:  # its slot may be another's by now
+                self.counts.wasted += action.steps
         return done
+
+    def _done(self, kind: type[_Action]) -> _Action:
+        action = self._under_way[0] if self._under_way else None
+        if not isinstance(action, kind):
+            raise RuntimeError(f"no {kind.__name__} is to be done next, but {action}")
+        self._under_way.popleft()
+        return action
 
     # -----------------------------------------------------------------------------------------
     # Choosing.
 
     def _choose(self) -> Action | None:
         decoding = [
-            running for running in self._running.values() if running is not self._prefilling
+            running
+            for running in self._running.values()
+            if running is not self._prefilling and running.wanted > 0
         ]
         if decoding and self._decode_is_due:
             return self._decode(decoding)
         return self._prefill() or (self._decode(decoding) if decoding else None)
 
     def _decode(self, decoding: Sequence[_Running]) -> Decode:
+        steps = self._count_steps(decoding)
         keys: list[int | None] = [None] * self.limits.slots
         for running in decoding:
             keys[running.slot] = running.request.key
-        return Decode(tuple(keys), self._count_steps(decoding))
+            running.begun += steps
+        self._decode_is_due = False
+        return Decode(tuple(keys), steps, any(r.request.alternatives for r in decoding))
 
     def _count_steps(self, decoding: Sequence[_Running]) -> int:
         """As many as allowed, as all slots have room for, and as any request still wants.
@@ -221,8 +241,8 @@ class Scheduler:
         has_prompts = self._prefilling is not None or (self._queue and self.slots.any_free)
         if has_prompts or any(running.request.interactive for running in decoding):
             return 1
-        wanted = max(running.request.max_tokens - running.drawn for running in decoding)
-        room = min(self.limits.max_length - self.slots.length(r.slot) for r in decoding)
+        wanted = max(running.wanted for running in decoding)
+        room = min(self.limits.max_length - running.held for running in decoding)
         return min(self.steps, wanted, room)
 
     def _prefill(self) -> Copy | Prefill | None:
@@ -230,22 +250,35 @@ class Scheduler:
         running = self._prefilling or self._admit()
         if running is None:
             return None
+        if running.source != running.slot:
+            return self._copy(running)
         request, slot, start = running.request, running.slot, running.filled
-        if running.source != slot:
-            return Copy(request.key, running.source, slot, start)
-        tokens = request.prompt[start : start + self.limits.chunks[-1]]
-        end = start + len(tokens)
+        tokens = request.prompt[: start + self.limits.chunks[-1]]
+        end = running.filled = len(tokens)
         is_last = end == len(request.prompt)
         # The token after the prompt's last one is not known: any will do.
         targets = (*request.prompt[start + 1 : end + 1], *([0] if is_last else []))
+        self.slots.write(slot, start, tokens[start:])
+        self.counts.prefilled += end - start
+        self._queue.charge(request.client, end - start)
+        self._decode_is_due = True
+        if is_last:
+            self._prefilling = None
+            running.begun = min(1, request.max_tokens)
         return Prefill(
             key=request.key,
             slot=slot,
             tokens=tokens,
             start=start,
-            sampling=request.sampling if is_last and request.max_tokens else None,
+            sampling=request.sampling if running.begun else None,
             targets=targets if request.score_prompt else None,
+            is_last=is_last,
         )
+
+    def _copy(self, running: _Running) -> Copy:
+        source, running.source = running.source, running.slot
+        self.slots.write(running.slot, 0, self.slots.content(source)[: running.filled])
+        return Copy(running.request.key, source, running.slot, running.filled)
 
     def _admit(self) -> _Running | None:
         """Give a slot to the request whose turn it is."""

@@ -50,7 +50,7 @@ class Options:
     Attributes:
       api_keys: whoever names one of them may use the model; none at all: anybody may.
       max_waiting: requests that there may be beside those which fit the slots.
-      decode_steps: tokens that one call of decode makes where nobody watches.
+      decode_steps: tokens that are drawn between two looks for ends where nobody watches.
       choices, stops: the most that one request may ask for.
       body_bytes: of a request.
       body_seconds: in which it has to be here.

@@ -410,12 +410,17 @@ def _begin(state: State, chunk: Mapping[str, Any], params: Mapping[str, Any], fi
     }
 
 
-def copy_slot(state: State, slots: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
-    """Keys and values of the slot `source` to the slot `target`."""
+def copy_slot(
+    state: State, slots: Mapping[str, Any], *, length: int
+) -> tuple[State, dict[str, Any]]:
+    """Keys and values of the first positions of the slot `source` to the slot `target`."""
 
     def copied(array: Any) -> Any:
-        row = jax.lax.dynamic_index_in_dim(array, slots["source"])
-        return jax.lax.dynamic_update_index_in_dim(array, row, slots["target"], 0)
+        zero = jnp.zeros((), slots["source"].dtype)
+        sizes = (1, *array.shape[1:3], length, *array.shape[4:])
+        rest = (zero,) * (array.ndim - 1)
+        row = jax.lax.dynamic_slice(array, (slots["source"], *rest), sizes)
+        return jax.lax.dynamic_update_slice(array, row, (slots["target"], *rest))
 
     return {**state, "cache": jax.tree.map(copied, state["cache"])}, {}
 
@@ -498,12 +503,14 @@ def functions(
             fn = functools.partial(prefill, length=length, scores=scores, **common)
             name = f"{kind}_s{chunk}_t{length}"
             found.append(function(name, fn, _chunk(chunk, scores, config), kind=kind, **sizes))
-    copy = Function(
-        "copy_slot", copy_slot, (state, _scalars("source", "target")), ("state", "inputs"),
-        ("state", "input"), {"kind": "copy"},
-    )  # fmt: skip
+    for length in shape.lengths:
+        slots = _scalars("source", "target")
+        found.append(Function(
+            f"copy_t{length}", functools.partial(copy_slot, length=length), (state, slots),
+            ("state", "inputs"), ("state", "input"), {"kind": "copy", "length": length},
+        ))  # fmt: skip
     paths = tree_ranks({"weights": weights, "state": state})
-    return [*found, copy], leaves, specs(paths), found[len(shape.lengths) - 1].name
+    return found, leaves, specs(paths), found[len(shape.lengths) - 1].name
 
 
 def tree_ranks(tree: Any) -> dict[str, int]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from serving.backend import Limits, Prefilled, Sampling, Tokens
 LIMITS = Limits(
     slots=4, max_length=64, chunks=(4, 8), decode_steps=10, top_logprobs=5, vocab_size=256
 )
+
+T = TypeVar("T")
 
 
 def next_token(tokens: Sequence[int], seed: int, vocab_size: int, letters: bool = False) -> int:
@@ -40,9 +42,9 @@ def require(condition: bool, text: str) -> None:
 
 
 class FakeBackend:
-    """Deterministic; `latency` seconds for each call; after `fail_after` calls it raises.
+    """Deterministic; results take `latency` seconds; after `fail_after` calls it raises.
 
-    While its gate is closed (`gate.clear()`) calls wait.
+    While its gate is closed (`gate.clear()`) results do not come.
     """
 
     def __init__(
@@ -78,25 +80,29 @@ class FakeBackend:
         *,
         sampling: Sampling | None = None,
         targets: Sequence[int] | None = None,
-    ) -> Prefilled:
+    ) -> Callable[[], Prefilled]:
         with self._calling():
+            chunk = tokens[start:]
             require(0 <= slot < self.limits.slots, f"slot {slot}")
-            require(1 <= len(tokens) <= self.limits.chunks[-1], f"a chunk of {len(tokens)}")
+            require(1 <= len(chunk) <= self.limits.chunks[-1], f"a chunk of {len(chunk)}")
             require(0 <= start <= len(self.held[slot]), f"{start} beyond {len(self.held[slot])}")
-            require(start + len(tokens) <= self.limits.max_length, "beyond the end")
+            require(len(tokens) <= self.limits.max_length, "beyond the end")
+            require(list(tokens[:start]) == self.held[slot][:start], "another beginning is there")
             require(all(0 <= t < self.limits.vocab_size for t in tokens), f"ids {tokens}")
-            require(targets is None or len(targets) == len(tokens), "targets do not fit")
-            self.prefilled += len(tokens)
-            self.held[slot][start:] = tokens
+            require(targets is None or len(targets) == len(chunk), "targets do not fit")
+            self.prefilled += len(chunk)
+            self.held[slot][start:] = chunk
             self.latest[slot] = self.sampling[slot] = None
             first = None
             if sampling is not None:
                 self.sampling[slot] = sampling
                 first = self._report([self._draw(slot)])
             scores = None if targets is None else self._report(targets)
-            return Prefilled(first, scores)
+            return self._later(Prefilled(first, scores))
 
-    def decode(self, active: Sequence[bool], steps: int) -> Tokens:
+    def decode(
+        self, active: Sequence[bool], steps: int, alternatives: bool = True
+    ) -> Callable[[], Tokens]:
         with self._calling():
             require(len(active) == self.limits.slots and any(active), f"active {active}")
             require(1 <= steps <= self.limits.decode_steps, f"{steps} steps")
@@ -108,7 +114,10 @@ class FakeBackend:
                     self.held[slot].append(latest)
                     require(len(self.held[slot]) <= self.limits.max_length, f"slot {slot} is full")
                     ids[step, slot] = self._draw(int(slot))
-            return self._report(ids)
+            made = self._report(ids)
+            if not alternatives:
+                made.top_ids[:] = made.top_logprobs[:] = 0
+            return self._later(made)
 
     def copy(self, source: int, target: int, length: int) -> None:
         with self._calling():
@@ -148,7 +157,13 @@ class FakeBackend:
         self.calls += 1
         if self.fail_after is not None and self.calls > self.fail_after:
             raise RuntimeError("the device is gone")
-        self.gate.wait(20)
-        if self.latency:
-            time.sleep(self.latency)
         return self._busy
+
+    def _later(self, made: T) -> Callable[[], T]:
+        def wait() -> T:
+            self.gate.wait(20)
+            if self.latency:
+                time.sleep(self.latency)
+            return made
+
+        return wait

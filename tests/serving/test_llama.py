@@ -21,7 +21,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 SHAPE = ServingShape(2, 48, (8,), (48,), 4, 2, "float32")
-FUNCTIONS = ("decode_t48", "prefill_s8_t48", "copy_slot")
+FUNCTIONS = ("decode_t48", "prefill_s8_t48", "copy_t48")
 FLAGS = [
     "--slots=2", "--max_length=48", "--prefill=8", "--length=48", "--decode_steps=4",
     "--top_logprobs=2", "--dtype=float32", "--platforms=cpu",
@@ -79,9 +79,10 @@ def tokens_of_backend(bundle):
     assert backend.limits == Limits(2, 48, (8,), 4, 2, 128)
     greedy = Sampling(temperature=0)
     backend.prefill(1, PROMPT[:8], 0)
-    first = backend.prefill(1, PROMPT[8:], 8, sampling=greedy).first
+    first = backend.prefill(1, PROMPT, 8, sampling=greedy)().first
     assert first is not None
-    made = [backend.decode([False, True], steps).ids[:, 1].tolist() for steps in (4, 3)]
+    calls = [backend.decode([False, True], steps) for steps in (4, 3)]  # both are under way
+    made = [call().ids[:, 1].tolist() for call in calls]
     assert backend.compile_total == 4  # three functions and the state
     return [*first.ids.tolist(), *made[0], *made[1]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import deque
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ class Run:
         self.cancelled: set[int] = set()
         self.actions: list[Any] = []
         self.decoding: set[int] = set()
+        self.under_way: deque[tuple[Any, Any]] = deque()
 
     def submit(self, *requests: Request) -> None:
         self.scheduler.submit(requests)
@@ -38,10 +40,14 @@ class Run:
             self.tokens[request.key] = []
 
     def step(self, between: Any = lambda: None) -> bool:
-        """One action; `between` runs while the backend is busy."""
+        """Begin an action, or finish the oldest; `between` runs while the backend is busy."""
         action = self.scheduler.next()
-        if action is None:
+        if action is None and not self.under_way:
             return False
+        if action is None:
+            between()
+            self._finish(*self.under_way.popleft())
+            return True
         # Between two chunks there is a decode, unless nothing decodes.
         previous = next((a for a in reversed(self.actions) if not isinstance(a, Copy)), None)
         if isinstance(previous, Prefill) and self.decoding - self.cancelled:
@@ -50,22 +56,29 @@ class Run:
         match action:
             case Copy():
                 self.backend.copy(action.source, action.target, action.length)
-                between()
-                self.scheduler.copied()
+                self.under_way.append((action, None))
             case Prefill():
-                done = self.backend.prefill(
+                later = self.backend.prefill(
                     action.slot, action.tokens, action.start,
                     sampling=action.sampling, targets=action.targets,
                 )  # fmt: skip
-                between()
-                first = None if done.first is None else int(done.first.ids[0])
+                self.under_way.append((action, later()))
+            case Decode():
+                later_too = self.backend.decode(action.active, action.steps, action.alternatives)
+                self.under_way.append((action, later_too()))
+        return True
+
+    def _finish(self, action: Any, results: Any) -> None:
+        match action:
+            case Copy():
+                self.scheduler.copied()
+            case Prefill():
+                first = None if results.first is None else int(results.first.ids[0])
                 progress = self.scheduler.prefilled(first)
                 self._note([progress] if progress else [], [[first]] * LIMITS.slots)
             case Decode():
-                ids = self.backend.decode(action.active, action.steps).ids.T.tolist()
-                between()
+                ids = results.ids.T.tolist()
                 self._note(self.scheduler.decoded(ids), ids)
-        return True
 
     def _note(self, progress: list[Progress], ids: Any) -> None:
         for key, slot, count, finish in progress:
@@ -219,7 +232,7 @@ def test_steps_are_single_while_somebody_watches() -> None:
     run.finish()
     steps = [(a.steps, 2 in a.keys) for a in run.actions if isinstance(a, Decode)]
     assert {n for n, watched in steps if watched} == {1}
-    assert max(n for n, watched in steps if not watched) == 10
+    assert max(n for n, watched in steps if not watched) == 5  # two calls are under way
 
 
 def test_steps_are_single_while_prompts_could_be_filled_in() -> None:
@@ -227,7 +240,7 @@ def test_steps_are_single_while_prompts_could_be_filled_in() -> None:
     run.submit(*(request(key, [key] * 9, max_tokens=30) for key in range(8)))
     run.finish()
     steps = [a.steps for a in run.actions if isinstance(a, Decode)]
-    assert steps[:8] == [1, 1, 1, 1, 1, 1, 10, 10]  # two chunks each; then all slots are taken
+    assert steps[:8] == [1, 1, 1, 1, 1, 1, 5, 5]  # two chunks each; then all slots are taken
     run.check_whole()
 
 
@@ -235,7 +248,7 @@ def test_steps_end_with_the_last_wish_and_at_the_end_of_a_slot() -> None:
     run = Run()
     run.submit(request(1, max_tokens=4))
     run.finish()
-    assert [a.steps for a in run.actions if isinstance(a, Decode)] == [3]
+    assert [a.steps for a in run.actions if isinstance(a, Decode)] == [3]  # and none after it
     assert run.scheduler.counts.wasted == 0
     run = Run()
     run.submit(request(1, [5] * 60, 4), request(2, [6], 60))
@@ -243,26 +256,42 @@ def test_steps_end_with_the_last_wish_and_at_the_end_of_a_slot() -> None:
     assert run.scheduler.counts.drawn == 64
 
 
-def test_what_comes_after_the_end_is_dropped_and_counted() -> None:
-    run = Run()
-    alone = run.backend.alone((1, 2, 3), 20)
-    run.submit(request(1, max_tokens=20, stop_ids=frozenset(alone[4:5])))
+def stopped_after(drawn: int, interactive: bool = False, **options: Any) -> int:
+    """How many tokens are wasted if the end shows after so many."""
+    run = Run(**options)
+    alone = run.backend.alone((1, 2, 3), 40)
+    stop = alone[drawn - 1]
+    assert stop not in alone[: drawn - 1]
+    run.submit(request(1, max_tokens=40, stop_ids=frozenset([stop]), interactive=interactive))
     run.finish()
-    assert run.tokens[1] == alone[:5]
+    assert run.tokens[1] == alone[:drawn]
     assert run.finished[1] == "stop"
     counts = run.scheduler.counts
-    assert (counts.drawn, counts.wasted) == (5, 6)
+    assert counts.drawn == drawn
+    return counts.wasted
+
+
+def test_what_comes_after_the_end_is_dropped_and_counted() -> None:
+    assert stopped_after(4) == 7  # two of the call it ended in, and the next one
+    wasted = [stopped_after(drawn) for drawn in range(2, 25)]
+    assert max(wasted) == 9 and min(wasted) == 5
+    assert stopped_after(4, steps=7) == 3  # calls of three
+    assert {stopped_after(drawn, interactive=True) for drawn in range(2, 12)} == {1}
+    assert {stopped_after(drawn, interactive=True, ahead=0) for drawn in range(2, 12)} == {0}
+    assert max(stopped_after(drawn, ahead=0) for drawn in range(2, 25)) == 9
 
 
 def test_the_caller_can_finish_a_request_early() -> None:
     run = Run()
     run.submit(request(1, max_tokens=20))
-    run.step()
-    run.step()
-    run.scheduler.finish(1, unused=7)
+    while len(run.tokens[1]) < 6:
+        run.step()
+    run.scheduler.finish(1, unused=4)
     counts = run.scheduler.counts
-    assert (counts.drawn, counts.wasted, counts.cancelled) == (4, 7, 0)
+    assert (counts.drawn, counts.wasted, counts.cancelled) == (2, 4, 0)
     assert run.scheduler.idle and run.scheduler.next() is None
+    assert run.step() and not run.step()  # the call that had begun
+    assert counts.wasted == 9
 
 
 def test_a_conversation_goes_on_in_its_slot() -> None:
@@ -283,7 +312,7 @@ def test_the_same_prompt_again_prefills_its_last_token() -> None:
     for key in (1, 2):
         run.submit(request(key, range(30), 5))
         run.finish()
-    assert [len(a.tokens) for a in run.actions if isinstance(a, Prefill)] == [8, 8, 8, 6, 1]
+    assert [a.size for a in run.actions if isinstance(a, Prefill)] == [8, 8, 8, 6, 1]
 
 
 def test_choices_of_one_prompt_copy_it_from_the_first() -> None:
@@ -353,12 +382,23 @@ def test_the_queue_takes_all_or_none() -> None:
 def test_calls_out_of_turn_are_mistakes() -> None:
     scheduler = Scheduler(LIMITS)
     for call in (scheduler.copied, lambda: scheduler.prefilled(1), lambda: scheduler.decoded([])):
-        with pytest.raises(RuntimeError, match="there was no"):
+        with pytest.raises(RuntimeError, match="is to be done next, but None"):
             call()
     scheduler.submit([request(1)])
-    scheduler.next()
-    with pytest.raises(RuntimeError, match="is not done yet"):
-        scheduler.next()
+    assert [type(scheduler.next()) for _ in range(3)] == [Prefill, Decode, type(None)]
+    with pytest.raises(RuntimeError, match="no Decode is to be done next, but Prefill"):
+        scheduler.decoded([])
+
+
+def test_a_slot_is_given_away_while_a_call_still_writes_to_it() -> None:
+    run = Run()
+    alone = run.backend.alone((1, 2, 3), 40)
+    run.submit(*(request(k, (1, 2, 3), 40, sampling=Sampling(seed=9)) for k in (2, 3, 4)))
+    run.submit(request(1, max_tokens=40, stop_ids=frozenset(alone[6:7])), request(5, [8] * 9, 30))
+    run.finish()
+    starts = [a for a in run.actions if isinstance(a, Prefill) and a.start == 0]
+    assert starts[-1].key == 5 and starts[-1].slot == starts[-2].slot
+    assert run.scheduler.counts.wasted
 
 
 def order(run: Run) -> list[int]:
@@ -413,9 +453,9 @@ def test_equal_clients_get_equal_shares() -> None:
 def test_no_flow_of_newcomers_keeps_anybody_waiting() -> None:
     run = Run(max_waiting=50)
     run.submit(request(1, [3] * 40, 20, client="old"))
-    for _ in range(6):
+    while not run.tokens[1]:
         run.step()
-    assert run.scheduler.running == 1 and run.tokens[1]
+    assert run.scheduler.running == 1
     run.submit(request(99, client="old"))
     key = 1000
     while 99 not in order(run):

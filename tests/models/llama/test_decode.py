@@ -84,7 +84,6 @@ def follow(backend: ModelBackend, slot: int, prompt: list[int], chunks: list[int
     """Read a prompt in given pieces: the distribution behind each of its tokens."""
     found, start = [], 0
     for size in chunks:
-        part = prompt[start : start + size]
         is_last = start + size == len(prompt)
         targets = (
             [*prompt[start + 1 : start + size], 0]
@@ -92,7 +91,8 @@ def follow(backend: ModelBackend, slot: int, prompt: list[int], chunks: list[int
             else prompt[start + 1 : start + size + 1]
         )
         sampling = Sampling(temperature=0.0) if is_last else None
-        made = backend.prefill(slot, part, start, sampling=sampling, targets=targets)
+        tokens = prompt[: start + size]
+        made = backend.prefill(slot, tokens, start, sampling=sampling, targets=targets)()
         assert made.scores is not None
         np.testing.assert_array_equal(made.scores.ids, targets)
         found += [distribution(made.scores, i) for i in range(size)]
@@ -110,7 +110,7 @@ def check_against_forward(backend: ModelBackend, params: Any, config: LlamaConfi
     sequences = {s: [*p, int(np.argmax(found[s][-1]))] for s, p in prompts.items()}
     active = [slot in prompts for slot in range(SHAPE.slots)]
     for steps in (6, 1, 6, 6, 6, 6, 3):
-        made = backend.decode(active, steps)
+        made = backend.decode(active, steps)()
         for slot, sequence in sequences.items():
             found[slot] += [distribution(made, (i, slot)) for i in range(steps)]
             sequence += made.ids[:, slot].tolist()
@@ -215,14 +215,13 @@ def test_slots_do_not_see_each_other():
     busy.prefill(1, checkpoints.TOKENS_BS[1, :8].tolist(), 0, sampling=greedy)
     busy.prefill(2, checkpoints.TOKENS_BS[2, :8].tolist(), 0)
     busy.prefill(0, prompt[:8], 0)
-    first = busy.prefill(0, prompt[8:], 8, sampling=greedy).first
+    first = busy.prefill(0, prompt, 8, sampling=greedy)().first
     assert first is not None
     made = [int(first.ids[0])]
-    made += busy.decode([True, True, False, False], 6).ids[:, 0].tolist()
-    rest = checkpoints.TOKENS_BS[2, 8:16].tolist()
-    busy.prefill(2, rest, 8, sampling=greedy)
-    made += busy.decode([True, False, True, False], 6).ids[:, 0].tolist()
-    made += busy.decode([True, True, True, False], 6).ids[:, 0].tolist()
+    made += busy.decode([True, True, False, False], 6)().ids[:, 0].tolist()
+    busy.prefill(2, checkpoints.TOKENS_BS[2, :16].tolist(), 8, sampling=greedy)
+    made += busy.decode([True, False, True, False], 6)().ids[:, 0].tolist()
+    made += busy.decode([True, True, True, False], 6)().ids[:, 0].tolist()
     assert made == wanted[:19]
 
 
@@ -232,11 +231,11 @@ def test_a_copied_prefix_is_as_good_as_one_read():
     prompt = checkpoints.TOKENS_BS[0, :14].tolist()
     wanted, _ = generate(backend, prompt, 12, greedy)
     backend.copy(0, 2, 10)
-    first = backend.prefill(2, prompt[10:], 10, sampling=greedy).first
+    first = backend.prefill(2, prompt, 10, sampling=greedy)().first
     assert first is not None
     made = [int(first.ids[0])]
-    made += backend.decode([False, False, True, False], 6).ids[:, 2].tolist()
-    made += backend.decode([False, False, True, False], 5).ids[:, 2].tolist()
+    made += backend.decode([False, False, True, False], 6)().ids[:, 2].tolist()
+    made += backend.decode([False, False, True, False], 5)().ids[:, 2].tolist()
     assert made == wanted
 
 
@@ -255,7 +254,7 @@ def test_misuse_is_said():
     with pytest.raises(ValueError, match="1 to 8 tokens within 48"):
         backend.prefill(0, list(range(9)), 0)
     with pytest.raises(ValueError, match="slot 0 holds 0 tokens, not 4"):
-        backend.prefill(0, [1], 4)
+        backend.prefill(0, [1] * 5, 4)
     with pytest.raises(ValueError, match="at most 6 tokens"):
         backend.decode([True, False, False, False], 7)
 
