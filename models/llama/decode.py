@@ -227,13 +227,14 @@ def _logits(weights: Weights, x_RH: Any, config: LlamaConfig) -> Any:
 
 
 def step_logits(
-    weights: Weights, state: State, length: int, config: LlamaConfig
+    weights: Weights, state: State, active_B: Any, length: int, config: LlamaConfig
 ) -> tuple[Any, State]:
     """Logits (B, V) of the token after each slot's latest, whose key and value are now cached.
 
     Args:
         weights: see `Weights`.
         state: as `state_leaves` says.
+        active_B: which slots take part; logits of others mean nothing.
         length: positions that are read, T.
         config: the model.
 
@@ -241,11 +242,14 @@ def step_logits(
         (logits, state), with the same `tokens` and `lengths`.
     """
     positions_B = state["lengths"]
+    # Of slots that take no part nothing is written, and little read.
+    written_B = jnp.where(active_B, positions_B, -1)
+    seen_B = jnp.where(active_B, positions_B, 0)
 
     def attend(q_BKGD: Any, kv_B2KD: Any, layer: State) -> tuple[Any, State]:
-        layer = _write_each(layer, kv_B2KD, positions_B)
+        layer = _write_each(layer, kv_B2KD, written_B)
         heads_BKGD = spmd.ops.decode_attention(
-            q_BKGD, layer["values"], positions_B, length=length, scales=layer.get("scales")
+            q_BKGD, layer["values"], seen_B, length=length, scales=layer.get("scales")
         )
         return heads_BKGD, layer
 
@@ -282,7 +286,7 @@ def decode(
 
     def body(carry: Any) -> Any:
         i, state, reports = carry
-        logits_BV, state = step_logits(weights, state, length, config)
+        logits_BV, state = step_logits(weights, state, active_B, length, config)
         params = sampling.SamplingParams(**state["sampling"])
         ids_B = sampling.sample(logits_BV, params, state["seen"], state["lengths"] + 1)
         made = sampling.report(logits_BV, ids_B, alternatives, control["alternatives"])
