@@ -18,6 +18,7 @@ SIGINT, --resume goes on; 76 another process was lost; 77 a step took longer tha
 """
 
 import contextlib
+import dataclasses
 import logging
 import sys
 import time
@@ -127,7 +128,8 @@ def find_checkpoint(run: RunConfig, checkpoints: Checkpoints, console: Console) 
         console.print("no checkpoint yet: starting anew")
         return None
     changes = check_same_model(found.meta["config"], run)
-    if found.meta["data"]["fingerprint"] != checkpoints.about["data"]["fingerprint"]:
+    text = found.meta.get("data", checkpoints.about["data"])  # weights alone: of no data
+    if text["fingerprint"] != checkpoints.about["data"]["fingerprint"]:
         changes.append("the text that is trained on")
     for change in changes:
         console.print(f"changed since the checkpoint: {change}")
@@ -145,6 +147,9 @@ def start(
     state = checkpoints.restore(found, trainer.targets())
     seconds = time.perf_counter() - started
     console.print(f"resuming after step {found.step}, restored in {seconds:.1f} s")
+    if state.opt_state is None:
+        console.print("the checkpoint holds weights alone: the optimizer starts anew")
+        return dataclasses.replace(trainer.fresh_state(state.params), step=found.step)
     return state
 
 

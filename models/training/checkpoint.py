@@ -31,6 +31,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from models.training import tables
 from models.training.loop import TrainState
 from models.training.manifest import find_damage, write_manifest
+from models.training.pieces import Pieces, PiecesHandler
 from models.training.sinks import Record
 
 SCHEMA = 1
@@ -60,6 +61,11 @@ class Found:
     step: int
     meta: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is optimizer state; one made of weights alone has parameters only."""
+        return any(path.startswith("opt_state/") for path in self.meta["arrays"])
 
 
 class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
@@ -118,7 +124,8 @@ class Checkpoints:
     def save(self, state: TrainState) -> None:
         """Starts saving; returns when `state` may be donated, long before all is written.
 
-        Waits for the save before this one, if that is not finished.
+        Waits for the save before this one, if that is not finished. Leaves may be `Pieces`, which
+        are written before it returns.
 
         Raises:
             CheckpointError: too many saves in a row have failed.
@@ -195,7 +202,7 @@ class Checkpoints:
 
     def _latest_text(self) -> str:
         steps = _steps(self.folder)
-        return f"the latest checkpoint is that of step {steps[0]}" if steps else "there is none"
+        return f"the latest checkpoint is that of step {steps[0]}" if steps else "there is no other"
 
     def _meta(self, step: int, leaves: Mapping[str, Any]) -> dict[str, Any]:
         mesh = next(
@@ -287,6 +294,9 @@ class Checkpoints:
         other way round. Checkpoints of later steps, damaged or not, are moved to `aside-<step>`:
         those steps will be taken and saved again.
 
+        Of parameters that were saved without an optimizer's state, any dtype becomes that of
+        `targets`; the state's `opt_state` is None then, and for the caller to make.
+
         Args:
             found: which one.
             targets: `ShapeDtypeStruct`s with shardings.
@@ -294,13 +304,15 @@ class Checkpoints:
         Raises:
             CheckpointError: its arrays are not those of `targets`.
         """
-        tree = {"params": targets.params, "opt_state": targets.opt_state}
+        tree = {"params": targets.params}
+        if found.has_optimizer:
+            tree["opt_state"] = targets.opt_state
         wanted = tables.by_path(tree)
         saved = found.meta["arrays"]
         layouts = (tables.is_stacked(saved), tables.is_stacked(wanted))
         is_same = None in layouts or layouts[0] == layouts[1]
         structs = wanted if is_same else tables.other_layout(wanted)
-        problem = tables.mismatch(saved, structs)
+        problem = tables.mismatch(saved, structs, any_dtype=not found.has_optimizer)
         if problem is not None:
             raise CheckpointError(
                 f"the checkpoint of step {found.step} does not fit this run: {problem}"
@@ -311,7 +323,7 @@ class Checkpoints:
             leaves = tables.convert(leaves, wanted)
         self._set_aside_after(found.step)
         restored = tables.like(tree, leaves)
-        return TrainState(restored["params"], restored["opt_state"], found.step)
+        return TrainState(restored["params"], restored.get("opt_state"), found.step)
 
     def _read(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
         tree = tables.nested(structs)
@@ -338,7 +350,9 @@ class Checkpoints:
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
-    handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handlers = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (Pieces, PiecesHandler())
+    )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=handlers)
 
 
