@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +39,7 @@ from models.llama.sources import Source, checkpoint_source, hf_source
 from models.training.checkpoint import AUTO, CheckpointError
 from models.training.relayout import relayout
 from models.training.run import RunFolder
+from scripts.user_errors import one_message
 
 USER_ERRORS = (CheckpointError, ConfigError, WeightsError, OSError)
 """What a user can mend: one message instead of a traceback."""
@@ -116,7 +116,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
     with open_source(given.source, given.step) as source:
         console.print(f"{source.about}: {source.config.parameter_count():,} parameters")
         write(source, given, console)
-    files = sorted(path for path in given.out.rglob("*") if path.is_file())
+    pattern = "**/*" if given.mesh else "*.safetensors"
+    files = sorted(path for path in given.out.glob(pattern) if path.is_file())
     size = sum(file.stat().st_size for file in files)
     seconds = time.perf_counter() - started
     console.print(f"wrote {given.out}: {len(files)} files, {size / 1e9:.3f} GB, {seconds:.1f} s")
@@ -160,10 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
     logging.set_verbosity(logging.FATAL)  # orbax's tracebacks; we say it in one line
-    try:
+    with one_message(*USER_ERRORS):
         run(given, console)
-    except USER_ERRORS as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ SIGINT, --resume goes on; 76 another process was lost; 77 a step took longer tha
 """
 
 import contextlib
-import dataclasses
 import logging
 import sys
 import time
@@ -57,6 +56,7 @@ from scripts.train_flags import (
     wanted_step,
     with_resume_value,
 )
+from scripts.user_errors import one_message
 
 PROMPT = "def "
 
@@ -149,7 +149,7 @@ def start(
     console.print(f"resuming after step {found.step}, restored in {seconds:.1f} s")
     if state.opt_state is None:
         console.print("the checkpoint holds weights alone: the optimizer starts anew")
-        return dataclasses.replace(trainer.fresh_state(state.params), step=found.step)
+        return trainer.fresh_state(state.params, found.step)
     return state
 
 
@@ -355,14 +355,11 @@ def main(argv: Sequence[str]) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # orbax's tracebacks; we say it in one line
     logging.getLogger("jax").setLevel(logging.ERROR)
-    with launch.stopping_peers():
-        try:
-            if len(argv) > 1:
-                raise RunError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
-            spmd.initialize(heartbeat_timeout_s=heartbeat_timeout())
-            sys.exit(run_training())
-        except USER_ERRORS as error:
-            sys.exit(f"error: {error}")
+    with launch.stopping_peers(), one_message(*USER_ERRORS):
+        if len(argv) > 1:
+            raise RunError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
+        spmd.initialize(heartbeat_timeout_s=heartbeat_timeout())
+        sys.exit(run_training())
 
 
 if __name__ == "__main__":

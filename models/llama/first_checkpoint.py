@@ -104,7 +104,7 @@ def _what_it_is(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _save(folder: Path, params: Any, about: Mapping[str, Any]) -> None:
-    with Checkpoints(folder, about=about) as checkpoints:
+    with Checkpoints(folder, about=about, pieces=True) as checkpoints:
         checkpoints.save(TrainState(params, None, FIRST_STEP))
         checkpoints.finish()
 

@@ -87,6 +87,7 @@ class Checkpoints:
         keep_last: so many of the latest are kept.
         keep_every: those of every n-th step are kept too; 0 keeps none of them.
         about: what else `meta.json` says of each: `config` and `data`.
+        pieces: whether leaves to be saved are `Pieces`: folders are made before these are read.
     """
 
     def __init__(
@@ -96,11 +97,12 @@ class Checkpoints:
         keep_last: int = 3,
         keep_every: int = 0,
         about: Mapping[str, Any] | None = None,
+        pieces: bool = False,
     ) -> None:
         self.folder = folder.absolute()
         self.about = dict(about or {})
         self.notes = list(_interrupted(self.folder))
-        self._keep = (keep_last, keep_every)
+        self._keep, self._pieces = (keep_last, keep_every), pieces
         self._saving: _Saving | None = None
         self._ended: list[Record] = []
         self._failures = 0
@@ -115,7 +117,10 @@ class Checkpoints:
             preservation_policy=policies.AnyPreservationPolicy(kept),
             save_root_metadata=False,
             lightweight_initialize=True,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._describe),
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._describe,
+                create_directories_asynchronously=not self._pieces,
+            ),
         )
         return _Manager(self.folder, options=options, item_handlers={"state": _state_handler()})
 
@@ -124,8 +129,8 @@ class Checkpoints:
     def save(self, state: TrainState) -> None:
         """Starts saving; returns when `state` may be donated, long before all is written.
 
-        Waits for the save before this one, if that is not finished. Leaves may be `Pieces`, which
-        are written before it returns.
+        Waits for the save before this one, if that is not finished. `Pieces` are written before it
+        returns.
 
         Raises:
             CheckpointError: too many saves in a row have failed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ PENDING_BYTES = 1 << 26
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
-    """An array to be saved that is nowhere yet; `Checkpoints.save` takes it like a `jax.Array`.
+    """An array to be saved that is nowhere yet; for `Checkpoints(pieces=True)` like a `jax.Array`.
 
     Args:
         shape, dtype: of the whole; `dtype` is numpy's name.
@@ -41,11 +40,6 @@ class Pieces:
     sharding: NamedSharding
     piece: tuple[int, ...]
     read: Callable[[Index], npt.NDArray[Any]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 class PiecesHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
