@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,10 @@ from orbax.checkpoint import type_handlers
 
 Index = tuple[slice, ...]
 
-CHUNK_BYTES = 1 << 25
+CHUNK_BYTES = 1 << 24
 """Of what is read and written at a time: larger pieces are stored in several chunks."""
 
-PENDING_BYTES = 1 << 26
+PENDING_BYTES = 1 << 25
 """So much may wait for the disk; what is written together is also listed together."""
 
 
@@ -55,11 +54,11 @@ class PiecesHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
         del args
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
-            await _write(value, info)
+            _write(value, info)
         return []
 
 
-async def _write(value: Pieces, info: type_handlers.ParamInfo) -> None:
+def _write(value: Pieces, info: type_handlers.ParamInfo) -> None:
     import tensorstore
 
     spec = type_handlers.get_json_tspec_write(
@@ -71,19 +70,28 @@ async def _write(value: Pieces, info: type_handlers.ParamInfo) -> None:
         process_index=jax.process_index(),
         arg=type_handlers.SaveArgs(chunk_byte_size=CHUNK_BYTES),
     )
-    array = await tensorstore.open(
+    array = tensorstore.open(
         tensorstore.Spec(spec), create=True, open=True, context=info.ts_context
-    )
+    ).result()
     pending: list[Any] = []
     waiting = 0
-    for index in chunks(value.shape, chunk_shape(array)):
-        block = np.ascontiguousarray(value.read(index))
-        pending.append(array[index].write(block, can_reference_source_data_indefinitely=True))
-        waiting += block.nbytes
-        if waiting >= PENDING_BYTES:
-            await asyncio.gather(*pending)
-            pending, waiting = [], 0
-    await asyncio.gather(*pending)
+    try:
+        for index in chunks(value.shape, chunk_shape(array)):
+            block = np.ascontiguousarray(value.read(index))
+            pending.append(array[index].write(block, can_reference_source_data_indefinitely=True))
+            waiting += block.nbytes
+            if waiting >= PENDING_BYTES:
+                _end(pending)
+                pending, waiting = [], 0
+    finally:
+        _end(pending)
+
+
+def _end(pending: Sequence[Any]) -> None:
+    """Waits for all that is being written: of what fails, nothing writes on."""
+    failures = [error for error in [write.exception() for write in pending] if error is not None]
+    if failures:
+        raise failures[0]
 
 
 def chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Index]:
