@@ -206,7 +206,7 @@ class Checkpoints:
         self._manager = self._open_manager()
 
     def _latest_text(self) -> str:
-        steps = _steps(self.folder)
+        steps = saved_steps(self.folder)
         return f"the latest checkpoint is that of step {steps[0]}" if steps else "there is no other"
 
     def _meta(self, step: int, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of which there is a checkpoint, the latest first; they may be damaged."""
-        return _steps(self.folder)
+        return saved_steps(self.folder)
 
     def find(self, wanted: int | str = AUTO) -> Found | None:
         """The checkpoint of a step, or (`"auto"`) the latest that is whole; None if there is none.
@@ -338,7 +338,7 @@ class Checkpoints:
             restored = self._manager.restore(step, args=ocp.args.Composite(state=args))
         except Exception as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be read: {_first_line(error)}"
+                f"the checkpoint of step {step} cannot be read: {first_line(error)}"
             ) from error
         return tables.by_path(restored["state"])
 
@@ -392,7 +392,8 @@ class _Saving:
             self._thread.join()
 
 
-def _steps(folder: Path) -> list[int]:
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of which a folder has a checkpoint, whole or not, the latest first."""
     if not folder.is_dir():
         return []
     names = (path.name for path in folder.iterdir() if path.is_dir())
@@ -437,14 +438,15 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 def _not_saved(saving: _Saving) -> str:
     assert saving.error is not None
-    return f"the checkpoint of step {saving.step} could not be saved: {_first_line(saving.error)}"
+    return f"the checkpoint of step {saving.step} could not be saved: {first_line(saving.error)}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """What an error comes down to, in one line."""
     text = str(error)
     if "No space left" in text or "ENOSPC" in text or "RESOURCE_EXHAUSTED" in text:
         return "no space is left on the disk"
+    text = text.split(" [tensorstore_spec=")[0]  # thousands of characters
     return (text.strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -458,11 +460,11 @@ def find_saved(folder: Path, wanted: int | str = AUTO) -> Found:
     Raises:
         CheckpointError: there is none, or what was asked for is damaged.
     """
-    steps = _steps(folder) if wanted == AUTO else [int(wanted)]
+    steps = saved_steps(folder) if wanted == AUTO else [int(wanted)]
     notes: list[str] = []
     for step in steps:
         if not (folder / str(step)).is_dir():
-            there = ", ".join(map(str, _steps(folder))) or "none"
+            there = ", ".join(map(str, saved_steps(folder))) or "none"
             raise CheckpointError(f"{folder} has no checkpoint of step {step}; there are: {there}")
         damage = find_damage(folder / str(step))
         if damage is None:

@@ -384,4 +384,5 @@ def test_files_that_cannot_grow(whole, tmp_path):
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {tmp_path}/run cannot be written: the checkpoint of step 0")
+    assert "File too large" in line and "tensorstore_spec" not in line
     assert list(tmp_path.iterdir()) == []
