@@ -39,6 +39,7 @@ from models.training.checkpoint import CheckpointError
 from models.training.errors import DataError
 from models.training.tokenizer import BYTES, load_tokenizer
 from scripts.export_llama import open_source
+from scripts.user_errors import one_message
 from serving.function import BundleError
 from serving.llama_export import serving_weights
 
@@ -163,10 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    try:
+    with one_message(*USER_ERRORS):
         run(given, console)
-    except USER_ERRORS as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from models.llama.sources import Source, checkpoint_source, fresh_source, hf_sou
 from models.training.checkpoint import AUTO, CheckpointError
 from models.training.errors import DataError
 from models.training.tokenizer import BYTES, load_tokenizer
+from scripts.user_errors import one_message
 from serving.function import BundleError
 from serving.llama_export import export_llama
 from serving.manifest import PLATFORMS
@@ -190,10 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    try:
+    with one_message(*USER_ERRORS):
         run(given, console)
-    except USER_ERRORS as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 
 from models.training.tokenizer import Tokenizer
 from scripts import bundle_flags
+from scripts.user_errors import one_message
 from serving.backend import Backend, Sampling
 from serving.errors import ServingError
 from serving.function import BundleError
@@ -131,10 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    try:
+    with one_message(*USER_ERRORS):
         run(given, console)
-    except USER_ERRORS as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 What is read: a folder in Hugging Face's format, a folder of ranks that this program wrote, or a
 checkpoint of a training run. What is written: with --ranks one file of safetensors for each rank,
 as tensor-parallel engines want them (key heads are repeated where there are fewer than ranks); with
---mesh, of a training run, a checkpoint in the pieces that the devices of that mesh hold, optimizer
-and all; else a folder in Hugging Face's format. No number changes unless --dtype says so. A run
-with --ranks or neither that was stopped goes on where it was when it is started again.
+--mesh a training run's checkpoint, in the pieces that the devices of that mesh hold (any mesh
+restores it): a run's own, optimizer and all, or step 0 of a new run from weights; else a folder in
+Hugging Face's format. No number changes unless --dtype says so. A run with --ranks or neither that
+was stopped goes on where it was when it is started again.
 
 Examples:
     scripts/reshard_checkpoints --from Llama-3.1-8B --out 8b-for-4 --ranks 4
@@ -13,28 +14,32 @@ Examples:
     scripts/reshard_checkpoints --from 8b-for-16 --out 8b-whole
     scripts/reshard_checkpoints --from runs/a --step 500 --out tuned --dtype bfloat16
     scripts/reshard_checkpoints --from runs/a --out runs/b --mesh data=32,model=4
+    scripts/reshard_checkpoints --from Llama-3.1-8B --out runs/8b --mesh data=8
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+from absl import logging
 from rich.console import Console
 
 from models.llama.config import DTYPES, ConfigError
+from models.llama.first_checkpoint import write_run
 from models.llama.hf_files import WeightsError
 from models.llama.ranks import SHARDING_FILE, ranks_source
 from models.llama.reshard import write_hf, write_ranks
+from models.llama.sharding import TABLES
 from models.llama.sources import Source, checkpoint_source, hf_source
 from models.training.checkpoint import AUTO, CheckpointError
 from models.training.relayout import relayout
 from models.training.run import RunFolder
+from scripts.user_errors import one_message
 
 USER_ERRORS = (CheckpointError, ConfigError, WeightsError, OSError)
 """What a user can mend: one message instead of a traceback."""
@@ -54,6 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", required=True, type=Path, help="the folder to make")
     add("--ranks", type=int, help="files to make, one for each device; none: one whole model")
     add("--mesh", type=axes, help="axes and sizes: a run's checkpoint for the devices of this mesh")
+    add("--sharding", choices=sorted(TABLES), help="what --mesh splits of weights (default: 2d)")
+    add("--noscan", action="store_true", help="with --mesh: weights of layers are kept apart")
     add("--dtype", choices=DTYPES, help="what to convert to (default: nothing is converted)")
     return parser
 
@@ -71,15 +78,14 @@ def copy_run(given: argparse.Namespace, console: Console) -> None:
     """A run's checkpoint for another mesh.
 
     Raises:
-        WeightsError: flags that do not go with --mesh, or no run.
+        WeightsError: flags that do not go with it.
     """
-    if given.ranks is not None or given.dtype:
+    if given.dtype or given.sharding or given.noscan:
         raise WeightsError(
-            "--mesh copies a run's checkpoint; --ranks and --dtype do not go with it"
+            "--mesh copies a run's checkpoint as it is: --dtype, --sharding and --noscan do not go "
+            "with it"
         )
     source, target = RunFolder(given.source).checkpoints, RunFolder(given.out).checkpoints
-    if not source.is_dir():
-        raise WeightsError(f"--mesh: {given.source} is no folder of a training run")
     step = relayout(source, target, given.mesh, step=given.step, console=console)
     console.print(f"wrote {target / str(step)}; go on from it with --run_dir {given.out} --resume")
 
@@ -102,32 +108,61 @@ def open_source(folder: Path, step: str) -> contextlib.AbstractContextManager[So
 
 def run(given: argparse.Namespace, console: Console) -> None:
     """Convert, and say what came of it."""
-    if given.step != AUTO and not given.step.isdecimal():
-        raise WeightsError(f"--step: {given.step!r} is no number, and not {AUTO}")
-    if given.mesh:
+    check_flags(given)
+    if given.mesh and RunFolder(given.source).checkpoints.is_dir():
         copy_run(given, console)
         return
     started = time.perf_counter()
     with open_source(given.source, given.step) as source:
         console.print(f"{source.about}: {source.config.parameter_count():,} parameters")
-        if given.ranks is None:
-            write_hf(source, given.out, dtype=given.dtype, console=console)
-        else:
-            write_ranks(source, given.out, given.ranks, dtype=given.dtype, console=console)
-    files = sorted(given.out.glob("*.safetensors"))
+        write(source, given, console)
+    pattern = "**/*" if given.mesh else "*.safetensors"
+    files = sorted(path for path in given.out.glob(pattern) if path.is_file())
     size = sum(file.stat().st_size for file in files)
     seconds = time.perf_counter() - started
     console.print(f"wrote {given.out}: {len(files)} files, {size / 1e9:.3f} GB, {seconds:.1f} s")
+    if given.mesh:
+        console.print(
+            "train from it with scripts/train_llama.py "
+            f"--config {given.source} --run_dir {given.out} --resume"
+        )
+
+
+def check_flags(given: argparse.Namespace) -> None:
+    """Raise a `WeightsError` for flags that do not go together."""
+    if given.step != AUTO and not given.step.isdecimal():
+        raise WeightsError(f"--step: {given.step!r} is no number, and not {AUTO}")
+    if given.mesh and given.ranks is not None:
+        raise WeightsError("--mesh makes a training run's checkpoint, --ranks files: give one")
+    if not given.mesh and (given.sharding or given.noscan):
+        raise WeightsError("--sharding and --noscan say how --mesh lays weights out; give --mesh")
+
+
+def write(source: Source, given: argparse.Namespace, console: Console) -> None:
+    """What the flags ask for, of tensors."""
+    if given.mesh:
+        write_run(
+            source,
+            given.out,
+            given.mesh,
+            table=given.sharding or "2d",
+            scan_layers=not given.noscan,
+            dtype=given.dtype,
+            console=console,
+        )
+    elif given.ranks is None:
+        write_hf(source, given.out, dtype=given.dtype, console=console)
+    else:
+        write_ranks(source, given.out, given.ranks, dtype=given.dtype, console=console)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    try:
+    logging.set_verbosity(logging.FATAL)  # orbax's tracebacks; we say it in one line
+    with one_message(*USER_ERRORS):
         run(given, console)
-    except USER_ERRORS as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

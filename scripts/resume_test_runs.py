@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from absl import app, flags, logging
 
 from models.training.manifest import find_damage
 from models.training.stop import STOPPED_EXIT_CODE
+from scripts.user_errors import one_message
 from spmd.launch.local import with_device_count
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -271,10 +271,8 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(asked.folder or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        try:
+        with one_message(Failed):
             resume_test(folder, asked.kills, steps, asked.devices, asked.seed)
-        except Failed as error:
-            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
 from scripts import bundle_flags
+from scripts.user_errors import one_message
 from serving.errors import ServingError
 from serving.function import BundleError
 from serving.load import load_model
@@ -94,10 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def load() -> Loaded:
         return load_model(bundle_flags.load(given, console), given.bundle, given.name)
 
-    try:
+    with one_message(*USER_ERRORS):
         serve(load, given.host, given.port, options(given), log_level=given.log_level)
-    except USER_ERRORS as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Examples:
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from models.training.errors import DataError
 from models.training.files import find_files
 from models.training.tokenize import ON_ERROR, PIECE_BYTES, OnError, Options, tokenize
 from models.training.tokenizer import BYTES
+from scripts.user_errors import one_message
 
 _OUT = flags.DEFINE_string("out", None, "The folder to make.")
 _TOKENIZER = flags.DEFINE_string(
@@ -142,13 +142,11 @@ def run_verify(folder: Path, console: Console) -> None:
 def main(argv: Sequence[str]) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    try:
+    with one_message(DataError, OSError):
         if _VERIFY.value:
             run_verify(Path(_VERIFY.value), console)
         else:
             run_tokenize(argv[1:], console)
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ from scripts.train_flags import (
     wanted_step,
     with_resume_value,
 )
+from scripts.user_errors import one_message
 
 PROMPT = "def "
 
@@ -127,7 +128,8 @@ def find_checkpoint(run: RunConfig, checkpoints: Checkpoints, console: Console) 
         console.print("no checkpoint yet: starting anew")
         return None
     changes = check_same_model(found.meta["config"], run)
-    if found.meta["data"]["fingerprint"] != checkpoints.about["data"]["fingerprint"]:
+    text = found.meta.get("data", checkpoints.about["data"])  # weights alone: of no data
+    if text["fingerprint"] != checkpoints.about["data"]["fingerprint"]:
         changes.append("the text that is trained on")
     for change in changes:
         console.print(f"changed since the checkpoint: {change}")
@@ -145,6 +147,9 @@ def start(
     state = checkpoints.restore(found, trainer.targets())
     seconds = time.perf_counter() - started
     console.print(f"resuming after step {found.step}, restored in {seconds:.1f} s")
+    if state.opt_state is None:
+        console.print("the checkpoint holds weights alone: the optimizer starts anew")
+        return trainer.fresh_state(state.params, found.step)
     return state
 
 
@@ -350,14 +355,11 @@ def main(argv: Sequence[str]) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # orbax's tracebacks; we say it in one line
     logging.getLogger("jax").setLevel(logging.ERROR)
-    with launch.stopping_peers():
-        try:
-            if len(argv) > 1:
-                raise RunError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
-            spmd.initialize(heartbeat_timeout_s=heartbeat_timeout())
-            sys.exit(run_training())
-        except USER_ERRORS as error:
-            sys.exit(f"error: {error}")
+    with launch.stopping_peers(), one_message(*USER_ERRORS):
+        if len(argv) > 1:
+            raise RunError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
+        spmd.initialize(heartbeat_timeout_s=heartbeat_timeout())
+        sys.exit(run_training())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ that is not whole when it is started again; the folder takes its name when all a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -72,7 +71,7 @@ def write_hf(
       WeightsError: the folder cannot be written, or tensors cannot be read.
       ConfigError: a model that transformers refuses.
     """
-    source = _converted(source, dtype)
+    source = source.astype(dtype)
     entries = [_entry(tensor) for tensor in source.tensors.values()]
     named = plan_files(entries, max_file_bytes)
     plan = {file: [source.tensors[e.name] for e in group] for file, group in named.items()}
@@ -100,20 +99,13 @@ def write_ranks(
     Raises:
       WeightsError: as for `write_hf`; or the model does not divide into so many ranks.
     """
-    source = _converted(source, dtype)
+    source = source.astype(dtype)
     split = cuts(source.config, ranks)
     plan = {
         rank_file(rank): [shard(t, split[name], rank) for name, t in source.tensors.items()]
         for rank in range(ranks)
     }
     _write(source, Path(folder), plan, {SHARDING_FILE: describe(source, ranks)}, console, made)
-
-
-def _converted(source: Source, dtype: str | None) -> Source:
-    if dtype is None:
-        return source
-    tensors = {name: tensor.astype(dtype) for name, tensor in source.tensors.items()}
-    return dataclasses.replace(source, tensors=tensors)
 
 
 def _entry(tensor: Tensor) -> Entry:

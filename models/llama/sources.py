@@ -25,6 +25,7 @@ from models.llama.hf_files import Array, Index, WeightsError, open_folder
 from models.llama.hf_names import HEAD, Parameter, parameters
 from models.llama.weights import check_can_load
 from models.training.checkpoint import AUTO, find_saved
+from models.training.pieces import chunk_shape
 from models.training.run import RunFolder
 
 
@@ -85,6 +86,13 @@ class Source:
     def with_tokenizer(self, folder: Path) -> Source:
         """The same with tokenizer files from elsewhere."""
         return dataclasses.replace(self, tokenizer_from=folder)
+
+    def astype(self, dtype: str | None) -> Source:
+        """The same with all tensors in another dtype; None keeps every tensor's bits."""
+        if dtype is None:
+            return self
+        tensors = {name: tensor.astype(dtype) for name, tensor in self.tensors.items()}
+        return dataclasses.replace(self, tensors=tensors)
 
     def tree(self) -> Any:
         """The tensors as the parameters of `model.init` with layers unrolled."""
@@ -156,7 +164,7 @@ def _check_tied(read: Callable[[str, Index], Array], tensors: Mapping[str, Tenso
 def checkpoint_source(run_dir: str | Path, step: int | str = AUTO) -> Iterator[Source]:
     """The parameters of a checkpoint of a training run.
 
-    Of layers that were trained stacked, all layers of a parameter are read at once.
+    Of layers that are stored together, all layers of a parameter are read at once.
 
     Args:
       run_dir: the run's folder.
@@ -182,8 +190,9 @@ def checkpoint_source(run_dir: str | Path, step: int | str = AUTO) -> Iterator[S
                 f"{list(parameter.shape)}, which its model has"
             )
         tensors |= _checkpoint_tensors(state, parameter, entry["dtype"])
-    # Stacked layers stay in the order in which they are read.
-    ordered = tensors if config.scan_layers else {n: tensors[n] for n in tensor_shapes(config)}
+    # Layers that are stored together stay in the order in which they are read.
+    is_free = not any(tensor.together for tensor in tensors.values())
+    ordered = {n: tensors[n] for n in tensor_shapes(config)} if is_free else tensors
     about = f"{run_dir}, step {found.step}"
     yield Source(unrolled(config), ordered, about, None, stamps(folder / str(found.step)))
 
@@ -197,18 +206,20 @@ def _trained_config(meta: Mapping[str, Any], folder: Path) -> LlamaConfig:
 
 def _checkpoint_tensors(state: Path, parameter: Parameter, dtype: str) -> dict[str, Tensor]:
     key = "params." + parameter.path.replace("/", ".")
+    together = parameter.stacked and chunk_shape(_open_array(state, key))[0] > 1
 
     def read(row: int, index: Index) -> Array:
-        if parameter.stacked:
+        if together:
             stack: Array = _read_stack(state, key)[row]
             return stack[index]
-        whole: Array = _open_array(state, key)[index].read().result()
-        return whole
+        place = (row, *index) if parameter.stacked else index
+        part: Array = _open_array(state, key)[place].read().result()
+        return part
 
     return {
         name: Tensor(
             name, parameter.tensor_shape, dtype, functools.partial(read, row),
-            key if parameter.stacked else "",
+            key if together else "",
         )
         for row, name in enumerate(parameter.names)
     }  # fmt: skip

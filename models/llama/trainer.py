@@ -68,16 +68,17 @@ class Trainer:
         marks = sharding.activation_marks(self.mesh, self.model, self._table)
         return batch_loss(self.model, marks, z_loss)
 
-    def fresh_state(self, params: Any = None) -> TrainState:
+    def fresh_state(self, params: Any = None, step: int = 0) -> TrainState:
         """Parameters and optimizer state, each created in its sharding and never whole.
 
         Args:
             params: parameters to start from instead of fresh ones.
+            step: steps that have been taken.
         """
         if params is None:
             key = jax.random.key(self.run.seed)
             params = init_params(self.model, key, self.step.in_shardings[0])
-        return TrainState(params, self.step.init(1, self.optimizer.init, params))
+        return TrainState(params, self.step.init(1, self.optimizer.init, params), step)
 
     def targets(self) -> TrainState:
         """The state as structs, with the shardings that the step wants."""

@@ -31,6 +31,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from models.training import tables
 from models.training.loop import TrainState
 from models.training.manifest import find_damage, write_manifest
+from models.training.pieces import Pieces, PiecesHandler
 from models.training.sinks import Record
 
 SCHEMA = 1
@@ -61,6 +62,11 @@ class Found:
     meta: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is optimizer state; one made of weights alone has parameters only."""
+        return any(path.startswith("opt_state/") for path in self.meta["arrays"])
+
 
 class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
     """Orbax's, without its question whether there was a SIGTERM.
@@ -81,6 +87,7 @@ class Checkpoints:
         keep_last: so many of the latest are kept.
         keep_every: those of every n-th step are kept too; 0 keeps none of them.
         about: what else `meta.json` says of each: `config` and `data`.
+        pieces: whether leaves to be saved are `Pieces`: folders are made before these are read.
     """
 
     def __init__(
@@ -90,11 +97,12 @@ class Checkpoints:
         keep_last: int = 3,
         keep_every: int = 0,
         about: Mapping[str, Any] | None = None,
+        pieces: bool = False,
     ) -> None:
         self.folder = folder.absolute()
         self.about = dict(about or {})
         self.notes = list(_interrupted(self.folder))
-        self._keep = (keep_last, keep_every)
+        self._keep, self._pieces = (keep_last, keep_every), pieces
         self._saving: _Saving | None = None
         self._ended: list[Record] = []
         self._failures = 0
@@ -109,7 +117,10 @@ class Checkpoints:
             preservation_policy=policies.AnyPreservationPolicy(kept),
             save_root_metadata=False,
             lightweight_initialize=True,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._describe),
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._describe,
+                create_directories_asynchronously=not self._pieces,
+            ),
         )
         return _Manager(self.folder, options=options, item_handlers={"state": _state_handler()})
 
@@ -118,7 +129,8 @@ class Checkpoints:
     def save(self, state: TrainState) -> None:
         """Starts saving; returns when `state` may be donated, long before all is written.
 
-        Waits for the save before this one, if that is not finished.
+        Waits for the save before this one, if that is not finished. `Pieces` are written before it
+        returns.
 
         Raises:
             CheckpointError: too many saves in a row have failed.
@@ -194,8 +206,8 @@ class Checkpoints:
         self._manager = self._open_manager()
 
     def _latest_text(self) -> str:
-        steps = _steps(self.folder)
-        return f"the latest checkpoint is that of step {steps[0]}" if steps else "there is none"
+        steps = saved_steps(self.folder)
+        return f"the latest checkpoint is that of step {steps[0]}" if steps else "there is no other"
 
     def _meta(self, step: int, leaves: Mapping[str, Any]) -> dict[str, Any]:
         mesh = next(
@@ -230,7 +242,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of which there is a checkpoint, the latest first; they may be damaged."""
-        return _steps(self.folder)
+        return saved_steps(self.folder)
 
     def find(self, wanted: int | str = AUTO) -> Found | None:
         """The checkpoint of a step, or (`"auto"`) the latest that is whole; None if there is none.
@@ -287,6 +299,9 @@ class Checkpoints:
         other way round. Checkpoints of later steps, damaged or not, are moved to `aside-<step>`:
         those steps will be taken and saved again.
 
+        Of parameters that were saved without an optimizer's state, any dtype becomes that of
+        `targets`; the state's `opt_state` is None then, and for the caller to make.
+
         Args:
             found: which one.
             targets: `ShapeDtypeStruct`s with shardings.
@@ -294,13 +309,15 @@ class Checkpoints:
         Raises:
             CheckpointError: its arrays are not those of `targets`.
         """
-        tree = {"params": targets.params, "opt_state": targets.opt_state}
+        tree = {"params": targets.params}
+        if found.has_optimizer:
+            tree["opt_state"] = targets.opt_state
         wanted = tables.by_path(tree)
         saved = found.meta["arrays"]
         layouts = (tables.is_stacked(saved), tables.is_stacked(wanted))
         is_same = None in layouts or layouts[0] == layouts[1]
         structs = wanted if is_same else tables.other_layout(wanted)
-        problem = tables.mismatch(saved, structs)
+        problem = tables.mismatch(saved, structs, any_dtype=not found.has_optimizer)
         if problem is not None:
             raise CheckpointError(
                 f"the checkpoint of step {found.step} does not fit this run: {problem}"
@@ -311,7 +328,7 @@ class Checkpoints:
             leaves = tables.convert(leaves, wanted)
         self._set_aside_after(found.step)
         restored = tables.like(tree, leaves)
-        return TrainState(restored["params"], restored["opt_state"], found.step)
+        return TrainState(restored["params"], restored.get("opt_state"), found.step)
 
     def _read(self, step: int, structs: Mapping[str, Any]) -> dict[str, Any]:
         tree = tables.nested(structs)
@@ -321,7 +338,7 @@ class Checkpoints:
             restored = self._manager.restore(step, args=ocp.args.Composite(state=args))
         except Exception as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be read: {_first_line(error)}"
+                f"the checkpoint of step {step} cannot be read: {first_line(error)}"
             ) from error
         return tables.by_path(restored["state"])
 
@@ -338,7 +355,9 @@ class Checkpoints:
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
-    handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handlers = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (Pieces, PiecesHandler())
+    )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=handlers)
 
 
@@ -373,7 +392,8 @@ class _Saving:
             self._thread.join()
 
 
-def _steps(folder: Path) -> list[int]:
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of which a folder has a checkpoint, whole or not, the latest first."""
     if not folder.is_dir():
         return []
     names = (path.name for path in folder.iterdir() if path.is_dir())
@@ -418,14 +438,15 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 def _not_saved(saving: _Saving) -> str:
     assert saving.error is not None
-    return f"the checkpoint of step {saving.step} could not be saved: {_first_line(saving.error)}"
+    return f"the checkpoint of step {saving.step} could not be saved: {first_line(saving.error)}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """What an error comes down to, in one line."""
     text = str(error)
     if "No space left" in text or "ENOSPC" in text or "RESOURCE_EXHAUSTED" in text:
         return "no space is left on the disk"
+    text = text.split(" [tensorstore_spec=")[0]  # thousands of characters
     return (text.strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -439,11 +460,11 @@ def find_saved(folder: Path, wanted: int | str = AUTO) -> Found:
     Raises:
         CheckpointError: there is none, or what was asked for is damaged.
     """
-    steps = _steps(folder) if wanted == AUTO else [int(wanted)]
+    steps = saved_steps(folder) if wanted == AUTO else [int(wanted)]
     notes: list[str] = []
     for step in steps:
         if not (folder / str(step)).is_dir():
-            there = ", ".join(map(str, _steps(folder))) or "none"
+            there = ", ".join(map(str, saved_steps(folder))) or "none"
             raise CheckpointError(f"{folder} has no checkpoint of step {step}; there are: {there}")
         damage = find_damage(folder / str(step))
         if damage is None:

@@ -6,7 +6,6 @@ more. Arrays are copied piece by piece.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -18,8 +17,16 @@ from typing import Any
 from rich.console import Console
 
 from models.progress import bytes_bar
-from models.training.checkpoint import AUTO, META, CheckpointError, find_saved
+from models.training.checkpoint import (
+    AUTO,
+    META,
+    CheckpointError,
+    find_saved,
+    first_line,
+    saved_steps,
+)
 from models.training.manifest import MANIFEST, write_manifest
+from models.training.pieces import chunks
 
 STATE = "state"
 TREE = "_METADATA"
@@ -53,20 +60,25 @@ def relayout(
         The checkpoint's step.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or the target has one of that step already or
-            cannot be written.
+        CheckpointError: there is no such checkpoint, or the target has one of that step or a later
+            one already or cannot be written.
     """
     found = find_saved(folder, step)
     source, whole = folder / str(found.step), target / str(found.step)
     if whole.exists():
         raise CheckpointError(f"{whole} exists already; name another folder")
+    later = [other for other in saved_steps(target) if other > found.step]
+    if later:  # --resume would go on from there
+        raise CheckpointError(
+            f"{target} holds a run that has come to step {later[0]}; name another"
+        )
     unfinished = target / f".{found.step}.unfinished-{os.getpid()}"
     try:
         unfinished.mkdir(parents=True)
         _copy(source, unfinished, found.meta, mesh, console)
         unfinished.rename(whole)
-    except OSError as error:
-        raise CheckpointError(f"{whole} cannot be written: {error}") from error
+    except (OSError, ValueError) as error:  # tensorstore's are of the second kind
+        raise CheckpointError(f"{whole} cannot be written: {first_line(error)}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return found.step
@@ -130,12 +142,7 @@ def _copy_array(
         shape=stored.shape,
         chunk_layout=tensorstore.ChunkLayout(chunk_shape=[max(1, size) for size in piece]),
     ).result()
-    starts = [range(0, size, max(1, part)) for size, part in zip(stored.shape, piece, strict=True)]
-    for corner in itertools.product(*starts):
-        index = tuple(
-            slice(low, min(low + part, size))
-            for low, part, size in zip(corner, piece, stored.shape, strict=True)
-        )
+    for index in chunks(stored.shape, piece):
         block = stored[index].read().result()
         made[index].write(block).result()
         yield block.nbytes

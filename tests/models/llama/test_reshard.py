@@ -305,8 +305,8 @@ def test_errors(whole, cut, tmp_path, capsys):
     assert "no folder of a training run" in fail("--from", whole, "--out", out, "--step", 3)
     assert "'x' is no number" in fail("--from", whole, "--out", out, "--step", "x")
     mesh = ("--from", whole, "--out", out, "--mesh", "data=2")
-    assert "no folder of a training run" in fail(*mesh)
-    assert "--ranks and --dtype do not go with it" in fail(*mesh, "--ranks", 2)
+    assert "--mesh makes a training run's checkpoint, --ranks files" in fail(*mesh, "--ranks", 2)
+    assert "--noscan say how --mesh lays" in fail("--from", whole, "--out", out, "--noscan")
     assert not list(tmp_path.iterdir())
 
 

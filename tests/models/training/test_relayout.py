@@ -78,6 +78,22 @@ def test_training_restores_the_copy(saved, wanted, tmp_path, devices8):
         relayout(tmp_path / "from", tmp_path / "to", {"data": 1})
 
 
+def test_what_cannot_be_written(tmp_path, devices8, monkeypatch):
+    with Checkpoints(tmp_path / "from") as checkpoints:
+        checkpoints.save(make_state(make_mesh(devices8, 1, 1)))
+    (tmp_path / "run" / "9").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="holds a run that has come to step 9; name another"):
+        relayout(tmp_path / "from", tmp_path / "run", {"data": 1})
+
+    def full(*arguments):
+        raise ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device")
+
+    monkeypatch.setattr("models.training.relayout._copy_array", full)
+    with pytest.raises(CheckpointError, match="/7 cannot be written: no space is left on the disk"):
+        relayout(tmp_path / "from", tmp_path / "to", {"data": 1})
+    assert list((tmp_path / "to").iterdir()) == []
+
+
 def test_pieces():
     entry = {"shape": [10, 12, 3], "dtype": "float32", "spec": [["data", "model"], None]}
     assert piece_shape(entry, {"data": 2, "model": 2}) == (3, 12, 3)

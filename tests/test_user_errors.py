@@ -1,0 +1,51 @@
+"""One message for what a user can mend, a traceback for everything else."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from scripts.user_errors import one_message
+
+MAINS = (
+    "compare_quantized",
+    "export_llama",
+    "generate_text",
+    "reshard_checkpoints",
+    "resume_test_runs",
+    "serve_bundle",
+    "tokenize_data",
+    "train_llama",
+)
+
+
+def test_what_can_be_mended_ends_in_one_message():
+    with pytest.raises(SystemExit) as ended, one_message(FileNotFoundError, ValueError):
+        raise ValueError("--mesh: 'data' has no size")
+    assert ended.value.code == "error: --mesh: 'data' has no size"
+
+
+def test_what_cannot_is_no_message():
+    with pytest.raises(KeyError), one_message(FileNotFoundError, ValueError):
+        raise KeyError("a mistake of ours")
+    with pytest.raises(SystemExit) as ended, one_message(ValueError):
+        raise SystemExit(75)  # a status that the script itself chose
+    assert ended.value.code == 75
+
+
+@pytest.mark.parametrize("name", MAINS)
+def test_scripts_use_it(name):
+    """None of them turns errors into messages by itself."""
+    text = (Path(__file__).parent.parent / "scripts" / f"{name}.py").read_text(encoding="utf-8")
+    assert "with one_message(" in text or ", one_message(" in text
+    assert 'sys.exit(f"error' not in text
+
+
+def test_bundle_scripts(tmp_path, capsys):
+    """A folder that is no bundle, for the scripts that read one."""
+    for name, flags in (("generate_text", ["--prompt", "a"]), ("serve_bundle", [])):
+        script = importlib.import_module(f"scripts.{name}")
+        with pytest.raises(SystemExit) as ended:
+            script.main([str(tmp_path / "no"), *flags])
+        assert str(ended.value.code).startswith("error: "), capsys.readouterr()
+        assert str(tmp_path / "no") in str(ended.value.code)
