@@ -122,25 +122,18 @@ def _write_chunk(layer: State, kv_S2KD: Any, slot: Any, start: Any) -> State:
     }
 
 
-def _attend_chunk(q_SKGD: Any, layer: State, slot: Any, visible_ST: Any) -> Any:
+def _attend_chunk(q_SKGD: Any, layer: State, slot: Any, positions_S: Any, length: int) -> Any:
     """Attention of several queries of one slot over the first T positions there; (S, K, G, D)."""
-    length, dtype = visible_ST.shape[-1], q_SKGD.dtype
     row = {
         name: jax.lax.dynamic_index_in_dim(x, slot)[0, :, :, :length] for name, x in layer.items()
     }
-    stored = row["values"].astype(dtype)
-    scores_KGST = jnp.einsum(
-        "skgd,ktd->kgst", q_SKGD, stored[KEYS], preferred_element_type=jnp.float32
-    )
-    scales = row.get("scales")
-    if scales is not None:
-        scores_KGST *= scales[KEYS, :, None, None]
-    scores_KGST *= q_SKGD.shape[-1] ** -0.5
-    scores_KGST = jnp.where(visible_ST, scores_KGST, np.finfo(np.float32).min)
-    weights_KGST = jax.nn.softmax(scores_KGST, axis=-1)
-    if scales is not None:
-        weights_KGST *= scales[VALUES, :, None, None]
-    return jnp.einsum("kgst,ktd->skgd", weights_KGST.astype(dtype), stored[VALUES])
+    kv_2KTD = row["values"]
+    if "scales" in row:
+        kv_2KTD = kv_2KTD.astype(jnp.float32) * row["scales"][..., None]
+    k_1TKD, v_1TKD = (kv_2KTD[i].swapaxes(0, 1)[None].astype(q_SKGD.dtype) for i in (KEYS, VALUES))
+    q_1SND = q_SKGD.reshape(1, q_SKGD.shape[0], -1, q_SKGD.shape[-1])
+    heads_1SND = spmd.ops.attention(q_1SND, k_1TKD, v_1TKD, positions=positions_S)
+    return heads_1SND.reshape(q_SKGD.shape)
 
 
 # Layers
@@ -388,11 +381,10 @@ def _run_chunk(
 ) -> tuple[Any, State]:
     """Hidden states (S, H) behind the last layer, and the state with the chunk's keys in it."""
     positions_S = start + jnp.arange(tokens_S.shape[0])
-    visible_ST = jnp.arange(length)[None] <= positions_S[:, None]
 
     def attend(q_SKGD: Any, kv_S2KD: Any, layer: State) -> tuple[Any, State]:
         layer = _write_chunk(layer, kv_S2KD, slot, start)
-        return _attend_chunk(q_SKGD, layer, slot, visible_ST), layer
+        return _attend_chunk(q_SKGD, layer, slot, positions_S, length), layer
 
     x_SH, cache = _run_layers(weights, tokens_S, positions_S, state["cache"], attend, config)
     return x_SH, {**state, "cache": cache}

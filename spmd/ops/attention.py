@@ -24,6 +24,7 @@ from jax.custom_batching import custom_vmap
 from spmd.errors import ArgumentError
 from spmd.lowering.register import register_composite
 from spmd.ops import attention_cudnn, attention_reference, attention_splash
+from spmd.ops.attention_reference import Mask
 from spmd.ops.attention_rules import (
     FORWARD,
     GRADIENT,
@@ -32,6 +33,9 @@ from spmd.ops.attention_rules import (
     gradient_flops,
     gradient_rule,
 )
+
+ANYWHERE = 0
+"""Instead of the queries' number, where they are not at positions 0, 1, ... of a whole sequence."""
 
 Implementation = Literal["auto", "composite", "xla", "cudnn"]
 
@@ -57,6 +61,7 @@ def attention(
     v_BTKD: Any,
     *,
     causal: bool = True,
+    positions: Any = None,
     segment_ids: Any = None,
     scale: float | None = None,
     logits_dtype: Any = jnp.float32,
@@ -68,6 +73,8 @@ def attention(
       q_BSND: queries.
       k_BTKD, v_BTKD: keys and values; each of the K heads serves N / K query heads in a row.
       causal: whether query `i` sees the keys up to `i` alone.
+      positions: integers (S,): up to which key each query sees instead, for queries that are a part
+        of a sequence.
       segment_ids: integers (B, S), or a pair (B, S), (B, T): a query sees the keys of its own
         segment alone. For packed documents.
       scale: of the scores; `1 / sqrt(D)` when left out.
@@ -90,14 +97,19 @@ def attention(
     if segments is not None and not isinstance(segments, tuple | list):
         segments = (segments, segments)
     _check(q_BSND, k_BTKD, v_BTKD, segments, implementation)
+    _check_positions(q_BSND, positions, causal)
     if scale is None:
         scale = q_BSND.shape[-1] ** -0.5
     dtype = jnp.dtype(logits_dtype).name
     if implementation == "cudnn":
-        return _cudnn(q_BSND, k_BTKD, v_BTKD, segments, causal, scale)
-    spec = _Spec(causal, segments is not None, float(scale), dtype, implementation != "xla")
-    queries_BS, keys_BT = segments or (None, None)
-    out_BSND: jax.Array = _attend(spec, q_BSND, k_BTKD, v_BTKD, queries_BS, keys_BT)
+        return _cudnn(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, scale)
+    length = q_BSND.shape[1] if positions is None else ANYWHERE
+    spec = _Spec(causal, segments is not None, float(scale), length, dtype, implementation != "xla")
+    # Positions are an operand so that a device with a part of the queries has just theirs.
+    if causal and positions is None:
+        positions = jnp.arange(length)
+    masks = (positions, *(segments or (None, None)))
+    out_BSND: jax.Array = _attend(spec, q_BSND, k_BTKD, v_BTKD, *masks)
     return out_BSND
 
 
@@ -105,38 +117,40 @@ class _Spec(NamedTuple):
     """What is static of one attention.
 
     Attributes:
-      causal, segments, scale, logits_dtype: as for `attention_reference.forward`.
+      causal, segments, scale, length, logits_dtype: as for `attention_reference.forward`.
       is_whole: whether to make composites of it.
     """
 
     causal: bool
     segments: bool
     scale: float
+    length: int
     logits_dtype: str
     is_whole: bool
 
 
+Masks = tuple[Any, Any, Any]
+"""Positions (S,), segments of queries (B, S) and of keys (B, T); None where there are none."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    spec: _Spec, q_BSND: Any, k_BTKD: Any, v_BTKD: Any, queries_BS: Any, keys_BT: Any
-) -> Any:
-    return _attend_forward(spec, q_BSND, k_BTKD, v_BTKD, queries_BS, keys_BT)[0]
+def _attend(spec: _Spec, q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any) -> Any:
+    return _attend_forward(spec, q_BSND, k_BTKD, v_BTKD, *masks)[0]
 
 
 def _attend_forward(
-    spec: _Spec, q_BSND: Any, k_BTKD: Any, v_BTKD: Any, queries_BS: Any, keys_BT: Any
+    spec: _Spec, q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any
 ) -> tuple[Any, tuple[Any, ...]]:
-    tensors, segments = (q_BSND, k_BTKD, v_BTKD), (queries_BS, keys_BT)
-    out_BSND, lse_BNS = _run(spec, FORWARD, attention_reference.forward, tensors, segments)
-    return out_BSND, (*tensors, out_BSND, lse_BNS, *segments)
+    tensors = (q_BSND, k_BTKD, v_BTKD)
+    out_BSND, lse_BNS = _run(spec, FORWARD, attention_reference.forward, tensors, masks)
+    return out_BSND, (*tensors, out_BSND, lse_BNS, *masks)
 
 
 def _attend_backward(spec: _Spec, kept: tuple[Any, ...], dout_BSND: Any) -> tuple[Any, ...]:
-    *tensors, queries_BS, keys_BT = kept
+    tensors, masks = kept[:-3], kept[-3:]
     operands = (*tensors, dout_BSND)
-    segments = (queries_BS, keys_BT)
-    gradients = _run(spec, GRADIENT, attention_reference.gradient, operands, segments)
-    return (*gradients, None, None)
+    gradients = _run(spec, GRADIENT, attention_reference.gradient, operands, masks)
+    return (*gradients, None, None, None)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -147,20 +161,17 @@ def _run(
     name: str,
     reference: Callable[..., Any],
     tensors: Sequence[Any],
-    segments: Sequence[Any],
+    given: Sequence[Any],
 ) -> Any:
     """One of the two functions, as a composite or as it is."""
-    length = tensors[0].shape[1]
     attributes = {
         "causal": spec.causal,
         "segments": spec.segments,
         "scale": spec.scale,
-        "length": length,
+        "length": spec.length,
         "logits_dtype": spec.logits_dtype,
     }
-    # Positions are an operand so that a device with a part of the queries has just theirs.
-    masks = [jnp.arange(length, dtype=jnp.int32)] if spec.causal else []
-    masks += [s.astype(jnp.int32) for s in segments] if spec.segments else []
+    masks = [mask.astype(jnp.int32) for mask in given if mask is not None]
     if not spec.is_whole:
         return reference(*tensors, *masks, **attributes)
     return _composite(name, reference, attributes, 1 if spec.causal else 0, len(tensors))(
@@ -179,6 +190,10 @@ def _composite(
 
     @run.def_vmap  # type: ignore[untyped-decorator]
     def mapped(size: int, batched: Sequence[bool], *operands: Any) -> Any:
+        if any(batched[tensors : tensors + positions]):
+            axes = [0 if is_batched else None for is_batched in batched]
+            results = jax.vmap(functools.partial(reference, **attributes), axes)(*operands)
+            return results, jax.tree.map(lambda _: True, results)
         merged = []
         for i, (x, is_batched) in enumerate(zip(operands, batched, strict=True)):
             if tensors <= i < tensors + positions:  # the same for every sequence
@@ -195,13 +210,30 @@ def _composite(
 
 
 def _cudnn(
-    q_BSND: Any, k_BTKD: Any, v_BTKD: Any, segments: Any, causal: bool, scale: float
+    q_BSND: Any,
+    k_BTKD: Any,
+    v_BTKD: Any,
+    segments: Any,
+    positions: Any,
+    causal: bool,
+    scale: float,
 ) -> jax.Array:
-    mask = None
-    if segments is not None:
-        mask = (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
+    visible_BST = Mask(positions, *(segments or (None, None))).visible(k_BTKD.shape[1])
     return jax.nn.dot_product_attention(
-        q_BSND, k_BTKD, v_BTKD, mask=mask, is_causal=causal, scale=scale, implementation="cudnn"
+        q_BSND, k_BTKD, v_BTKD, scale=scale, implementation="cudnn",
+        mask=None if visible_BST is None else visible_BST[:, None],
+        is_causal=causal and positions is None,
+    )  # fmt: skip
+
+
+def _check_positions(q: Any, positions: Any, causal: bool) -> None:
+    if positions is None or (causal and positions.shape == q.shape[1:2]):
+        return
+    raise ArgumentError(
+        "attention cannot be computed",
+        actual=f"positions {positions.shape} for q {q.shape}, causal={causal}",
+        required="positions (S,) of a causal attention",
+        fix="correct them",
     )
 
 

@@ -69,7 +69,7 @@ def forward(
       *masks: positions (S,) if causal, then segments (B, S) and (B, T) if there are any.
       causal, segments: which of them there are.
       scale: of the scores.
-      length: queries of the whole sequence; here there may be a part of them.
+      length: queries of the whole sequence, of which there may be a part here; 0 for any part.
       logits_dtype: what scores are computed in.
     """
     del length

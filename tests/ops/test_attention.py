@@ -145,6 +145,8 @@ def test_a_query_that_sees_no_key_gives_no_nan() -> None:
         ({"k": (1, 4, 2, 8), "v": (1, 4, 2, 8)}, "the same batch"),
         ({"segment_ids": (2, 3)}, r"segment_ids \(2, 3\), \(2, 3\)"),
         ({"implementation": "flash"}, "auto, composite, xla, cudnn"),
+        ({"positions": (3,)}, r"positions \(3,\) for q \(2, 4, 4, 8\)"),
+        ({"positions": (4,), "causal": False}, r"positions \(S,\) of a causal attention"),
     ],
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None:
@@ -289,6 +291,32 @@ def test_mapped_scanned_and_recomputed(devices8: Any) -> None:
     close(compiled(q, k, v), want)
     assert set(locally(compiled)) == {"spmd.attention", "spmd.attention_grad"}
     close(jax.jit(ours)(q, k, v), want)
+
+
+@pytest.mark.parametrize("mark", [(), (None, "x"), (None, None, ("x", "y"))])
+def test_queries_that_are_a_part_of_a_sequence(mark: tuple[Any, ...], devices8: Any) -> None:
+    """What whole sequences give for these queries; where they are is known when it runs."""
+    mesh = spmd.make_mesh(x=4, y=2)
+    q, k, v, w = tensors(2, 16, 8, 2, t=32)
+
+    def part(start: Any, q: Any, k: Any, v: Any) -> Any:
+        q = spmd.mark_sharding(q, mesh, mark)
+        out = attention(q, k, v, positions=start + jnp.arange(16))
+        return jnp.sum(out * w), out
+
+    def wanted(start: int, q: Any, k: Any, v: Any) -> Any:
+        whole = jnp.zeros((2, 32, 8, 8)).at[:, start : start + 16].set(q)
+        out = plain(whole, k, v, True)[:, start : start + 16]
+        return jnp.sum(out * w), out
+
+    ours = jax.value_and_grad(part, (1, 2, 3), has_aux=True)
+    compiled = spmd.jit(ours, mesh=mesh, options=CHECKED).compile(jnp.int32(0), q, k, v)
+    for start in (0, 5, 16):
+        want = jax.value_and_grad(wanted, (1, 2, 3), has_aux=True)(start, q, k, v)
+        close(compiled(jnp.int32(start), q, k, v), want)
+    starts = jnp.arange(3)
+    mapped = jax.vmap(lambda start: part(start, q, k, v)[1])(starts)
+    close(mapped, jnp.stack([wanted(int(start), q, k, v)[1] for start in starts]))
 
 
 def test_costs_know_the_mask_and_that_there_are_no_weights() -> None:
