@@ -111,6 +111,10 @@ class Compiled(Lowered):
         if self._is_ahead:
             raise self._not_here()
         wanted = jax.tree.unflatten(self.traced.in_tree, self._boundary.arguments)[0][argnum]
+        # XLA's partitioner is good enough for a program without exchanges: compiled by ours, the
+        # parameters and the AdamW state of a Llama came out the same to the bit, in the same
+        # memory, and the compilation took a tenth longer (parameters of 32 layers: 36 s and 40 s)
+        # to twice as long (the state alone: 0.8 s and 1.6 s).
         return jax.jit(fn, out_shardings=wanted)(*args)
 
     def verify(

@@ -117,6 +117,6 @@ class Jitted:
         return compiled
 
     def _lower(self, call: Call, topology: Topology | None) -> Lowered:
-        options = self.recipe.options
         traced = trace_call(self.recipe, call, topology)
+        options = self.recipe.options
         return Lowered(traced, compile_module(traced.request, options), options, topology)
