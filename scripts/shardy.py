@@ -23,7 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.api import Lowered
-from spmd.frontend.import_stablehlo import sharding_attr
+from spmd.frontend.import_attributes import sharding_attr
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
 

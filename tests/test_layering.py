@@ -1,4 +1,4 @@
-"""Imports point downward only, and the MLIR bindings are touched in seven files.
+"""Imports point downward only, and the MLIR bindings are touched in few files.
 
 The layers are those of docs/design.md, section 3. Every import counts: at the top of a file, inside
 a function, under TYPE_CHECKING, and as a constant handed to `importlib.import_module`.
@@ -45,6 +45,7 @@ MLIR_BINDINGS = (
 MLIR_FILES = (
     "spmd/frontend/artifact.py",
     "spmd/frontend/bytecode.py",
+    "spmd/frontend/import_attributes.py",
     "spmd/frontend/import_stablehlo.py",
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",
@@ -54,6 +55,8 @@ MLIR_FILES = (
     "scripts/comm_bench/shardy.py",  # the same
 )
 
+CLOSED = ("spmd.api",)
+"""Packages whose modules are their own: others take the names in `__init__`."""
 
 READ_TESTS = ("scripts/compare_shardy.py", "scripts/coverage.py")
 """Scripts that write down what the tests run."""
@@ -117,6 +120,15 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
+def inner_module(name: str) -> str | None:
+    """The module of a package that a dotted name is, or reaches into; None for other names."""
+    while name.count(".") >= 2:
+        if is_module(name):
+            return name
+        name = name.rpartition(".")[0]
+    return None
+
+
 def is_mlir(name: str) -> bool:
     return any(name == mlir or name.startswith(f"{mlir}.") for mlir in MLIR_BINDINGS)
 
@@ -131,6 +143,8 @@ def violations(source: str, path: Path) -> list[str]:
         if is_mlir(name) and path.as_posix() not in MLIR_FILES and package != "tests":
             found.append(f"{path}:{line}: {name}: MLIR belongs to {', '.join(MLIR_FILES)}")
         target = package_of(name)
+        if target in CLOSED and package not in (target, "tests") and inner_module(name):
+            found.append(f"{path}:{line}: {name}: take it from {target}")
         if target == "tests" and path.as_posix() in READ_TESTS:
             continue
         if target is not None and LEVEL.get(target, -1) > LEVEL[package]:
@@ -171,6 +185,23 @@ def test_packages_of_a_layer_make_no_circle():
         pytest.fail(f"packages import each other: {' <- '.join(error.args[1])}", pytrace=False)
 
 
+@pytest.mark.parametrize("package", ["spmd.api", "spmd.frontend"])
+def test_modules_of_a_package_make_no_circle(package: str):
+    folder = Path(*package.split("."))
+    beside: dict[str, set[str]] = {}
+    for path in (path for path in python_files() if path.parent == folder):
+        module = module_name(path)
+        names = (name for _, name in imports_of(read(path), path))
+        inside = {inner_module(name) or package for name in names if package_of(name) == package}
+        beside[module] = inside - {module}
+    assert len(beside) > 5
+    assert package not in set().union(*beside.values()), f"a module imports from {package} itself"
+    try:
+        TopologicalSorter(beside).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}", pytrace=False)
+
+
 @pytest.mark.parametrize(
     ("path", "source"),
     [
@@ -184,7 +215,9 @@ def test_packages_of_a_layer_make_no_circle():
         ("spmd/errors.py", "from spmd.mesh import Mesh"),
         ("spmd/pipeline.py", "import spmd"),
         ("spmd/pipeline.py", "from spmd import mark_sharding"),
-        ("spmd/api.py", "from models.llama import config"),
+        ("spmd/api/jitted.py", "from models.llama import config"),
+        ("spmd/auto.py", "from spmd.api.jitted import jit"),
+        ("serving/app.py", "import spmd.api.marks"),
         ("models/llama/model.py", "from serving.engine import Engine"),
         ("serving/app.py", "from tests.helpers import small_model"),
         ("spmd/ir/text.py", "from jaxlib.mlir import ir"),
@@ -203,7 +236,9 @@ def test_what_is_forbidden(path: str, source: str):
     ("path", "source"),
     [
         ("spmd/__init__.py", "from spmd.api import jit\nfrom .mesh.mesh import Mesh"),
-        ("spmd/api.py", "from spmd import errors, options, pipeline"),
+        ("spmd/api/jitted.py", "from spmd import errors, options, pipeline"),
+        ("spmd/api/jitted.py", "from spmd.api.marks import mark_sharding"),
+        ("tests/api/test_marks.py", "from spmd.api.marks import mark_sharding"),
         ("spmd/ir/text.py", "from . import types\nfrom .program import Program\nimport jax"),
         ("spmd/ir/__init__.py", "from .program import Program\nfrom ..errors import SpmdError"),
         ("spmd/planning/cost.py", "from spmd.mesh.topology import Topology\nimport scipy"),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning_p
 from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from spmd.errors import FrontendError
 from spmd.mesh.mesh import Mesh
+
+register_exclusion(str(Path(__file__).parent.parent))  # our own frames are not the user's
 
 seen_meshes: list[Mesh] = []
 """Meshes of the marks met while tracing, in order; `jit` without a mesh takes the first."""

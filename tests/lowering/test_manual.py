@@ -292,17 +292,9 @@ def test_a_broadcast_is_kept_for_backends_that_have_it() -> None:
 
 
 def lowered_module(text: str) -> Any:
-    """A module's stages, without XLA."""
-    from spmd.frontend.import_stablehlo import parse_module
-    from spmd.mesh.topology import Topology
-    from spmd.pipeline import Request, compile_module
-
-    mesh = spmd.make_mesh(x=4, y=2)
-    request = Request(parse_module(text), mesh, Topology("cpu:8"))
-    stages = compile_module(request, Options(check=True))
-    from spmd.api import Lowered
-
-    return Lowered(stages, request, Options(), None, None, (), (), mesh, ())
+    """A module's stages, checked, without XLA."""
+    options = Options(topology=spmd.Topology("cpu:8"), check=True)
+    return spmd.lower_stablehlo(text, spmd.make_mesh(x=4, y=2), options=options)
 
 
 REFUSED = {

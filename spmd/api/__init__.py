@@ -1,0 +1,28 @@
+"""The public functions: marks, `jit` with its lowered and compiled programs, and modules.
+
+The way of a call: `marks` (what users say of tensors) -> `arguments`, `specs` (what a call's
+arguments are and where they lie) -> `tracing` (the request to the compiler) -> `planned` (all that
+can be asked of a plan) -> `compiled`, `boundary` (running it) -> `jitted`, `stablehlo` (the doors).
+Other packages take these names, never those modules.
+"""
+
+from spmd.api.arguments import like_parameters
+from spmd.api.compiled import Compiled, Lowered
+from spmd.api.jitted import Jitted, jit
+from spmd.api.marks import mark_sharding, mark_tree, path_name
+from spmd.api.planned import STAGES
+from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo
+
+__all__ = [
+    "STAGES",
+    "Compiled",
+    "Jitted",
+    "Lowered",
+    "compile_stablehlo",
+    "jit",
+    "like_parameters",
+    "lower_stablehlo",
+    "mark_sharding",
+    "mark_tree",
+    "path_name",
+]

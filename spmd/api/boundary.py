@@ -1,0 +1,108 @@
+"""Where a compiled program takes its arguments and leaves its results: each call passes here twice.
+
+The program itself has only arrays on its own mesh: key arrays are their data, and a mesh of jax's
+with other axis types becomes one of ours and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_not
+from typing import Any
+
+import jax
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import NamedSharding
+
+from spmd.api.arguments import key_dtype, mesh_sharding
+from spmd.api.tracing import Traced
+from spmd.lowering.partition import Partitioned
+from spmd.mesh.spec import partition_spec
+
+
+class Boundary:
+    """Flat arguments and results of a compiled program.
+
+    Attributes:
+      arguments, results: their shardings.
+      x64: whether elements of 64 bits go through.
+    """
+
+    def __init__(
+        self, traced: Traced, partitioned: Partitioned, mesh: JaxMesh, *, x64: bool
+    ) -> None:
+        own, given = partitioned.mesh, traced.given_mesh
+        specs = [partition_spec(s, own) for s in partitioned.results]
+        self.arguments = tuple(
+            NamedSharding(mesh, partition_spec(s, own)) for s in partitioned.arguments
+        )
+        self.results = tuple(NamedSharding(mesh, spec) for spec in specs)
+        self.x64 = x64
+        self._key_dtypes = traced.key_dtypes
+        is_other = isinstance(given, JaxMesh) and given != mesh
+        self._handed_back = [NamedSharding(given, spec) for spec in specs] if is_other else None
+        dtypes = [key_dtype(struct) for struct in traced.out_structs]
+        self._key_results = [(i, dtype) for i, dtype in enumerate(dtypes) if dtype is not None]
+        # As it came the last time: an argument with the very same object needs no look at it.
+        self._known: list[Any] = [object()] * len(self.arguments)
+
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        """Whether arguments placed on a mesh lie as this program wants them."""
+        return all(
+            getattr(leaf, "sharding", None) is known or self._accepts(index, leaf)
+            for index, (leaf, known) in enumerate(zip(leaves, self._known, strict=True))
+        )
+
+    def take(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The arguments as the program wants them: those that lie elsewhere are placed."""
+        have = [getattr(leaf, "sharding", None) for leaf in leaves]
+        if len(have) == len(self._known) and not any(map(is_not, have, self._known)):
+            return leaves
+        elsewhere = [
+            index
+            for index, (sharding, known) in enumerate(zip(have, self._known, strict=True))
+            if sharding is not known and not self._lies_right(index, sharding, leaves[index])
+        ]
+        placed = list(leaves)
+        if not elsewhere:
+            return placed
+        for index, leaf in zip(elsewhere, self._placed(leaves, elsewhere), strict=True):
+            placed[index] = leaf
+        return placed
+
+    def hand_back(self, results: list[Any]) -> list[Any]:
+        """The program's results as the function returns them."""
+        if self._handed_back is not None:
+            results = jax.device_put(results, self._handed_back)
+        for index, dtype in self._key_results:
+            results[index] = jax.random.wrap_key_data(results[index], impl=dtype)
+        return results
+
+    def data(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments with the data of key arrays in their place."""
+        return [self._data(index, leaf) for index, leaf in enumerate(leaves)]
+
+    def _data(self, index: int, leaf: Any) -> Any:
+        return leaf if self._key_dtypes[index] is None else jax.random.key_data(leaf)
+
+    def _accepts(self, index: int, leaf: Any) -> bool:
+        have = mesh_sharding(leaf)
+        if have is None or self._key_dtypes[index] is not None:
+            return True
+        return self.arguments[index].is_equivalent_to(have, len(leaf.shape))
+
+    def _lies_right(self, index: int, have: Any, leaf: Any) -> bool:
+        """Whether an argument lies as the program wants it; the next time it is known to."""
+        if self._key_dtypes[index] is not None or not isinstance(have, NamedSharding):
+            return False
+        if not have.is_equivalent_to(self.arguments[index], leaf.ndim):
+            return False
+        self._known[index] = have
+        return True
+
+    def _placed(self, leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+        """Some of the arguments, put to where the program wants them."""
+        data = [self._data(i, leaves[i]) for i in indices]
+        with jax.enable_x64(self.x64):  # else jax narrows 64-bit elements on the way in
+            placed = jax.device_put(data, [self.arguments[i] for i in indices])
+        return list(placed)

@@ -1,0 +1,122 @@
+"""`jit`: a function that is compiled for a mesh when it is called, once for each kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spmd.api.compiled import Compiled, Lowered
+from spmd.api.tracing import Call, Recipe, take_apart, trace_call
+from spmd.mesh.spec import as_mesh
+from spmd.mesh.topology import Topology
+from spmd.options import Options
+from spmd.pipeline import Request, compile_module
+
+
+def jit(
+    fn: Callable[..., Any],
+    *,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    options: Options | None = None,
+) -> Jitted:
+    """Compiles a single-device function for a mesh.
+
+    Args:
+      fn: a function of pytrees of arrays, as for `jax.jit`.
+      mesh: the mesh; taken from marked arguments or from the marks inside `fn` when left out.
+      in_specs: for each positional argument a spec, a pytree of specs, or None (open).
+      out_specs: a spec, or a pytree of specs that matches the result (or a prefix of it).
+      static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
+      options: compile options.
+
+    Returns:
+      An object to call like `fn`; see `Jitted`.
+
+    Raises:
+      MeshError: the mesh is not one.
+
+    Example:
+      >>> step = jit(train_step, mesh=mesh, donate_argnums=(0, 1))
+      >>> params, opt_state, loss = step(params, opt_state, batch)
+    """
+    if mesh is not None:
+        as_mesh(mesh)
+    return Jitted(
+        Recipe(
+            fn,
+            mesh,
+            in_specs,
+            out_specs,
+            (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums),
+            (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames),
+            (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums),
+            options or Options(),
+        )
+    )
+
+
+class Jitted:
+    """What `jit` returns: call it, or `lower` / `compile` it for given arguments."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._cache: dict[Any, list[Compiled]] = {}
+        self.__name__ = getattr(recipe.fn, "__name__", "fn")
+        self.__doc__ = recipe.fn.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program, compiled on first use for these shapes and shardings."""
+        call = take_apart(self.recipe, args, kwargs)
+        return self._compiled(call).run(call.leaves)
+
+    def compile(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Compiled:
+        """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running.
+
+        Args:
+          *args, **kwargs: as for `fn`.
+          topology: the machine to plan and compile for, which need not be here: for TPUs, libtpu
+            compiles anywhere (`pip install "spmd[tpu]"`). Such a program cannot be called; its
+            memory and its optimized HLO are those of the machine. The mesh's devices if left out.
+
+        Raises:
+          MeshError: no compiler for the machine is here; `lower` plans for it without one.
+
+        Example:
+          >>> step.compile(params, state, batch, topology=spmd.Topology("v4:4x4x8")).memory
+        """
+        if topology is not None:
+            return self.lower(*args, topology=topology, **kwargs).compile()
+        return self._compiled(take_apart(self.recipe, args, kwargs))
+
+    def lower(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Lowered:
+        """Runs our own compiler only: no device is needed, XLA is not called.
+
+        Args:
+          *args, **kwargs: as for `fn`.
+          topology: the machine to plan for, which need not be here; guessed from the mesh when left
+            out.
+        """
+        return self._lower(take_apart(self.recipe, args, kwargs), topology)
+
+    def request(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Request:
+        """What is to be compiled for these arguments; nothing is compiled yet."""
+        return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology).request
+
+    def _compiled(self, call: Call) -> Compiled:
+        key = call.key
+        for compiled in self._cache.get(key, ()):
+            if compiled.accepts(call.leaves):
+                return compiled
+        compiled = self._lower(call, None).compile()
+        self._cache.setdefault(key, []).append(compiled)
+        return compiled
+
+    def _lower(self, call: Call, topology: Topology | None) -> Lowered:
+        traced = trace_call(self.recipe, call, topology)
+        options = self.recipe.options
+        return Lowered(traced, compile_module(traced.request, options), options, topology)

@@ -1,0 +1,163 @@
+"""Marks: how users say where a tensor lies on a mesh, inside traced code and outside of it."""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from spmd.errors import SpecError
+from spmd.frontend.marks import Entries
+from spmd.frontend.trace import mark_uneven, seen_meshes
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding, is_legal
+from spmd.mesh.spec import OPEN, as_mesh, dims_of, has_devices, jax_mesh, spec_entries
+
+
+def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
+    """Promises how a tensor lies on a mesh.
+
+    Inside traced code it is jax's own sharding constraint, so the same program runs under plain
+    `jax.jit`, and the tensor's gradient gets the same mark. A concrete array is placed. A
+    `jax.ShapeDtypeStruct` is annotated.
+
+    Args:
+      t: a tracer, an array or a `ShapeDtypeStruct`.
+      mesh: a `spmd.Mesh`, or jax's `Mesh` or `AbstractMesh`.
+      spec: one entry for each dim: an axis name, a mesh-axis index, a tuple of these (major to
+        minor), `None` (not split), or `...` (up to the compiler). Dims beyond it are not split.
+
+    Returns:
+      The marked tensor.
+
+    Raises:
+      SpecError: an unknown axis, an axis used twice, a spec longer than the rank, an axis that is
+        manual in the `jax.shard_map` around, or, outside of traced code, a dim that its axes don't
+        divide (inside, its pieces are padded).
+      MeshError: an array to be placed on devices that are not there.
+
+    Example:
+      >>> w = mark_sharding(w, mesh, ("data", "model"))
+    """
+    own = as_mesh(mesh)
+    shape = tuple(t.shape) if hasattr(t, "shape") else np.shape(t)
+    what, source = f"a tensor of shape {shape}", _caller()
+    entries = spec_entries(spec, len(shape), own, what=what, source=source)
+    if isinstance(t, jax.core.Tracer):
+        return _constrain(t, own, entries, what, source)
+    dims_of(entries, shape, own, what=what, source=source)
+    if isinstance(t, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=_open_sharding(own, entries))
+    return jax.device_put(t, NamedSharding(jax_mesh(own), _jax_spec(entries, None)))
+
+
+def mark_tree(tree: Any, mesh: Any, rules: Mapping[str, Any]) -> Any:
+    """Marks the leaves of a pytree by path.
+
+    Args:
+      tree: a pytree of tensors.
+      mesh: the mesh.
+      rules: glob pattern over the leaf's path (keys joined by `/`; `*` also crosses `/`) -> spec.
+        The first pattern that matches a leaf counts; leaves that none matches are left alone.
+
+    Raises:
+      SpecError: a pattern that matches no leaf, or a spec that does not fit its leaf.
+
+    Example:
+      >>> params = mark_tree(params, mesh, {"*/w_in": ("data", "model"), "*/bias": ()})
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [path_name(path) for path, _ in leaves]
+    for pattern in rules:
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            raise SpecError(
+                f"pattern {pattern!r} matches no leaf of the tree",
+                source=_caller(),
+                actual=f"paths: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}",
+                fix="correct the pattern or remove it",
+            )
+    marked = []
+    for path, (_, leaf) in zip(paths, leaves, strict=True):
+        found = next((p for p in rules if fnmatch.fnmatchcase(path, p)), None)
+        marked.append(leaf if found is None else mark_sharding(leaf, mesh, rules[found]))
+    return jax.tree_util.tree_unflatten(treedef, marked)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A pytree path as text: `layers/0/weight`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:
+    """The constraint on a tracer that a mark is."""
+    if mesh not in seen_meshes:  # under plain jax.jit nobody empties it
+        seen_meshes.append(mesh)
+    manual = _manual_axes(mesh)
+    _check_not_manual(entries, manual, what, source)
+    if len(manual) == len(mesh.axis_names):
+        return t
+    dims, _ = dims_of(entries, t.shape, mesh, what=what, source=source, even=False)
+    if not is_legal(Sharding(dims), t.shape, mesh):
+        return mark_uneven(t, mesh, entries)
+    sharding = _open_sharding(mesh, entries)
+    if manual:
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
+    return jax.lax.with_sharding_constraint(t, sharding)
+
+
+def _manual_axes(mesh: Mesh) -> frozenset[str]:
+    """The axes of a mesh along which the code being traced is written for one device."""
+    around = jax.sharding.get_abstract_mesh()
+    if tuple(around.axis_names) != mesh.axis_names:
+        return frozenset()
+    types = zip(around.axis_names, around.axis_types, strict=True)
+    return frozenset(name for name, type_ in types if type_ == AxisType.Manual)
+
+
+def _check_not_manual(
+    entries: Entries, manual: frozenset[str], what: str, source: str | None
+) -> None:
+    for name in (name for entry in entries for name in entry or ()):
+        if name in manual:
+            raise SpecError(
+                f"axis {name!r} splits {what} inside a jax.shard_map over it",
+                source=source,
+                actual=f"here every device has its own tensor along {name!r} already",
+                fix="mark the other axes alone, or mark outside of shard_map",
+            )
+
+
+def _open_sharding(mesh: Mesh, entries: Entries) -> NamedSharding:
+    """A sharding that keeps open dims open, on a mesh whose devices need not be here."""
+    where = jax_mesh(mesh) if has_devices(mesh) else _abstract_mesh(mesh)
+    return NamedSharding(where, _jax_spec(entries, OPEN))
+
+
+def _abstract_mesh(mesh: Mesh) -> AbstractMesh:
+    return AbstractMesh(mesh.sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.sizes))
+
+
+def _jax_spec(entries: Entries, open_entry: Any) -> PartitionSpec:
+    return PartitionSpec(
+        *(
+            open_entry if e is None else None if not e else e[0] if len(e) == 1 else e
+            for e in entries
+        )
+    )
+
+
+def _caller() -> str | None:
+    """The innermost frame outside this package and jax."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("spmd", "jax.", "jax_")) and name != "jax":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+        frame = frame.f_back
+    return None

@@ -1,0 +1,172 @@
+"""A planned program: what it does, what it costs, why it is so, and how it looks at every stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cached_property
+
+from spmd.api.tracing import Traced
+from spmd.errors import ArgumentError
+from spmd.explain.collectives import Collective, list_collectives
+from spmd.explain.memory import Memory
+from spmd.explain.prices import Prices
+from spmd.ir.text import format_program
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding, format_sharding
+from spmd.options import Options
+from spmd.pipeline import Request, Stages
+from spmd.planning.memory import MemoryUse, peak_memory
+from spmd.planning.timeline import Timeline, predict_timeline
+
+
+class Planned:
+    """All that can be asked of a program before XLA has seen it.
+
+    Attributes:
+      traced: what the function, its arguments and its results are.
+      stages: the result of every stage of the compiler.
+      options: compile options.
+    """
+
+    def __init__(self, traced: Traced, stages: Stages, options: Options) -> None:
+        self.traced = traced
+        self.stages = stages
+        self.options = options
+
+    @property
+    def request(self) -> Request:
+        """What was compiled."""
+        return self.traced.request
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.request.mesh
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Flat indices of the donated arguments."""
+        return self.traced.donated
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of one run: kind, axes, bytes, count, source, reason, seconds."""
+        return list_collectives(self.stages.optimized, self.stages.plan.topology)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Predicted schedule of one run: what runs when on which lane."""
+        optimized = self.stages.optimized
+        return predict_timeline(optimized.program, self.mesh, self.stages.plan.topology)
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds of one run, communication hidden behind independent arithmetic."""
+        return self.timeline.seconds
+
+    @cached_property
+    def predicted_memory(self) -> MemoryUse:
+        """Predicted memory of one device: what is held, and when."""
+        platform = self.stages.plan.topology.platform
+        return peak_memory(self.stages.optimized.program, self.donated, platform)
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes per device: predicted, until XLA has compiled the program."""
+        return Memory.predicted(self.predicted_memory)
+
+    @cached_property
+    def prices(self) -> Prices:
+        """What other decisions would have cost; computed when asked."""
+        return Prices(self.stages.plan)
+
+    # Reports are loaded when asked for: training and serving go without.
+
+    def explain(self, value: str | None = None, *, prices: bool = True) -> str:
+        """What is sharded how, why, and what it costs, as text; or all about one value.
+
+        Args:
+          value: an argument's or a result's name or a pattern of names (`params/*/w`), a value's
+            number as in `%12`, or a source line (`model.py:12`) for all that is made there.
+          prices: whether to say what other decisions would have cost. That asks the planner again,
+            which takes some seconds for large programs.
+
+        Raises:
+          ArgumentError: no value has this name.
+        """
+        from spmd.explain.text import explain_program, explain_value
+
+        asked = self.prices if prices else None
+        if value is not None:
+            return explain_value(self.stages, value, asked)
+        return explain_program(self.stages, self.collectives, self.memory, asked)
+
+    def summary(self) -> str:
+        """The short form of `explain`, for a terminal."""
+        from spmd.explain.text import summarize
+
+        return summarize(self.stages, self.collectives, self.memory)
+
+    def report(self, path: str | os.PathLike[str], *, prices: bool = True) -> None:
+        """Writes `explain` as one self-contained HTML page with pictures.
+
+        Args:
+          path: the file to write.
+          prices: as for `explain`.
+        """
+        from spmd.explain.html import write_report
+
+        asked = self.prices if prices else None
+        write_report(path, self.stages, self.collectives, self.memory, self.predicted_memory, asked)
+
+    def as_text(self, stage: str = "planned") -> str:
+        """The program after a stage, as deterministic text; stages are `spmd.api.STAGES`.
+
+        Raises:
+          ArgumentError: there is no such stage.
+        """
+        if stage not in _TEXTS:
+            raise ArgumentError(
+                f"unknown stage {stage!r}",
+                required=f"one of {', '.join(STAGES)}",
+                fix="`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
+                if stage == "hlo"
+                else None,
+            )
+        return _TEXTS[stage](self)
+
+
+def _propagated(planned: Planned) -> str:
+    mesh, proposals = planned.mesh, planned.stages.propagated.proposals
+    return format_program(
+        planned.stages.imported.program,
+        lambda value: format_sharding(Sharding(proposals[value]), mesh),
+        mesh,
+    )
+
+
+def _planned(planned: Planned) -> str:
+    mesh, states = planned.mesh, planned.stages.plan.states
+
+    def describe(value: int) -> str:
+        state = states[value]
+        return "made for each use" if state is None else format_sharding(state, mesh)
+
+    return format_program(planned.stages.imported.program, describe, mesh)
+
+
+_TEXTS: dict[str, Callable[[Planned], str]] = {
+    "stablehlo": lambda planned: str(planned.request.module),
+    "program": lambda planned: format_program(planned.stages.imported.program),
+    "propagated": _propagated,
+    "planned": _planned,
+    "local": lambda planned: format_program(planned.stages.partitioned.program, None, planned.mesh),
+    "optimized": lambda planned: format_program(
+        planned.stages.optimized.program, None, planned.mesh
+    ),
+    "emitted": lambda planned: planned.stages.emitted,
+}
+
+STAGES = (*_TEXTS, "hlo")
+"""Stages of a program that `as_text` prints; the last one only of compiled programs."""

@@ -1,0 +1,127 @@
+"""StableHLO modules that any framework wrote, compiled like functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from spmd.api.compiled import Compiled, Lowered
+from spmd.api.specs import Specs, flat_entries
+from spmd.api.tracing import Traced, platform_of, topology_of
+from spmd.errors import ArgumentError
+from spmd.frontend.import_stablehlo import boundary_names, parse_module, signature
+from spmd.ir.types import TensorType, numpy_dtype
+from spmd.mesh.spec import as_mesh
+from spmd.options import Options
+from spmd.pipeline import Request, compile_module
+
+
+def compile_stablehlo(
+    module_or_path: Any,
+    mesh: Any,
+    arg_specs: Specs = None,
+    result_specs: Specs = None,
+    options: Options | None = None,
+    updates: Sequence[tuple[int, int]] = (),
+) -> Compiled:
+    """Compiles a StableHLO module that any framework wrote.
+
+    Args:
+      module_or_path: a module in memory, its text or bytecode, or the path of a file with either.
+      mesh: the mesh.
+      arg_specs: for each argument of the module's function a spec, or None (open).
+      result_specs: the same for its results.
+      options: compile options.
+      updates: as for `lower_stablehlo`.
+
+    Returns:
+      A program to call with one array for each argument; it returns a tuple.
+
+    Raises:
+      FrontendError: a module that cannot be read.
+    """
+    lowered = lower_stablehlo(module_or_path, mesh, arg_specs, result_specs, options, updates)
+    return lowered.compile()
+
+
+def lower_stablehlo(
+    module_or_path: Any,
+    mesh: Any,
+    arg_specs: Specs = None,
+    result_specs: Specs = None,
+    options: Options | None = None,
+    updates: Sequence[tuple[int, int]] = (),
+) -> Lowered:
+    """Plans and partitions a StableHLO module: no device is needed, XLA is not called.
+
+    Args:
+      module_or_path: a module in memory, its text or bytecode, or the path of a file with either.
+      mesh: the mesh; `Mesh(None, (4, 2), ("data", "model"))` has no devices.
+      arg_specs: for each argument of the module's function a spec, or None (open); or a mapping
+        from names to specs. Names are the paths that the module has, else `arg0`, `arg1`, ...
+      result_specs: the same for its results.
+      options: compile options.
+      updates: (result, argument) by number: the argument is donated, and the result, which lies on
+        the mesh like it, takes its place.
+
+    Raises:
+      FrontendError: a module that cannot be read.
+      ArgumentError: an update of another shape or dtype than its argument.
+      SpecError: a spec for no argument or result, or one that does not fit.
+    """
+    options = options or Options()
+    own = as_mesh(mesh)
+    module = parse_module(module_or_path)
+    args, results = signature(module)
+    arg_names, result_names = boundary_names(module)
+    _check_updates(updates, args, results)
+    request = Request(
+        module,
+        own,
+        options.topology or topology_of(own),
+        arg_names,
+        result_names,
+        flat_entries(arg_specs, args, arg_names, own, "argument"),
+        flat_entries(result_specs, results, result_names, own, "result"),
+        links=tuple(updates),
+        platform=platform_of(own),
+    )
+    return Lowered(_traced(request, args, results, mesh), compile_module(request, options), options)
+
+
+def _traced(
+    request: Request, args: Sequence[TensorType], results: Sequence[TensorType], mesh: Any
+) -> Traced:
+    """A module as if it had been traced: a function of as many arrays, which returns a tuple."""
+    structs = tuple(jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in results)
+    return Traced(
+        request,
+        jax.tree.structure((tuple(range(len(args))), {})),
+        jax.tree.structure(structs),
+        structs,
+        tuple(sorted(argument for _, argument in request.links)),
+        mesh,
+        (None,) * len(args),
+    )
+
+
+def _check_updates(
+    updates: Sequence[tuple[int, int]], args: Sequence[TensorType], results: Sequence[TensorType]
+) -> None:
+    for result, argument in updates:
+        known = 0 <= result < len(results) and 0 <= argument < len(args)
+        if not known or results[result] != args[argument]:
+            raise ArgumentError(
+                f"result {result} cannot take the place of argument {argument}",
+                actual=f"{results[result]} for {args[argument]}" if known else "there is none",
+                required="a result and an argument of one shape and dtype",
+                fix="correct `updates`",
+            )
+    if len(set(dict(updates).values())) != len(updates):
+        raise ArgumentError(
+            "a result or an argument is in two updates",
+            actual=str(list(updates)),
+            fix="name each at most once",
+        )

@@ -1,0 +1,255 @@
+"""A function and the arguments of a call -> a request to the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from spmd.api.arguments import (
+    Aval,
+    arg_entries,
+    argument_names,
+    aval_of,
+    key_dtype,
+    like_parameters,
+    mesh_of_leaves,
+    updates_of,
+)
+from spmd.api.marks import path_name
+from spmd.api.specs import arg_specs, out_entries
+from spmd.errors import MeshError
+from spmd.frontend.trace import seen_meshes, trace
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.spec import as_mesh, has_devices, jax_mesh
+from spmd.mesh.topology import Topology
+from spmd.options import Options
+from spmd.pipeline import Request
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A function, and what `jit` was told about it.
+
+    Attributes:
+      fn: a function of pytrees of arrays.
+      mesh: the mesh as it was given, or None.
+      in_specs, out_specs: specs of arguments and results, as they were given.
+      static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
+      options: compile options.
+    """
+
+    fn: Any
+    mesh: Any
+    in_specs: Any
+    out_specs: Any
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    donate_argnums: tuple[int, ...]
+    options: Options
+
+
+class Call(NamedTuple):
+    """A call's arguments, taken apart.
+
+    Attributes:
+      static: (number or name, value) of each static argument.
+      leaves: the others, flat.
+      avals: the type of each leaf.
+      tree: the structure of ((positional, ...), {name: ...}), static ones left out.
+      positional: how many positional arguments there are, static ones counted.
+    """
+
+    static: tuple[tuple[int | str, Any], ...]
+    leaves: tuple[Any, ...]
+    avals: tuple[Aval, ...]
+    tree: Any
+    positional: int
+
+    @property
+    def key(self) -> Any:
+        """What decides, besides shardings, whether a compiled program serves the call."""
+        return (self.static, self.tree, self.avals)
+
+    @property
+    def argnums(self) -> tuple[int, ...]:
+        """The numbers of the positional arguments that are not static."""
+        static = dict(self.static)
+        return tuple(i for i in range(self.positional) if i not in static)
+
+
+class Traced(NamedTuple):
+    """A function as a request, and what its arguments and results are to the caller.
+
+    Attributes:
+      request: what is to be compiled.
+      in_tree: the structure of ((positional, ...), {name: ...}), static arguments left out.
+      out_tree: the structure of the result.
+      out_structs: its leaves.
+      donated: flat indices of the donated arguments.
+      given_mesh: the mesh as the user gave it or placed arguments on it, if so.
+      key_dtypes: for each flat argument its dtype if it is a key array.
+    """
+
+    request: Request
+    in_tree: Any
+    out_tree: Any
+    out_structs: tuple[Any, ...]
+    donated: tuple[int, ...]
+    given_mesh: Any
+    key_dtypes: tuple[Any, ...]
+
+
+def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """The arguments of a call, static and other ones.
+
+    Raises:
+      ArgumentError: one that is not static is not an array.
+    """
+    count = len(args)
+    numbers = _positions(recipe.static_argnums, count)
+    names = recipe.static_argnames
+    static: list[tuple[int | str, Any]] = [(i, args[i]) for i in range(count) if i in numbers]
+    static += [(name, kwargs[name]) for name in sorted(kwargs) if name in names]
+    positional = tuple(arg for i, arg in enumerate(args) if i not in numbers)
+    named = {name: arg for name, arg in kwargs.items() if name not in names}
+    leaves, tree = jax.tree.flatten((positional, named))
+    return Call(tuple(static), tuple(leaves), tuple(map(aval_of, leaves)), tree, count)
+
+
+def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
+    """Traces a function at the arguments of a call; nothing is compiled yet.
+
+    Args:
+      recipe: the function.
+      call: its arguments.
+      topology: the machine to plan for; that of the options, else of the mesh, when left out.
+
+    Raises:
+      MeshError: there is no mesh, or there are two.
+      SpecError: a spec that does not fit its argument or result.
+    """
+    structs = jax.tree.unflatten(
+        call.tree, [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in call.avals]
+    )
+    given = recipe.mesh or mesh_of_leaves(call.leaves)
+    mesh = None if given is None else as_mesh(given)
+    platform = (topology.platform if topology else None) or platform_of(mesh)
+    module, out_tree, mesh = _trace(recipe, call, structs, mesh, platform)
+    out_leaves, out_def = jax.tree.flatten(out_tree)
+    names = argument_names(recipe.fn, structs, call.argnums)
+    result_names = _result_names(out_tree)
+    entries, reasons = like_parameters(
+        names, call.avals, _call_entries(recipe, call, structs[0], names, mesh)
+    )
+    donate = _positions(recipe.donate_argnums, call.positional)
+    request = Request(
+        module,
+        mesh,
+        topology or recipe.options.topology or topology_of(mesh),
+        names,
+        result_names,
+        entries,
+        out_entries(recipe.out_specs, out_tree, result_names, mesh),
+        reasons,
+        updates_of(structs[0], call.argnums, out_tree, donate),
+        platform,
+    )
+    return Traced(
+        request,
+        call.tree,
+        out_def,
+        tuple(out_leaves),
+        _donated(call, structs[0], donate),
+        given,
+        tuple(map(key_dtype, call.leaves)),
+    )
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """`cpu`, `cuda` or `tpu`: what the mesh's devices are, else those that are here."""
+    if mesh is not None and has_devices(mesh):
+        return str(jax_mesh(mesh).devices.flat[0].platform).replace("gpu", "cuda")
+    return str(jax.default_backend()).replace("gpu", "cuda")
+
+
+def topology_of(mesh: Mesh) -> Topology:
+    """The machine that a mesh is of; CPUs where its devices are not here."""
+    if has_devices(mesh):
+        return Topology.for_devices(list(jax_mesh(mesh).devices.flat))
+    return Topology(f"cpu:{mesh.size}")
+
+
+def _trace(
+    recipe: Recipe, call: Call, structs: Any, mesh: Mesh | None, platform: str
+) -> tuple[Any, Any, Mesh]:
+    """The function as a module, structs of its results, and the mesh: given, or that of marks."""
+    static, dynamic = dict(call.static), iter(structs[0])
+    seen_meshes.clear()
+    module, out_tree, manual_meshes = trace(
+        recipe.fn,
+        [static[i] if i in static else next(dynamic) for i in range(call.positional)],
+        structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
+        platform=platform,
+        static_argnums=recipe.static_argnums,
+        static_argnames=recipe.static_argnames,
+    )
+    found = [mesh] if mesh is not None else seen_meshes
+    found = found or [as_mesh(other) for other in manual_meshes]
+    if not found:
+        raise MeshError(
+            f"spmd.jit of {getattr(recipe.fn, '__name__', 'fn')} has no mesh",
+            actual="no mesh= was given, no argument is placed on a mesh, nothing is marked",
+            fix="pass mesh=spmd.make_mesh(data=4, model=2)",
+        )
+    _check_device_order(manual_meshes, found[0])
+    return module, out_tree, found[0]
+
+
+def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:
+    """Collectives of `jax.shard_map` name devices by position: there is one order of devices."""
+    for other in manual_meshes:
+        if not isinstance(other, jax.sharding.Mesh):
+            continue
+        own = as_mesh(other)
+        if own.sizes == mesh.sizes and own.device_ids != mesh.device_ids:
+            raise MeshError(
+                "a jax.shard_map has the devices in another order than the program's mesh",
+                actual=f"device ids {list(own.device_ids)}",
+                required=f"device ids {list(mesh.device_ids)}",
+                fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
+            )
+
+
+def _call_entries(
+    recipe: Recipe, call: Call, positional: Sequence[Any], names: Sequence[str], mesh: Mesh
+) -> list[Any]:
+    """The spelled-out spec of each flat argument; of keyword arguments only as they are placed."""
+    specs = arg_specs(recipe.in_specs, positional, call.argnums, call.positional)
+    specs += [None] * (len(call.leaves) - len(specs))
+    return [
+        arg_entries(leaf, spec, name, mesh)
+        for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
+    ]
+
+
+def _result_names(out_tree: Any) -> tuple[str, ...]:
+    paths = jax.tree_util.tree_flatten_with_path(out_tree)[0]
+    return tuple(path_name(path) or "result" for path, _ in paths)
+
+
+def _donated(call: Call, positional: Sequence[Any], donate: frozenset[int]) -> tuple[int, ...]:
+    """Flat indices of the donated arguments."""
+    numbers = [
+        number
+        for number, arg in zip(call.argnums, positional, strict=True)
+        for _ in jax.tree.leaves(arg)
+    ]
+    return tuple(i for i, number in enumerate(numbers) if number in donate)
+
+
+def _positions(argnums: Sequence[int], count: int) -> frozenset[int]:
+    """Argument numbers, those from the end counted from the start."""
+    return frozenset(n + count if n < 0 else n for n in argnums)

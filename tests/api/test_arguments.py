@@ -1,0 +1,49 @@
+"""What is told from the types and names of arguments alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spmd.api.arguments import aval_of, like_parameters, updates_of
+
+W = jax.ShapeDtypeStruct((4, 2), jnp.float32)
+B = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("donated", "links"),
+    [
+        ((), ()),
+        ((0,), ((1, 0), (2, 1))),  # the whole tree follows the scalar among the results
+        ((2,), ((3, 2),)),  # static argument 1 is not there
+        ((0, 2), ((1, 0), (2, 1), (3, 2))),
+    ],
+)
+def test_updates_are_results_of_the_same_type(donated: tuple[int, ...], links: object) -> None:
+    params = {"b": B, "w": W}
+    results = (jax.ShapeDtypeStruct((), jnp.float32), params, W)
+    assert updates_of((params, W), (0, 2), results, donated) == links
+
+
+def test_each_result_updates_one_argument() -> None:
+    assert updates_of((W, W), (0, 1), W, (0, 1)) == ((0, 0),)
+
+
+def test_state_lies_like_the_parameter_at_the_end_of_its_path() -> None:
+    names = ("params/w", "params/b", "state/0/mu/w", "state/0/nu/b", "state/count", "x")
+    avals = [((4, 2),), ((4,),), ((4, 2),), ((2,),), ((),), ((4, 2),)]
+    entries = [(("data",), ()), (("data",),), None, None, None, None]
+    filled, reasons = like_parameters(names, avals, entries)
+    assert filled == (entries[0], entries[1], entries[0], None, None, None)
+    assert reasons == (None, None, "like argument params/w", None, None, None)
+
+
+def test_types_of_leaves() -> None:
+    assert aval_of(1.0) == ((), jnp.float32, True)
+    assert aval_of(jnp.ones((2, 3), jnp.bfloat16)) == ((2, 3), jnp.bfloat16, False)
+    assert aval_of(jnp.asarray(1) * 2) == ((), jnp.int32, True)
+    assert aval_of(jax.ShapeDtypeStruct((2,), jnp.int8)) == ((2,), jnp.int8, False)
+    key = jax.random.key(0)
+    assert aval_of(key) == ((), key.dtype, False)

@@ -1,0 +1,47 @@
+"""What goes into a compiled program and comes out: key arrays, meshes of jax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import spmd
+
+
+def test_explicit_meshes_of_jax_come_in_and_go_out() -> None:
+    explicit = jax.make_mesh((4, 2), ("data", "model"))
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(explicit, P("data", "model")))
+    out = spmd.jit(lambda x: x * 2, mesh=explicit)(x)
+    np.testing.assert_allclose(out, np.full((8, 8), 2.0))
+    assert out.sharding.mesh == explicit
+    assert out.sharding.spec == P("data", "model")
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_key_arrays(mesh: spmd.Mesh, impl: str) -> None:
+    def fn(key: Any, x: jax.Array) -> Any:
+        return jax.random.split(key)[0], x + 1
+
+    given = jax.random.key(1, impl=impl)
+    key, _ = spmd.jit(fn, mesh=mesh)(given, jnp.ones(8))
+    assert key.dtype == given.dtype
+    want = jax.random.key_data(jax.random.split(given)[0])
+    np.testing.assert_array_equal(jax.random.key_data(key), want)
+
+
+def test_arguments_are_placed_wherever_they_lie_at_the_time(mesh: spmd.Mesh) -> None:
+    x = spmd.mark_sharding(jnp.arange(64.0).reshape(8, 8), mesh, ("data", "model"))
+    y, key = jnp.ones(8), jax.random.key(0)
+    compiled = spmd.jit(lambda x, y, key: (x + y, key), mesh=mesh).compile(x, y, key)
+    other = jax.device_put(x, NamedSharding(x.sharding.mesh, P("model")))
+    for leaf in (x, x, other, np.asarray(x), jax.device_put(x, jax.devices()[3]), x):
+        found, same = compiled(leaf, y, key)
+        assert found.sharding.spec == P("data", "model")
+        np.testing.assert_array_equal(found, np.asarray(x) + 1)
+        assert same == key

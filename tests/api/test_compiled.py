@@ -1,0 +1,34 @@
+"""Compiled programs: creating their arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import spmd
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4)])
+def test_created_arguments_are_those_of_one_device(sizes: tuple[int, int]) -> None:
+    mesh = spmd.make_mesh(data=sizes[0], model=sizes[1])
+
+    def make(key: jax.Array) -> dict[str, jax.Array]:
+        w_key, b_key = jax.random.split(key)
+        return {"b": jax.random.uniform(b_key, (16,)), "w": jax.random.normal(w_key, (16, 32))}
+
+    specs = {"b": ("model",), "w": ("data", "model")}
+    key = jax.random.key(3)
+    step = spmd.jit(lambda params: params, mesh=mesh, in_specs=(specs,))
+    compiled = step.compile(jax.eval_shape(make, key))
+    created: Any = compiled.init(0, make, key)
+    whole = jax.jit(make)(key)
+    for name in specs:
+        wanted = compiled.in_shardings[0][name]
+        assert created[name].sharding == wanted
+        assert created[name].addressable_shards[0].data.shape == wanted.shard_shape(
+            whole[name].shape
+        )
+        np.testing.assert_array_equal(created[name], whole[name])
