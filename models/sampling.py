@@ -147,15 +147,19 @@ def report(logits_BV: Any, ids_B: Any, alternatives: int, wanted: Any = True) ->
       logits_BV: float32.
       ids_B: tokens.
       alternatives: P.
-      wanted: a bool: whether the likeliest are; they are zero else.
+      wanted: whether the likeliest are; they are zero else. If that is known at run time alone,
+        they are found one after the other: XLA's sort on GPUs cannot be in a CUDA graph, and a loop
+        with a sort in it then waits for the host in every turn.
     """
     normalizer_B = jax.nn.logsumexp(logits_BV, axis=-1)
     # A masked sum, not a gather: it needs no communication of logits when V is split.
     is_id_BV = ids_B[:, None] == jnp.arange(logits_BV.shape[-1])
     chosen_B = jnp.sum(jnp.where(is_id_BV, logits_BV, 0.0), axis=-1)
 
+    find = jax.lax.top_k if isinstance(wanted, bool) else _largest_by_turns
+
     def likeliest() -> tuple[Any, Any]:
-        top_BP, ids_BP = jax.lax.top_k(logits_BV, alternatives)
+        top_BP, ids_BP = find(logits_BV, alternatives)
         return ids_BP.astype(jnp.int32), top_BP - normalizer_B[:, None]
 
     def none() -> tuple[Any, Any]:
@@ -164,3 +168,20 @@ def report(logits_BV: Any, ids_B: Any, alternatives: int, wanted: Any = True) ->
 
     top_ids_BP, top_BP = jax.lax.cond(wanted, likeliest, none) if alternatives else none()
     return Report(ids_B, chosen_B - normalizer_B, top_ids_BP, top_BP)
+
+
+def _largest_by_turns(x_BV: Any, count: int) -> tuple[Any, Any]:
+    """As `jax.lax.top_k`: the largest of each row, largest first, and where they are."""
+    places_V = jnp.arange(x_BV.shape[1], dtype=jnp.int32)
+
+    def turn(i: Any, carry: Any) -> Any:
+        left_BV, largest_BP, ids_BP = carry
+        id_B = jnp.argmax(left_BV, axis=-1).astype(jnp.int32)
+        largest_BP = largest_BP.at[:, i].set(jnp.max(left_BV, axis=-1))
+        left_BV = jnp.where(places_V == id_B[:, None], HIDDEN, left_BV)
+        return left_BV, largest_BP, ids_BP.at[:, i].set(id_B)
+
+    shape = (x_BV.shape[0], count)
+    start = (x_BV, jnp.zeros(shape, x_BV.dtype), jnp.zeros(shape, jnp.int32))
+    _, largest_BP, ids_BP = jax.lax.fori_loop(0, count, turn, start)
+    return largest_BP, ids_BP

@@ -101,7 +101,9 @@ def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
     """Rows of the table: one for each number of tokens of a call."""
     per_call = [int(n) for n in _PER_CALL.value]
     length = _CONTEXT.value
-    shape = decode.ServingShape(batch, length, (16,), (length,), max(per_call), 0, _CACHE.value)
+    shape = decode.ServingShape(
+        batch, length, (16,), (length,), max(per_call), cache_dtype=_CACHE.value
+    )
     types = quantized_types(config, quantize)
     functions, state, specs, primary = decode.functions(config, shape, types)
     only = [function for function in functions if function.name == primary]

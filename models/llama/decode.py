@@ -127,7 +127,8 @@ def _attend_chunk(q_SKGD: Any, layer: State, slot: Any, positions_S: Any, length
     row = {
         name: jax.lax.dynamic_index_in_dim(x, slot)[0, :, :, :length] for name, x in layer.items()
     }
-    kv_2KTD = row["values"]
+    # Else XLA on GPUs transposes all of the cache as the kernel wants these few, and back.
+    kv_2KTD = jax.lax.optimization_barrier(row["values"])
     if "scales" in row:
         kv_2KTD = kv_2KTD.astype(jnp.float32) * row["scales"][..., None]
     k_1TKD, v_1TKD = (kv_2KTD[i].swapaxes(0, 1)[None].astype(q_SKGD.dtype) for i in (KEYS, VALUES))

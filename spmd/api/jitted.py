@@ -79,9 +79,10 @@ class Jitted:
 
         Args:
           *args, **kwargs: as for `fn`.
-          topology: the machine to plan and compile for, which need not be here: for TPUs, libtpu
-            compiles anywhere (`pip install "spmd[tpu]"`). Such a program cannot be called; its
-            memory and its optimized HLO are those of the machine. The mesh's devices if left out.
+          topology: the machine to plan and compile for, which need not be here: libtpu compiles for
+            TPUs anywhere (`pip install "spmd[tpu]"`), and jax's plugin for CUDA for NVIDIA GPUs
+            (`spmd[cuda]`). Such a program cannot be called; its memory and its optimized HLO are
+            those of the machine. The mesh's devices if left out.
 
         Raises:
           MeshError: no compiler for the machine is here; `lower` plans for it without one.

@@ -1,7 +1,7 @@
 """Ahead of time: the devices of a machine that is not here, for XLA to compile for.
 
-`libtpu` holds XLA's whole compiler for TPUs and runs on any Linux machine; the other backends
-compile only where their devices are.
+`libtpu` holds XLA's whole compiler for TPUs, and jax's plugin for CUDA that for NVIDIA GPUs: both
+run on any Linux machine. Without a GPU XLA does not try out which of several kernels is fastest.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 
 from spmd.errors import MeshError
+from spmd.lowering.gpu_targets import GPU_TARGETS
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import has_devices, jax_mesh
 from spmd.mesh.topology import Topology
+
+CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+"""With it jax's plugin starts without cuDNN and the like, which compiling does not take."""
 
 _CHIP_CONFIG = {"v4": "megacore"}
 """Chips whose two cores are one device only if libtpu is told so."""
@@ -33,41 +39,53 @@ def is_here(mesh: Mesh, topology: Topology) -> bool:
 
 
 def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
-    """Descriptions of a TPU machine's devices, in the mesh's order: to compile for, not to run on.
+    """Descriptions of a machine's devices, in the mesh's order: to compile for, not to run on.
 
     Args:
-      mesh: as many devices as the topology has, or a multiple of it: as many slices.
-      topology: of a TPU.
+      mesh: as many devices as the topology has, or for TPUs a multiple of it: as many slices.
+      topology: of TPUs or NVIDIA GPUs.
 
     Raises:
       MeshError: no compiler for the machine is here, or the mesh does not fit it.
     """
-    if topology.platform != "tpu":
+    if topology.platform == "tpu":
+        return _in_mesh_order(mesh, _tpus(topology, _slices(mesh, topology)))
+    chip = topology.name.partition(":")[0]
+    if topology.platform != "cuda" or chip not in GPU_TARGETS:
         raise MeshError(
             f"XLA's compiler for {topology} is only where such devices are",
             actual="they are not visible here",
             fix="plan without compiling: use .lower(..., topology=...) instead of .compile(...)",
         )
-    if importlib.util.find_spec("libtpu") is None:
-        raise MeshError(
-            f"compiling for {topology} takes libtpu, which is not installed",
-            fix='pip install "spmd[tpu]", or plan without compiling: use .lower(..., topology=...)',
-        )
+    if mesh.size != topology.count:
+        raise _does_not_fit(mesh, topology, f"{topology.count} devices")
+    return _in_mesh_order(mesh, _gpus(topology, chip))
+
+
+def _slices(mesh: Mesh, topology: Topology) -> int:
+    """How many slices the mesh is."""
     slices, rest = divmod(mesh.size, topology.count)
     if rest or not slices:
-        raise MeshError(
-            f"the mesh ({mesh}) does not fit {topology}",
-            actual=f"{mesh.size} devices",
-            required=f"{topology.count} devices, or as many in each of several slices",
-            fix="change the mesh or the topology",
-        )
+        several = f"{topology.count} devices, or as many in each of several slices"
+        raise _does_not_fit(mesh, topology, several)
+    return slices
+
+
+def _does_not_fit(mesh: Mesh, topology: Topology, required: str) -> MeshError:
+    return MeshError(
+        f"the mesh ({mesh}) does not fit {topology}",
+        actual=f"{mesh.size} devices",
+        required=required,
+        fix="change the mesh or the topology",
+    )
+
+
+def _tpus(topology: Topology, slices: int) -> list[Any]:
+    """The devices as libtpu describes them."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise _not_installed(topology, "libtpu", "tpu")
     if jax.default_backend() != "tpu":  # no chip is touched: several may compile at once
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return _in_mesh_order(mesh, _described(topology, slices))
-
-
-def _described(topology: Topology, slices: int) -> list[Any]:
-    """The devices as libtpu describes them."""
     kind, _, shape = topology.name.partition(":")
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if kind in _CHIP_CONFIG:
@@ -79,6 +97,34 @@ def _described(topology: Topology, slices: int) -> list[Any]:
         platform="tpu", topology_name=f"{kind}:{shape}", **options
     )
     return list(described.devices)
+
+
+def _gpus(topology: Topology, chip: str) -> list[Any]:
+    """The devices as jax's plugin for CUDA describes them."""
+    if not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS):
+        raise _not_installed(topology, "jax's plugin for CUDA", "cuda")
+    hosts = -(-topology.count // topology.chip.per_host)
+    try:
+        described = topologies.get_topology_desc(
+            topology.name,
+            "cuda",
+            target_config=GPU_TARGETS[chip],
+            topology=f"1x{hosts}x{topology.count // hosts}",
+        )
+    except NotImplementedError as error:  # the plugin looked for CUDA's libraries
+        raise MeshError(
+            f"jax's plugin for CUDA did not start, so nothing can be compiled for {topology}",
+            fix=f"set {SKIP_CHECK}=1 before Python starts, or install CUDA's libraries",
+        ) from error
+    return list(described.devices)
+
+
+def _not_installed(topology: Topology, what: str, extra: str) -> MeshError:
+    instead = "plan without compiling: use .lower(..., topology=...)"
+    return MeshError(
+        f"compiling for {topology} takes {what}, which is not installed",
+        fix=f'pip install "spmd[{extra}]", or {instead}',
+    )
 
 
 def _in_mesh_order(mesh: Mesh, devices: list[Any]) -> list[Any]:

@@ -19,9 +19,12 @@ from spmd.ops import cache_update, decode_attention, linear
 DEVICES = jax.devices()
 COUNT = 1 << (len(DEVICES).bit_length() - 1)
 
-pytestmark = pytest.mark.skipif(
-    DEVICES[0].platform == "cpu", reason="no accelerators: see SPMD_TEST_PLATFORM"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        DEVICES[0].platform == "cpu", reason="no accelerators: see SPMD_TEST_PLATFORM"
+    ),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
 
 
 def compare(function: Any, *args: Any, specs: Any = None, tolerance: float = 2e-2) -> Any:

@@ -1,4 +1,4 @@
-"""Programs for machines that are not here: planned anywhere, compiled where libtpu is installed."""
+"""Programs for machines that are not here: planned anywhere, compiled where their compiler is."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError, MeshError
-from spmd.lowering.ahead import devices_ahead, is_here
+from spmd.lowering.ahead import CUDA_PLUGINS, devices_ahead, is_here
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason='libtpu is not installed: pip install "spmd[tpu]"',
+)
+
+needs_cuda_plugin = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS),
+    reason='jax\'s plugin for CUDA is not installed: pip install "spmd[cuda]"',
 )
 
 
@@ -51,17 +56,39 @@ def test_planning_takes_no_devices(name: str, sizes: tuple[int, int]) -> None:
     assert lowered.memory.arguments == whole // sizes[0] + whole // mesh.size
 
 
-def test_without_libtpu_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "extra"), [("v5e:2x4", "tpu"), ("h200:8", "cuda")])
+def test_without_a_compiler_the_extra_is_named(
+    name: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
-    with pytest.raises(MeshError, match=r'pip install "spmd\[tpu\]"'):
-        spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology("v5e:2x4"))
+    with pytest.raises(MeshError, match=rf'pip install "spmd\[{extra}\]"'):
+        spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology(name))
 
 
 def test_other_machines_have_no_compiler_here() -> None:
-    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+    mesh = spmd.Mesh(None, (8, 2), ("data", "model"))
     with pytest.raises(MeshError, match=r"use \.lower"):
-        spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology("h200:8"))
+        spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=spmd.Topology("cpu:16"))
+
+
+def test_a_mesh_of_gpus_must_fit() -> None:
+    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+    with pytest.raises(MeshError, match="does not fit h200:16"):
+        devices_ahead(mesh, spmd.Topology("h200:16"))
+
+
+@needs_cuda_plugin
+@pytest.mark.parametrize("name", ["a100:8", "h100:8", "h200:8", "h200:16"])
+def test_the_gpu_compiler_reports_memory_and_a_schedule(name: str) -> None:
+    topology = spmd.Topology(name)
+    mesh = spmd.Mesh(None, (topology.count // 2, 2), ("data", "model"))
+    compiled = spmd.jit(step, mesh=mesh).compile(*structs(mesh), topology=topology)
+    assert compiled.memory.arguments == compiled.predicted_memory.arguments
+    text = compiled.as_text("hlo")
+    assert "is_scheduled=true" in text and "all-gather" in text
+    with pytest.raises(ArgumentError, match="cannot run here"):
+        compiled(np.ones((512, 512)), np.ones((512, 512)))
 
 
 @needs_libtpu

@@ -112,3 +112,6 @@ def test_report() -> None:
     np.testing.assert_array_equal(made.top_ids, np.argsort(-wanted)[:, :4])
     np.testing.assert_allclose(made.top_logprobs, -np.sort(-wanted)[:, :4], rtol=1e-5)
     assert sampling.report(LOGITS_BV, ids, 0).top_ids.shape == (6, 0)
+    asked = jax.jit(lambda wanted: sampling.report(LOGITS_BV, ids, 4, wanted))
+    jax.tree.map(np.testing.assert_array_equal, asked(True), made)
+    assert not asked(False).top_ids.any() and not asked(False).top_logprobs.any()
