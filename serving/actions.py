@@ -74,11 +74,15 @@ class Prefill(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """`Backend.decode`; `keys` are the requests of the active slots, None of the others."""
+    """`Backend.decode`.
+
+    `keys` are the requests of the active slots, None of the others; `held`, tokens in these slots.
+    """
 
     keys: tuple[int | None, ...]
     steps: int
     alternatives: bool
+    held: int
 
     @property
     def active(self) -> tuple[bool, ...]:

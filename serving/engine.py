@@ -244,10 +244,10 @@ class Engine:
                 with self._lock:
                     self._scheduler.copied()
             case Prefill():
-                self._ran(action.size, seconds, steps=0)
+                self._ran(action.size, seconds)
                 self._prefilled(action, results)
             case Decode():
-                self._ran(sum(action.active) * action.steps, seconds, action.steps)
+                self._ran(sum(action.active) * action.steps, seconds, action.steps, action.held)
                 self._decoded(results)
         outbox, self._outbox = self._outbox, []
         _deliver(outbox)
@@ -336,9 +336,9 @@ class Engine:
             self._observer.more_tokens(now - entry.last, tokens)
         entry.last = now
 
-    def _ran(self, tokens: int, seconds: float, steps: int) -> None:
+    def _ran(self, tokens: int, seconds: float, steps: int = 0, held: int = 0) -> None:
         if self._observer is not None:
-            self._observer.ran(tokens, seconds, steps)
+            self._observer.ran(tokens, seconds, steps, held)
 
     def _finished(self, entry: Entry, reason: str, now: float) -> None:
         if self._observer is not None:

@@ -42,16 +42,17 @@ def model_backend(bundle: Bundle) -> ModelBackend:
 def info(bundle: Bundle) -> dict[str, Any]:
     """Facts about a bundle for people and metrics.
 
-    `weight_bytes` and `state_bytes` are of all devices together; `decode_bytes` is what one device
-    reads in a step: its weights but for the embedding's table, and its keys and values; `bandwidth`
-    is how fast it reads, where that is known.
+    `weight_bytes` and `state_bytes` are of all devices together. A decode step reads, on one
+    device, `read_weight_bytes`, all weights but for the embedding's table, and of `cache_bytes`
+    what the active slots hold; `bandwidth` is how fast it reads, where that is known.
     """
     device = bundle.devices[0]
     read = [x for path, x in bundle.weights.items() if not path.startswith(EMBEDDING)]
-    read += [x for path, x in bundle.state.items() if path.startswith("state/cache/")]
+    cache = [x for path, x in bundle.state.items() if path.startswith("state/cache/")]
     known = Topology.for_devices(bundle.devices)
     return {
-        "decode_bytes": sum(x.addressable_shards[0].data.nbytes for x in read),
+        "read_weight_bytes": sum(x.addressable_shards[0].data.nbytes for x in read),
+        "cache_bytes": sum(x.addressable_shards[0].data.nbytes for x in cache),
         "bandwidth": None if device.platform == "cpu" else known.hbm_bandwidth,
         "name": bundle.manifest.name,
         "mesh": str(bundle.mesh),

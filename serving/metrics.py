@@ -31,7 +31,7 @@ _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _BATCH = tuple(2**power for power in range(15))
 
 _SMOOTHING = 0.05
-"""Weight of the latest call in the mean time of a decode step."""
+"""Weight of the latest call in the means over decode steps."""
 
 
 class Metrics:
@@ -48,7 +48,8 @@ class Metrics:
         self._model = model
         self._backend = backend
         self._state = state
-        self._step_seconds: float | None = None
+        self._room = backend.limits.slots * backend.limits.max_length
+        self._step: tuple[float, float] | None = None  # means of seconds and of bytes
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token",
             _FIRST_TOKEN,
@@ -99,12 +100,16 @@ class Metrics:
     # -----------------------------------------------------------------------------------------
     # The engine's observer.
 
-    def ran(self, tokens: int, seconds: float, steps: int) -> None:
+    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
         """One call of the model."""
         self._batch.observe(tokens)
         if steps:
-            mean = seconds / steps if self._step_seconds is None else self._step_seconds
-            self._step_seconds = mean + _SMOOTHING * (seconds / steps - mean)
+            info = self._backend.info
+            cached = info.get("cache_bytes", 0) * held / self._room
+            this = (seconds / steps, info.get("read_weight_bytes", 0) + cached)
+            means = this if self._step is None else self._step
+            seconds, read = (m + _SMOOTHING * (x - m) for m, x in zip(means, this, strict=True))
+            self._step = seconds, read
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token."""
@@ -171,10 +176,11 @@ class Metrics:
 
     def roofline_fraction(self) -> float | None:
         """(bytes / bandwidth) / (seconds of a decode step); None where one of them is not known."""
-        least = self._backend.info.get("decode_bytes"), self._backend.info.get("bandwidth")
-        if not least[0] or not least[1] or not self._step_seconds:
+        bandwidth = self._backend.info.get("bandwidth")
+        seconds, read = self._step or (0.0, 0.0)
+        if not bandwidth or not seconds or not read:
             return None
-        return float(least[0] / least[1] / self._step_seconds)
+        return float(read / bandwidth / seconds)
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, help_text, labels=["model_name"])

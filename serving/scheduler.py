@@ -225,12 +225,13 @@ class Scheduler:
 
     def _decode(self, decoding: Sequence[_Running]) -> Decode:
         steps = self._count_steps(decoding)
+        held = sum(running.held for running in decoding)
         keys: list[int | None] = [None] * self.limits.slots
         for running in decoding:
             keys[running.slot] = running.request.key
             running.begun += steps
         self._decode_is_due = False
-        return Decode(tuple(keys), steps, any(r.request.alternatives for r in decoding))
+        return Decode(tuple(keys), steps, any(r.request.alternatives for r in decoding), held)
 
     def _count_steps(self, decoding: Sequence[_Running]) -> int:
         """As many as allowed, as all slots have room for, and as any request still wants.

@@ -43,8 +43,15 @@ class Finished(NamedTuple):
 class Observer(Protocol):
     """Hears what the engine does, on its thread."""
 
-    def ran(self, tokens: int, seconds: float, steps: int) -> None:
-        """One call of prefill (no steps) or decode, and tokens it was run on."""
+    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
+        """One call of prefill (no steps) or decode.
+
+        Args:
+          tokens: that it was run on.
+          seconds: that it took.
+          steps: tokens that it drew for each slot.
+          held: tokens that were in these slots.
+        """
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token, so long after it came."""

@@ -61,7 +61,8 @@ class FakeBackend:
         self.fail_after = fail_after
         self.compile_total = 3
         self.info: dict[str, Any] = {
-            "mesh": "fake", "device_kind": "fake", "decode_bytes": 1_000_000, "bandwidth": 1e9,
+            "mesh": "fake", "device_kind": "fake", "bandwidth": 1e9,
+            "read_weight_bytes": 1_000_000, "cache_bytes": 256_000,
         }  # fmt: skip
         self.calls = 0
         self.gate = threading.Event()

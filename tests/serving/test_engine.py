@@ -29,12 +29,15 @@ class Notes:
 
     def __init__(self) -> None:
         self.runs: list[tuple[int, int]] = []
+        self.held: list[int] = []
         self.firsts: list[float] = []
         self.more: list[int] = []
         self.records: list[Finished] = []
 
-    def ran(self, tokens: int, seconds: float, steps: int) -> None:
+    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
         self.runs.append((tokens, steps))
+        if steps:
+            self.held.append(held)
 
     def first_token(self, seconds: float) -> None:
         self.firsts.append(seconds)
@@ -101,6 +104,7 @@ def test_tokens_become_text() -> None:
     assert record.queued + record.prefill + record.decode == pytest.approx(record.total)
     assert len(notes.firsts) == 1 and sum(notes.more) == 19
     assert notes.runs == [(5, 0)] + [(1, 1)] * 19
+    assert notes.held == list(range(5, 24))
 
 
 def test_choices_have_their_own_seeds_and_share_the_prompt() -> None:

@@ -1,4 +1,4 @@
-"""What XLA makes of decoding for a GPU that is not here: where jax's plugin for CUDA is installed."""
+"""What XLA makes of decoding for a GPU that is not here, if jax's plugin for CUDA is."""
 
 from __future__ import annotations
 
