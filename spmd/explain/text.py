@@ -9,11 +9,32 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from spmd.errors import ArgumentError
-from spmd.explain import data
-from spmd.explain.collectives import Collective
-from spmd.explain.data import Group, Overview, Stages
+from spmd.explain.collectives import Collective, collective_rows, traffic
+from spmd.explain.decisions import conflict_rows, mark_rows, marks_title
+from spmd.explain.largest import largest_values
+from spmd.explain.leaves import (
+    Group,
+    Leaf,
+    argument_leaves,
+    group_leaves,
+    local_type,
+    result_leaves,
+)
 from spmd.explain.memory import Memory
+from spmd.explain.overview import Overview, memory_rows, overview, quality_rows
 from spmd.explain.prices import Prices
+from spmd.explain.stages import Stages
+from spmd.explain.words import (
+    arguments_text,
+    axes_text,
+    bytes_text,
+    price_text,
+    seconds_text,
+    source_text,
+    spec_text,
+    type_text,
+    value_name,
+)
 from spmd.ir.control_flow import held_atoms
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.sharding import Sharding, local_shape
@@ -38,41 +59,41 @@ def explain_program(
       memory: what XLA reports, or None where it has not compiled the program.
       prices: of what the plan decided against; left out if not given.
     """
-    figures = data.overview(stages, collectives, memory)
+    figures = overview(stages, collectives, memory)
     sections = (
         _header(stages, figures),
-        _boundary("arguments", data.argument_leaves(stages), stages),
-        _boundary("results", data.result_leaves(stages), stages),
+        _boundary("arguments", argument_leaves(stages), stages),
+        _boundary("results", result_leaves(stages), stages),
         _largest(stages),
         _collectives(collectives),
         _totals(collectives),
         _marks(stages, prices),
         _conflicts(stages, prices),
         _section("notes", _counted(stages.plan.notes)),
-        _section("memory per device", _table(data.memory_rows(figures))),
+        _section("memory per device", _table(memory_rows(figures))),
     )
     return "\n".join(line for section in sections for line in section).rstrip() + "\n"
 
 
 def summarize(stages: Stages, collectives: Sequence[Collective], memory: Memory | None) -> str:
     """The short form, for a terminal; arguments as in `explain_program`."""
-    figures = data.overview(stages, collectives, memory)
-    arguments = data.argument_leaves(stages)
+    figures = overview(stages, collectives, memory)
+    arguments = argument_leaves(stages)
     split = [leaf for leaf in arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
     lines = [
         f"spmd: {figures.devices} devices ({figures.mesh}) on {figures.topology}",
         f"  arguments    {len(arguments)}, {len(split)} of them split ({inferred} inferred); "
-        + data.memory_rows(figures)[0][1],
+        + memory_rows(figures)[0][1],
     ]
     lines += [f"    {line}" for line in _top_shardings(stages)]
     lines.append(
-        f"  collectives  {len(collectives)}, {data.bytes_text(figures.comm_bytes)} sent by each "
+        f"  collectives  {len(collectives)}, {bytes_text(figures.comm_bytes)} sent by each "
         "device in one run"
     )
     lines += [f"    {line}" for line in _traffic(collectives, n=8)]
     if memory is not None and memory.peak_bytes:
-        rows = dict(data.memory_rows(figures))
+        rows = dict(memory_rows(figures))
         what = "predicted" if memory.is_predicted else "at most"
         lines.append(
             f"  memory       {what} {rows[f'peak, {what}']}, {rows['temporary']} of it temporary"
@@ -133,7 +154,7 @@ def _numbered(stages: Stages, name: str, prices: Prices | None) -> list[str]:
         return []
     title = f"value {name}"
     if number in program.body.args:
-        title = f"argument {data.value_name(program, number)} ({name})"
+        title = f"argument {value_name(program, number)} ({name})"
     return _value(stages, title, number, stages.plan.states[number], prices)
 
 
@@ -174,7 +195,7 @@ def _section(title: str, lines: Sequence[str]) -> Lines:
 def _counted(texts: Iterable[str]) -> list[str]:
     """Equal texts once, with how often they occur."""
     return [
-        f"{data.source_text(text)}{f' ({n} times)' if n > 1 else ''}"
+        f"{source_text(text)}{f' ({n} times)' if n > 1 else ''}"
         for text, n in Counter(texts).items()
     ]
 
@@ -199,14 +220,14 @@ def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str
 
 def _header(stages: Stages, figures: Overview) -> Lines:
     times = ", ".join(
-        f"{stage} {data.seconds_text(seconds)}" for stage, seconds in stages.seconds.items()
+        f"{stage} {seconds_text(seconds)}" for stage, seconds in stages.seconds.items()
     )
     rows = [
         ("mesh", f"{figures.mesh} ({figures.devices} devices)"),
         ("topology", figures.topology),
         ("solver", figures.solver),
         ("predicted", _time(figures)),
-        *data.quality_rows(figures),
+        *quality_rows(figures),
         ("stages", times),
     ]
     yield from _section(f"program {stages.plan.program.name}", _table([r for r in rows if r[1]]))
@@ -214,18 +235,18 @@ def _header(stages: Stages, figures: Overview) -> Lines:
 
 def _time(figures: Overview) -> str:
     return (
-        f"{data.seconds_text(figures.seconds)} a run, bound by {figures.bound} "
-        f"(compute {data.seconds_text(figures.compute_seconds)}, "
-        f"collectives {data.seconds_text(figures.comm_seconds)})"
+        f"{seconds_text(figures.seconds)} a run, bound by {figures.bound} "
+        f"(compute {seconds_text(figures.compute_seconds)}, "
+        f"collectives {seconds_text(figures.comm_seconds)})"
     )
 
 
-def _boundary(what: str, leaves: Sequence[data.Leaf], stages: Stages) -> Lines:
+def _boundary(what: str, leaves: Sequence[Leaf], stages: Stages) -> Lines:
     split = sum(any(leaf.sharding.dims) for leaf in leaves)
     rows: list[tuple[str, ...]] = [
         ("name", "n", "type", "sharding", "local", "per device", "origin")
     ]
-    rows += [_group_row(group, stages) for group in data.group_leaves(leaves)]
+    rows += [_group_row(group, stages) for group in group_leaves(leaves)]
     title = f"{what}: {len(leaves)}, {split} of them split"
     yield from _section(title, _table(rows, right=(1, 5)) if leaves else ["none"])
 
@@ -235,10 +256,10 @@ def _group_row(group: Group, stages: Stages) -> tuple[str, ...]:
     return (
         group.pattern,
         str(len(group.leaves)),
-        data.type_text(leaf.type),
-        data.spec_text(leaf.sharding, stages.plan.mesh),
-        data.type_text(leaf.local),
-        data.bytes_text(group.bytes),
+        type_text(leaf.type),
+        spec_text(leaf.sharding, stages.plan.mesh),
+        type_text(leaf.local),
+        bytes_text(group.bytes),
         group.origin,
     )
 
@@ -247,37 +268,37 @@ def _largest(stages: Stages) -> Lines:
     rows = [("per device", "n", "type", "sharding", "op", "source")]
     rows += [
         (
-            data.bytes_text(row.local.bytes),
+            bytes_text(row.local.bytes),
             str(row.values),
-            data.type_text(row.type),
-            data.spec_text(row.sharding, stages.plan.mesh),
+            type_text(row.type),
+            spec_text(row.sharding, stages.plan.mesh),
             f"copy for {row.op}" if row.copy else row.op,
-            data.source_text(row.source),
+            source_text(row.source),
         )
-        for row in data.largest_values(stages)
+        for row in largest_values(stages)
     ]
     yield from _section("largest values inside", _table(rows, right=(0, 1)) if rows[1:] else [])
 
 
 def _collectives(collectives: Sequence[Collective]) -> Lines:
-    rows = data.collective_rows(collectives)
+    rows = collective_rows(collectives)
     table = [("kind", "axes", "bytes", "times", "ops", "total", "ms", "source")]
     table += [
         (
             row.kind,
             ", ".join(row.axes),
-            data.bytes_text(row.bytes),
+            bytes_text(row.bytes),
             str(row.count),
             str(row.ops),
-            data.bytes_text(row.total_bytes),
+            bytes_text(row.total_bytes),
             f"{row.seconds * 1e3:.4f}",
-            data.source_text(row.source),
+            source_text(row.source),
         )
         for row in rows
     ]
     lines = _table(table, right=(2, 3, 4, 5, 6))
-    reasons = [""] + [f"    {data.source_text(row.reason)}" for row in rows]
-    total = data.bytes_text(sum(row.total_bytes for row in rows))
+    reasons = [""] + [f"    {source_text(row.reason)}" for row in rows]
+    total = bytes_text(sum(row.total_bytes for row in rows))
     title = f"collectives: {len(collectives)}, {total} sent by each device in one run"
     spread = [x for pair in zip(lines, reasons, strict=True) for x in pair if x.strip()]
     yield from _section(title, spread if rows else ["none"])
@@ -298,10 +319,10 @@ def _traffic(
             ", ".join(total.axes),
             str(total.ops),
             str(total.runs),
-            data.bytes_text(total.bytes),
-            data.seconds_text(total.seconds),
+            bytes_text(total.bytes),
+            seconds_text(total.seconds),
         )
-        for total in data.traffic(collectives, by_axes)[:n]
+        for total in traffic(collectives, by_axes)[:n]
     ]
     if not by_axes:
         rows = [(row[0], *row[2:]) for row in rows]
@@ -313,10 +334,10 @@ def _marks(stages: Stages, prices: Prices | None) -> Lines:
     """What would have been cheaper, and which mark forbids it."""
     if prices is None or not prices.marks.groups:
         return
-    lines = [f"{data.marks_title(prices)}:"]
-    for row in data.mark_rows(stages, prices):
+    lines = [f"{marks_title(prices)}:"]
+    for row in mark_rows(stages, prices):
         more = f" and {row.values - 1} more" if row.values > 1 else ""
-        lines.append(f"without {data.source_text(row.name)} {row.sharding}{more}:")
+        lines.append(f"without {source_text(row.name)} {row.sharding}{more}:")
         lines.append(f"  {row.text}")
     if len(lines) == 1:
         lines.append("none of them costs 1% of the collectives' time or more")
@@ -325,10 +346,10 @@ def _marks(stages: Stages, prices: Prices | None) -> Lines:
 
 def _conflicts(stages: Stages, prices: Prices | None) -> Lines:
     lines: list[str] = []
-    rows = data.conflict_rows(stages, prices)
+    rows = conflict_rows(stages, prices)
     for row in rows:
         more = f" ({row.ops} alike)" if row.ops > 1 else ""
-        lines.append(f"{row.op} at {data.source_text(row.source)}{more}: took {row.taken}")
+        lines.append(f"{row.op} at {source_text(row.source)}{more}: took {row.taken}")
         lines += [
             f"  {name} {type_} dim {dim} wants {axes}" for name, type_, dim, axes in row.claims
         ]
@@ -344,12 +365,12 @@ def _conflicts(stages: Stages, prices: Prices | None) -> Lines:
 def _top_shardings(stages: Stages, n: int = 6) -> list[str]:
     count: Counter[str] = Counter()
     held: Counter[str] = Counter()
-    for leaf in data.argument_leaves(stages):
-        spec = data.spec_text(leaf.sharding, stages.plan.mesh)
+    for leaf in argument_leaves(stages):
+        spec = spec_text(leaf.sharding, stages.plan.mesh)
         count[spec] += 1
         held[spec] += leaf.local.bytes
     rows = [
-        (spec, f"{count[spec]} arguments", f"{data.bytes_text(size)} per device")
+        (spec, f"{count[spec]} arguments", f"{bytes_text(size)} per device")
         for spec, size in held.most_common(n)
     ]
     return _table(rows)
@@ -387,24 +408,24 @@ def _value(
     type_ = plan.program.types[value]
     if sharding is None:
         return [
-            f"{title}: {data.type_text(type_)}",
+            f"{title}: {type_text(type_)}",
             "  it costs nothing to make, so that every use makes its own copy as it wants it",
             *_uses(plan, value, None),
             "",
         ]
-    local = data.local_type(type_, sharding, plan.mesh)
+    local = local_type(type_, sharding, plan.mesh)
     rows = [
-        ("sharding", data.spec_text(sharding, plan.mesh)),
-        ("local", data.type_text(local)),
-        ("per device", f"{data.bytes_text(local.bytes)} of {data.bytes_text(type_.bytes)}"),
+        ("sharding", spec_text(sharding, plan.mesh)),
+        ("local", type_text(local)),
+        ("per device", f"{bytes_text(local.bytes)} of {bytes_text(type_.bytes)}"),
     ]
     if (op := _producer(plan.program, value)) is not None:
-        rows.append(("made by", f"{op.label} at {data.source_text(op.loc.trail)}"))
+        rows.append(("made by", f"{op.label} at {source_text(op.loc.trail)}"))
     if (mark := stages.propagated.marks.get(value)) is not None:
-        rows.append(("mark", data.source_text(mark.reason)))
+        rows.append(("mark", source_text(mark.reason)))
     if (state := plan.states[value]) is not None and state != sharding:
-        rows.append(("as made", data.spec_text(state, plan.mesh)))
-    lines = [f"{title}: {data.type_text(type_)}", *(f"  {line}" for line in _table(rows))]
+        rows.append(("as made", spec_text(state, plan.mesh)))
+    lines = [f"{title}: {type_text(type_)}", *(f"  {line}" for line in _table(rows))]
     for dim in range(type_.rank):
         lines += [f"  {line}" for line in _dim(stages, value, sharding, dim)]
     lines += _others(plan, value, prices) if prices is not None else []
@@ -419,13 +440,13 @@ def _others(plan: Plan, value: Value, prices: Prices) -> list[str]:
         relief = prices.without_mark(value)
         more = len(relief.marks.values) - 1
         alike = f" and the {more} made with it" if more else ""
-        return [f"  without this mark{alike}: {data.price_text(relief.seconds, relief.bytes)}"]
+        return [f"  without this mark{alike}: {price_text(relief.seconds, relief.bytes)}"]
     rows = []
     for other in prices.others(value):
-        text = data.price_text(other.seconds, other.bytes)
+        text = price_text(other.seconds, other.bytes)
         if other.argument_bytes:
-            text += f"; {data.arguments_text(other.argument_bytes)}"
-        rows.append((data.spec_text(other.sharding, plan.mesh), text))
+            text += f"; {arguments_text(other.argument_bytes)}"
+        rows.append((spec_text(other.sharding, plan.mesh), text))
     if not rows:
         return ["  no other state of it was weighed: nothing around it asks for one"]
     how = "planned again with each" if is_argument else "the rest of the plan adapting"
@@ -444,13 +465,13 @@ def _dim(stages: Stages, value: Value, sharding: Sharding, dim: int) -> Lines:
         yield f"dim {dim} (size {size}) is not split"
         yield from (f"  {reason}" for reason in _why_not(stages, value, sharding, dim))
         return
-    yield f"dim {dim} (size {size}) is split over {data.axes_text(axes, mesh)}"
+    yield f"dim {dim} (size {size}) is split over {axes_text(axes, mesh)}"
     seen: dict[tuple[str, ...], tuple[int, ...]] = {}
     for atom in axes:
-        chain = tuple(map(data.source_text, stages.propagated.why(value, dim, atom)))
+        chain = tuple(map(source_text, stages.propagated.why(value, dim, atom)))
         seen[chain] = (*seen.get(chain, ()), atom)
     for chain, atoms in seen.items():
-        yield f"  {data.axes_text(atoms, mesh)}:"
+        yield f"  {axes_text(atoms, mesh)}:"
         yield from (f"    {reason}" for reason in chain or ("no mark asks for it: the cheapest",))
 
 
@@ -458,7 +479,7 @@ def _why_not(stages: Stages, value: Value, sharding: Sharding, dim: int) -> Line
     mesh, propagated = stages.plan.mesh, stages.propagated
     mark = propagated.marks.get(value)
     if mark is not None and not mark.open[dim]:
-        yield f"closed by the mark: {data.source_text(mark.reason)}"
+        yield f"closed by the mark: {source_text(mark.reason)}"
         return
     for name, atoms in mesh.axis_atoms.items():
         if atoms:
@@ -477,7 +498,7 @@ def _why_not_axis(stages: Stages, value: Value, sharding: Sharding, dim: int, ax
         return f"its size {mesh.shape[axis]} does not divide {size}"
     if set(propagated.proposals[value][dim]) & set(atoms):
         chain = next(filter(None, (propagated.why(value, dim, atom) for atom in atoms)), ("",))
-        cause = data.source_text(chain[-1]) or "a neighbour"
+        cause = source_text(chain[-1]) or "a neighbour"
         return f"{cause} suggests it; the plan found it cheaper without"
     claims = (
         conflict
@@ -485,7 +506,7 @@ def _why_not_axis(stages: Stages, value: Value, sharding: Sharding, dim: int, ax
         if any(v == value and d == dim for _, v, d in conflict.claims)
     )
     if (conflict := next(claims, None)) is not None:
-        where = data.source_text(conflict.op.loc.trail)
+        where = source_text(conflict.op.loc.trail)
         return f"its neighbours disagree around {conflict.op.label} at {where}"
     return "no mark reaches it"
 
@@ -496,7 +517,7 @@ def _uses(plan: Plan, value: Value, state: Sharding | None) -> list[str]:
         if wanted is None:
             lines.append(f"    {label}")
             continue
-        lines.append(f"    {label} takes it as {data.spec_text(wanted, plan.mesh)}")
+        lines.append(f"    {label} takes it as {spec_text(wanted, plan.mesh)}")
         if state is not None and wanted != state:
             lines += [f"      {line}" for line in _steps(plan, value, state, wanted)]
     return ["  uses", *lines] if lines else ["  no uses"]
@@ -510,7 +531,7 @@ def _wants(plan: Plan, value: Value) -> Iterator[tuple[str, Sharding | None]]:
             choice = plan.choices.get(op.results[0]) if op.results else None
             for i, operand in enumerate(op.operands):
                 if operand == value:
-                    where = f" at {data.source_text(op.loc.trail)}" if op.loc.frames else ""
+                    where = f" at {source_text(op.loc.trail)}" if op.loc.frames else ""
                     label = f"operand {i} of {op.label}{where}"
                     yield label, choice.operands[i] if choice else None
             for inner in op.regions:
@@ -547,5 +568,5 @@ def _steps(plan: Plan, value: Value, state: Sharding, wanted: Sharding) -> Lines
             for s in (step.before, step.after)
         )
         sent = wire_bytes(step.kind, mesh.extent(step.axes), before, after)
-        what = f"{data.bytes_text(sent)} sent" if sent else "free"
-        yield f"{step.kind} over {data.axes_text(step.axes, mesh)}: {what}"
+        what = f"{bytes_text(sent)} sent" if sent else "free"
+        yield f"{step.kind} over {axes_text(step.axes, mesh)}: {what}"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain import data
+from spmd.explain.words import price_text
 from spmd.ir.program import Frame, Loc, numberless
 from tests.programs import llama
 
@@ -130,7 +130,7 @@ def test_numberless() -> None:
     ],
 )
 def test_prices_as_text(seconds: float, count: int, text: str) -> None:
-    assert data.price_text(seconds, count) == text
+    assert price_text(seconds, count) == text
 
 
 # ---------------------------------------------------------------------------------------------

@@ -9,12 +9,13 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError
-from spmd.explain import data
-from spmd.explain.collectives import Collective
-from spmd.explain.data import Leaf, bytes_text, group_leaves, pattern, seconds_text, source_text
+from spmd.explain.collectives import Collective, collective_rows, traffic
 from spmd.explain.html import render
+from spmd.explain.leaves import Leaf, group_leaves, pattern
+from spmd.explain.overview import overview
 from spmd.explain.picture import mesh_picture, tile_picture
 from spmd.explain.text import explain_program, explain_value, summarize
+from spmd.explain.words import bytes_text, seconds_text, source_text, spec_text
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, parse_sharding
@@ -59,12 +60,12 @@ def test_patterns() -> None:
 def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
     one = Collective("all_gather", ("data",), 100, 4, "t.py:1", "because", 1e-6)
     other = one._replace(source="t.py:2", bytes=1000)
-    rows = data.collective_rows([one, other, one])
+    rows = collective_rows([one, other, one])
     assert [(row.source, row.ops, row.total_bytes) for row in rows] == [
         ("t.py:2", 1, 4000),
         ("t.py:1", 2, 800),
     ]
-    (total,) = data.traffic([one, other, one])
+    (total,) = traffic([one, other, one])
     assert (total.ops, total.runs, total.bytes) == (3, 12, 4800)
     assert total.seconds == pytest.approx(12e-6)
 
@@ -83,7 +84,7 @@ def test_shardings_as_specs() -> None:
     mesh = Mesh(None, (4, 2), ("data", "model"))
 
     def text(sharding: str) -> str:
-        return data.spec_text(parse_sharding(sharding, mesh), mesh)
+        return spec_text(parse_sharding(sharding, mesh), mesh)
 
     assert text("[{data}, {}]") == '("data", None)'
     assert text("[{model, data}]") == '(("model", "data"),)'
@@ -105,7 +106,7 @@ def test_text_names_every_argument_result_and_collective(compiled: Any, text: st
     program = compiled.stages.plan.program
     for name in (*program.arg_names, *program.result_names):
         assert name in text
-    for row in data.collective_rows(compiled.collectives):
+    for row in collective_rows(compiled.collectives):
         assert source_text(row.source) in text
         assert row.reason in text
     for section in ("predicted", "largest values inside", "totals by kind", "memory per device"):
@@ -115,9 +116,9 @@ def test_text_names_every_argument_result_and_collective(compiled: Any, text: st
 def test_bytes_add_up(compiled: Any) -> None:
     total = sum(c.bytes * c.count for c in compiled.collectives)
     assert total > 0
-    assert sum(row.total_bytes for row in data.collective_rows(compiled.collectives)) == total
-    assert sum(row.bytes for row in data.traffic(compiled.collectives)) == total
-    figures = data.overview(compiled.stages, compiled.collectives, compiled.memory)
+    assert sum(row.total_bytes for row in collective_rows(compiled.collectives)) == total
+    assert sum(row.bytes for row in traffic(compiled.collectives)) == total
+    figures = overview(compiled.stages, compiled.collectives, compiled.memory)
     assert figures.comm_bytes == total
     assert figures.argument_bytes == compiled.memory.arguments
 
@@ -133,7 +134,7 @@ def test_the_summary_is_short(compiled: Any) -> None:
     short = summarize(compiled.stages, compiled.collectives, compiled.memory)
     assert 8 <= len(short.splitlines()) <= 25
     assert "5, 4 of them split" in short
-    for row in data.traffic(compiled.collectives):
+    for row in traffic(compiled.collectives):
         assert re.search(rf"{row.kind} +{row.axes[0]} +{row.ops} +{row.runs} ", short)
 
 
@@ -234,12 +235,12 @@ def test_page_escapes_names(page: str) -> None:
 
 def test_page_has_every_collective(compiled: Any, page: str) -> None:
     plain = unescape(re.sub(r"<[^>]*>", "", page))
-    for row in data.collective_rows(compiled.collectives):
+    for row in collective_rows(compiled.collectives):
         assert row.reason in plain
         assert row.source in unescape(page)
     keys = re.findall(r'data-v="([^"]*)"', page[page.index('id="collectives"') :])
     total = sum(c.bytes * c.count for c in compiled.collectives)
-    rows = len(data.collective_rows(compiled.collectives))
+    rows = len(collective_rows(compiled.collectives))
     assert sum(int(keys[8 * i + 5]) for i in range(rows)) == total
 
 
