@@ -14,7 +14,8 @@ from spmd.explain.html import render
 from spmd.explain.leaves import Leaf, group_leaves, pattern
 from spmd.explain.overview import overview
 from spmd.explain.picture import mesh_picture, tile_picture
-from spmd.explain.text import explain_program, explain_value, summarize
+from spmd.explain.text import explain_program, summarize
+from spmd.explain.text_value import explain_value
 from spmd.explain.words import bytes_text, seconds_text, source_text, spec_text
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
