@@ -20,7 +20,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.planning.alternatives import Price
 from spmd.planning.plan import Plan
-from spmd.propagation.propagate import Conflict
+from spmd.propagation.propagated import Conflict
 
 NO_AXIS = "no axis"
 

@@ -12,7 +12,7 @@ from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, local_shape
-from spmd.propagation.propagate import Propagated
+from spmd.propagation.propagated import Propagated
 
 
 class Leaf(NamedTuple):

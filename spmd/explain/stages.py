@@ -7,7 +7,7 @@ from typing import Protocol
 
 from spmd.lowering.partition import Partitioned
 from spmd.planning.plan import Plan
-from spmd.propagation.propagate import Propagated
+from spmd.propagation.propagated import Propagated
 
 
 class Stages(Protocol):

@@ -18,7 +18,8 @@ from spmd.planning.plan import Plan
 from spmd.planning.problem import problem_of
 from spmd.planning.replay import Move, moves_of
 from spmd.propagation.cheap import cheap_values
-from spmd.propagation.propagate import Propagated, propagate
+from spmd.propagation.propagate import propagate
+from spmd.propagation.propagated import Propagated
 
 WORTH = 0.01
 """The part of the time of all reshards that a mark must cost to be mentioned."""
