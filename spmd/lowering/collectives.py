@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmd.ir.builder import Builder, identity_element, reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
-from spmd.lowering.local import axis_index, collective
+from spmd.lowering.device_ops import axis_index, collective
 from spmd.lowering.padding import cut, join
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import local_shape

@@ -14,12 +14,15 @@ from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value, numb
 from spmd.ir.types import TensorType
 from spmd.lowering import (  # noqa: F401 (they fill the table of local lowerings)
     local_contract,
+    local_convolution,
+    local_dynamic_slice,
     local_elementwise,
     local_index,
     local_linalg,
     local_manual,
     local_merge,
     local_misc,
+    local_moves,
     local_ragged,
     local_random,
     local_shape,
