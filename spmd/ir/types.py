@@ -91,15 +91,6 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     return found
 
 
-def mlir_dtype(dtype: Any) -> str:
-    """The MLIR element type of a numpy dtype; KeyError when there is none."""
-    wanted = np.dtype(dtype)
-    for name, candidate in _NUMPY_DTYPES.items():
-        if np.dtype(candidate) == wanted:
-            return name
-    raise KeyError(f"no MLIR element type for dtype {dtype}")
-
-
 def dtype_bits(dtype: str) -> int:
     """Bits that one element takes in memory; a predicate takes a byte."""
     if dtype in _BITS:
