@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from spmd.explain.leaves import local_type
 from spmd.explain.stages import Stages
 from spmd.ir.program import Op, Value
-from spmd.ir.types import TensorType
+from spmd.ir.types import TensorType, local_type
 from spmd.mesh.sharding import Sharding
 from spmd.planning.plan import Plan
 

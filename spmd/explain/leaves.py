@@ -9,9 +9,8 @@ from typing import NamedTuple
 from spmd.explain.stages import Stages
 from spmd.explain.words import source_text
 from spmd.ir.program import Value
-from spmd.ir.types import TensorType
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, local_shape
+from spmd.ir.types import TensorType, local_type
+from spmd.mesh.sharding import Sharding
 from spmd.propagation.propagated import Propagated
 
 
@@ -86,11 +85,6 @@ def _origin(propagated: Propagated, value: Value, sharding: Sharding) -> str:
             chain = propagated.why(value, dim, atom)
             causes[f"from {source_text(chain[-1])}" if chain else "the cheapest"] = None
     return "; ".join(causes) or "no mark reaches it"
-
-
-def local_type(type_: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:
-    """The type of one device's piece."""
-    return type_.with_shape(local_shape(type_.shape, sharding, mesh))
 
 
 def group_leaves(leaves: Iterable[Leaf]) -> tuple[Group, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmd.explain.leaves import local_type
 from spmd.explain.prices import Prices
 from spmd.explain.stages import Stages
 from spmd.explain.text_layout import Lines, table
@@ -19,7 +18,8 @@ from spmd.explain.words import (
 )
 from spmd.ir.control_flow import held_atoms
 from spmd.ir.program import Op, Program, Region, Value
-from spmd.mesh.sharding import Sharding, local_shape
+from spmd.ir.types import local_type
+from spmd.mesh.sharding import Sharding
 from spmd.planning.comm import wire_bytes
 from spmd.planning.plan import Plan
 from spmd.planning.reshard import reshard
@@ -196,10 +196,7 @@ def _steps(plan: Plan, value: Value, state: Sharding, wanted: Sharding) -> Lines
         yield "made from another copy"
         return
     for step in reshard(state, wanted, type_, mesh, plan.topology, held).steps:
-        before, after = (
-            type_.with_shape(local_shape(type_.shape, s, mesh)).bytes
-            for s in (step.before, step.after)
-        )
+        before, after = (local_type(type_, s, mesh).bytes for s in (step.before, step.after))
         sent = wire_bytes(step.kind, mesh.extent(step.axes), before, after)
         what = f"{bytes_text(sent)} sent" if sent else "free"
         yield f"{step.kind} over {axes_text(step.axes, mesh)}: {what}"

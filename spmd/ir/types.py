@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding, local_shape
+
 
 class TensorType(NamedTuple):
     """A ranked static tensor type; `dtype` is the MLIR element type (`f32`, `bf16`, `ui8`, ...).
@@ -41,6 +44,11 @@ class TensorType(NamedTuple):
     def with_shape(self, shape: tuple[int, ...]) -> TensorType:
         """The same element type with another shape."""
         return TensorType(shape, self.dtype)
+
+
+def local_type(type_: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:
+    """The type of one device's piece."""
+    return type_.with_shape(local_shape(type_.shape, sharding, mesh))
 
 
 _NUMPY_DTYPES: dict[str, Any] = {

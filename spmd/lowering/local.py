@@ -13,11 +13,11 @@ from typing import Any
 from spmd.errors import SpmdError, UnsupportedOpError
 from spmd.ir.builder import Builder
 from spmd.ir.program import Op, Value
-from spmd.ir.types import Attribute, TensorType
+from spmd.ir.types import Attribute, TensorType, local_type
 from spmd.lowering.device_ops import axis_index
 from spmd.lowering.padding import mask
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, local_shape
+from spmd.mesh.sharding import Axes
 from spmd.planning.plan import Choice
 from spmd.propagation.registry import rule_name, rule_of
 from spmd.propagation.rule import REDUCE, Rule
@@ -53,7 +53,7 @@ class LocalOp:
     def result_types(self) -> tuple[TensorType, ...]:
         """Local types of the results."""
         return tuple(
-            type_.with_shape(local_shape(type_.shape, sharding, self.mesh))
+            local_type(type_, sharding, self.mesh)
             for type_, sharding in zip(self.op.kind.results, self.choice.results, strict=True)
         )
 
