@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
@@ -98,28 +98,15 @@ def flow_through(
     changes: list[Change] = []
     undivided: list[tuple[int, int, Axes]] = []
     disputed: list[_Dispute] = []
-    for position, flags in enumerate(shape.flags):
+    for position, (flags, have) in enumerate(zip(shape.flags, around, strict=True)):
         if flags is None:
             continue
-        dims = shape.rule.values[position]
-        wanted = []
-        for d, own in enumerate(dims):
-            axes = _wanted(around[position][d], own, flags[d], shape.rule, assignment, sizes)
-            if flags[d] >= 0:
-                kept = _dividing(axes, flags[d], sizes)
-                if len(kept) < len(axes):
-                    undivided.append((position, d, axes))
-                    axes = max(kept, around[position][d], key=len)
-            wanted.append(axes)
-        more, stuck = _extensions(around[position], wanted, guess)
+        wanted, uneven = _wishes(shape.rule, position, flags, have, assignment, sizes)
+        undivided += [(position, dim, axes) for dim, axes in uneven]
+        more, stuck = _extensions(have, wanted, guess)
         disputed += [_Dispute(position, atom, dims) for atom, dims in stuck]
-        for d, axes in more:
-            fixed = shape.rule.factors[dims[d][0]].axes
-            if len(around[position][d]) < len(fixed):
-                changes.append(Change(position, d, axes[: len(fixed)], RULE, 0))
-            if len(axes) > len(fixed):
-                cause = next(source[f] for f in reversed(dims[d]) if f in source)
-                changes.append(Change(position, d, axes, *cause))
+        for dim, axes in more:
+            changes += _changes(shape.rule, position, dim, len(have[dim]), axes, source)
     return Flow(tuple(changes), conflicts, tuple(undivided), tuple(disputed))
 
 
@@ -178,6 +165,44 @@ def _wanted(
     if len(dim) > 1 and len(set(axes)) < len(axes):  # two of its factors are split alike
         return have
     return axes
+
+
+def _wishes(
+    rule: Rule,
+    position: int,
+    flags: Sequence[int],
+    have: Proposal,
+    assignment: Sequence[Axes],
+    sizes: Sequence[int],
+) -> tuple[list[Axes], list[tuple[int, Axes]]]:
+    """What the factors want for each dim of a value, and (dim, axes) that don't divide it."""
+    wanted, undivided = [], []
+    for d, own in enumerate(rule.values[position]):
+        axes = _wanted(have[d], own, flags[d], rule, assignment, sizes)
+        kept = _dividing(axes, flags[d], sizes) if flags[d] >= 0 else axes
+        if len(kept) < len(axes):
+            undivided.append((d, axes))
+            axes = max(kept, have[d], key=len)
+        wanted.append(axes)
+    return wanted, undivided
+
+
+def _changes(
+    rule: Rule,
+    position: int,
+    dim: int,
+    held: int,
+    axes: Axes,
+    source: Mapping[int, tuple[int, int]],
+) -> Iterator[Change]:
+    """A dim's longer axes: first what the rule fixes of them, then what its factors want."""
+    factors = rule.values[position][dim]
+    fixed = rule.factors[factors[0]].axes
+    if held < len(fixed):
+        yield Change(position, dim, axes[: len(fixed)], RULE, 0)
+    if len(axes) > len(fixed):
+        cause = next(source[f] for f in reversed(factors) if f in source)
+        yield Change(position, dim, axes, *cause)
 
 
 def _dividing(axes: Axes, size: int, sizes: Sequence[int]) -> Axes:
