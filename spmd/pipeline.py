@@ -38,7 +38,8 @@ from spmd.planning.problem import problem_of
 from spmd.propagation import rules  # noqa: F401 (fills the registry)
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.composites import PLATFORM, whole_composites
-from spmd.propagation.propagate import Propagated, propagate
+from spmd.propagation.propagate import propagate
+from spmd.propagation.propagated import Propagated
 from spmd.propagation.sink import sink_invariants
 
 T = TypeVar("T")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import spmd
-from spmd.explain.hlo import hlo_collectives, largest_values
+from spmd.explain.hlo import hlo_collectives
+from spmd.explain.hlo_sizes import largest_values
 from spmd.mesh.sharding import local_shape
 from tests.programs import Training, llama, mlp
 

@@ -5,7 +5,8 @@ a function, under TYPE_CHECKING, and as a constant handed to `importlib.import_m
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -84,8 +85,13 @@ def dotted(node: ast.expr) -> str | None:
     return None
 
 
-def imports_of(source: str, path: Path) -> Iterator[Import]:
+@cache
+def imports_of(source: str, path: Path) -> tuple[Import, ...]:
     """Every import in a file; `from a import b` counts as `a.b`, whether or not b is a module."""
+    return tuple(_imports(source, path))
+
+
+def _imports(source: str, path: Path) -> Iterator[Import]:
     # The package that a relative import starts from.
     package = path.parent.parts
     for node in ast.walk(ast.parse(source, str(path))):
@@ -152,6 +158,31 @@ def violations(source: str, path: Path) -> list[str]:
     return sorted(set(found))
 
 
+def module_graph(sources: Mapping[Path, str]) -> dict[str, set[str]]:
+    """Module -> those of the other modules that it imports, itself or what is in them."""
+    modules = {module_name(path) for path in sources}
+
+    def module_of(name: str) -> str:
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {
+        (module := module_name(path)): {module_of(name) for _, name in imports_of(source, path)}
+        - {module, ""}
+        for path, source in sources.items()
+    }
+
+
+def circle_of(graph: Mapping[str, set[str]]) -> str:
+    """Names that lead back to the first of them; empty where none do."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return " <- ".join(error.args[1])
+    return ""
+
+
 def python_files() -> list[Path]:
     """Every Python file of the project, relative to the repository."""
     tops = sorted({package.split(".")[0] for package in LEVEL})
@@ -179,27 +210,41 @@ def test_packages_of_a_layer_make_no_circle():
         package: {target for target in targets if LEVEL[target] == LEVEL[package]}
         for package, targets in beside.items()
     }
-    try:
-        TopologicalSorter(same_layer).prepare()
-    except CycleError as error:
-        pytest.fail(f"packages import each other: {' <- '.join(error.args[1])}", pytrace=False)
+    assert not (circle := circle_of(same_layer)), f"packages import each other: {circle}"
 
 
 @pytest.mark.parametrize("package", ["spmd.api", "spmd.frontend"])
-def test_modules_of_a_package_make_no_circle(package: str):
+def test_modules_of_a_package_import_from_modules_alone(package: str):
     folder = Path(*package.split("."))
-    beside: dict[str, set[str]] = {}
-    for path in (path for path in python_files() if path.parent == folder):
-        module = module_name(path)
-        names = (name for _, name in imports_of(read(path), path))
-        inside = {inner_module(name) or package for name in names if package_of(name) == package}
-        beside[module] = inside - {module}
-    assert len(beside) > 5
-    assert package not in set().union(*beside.values()), f"a module imports from {package} itself"
-    try:
-        TopologicalSorter(beside).prepare()
-    except CycleError as error:
-        pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}", pytrace=False)
+    files = [path for path in python_files() if path.parent == folder]
+    assert len(files) > 5
+    found = [
+        f"{path}:{line}: {name}: no module of {package}"
+        for path in files
+        for line, name in imports_of(read(path), path)
+        if package_of(name) == package and inner_module(name) is None
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_modules_make_no_circle():
+    sources = {path: read(path) for path in python_files() if path.parts[0] == "spmd"}
+    beside = module_graph(sources)
+    assert len(beside) > 100
+    assert beside["spmd.lowering.local"] >= {"spmd.lowering.padding"}
+    assert not (circle := circle_of(beside)), f"modules import each other: {circle}"
+
+
+@pytest.mark.parametrize("inside", ["", "def f():\n    ", "if TYPE_CHECKING:\n    "])
+def test_a_circle_is_found_wherever_it_is_closed(inside: str):
+    sources = {
+        Path("spmd/mesh/mesh.py"): "from spmd.mesh import sharding",
+        Path("spmd/mesh/sharding.py"): "from spmd.ir.types import TensorType",
+        Path("spmd/ir/types.py"): f"{inside}from ..mesh.mesh import Mesh",
+    }
+    assert "spmd.mesh.mesh" in circle_of(module_graph(sources))
+    del sources[Path("spmd/ir/types.py")]
+    assert not circle_of(module_graph(sources))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding
 import spmd
 from scripts.comm_bench.program import Built, Program
 from spmd.errors import ArgumentError
-from spmd.explain.hlo import HloCollective, hlo_collectives, matmul_flops
+from spmd.explain.hlo import HloCollective, hlo_collectives
+from spmd.explain.hlo_sizes import matmul_flops
 from spmd.explain.memory import Memory
 from spmd.mesh.spec import jax_mesh, partition_spec
 

@@ -95,7 +95,8 @@ class Planned:
         Raises:
           ArgumentError: no value has this name.
         """
-        from spmd.explain.text import explain_program, explain_value
+        from spmd.explain.text import explain_program
+        from spmd.explain.text_value import explain_value
 
         asked = self.prices if prices else None
         if value is not None:

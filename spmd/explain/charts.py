@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from spmd.explain import data
 from spmd.explain.bars import Bars, Loop, Segment, functions_of, merged
 from spmd.explain.memory import KINDS, MemoryCurve
+from spmd.explain.words import bytes_text, seconds_text, source_text
 from spmd.planning.timeline import COMPUTE
 
 WIDTH, LEFT, RIGHT = 1116, 92, 8
@@ -56,8 +56,8 @@ def _bar(s: Segment, scale: float, y: int, total: float) -> str:
     if s.label and s.ops > 1:
         what += f" ({s.ops} ops)"
     place = "at " if s.group and not s.group.startswith("in ") else ""
-    where = f" {place}{data.source_text(s.group)}" if s.group else ""
-    info = f"{what}{where}: {data.seconds_text(s.seconds)}, from {data.seconds_text(s.start)}"
+    where = f" {place}{source_text(s.group)}" if s.group else ""
+    info = f"{what}{where}: {seconds_text(s.seconds)}, from {seconds_text(s.start)}"
     drawn = (
         f'<rect class="seg" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_LANE}" '
         f'fill="var(--{s.kind})"><title>{escape(info)}</title></rect>'
@@ -72,11 +72,11 @@ def _bracket(loop: Loop, scale: float, top: int, lanes: int) -> str:
     """A loop: a band behind the lanes and how often it runs."""
     x, width = LEFT + loop.start * scale, loop.seconds * scale
     height = lanes * (_LANE + _GAP) - _GAP + 8
-    label = f"{trips_text(loop)}, {data.seconds_text(loop.seconds)}"
+    label = f"{trips_text(loop)}, {seconds_text(loop.seconds)}"
     text = ""
     if width > 6.8 * len(label):
         text = f'<text class="soft" x="{x + 4:.1f}" y="{top - 12}">{escape(label)}</text>'
-    title = escape(f"{data.source_text(loop.label)}: {label}")
+    title = escape(f"{source_text(loop.label)}: {label}")
     return (
         f'<rect class="loop" x="{x:.1f}" y="{top - 4}" width="{width:.1f}" height="{height}">'
         f'<title>{title}</title></rect><path class="bracket" d="M{x:.1f} {top - 2}v-6h{width:.1f}'
@@ -96,7 +96,7 @@ def _time_axis(total: float, scale: float, y: float) -> str:
     parts = []
     for k in range(int(total / step) + 1):
         x = LEFT + k * step * scale
-        text = data.seconds_text(k * step) if k else "0"
+        text = seconds_text(k * step) if k else "0"
         anchor = "end" if x > WIDTH - 40 else "middle" if k else "start"
         parts.append(
             f'<line class="tick" x1="{x:.1f}" y1="{y - 4}" x2="{x:.1f}" y2="{y}"/>'
@@ -122,7 +122,7 @@ def memory_svg(curve: MemoryCurve, limit: int) -> str:
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text class="soft" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{data.bytes_text(level)}</text>"
+            f"{bytes_text(level)}</text>"
         )
     for kind in reversed(range(len(KINDS))):
         line = "".join(
@@ -140,14 +140,14 @@ def memory_svg(curve: MemoryCurve, limit: int) -> str:
         f'<line class="peak" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{_y(0, top):.1f}"/>'
         f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
         f'<text class="strong" x="{x + shift:.1f}" y="{max(y - 6, 12):.1f}" '
-        f'text-anchor="{anchor}">peak {data.bytes_text(most)}</text>'
+        f'text-anchor="{anchor}">peak {bytes_text(most)}</text>'
     )
     if near:
         y = _y(limit, top)
         parts.append(
             f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text x="{WIDTH - RIGHT}" y="{y - 5:.1f}" text-anchor="end">the device\'s '
-            f"{data.bytes_text(limit)}</text>"
+            f"{bytes_text(limit)}</text>"
         )
     base = _y(0, top)
     parts.append(

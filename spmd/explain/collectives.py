@@ -1,7 +1,8 @@
-"""The collectives of a local program: what each is, what it moves, and why it is there."""
+"""The collectives of a local program: what each is, what it moves, why it is there; and sums."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
@@ -72,3 +73,65 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
 
     visit(program.body, 1)
     return tuple(found)
+
+
+class CollectiveRow(NamedTuple):
+    """Equal collectives of the program.
+
+    Attributes:
+      kind, axes, bytes, count, source, reason: as in `Collective`, of each of them.
+      ops: how many ops of the program are like this.
+      total_bytes: bytes that one device sends for all of them in one run.
+      seconds: predicted seconds of all of them in one run.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    source: str
+    reason: str
+    ops: int
+    total_bytes: int
+    seconds: float
+
+
+def collective_rows(collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
+    """Equal collectives together; most bytes first, then most time."""
+    rows: dict[Collective, int] = {}
+    for collective in collectives:
+        rows[collective] = rows.get(collective, 0) + 1
+    made = [
+        CollectiveRow(
+            *c[:6], ops=n, total_bytes=c.bytes * c.count * n, seconds=c.seconds * c.count * n
+        )
+        for c, n in rows.items()
+    ]
+    return tuple(sorted(made, key=lambda row: (-row.total_bytes, -row.seconds)))
+
+
+class Traffic(NamedTuple):
+    """All collectives of one kind over the same axes: ops, runs of them, bytes and seconds."""
+
+    kind: str
+    axes: tuple[str, ...]
+    ops: int
+    runs: int
+    bytes: int
+    seconds: float
+
+
+def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[Traffic, ...]:
+    """Totals per kind and axes (or per kind alone), most bytes first."""
+    totals: dict[tuple[str, tuple[str, ...]], Traffic] = {}
+    for c in collectives:
+        key = (c.kind, c.axes if by_axes else ())
+        old = totals.get(key, Traffic(*key, 0, 0, 0, 0.0))
+        totals[key] = Traffic(
+            *key,
+            old.ops + 1,
+            old.runs + c.count,
+            old.bytes + c.bytes * c.count,
+            old.seconds + c.seconds * c.count,
+        )
+    return tuple(sorted(totals.values(), key=lambda t: (-t.bytes, -t.seconds, t.kind)))

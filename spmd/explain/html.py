@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: the tables of `data`, laid out, with pictures."""
+"""The report as one self-contained HTML page: tables laid out, with pictures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from spmd.explain import charts, data, picture
+from spmd.explain import charts, picture
 from spmd.explain import html_parts as h
 from spmd.explain.bars import Bars, Loop, bars_of
-from spmd.explain.collectives import Collective
-from spmd.explain.data import Group, Overview, Stages
+from spmd.explain.collectives import Collective, collective_rows, traffic
+from spmd.explain.decisions import ConflictRow, LosingClaim, conflict_rows, mark_rows, marks_title
 from spmd.explain.html_parts import Cell
+from spmd.explain.largest import largest_values
+from spmd.explain.leaves import Group, Leaf, argument_leaves, group_leaves, result_leaves
 from spmd.explain.memory import KINDS, Memory, MemoryCurve, memory_curve
+from spmd.explain.overview import Overview, memory_rows, overview, quality_rows
 from spmd.explain.prices import Prices
+from spmd.explain.stages import Stages
+from spmd.explain.words import bytes_text, seconds_text, source_text, spec_text, type_text
 from spmd.planning.memory import MemoryUse
 from spmd.planning.timeline import COMPUTE
 
@@ -58,7 +63,7 @@ def render(
     prices: Prices | None = None,
 ) -> str:
     """The page's text; arguments as in `write_report`."""
-    figures = data.overview(stages, collectives, memory)
+    figures = overview(stages, collectives, memory)
     sections = [s for s in _sections(stages, collectives, figures, held, prices) if s.body]
     title = f"{stages.plan.program.name} on {figures.devices} devices"
     links = "".join(f'<a href="#{s.anchor}">{escape(s.title)}</a>' for s in sections)
@@ -99,9 +104,9 @@ def _sections(
     held: MemoryUse,
     prices: Prices | None,
 ) -> list[_Section]:
-    sent = data.bytes_text(figures.comm_bytes)
-    arguments, results = data.argument_leaves(stages), data.result_leaves(stages)
-    conflicts = data.conflict_rows(stages, prices)
+    sent = bytes_text(figures.comm_bytes)
+    arguments, results = argument_leaves(stages), result_leaves(stages)
+    conflicts = conflict_rows(stages, prices)
     bars = bars_of(figures.timeline, stages.plan.mesh)
     lost = figures.timeline.seconds - bars.seconds
     curve = memory_curve(held, stages.optimized.program)
@@ -137,26 +142,26 @@ def _cards(collectives: Sequence[Collective], figures: Overview) -> str:
     memory = figures.memory
     known = memory is not None and memory.peak_bytes
     held = memory.peak_bytes if memory is not None and known else figures.argument_bytes
-    whole = data.bytes_text(figures.whole_argument_bytes)
-    compute = data.seconds_text(figures.compute_seconds)
+    whole = bytes_text(figures.whole_argument_bytes)
+    compute = seconds_text(figures.compute_seconds)
     peak = "predicted" if memory is not None and memory.is_predicted else "at most"
     cards = [
         ("devices", str(figures.devices), figures.mesh),
         (
             "predicted time of one run",
-            data.seconds_text(figures.seconds),
+            seconds_text(figures.seconds),
             f"bound by {figures.bound}; compute {compute}, collectives "
-            f"{data.seconds_text(figures.comm_seconds)}",
+            f"{seconds_text(figures.comm_seconds)}",
         ),
         (
             "sent by each device",
-            data.bytes_text(figures.comm_bytes),
+            bytes_text(figures.comm_bytes),
             f"in one run, by {len(collectives)} collective ops",
         ),
         (
             "memory of each device",
-            data.bytes_text(held),
-            f"peak, {peak}; arguments {data.bytes_text(figures.argument_bytes)} of {whole}"
+            bytes_text(held),
+            f"peak, {peak}; arguments {bytes_text(figures.argument_bytes)} of {whole}"
             if known
             else f"arguments, of {whole} unpartitioned",
         ),
@@ -169,8 +174,8 @@ def _cards(collectives: Sequence[Collective], figures: Overview) -> str:
 
 
 def _quality(figures: Overview) -> str:
-    remarks = dict(data.quality_rows(figures))
-    rows = [("this plan", figures.seconds, data.seconds_text(figures.seconds), "var(--accent)")]
+    remarks = dict(quality_rows(figures))
+    rows = [("this plan", figures.seconds, seconds_text(figures.seconds), "var(--accent)")]
     for name, seconds in (
         ("greedy plan", figures.greedy_seconds),
         ("lower bound", figures.lower_seconds),
@@ -192,7 +197,7 @@ def _timeline(timeline: Bars, lost: float, stages: Stages) -> str:
     )
     if lost > timeline.seconds / 1000:
         intro += (
-            f"<p>The prediction adds {data.seconds_text(lost)} to what is drawn: on this chip "
+            f"<p>The prediction adds {seconds_text(lost)} to what is drawn: on this chip "
             "arithmetic and communication that run side by side slow each other.</p>"
         )
     return (
@@ -205,7 +210,7 @@ def _timeline(timeline: Bars, lost: float, stages: Stages) -> str:
 def _loop(loop: Loop, axes: Sequence[str]) -> str:
     """One iteration of a loop, to unfold, with the loops inside it."""
     inner = "".join(_loop(inside, axes) for inside in loop.body.loops)
-    each = data.seconds_text(loop.body.seconds)
+    each = seconds_text(loop.body.seconds)
     place = h.source(loop.label.partition(" at ")[2])
     return (
         f'<details class="iteration"><summary>one iteration of the {charts.trips_text(loop)} at '
@@ -224,9 +229,9 @@ def _where(timeline: Bars) -> str:
     rows = [
         (
             Cell(h.source(group), group, "w"),
-            h.number(data.seconds_text(compute), compute),
-            h.number(data.seconds_text(comm), comm),
-            h.number(data.seconds_text(compute + comm), compute + comm),
+            h.number(seconds_text(compute), compute),
+            h.number(seconds_text(comm), comm),
+            h.number(seconds_text(compute + comm), compute + comm),
             h.number(f"{100 * (compute + comm) / busy:.1f}%", compute + comm),
         )
         for group, (compute, comm) in ordered
@@ -238,19 +243,19 @@ def _where(timeline: Bars) -> str:
 
 def _collectives(collectives: Sequence[Collective]) -> str:
     heads = ("kind", "axes", "bytes", "times", "ops", "total", "time", "source and reason")
-    ordered = sorted(data.collective_rows(collectives), key=lambda row: -row.seconds)
+    ordered = sorted(collective_rows(collectives), key=lambda row: -row.seconds)
     rows = [
         (
             Cell(h.kind(row.kind), row.kind, "t"),
             h.text(", ".join(row.axes), "t"),
-            h.number(data.bytes_text(row.bytes), row.bytes),
+            h.number(bytes_text(row.bytes), row.bytes),
             h.number(str(row.count), row.count),
             h.number(str(row.ops), row.ops),
-            h.number(data.bytes_text(row.total_bytes), row.total_bytes),
-            h.number(data.seconds_text(row.seconds), row.seconds),
+            h.number(bytes_text(row.total_bytes), row.total_bytes),
+            h.number(seconds_text(row.seconds), row.seconds),
             Cell(
                 f'{h.source(row.source)}<span class="reason">'
-                f"{escape(data.source_text(row.reason))}</span>",
+                f"{escape(source_text(row.reason))}</span>",
                 row.source,
                 "w",
             ),
@@ -268,11 +273,10 @@ def _traffic(collectives: Sequence[Collective]) -> str:
                 f"{h.kind(total.kind)} "
                 f"<span class=soft>over {escape(', '.join(total.axes))}</span>",
                 total.bytes,
-                f"{data.bytes_text(total.bytes)}, {total.runs}x, "
-                f"{data.seconds_text(total.seconds)}",
+                f"{bytes_text(total.bytes)}, {total.runs}x, {seconds_text(total.seconds)}",
                 f"var(--{total.kind})",
             )
-            for total in data.traffic(collectives)
+            for total in traffic(collectives)
         ]
     )
 
@@ -289,18 +293,18 @@ def _marks(stages: Stages, prices: Prices | None) -> str:
             Cell(h.source(row.name), row.name, "w"),
             h.code(row.sharding),
             h.number(str(row.values), row.values),
-            h.number(data.seconds_text(-row.seconds), -row.seconds),
+            h.number(seconds_text(-row.seconds), -row.seconds),
             Cell(escape(row.text), row.text, "w"),
         )
-        for row in data.mark_rows(stages, prices)
+        for row in mark_rows(stages, prices)
     ]
     heads = ("mark", "sharding", "values", "costs", "without it")
     found = h.table(heads, rows, sort="costs")
     none = "<p>None of them costs 1% of the collectives' time or more.</p>"
-    return f"<p>{escape(data.marks_title(prices).capitalize())}.</p>{found or none}"
+    return f"<p>{escape(marks_title(prices).capitalize())}.</p>{found or none}"
 
 
-def _conflicts(conflicts: Sequence[data.ConflictRow]) -> str:
+def _conflicts(conflicts: Sequence[ConflictRow]) -> str:
     rows = [
         (
             Cell(f"{escape(row.op)}<br>{h.source(row.source)}", f"{row.op} {row.source}", "w"),
@@ -323,13 +327,13 @@ def _claim(claim: tuple[str, str, int, str]) -> str:
     )
 
 
-def _losers(losers: Sequence[data.LosingClaim] | None) -> str:
+def _losers(losers: Sequence[LosingClaim] | None) -> str:
     if losers is None:
         return '<span class="soft">not asked</span>'
     return "<br>".join(f"<b>{escape(x.axes)}</b>: {escape(x.text)}" for x in losers)
 
 
-def _least(losers: Sequence[data.LosingClaim] | None) -> float:
+def _least(losers: Sequence[LosingClaim] | None) -> float:
     return min((x.seconds for x in losers or () if x.seconds is not None), default=math.inf)
 
 
@@ -342,7 +346,7 @@ def _memory(figures: Overview, curve: MemoryCurve) -> str:
     legend = h.legend(list(zip(KINDS, charts.MEMORY_COLOURS, strict=True)))
     rows = [
         (
-            h.number(data.bytes_text(row.bytes), row.bytes),
+            h.number(bytes_text(row.bytes), row.bytes),
             h.number(str(row.values), row.values),
             h.text(row.kind, "t"),
             Cell(f"<code>{h.breakable(row.label)}</code>", row.label, "w"),
@@ -353,9 +357,7 @@ def _memory(figures: Overview, curve: MemoryCurve) -> str:
     ]
     heads = ("bytes", "n", "alive as", "made by", "local type", "source")
     peak = h.table(heads, rows, sort="bytes")
-    totals = h.table(
-        ("what", "bytes"), [(h.text(w), h.text(s)) for w, s in data.memory_rows(figures)]
-    )
+    totals = h.table(("what", "bytes"), [(h.text(w), h.text(s)) for w, s in memory_rows(figures)])
     return (
         "<p>Predicted from the local program: only values that XLA stores count. Arguments and "
         "results are held throughout; results that donated arguments make room for are part of the "
@@ -368,15 +370,15 @@ def _largest(stages: Stages) -> str:
     heads = ("per device", "n", "type", "sharding", "local", "op", "source")
     rows = [
         (
-            h.number(data.bytes_text(row.local.bytes), row.local.bytes),
+            h.number(bytes_text(row.local.bytes), row.local.bytes),
             h.number(str(row.values), row.values),
-            h.code(data.type_text(row.type)),
-            h.code(data.spec_text(row.sharding, stages.plan.mesh), "w"),
-            h.code(data.type_text(row.local)),
+            h.code(type_text(row.type)),
+            h.code(spec_text(row.sharding, stages.plan.mesh), "w"),
+            h.code(type_text(row.local)),
             h.text(f"copy for {row.op}" if row.copy else row.op, "w"),
             Cell(h.source(row.source), row.source, "w"),
         )
-        for row in data.largest_values(stages, 20)
+        for row in largest_values(stages, 20)
     ]
     return h.table(heads, rows, sort="per device")
 
@@ -394,8 +396,8 @@ def _pictures(stages: Stages) -> str:
     for group in _drawn(stages):
         leaf = group.leaves[0]
         caption = (
-            f"{data.type_text(leaf.type)} {data.spec_text(leaf.sharding, mesh)}",
-            f"{data.type_text(leaf.local)} on each device",
+            f"{type_text(leaf.type)} {spec_text(leaf.sharding, mesh)}",
+            f"{type_text(leaf.local)} on each device",
         )
         drawn = picture.tile_picture(leaf.type, leaf.sharding, mesh)
         figures.append(_figure(drawn, group.pattern, *caption))
@@ -413,7 +415,7 @@ def _figure(svg: str, title: str, *captions: str) -> str:
 
 def _drawn(stages: Stages) -> list[Group]:
     """The largest leaf of every sharding first, then the next largest ones."""
-    groups = [g for g in data.group_leaves(data.argument_leaves(stages)) if g.leaves[0].type.rank]
+    groups = [g for g in group_leaves(argument_leaves(stages)) if g.leaves[0].type.rank]
     groups.sort(key=lambda group: -group.leaves[0].type.bytes)
     seen: set[object] = set()
     first: list[Group] = []
@@ -425,24 +427,24 @@ def _drawn(stages: Stages) -> list[Group]:
     return (first + second)[: PICTURES - 1]
 
 
-def _split_text(leaves: Sequence[data.Leaf]) -> str:
+def _split_text(leaves: Sequence[Leaf]) -> str:
     split = sum(any(leaf.sharding.dims) for leaf in leaves)
     return f"{len(leaves)}, {split} of them split"
 
 
-def _leaves(leaves: Sequence[data.Leaf], stages: Stages) -> str:
+def _leaves(leaves: Sequence[Leaf], stages: Stages) -> str:
     heads = ("name", "n", "type", "sharding", "local", "per device", "origin")
     rows = []
-    for group in data.group_leaves(leaves):
+    for group in group_leaves(leaves):
         leaf = group.leaves[0]
         rows.append(
             (
                 Cell(_group_name(group), group.pattern, "w"),
                 h.number(str(len(group.leaves)), len(group.leaves)),
-                h.code(data.type_text(leaf.type)),
-                h.code(data.spec_text(leaf.sharding, stages.plan.mesh)),
-                h.code(data.type_text(leaf.local)),
-                h.number(data.bytes_text(group.bytes), group.bytes),
+                h.code(type_text(leaf.type)),
+                h.code(spec_text(leaf.sharding, stages.plan.mesh)),
+                h.code(type_text(leaf.local)),
+                h.number(bytes_text(group.bytes), group.bytes),
                 Cell(h.breakable(group.origin), group.origin, "w"),
             )
         )
@@ -465,14 +467,14 @@ def _group_name(group: Group) -> str:
 
 
 def _notes(notes: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(data.source_text(note))}</li>" for note in dict.fromkeys(notes))
+    items = "".join(f"<li>{escape(source_text(note))}</li>" for note in dict.fromkeys(notes))
     return f"<ul>{items}</ul>" if items else ""
 
 
 def _stage_times(stages: Stages) -> str:
     return h.bars(
         [
-            (escape(stage), seconds, data.seconds_text(seconds), "var(--accent)")
+            (escape(stage), seconds, seconds_text(seconds), "var(--accent)")
             for stage, seconds in stages.seconds.items()
         ]
     )

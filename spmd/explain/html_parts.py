@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from spmd.explain import data
+from spmd.explain.words import source_text
 
 
 class Cell(NamedTuple):
@@ -76,7 +76,7 @@ def _class(name: str) -> str:
 
 def source(trail: str) -> str:
     """A source line with its caller; the whole paths are shown on hovering."""
-    first, _, rest = data.source_text(trail).partition(" <- ")
+    first, _, rest = source_text(trail).partition(" <- ")
     caller = f'<span class="caller"> ← {escape(rest)}</span>' if rest else ""
     return f'<code title="{escape(trail)}">{escape(first)}{caller}</code>'
 

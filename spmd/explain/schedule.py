@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from spmd.explain.hlo import KINDS, Instruction, Module, executions, parse_module_text
+from spmd.explain.hlo_groups import KINDS
+from spmd.explain.hlo_runs import executions
+from spmd.explain.hlo_text import Instruction, Module, parse_module_text
 
 
 class Flight(NamedTuple):

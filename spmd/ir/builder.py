@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,14 @@ class Builder:
         self._blocks: list[list[Op]] = [[]]
         self._shared: list[dict[Any, Value]] = [{}]
         self._isolated: list[bool] = [True]
+
+    @contextmanager
+    def noted(self, note: str) -> Iterator[None]:
+        """Stamps a note on the ops that are made meanwhile."""
+        outer = self.loc
+        self.loc = outer._replace(note=note)
+        yield
+        self.loc = outer
 
     # Values, ops and regions.
 

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding, local_shape
+
 
 class TensorType(NamedTuple):
     """A ranked static tensor type; `dtype` is the MLIR element type (`f32`, `bf16`, `ui8`, ...).
@@ -41,6 +44,11 @@ class TensorType(NamedTuple):
     def with_shape(self, shape: tuple[int, ...]) -> TensorType:
         """The same element type with another shape."""
         return TensorType(shape, self.dtype)
+
+
+def local_type(type_: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:
+    """The type of one device's piece."""
+    return type_.with_shape(local_shape(type_.shape, sharding, mesh))
 
 
 _NUMPY_DTYPES: dict[str, Any] = {
@@ -89,15 +97,6 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy (or ml_dtypes) dtype of an MLIR element type; KeyError when there is none."""
     found: np.dtype[Any] = np.dtype(_NUMPY_DTYPES[dtype])
     return found
-
-
-def mlir_dtype(dtype: Any) -> str:
-    """The MLIR element type of a numpy dtype; KeyError when there is none."""
-    wanted = np.dtype(dtype)
-    for name, candidate in _NUMPY_DTYPES.items():
-        if np.dtype(candidate) == wanted:
-            return name
-    raise KeyError(f"no MLIR element type for dtype {dtype}")
 
 
 def dtype_bits(dtype: str) -> int:

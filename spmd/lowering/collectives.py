@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from spmd.ir.builder import Builder, identity_element, reducer_body
 from spmd.ir.program import Value
-from spmd.ir.types import TensorType
-from spmd.lowering.local import axis_index, collective
+from spmd.ir.types import TensorType, local_type
+from spmd.lowering.device_ops import axis_index, collective
 from spmd.lowering.padding import cut, join
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import local_shape
 from spmd.planning.reshard import Step, permute_pairs
 
 
@@ -25,7 +24,7 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
     Returns:
       The local value in `step.after`.
     """
-    type_ = global_type.with_shape(local_shape(global_type.shape, step.after, mesh))
+    type_ = local_type(global_type, step.after, mesh)
     count = mesh.extent(step.axes)
     if step.kind == "slice":
         x = cut(b, x, step.dims[0], step.axes, mesh)

@@ -18,7 +18,7 @@ import numpy as np
 from spmd.ir.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import rewrite_ops
-from spmd.lowering.local import axis_index, collective
+from spmd.lowering.device_ops import axis_index, collective
 from spmd.mesh.mesh import Mesh
 
 HELD = "spmd.held"

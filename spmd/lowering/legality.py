@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from spmd.ir.legality import COLLECTIVES, check_program, fail
 from spmd.ir.program import Body, Op, Program
-from spmd.ir.types import TensorType
+from spmd.ir.types import TensorType, local_type
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, axis_refs, format_sharding, local_shape
+from spmd.mesh.sharding import Sharding, axis_refs, format_sharding
 from spmd.planning.comm import group_size
 
 OpCheck = Callable[[Mesh, Op], str | None]
@@ -63,7 +63,7 @@ def boundary_fits(
         r.whole for axes in sharding.dims for r in axis_refs(axes, mesh)
     ):
         return f"is {text}: partial, or with a sub-axis"
-    if whole and local != whole.with_shape(local_shape(whole.shape, sharding, mesh)):
+    if whole and local != local_type(whole, sharding, mesh):
         return f"is not the piece of {whole} in {text}"
     return None
 

@@ -13,9 +13,11 @@ from typing import Any
 from spmd.errors import SpmdError, UnsupportedOpError
 from spmd.ir.builder import Builder
 from spmd.ir.program import Op, Value
-from spmd.ir.types import Attribute, TensorType
+from spmd.ir.types import Attribute, TensorType, local_type
+from spmd.lowering.device_ops import axis_index
+from spmd.lowering.padding import mask
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, local_shape
+from spmd.mesh.sharding import Axes
 from spmd.planning.plan import Choice
 from spmd.propagation.registry import rule_name, rule_of
 from spmd.propagation.rule import REDUCE, Rule
@@ -51,7 +53,7 @@ class LocalOp:
     def result_types(self) -> tuple[TensorType, ...]:
         """Local types of the results."""
         return tuple(
-            type_.with_shape(local_shape(type_.shape, sharding, self.mesh))
+            local_type(type_, sharding, self.mesh)
             for type_, sharding in zip(self.op.kind.results, self.choice.results, strict=True)
         )
 
@@ -76,8 +78,6 @@ class LocalOp:
 
     def masked(self, number: int, fill: Any, dims: Sequence[int]) -> Value:
         """An operand with the padding along some of its dims replaced by `fill`."""
-        from spmd.lowering.padding import mask
-
         shape = self.op.kind.operands[number].shape
         sharding = self.choice.operands[number]
         return mask(self.b, self.operands[number], shape, sharding, self.mesh, fill, dims)
@@ -93,7 +93,6 @@ class LocalOp:
 
 
 LocalFunction = Callable[[LocalOp], tuple[Value, ...]]
-
 _LOCAL: dict[str, LocalFunction] = {}
 
 
@@ -130,26 +129,6 @@ def lower_op(local_op: LocalOp) -> tuple[Value, ...]:
     return function(local_op)
 
 
-def axis_index(b: Builder, axes: Axes) -> Value:
-    """`spmd.axis_index`: this device's coordinate along some atoms, major to minor."""
-    key = ("axis_index", axes)
-    scalar = TensorType((), "i32")
-    return b.once(key, lambda: b.op("spmd.axis_index", (), (scalar,), {"axes": axes})[0])
-
-
-def offset(b: Builder, axes: Axes, piece: int) -> Value:
-    """Where this device's piece of an evenly split dim starts, an i32 scalar."""
-    key = ("offset", axes, piece)
-    return b.once(key, lambda: b.binary("multiply", axis_index(b, axes), b.constant(piece, "i32")))
-
-
 def same_op(op: LocalOp) -> tuple[Value, ...]:
     """The op itself: its local piece depends on the local pieces of its operands alone."""
     return op.emit()
-
-
-def collective(
-    b: Builder, kind: str, x: Value, type_: TensorType, axes: Axes, **attrs: Any
-) -> Value:
-    """A collective over some atoms; replica groups are written out when the program is emitted."""
-    return b.op(f"stablehlo.{kind}", (x,), (type_,), {"axes": axes, **attrs})[0]

@@ -14,16 +14,11 @@ from spmd.frontend.canonical import inline_elementwise
 from spmd.ir.builder import Builder, identity_element
 from spmd.ir.program import Body, Value
 from spmd.ir.types import GatherDims, TensorType, numpy_dtype
-from spmd.lowering.local import LocalOp, collective, local
+from spmd.lowering.device_ops import collective
+from spmd.lowering.dims import concatenate, gather_dim, per_device, slice_dim
+from spmd.lowering.local import LocalOp, local
 from spmd.lowering.padding import mask, own_count, replace_padding, start_of
-from spmd.lowering.window import (
-    assemble,
-    concatenate,
-    parts_of,
-    per_device,
-    resized,
-    slice_dim,
-)
+from spmd.lowering.window import assemble, parts_of
 from spmd.mesh.sharding import Axes, is_even, piece_sizes, tile
 from spmd.propagation.merge import rounds
 from spmd.propagation.rule import MERGE
@@ -41,13 +36,8 @@ def merged_dims(op: LocalOp) -> tuple[int, ...]:
 
 def _gathered(op: LocalOp, x: Value, dim: int, axes: Axes) -> Value:
     """What all devices along some atoms have, one behind the other."""
-    b, type_ = op.b, op.b.types[x]
-    whole = type_.with_shape(resized(type_.shape, dim, type_.shape[dim] * op.mesh.extent(axes)))
-    outer = b.loc
-    b.loc = outer._replace(note=f"what each piece of dim {dim} found, for {op.op.name}")
-    found = collective(b, "all_gather", x, whole, axes, all_gather_dim=dim)
-    b.loc = outer
-    return found
+    with op.b.noted(f"what each piece of dim {dim} found, for {op.op.name}"):
+        return gather_dim(op.b, x, dim, axes, op.mesh)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ from spmd.ir.builder import Builder
 from spmd.ir.control_flow import users_of
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
+from spmd.lowering.device_ops import collective
 from spmd.lowering.divergence import HELD
-from spmd.lowering.local import collective
 from spmd.lowering.moves import MOVES, again, is_elementwise, operand_dim, resized
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes

@@ -31,7 +31,7 @@ from spmd.ir.control_flow import users_of
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType
-from spmd.lowering.local import collective
+from spmd.lowering.device_ops import collective
 from spmd.lowering.moves import resized
 from spmd.lowering.optimize_dead import remove_dead
 from spmd.mesh.mesh import Mesh

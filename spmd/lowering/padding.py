@@ -12,7 +12,8 @@ from typing import Any
 from spmd.ir.builder import Builder
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
-from spmd.lowering.local import axis_index
+from spmd.lowering.device_ops import axis_index
+from spmd.lowering.dims import pad_dim, slice_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, is_even, piece_sizes
 
@@ -68,26 +69,11 @@ def _split_dim(b: Builder, x: Value, dim: int, count: int) -> Value:
 
 def _resize(b: Builder, x: Value, dim: int, size: int) -> Value:
     """Pads a dim with zeros at its end, or cuts it there."""
-    type_ = b.types[x]
-    have, rank = type_.shape[dim], type_.rank
-    if have == size:
-        return x
-    result = type_.with_shape((*type_.shape[:dim], size, *type_.shape[dim + 1 :]))
-    if size < have:
-        attrs = {
-            "start_indices": (0,) * rank,
-            "limit_indices": result.shape,
-            "strides": (1,) * rank,
-        }
-        return b.op("stablehlo.slice", (x,), (result,), attrs)[0]
-    high = tuple(size - have if d == dim else 0 for d in range(rank))
-    zero = b.splat(0, TensorType((), type_.dtype))
-    attrs = {
-        "edge_padding_low": (0,) * rank,
-        "edge_padding_high": high,
-        "interior_padding": (0,) * rank,
-    }
-    return b.op("stablehlo.pad", (x, zero), (result,), attrs)[0]
+    have = b.types[x].shape[dim]
+    if size <= have:
+        return slice_dim(b, x, dim, 0, size)
+    zero = b.splat(0, b.types[x].with_shape(()))
+    return pad_dim(b, x, dim, 0, size - have, zero)
 
 
 def start_of(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:

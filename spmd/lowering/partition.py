@@ -11,15 +11,18 @@ from typing import NamedTuple
 from spmd.ir.builder import Builder
 from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL, held_atoms, producers_of
 from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value, numberless
-from spmd.ir.types import TensorType
+from spmd.ir.types import TensorType, local_type
 from spmd.lowering import (  # noqa: F401 (they fill the table of local lowerings)
     local_contract,
+    local_convolution,
+    local_dynamic_slice,
     local_elementwise,
     local_index,
     local_linalg,
     local_manual,
     local_merge,
     local_misc,
+    local_moves,
     local_ragged,
     local_random,
     local_shape,
@@ -30,7 +33,6 @@ from spmd.lowering.divergence import HELD, without_permutes
 from spmd.lowering.local import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding, replicated
-from spmd.mesh.sharding import local_shape as shape_on_device
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.reshard import Path, Step, can_reshard, reshard
 from spmd.propagation.projection import project
@@ -121,8 +123,7 @@ class _Partitioner:
     # Values.
 
     def local_type(self, value: Value, sharding: Sharding) -> TensorType:
-        type_ = self.types[value]
-        return type_.with_shape(shape_on_device(type_.shape, sharding, self.mesh))
+        return local_type(self.types[value], sharding, self.mesh)
 
     def bind(self, value: Value, sharding: Sharding) -> Value:
         """A new local value for a block argument."""

@@ -26,7 +26,7 @@ from spmd.planning.problem import problem_of
 from spmd.planning.reshard import can_reshard, reshard
 from spmd.planning.solve import TABLE_LIMIT, Solution, solve
 from spmd.planning.units import CARRY, OP
-from spmd.propagation.propagate import Conflict
+from spmd.propagation.propagated import Conflict
 
 T = TypeVar("T")
 

@@ -19,9 +19,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd.mesh.chips import Link, Measured
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
-from spmd.mesh.topology import Link, Measured, Topology
+from spmd.mesh.topology import Topology
 from spmd.planning.comm import latency_steps, wire_bytes
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import OpKind
-from spmd.ir.types import dtype_bits
+from spmd.ir.types import dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
@@ -53,9 +53,7 @@ def own_seconds(
     if kind.name not in COLLECTIVES:
         return 0.0
     before, after = (
-        type_.with_shape(
-            local_shape(type_.shape, project(rule, dims, assignment, mesh.atom_sizes), mesh)
-        )
+        local_type(type_, project(rule, dims, assignment, mesh.atom_sizes), mesh)
         for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
     )
     name = kind.name.removeprefix("stablehlo.")

@@ -15,8 +15,8 @@ import numpy as np
 
 from spmd.ir.control_flow import Tie, held_atoms
 from spmd.ir.program import Op, Value
-from spmd.ir.types import TensorType
-from spmd.mesh.sharding import Axes, Sharding, local_shape, replicated
+from spmd.ir.types import TensorType, local_type
+from spmd.mesh.sharding import Axes, Sharding, replicated
 from spmd.planning.cost import op_seconds
 from spmd.planning.domains import Domains, States, domains_of
 from spmd.planning.greedy import plan_greedily
@@ -163,7 +163,7 @@ class CostNetwork:
         return network
 
     def _local_bytes(self, type_: TensorType, state: Sharding) -> int:
-        return type_.with_shape(local_shape(type_.shape, state, self.mesh)).bytes
+        return local_type(type_, state, self.mesh).bytes
 
     # Variables.
 

@@ -19,7 +19,7 @@ from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
 from spmd.planning.walk import Walk, proposed
-from spmd.propagation.propagate import Propagated
+from spmd.propagation.propagated import Propagated
 from spmd.propagation.registry import rule_of
 
 

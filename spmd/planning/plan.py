@@ -10,7 +10,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.topology import Topology
 from spmd.propagation.projection import Assignment
-from spmd.propagation.propagate import Propagated
+from spmd.propagation.propagated import Propagated
 
 
 class Choice(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from spmd.mesh.sharding import Sharding, replicated
 from spmd.mesh.topology import Topology
 from spmd.planning.walk import boundary
-from spmd.propagation.propagate import Propagated
+from spmd.propagation.propagated import Propagated
 
 
 class Problem(NamedTuple):

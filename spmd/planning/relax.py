@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 from spmd.ir.control_flow import producers_of
 from spmd.ir.program import Program, Region, Value, numberless
-from spmd.mesh.sharding import Mark, Sharding, local_shape
+from spmd.ir.types import local_type
+from spmd.mesh.sharding import Mark, Sharding
 from spmd.planning.exact import plan_exactly
 from spmd.planning.plan import Plan
 from spmd.planning.problem import problem_of
 from spmd.planning.replay import Move, moves_of
 from spmd.propagation.cheap import cheap_values
-from spmd.propagation.propagate import Propagated, propagate
+from spmd.propagation.propagate import propagate
+from spmd.propagation.propagated import Propagated
 
 WORTH = 0.01
 """The part of the time of all reshards that a mark must cost to be mentioned."""
@@ -106,7 +108,7 @@ def argument_bytes(plan: Plan) -> int:
     """Bytes of all arguments on one device."""
     types = plan.program.types
     return sum(
-        types[v].with_shape(local_shape(types[v].shape, s, plan.mesh)).bytes
+        local_type(types[v], s, plan.mesh).bytes
         for v, s in zip(plan.program.body.args, plan.arguments, strict=True)
     )
 

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.errors import LegalityError
-from spmd.ir.types import TensorType, dtype_bits
+from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, local_shape
+from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even
 from spmd.mesh.topology import Topology
 from spmd.planning.comm import collective_seconds, collective_terms, wire_bytes
 from spmd.planning.reshard_problem import moved
@@ -168,9 +168,7 @@ def _one_by_one(
         if a != b:
             there = here._replace(dims=(*here.dims[:d], b, *here.dims[d + 1 :]))
             step = Step(kind, here, there, a or b, (d,))
-            before, after = (
-                type_.with_shape(local_shape(type_.shape, s, mesh)).bytes for s in (here, there)
-            )
+            before, after = (local_type(type_, s, mesh).bytes for s in (here, there))
             seconds = collective_seconds(kind, step.axes, before, after, mesh, topology)
             sent = wire_bytes(kind, mesh.extent(step.axes), before, after)
             path, here = _joined(path, Path((step,), seconds, sent)), there
@@ -193,7 +191,7 @@ def can_reshard(src: Sharding, dst: Sharding) -> bool:
 
 def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: Topology) -> float:
     """Time to read one device's piece and to write it, or zeros."""
-    local = type_.with_shape(local_shape(type_.shape, sharding, mesh))
+    local = local_type(type_, sharding, mesh)
     return 2 * local.bytes / topology.hbm_bandwidth
 
 

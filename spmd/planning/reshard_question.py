@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from spmd.mesh.chips import Link
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
-from spmd.mesh.topology import Link, Topology
+from spmd.mesh.topology import Topology
 
 EXACT_ATOMS = 4
 """Atoms are joined only where there are more: with fewer the path is exactly optimal."""

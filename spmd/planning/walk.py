@@ -15,7 +15,7 @@ from spmd.mesh.sharding import Axes, Sharding, format_axes, is_even, replicated
 from spmd.mesh.topology import Topology
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.reshard import can_reshard, reshard
-from spmd.propagation.propagate import Propagated
+from spmd.propagation.propagated import Propagated
 
 
 def whole_axes(dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh) -> tuple[Axes, ...]:

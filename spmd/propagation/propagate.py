@@ -15,168 +15,40 @@ recorded for the planner.
 
 from __future__ import annotations
 
-import functools
-import math
-import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from spmd.ir.control_flow import ties
 from spmd.ir.program import Loc, Op, OpKind, Program, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark
-from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
+from spmd.propagation.flow import (
+    CLOSED,
+    OPEN,
+    RULE,
+    Change,
+    Flow,
+    Masks,
+    Proposal,
+    Shape,
+    flow_through,
+    spread_through,
+    union,
+)
+from spmd.propagation.propagated import Conflict, Origin, Propagated
 from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import FIXED, MERGE, REDUCE, REPLICATE, WINDOW, Factor, Rule
-
-
-class Origin(NamedTuple):
-    """Why a dim has some of its atoms: from a neighbouring value's dim, or from a mark.
-
-    Attributes:
-      atoms: the atoms.
-      value, dim: where they came from; no value: a mark.
-      label: the op that they came through, or the mark's reason.
-      loc: where that op is.
-    """
-
-    atoms: Axes
-    value: Value | None
-    dim: int
-    label: str
-    loc: Loc = Loc()
-
-    @property
-    def reason(self) -> str:
-        """For people: `through stablehlo.add at train.py:12 (step)`, or the mark's reason."""
-        if self.value is None:
-            return self.label
-        source = self.loc.trail
-        label = self.label.removeprefix("stablehlo.")
-        return f"through {label}" + (f" at {source}" if source else "")
-
-
-class Conflict(NamedTuple):
-    """Values around one op that want different axes for one factor of it."""
-
-    op: Op
-    factor: int
-    claims: tuple[tuple[Axes, Value, int], ...]
-
-
-class Propagated(NamedTuple):
-    """The program with a proposal for every value.
-
-    Attributes:
-      program: unchanged.
-      mesh: the mesh that atoms refer to.
-      proposals: for each value, the atoms of each dim.
-      marks: value -> its mark.
-      cheap: values without a sharding of their own.
-      origins: (value, dim) -> where its atoms came from, oldest first.
-      conflicts: disagreements left to the planner.
-      undivided: (value, dim) -> axes that were wanted there and don't divide the dim.
-    """
-
-    program: Program
-    mesh: Mesh
-    proposals: tuple[tuple[Axes, ...], ...]
-    marks: Mapping[Value, Mark]
-    cheap: frozenset[Value]
-    origins: Mapping[tuple[Value, int], tuple[Origin, ...]]
-    conflicts: tuple[Conflict, ...]
-    undivided: Mapping[tuple[Value, int], Axes]
-
-    def why(self, value: Value, dim: int, atom: int) -> tuple[str, ...]:
-        """The chain from an inferred atom back to the mark that caused it, nearest first."""
-        return tuple([origin.reason for _, origin in self._chain(value, dim, atom)])
-
-    def root(self, value: Value, dim: int, atom: int) -> Value | None:
-        """The marked value that an inferred atom comes from, if any."""
-        chain = list(self._chain(value, dim, atom))
-        return chain[-1][0] if chain and chain[-1][1].value is None else None
-
-    def _chain(self, value: Value, dim: int, atom: int) -> Iterator[tuple[Value, Origin]]:
-        """(value, why it has the atom), back to the mark."""
-        at: Value | None = value
-        while at is not None:
-            origin = next((o for o in self.origins.get((at, dim), ()) if atom in o.atoms), None)
-            if origin is None:
-                return
-            yield at, origin
-            at, dim = origin.value, origin.dim
-
-
-class _Shape(NamedTuple):
-    """What two nodes share when the same axes flow through them alike: equal nodes are `is`.
-
-    Attributes:
-      rule: factors of every value's dims.
-      flags: for each value and dim, `OPEN`, `CLOSED`, or the size of a dim at the boundary, where
-        axes must divide it; None for a cheap value.
-      reduces: whether the rule sums factors away.
-    """
-
-    rule: Rule
-    flags: tuple[tuple[int, ...] | None, ...]
-    reduces: bool
-
-
-OPEN, CLOSED = -1, -2
-Masks = tuple[int, ...]
-"""For each dim of a value a set of atoms, a bit each."""
+from spmd.propagation.rule import MERGE, REDUCE, WINDOW, Factor, Rule
 
 
 class _Node(NamedTuple):
     """An op, or a tie of values that are one, as the propagation sees it."""
 
-    shape: _Shape
+    shape: Shape
     values: tuple[Value, ...]
     op: Op | None
     loc: Loc
     label: str
-
-
-_RULE = -1
-"""The source of axes that the rule itself fixes."""
-
-
-class _Change(NamedTuple):
-    """One dim of one of a node's values gets longer axes, because of another dim or of the rule."""
-
-    position: int
-    dim: int
-    axes: Axes
-    source: int
-    source_dim: int
-
-
-class _Dispute(NamedTuple):
-    """An atom that two dims of one of a node's values claim."""
-
-    position: int
-    atom: int
-    dims: tuple[int, int]
-
-
-class _Flow(NamedTuple):
-    """What a visit of a node does, given the proposals around it.
-
-    Attributes:
-      changes: dims that get longer axes.
-      conflicts: factors that are wanted split in different ways, with the claims.
-      undivided: dims at the boundary, with wanted axes that don't divide them.
-      disputed: atoms that two dims of a value claim.
-    """
-
-    changes: tuple[_Change, ...]
-    conflicts: tuple[tuple[int, tuple[tuple[Axes, int, int], ...]], ...]
-    undivided: tuple[tuple[int, int, Axes], ...]
-    disputed: tuple[_Dispute, ...]
-
-
-Proposal = tuple[Axes, ...]
 
 
 def propagate(
@@ -229,9 +101,9 @@ class _State:
         self.settled: dict[Value, int] = {}
         self.queues: tuple[deque[int], deque[int]] = (deque(), deque())
         self.queued: set[int] = set()
-        self.shapes: dict[tuple[int, tuple[tuple[int, ...] | None, ...]], _Shape] = {}
+        self.shapes: dict[tuple[int, tuple[tuple[int, ...] | None, ...]], Shape] = {}
         self.tie_rules: dict[tuple[int, tuple[int, ...]], Rule] = {}
-        self.flows: dict[tuple[int, tuple[Proposal, ...], bool], _Flow] = {}
+        self.flows: dict[tuple[int, tuple[Proposal, ...], bool], Flow] = {}
         for value, mark in marks.items():
             self.proposals[value] = mark.dims
             for dim, axes in enumerate(mark.dims):
@@ -288,7 +160,7 @@ class _State:
         shape = self.shapes.get(key)
         if shape is None:
             reduces = any(f.kind in (MERGE, REDUCE, WINDOW) for f in rule.factors)
-            shape = self.shapes[key] = _Shape(rule, flags, reduces)
+            shape = self.shapes[key] = Shape(rule, flags, reduces)
         index = len(self.nodes)
         self.nodes.append(_Node(shape, values, op, loc, label))
         touching = self.touching
@@ -326,7 +198,7 @@ class _State:
         key = (id(node.shape), around, guess)
         flow = self.flows.get(key)
         if flow is None:
-            flow = self.flows[key] = _flow(node.shape, around, guess, self.sizes)
+            flow = self.flows[key] = flow_through(node.shape, around, guess, self.sizes)
         if flow.conflicts or flow.undivided or flow.disputed:
             self.note(index, node, flow)
         changes = flow.changes
@@ -336,15 +208,13 @@ class _State:
             self.apply(index, node, changes)
         return bool(changes)
 
-    def undisputed(
-        self, index: int, node: _Node, changes: Iterable[_Change]
-    ) -> tuple[_Change, ...]:
+    def undisputed(self, index: int, node: _Node, changes: Iterable[Change]) -> tuple[Change, ...]:
         """Changes up to the first atom that another dim may get yet, unless that is settled."""
         kept = []
         for change in changes:
             value, source = node.values[change.position], node.values[change.source]
             pending = self.pending.get(value, ())
-            rivals = _union(mask for d, mask in enumerate(pending) if d != change.dim)
+            rivals = union(mask for d, mask in enumerate(pending) if d != change.dim)
             rivals &= ~self.settled.get(source, 0)
             held = len(self.proposals[value][change.dim])
             fresh = enumerate(change.axes[held:], held)
@@ -382,20 +252,20 @@ class _State:
         key = (id(node.shape), around)
         masks = self.spreads.get(key)
         if masks is None:
-            masks = self.spreads[key] = _spread(node.shape, around)
+            masks = self.spreads[key] = spread_through(node.shape, around)
         new = []
         for value, before, wanted in zip(node.values, around, masks, strict=True):
             if before == wanted:
                 continue
             have = pending.get(value, before)  # a node may have a value twice
-            held = _union(1 << a for axes in proposals[value] for a in axes)
+            held = union(1 << a for axes in proposals[value] for a in axes)
             found = tuple([h | (w & ~held) for h, w in zip(have, wanted, strict=True)])
             if found != have:
                 pending[value] = found
                 new.append(value)
         return new
 
-    def apply(self, index: int, node: _Node, changes: Iterable[_Change]) -> None:
+    def apply(self, index: int, node: _Node, changes: Iterable[Change]) -> None:
         touched: dict[Value, None] = {}
         for change in changes:
             value = node.values[change.position]
@@ -403,7 +273,7 @@ class _State:
             if len(have[change.dim]) >= len(change.axes):
                 continue  # a value that the node has twice
             added = change.axes[len(have[change.dim]) :]
-            if change.source == _RULE:
+            if change.source == RULE:
                 place = node.loc.source
                 reason = "specs of shard_map" + (f" at {place}" if place else "")
                 origin = Origin(added, None, change.dim, reason, node.loc)
@@ -414,7 +284,7 @@ class _State:
             dims = (*have[: change.dim], change.axes, *have[change.dim + 1 :])
             self.proposals[value] = dims
             if value in self.pending:
-                some = _union(self.pending[value]) & _union(1 << a for a in added)
+                some = union(self.pending[value]) & union(1 << a for a in added)
                 self.settled[value] = self.settled.get(value, 0) | some
             touched[value] = None
         for value in touched:
@@ -423,7 +293,7 @@ class _State:
                     self.queued.add(neighbour)
                     self.queues[self.nodes[neighbour].shape.reduces].append(neighbour)
 
-    def note(self, index: int, node: _Node, flow: _Flow) -> None:
+    def note(self, index: int, node: _Node, flow: Flow) -> None:
         for position, atom, dims in flow.disputed:
             self.blocked.add(index)
             self.dispute(node.values[position], atom, dims)
@@ -445,158 +315,6 @@ class _State:
             tuple(self.conflicts[key] for key in sorted(self.conflicts)),
             dict(sorted(self.undivided.items())),
         )
-
-
-# ---------------------------------------------------------------------------------------------
-# One visit, as a pure function of the node's shape and the proposals around it.
-
-
-def _flow(shape: _Shape, around: tuple[Proposal, ...], guess: bool, sizes: Sequence[int]) -> _Flow:
-    """What flows through a node: claims on factors, merged, and projected back onto every dim."""
-    claims = _claims(shape, around, sizes)
-    if not claims:
-        return _Flow((), (), (), ())
-    assignment: list[Axes] = [()] * len(shape.rule.factors)
-    source: dict[int, tuple[int, int]] = {}
-    conflicts = []
-    for factor, found in claims.items():
-        axes, position, dim = max(found, key=lambda claim: len(claim[0]))
-        agreed = _common_prefix(axes, found)
-        if agreed != axes:
-            conflicts.append((factor, tuple(found)))
-        assignment[factor] = agreed
-        source[factor] = (position, dim)
-    changes: list[_Change] = []
-    undivided: list[tuple[int, int, Axes]] = []
-    disputed: list[_Dispute] = []
-    for position, flags in enumerate(shape.flags):
-        if flags is None:
-            continue
-        dims = shape.rule.values[position]
-        wanted = []
-        for d, own in enumerate(dims):
-            axes = _wanted(around[position][d], own, flags[d], shape.rule, assignment, sizes)
-            if flags[d] >= 0:
-                kept = _dividing(axes, flags[d], sizes)
-                if len(kept) < len(axes):
-                    undivided.append((position, d, axes))
-                    axes = max(kept, around[position][d], key=len)
-            wanted.append(axes)
-        more, stuck = _extensions(around[position], wanted, guess)
-        disputed += [_Dispute(position, atom, dims) for atom, dims in stuck]
-        for d, axes in more:
-            fixed = shape.rule.factors[dims[d][0]].axes
-            if len(around[position][d]) < len(fixed):
-                changes.append(_Change(position, d, axes[: len(fixed)], _RULE, 0))
-            if len(axes) > len(fixed):
-                cause = next(source[f] for f in reversed(dims[d]) if f in source)
-                changes.append(_Change(position, d, axes, *cause))
-    return _Flow(tuple(changes), tuple(conflicts), tuple(undivided), tuple(disputed))
-
-
-def _claims(
-    shape: _Shape, around: tuple[Proposal, ...], sizes: Sequence[int]
-) -> dict[int, list[tuple[Axes, int, int]]]:
-    """Factor -> the (axes, position, dim) that want it split."""
-    factors = shape.rule.factors
-    found: dict[int, list[tuple[Axes, int, int]]] = {
-        i: [(factor.axes, _RULE, 0)] for i, factor in enumerate(factors) if factor.kind == FIXED
-    }
-    for position, dims in enumerate(shape.rule.values):
-        if shape.flags[position] is None:
-            continue
-        for d, axes in enumerate(around[position]):
-            if not axes:
-                continue
-            for factor, part in dim_to_factors(axes, dims[d], factors, sizes):
-                part = fitting(part, shape.rule, factors[factor], sizes)
-                if part:
-                    found.setdefault(factor, []).append((part, position, d))
-    return found
-
-
-def _wanted(
-    have: Axes,
-    dim: tuple[int, ...],
-    flag: int,
-    rule: Rule,
-    assignment: Sequence[Axes],
-    sizes: Sequence[int],
-) -> Axes:
-    """What the factors want for one dim: an extension of what it has, or just that."""
-    if flag == CLOSED:
-        return have
-    axes = factors_to_dim(dim, assignment, rule.factors, sizes)
-    if axes is None or len(axes) <= len(have) or axes[: len(have)] != have:
-        return have
-    if len(dim) > 1 and len(set(axes)) < len(axes):  # two of its factors are split alike
-        return have
-    return axes
-
-
-def _dividing(axes: Axes, size: int, sizes: Sequence[int]) -> Axes:
-    """The longest part of some atoms that divides a dim: all that a boundary may have."""
-    while size % math.prod([sizes[a] for a in axes]):
-        axes = axes[:-1]
-    return axes
-
-
-def _extensions(
-    current: Proposal, wanted: Sequence[Axes], guess: bool
-) -> tuple[list[tuple[int, Axes]], list[tuple[int, tuple[int, int]]]]:
-    """The dims of one value that get longer axes, and the atoms that two of them claim."""
-    more: list[tuple[int, Axes]] = []
-    disputed: list[tuple[int, tuple[int, int]]] = []
-    now = list(current)
-    for d, axes in enumerate(wanted):
-        have = current[d]
-        if len(axes) <= len(have):
-            continue
-        held = {a for e, other in enumerate(now) if e != d for a in other}
-        rivals = wanted[:d] if guess else [*wanted[:d], *wanted[d + 1 :]]
-        taken = held.union(*rivals)
-        fresh = axes[len(have) :]
-        clash = next((k for k, a in enumerate(fresh) if a in taken), None)
-        if clash is not None:
-            atom = fresh[clash]
-            if atom not in held:
-                rival = next(e for e, other in enumerate(wanted) if e != d and atom in other)
-                disputed.append((atom, (d, rival)))
-            axes = have + fresh[:clash]
-        if len(axes) > len(have):
-            more.append((d, axes))
-            now[d] = axes
-    return more, disputed
-
-
-def _spread(shape: _Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]:
-    """What may come to each open dim through the factors that it shares with others."""
-    factors = shape.rule.factors
-    reach = [0] * len(factors)
-    for masks, terms in zip(around, shape.rule.values, strict=True):
-        for mask, term in zip(masks, terms, strict=True):
-            for factor in term if mask else ():
-                if factors[factor].kind not in (REPLICATE, FIXED):
-                    reach[factor] |= mask
-    found: list[Masks] = []
-    for masks, flags, terms in zip(around, shape.flags, shape.rule.values, strict=True):
-        dims = zip(masks, flags or (), terms, strict=False)
-        more = [m if f == CLOSED else _union([m, *[reach[x] for x in t]]) for m, f, t in dims]
-        found.append(masks if flags is None else tuple(more))
-    return tuple(found)
-
-
-def _union(masks: Iterable[int]) -> int:
-    """Every atom of some sets of atoms, a bit each."""
-    return functools.reduce(operator.or_, masks, 0)
-
-
-def _common_prefix(axes: Axes, claims: Iterable[tuple[Axes, int, int]]) -> Axes:
-    """The part of the longest claim with which no other claim disagrees."""
-    for other, _, _ in claims:
-        pairs = enumerate(zip(axes, other, strict=False))
-        axes = axes[: next((k for k, (a, b) in pairs if a != b), len(axes))]
-    return axes
 
 
 def _tie_op(node: _Node) -> Op:

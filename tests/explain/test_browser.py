@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain import data
+from spmd.explain.collectives import collective_rows
+from spmd.explain.words import source_text
 from tests.explain.browser import Browser, find_browser
 
 PROGRAM = find_browser()
@@ -75,11 +76,11 @@ def test_it_asks_for_nothing_but_itself(page: Browser, report: Path) -> None:
 
 
 def test_every_collective_has_its_row(page: Browser, lowered: Any) -> None:
-    rows = data.collective_rows(lowered.collectives)
+    rows = collective_rows(lowered.collectives)
     assert len(keys(page, 0)) == len(rows)
     text = page.run(f"{TABLE}.textContent")
     for row in rows:
-        assert data.source_text(row.reason) in text
+        assert source_text(row.reason) in text
 
 
 def test_the_table_sorts_by_a_click(page: Browser) -> None:
@@ -105,7 +106,7 @@ def test_the_filter_leaves_what_has_all_words(page: Browser, lowered: Any) -> No
     box = f"{TABLE}.closest('.tabled')"
     page.run(f"{box}.querySelector('input').focus()")
     page.type("all_gather data")
-    found = data.collective_rows(lowered.collectives)
+    found = collective_rows(lowered.collectives)
     kinds = keys(page, 0)
     assert 0 < len(kinds) < len(found)
     assert set(kinds) == {"all_gather"}

@@ -10,13 +10,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from spmd.errors import ArgumentError
-from spmd.explain.hlo import (
-    HloCollective,
-    HloValue,
-    hlo_collectives,
-    largest_values,
-    matmul_flops,
-)
+from spmd.explain.hlo import HloCollective, hlo_collectives
+from spmd.explain.hlo_sizes import HloValue, largest_values, matmul_flops
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 
 HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain import data
 from spmd.ir.program import Frame, Loc, numberless
 from tests.programs import llama
 
@@ -116,21 +115,6 @@ def test_the_innermost_user_line_and_its_caller() -> None:
 def test_numberless() -> None:
     assert numberless("params/layers/12/w0/3") == "params/layers/*/w0/*"
     assert numberless("2") == "2"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "count", "text"),
-    [
-        (0.0, 0, "costs the same"),
-        (1e-3, 1024, "1 ms more, 1 KiB more sent"),
-        (-1e-3, -1024, "1 ms less, 1 KiB less sent"),
-        (1e-3, -1024, "1 ms more, but 1 KiB less sent"),
-        (1e-3, 0, "1 ms more, the same bytes sent"),
-        (0.0, 5, "the same time, 5 B more sent"),
-    ],
-)
-def test_prices_as_text(seconds: float, count: int, text: str) -> None:
-    assert data.price_text(seconds, count) == text
 
 
 # ---------------------------------------------------------------------------------------------

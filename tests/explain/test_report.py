@@ -9,88 +9,16 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError
-from spmd.explain import data
-from spmd.explain.collectives import Collective
-from spmd.explain.data import Leaf, bytes_text, group_leaves, pattern, seconds_text, source_text
+from spmd.explain.collectives import collective_rows, traffic
 from spmd.explain.html import render
+from spmd.explain.overview import overview
 from spmd.explain.picture import mesh_picture, tile_picture
-from spmd.explain.text import explain_program, explain_value, summarize
+from spmd.explain.text import explain_program, summarize
+from spmd.explain.text_value import explain_value
+from spmd.explain.words import source_text
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, parse_sharding
-
-# ---------------------------------------------------------------------------------------------
-# The rows.
-
-
-def leaf(name: str, dims: Any = ((0,), ()), origin: str = "marked") -> Leaf:
-    type_ = TensorType((8, 8), "f32")
-    return Leaf(name, type_, Sharding(dims), type_, origin)
-
-
-def test_leaves_that_are_alike_are_one_group() -> None:
-    names = [f"p/{i}/{m}/{w}/x" for m in ("mu", "nu") for w in "ab" for i in range(20)]
-    (group,) = group_leaves(leaf(name) for name in names)
-    assert group.pattern == "p/*/{mu,nu}/{a,b}/x"
-    assert len(group.leaves) == 80
-    assert group.bytes == 80 * 256
-
-
-def test_groups_hold_every_combination_of_their_pattern() -> None:
-    names = ["p/mu/a/x", "p/mu/b/x", "p/nu/a/x"]
-    groups = group_leaves(leaf(name) for name in names)
-    assert [g.pattern for g in groups] == ["p/mu/{a,b}/x", "p/nu/a/x"]
-
-
-def test_leaves_that_differ_are_groups_of_their_own() -> None:
-    leaves = [
-        leaf("p/0/w"), leaf("p/1/w", ((), (0,))), leaf("p/2/w", origin="from argument q"),
-        leaf("p/3/b"), leaf("q/0/w"),
-    ]  # fmt: skip
-    assert [g.pattern for g in group_leaves(leaves)] == [x.name for x in leaves]
-
-
-def test_patterns() -> None:
-    assert pattern(["a/1/w", "a/12/w"]) == "a/*/w"
-    assert pattern(["a", "a"]) == "a"
-    assert pattern(["a/b", "c"]) == "a/b and 1 more"
-
-
-def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
-    one = Collective("all_gather", ("data",), 100, 4, "t.py:1", "because", 1e-6)
-    other = one._replace(source="t.py:2", bytes=1000)
-    rows = data.collective_rows([one, other, one])
-    assert [(row.source, row.ops, row.total_bytes) for row in rows] == [
-        ("t.py:2", 1, 4000),
-        ("t.py:1", 2, 800),
-    ]
-    (total,) = data.traffic([one, other, one])
-    assert (total.ops, total.runs, total.bytes) == (3, 12, 4800)
-    assert total.seconds == pytest.approx(12e-6)
-
-
-def test_numbers_and_sources_as_text() -> None:
-    assert [bytes_text(n) for n in (0, 1000, 1536, 200 << 20, 3 << 40)] == [
-        "0 B", "1000 B", "1.5 KiB", "200 MiB", "3 TiB",
-    ]  # fmt: skip
-    assert [seconds_text(s) for s in (2, 0.0125, 3e-6)] == ["2 s", "12.5 ms", "3 us"]
-    assert source_text("/a/b/c/d.py:3 (f.<locals>.g)") == "c/d.py:3 (g)"
-    assert source_text("mark at /a/b/c.py:3 (f)") == "mark at b/c.py:3 (f)"
-    assert source_text("argument params/layers/0/w") == "argument params/layers/0/w"
-
-
-def test_shardings_as_specs() -> None:
-    mesh = Mesh(None, (4, 2), ("data", "model"))
-
-    def text(sharding: str) -> str:
-        return data.spec_text(parse_sharding(sharding, mesh), mesh)
-
-    assert text("[{data}, {}]") == '("data", None)'
-    assert text("[{model, data}]") == '(("model", "data"),)'
-    assert text("[{}, {}]") == "replicated"
-    assert text("[]") == "scalar"
-    assert text("[{data:(1)2}] partial add {model}") == '("data:(1)2",) partial add over model'
-
 
 # ---------------------------------------------------------------------------------------------
 # Text.
@@ -105,7 +33,7 @@ def test_text_names_every_argument_result_and_collective(compiled: Any, text: st
     program = compiled.stages.plan.program
     for name in (*program.arg_names, *program.result_names):
         assert name in text
-    for row in data.collective_rows(compiled.collectives):
+    for row in collective_rows(compiled.collectives):
         assert source_text(row.source) in text
         assert row.reason in text
     for section in ("predicted", "largest values inside", "totals by kind", "memory per device"):
@@ -115,9 +43,9 @@ def test_text_names_every_argument_result_and_collective(compiled: Any, text: st
 def test_bytes_add_up(compiled: Any) -> None:
     total = sum(c.bytes * c.count for c in compiled.collectives)
     assert total > 0
-    assert sum(row.total_bytes for row in data.collective_rows(compiled.collectives)) == total
-    assert sum(row.bytes for row in data.traffic(compiled.collectives)) == total
-    figures = data.overview(compiled.stages, compiled.collectives, compiled.memory)
+    assert sum(row.total_bytes for row in collective_rows(compiled.collectives)) == total
+    assert sum(row.bytes for row in traffic(compiled.collectives)) == total
+    figures = overview(compiled.stages, compiled.collectives, compiled.memory)
     assert figures.comm_bytes == total
     assert figures.argument_bytes == compiled.memory.arguments
 
@@ -133,7 +61,7 @@ def test_the_summary_is_short(compiled: Any) -> None:
     short = summarize(compiled.stages, compiled.collectives, compiled.memory)
     assert 8 <= len(short.splitlines()) <= 25
     assert "5, 4 of them split" in short
-    for row in data.traffic(compiled.collectives):
+    for row in traffic(compiled.collectives):
         assert re.search(rf"{row.kind} +{row.axes[0]} +{row.ops} +{row.runs} ", short)
 
 
@@ -234,12 +162,12 @@ def test_page_escapes_names(page: str) -> None:
 
 def test_page_has_every_collective(compiled: Any, page: str) -> None:
     plain = unescape(re.sub(r"<[^>]*>", "", page))
-    for row in data.collective_rows(compiled.collectives):
+    for row in collective_rows(compiled.collectives):
         assert row.reason in plain
         assert row.source in unescape(page)
     keys = re.findall(r'data-v="([^"]*)"', page[page.index('id="collectives"') :])
     total = sum(c.bytes * c.count for c in compiled.collectives)
-    rows = len(data.collective_rows(compiled.collectives))
+    rows = len(collective_rows(compiled.collectives))
     assert sum(int(keys[8 * i + 5]) for i in range(rows)) == total
 
 

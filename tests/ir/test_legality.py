@@ -15,7 +15,8 @@ import spmd
 from spmd.errors import LegalityError
 from spmd.ir import legality
 from spmd.ir.program import OpKind
-from spmd.ir.text import format_program, parse_program
+from spmd.ir.text import format_program
+from spmd.ir.text_parse import parse_program
 from spmd.lowering import legality as local_legality
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from spmd.ir.program import Program
-from spmd.ir.text import parse_program
+from spmd.ir.text_parse import parse_program
 from spmd.ir.types import numpy_dtype
 from spmd.lowering.emit import emit
 from spmd.lowering.execute import executable

@@ -254,7 +254,8 @@ def test_xla_moves_the_bytes_that_are_listed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["scan_inside", "nested", "cond_inside", "groups"])
 def test_text_reads_back(name: str) -> None:
-    from spmd.ir.text import format_program, parse_program, without_locs
+    from spmd.ir.text import format_program
+    from spmd.ir.text_parse import parse_program, without_locs
 
     mesh = spmd.make_mesh(x=4, y=2)
     fn = next(p for p in PROGRAMS if p.name == name).make(jax_mesh(mesh))

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from spmd.ir.text import format_program, parse_program
+from spmd.ir.text import format_program
+from spmd.ir.text_parse import parse_program
 from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_dedupe import dedupe
 from spmd.mesh.mesh import Mesh

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from spmd.ir.program import Program, walk_region
-from spmd.ir.text import parse_program
+from spmd.ir.text_parse import parse_program
 from spmd.lowering.optimize_dead import remove_dead
 from spmd.lowering.optimize_hoist import hoist
 from spmd.lowering.room import Room

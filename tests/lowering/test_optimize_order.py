@@ -12,7 +12,7 @@ import pytest
 
 import spmd
 from spmd.ir.program import Program
-from spmd.ir.text import parse_program
+from spmd.ir.text_parse import parse_program
 from spmd.lowering.clock import Clock
 from spmd.lowering.optimize_order import order
 from spmd.lowering.room import Room

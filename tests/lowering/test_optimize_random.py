@@ -10,7 +10,7 @@ import pytest
 from spmd.ir.builder import Builder, reducer_body
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
-from spmd.lowering.local import collective
+from spmd.lowering.device_ops import collective
 from spmd.lowering.moves import resized
 from spmd.lowering.optimize import optimize
 from spmd.lowering.room import Room

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from spmd.mesh.chips import Link, Measured
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.topology import Link, Measured, Topology
+from spmd.mesh.topology import Topology
 from spmd.planning.calibration import KINDS, Sample, axis_sets, calibrated, fit_link
 from spmd.planning.comm import collective_seconds
 

@@ -20,7 +20,7 @@ from spmd.ir.control_flow import ties
 from spmd.ir.program import Op, Program, Value
 from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import dim_to_factors, factors_to_dim
-from spmd.propagation.propagate import Propagated
+from spmd.propagation.propagated import Propagated
 from spmd.propagation.registry import rule_of
 from spmd.propagation.rule import REPLICATE, WINDOW, Factor, Rule
 

@@ -1,0 +1,199 @@
+"""Reads the text of an optimized HLO module: instructions, their types and their metadata.
+
+Grammar: XLA's `hlo_parser.cc`. What an instruction's attributes say is read from their text when
+somebody asks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from spmd.errors import ArgumentError
+
+
+class Instruction(NamedTuple):
+    """One line: `name = type opcode(operands), attributes, metadata={...}, ...`."""
+
+    name: str
+    type: str
+    opcode: str
+    rest: str
+    root: bool
+
+
+class Module(NamedTuple):
+    """A module: computations by name, and the tables that metadata refers to."""
+
+    entry: str
+    computations: Mapping[str, list[Instruction]]
+    devices: int
+    frames: Mapping[int, tuple[str, int]]
+
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
+_PARENTHESIS = re.compile(r"[()]")
+_OPCODE = re.compile(r" ([a-z][\w-]*)\(")
+
+
+def parse_module_text(text: str) -> Module:
+    """The text of a module as data.
+
+    Raises:
+      ArgumentError: the text has no ENTRY computation.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    tables: dict[str, dict[int, str]] = {}
+    entry = ""
+    current: list[Instruction] | None = None
+    table: dict[int, str] | None = None
+    for line in text.splitlines():
+        if current is not None:
+            if line.startswith("}"):
+                current = None
+            elif (instruction := _instruction(line)) is not None:
+                current.append(instruction)
+        elif (match := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
+            current = computations.setdefault(match[2], [])
+            entry = match[2] if match[1] else entry
+        elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            table = tables.setdefault(line, {})
+        elif table is not None and (match := re.match(r"(\d+) (.*)", line)):
+            table[int(match[1])] = match[2]
+    if not entry:
+        raise ArgumentError(
+            "the text is not an HLO module: it has no ENTRY computation",
+            fix='pass compiled.as_text("hlo")',
+        )
+    return Module(entry, computations, _device_count(text), _frames(tables))
+
+
+def _instruction(line: str) -> Instruction | None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    body = match[3]
+    end = _type_end(body)
+    opcode = _OPCODE.match(body, end)
+    if opcode is None:
+        return None
+    return Instruction(match[2], body[:end], opcode[1], body[opcode.end() :], bool(match[1]))
+
+
+def _type_end(body: str) -> int:
+    """Where the type at the start of an instruction ends: tuples nest, layouts hold parentheses."""
+    if body.startswith("("):
+        return (_closing(body, 1) or len(body) - 1) + 1
+    return body.find(" ") if " " in body else len(body)
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Where the parenthesis is that closes the one open at `start`."""
+    depth = 1
+    for match in _PARENTHESIS.finditer(text, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return None
+
+
+def _device_count(text: str) -> int:
+    header = text[: text.find("\n")]
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+    return math.prod(int(count) for count in counts)
+
+
+def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[str, int]]:
+    """Stack frame -> its `file:line (function)` and its parent frame (0: none)."""
+    files = {k: v.strip('"') for k, v in tables.get("FileNames", {}).items()}
+    functions = {k: v.strip('"') for k, v in tables.get("FunctionNames", {}).items()}
+    locations = {}
+    for number, row in tables.get("FileLocations", {}).items():
+        file, function, line = (
+            integer(rf"\b{key}=(\d+)", row) for key in ("file_name_id", "function_name_id", "line")
+        )
+        name = functions.get(function, "").rsplit("/", 1)[-1]
+        locations[number] = f"{files.get(file, '')}:{line}" + (f" ({name})" if name else "")
+    frames = {}
+    for number, row in tables.get("StackFrames", {}).items():
+        where = locations.get(integer(r"file_location_id=(\d+)", row), "")
+        # XLA counts parents from 1 on top of counting frames from 1, so that 1 means none.
+        frames[number] = (where, max(0, integer(r"parent_frame_id=(\d+)", row) - 1))
+    return frames
+
+
+def integer(pattern: str, text: str) -> int:
+    """The number that the group of a pattern matches; 0 where the pattern is not found."""
+    match = re.search(pattern, text)
+    return int(match[1]) if match else 0
+
+
+def operands(instruction: Instruction) -> list[str]:
+    """Names of the operands: what stands before the parenthesis that closes them."""
+    end = _closing(instruction.rest, 0)
+    return re.findall(r"%([^\s,(){}]+)", instruction.rest[:end]) if end else []
+
+
+def names_of(rest: str, key: str) -> list[str]:
+    """The computations that an attribute names: `calls=%a`, `branch_computations={%a, %b}`."""
+    match = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|([^\s,]+))", rest)
+    if match is None:
+        return []
+    return [name.strip().lstrip("%") for name in (match[1] or match[2] or "").split(",")]
+
+
+def op_name_of(instruction: Instruction) -> str:
+    """The path of name scopes that an instruction came from."""
+    match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.rest)
+    return match[1].replace('\\"', '"') if match else ""
+
+
+def source_of(instruction: Instruction, module: Module) -> str:
+    """The innermost frame that is not in an installed library, else the innermost one."""
+    rest = instruction.rest
+    file = re.search(r'source_file="([^"]*)"', rest)
+    if file is not None:
+        line = integer(r"source_line=(\d+)", rest)
+        return f"{file[1]}:{line}"
+    frame = first = integer(r"stack_frame_id=(\d+)", rest)
+    while frame in module.frames:
+        where, parent = module.frames[frame]
+        if "site-packages" not in where and not where.startswith("<"):
+            return where
+        frame = parent if parent < frame else 0
+    return module.frames.get(first, ("", 0))[0]
+
+
+def elements(type_: str) -> list[str]:
+    """The top-level elements of a tuple type; an array type counts as its own only elements."""
+    if not type_.startswith("("):
+        return [type_, type_]
+    parts, depth, start = [], 0, 1
+    for match in re.finditer(r"[(){}\[\],]", type_[:-1]):
+        if match[0] in "({[":
+            depth += 1
+        elif match[0] in ")}]":
+            depth -= 1
+        elif depth == 1:
+            parts.append(type_[start : match.start()])
+            start = match.end()
+    parts = [part.strip() for part in [*parts, type_[start:-1]]]
+    return parts if len(parts) > 1 else parts * 2
+
+
+def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of every array in a type."""
+    return [
+        (dtype, tuple(int(size) for size in re.findall(r"\d+", sizes)))
+        for dtype, sizes in re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", type_)
+        if dtype not in ("token", "opaque")
+    ]
+
+
+def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array, without padding by layout tiles."""
+    bits = 8 if dtype == "pred" else integer(r"(\d+)", dtype)
+    return -(-math.prod(shape) * bits // 8)

@@ -1,0 +1,155 @@
+"""Arguments and results: how each lies on the mesh and why, those that are alike together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from spmd.explain.stages import Stages
+from spmd.explain.words import source_text
+from spmd.ir.program import Value
+from spmd.ir.types import TensorType, local_type
+from spmd.mesh.sharding import Sharding
+from spmd.propagation.propagated import Propagated
+
+
+class Leaf(NamedTuple):
+    """One argument or result.
+
+    Attributes:
+      name: its path in the user's pytree.
+      type: its whole type.
+      sharding: how it lies on the mesh.
+      local: the type of one device's piece.
+      origin: `marked`, or the mark that its sharding comes from, or why it has none.
+    """
+
+    name: str
+    type: TensorType
+    sharding: Sharding
+    local: TensorType
+    origin: str
+
+
+class Group(NamedTuple):
+    """Leaves of one type and sharding whose names differ in numbers, or in one part.
+
+    Attributes:
+      pattern: their common name, `layers/*/{mu,nu}/weight`.
+      leaves: at least one; all alike but for name and origin.
+      origin: the leaves' origins, abbreviated the same way.
+    """
+
+    pattern: str
+    leaves: tuple[Leaf, ...]
+    origin: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per device of all leaves together."""
+        return sum(leaf.local.bytes for leaf in self.leaves)
+
+
+def argument_leaves(stages: Stages) -> tuple[Leaf, ...]:
+    """Every argument, in order."""
+    program = stages.plan.program
+    return _leaves(stages, program.arg_names, program.body.args, stages.plan.arguments)
+
+
+def result_leaves(stages: Stages) -> tuple[Leaf, ...]:
+    """Every result, in order."""
+    program = stages.plan.program
+    return _leaves(stages, program.result_names, program.body.results, stages.plan.results)
+
+
+def _leaves(
+    stages: Stages, names: Sequence[str], values: Sequence[Value], shardings: Sequence[Sharding]
+) -> tuple[Leaf, ...]:
+    types, mesh = stages.plan.program.types, stages.plan.mesh
+    return tuple(
+        Leaf(name, types[v], s, local_type(types[v], s, mesh), _origin(stages.propagated, v, s))
+        for name, v, s in zip(names, values, shardings, strict=True)
+    )
+
+
+def _origin(propagated: Propagated, value: Value, sharding: Sharding) -> str:
+    if not sharding.dims:
+        return "-"
+    if value in propagated.marks:
+        reason = propagated.marks[value].reason
+        return reason if reason.startswith("like ") else "marked"
+    causes: dict[str, None] = {}
+    for dim, axes in enumerate(sharding.dims):
+        for atom in axes:
+            chain = propagated.why(value, dim, atom)
+            causes[f"from {source_text(chain[-1])}" if chain else "the cheapest"] = None
+    return "; ".join(causes) or "no mark reaches it"
+
+
+def group_leaves(leaves: Iterable[Leaf]) -> tuple[Group, ...]:
+    """Collapses leaves of equal type and sharding whose names are alike, in order of the first.
+
+    Names that differ only in numbers go together, then groups whose names differ in one part, as
+    long as the result holds every combination: `{mu,nu}/{w,b}` stands for four leaves.
+    """
+    boxes: dict[object, _Box] = {}
+    for leaf in leaves:
+        parts = tuple(frozenset((part,)) for part in re.sub(r"\d+", "*", leaf.name).split("/"))
+        look = (leaf.type, leaf.sharding, _kind_of(leaf.origin))
+        box = boxes.setdefault((parts, look), _Box(parts, look, []))
+        box.leaves.append(leaf)
+    merged: list[_Box] = []
+    for box in boxes.values():
+        place = len(merged)
+        while (i := next((i for i, b in enumerate(merged) if b.differs_in_one_part(box)), -1)) >= 0:
+            box = merged.pop(i).union(box)
+            place = min(place, i)
+        merged.insert(place, box)
+    return tuple(
+        Group(pattern(m.name for m in members), tuple(members), pattern(m.origin for m in members))
+        for _, _, members in merged
+    )
+
+
+class _Box(NamedTuple):
+    """Leaves that look alike, one (or one for each number) for every combination of name parts."""
+
+    parts: tuple[frozenset[str], ...]
+    look: object
+    leaves: list[Leaf]
+
+    def union(self, other: _Box) -> _Box:
+        parts = tuple(a | b for a, b in zip(self.parts, other.parts, strict=True))
+        return _Box(parts, self.look, self.leaves + other.leaves)
+
+    def differs_in_one_part(self, other: _Box) -> bool:
+        if self.look != other.look or len(self.parts) != len(other.parts):
+            return False
+        if self.parts[0] != other.parts[0] or self.parts[-1] != other.parts[-1]:
+            return False
+        return sum(a != b for a, b in zip(self.parts, other.parts, strict=True)) == 1
+
+
+def _kind_of(origin: str) -> str:
+    """Whether an origin is a mark, nothing, or somewhere else."""
+    return origin if origin in ("-", "marked", "no mark reaches it") else "inferred"
+
+
+def pattern(names: Iterable[str]) -> str:
+    """What texts have in common, part by part: `a/0/w`, `a/1/w` -> `a/*/w`."""
+    given = list(dict.fromkeys(names))
+    split = [re.split(r"(/|\d+| )", name) for name in given]
+    if len(given) == 1:
+        return given[0]
+    if len({len(parts) for parts in split}) > 1:
+        return f"{given[0]} and {len(given) - 1} more"
+    return "".join(_common(list(dict.fromkeys(parts))) for parts in zip(*split, strict=True))
+
+
+def _common(parts: Sequence[str]) -> str:
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) > 3 or all(part.isdigit() for part in parts):
+        return "*"
+    return "{" + ",".join(parts) + "}"

@@ -1,0 +1,41 @@
+"""Text that the reports are laid out with: titled sections and aligned tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from spmd.explain.words import source_text
+
+Lines = Iterator[str]
+"""What a part of a report yields, without line ends."""
+
+
+def section(title: str, lines: Sequence[str]) -> Lines:
+    """Lines under a title, an empty one behind them; nothing where there are none."""
+    if lines:
+        yield title
+        yield from (f"  {line}" for line in lines)
+        yield ""
+
+
+def counted(texts: Iterable[str]) -> list[str]:
+    """Equal texts once, with how often they occur."""
+    return [
+        f"{source_text(text)}{f' ({n} times)' if n > 1 else ''}"
+        for text, n in Counter(texts).items()
+    ]
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Rows as aligned columns; those numbered in `right` are flush right."""
+    if not rows:
+        return []
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

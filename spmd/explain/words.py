@@ -1,0 +1,91 @@
+"""Shardings, sizes, times, prices and source lines as a report writes them."""
+
+from __future__ import annotations
+
+import re
+
+from spmd.ir.program import Program, Value
+from spmd.ir.types import TensorType
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, axis_refs
+
+
+def spec_text(sharding: Sharding, mesh: Mesh) -> str:
+    """A sharding as `mark_sharding` takes it: `("data", None)`; or `replicated`, or `scalar`."""
+    if not any(sharding.dims):
+        text = "replicated" if sharding.dims else "scalar"
+    else:
+        entries = ", ".join(_entry_text(axes, mesh) for axes in sharding.dims)
+        text = f"({entries},)" if len(sharding.dims) == 1 else f"({entries})"
+    if sharding.partial:
+        text += f" partial {sharding.kind} over {axes_text(sharding.partial, mesh)}"
+    return text
+
+
+def _entry_text(axes: Axes, mesh: Mesh) -> str:
+    names = [f'"{ref}"' for ref in axis_refs(axes, mesh)]
+    return "None" if not names else names[0] if len(names) == 1 else f"({', '.join(names)})"
+
+
+def axes_text(axes: Axes, mesh: Mesh) -> str:
+    """`data, model`."""
+    return ", ".join(str(ref) for ref in axis_refs(axes, mesh))
+
+
+def bytes_text(count: float) -> str:
+    """`1.5 KiB`: three digits or so, in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """`1.25 ms`: three digits, in s, ms or us."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def price_text(seconds: float, count: int) -> str:
+    """A difference: `1.2 ms more, 30 MiB more sent`, `1.2 ms less, but 3 MiB more sent`."""
+    time, sent = seconds_text(abs(seconds)), bytes_text(abs(count))
+    if abs(seconds) < 1e-9:
+        return f"the same time, {sent} {_more(count)} sent" if count else "costs the same"
+    if not count:
+        return f"{time} {_more(seconds)}, the same bytes sent"
+    if (seconds > 0) == (count > 0):
+        return f"{time} {_more(seconds)}, {sent} {_more(count)} sent"
+    return f"{time} {_more(seconds)}, but {sent} {_more(count)} sent"
+
+
+def arguments_text(count: int) -> str:
+    """A difference in what each device holds of the arguments."""
+    return f"arguments take {bytes_text(abs(count))} {_more(count)} per device"
+
+
+def _more(difference: float) -> str:
+    return "more" if difference > 0 else "less"
+
+
+def type_text(type_: TensorType) -> str:
+    """`f32[8,128]`."""
+    return f"{type_.dtype}[{','.join(map(str, type_.shape))}]"
+
+
+def source_text(text: str) -> str:
+    """Shortens every source line in a text: `llama/model.py:12 (forward)`.
+
+    Of a path its last two parts stay, of a function's qualified name what is behind `<locals>`.
+    """
+    text = re.sub(r"[^\s(]*/([^/\s(]+/[^/\s(]+:\d+)", r"\1", text)
+    return re.sub(r"\([^\s()]*<locals>\.([^\s()]+)\)", r"(\1)", text)
+
+
+def value_name(program: Program, value: Value) -> str:
+    """An argument's name, else the value's number as the printed program has it: `%12`."""
+    if value in program.body.args:
+        return program.arg_names[program.body.args.index(value)]
+    return f"%{value}"

@@ -1,0 +1,83 @@
+"""The elements of a constant as text, exact to the bit, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.ir.types import Dense, TensorType, numpy_dtype
+
+READABLE_ELEMENTS = 16
+"""Constants of more elements are written as the hexadecimal digits of their bytes."""
+
+
+def dense_text(dense: Dense) -> str:
+    """The elements of a constant; whatever would not read back bit by bit is hexadecimal."""
+    try:
+        dtype = numpy_dtype(dense.type.dtype)
+    except KeyError:
+        return f"splat {dense.data.hex()}" if dense.splat else f"hex {dense.data.hex()}"
+    size = dtype.itemsize
+    whole = len(dense.data) == (1 if dense.splat else dense.type.size) * size
+    if whole and dense.splat:
+        return _element(dense.data, dtype)
+    if whole and dense.type.size <= READABLE_ELEMENTS:
+        texts = [_element(dense.data[i : i + size], dtype) for i in range(0, len(dense.data), size)]
+        return _nested(texts, dense.type.shape or (1,))
+    return f"splat {dense.data.hex()}" if dense.splat else f"hex {dense.data.hex()}"
+
+
+def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:
+    if not shape:
+        return texts[0]
+    if not texts:
+        return "[]"
+    piece = len(texts) // shape[0]
+    rows = [_nested(texts[i * piece :][:piece], shape[1:]) for i in range(shape[0])]
+    return "[" + ", ".join(rows) + "]"
+
+
+def _element(raw: bytes, dtype: np.dtype[Any]) -> str:
+    scalar = np.frombuffer(raw, dtype)[0]
+    text = str(scalar).lower() if dtype == np.bool_ else str(scalar)
+    try:
+        same = _element_bytes(text, dtype) == raw
+    except (ValueError, OverflowError):
+        same = False
+    return text if same else "0x" + raw[::-1].hex()
+
+
+def _element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
+    if text.startswith("0x"):
+        return bytes.fromhex(text[2:])[::-1]
+    number: Any
+    if dtype == np.bool_:
+        number = {"true": True, "false": False}.get(text)
+        if number is None:
+            raise ValueError(f"{text!r} is neither true nor false")
+    elif dtype.kind == "c":
+        number = complex(text)
+    else:
+        number = int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+    with np.errstate(all="ignore"):
+        return np.asarray([number]).astype(dtype).tobytes()
+
+
+def parse_dense(elements: str, type_: TensorType) -> Dense:
+    """Reads what `dense_text` writes.
+
+    Raises:
+      ValueError, OverflowError, KeyError: that is not it.
+    """
+    word, _, digits = elements.partition(" ")
+    if word in ("hex", "splat") or elements == "hex":
+        return Dense(type_, bytes.fromhex(digits), word == "splat")
+    dtype = numpy_dtype(type_.dtype)
+    texts = re.findall(r"[^\s,\[\]]+", elements)
+    splat = not elements.startswith("[")
+    if len(texts) != (1 if splat else type_.size):
+        raise ValueError("not as many elements as the type has")
+    return Dense(type_, b"".join([_element_bytes(text, dtype) for text in texts]), splat)

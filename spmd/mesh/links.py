@@ -1,0 +1,75 @@
+"""Which link an atom of a mesh runs over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+
+from spmd.mesh.chips import Chip, Link
+from spmd.mesh.mesh import Mesh
+
+
+def links_of(chip: Chip, shape: tuple[int, ...], mesh: Mesh) -> tuple[Link, ...]:
+    """The link behind each atom of a mesh.
+
+    Args:
+      chip: of which all devices are.
+      shape: sizes of the torus dims, or the one number of devices behind a switch.
+      mesh: the mesh.
+    """
+    fast = _torus_links(chip, shape, mesh) if chip.torus_dims else (chip.ici,) * len(mesh.sizes)
+    links = []
+    for atom in mesh.atoms:
+        far = atom.pre < mesh.dcn_sizes[atom.axis]
+        if not chip.torus_dims:
+            far = far or _leaves_host(mesh, atom.stride, atom.size, chip.per_host)
+        links.append(chip.dcn if far else fast[atom.axis])
+    return tuple(links)
+
+
+def _leaves_host(mesh: Mesh, stride: int, size: int, per_host: int) -> bool:
+    """Whether some two neighbours along an atom sit in different hosts (by device id)."""
+    ids = mesh.device_ids
+    return any(
+        ids[p] // per_host != ids[p + stride * k] // per_host
+        for p in range(mesh.size)
+        if p // stride % size == 0
+        for k in range(1, size)
+    )
+
+
+def _torus_links(chip: Chip, shape: tuple[int, ...], mesh: Mesh) -> tuple[Link, ...]:
+    """For each axis: the links of the torus dims that it covers, minor axes first to choose."""
+    all_dims = (*shape, chip.cores) if chip.cores > 1 else shape
+    free = list(range(len(all_dims)))
+    links = [_dims_link(chip, shape, ())] * len(mesh.sizes)
+    for axis in reversed(range(len(mesh.sizes))):
+        size = mesh.sizes[axis] // mesh.dcn_sizes[axis]
+        dims = _cover(size, free, all_dims)
+        links[axis] = _dims_link(chip, shape, dims)
+        free = [dim for dim in free if dim not in dims]
+    return tuple(links)
+
+
+def _cover(size: int, free: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The fewest free torus dims whose sizes multiply to `size`, most minor first; () if none."""
+    if size == 1:
+        return ()
+    for count in range(1, len(free) + 1):
+        for dims in combinations(reversed(free), count):
+            if math.prod(shape[dim] for dim in dims) == size:
+                return dims
+    return ()
+
+
+def _dims_link(chip: Chip, shape: tuple[int, ...], dims: Sequence[int]) -> Link:
+    """Both directions of every dim that is a ring, one of every dim that is a line.
+
+    The cores of a chip are one more dim, behind those of the torus, where they are devices.
+    """
+    if chip.core is not None and dims == (len(shape),):
+        return chip.core
+    dims = [dim for dim in dims if dim < len(shape)]
+    ways = sum(2 if shape[dim] % chip.wrap == 0 else 1 for dim in dims)
+    return Link(chip.ici.bandwidth * max(ways, 1), chip.ici.latency)

@@ -1,0 +1,18 @@
+"""Collectives of a report: rows and totals."""
+
+import pytest
+
+from spmd.explain.collectives import Collective, collective_rows, traffic
+
+
+def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
+    one = Collective("all_gather", ("data",), 100, 4, "t.py:1", "because", 1e-6)
+    other = one._replace(source="t.py:2", bytes=1000)
+    rows = collective_rows([one, other, one])
+    assert [(row.source, row.ops, row.total_bytes) for row in rows] == [
+        ("t.py:2", 1, 4000),
+        ("t.py:1", 2, 800),
+    ]
+    (total,) = traffic([one, other, one])
+    assert (total.ops, total.runs, total.bytes) == (3, 12, 4800)
+    assert total.seconds == pytest.approx(12e-6)

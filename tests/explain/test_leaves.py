@@ -1,0 +1,40 @@
+"""Arguments and results of a report: those that are alike stand together."""
+
+from typing import Any
+
+from spmd.explain.leaves import Leaf, group_leaves, pattern
+from spmd.ir.types import TensorType
+from spmd.mesh.sharding import Sharding
+
+
+def leaf(name: str, dims: Any = ((0,), ()), origin: str = "marked") -> Leaf:
+    type_ = TensorType((8, 8), "f32")
+    return Leaf(name, type_, Sharding(dims), type_, origin)
+
+
+def test_leaves_that_are_alike_are_one_group() -> None:
+    names = [f"p/{i}/{m}/{w}/x" for m in ("mu", "nu") for w in "ab" for i in range(20)]
+    (group,) = group_leaves(leaf(name) for name in names)
+    assert group.pattern == "p/*/{mu,nu}/{a,b}/x"
+    assert len(group.leaves) == 80
+    assert group.bytes == 80 * 256
+
+
+def test_groups_hold_every_combination_of_their_pattern() -> None:
+    names = ["p/mu/a/x", "p/mu/b/x", "p/nu/a/x"]
+    groups = group_leaves(leaf(name) for name in names)
+    assert [g.pattern for g in groups] == ["p/mu/{a,b}/x", "p/nu/a/x"]
+
+
+def test_leaves_that_differ_are_groups_of_their_own() -> None:
+    leaves = [
+        leaf("p/0/w"), leaf("p/1/w", ((), (0,))), leaf("p/2/w", origin="from argument q"),
+        leaf("p/3/b"), leaf("q/0/w"),
+    ]  # fmt: skip
+    assert [g.pattern for g in group_leaves(leaves)] == [x.name for x in leaves]
+
+
+def test_patterns() -> None:
+    assert pattern(["a/1/w", "a/12/w"]) == "a/*/w"
+    assert pattern(["a", "a"]) == "a"
+    assert pattern(["a/b", "c"]) == "a/b and 1 more"
