@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,11 +11,10 @@ import jax.numpy as jnp
 import spmd
 from models.function import Function
 from models.gpu_graphs import with_gpu_graphs
+from models.placement import Entry, on_mesh
 from spmd.mesh.spec import jax_mesh
 
-OPEN = "..."
-
-Specs = Mapping[str, tuple[Any, ...]]
+Specs = Mapping[str, tuple[Entry, ...]]
 
 
 class Programs:
@@ -50,9 +48,8 @@ class Programs:
           options: of the compiler.
         """
         self.functions = {function.name: function for function in functions}
-        self._mesh = mesh.refined()
+        self._mesh = mesh
         self._options = with_gpu_graphs(options or spmd.Options(), _platform(mesh))
-        self._pieces = mesh.pieces()
         self._specs = specs
         main = self._compile(self.functions[primary], None)
         placed = dict(zip(self.functions[primary].roles, main.in_shardings, strict=True))
@@ -101,7 +98,7 @@ class Programs:
         whole = jax.tree.map(lambda x: (None,) * len(x.shape), _outputs(function))
         return spmd.jit(
             function.fn,
-            mesh=self._mesh,
+            mesh=self._mesh.refined(),
             in_specs=specs,
             out_specs=whole if state is None else (state, whole),
             donate_argnums=donated,
@@ -119,22 +116,8 @@ class Programs:
         )
 
     def _spec(self, path: str, leaf: Any) -> Any:
-        pattern = next((p for p in self._specs if fnmatch.fnmatchcase(path, p)), None)
-        if pattern is None:
-            return (...,) * len(leaf.shape)
-        return tuple(
-            self._entry(entry, size)
-            for entry, size in zip(self._specs[pattern], leaf.shape, strict=True)
-        )
-
-    def _entry(self, entry: Any, size: int) -> Any:
-        if entry is None or entry == OPEN:
-            return ... if entry == OPEN else None
-        pieces = self._pieces.get(entry, ())
-        extent = 1
-        for piece in pieces:
-            extent *= self._mesh.shape[piece]
-        return pieces or None if size % extent == 0 else ...
+        found = on_mesh(path, leaf.shape, self._specs, self._mesh, [])
+        return (...,) * len(leaf.shape) if found is None else found
 
 
 def _platform(mesh: spmd.Mesh) -> str:

@@ -16,16 +16,15 @@ from rich.console import Console
 
 from models.llama.export import TOKENIZER_FILES
 from models.llama.hf_files import write_json
+from models.placement import OPEN, Entry
 from serving.folder import hash_files, new_folder
 from serving.function import ROLES, BundleError, Function, StateLeaf
 from serving.manifest import (
     MANIFEST,
-    OPEN,
     PLATFORMS,
     STORED_AS,
     WEIGHTS,
     Argument,
-    Entry,
     Entrypoint,
     Filled,
     Leaf,

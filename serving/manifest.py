@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from models.placement import Entry
 from serving.checked import Checked
 from serving.function import ROLES, BundleError, Role
 from serving.trees import Template, check_template
@@ -32,11 +33,6 @@ STORED_AS: Mapping[str, str] = {
     "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
 }  # fmt: skip
 """Every dtype that an array of a bundle may have -> the dtype that safetensors holds it in."""
-
-Entry = str | tuple[str, ...] | None
-"""What splits a dim: an axis, several (major to minor), nothing; or `"..."`: left open."""
-
-OPEN = "..."
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
