@@ -282,26 +282,30 @@ class Engine:
         try:
             delta, unused = entry.choice.take(drawn, progress.finish)
         except Exception as error:
-            self._drop(progress.key, entry, error)
+            self._drop(progress, entry, error)
             return
-        self._note_tokens(entry, progress.tokens, now)
+        used = progress.tokens - unused
+        self._note_tokens(entry, used, now)
         with self._lock:
             if progress.key not in self._entries:
+                self._scheduler.count(0, progress.tokens)
                 return  # it was cancelled meanwhile
+            self._scheduler.count(used, unused)
             if delta.finish is not None:
-                self._scheduler.finish(progress.key, unused)
+                self._scheduler.finish(progress.key)
                 del self._entries[progress.key]
         if delta.finish is not None:
             self._finished(entry, delta.finish, now)
         self._outbox.append((entry.stream, delta))
 
-    def _drop(self, key: int, entry: Entry, error: Exception) -> None:
+    def _drop(self, progress: Progress, entry: Entry, error: Exception) -> None:
         """Fail one request whose tokens make no sense; the others go on."""
         if not isinstance(error, NotFinite):
             _LOG.exception("a request's tokens could not be shown")
         with self._lock:
-            self._scheduler.cancel(key)
-            if self._entries.pop(key, None) is None:
+            self._scheduler.count(0, progress.tokens)
+            self._scheduler.cancel(progress.key)
+            if self._entries.pop(progress.key, None) is None:
                 return
         self._finished(entry, "error", time.monotonic())
         self._outbox.append((entry.stream, Failed(str(error))))
