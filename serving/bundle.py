@@ -90,6 +90,12 @@ def load_bundle(
                 say(f"compiling {len(wanted)} functions")
                 programs = {name: future.result() for name, future in compiling.items()}
                 make_state = filling.result()
+        if cache is not None and cache.problem is not None:
+            notes = [
+                *notes,
+                f"{cache.folder} cannot keep all that was made ({cache.problem}): the next start "
+                "takes as long as this one; name another folder as the cache, or make room",
+            ]
         return Bundle(manifest, mesh, programs, weights, make_state, notes)
 
 
@@ -110,7 +116,7 @@ class Bundle:
       manifest: what the bundle says of itself.
       mesh: the mesh.
       functions: name -> what it is: `tags`, and `inputs` and `outputs` with paths, shapes, dtypes.
-      notes: sentences on specs that do not fit the mesh.
+      notes: sentences on specs that do not fit the mesh, and on a cache that could not be written.
       programs: name -> executable, shardings and the program of one device.
     """
 

@@ -231,6 +231,13 @@ def _set_up_logging(level: str) -> None:
         level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
+    if level != "debug":  # what libraries tell of themselves; the server says it in its own words
+        logging.getLogger("jax").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").addFilter(_is_a_problem)
+
+
+def _is_a_problem(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
