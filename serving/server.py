@@ -142,7 +142,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise ServingError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        # The library repeats the address in brackets.
+        reason = str(error.strerror).partition(" (while")[0]
+        raise ServingError(f"cannot listen on {host}:{port}: {reason}") from error
 
 
 def serve(
