@@ -271,6 +271,13 @@ def test_a_damaged_cache_is_made_anew(folder, mesh_of, tmp_path):
     assert bundle.run("peek", 0).shape == (16,)
 
 
+def test_the_log_says_what_goes_on_where_there_is_no_terminal(folder, mesh_of, cache_dir, caplog):
+    caplog.set_level("INFO", "serving")
+    load_bundle(folder, mesh_of(1), cache_dir=cache_dir, functions=["peek"])
+    said = [record.getMessage().split()[0] for record in caplog.records]
+    assert said == ["checking", "planning", "compiling", "the"]
+
+
 def test_damaged_executables_are_made_anew(folder, mesh_of, tmp_path):
     """jax warns of them, and leaves them as they are for ever."""
     load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
