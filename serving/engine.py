@@ -300,7 +300,9 @@ class Engine:
 
     def _drop(self, progress: Progress, entry: Entry, error: Exception) -> None:
         """Fail one request whose tokens make no sense; the others go on."""
-        if not isinstance(error, NotFinite):
+        if isinstance(error, NotFinite):
+            _LOG.error("slot %d: %s", progress.slot, error)
+        else:
             _LOG.exception("a request's tokens could not be shown")
         with self._lock:
             self._scheduler.count(0, progress.tokens)

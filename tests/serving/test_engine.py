@@ -304,7 +304,7 @@ class NanBackend(FakeBackend):
         return later
 
 
-def test_numbers_that_are_none_fail_only_their_request() -> None:
+def test_numbers_that_are_none_fail_only_their_request(caplog: Any) -> None:
     async def go(engine: Engine) -> Any:
         streams = [engine.submit([job(bytes([i] * 9), 30)]) for i in range(3)]
         return await asyncio.gather(*map(read, streams), return_exceptions=True)
@@ -313,6 +313,7 @@ def test_numbers_that_are_none_fail_only_their_request() -> None:
         good, bad, good_too = asyncio.run(go(engine))
         assert engine.error is None
     assert isinstance(bad, Failed) and "NaN" in str(bad)
+    assert [record.getMessage() for record in caplog.records] == [f"slot 1: {bad}"]
     assert good[-1].finish == good_too[-1].finish == "length"
 
 
