@@ -39,7 +39,7 @@ from models.training.checkpoint import CheckpointError
 from models.training.errors import DataError
 from models.training.tokenizer import BYTES, load_tokenizer
 from scripts.export_llama import open_source
-from scripts.user_errors import one_message
+from scripts.user_errors import ending_on_interrupt, one_message
 from serving.function import BundleError
 from serving.llama_export import serving_weights
 
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    with one_message(*USER_ERRORS):
+    with ending_on_interrupt(), one_message(*USER_ERRORS):
         run(given, console)
 
 

@@ -27,7 +27,7 @@ from models.llama.sources import Source, checkpoint_source, fresh_source, hf_sou
 from models.training.checkpoint import AUTO, CheckpointError
 from models.training.errors import DataError
 from models.training.tokenizer import BYTES, load_tokenizer
-from scripts.user_errors import one_message
+from scripts.user_errors import ending_on_interrupt, one_message
 from serving.function import BundleError
 from serving.llama_export import export_llama
 from serving.manifest import PLATFORMS
@@ -167,6 +167,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
             f"{shape.slots} slots of {shape.max_length} tokens, {shape.cache_dtype} cache, prompts "
             f"by {_listed(shape.chunks)}, lengths {_listed(shape.lengths)}"
         )
+        trained = source.config.max_position_embeddings
+        if shape.max_length > trained:
+            console.print(
+                f"note: --max_length {shape.max_length} is more than the {trained} positions of "
+                "the model; what it says behind them is likely to make no sense"
+            )
         export_llama(
             source,
             given.out,
@@ -190,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    with one_message(*USER_ERRORS):
+    with ending_on_interrupt(), one_message(*USER_ERRORS):
         run(given, console)
 
 

@@ -11,6 +11,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from models.training.tokenizer import Tokenizer
 from scripts import bundle_flags
-from scripts.user_errors import one_message
+from scripts.user_errors import ending_on_interrupt, one_message
 from serving.backend import Backend, Sampling
 from serving.errors import ServingError
 from serving.function import BundleError
@@ -55,13 +56,28 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def prompts(given: argparse.Namespace, console: Console) -> Iterator[str]:
-    """The texts to go on with."""
-    yield from given.prompt
-    if given.file is not None:
-        yield from (t for t in given.file.read_text(encoding="utf-8").splitlines() if t)
-    if given.prompt or given.file is not None:
-        return
+def given_prompts(given: argparse.Namespace) -> list[str]:
+    """The texts of --prompt and --file; none if they are to be asked for.
+
+    Raises:
+      BundleError: the file cannot be read, or has no line with text.
+    """
+    if given.file is None:
+        return list(given.prompt)
+    try:
+        lines = given.file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise BundleError(f"--file: {given.file} is not UTF-8: byte {error.start}") from error
+    except OSError as error:
+        raise BundleError(f"--file: {given.file}: {error.strerror}") from error
+    texts = [text for text in lines if text]
+    if not texts:
+        raise BundleError(f"--file: {given.file} has no line with text")
+    return [*given.prompt, *texts]
+
+
+def asked_prompts(console: Console) -> Iterator[str]:
+    """Texts from the terminal, until its end."""
     while True:
         try:
             text = console.input("> ")
@@ -79,17 +95,19 @@ def check(given: argparse.Namespace) -> None:
     }  # fmt: skip
     for name, (low, high) in ranges.items():
         value = getattr(given, name)
-        if value < low or (high is not None and value > high):
+        if not low <= value <= (math.inf if high is None else high):  # nor NaN
             limit = f"at least {low}" if high is None else f"from {low} to {high}"
             raise BundleError(f"--{name} is {value}; it has to be {limit}")
-    if given.repetition_penalty <= 0:
-        raise BundleError("--repetition_penalty has to be positive")
+    for name in ("top_p", "repetition_penalty"):
+        if not getattr(given, name) > 0:
+            raise BundleError(f"--{name} has to be positive")
 
 
 def encode(text: str, tokenizer: Tokenizer, backend: Backend, most: int) -> list[int]:
     """The tokens of a prompt, with the one that begins a text."""
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    ids = [*begin, *map(int, tokenizer.encode_batch([text])[0])]
+    # An empty text is the beginning of a document: what comes after the end of another.
+    ids = [*begin, *map(int, tokenizer.encode_batch([text])[0])] or [tokenizer.eos_id]
     room = backend.limits.max_length - most
     if not 1 <= len(ids) <= room:
         raise BundleError(
@@ -102,28 +120,28 @@ def encode(text: str, tokenizer: Tokenizer, backend: Backend, most: int) -> list
 def run(given: argparse.Namespace, console: Console) -> None:
     """Load, and go on with every prompt."""
     check(given)
+    texts = given_prompts(given)
     start = time.perf_counter()
     loaded = load_model(bundle_flags.load(given, console), given.bundle)
     backend, tokenizer = loaded.backend, loaded.tokenizer
     if backend is None or tokenizer is None:
         raise BundleError(f"{given.bundle} is no language model")
-    ends = loaded.stop_ids | {tokenizer.eos_id}
+    ends = frozenset() if given.ignore_eos else loaded.stop_ids | {tokenizer.eos_id}
     console.print(f"loaded in {time.perf_counter() - start:.1f} s: {backend.info['mesh']}")
     sampling = Sampling(
         given.temperature, given.top_k, given.top_p, given.min_p, given.repetition_penalty,
         given.seed,
     )  # fmt: skip
-    for text in prompts(given, console):
+    for text in texts or asked_prompts(console):
         ids = encode(text, tokenizer, backend, given.max_tokens)
         start = time.perf_counter()
-        made, _ = generate(backend, ids, given.max_tokens, sampling)
+        made, _ = generate(backend, ids, given.max_tokens, sampling, ends)
         seconds = time.perf_counter() - start
-        if not given.ignore_eos:
-            made = made[: next((i for i, token in enumerate(made) if token in ends), len(made))]
-        print(text + tokenizer.decode(made), flush=True)
+        end = next((i for i, token in enumerate(made) if token in ends), len(made))
+        print(text + tokenizer.decode(made[:end]), flush=True)
         console.print(
-            f"{len(ids)} tokens read, {given.max_tokens} made in {seconds:.2f} s, "
-            f"{given.max_tokens / seconds:.1f} a second"
+            f"{len(ids)} tokens read, {len(made)} made in {seconds:.2f} s, "
+            f"{len(made) / seconds:.1f} a second"
         )
 
 
@@ -131,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    with one_message(*USER_ERRORS):
+    with ending_on_interrupt(), one_message(*USER_ERRORS):
         run(given, console)
 
 

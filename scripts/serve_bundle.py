@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from scripts import bundle_flags
-from scripts.user_errors import one_message
+from scripts.user_errors import ending_on_interrupt, one_message
 from serving.errors import ServingError
 from serving.function import BundleError
 from serving.load import load_model
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def load() -> Loaded:
         return load_model(bundle_flags.load(given, console), given.bundle, given.name)
 
-    with one_message(*USER_ERRORS):
+    with ending_on_interrupt(), one_message(*USER_ERRORS):
         serve(load, given.host, given.port, options(given), log_level=given.log_level)
 
 

@@ -1,4 +1,4 @@
-"""What a user can mend ends a script with one message instead of a traceback."""
+"""What a user can mend, or does, ends a script with one message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -25,3 +25,17 @@ def one_message(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         sys.exit(f"error: {error}")
+
+
+INTERRUPTED_EXIT_CODE = 130
+"""What shells say of a program that Ctrl-C ended."""
+
+
+@contextlib.contextmanager
+def ending_on_interrupt() -> Iterator[None]:
+    """The inside of a script that keeps nothing of work half done: Ctrl-C ends it with a word."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(INTERRUPTED_EXIT_CODE)

@@ -126,6 +126,9 @@ class Backend(Protocol):
             from, and is what `decode` uses for this slot from then on.
           targets: the token after each one of the chunk (of the last one of a prompt: any), to have
             scores of them.
+
+        Returns:
+          What waits until the chunk is done, and gives what came of it.
         """
 
     def decode(
@@ -142,7 +145,7 @@ class Backend(Protocol):
           alternatives: whether the likeliest others are wanted; else they mean nothing.
 
         Returns:
-          What gives arrays (steps, slots, ...); those of inactive slots mean nothing.
+          What waits, and gives arrays (steps, slots, ...); those of inactive slots mean nothing.
         """
 
     def copy(self, source: int, target: int, length: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, jax_mesh
 from spmd.options import Options
 
+_LOG = logging.getLogger("serving")
+
 
 def load_bundle(
     folder: str | Path,
@@ -52,7 +55,7 @@ def load_bundle(
       options: of the compiler.
       cache_dir: where plans and executables are kept for the next start, as
         `serving.cache.default_cache_dir()`; None keeps nothing.
-      console: progress goes here if it is a terminal.
+      console: progress goes here if it is a terminal, else to the log.
       verify: whether to compare every file's SHA-256; sizes are compared in any case.
       functions: names of those to compile; all if left out.
 
@@ -72,24 +75,35 @@ def load_bundle(
     manifest = read_manifest(folder)
     if manifest.weights:
         check_stored(folder / WEIGHTS, manifest.weights)
-    if verify:
-        check_hashes(folder, manifest, console)
     wanted = _wanted(manifest, functions)
+    if verify:
+        size = sum(stored.size for stored in manifest.files.values())
+        _tell(console, f"checking {len(manifest.files)} files, {size / 1e9:.2f} GB")
+        check_hashes(folder, manifest, console)
     cache = Cache(cache_dir) if cache_dir is not None else None
     caching = cache.executables() if cache else contextlib.nullcontext()
     with _fitting(folder), caching:
+        _tell(console, f"planning {len(wanted)} functions for {mesh}")
         with _status(console) as say:
             stages, notes = plan_functions(folder, manifest, wanted, mesh, options, cache, say)
         placed = _placements(manifest, stages, mesh)
+        _tell(console, f"compiling {len(wanted)} functions, and reading weights meanwhile")
         with concurrent.futures.ThreadPoolExecutor(compile_threads()) as pool:
             asked = {name: stages[name] for name in wanted}
             compiling = compile_functions(manifest, asked, options, pool)
             filling = pool.submit(_compile_state, manifest.state, placed)
             weights = read_weights(folder / WEIGHTS, manifest.weights, placed, console)
+            _tell(console, "the weights are read")
             with _status(console) as say:
                 say(f"compiling {len(wanted)} functions")
                 programs = {name: future.result() for name, future in compiling.items()}
                 make_state = filling.result()
+        if cache is not None and cache.problem is not None:
+            notes = [
+                *notes,
+                f"{cache.folder} cannot keep all that was made ({cache.problem}): the next start "
+                "takes as long as this one; name another folder as the cache, or make room",
+            ]
         return Bundle(manifest, mesh, programs, weights, make_state, notes)
 
 
@@ -110,7 +124,7 @@ class Bundle:
       manifest: what the bundle says of itself.
       mesh: the mesh.
       functions: name -> what it is: `tags`, and `inputs` and `outputs` with paths, shapes, dtypes.
-      notes: sentences on specs that do not fit the mesh.
+      notes: sentences on specs that do not fit the mesh, and on a cache that could not be written.
       programs: name -> executable, shardings and the program of one device.
     """
 
@@ -308,6 +322,12 @@ def _fitting(folder: Path) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         raise BundleError(f"{folder} cannot be put on the devices: {one_line(error)}") from error
+
+
+def _tell(console: Console | None, text: str) -> None:
+    """Says in the log what goes on, where there is no terminal to see a bar on."""
+    if (console is None or not console.is_terminal) and not jax.process_index():
+        _LOG.info(text)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ import importlib.metadata
 import json
 import os
 import tempfile
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,10 @@ _SETTINGS = {
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
 
+# How jax's warnings begin.
+_CANNOT_READ = "Error reading persistent compilation cache entry"
+_CANNOT_WRITE = "Error writing persistent compilation cache entry"
+
 
 def default_cache_dir() -> Path:
     """The user's cache folder for this: `$XDG_CACHE_HOME/spmd`, else `~/.cache/spmd`."""
@@ -49,11 +55,13 @@ class Cache:
 
     Attributes:
       hits, misses: stages that were there, and that were not.
+      problem: why something could not be kept; None if everything could.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.hits = self.misses = 0
+        self.problem: str | None = None
 
     def stage(
         self,
@@ -78,24 +86,65 @@ class Cache:
             return found
         self.misses += 1
         made = make()
-        with contextlib.suppress(OSError):  # a full disk costs time at the next start, no more
+        try:
             _write(path, made)
+        except OSError as error:  # a full disk costs time at the next start, no more
+            self.problem = str(error.strerror or error)
         return made
 
     @contextlib.contextmanager
     def executables(self) -> Iterator[None]:
-        """Inside, what is compiled is kept by jax, and taken from there."""
-        settings = {"jax_compilation_cache_dir": str(self.folder / "executables"), **_SETTINGS}
+        """Inside, what is compiled is kept by jax, and taken from there.
+
+        jax warns of every entry that it cannot read or write, and never replaces one: damaged ones
+        are removed here before they are compiled anew, and what cannot be kept is noted once.
+        """
+        folder, began = self.folder / "executables", time.time()
+
+        def heed(warning: str) -> None:
+            if warning.startswith(_CANNOT_READ):
+                _remove_older(folder, began)
+            else:
+                self.problem = warning.rpartition(": ")[2]
+
+        settings = {"jax_compilation_cache_dir": str(folder), **_SETTINGS}
         before = {name: getattr(jax.config, name) for name in settings}
         compilation_cache.reset_cache()
         for name, value in settings.items():
             jax.config.update(name, value)
         try:
-            yield
+            with _hearing(heed, _CANNOT_READ, _CANNOT_WRITE):
+                yield
         finally:
             for name, value in before.items():
                 jax.config.update(name, value)
             compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def _hearing(heed: Callable[[str], None], *beginnings: str) -> Iterator[None]:
+    """Hands over warnings that begin so, from any thread; all others are shown as ever."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def choose(message: Any, *more: Any, **named: Any) -> None:
+            if str(message).startswith(beginnings):
+                heed(str(message))
+            else:
+                show(message, *more, **named)
+
+        for beginning in beginnings:
+            warnings.filterwarnings("always", message=beginning)
+        warnings.showwarning = choose
+        yield
+
+
+def _remove_older(folder: Path, moment: float) -> None:
+    """Remove executables that were there before: jax does not say which one is damaged."""
+    for path in folder.glob("*-cache"):
+        with contextlib.suppress(OSError):  # another process may be faster
+            if path.stat().st_mtime < moment:
+                path.unlink()
 
 
 def _key(module: bytes, mesh: Mesh, options: Options, asked: Any) -> str:

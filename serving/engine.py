@@ -24,7 +24,7 @@ from serving.actions import Action, Copy, Counts, Decode, Prefill, Progress, Req
 from serving.backend import Backend, Prefilled, Tokens
 from serving.choice import Choice, Delta, Job, NotFinite, Token, pick, read_scores
 from serving.scheduler import Scheduler
-from serving.stream import Entry, Failed, Observer, State, Stream, Unavailable
+from serving.stream import Entry, Failed, Observer, State, Stopped, Stream, Unavailable
 from serving.text import Decode as DecodeText
 from serving.text import Pieces
 
@@ -175,7 +175,7 @@ class Engine:
         with self._wake:
             self._draining = self._stopping = True
             self._wake.notify()
-        self._fail_all("the server is shutting down")
+        self._fail_all(Stopped("the server is shutting down"))
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
@@ -201,7 +201,7 @@ class Engine:
             _LOG.exception("the model failed; the server takes no more requests")
             with self._lock:
                 self.error = f"the model failed: {type(error).__name__}: {error}"
-            self._fail_all(self.error)
+            self._fail_all(Failed(self.error))
 
     def _next(self) -> Action | None:
         with self._lock:
@@ -282,31 +282,37 @@ class Engine:
         try:
             delta, unused = entry.choice.take(drawn, progress.finish)
         except Exception as error:
-            self._drop(progress.key, entry, error)
+            self._drop(progress, entry, error)
             return
-        self._note_tokens(entry, progress.tokens, now)
+        used = progress.tokens - unused
+        self._note_tokens(entry, used, now)
         with self._lock:
             if progress.key not in self._entries:
+                self._scheduler.count(0, progress.tokens)
                 return  # it was cancelled meanwhile
+            self._scheduler.count(used, unused)
             if delta.finish is not None:
-                self._scheduler.finish(progress.key, unused)
+                self._scheduler.finish(progress.key)
                 del self._entries[progress.key]
         if delta.finish is not None:
             self._finished(entry, delta.finish, now)
         self._outbox.append((entry.stream, delta))
 
-    def _drop(self, key: int, entry: Entry, error: Exception) -> None:
+    def _drop(self, progress: Progress, entry: Entry, error: Exception) -> None:
         """Fail one request whose tokens make no sense; the others go on."""
-        if not isinstance(error, NotFinite):
+        if isinstance(error, NotFinite):
+            _LOG.error("slot %d: %s", progress.slot, error)
+        else:
             _LOG.exception("a request's tokens could not be shown")
         with self._lock:
-            self._scheduler.cancel(key)
-            if self._entries.pop(key, None) is None:
+            self._scheduler.count(0, progress.tokens)
+            self._scheduler.cancel(progress.key)
+            if self._entries.pop(progress.key, None) is None:
                 return
         self._finished(entry, "error", time.monotonic())
         self._outbox.append((entry.stream, Failed(str(error))))
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, failure: Failed) -> None:
         with self._lock:
             entries = list(self._entries.values())
             for key in self._entries:
@@ -316,7 +322,7 @@ class Engine:
         self._busy_since = None
         for entry in entries:
             self._finished(entry, "error", now)
-        _deliver([(entry.stream, Failed(message)) for entry in entries])
+        _deliver([(entry.stream, failure) for entry in entries])
 
     # -----------------------------------------------------------------------------------------
     # Noting.

@@ -37,8 +37,11 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     try:
         with appearing(Path(folder)) as unfinished:
             yield unfinished
-    except (WeightsError, OSError) as error:
+    except WeightsError as error:
         raise BundleError(str(error)) from error
+    except OSError as error:
+        # A full disk says nothing of where it is.
+        raise BundleError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 def read_manifest(folder: str | Path) -> Manifest:

@@ -92,11 +92,18 @@ class ModelBackend:
         kind = "prefill" if targets is None else "score"
         outputs = self._programs.run(self._names[kind, chunk, length], inputs)
         self._held[slot] = end
-        first_token = None if sampling is None else _tokens(outputs["first"])
+        drawn = _tokens(outputs["first"])
         scores = None
         if targets is not None:
             scores = _tokens(outputs["scores"], start - first, end - first)
-        return lambda: Prefilled(first_token and first_token(), scores and scores())
+
+        def results() -> Prefilled:
+            # Also where nobody asks for it, a chunk is over when its token is there: else nothing
+            # would keep the host from beginning all chunks of a long prompt at once.
+            token = drawn()
+            return Prefilled(token if sampling is not None else None, scores and scores())
+
+        return results
 
     def decode(
         self, active: Sequence[bool], steps: int, alternatives: bool = True
@@ -182,9 +189,24 @@ def _tokens(report: Any, start: int = 0, end: int | None = None) -> Callable[[],
 
 
 def generate(
-    backend: Backend, prompt: Sequence[int], count: int, sampling: Sampling | None = None
+    backend: Backend,
+    prompt: Sequence[int],
+    count: int,
+    sampling: Sampling | None = None,
+    ends: frozenset[int] = frozenset(),
 ) -> tuple[list[int], list[float]]:
-    """Tokens after one prompt, in slot 0, and their log-probabilities; greedy if not said."""
+    """Tokens after one prompt, made in slot 0.
+
+    Args:
+      backend: the model; nobody else uses it meanwhile.
+      prompt: ids, at least one.
+      count: how many tokens.
+      sampling: how they are drawn; greedily if left out.
+      ends: ids after which no more are asked for; tokens that came along with one stay.
+
+    Returns:
+      The tokens and their log-probabilities.
+    """
     sampling = sampling or NEUTRAL
     largest = backend.limits.chunks[-1]
     first = None
@@ -195,7 +217,7 @@ def generate(
     assert first is not None  # a prompt has a last part
     tokens, logprobs = first.ids.tolist(), first.logprobs.tolist()
     active = np.arange(backend.limits.slots) == 0
-    while len(tokens) < count:
+    while len(tokens) < count and ends.isdisjoint(tokens):
         steps = min(backend.limits.decode_steps, count - len(tokens))
         made = backend.decode(active.tolist(), steps, alternatives=False)()
         tokens += made.ids[:, 0].tolist()

@@ -26,7 +26,7 @@ from serving.jobs import Work, chat_work, completion_work
 from serving.protocol import Ask, Bounds, parse_chat, parse_completion
 from serving.responses import Answer
 from serving.service import Language, Loaded, Service
-from serving.stream import Failed, Stream, Unavailable
+from serving.stream import Failed, Stopped, Stream, Unavailable
 
 RETRY_SECONDS = 1
 """After which a full queue is worth another try."""
@@ -90,7 +90,7 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
         try:
             deltas = [delta async for delta in stream]
         except Failed as error:
-            raise ApiError(500, str(error), code="model_failed") from error
+            raise _failure(error) from error
     if stream.abandoned:
         return Response(status_code=499)  # nobody is there to read it
     # Log-probabilities of many tokens take a while to write down.
@@ -106,7 +106,14 @@ def _submit(language: Language, work: Work, client: str, interactive: bool) -> S
     except Unavailable as error:
         raise ApiError(503, str(error), code="draining", retry_after=5) from error
     except Failed as error:
-        raise ApiError(500, str(error), code="model_failed") from error
+        raise _failure(error) from error
+
+
+def _failure(error: Failed) -> ApiError:
+    """A model that fails is our mistake; a server that ends is a reason to ask another one."""
+    if isinstance(error, Stopped):
+        return ApiError(503, str(error), code="draining", retry_after=5)
+    return ApiError(500, str(error), code="model_failed")
 
 
 async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[str]]:
@@ -118,7 +125,7 @@ async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[str]]:
             else:
                 yield _write(batch, answer)
     except Failed as error:
-        yield [dump(ApiError(500, str(error), code="model_failed").body())]
+        yield [dump(_failure(error).body())]
     else:
         last = answer.last_chunk()
         yield [] if last is None else [dump(last)]

@@ -93,7 +93,8 @@ class Ask:
       stops, stop_ids: what ends a completion, beside the model's own ends.
       ignore_eos: the model's own ends do not end it.
       logprobs: alternatives to show with each token; None for no log-probabilities.
-      stream, include_usage: how to answer.
+      stream: answer with events.
+      include_usage: the last of them has the usage; `usage_always`: all of them have.
       user: whose request it is.
     """
 
@@ -108,6 +109,7 @@ class Ask:
     logprobs: int | None
     stream: bool
     include_usage: bool
+    usage_always: bool
     user: str
 
 
@@ -207,6 +209,7 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
     seed = fields.integer("seed", -(2**63), 2**63 - 1)
     top_k = fields.integer("top_k", -1, 2**31 - 1) or 0
     stream = fields.flag("stream")
+    include_usage, usage_always = _usage(fields, stream)
     return {
         "model": fields.text("model") or None,
         "sampling": Sampling(
@@ -223,7 +226,8 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
         "stop_ids": frozenset(_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)),
         "ignore_eos": fields.flag("ignore_eos"),
         "stream": stream,
-        "include_usage": _include_usage(fields, stream),
+        "include_usage": include_usage,
+        "usage_always": usage_always,
         "user": fields.text("user"),
     }
 
@@ -234,15 +238,17 @@ def _logprobs(fields: Fields, name: str, bounds: Bounds) -> int | None:
     return fields.integer(name, 0, bounds.top_logprobs)
 
 
-def _include_usage(fields: Fields, stream: bool) -> bool:
+def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Whether the usage is wanted at the end of a stream, and in every event."""
     options = fields.get("stream_options")
     if options is None:
-        return False
+        return False, False
     if not isinstance(options, dict):
         raise invalid(f"stream_options: an object is needed, not {show(options)}", "stream_options")
     if not stream:
         raise invalid("stream_options: only together with stream", "stream_options")
-    return Fields(options).flag("include_usage")
+    wanted = Fields(options).flag("include_usage")
+    return wanted, Fields(options).flag("continuous_usage_stats") and wanted
 
 
 def _stops(value: Any, bounds: Bounds) -> tuple[str, ...]:

@@ -87,7 +87,9 @@ class Answer:
 
     def _chunk(self, choice: Json) -> Json:
         chunk = {**self._head, **self._kind(), "choices": [choice]}
-        return {**chunk, "usage": None} if self._ask.include_usage else chunk
+        if not self._ask.include_usage:
+            return chunk
+        return {**chunk, "usage": self._usage() if self._ask.usage_always else None}
 
     def _chat_chunks(self, delta: Delta) -> Iterator[Json]:
         """The role first, then the text, and the reason of the end by itself."""

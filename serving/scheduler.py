@@ -119,15 +119,13 @@ class Scheduler:
         for request in requests:
             self._queue.push(request)
 
-    def finish(self, key: int, unused: int = 0) -> None:
-        """End a request because of what its tokens say.
-
-        Args:
-          key: which; one that is over already is only counted.
-          unused: how many of the tokens that it was given last lie behind its end.
-        """
-        self.counts.drawn -= unused
+    def count(self, used: int, unused: int = 0) -> None:
+        """Count tokens of a `Progress`, once it is known how many of them their reader gets."""
+        self.counts.drawn += used
         self.counts.wasted += unused
+
+    def finish(self, key: int) -> None:
+        """End a request because of what its tokens say; one that is over already is left alone."""
         if running := self._running.get(key):
             self._end(running)
 
@@ -307,7 +305,6 @@ class Scheduler:
             if finish is not None:
                 break
         given = running.drawn - drawn_before
-        self.counts.drawn += given
         self.counts.wasted += len(drawn) - given
         self._queue.charge(request.client, given)
         if finish is not None:

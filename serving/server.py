@@ -142,7 +142,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise ServingError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        # The library repeats the address in brackets.
+        reason = str(error.strerror).partition(" (while")[0]
+        raise ServingError(f"cannot listen on {host}:{port}: {reason}") from error
 
 
 def serve(
@@ -231,6 +233,13 @@ def _set_up_logging(level: str) -> None:
         level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
+    if level != "debug":  # what libraries tell of themselves; the server says it in its own words
+        logging.getLogger("jax").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").addFilter(_is_a_problem)
+
+
+def _is_a_problem(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:

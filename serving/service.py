@@ -56,6 +56,9 @@ class Options:
       body_seconds: in which it has to be here.
       stall_seconds: a call of the model that takes longer is taken for hung: `/health` says 503.
       drain_seconds: that requests have to finish when the server is told to stop.
+
+    Raises:
+      ServingError: a number that is too small.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -67,6 +70,16 @@ class Options:
     body_seconds: float = 30.0
     stall_seconds: float = 300.0
     drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        least = {
+            "max_waiting": 0, "decode_steps": 1, "choices": 1, "stops": 0, "body_bytes": 1,
+            "body_seconds": 0, "stall_seconds": 0, "drain_seconds": 0,
+        }  # fmt: skip
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not value >= low:  # nor NaN
+                raise ServingError(f"{name} is {value}; it has to be at least {low}")
 
 
 class Language:

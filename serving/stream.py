@@ -19,6 +19,10 @@ class Failed(RuntimeError):
     """The model failed; the message says how."""
 
 
+class Stopped(Failed):
+    """The server ended before the request did."""
+
+
 class Finished(NamedTuple):
     """What is known of a request when it is over; seconds.
 

@@ -31,7 +31,7 @@ class Detokenizer:
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         # Ids up to `_read` have been returned as text and stay as context for those behind.
-        self._ids = list(context[-CONTEXT:])
+        self._ids = _last_whole(decode, context)
         self._read = len(self._ids)
         self._context = decode(self._ids)
 
@@ -66,6 +66,18 @@ class Detokenizer:
             self._ids, self._read = self._ids[self._read :], end - self._read
             self._context = self._decode(self._ids[: self._read])
         return piece
+
+
+def _last_whole(decode: Decode, tokens: Sequence[int]) -> list[int]:
+    """The last tokens, from the beginning of a character on where there is one.
+
+    To some tokenizers bytes in a row are no text at all if the first of them is half a character.
+    """
+    for size in (*range(CONTEXT, CONTEXT + CHARACTER_TOKENS), *range(CONTEXT - 1, 0, -1)):
+        ids = list(tokens[-size:])
+        if REPLACEMENT not in decode(ids):
+            return ids
+    return list(tokens[-CONTEXT:])
 
 
 class Matched(NamedTuple):

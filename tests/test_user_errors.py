@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.user_errors import one_message
+from scripts.user_errors import INTERRUPTED_EXIT_CODE, ending_on_interrupt, one_message
 
 MAINS = (
     "compare_quantized",
@@ -31,6 +31,13 @@ def test_what_cannot_is_no_message():
     with pytest.raises(SystemExit) as ended, one_message(ValueError):
         raise SystemExit(75)  # a status that the script itself chose
     assert ended.value.code == 75
+
+
+def test_ctrl_c_ends_in_one_word(capsys):
+    with pytest.raises(SystemExit) as ended, ending_on_interrupt(), one_message(ValueError):
+        raise KeyboardInterrupt
+    assert ended.value.code == INTERRUPTED_EXIT_CODE
+    assert capsys.readouterr().err == "stopped\n"
 
 
 @pytest.mark.parametrize("name", MAINS)

@@ -92,9 +92,19 @@ function headers() {
   return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
 }
 
+// Questions with their answers, and the last question. One that was never answered is left out
+// with its error: many models' templates refuse two questions in a row.
+function whatWasSaid() {
+  const isAnswer = (m) => m?.role === "assistant" && m.content && !m.error;
+  const isLast = (i) => i === messages.length - 1;
+  return messages.filter((m, i) =>
+    m.role === "user" ? isLast(i) || isAnswer(messages[i + 1]) : isAnswer(m),
+  );
+}
+
 function makeBody() {
   const system = $("system").value.trim();
-  const said = messages.filter((m) => m.content && !m.error);
+  const said = whatWasSaid();
   const body = {
     messages: [
       ...(system ? [{ role: "system", content: system }] : []),

@@ -121,6 +121,10 @@ def test_a_chat_as_a_stream(live: Live, client: httpx.Client) -> None:
     usage = {"prompt_tokens": 20, "completion_tokens": 3, "total_tokens": 23}
     assert [chunk["usage"] for chunk in chunks] == [None] * 5 + [usage]
     assert chunks[-1]["choices"] == []
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(client.post("/v1/chat/completions", json=body).text)
+    made = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert made == sorted(made) and made[1] == 1 and chunks[-1]["usage"] == usage
 
 
 def test_many_prompts_and_choices(live: Live, client: httpx.Client) -> None:

@@ -1,5 +1,6 @@
 """A bundle gives on any mesh what jax.jit gives on one device."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from models.llama import hf_files
 from serving.bundle import load_bundle
 from serving.bundle_infer import BundleInfer
 from serving.export import export_bundle
+from serving.folder import new_folder
 from serving.function import BundleError, Function, StateLeaf
 from tests.serving.conftest import (
     STATE,
@@ -269,7 +271,45 @@ def test_a_damaged_cache_is_made_anew(folder, mesh_of, tmp_path):
     assert bundle.run("peek", 0).shape == (16,)
 
 
+def test_the_log_says_what_goes_on_where_there_is_no_terminal(folder, mesh_of, cache_dir, caplog):
+    caplog.set_level("INFO", "serving")
+    load_bundle(folder, mesh_of(1), cache_dir=cache_dir, functions=["peek"])
+    said = [record.getMessage().split()[0] for record in caplog.records]
+    assert said == ["checking", "planning", "compiling", "the"]
+
+
+def test_damaged_executables_are_made_anew(folder, mesh_of, tmp_path):
+    """jax warns of them, and leaves them as they are for ever."""
+    load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+    entries = {*tmp_path.rglob("*-cache")}
+    for path in entries:
+        path.write_bytes(b"damaged")
+        os.utime(path, (0, 0))
+    bundle = load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+    assert {*tmp_path.rglob("*-cache")} == entries
+    assert all(path.stat().st_size > 1000 for path in entries)
+    assert bundle.notes == ()
+
+
+def test_a_cache_that_cannot_be_written_is_one_note(folder, mesh_of, tmp_path):
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    bundle = load_bundle(folder, mesh_of(1), cache_dir=no_folder)
+    (note,) = bundle.notes
+    assert note.startswith(f"{no_folder} cannot keep all that was made (Not a directory)")
+    assert bundle.run("peek", 0).shape == (16,)
+
+
 # Export
+
+
+def test_a_full_disk_is_said_with_its_folder(tmp_path):
+    with (
+        pytest.raises(BundleError, match=f"^{tmp_path}/out cannot be written: No space left"),
+        new_folder(tmp_path / "out"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(tmp_path.iterdir()) == []
 
 
 class Lazy:

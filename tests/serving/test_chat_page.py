@@ -202,3 +202,14 @@ def test_a_key_is_asked_for_and_kept_to_the_page(live: Live, browser: Browser) -
         assert browser.run(TURNS)[1].startswith("Each device")
         assert "secret" not in browser.run("JSON.stringify(localStorage)")
         browser.requests.clear()
+
+
+def test_questions_without_an_answer_are_not_sent_again(page: Browser) -> None:
+    """Templates such as Llama 2's refuse two questions in a row."""
+    page.run("""messages = [
+        { role: "user", content: "a" }, { role: "assistant", content: "b" },
+        { role: "user", content: "lost" }, { role: "assistant", content: "", error: true },
+        { role: "user", content: "stopped" }, { role: "assistant", content: "" },
+        { role: "user", content: "c" }]""")
+    said = page.run("makeBody().messages.map((m) => `${m.role} ${m.content}`).join()")
+    assert said == "user a,assistant b,user c"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from models.training.tokenizer import ByteTokenizer
-from serving.actions import QueueFull
+from serving.actions import Counts, QueueFull
 from serving.backend import Prefilled, Sampling, Tokens
 from serving.choice import Delta, Job
 from serving.engine import Engine
@@ -122,13 +122,56 @@ def test_stop_strings_end_a_choice_and_are_not_shown(interactive: bool) -> None:
     stop = whole[6:9]
     with running() as engine:
         deltas = ask(engine, job(stops=(stop,)), interactive=interactive)
+        # Calls of 1, or of 5 behind the first token; another one had begun.
+        wasted = 1 if interactive else 2 + 5
+        wait_until(lambda: engine.state().counts.wasted == wasted)
         counts = engine.state().counts
     assert text_of(deltas) == whole[: whole.index(stop)]
     assert deltas[-1].finish == "stop"
     assert deltas[-1].generated == whole.index(stop) + 3 == counts.drawn
-    # Calls of 1, or of 5 behind the first token; another one had begun.
-    assert counts.wasted == (1 if interactive else 2 + 5)
     assert counts.cancelled == 0
+
+
+class Scraper(Notes):
+    """Reads the totals whenever it hears something, as Prometheus might."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Engine | None = None
+        self.totals: list[Counts] = []
+
+    def _scrape(self) -> None:
+        assert self.engine is not None
+        self.totals.append(self.engine.state().counts)
+
+    def ran(self, tokens: int, seconds: float, steps: int) -> None:
+        super().ran(tokens, seconds, steps)
+        self._scrape()
+
+    def more_tokens(self, seconds: float, tokens: int) -> None:
+        super().more_tokens(seconds, tokens)
+        self._scrape()
+
+    def finished(self, record: Finished) -> None:
+        super().finished(record)
+        self._scrape()
+
+
+def test_totals_never_fall() -> None:
+    """Prometheus takes a counter that falls for one that began anew, and adds all of it again."""
+    scraper = Scraper()
+    whole = alone(b"hello", 40)
+    with running(observer=scraper) as engine:
+        scraper.engine = engine
+        for end in range(3, 30, 2):
+            (last,) = ask(engine, job(max_tokens=40, stops=(whole[end : end + 4],)))[-1:]
+            assert last.finish == "stop"
+    for name in vars(Counts()):
+        totals = [getattr(counts, name) for counts in scraper.totals]
+        assert totals == sorted(totals), name
+    assert scraper.totals[-1].drawn == sum(record.generated for record in scraper.records)
+    # The first token of each request is no "more".
+    assert sum(scraper.more) == scraper.totals[-1].drawn - len(scraper.records)
 
 
 def test_a_stop_id_ends_a_choice_and_is_counted_but_not_shown() -> None:
@@ -265,7 +308,7 @@ class NanBackend(FakeBackend):
         return later
 
 
-def test_numbers_that_are_none_fail_only_their_request() -> None:
+def test_numbers_that_are_none_fail_only_their_request(caplog: Any) -> None:
     async def go(engine: Engine) -> Any:
         streams = [engine.submit([job(bytes([i] * 9), 30)]) for i in range(3)]
         return await asyncio.gather(*map(read, streams), return_exceptions=True)
@@ -274,6 +317,7 @@ def test_numbers_that_are_none_fail_only_their_request() -> None:
         good, bad, good_too = asyncio.run(go(engine))
         assert engine.error is None
     assert isinstance(bad, Failed) and "NaN" in str(bad)
+    assert [record.getMessage() for record in caplog.records] == [f"slot 1: {bad}"]
     assert good[-1].finish == good_too[-1].finish == "length"
 
 

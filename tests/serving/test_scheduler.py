@@ -27,6 +27,7 @@ class Run:
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, str] = {}
+        self.ended: set[int] = set()  # by the caller, as if its text held a stop string
         self.cancelled: set[int] = set()
         self.actions: list[Any] = []
         self.decoding: set[int] = set()
@@ -50,7 +51,7 @@ class Run:
             return True
         # Between two chunks there is a decode, unless nothing decodes.
         previous = next((a for a in reversed(self.actions) if not isinstance(a, Copy)), None)
-        if isinstance(previous, Prefill) and self.decoding - self.cancelled:
+        if isinstance(previous, Prefill) and self.decoding - self.cancelled - self.ended:
             assert isinstance(action, Decode)
         self.actions.append(action)
         match action:
@@ -83,7 +84,9 @@ class Run:
     def _note(self, progress: list[Progress], ids: Any) -> None:
         for key, slot, count, finish in progress:
             assert key not in self.finished and key not in self.cancelled
+            assert key not in self.ended
             self.tokens[key] += ids[slot][:count]
+            self.scheduler.count(count)
             self.decoding.add(key)
             if finish:
                 self.finished[key] = finish
@@ -92,8 +95,15 @@ class Run:
     def cancel(self, *keys: int) -> None:
         for key in keys:
             if self.scheduler.cancel(key):
-                assert key not in self.finished
+                assert key not in self.finished and key not in self.ended
                 self.cancelled.add(key)
+
+    def end(self, key: int) -> None:
+        """End one because of its text; it goes on being known where it was over already."""
+        self.scheduler.finish(key)
+        if key not in self.finished and key not in self.cancelled:
+            self.ended.add(key)
+            self.decoding.discard(key)
 
     def finish(self, steps: int = 10_000) -> None:
         for _ in range(steps):
@@ -106,7 +116,7 @@ class Run:
         """Nothing is lost, and everybody has what they would have had alone."""
         assert self.scheduler.slots.owners == (None,) * LIMITS.slots
         assert not self.scheduler._queue._present and not self.scheduler._queue._served
-        assert self.finished.keys() | self.cancelled == self.requests.keys()
+        assert self.finished.keys() | self.cancelled | self.ended == self.requests.keys()
         for key, request in self.requests.items():
             expected = self.backend.alone(request.prompt, request.max_tokens, request.sampling.seed)
             stops = [i for i, token in enumerate(expected) if token in request.stop_ids]
@@ -185,6 +195,12 @@ class Machine(RuleBasedStateMachine):
         keys = data.draw(st.lists(st.sampled_from(sorted(self.run.requests)), max_size=3))
         self.run.step(lambda: self.run.cancel(*keys))
 
+    @precondition(lambda self: any(self.run.tokens.values()))
+    @rule(data=st.data())
+    def end_one_that_has_tokens(self, data: Any) -> None:
+        known = sorted(key for key, tokens in self.run.tokens.items() if tokens)
+        self.run.end(data.draw(st.sampled_from(known)))
+
     @invariant()
     def no_slot_is_in_two_hands(self) -> None:
         owners = [owner for owner in self.run.scheduler.slots.owners if owner is not None]
@@ -200,7 +216,8 @@ class Machine(RuleBasedStateMachine):
     def every_request_is_in_one_place(self) -> None:
         run = self.run
         inside = run.scheduler.waiting + run.scheduler.running
-        assert inside + len(run.finished) + len(run.cancelled) == len(run.requests)
+        over = len(run.finished) + len(run.cancelled) + len(run.ended)
+        assert inside + over == len(run.requests)
 
     @invariant()
     def every_token_is_counted(self) -> None:
@@ -286,12 +303,13 @@ def test_the_caller_can_finish_a_request_early() -> None:
     run.submit(request(1, max_tokens=20))
     while len(run.tokens[1]) < 6:
         run.step()
-    run.scheduler.finish(1, unused=4)
+    run.end(1)
+    run.end(1)  # it is over
     counts = run.scheduler.counts
-    assert (counts.drawn, counts.wasted, counts.cancelled) == (2, 4, 0)
+    assert (counts.drawn, counts.wasted, counts.cancelled) == (6, 0, 0)
     assert run.scheduler.idle and run.scheduler.next() is None
     assert run.step() and not run.step()  # the call that had begun
-    assert counts.wasted == 9
+    assert counts.wasted == 5
 
 
 def test_a_conversation_goes_on_in_its_slot() -> None:
@@ -388,6 +406,31 @@ def test_calls_out_of_turn_are_mistakes() -> None:
     assert [type(scheduler.next()) for _ in range(3)] == [Prefill, Decode, type(None)]
     with pytest.raises(RuntimeError, match="no Decode is to be done next, but Prefill"):
         scheduler.decoded([])
+
+
+def test_every_drawn_token_is_somebodys_or_wasted() -> None:
+    """Whatever ends early: by itself, by its text, or because its reader left."""
+    rng = random.Random(0)
+    for _ in range(30):
+        run = Run(steps=rng.choice([1, 4, 10]), ahead=rng.choice([0, 1, 2]))
+        for key in range(12):
+            stops = frozenset(rng.sample(range(256), 20))
+            prompt = [rng.randrange(3)] * rng.randint(1, 30)
+            run.submit(request(key, prompt, rng.randint(1, 30), stop_ids=stops))
+        while run.step():
+            if rng.random() < 0.1:
+                run.cancel(rng.randrange(12))
+            with_tokens = [key for key, tokens in run.tokens.items() if tokens]
+            if with_tokens and rng.random() < 0.1:
+                run.end(rng.choice(with_tokens))
+        run.check_whole()
+        calls = [a for a in run.actions if not isinstance(a, Copy)]
+        drawn = sum(
+            a.sampling is not None if isinstance(a, Prefill) else a.steps * sum(a.active)
+            for a in calls
+        )
+        counts = run.scheduler.counts
+        assert counts.drawn + counts.wasted == drawn
 
 
 def test_a_slot_is_given_away_while_a_call_still_writes_to_it() -> None:

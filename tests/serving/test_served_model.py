@@ -223,13 +223,18 @@ def test_generate(bundle_folder: Path, tmp_path: Path, capsys: Any, monkeypatch:
 
     monkeypatch.setattr("rich.console.Console.input", typed)
     assert run()[0].startswith("abc")
+    assert "1 tokens read, 7 made in " in run("--prompt=")[1]
 
 
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
         ("--temperature=-1", "--temperature is -1.0; it has to be at least 0"),
+        ("--temperature=nan", "--temperature is nan; it has to be at least 0"),
         ("--top_p=2", "--top_p is 2.0; it has to be from 0 to 1"),
+        ("--top_p=0", "--top_p has to be positive"),
+        ("--file=/no/such", "--file: /no/such: No such file or directory"),
+        ("--file=/dev/null", "--file: /dev/null has no line with text"),
         ("--repetition_penalty=0", "--repetition_penalty has to be positive"),
         ("--mesh=model", "--mesh: 'model' is not of the form axis=size"),
     ],

@@ -84,7 +84,21 @@ def test_draining_has_an_end() -> None:
             rest = list(lines)
         error = json.loads(rest[-4][6:])["error"]
         assert error["message"] == "the server is shutting down"
+        assert (error["type"], error["code"]) == ("service_unavailable_error", "draining")
         assert rest[-2] == "data: [DONE]"
+
+
+def test_what_is_not_finished_at_the_end_may_be_asked_for_elsewhere() -> None:
+    with serving(FakeBackend(latency=0.1), Options(drain_seconds=0.1)) as live:
+        answers: list[httpx.Response] = []
+        body = {"prompt": "hello", "max_tokens": 50}
+        thread = threading.Thread(target=lambda: answers.append(post(live, body)))
+        thread.start()
+        wait_until(lambda: live.service.language().engine.state().running == 1)
+        live.server.begin_to_end()
+        thread.join()
+    assert answers[0].status_code == 503
+    assert answers[0].headers["retry-after"] == "5"
 
 
 def test_a_model_that_fails() -> None:

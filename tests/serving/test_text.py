@@ -64,6 +64,17 @@ def test_byte_fallback(text: str) -> None:
     assert "".join(push_all(Detokenizer(byte_fallback), text.encode())) == text
 
 
+@given(st.text("aé中😀", max_size=9), st.text("aé中😀", max_size=5))
+def test_prompts_are_not_cut_within_a_character(prompt: str, text: str) -> None:
+    detokenizer = Detokenizer(byte_fallback, prompt.encode())
+    assert "".join(push_all(detokenizer, text.encode())) == text
+
+
+def test_a_prompt_that_is_no_text() -> None:
+    prompt = "中".encode()[:2] * 9  # half characters all the way
+    assert "".join(push_all(Detokenizer(DECODE, prompt), b"abc")) == "abc"
+
+
 def test_the_space_before_a_word_depends_on_the_prompt() -> None:
     assert "".join(push_all(Detokenizer(words, [1, 2]), [3, 4])) == " w3 w4"
     assert "".join(push_all(Detokenizer(words), [3, 4])) == "w3 w4"
