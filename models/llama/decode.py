@@ -131,6 +131,8 @@ def _attend_chunk(q_SKGD: Any, layer: State, slot: Any, positions_S: Any, length
     kv_2KTD = jax.lax.optimization_barrier(row["values"])
     if "scales" in row:
         kv_2KTD = kv_2KTD.astype(jnp.float32) * row["scales"][..., None]
+    # What others left there has no weight, but NaN is NaN without any.
+    kv_2KTD = jnp.where(jnp.arange(length)[:, None] <= positions_S[-1], kv_2KTD, 0)
     k_1TKD, v_1TKD = (kv_2KTD[i].swapaxes(0, 1)[None].astype(q_SKGD.dtype) for i in (KEYS, VALUES))
     q_1SND = q_SKGD.reshape(1, q_SKGD.shape[0], -1, q_SKGD.shape[-1])
     heads_1SND = spmd.ops.attention(q_1SND, k_1TKD, v_1TKD, positions=positions_S)

@@ -80,8 +80,12 @@ def _decomposition(q_BKGD: Any, cache: Any, positions_B: Any, *scales: Any, leng
     )
     weights_BKGT = jax.nn.softmax(scores_BKGT, axis=-1)
     if scales:
-        weights_BKGT *= scales[0][:, VALUES, :, None, :length]
-    return jnp.einsum("bkgt,bktd->bkgd", weights_BKGT.astype(dtype), stored[:, VALUES])
+        weights_BKGT *= jnp.where(
+            visible_BT[:, None, None], scales[0][:, VALUES, :, None, :length], 0
+        )
+    # What lies behind a slot's position has no weight, but NaN is NaN without any.
+    values_BKTD = jnp.where(visible_BT[:, None, :, None], stored[:, VALUES], 0)
+    return jnp.einsum("bkgt,bktd->bkgd", weights_BKGT.astype(dtype), values_BKTD)
 
 
 def _rule(kind: OpKind) -> Rule:

@@ -130,8 +130,9 @@ def _kernel(
     def tile(i: Any, carry: Any) -> Any:
         here = pl.ds(i * TILE, TILE)
         keys_TD = keys[here, :].astype(jnp.float32)
-        values_TD = values[here, :].astype(jnp.float32)
         seen_T = start + i * TILE + jnp.arange(TILE) <= last
+        # What lies behind has no weight, but NaN is NaN without any.
+        values_TD = jnp.where(seen_T[:, None], values[here, :].astype(jnp.float32), 0.0)
         new = []
         for query_D, (largest, total, head_D) in zip(queries, carry, strict=True):
             scores_T = jnp.sum(keys_TD * query_D[None, :], axis=1)
@@ -143,7 +144,7 @@ def _kernel(
             kept = jnp.exp(largest - above)
             total = total * kept + jnp.sum(weights_T)
             if scales:
-                weights_T *= scales[1][here]
+                weights_T *= jnp.where(seen_T, scales[1][here], 0.0)
             head_D = head_D * kept + jnp.sum(values_TD * weights_T[:, None], axis=0)
             new.append((above, total, head_D))
         return tuple(new)

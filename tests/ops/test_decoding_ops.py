@@ -142,10 +142,13 @@ def attention_case(slots: int, groups: int, length: int, quantized: bool) -> tup
     shape = (slots, 2, 2, length + 64, 32)
     positions = rng.integers(0, length, slots).astype(np.int32)
     positions[0] = 0
+    behind = np.arange(shape[3]) > positions[:, None, None, None]  # broken by who was there before
     if not quantized:
-        return q, rng.standard_normal(shape).astype(np.float32), positions
+        cache = np.where(behind[..., None], np.nan, rng.standard_normal(shape))
+        return q, cache.astype(np.float32), positions
     values = rng.integers(-127, 128, shape).astype(np.int8)
-    return q, values, positions, (rng.random(shape[:-1]) * 0.02).astype(np.float32)
+    scales = np.where(behind, np.nan, rng.random(shape[:-1]) * 0.02)
+    return q, values, positions, scales.astype(np.float32)
 
 
 def attended(q: Any, cache: Any, positions: Any, scales: Any = None) -> Any:

@@ -249,6 +249,17 @@ def test_a_prompt_that_ends_at_the_slots_end():
     np.testing.assert_allclose(np.stack(found), jax.nn.log_softmax(logits[0]), rtol=0, atol=2e-4)
 
 
+def test_a_slot_that_held_nan_serves_others():
+    """A prompt for which the model breaks down breaks nobody else's."""
+    backend = ModelBackend(random_programs(2), LIMITS)
+    prompt = checkpoints.TOKENS_BS[0, :9].tolist()
+    wanted = generate(backend, prompt, 12)
+    state = backend._programs._state
+    for layer in state["cache"].values():
+        layer["values"] = jnp.full_like(layer["values"], jnp.nan)
+    assert generate(backend, prompt, 12) == wanted
+
+
 def test_misuse_is_said():
     backend = ModelBackend(random_programs(2), LIMITS)
     with pytest.raises(ValueError, match="1 to 8 tokens within 48"):
