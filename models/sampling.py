@@ -26,6 +26,8 @@ class SamplingParams(NamedTuple):
     top_p: Any
     min_p: Any
     repetition_penalty: Any
+    frequency_penalty: Any
+    presence_penalty: Any
     seed: Any
 
 
@@ -35,18 +37,23 @@ FIELDS: dict[str, tuple[Any, float]] = {
     "top_p": (np.float32, 1.0),
     "min_p": (np.float32, 0.0),
     "repetition_penalty": (np.float32, 1.0),
+    "frequency_penalty": (np.float32, 0.0),
+    "presence_penalty": (np.float32, 0.0),
     "seed": (np.uint32, 0),
 }
 """Field of `SamplingParams` -> its dtype, and the value that changes nothing."""
 
 
-def sample(logits_BV: Any, params: SamplingParams, seen_BV: Any, positions_B: Any) -> Any:
+def sample(
+    logits_BV: Any, params: SamplingParams, seen_BV: Any, drawn_BV: Any, positions_B: Any
+) -> Any:
     """One token of each row.
 
     Args:
       logits_BV: float32.
       params: how.
       seen_BV: which tokens are in the sequence already, bools.
+      drawn_BV: how often each one has been drawn, int32.
       positions_B: of the tokens that are drawn; with the seed they decide the draw.
 
     Returns:
@@ -55,6 +62,8 @@ def sample(logits_BV: Any, params: SamplingParams, seen_BV: Any, positions_B: An
     penalty_B1 = params.repetition_penalty[:, None]
     penalized_BV = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
     logits_BV = jnp.where(seen_BV, penalized_BV, logits_BV)
+    logits_BV -= params.frequency_penalty[:, None] * drawn_BV.astype(jnp.float32)
+    logits_BV -= params.presence_penalty[:, None] * (drawn_BV > 0)
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
     def draw() -> Any:

@@ -51,6 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--top_p", type=float, default=default.top_p, help="(%(default)s)")
     add("--min_p", type=float, default=default.min_p, help="(%(default)s)")
     add("--repetition_penalty", type=float, default=default.repetition_penalty, help="(1.0)")
+    add("--frequency_penalty", type=float, default=default.frequency_penalty, help="(0.0)")
+    add("--presence_penalty", type=float, default=default.presence_penalty, help="(0.0)")
     add("--seed", type=int, default=0, help="of the draws (%(default)s)")
     add("--ignore_eos", action="store_true", help="go on behind the end of a text")
     return parser
@@ -91,7 +93,8 @@ def check(given: argparse.Namespace) -> None:
     """Raise a `BundleError` for numbers out of range."""
     ranges = {
         "max_tokens": (1, None), "temperature": (0, None), "top_k": (0, None), "top_p": (0, 1),
-        "min_p": (0, 1), "seed": (0, 2**32 - 1),
+        "min_p": (0, 1), "frequency_penalty": (-2, 2), "presence_penalty": (-2, 2),
+        "seed": (0, 2**32 - 1),
     }  # fmt: skip
     for name, (low, high) in ranges.items():
         value = getattr(given, name)
@@ -130,7 +133,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.print(f"loaded in {time.perf_counter() - start:.1f} s: {backend.info['mesh']}")
     sampling = Sampling(
         given.temperature, given.top_k, given.top_p, given.min_p, given.repetition_penalty,
-        given.seed,
+        given.frequency_penalty, given.presence_penalty, given.seed,
     )  # fmt: skip
     for text in texts or asked_prompts(console):
         ids = encode(text, tokenizer, backend, given.max_tokens)

@@ -46,6 +46,8 @@ class Sampling:
     Attributes:
       repetition_penalty: logits of tokens in the sequence, prompt included, are divided by it if
         positive, multiplied if negative (Keskar et al. 2019); 1 changes nothing.
+      frequency_penalty: taken off a token's logit for each time that it has been drawn.
+      presence_penalty: taken off the logits of tokens that have been drawn.
       temperature: logits are divided by it; 0 takes the likeliest token.
       top_k: only so many of the likeliest; 0 is all.
       top_p: the likeliest whose probabilities reach this sum (Holtzman et al. 2019).
@@ -58,6 +60,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     seed: int = 0
 
 

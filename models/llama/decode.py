@@ -68,7 +68,7 @@ def state_leaves(config: LlamaConfig, shape: ServingShape) -> Any:
     - `cache/I`: `values` (B, 2, K, T, D), keys and values, and `scales` (B, 2, K, T) of int8 ones.
     - `tokens` (B,): the latest token of each slot, whose key and value are not in the cache yet.
     - `lengths` (B,): tokens whose are: the position of the latest.
-    - `seen` (B, V): tokens that are in the sequence.
+    - `seen` (B, V): tokens that are in the sequence; `drawn` (B, V): how often they were drawn.
     - `sampling/FIELD` (B,): how a slot's tokens are drawn.
     """
     slots = shape.slots
@@ -81,6 +81,7 @@ def state_leaves(config: LlamaConfig, shape: ServingShape) -> Any:
         "tokens": StateLeaf((slots,), "int32"),
         "lengths": StateLeaf((slots,), "int32"),
         "seen": StateLeaf((slots, config.vocab_size), "bool"),
+        "drawn": StateLeaf((slots, config.vocab_size), "int32"),
         "sampling": {
             name: StateLeaf((slots,), np.dtype(dtype).name, neutral)
             for name, (dtype, neutral) in sampling.FIELDS.items()
@@ -284,7 +285,9 @@ def decode(
         i, state, reports = carry
         logits_BV, state = step_logits(weights, state, active_B, length, config)
         params = sampling.SamplingParams(**state["sampling"])
-        ids_B = sampling.sample(logits_BV, params, state["seen"], state["lengths"] + 1)
+        ids_B = sampling.sample(
+            logits_BV, params, state["seen"], state["drawn"], state["lengths"] + 1
+        )
         made = sampling.report(logits_BV, ids_B, alternatives, control["alternatives"])
         reports = jax.tree.map(lambda all_, one: all_.at[i].set(one), reports, made)
         return i + 1, _advance(state, ids_B, active_B), reports
@@ -303,13 +306,14 @@ def decode(
 
 
 def _advance(state: State, ids_B: Any, active_B: Any) -> State:
-    seen_BV = state["seen"]
-    is_new_BV = ids_B[:, None] == jnp.arange(seen_BV.shape[1])
+    is_id_BV = ids_B[:, None] == jnp.arange(state["seen"].shape[1])
+    is_new_BV = is_id_BV & active_B[:, None]
     return {
         **state,
         "tokens": jnp.where(active_B, ids_B, state["tokens"]),
         "lengths": jnp.where(active_B, state["lengths"] + 1, state["lengths"]),
-        "seen": seen_BV | (is_new_BV & active_B[:, None]),
+        "seen": state["seen"] | is_new_BV,
+        "drawn": state["drawn"] + is_new_BV,
     }
 
 
@@ -348,7 +352,8 @@ def prefill(
     params = {name: chunk["sampling"][name] for name in sampling.FIELDS}
     one = sampling.SamplingParams(**{name: x[None] for name, x in params.items()})
     end = start + chunk["count"]
-    ids_1 = sampling.sample(logits_1V, one, chunk["seen"][None], end[None])
+    seen_1V = chunk["seen"][None]
+    ids_1 = sampling.sample(logits_1V, one, seen_1V, jnp.zeros(seen_1V.shape, jnp.int32), end[None])
     outputs = {"first": sampling.report(logits_1V, ids_1, alternatives)}
     if scores:
         outputs["scores"] = sampling.report(
@@ -397,6 +402,7 @@ def _begin(state: State, chunk: Mapping[str, Any], params: Mapping[str, Any], fi
     """The state in which decoding goes on behind a prompt, if the prompt ends here."""
     slot, last = chunk["slot"], chunk["last"]
     seen_V = chunk["seen"].at[first].set(True)
+    drawn_V = jnp.zeros(seen_V.shape, jnp.int32).at[first].set(1)
 
     def put(array: Any, value: Any) -> Any:
         return array.at[slot].set(jnp.where(last, value, array[slot]))
@@ -405,6 +411,7 @@ def _begin(state: State, chunk: Mapping[str, Any], params: Mapping[str, Any], fi
         **state,
         "tokens": put(state["tokens"], first),
         "seen": put(state["seen"], seen_V),
+        "drawn": put(state["drawn"], drawn_V),
         "sampling": {name: put(state["sampling"][name], x) for name, x in params.items()},
     }
 

@@ -14,6 +14,8 @@ from models.sampling import SamplingParams
 
 LOGITS_BV = np.random.default_rng(0).standard_normal((6, 50)).astype(np.float32) * 3
 
+NEVER_BV = np.zeros(LOGITS_BV.shape, np.int32)
+
 
 def params(rows: int, **changes: Any) -> SamplingParams:
     filled = {
@@ -54,9 +56,19 @@ def test_repetition_penalty_is_transformers() -> None:
     seen = np.zeros((6, 50), bool)
     np.put_along_axis(seen, ids, True, axis=1)
     ours = sampling.sample(
-        LOGITS_BV, params(6, repetition_penalty=1.7), seen, np.zeros(6, np.int32)
+        LOGITS_BV, params(6, repetition_penalty=1.7), seen, NEVER_BV, np.zeros(6, np.int32)
     )
     np.testing.assert_array_equal(ours, theirs.numpy().argmax(-1))
+    assert (np.asarray(ours) != LOGITS_BV.argmax(-1)).any()
+
+
+def test_frequency_and_presence_penalties() -> None:
+    """As OpenAI defines them: `logit - count * frequency - (count > 0) * presence`."""
+    drawn = np.random.default_rng(2).integers(0, 4, LOGITS_BV.shape).astype(np.int32)
+    given = params(6, frequency_penalty=0.75, presence_penalty=1.5)
+    ours = sampling.sample(LOGITS_BV, given, drawn > 0, drawn, np.zeros(6, np.int32))
+    wanted = LOGITS_BV - 0.75 * drawn - 1.5 * (drawn > 0)
+    np.testing.assert_array_equal(ours, wanted.argmax(-1))
     assert (np.asarray(ours) != LOGITS_BV.argmax(-1)).any()
 
 
@@ -67,6 +79,7 @@ def test_draws_follow_the_distribution() -> None:
         logits,
         params(count, temperature=1.5, seed=3),
         np.zeros((count, 8), bool),
+        np.zeros((count, 8), np.int32),
         np.arange(count, dtype=np.int32),
     )
     shares = np.bincount(np.asarray(drawn), minlength=8) / count
@@ -78,11 +91,11 @@ def test_seed_and_position_decide_alone() -> None:
     """Not the row, nor the rows beside it; rows with other seeds differ."""
     logits = np.tile(LOGITS_BV[:1], (4, 1)) / 3
     given = params(4, temperature=1.0)._replace(seed=np.array([5, 6, 5, 7], np.uint32))
-    unseen = np.zeros(logits.shape, bool)
+    unseen, never = np.zeros(logits.shape, bool), np.zeros(logits.shape, np.int32)
 
     def draw(rows: Any, positions: Any) -> Any:
         chosen = SamplingParams(*(x[rows] for x in given))
-        return np.asarray(compiled(logits[rows], chosen, unseen[rows], positions))
+        return np.asarray(compiled(logits[rows], chosen, unseen[rows], never[rows], positions))
 
     compiled = jax.jit(sampling.sample)
     everything = np.stack([draw(np.arange(4), np.full(4, p, np.int32)) for p in range(30)])
@@ -98,7 +111,8 @@ def test_rows_are_drawn_each_in_its_own_way() -> None:
         top_k=np.array([0, 1, 0, 5, 2, 0], np.int32),
     )
     unseen = np.zeros(LOGITS_BV.shape, bool)
-    drawn = np.asarray(jax.jit(sampling.sample)(LOGITS_BV, given, unseen, np.zeros(6, np.int32)))
+    positions = np.zeros(6, np.int32)
+    drawn = np.asarray(jax.jit(sampling.sample)(LOGITS_BV, given, unseen, NEVER_BV, positions))
     likeliest = LOGITS_BV.argmax(-1)
     np.testing.assert_array_equal(drawn[[0, 1, 3]], likeliest[[0, 1, 3]])
     assert drawn[4] in np.argsort(LOGITS_BV[4])[-2:]

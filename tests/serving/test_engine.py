@@ -144,8 +144,8 @@ class Scraper(Notes):
         assert self.engine is not None
         self.totals.append(self.engine.state().counts)
 
-    def ran(self, tokens: int, seconds: float, steps: int) -> None:
-        super().ran(tokens, seconds, steps)
+    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
+        super().ran(tokens, seconds, steps, held)
         self._scrape()
 
     def more_tokens(self, seconds: float, tokens: int) -> None:

@@ -94,14 +94,14 @@ def test_room(beginner: Language) -> None:
 def test_sampling(beginner: Language) -> None:
     body = {
         "temperature": 0.5, "top_k": -1, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
-        "seed": 3,
+        "frequency_penalty": -0.5, "presence_penalty": 2.0, "seed": 3,
     }  # fmt: skip
     sampling = complete(beginner, prompt="a", **body).jobs[0].sampling
     assert dataclasses.asdict(sampling) == {**body, "top_k": 0}
     defaults = complete(beginner, prompt="a", seed=0).jobs[0].sampling
     assert dataclasses.asdict(defaults) == {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
-        "seed": 0,
+        "frequency_penalty": 0.0, "presence_penalty": 0.0, "seed": 0,
     }  # fmt: skip
 
 

@@ -53,14 +53,14 @@ class Plain:
         self.functions = {function.name: function for function in functions}
         self._jitted = {name: jax.jit(f.fn) for name, f in self.functions.items()}
         self._params = params
-        self._state = jax.tree.map(lambda x: jnp.full(x.shape, x.fill, x.dtype), leaves)
+        self.state = jax.tree.map(lambda x: jnp.full(x.shape, x.fill, x.dtype), leaves)
 
     def run(self, name: str, *inputs: Any) -> Any:
-        own = {"weights": self._params, "state": self._state}
+        own = {"weights": self._params, "state": self.state}
         roles = self.functions[name].roles
         given = iter(inputs)
         arguments = (own[r] if r in own else next(given) for r in roles)
-        self._state, outputs = self._jitted[name](*arguments)
+        self.state, outputs = self._jitted[name](*arguments)
         return outputs
 
 
@@ -249,13 +249,29 @@ def test_a_prompt_that_ends_at_the_slots_end():
     np.testing.assert_allclose(np.stack(found), jax.nn.log_softmax(logits[0]), rtol=0, atol=2e-4)
 
 
+def test_penalties_count_what_was_drawn():
+    """Beside all tokens one by one; the prompt's do not count."""
+    params, config = random_model(2)
+    backend = ModelBackend(random_programs(2), LIMITS)
+    given = Sampling(temperature=0.0, frequency_penalty=0.6, presence_penalty=0.4)
+    prompt = checkpoints.TOKENS_BS[0, :9].tolist()
+    made, _ = generate(backend, prompt, 20, given)
+    forward = jax.jit(functools.partial(model.forward, config=config))
+    whole = np.asarray(forward(params, np.asarray([[*prompt, *made]]))[0])
+    for i, token in enumerate(made):
+        drawn = np.bincount(made[:i], minlength=VOCABULARY)
+        logits = whole[len(prompt) + i - 1] - 0.6 * drawn - 0.4 * (drawn > 0)
+        assert logits[token] >= logits.max() - 1e-3
+    assert made != generate(backend, prompt, 20)[0]
+
+
 def test_a_slot_that_held_nan_serves_others():
     """A prompt for which the model breaks down breaks nobody else's."""
-    backend = ModelBackend(random_programs(2), LIMITS)
+    programs = random_programs(2)
+    backend = ModelBackend(programs, LIMITS)
     prompt = checkpoints.TOKENS_BS[0, :9].tolist()
     wanted = generate(backend, prompt, 12)
-    state = backend._programs._state
-    for layer in state["cache"].values():
+    for layer in programs.state["cache"].values():
         layer["values"] = jnp.full_like(layer["values"], jnp.nan)
     assert generate(backend, prompt, 12) == wanted
 
