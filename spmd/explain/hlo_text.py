@@ -15,7 +15,7 @@ from spmd.errors import ArgumentError
 
 
 class Instruction(NamedTuple):
-    """One line: `name = type opcode(operands), attributes, metadata={...}, ...`."""
+    """`name = type opcode(operands), attributes, metadata={...}, ...`, on one line or several."""
 
     name: str
     type: str
@@ -35,6 +35,7 @@ class Module(NamedTuple):
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
+_END = re.compile(r"^\}(, execution_thread=.*)?$")
 _PARENTHESIS = re.compile(r"[()]")
 _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 
@@ -52,10 +53,12 @@ def parse_module_text(text: str) -> Module:
     table: dict[int, str] | None = None
     for line in text.splitlines():
         if current is not None:
-            if line.startswith("}"):
+            if _END.match(line):
                 current = None
             elif (instruction := _instruction(line)) is not None:
                 current.append(instruction)
+            elif current:  # attributes of kernels may hold line breaks
+                current[-1] = current[-1]._replace(rest=f"{current[-1].rest}\n{line}")
         elif (match := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
             current = computations.setdefault(match[2], [])
             entry = match[2] if match[1] else entry

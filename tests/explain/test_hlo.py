@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from spmd.errors import ArgumentError
 from spmd.explain.hlo import HloCollective, hlo_collectives
 from spmd.explain.hlo_sizes import HloValue, largest_values, matmul_flops
+from spmd.explain.hlo_text import parse_module_text
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 
 HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
@@ -453,3 +454,16 @@ def test_xla_moves_the_bytes_that_the_plan_says(compiled: Any) -> None:
     for c in hlo_collectives(compiled.as_text("hlo")):
         totals[c.kind] -= c.bytes * c.count
     assert totals == dict.fromkeys(totals, 0)
+
+
+def test_an_attribute_may_hold_line_breaks() -> None:
+    """As the TPU compiler writes what a kernel says of itself."""
+    kernel = (
+        '%k = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", '
+        'backend_config={"metadata":"{\n"block": 512\n}}, metadata={op_name="kernel"}'
+    )
+    text = module(kernel, "ROOT %r = f32[8] all-reduce(%k), replica_groups={}, to_apply=%sum")
+    (found,) = hlo_collectives(text)
+    assert found.kind == "all_reduce"
+    (instruction, _) = parse_module_text(text).computations["main"]
+    assert instruction.rest.endswith('metadata={op_name="kernel"}')
