@@ -61,6 +61,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+LONG = (
+    "test_resume.py", "test_against_shardy.py", "test_served_model.py", "test_fuzz.py",
+    "test_processes.py", "test_training_job.py", "test_trainer.py", "test_decode.py",
+)  # fmt: skip
+"""Files that take a minute or more: begun last, one of them would run alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Returns `golden(name, text)`, which compares text with tests/golden/<name>.txt."""

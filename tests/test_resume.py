@@ -48,17 +48,15 @@ print(train_flags.help_text("about"))
 """
 
 
-KILLS = 30
-
-
-def test_killed_and_resumed_it_is_the_same_run(tmp_path):
+@pytest.mark.parametrize("kills", [10, pytest.param(30, marks=pytest.mark.heavy)])
+def test_killed_and_resumed_it_is_the_same_run(kills, tmp_path):
     """As `scripts/resume_test`: real signals at random moments, the last one a SIGTERM."""
-    resume_test(tmp_path, kills=KILLS, steps=steps_for(KILLS), devices=1, seed=1)
+    resume_test(tmp_path, kills=kills, steps=steps_for(kills), devices=1, seed=1)
     assert not list((tmp_path / "killed").rglob("*orbax-checkpoint-tmp*"))
     metrics = tmp_path / "killed" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"loss": 5', '"loss": 6', 1))
     with pytest.raises(Failed, match="the losses differ"):
-        compare(tmp_path / "alone", tmp_path / "killed", steps_for(KILLS))
+        compare(tmp_path / "alone", tmp_path / "killed", steps_for(kills))
 
 
 @pytest.fixture(scope="module")
