@@ -12,7 +12,7 @@ import spmd
 from models.function import Function
 from models.gpu_graphs import with_gpu_graphs
 from models.placement import Entry, on_mesh
-from spmd.mesh.spec import jax_mesh
+from spmd.mesh.spec import platform_of
 
 Specs = Mapping[str, tuple[Entry, ...]]
 
@@ -49,7 +49,7 @@ class Programs:
         """
         self.functions = {function.name: function for function in functions}
         self._mesh = mesh
-        self._options = with_gpu_graphs(options or spmd.Options(), _platform(mesh))
+        self._options = with_gpu_graphs(options or spmd.Options(), platform_of(mesh))
         self._specs = specs
         main = self._compile(self.functions[primary], None)
         placed = dict(zip(self.functions[primary].roles, main.in_shardings, strict=True))
@@ -118,10 +118,6 @@ class Programs:
     def _spec(self, path: str, leaf: Any) -> Any:
         found = on_mesh(path, leaf.shape, self._specs, self._mesh, [])
         return (...,) * len(leaf.shape) if found is None else found
-
-
-def _platform(mesh: spmd.Mesh) -> str:
-    return str(jax_mesh(mesh).devices.flat[0].platform)
 
 
 def _outputs(function: Function) -> Any:

@@ -24,9 +24,9 @@ def with_gpu_graphs(options: spmd.Options, platform: str) -> spmd.Options:
 
     Args:
       options: of the compiler; what they say of command buffers stays.
-      platform: of the devices, as jax calls it.
+      platform: of the devices, as `spmd.mesh.spec.platform_of` names it.
     """
-    if platform not in ("gpu", "cuda"):
+    if platform != "cuda":
         return options
     given = {COMMAND_BUFFER: KINDS, **options.compiler_options}
     return dataclasses.replace(options, compiler_options=given)

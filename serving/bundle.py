@@ -31,7 +31,7 @@ from serving.programs import Program, compile_functions, compile_threads, plan_f
 from serving.tensors import check_stored, read_weights
 from serving.trees import fill
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import as_mesh, jax_mesh
+from spmd.mesh.spec import as_mesh, jax_mesh, platform_of
 from spmd.options import Options
 
 _LOG = logging.getLogger("serving")
@@ -71,7 +71,7 @@ def load_bundle(
       >>> bundle.run("decode_t512", control)
     """
     folder, mesh = Path(folder), as_mesh(mesh)
-    options = with_gpu_graphs(options or Options(), jax_mesh(mesh).devices.flat[0].platform)
+    options = with_gpu_graphs(options or Options(), platform_of(mesh))
     manifest = read_manifest(folder)
     if manifest.weights:
         check_stored(folder / WEIGHTS, manifest.weights)

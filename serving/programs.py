@@ -28,7 +28,7 @@ from spmd.frontend.bytecode import BytecodeError, bytecode_to_text, bytecodes_to
 from spmd.frontend.import_stablehlo import parse_module, signature
 from spmd.ir.types import numpy_dtype
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import jax_mesh
+from spmd.mesh.spec import jax_mesh, platform_of
 from spmd.options import Options
 from spmd.propagation.registry import is_known_call
 
@@ -270,7 +270,7 @@ def _check_calls(module: Any, what: str) -> None:
 
 
 def _platform(mesh: Mesh) -> str:
-    platform = str(jax_mesh(mesh).devices.flat[0].platform).replace("gpu", "cuda")
+    platform = platform_of(mesh)
     if platform not in PLATFORMS:
         raise BundleError(f"the mesh has {platform} devices, not one of {', '.join(PLATFORMS)}")
     return platform

@@ -23,7 +23,7 @@ from spmd.api.specs import arg_specs, out_entries
 from spmd.errors import MeshError
 from spmd.frontend.trace import seen_meshes, trace
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import as_mesh, has_devices, jax_mesh
+from spmd.mesh.spec import as_mesh, has_devices, jax_mesh, platform_of
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Request
@@ -166,13 +166,6 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         given,
         tuple(map(key_dtype, call.leaves)),
     )
-
-
-def platform_of(mesh: Mesh | None) -> str:
-    """`cpu`, `cuda` or `tpu`: what the mesh's devices are, else those that are here."""
-    if mesh is not None and has_devices(mesh):
-        return str(jax_mesh(mesh).devices.flat[0].platform).replace("gpu", "cuda")
-    return str(jax.default_backend()).replace("gpu", "cuda")
 
 
 def topology_of(mesh: Mesh) -> Topology:

@@ -18,7 +18,7 @@ from jax.experimental import mesh_utils, topologies
 from spmd.errors import MeshError
 from spmd.lowering.gpu_targets import GPU_TARGETS
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import has_devices, jax_mesh
+from spmd.mesh.spec import has_devices, platform_of
 from spmd.mesh.topology import Topology
 
 CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -34,8 +34,7 @@ def is_here(mesh: Mesh, topology: Topology) -> bool:
     """Whether the mesh's devices are visible and of the topology's platform."""
     if not has_devices(mesh):
         return False
-    platform = str(jax_mesh(mesh).devices.flat[0].platform)
-    return topology.platform in (None, platform.replace("gpu", "cuda"))
+    return topology.platform in (None, platform_of(mesh))
 
 
 def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:

@@ -75,6 +75,13 @@ def has_devices(mesh: Mesh) -> bool:
     return all(i in _devices_by_id() for i in mesh.device_ids)
 
 
+def platform_of(mesh: Mesh | None) -> str:
+    """`cpu`, `cuda` or `tpu`: what the mesh's devices are, else those that are here."""
+    if mesh is None or not has_devices(mesh):
+        return str(jax.default_backend()).replace("gpu", "cuda")
+    return str(jax_mesh(mesh).devices.flat[0].platform).replace("gpu", "cuda")
+
+
 def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
     """A boundary sharding as jax's `PartitionSpec`."""
     entries: list[Any] = []
