@@ -1,4 +1,4 @@
-"""Exported functions, compiled for a mesh in this process: `serving.bundle` without a bundle."""
+"""Exported functions, compiled for a mesh in this process, without a bundle on disk."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ HIDDEN = np.float32(-np.inf)
 
 
 class SamplingParams(NamedTuple):
-    """How each row is drawn, arrays (B,); what the fields mean is said in `serving.backend`."""
+    """How each row is drawn, arrays (B,); `serving.engine.backend` says what the fields mean."""
 
     temperature: Any
     top_k: Any
@@ -141,7 +141,7 @@ def _ordered(x: Any) -> Any:
 
 
 class Report(NamedTuple):
-    """Log-probabilities of the model itself: `serving.backend.Tokens` as arrays (B, ...)."""
+    """Log-probabilities of the model itself: `serving.engine.backend.Tokens` as arrays (B, ...)."""
 
     ids: Any
     logprobs: Any

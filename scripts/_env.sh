@@ -123,3 +123,23 @@ setup_browser() {
   { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 </dev/null ||
     say "Chromium could not be installed: the tests that need it are skipped."
 }
+
+# Runs the module NAME of a folder with an extra installed: given FOLDER EXTRA NAME [flags]. Without a name it lists those
+# that there are, each with the first line of its docstring.
+run_module_of() {
+  local folder="$1" extra="$2" name="${3:-}" file
+  if [ -z "$name" ] || [ "$name" = --help ] || [ "$name" = -h ]; then
+    say "usage: $folder/run NAME [flags]; $folder/run NAME --help lists the flags"
+    for file in "$REPO_ROOT/$folder"/*.py; do
+      if grep -q '__main__' "$file"; then
+        printf '  %-20s %s\n' "$(basename "$file" .py)" "$(head -n 1 "$file" | tr -d '"')"
+      fi
+    done
+    return
+  fi
+  [ -f "$REPO_ROOT/$folder/$name.py" ] || die "there is no $folder/$name.py; $folder/run lists what there is"
+  shift 3
+  setup_env "$extra"
+  export PYTHONPATH="$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+  exec "$VENV_PYTHON" -m "$folder.$name" "$@"
+}

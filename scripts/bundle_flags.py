@@ -9,9 +9,9 @@ import jax
 from rich.console import Console
 
 import spmd
-from serving.bundle import Bundle, load_bundle
-from serving.cache import default_cache_dir
-from serving.function import BundleError
+from serving.bundle.bundle import Bundle, load_bundle
+from serving.bundle.cache import default_cache_dir
+from serving.bundle.function import BundleError
 
 NO_CACHE = "none"
 
@@ -19,7 +19,7 @@ NO_CACHE = "none"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds them."""
     add = parser.add_argument
-    add("bundle", type=Path, help="folder made by scripts/export_llama or serving.export")
+    add("bundle", type=Path, help="folder made by scripts/export_llama or serving.bundle.write")
     add(
         "--mesh",
         help="axes and sizes, as in data=2,model=4: tensor parallelism over model, slots over "

@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 def lower(flags: argparse.Namespace) -> spmd.Lowered:
     """Our compiler's stages for the file, up to the local program."""
     import spmd
-    from spmd.frontend.import_stablehlo import boundary_names, parse_module
+    from spmd.frontend.importer.module import boundary_names, parse_module
 
     axes = parse_mesh(flags.mesh)
     mesh = spmd.Mesh(None, tuple(axes.values()), tuple(axes))

@@ -21,16 +21,16 @@ from rich.console import Console
 
 from models.llama.config import DTYPES, ConfigError, named_config
 from models.llama.decode import ServingShape
-from models.llama.hf_files import WeightsError
 from models.llama.quantize import QUANTIZATIONS
-from models.llama.sources import Source, checkpoint_source, fresh_source, hf_source
-from models.training.checkpoint import AUTO, CheckpointError
+from models.llama.weights.files import WeightsError
+from models.llama.weights.sources import Source, checkpoint_source, fresh_source, hf_source
+from models.training.checkpoints.store import AUTO, CheckpointError
+from models.training.data.tokenizer import BYTES, load_tokenizer
 from models.training.errors import DataError
-from models.training.tokenizer import BYTES, load_tokenizer
 from scripts.user_errors import ending_on_interrupt, one_message
-from serving.function import BundleError
-from serving.llama_export import export_llama
-from serving.manifest import PLATFORMS
+from serving.bundle.function import BundleError
+from serving.bundle.manifest import PLATFORMS
+from serving.llama_bundle import export_llama
 from spmd.errors import SpmdError
 
 USER_ERRORS = (

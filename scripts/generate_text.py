@@ -18,14 +18,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from models.training.tokenizer import Tokenizer
+from models.training.data.tokenizer import Tokenizer
 from scripts import bundle_flags
 from scripts.user_errors import ending_on_interrupt, one_message
-from serving.backend import Backend, Sampling
+from serving.bundle.function import BundleError
+from serving.engine.backend import Backend, Sampling
+from serving.engine.model_backend import generate
 from serving.errors import ServingError
-from serving.function import BundleError
 from serving.load import load_model
-from serving.model_backend import generate
 from spmd.errors import SpmdError
 
 USER_ERRORS = (BundleError, ServingError, SpmdError, OSError, UnicodeDecodeError)

@@ -33,7 +33,7 @@ import spmd
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig, named_config
 from spmd.explain.memory import Memory
-from spmd.explain.schedule import Schedule, read_schedule
+from spmd.hlo.schedule import Schedule, read_schedule
 
 _ROWS = flags.DEFINE_list("rows", ["7b", "13b", "70b"], "which configurations")
 _SEQ_LENS = flags.DEFINE_list("seq_lens", ["1024", "2048"], "tokens in a sequence")

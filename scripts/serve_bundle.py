@@ -20,11 +20,11 @@ from rich.console import Console
 
 from scripts import bundle_flags
 from scripts.user_errors import ending_on_interrupt, one_message
+from serving.bundle.function import BundleError
 from serving.errors import ServingError
-from serving.function import BundleError
+from serving.http.server import serve
+from serving.http.service import Loaded, Options
 from serving.load import load_model
-from serving.server import serve
-from serving.service import Loaded, Options
 from spmd.errors import SpmdError
 
 USER_ERRORS = (BundleError, ServingError, SpmdError, OSError)

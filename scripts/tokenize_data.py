@@ -23,12 +23,12 @@ from absl import app, flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from models.training import token_folder
-from models.training.documents import FORMATS, Format, Source
+from models.training.data import token_folder
+from models.training.data.documents import FORMATS, Format, Source
+from models.training.data.files import find_files
+from models.training.data.tokenize import ON_ERROR, PIECE_BYTES, OnError, Options, tokenize
+from models.training.data.tokenizer import BYTES
 from models.training.errors import DataError
-from models.training.files import find_files
-from models.training.tokenize import ON_ERROR, PIECE_BYTES, OnError, Options, tokenize
-from models.training.tokenizer import BYTES
 from scripts.user_errors import one_message
 
 _OUT = flags.DEFINE_string("out", None, "The folder to make.")

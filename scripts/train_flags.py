@@ -16,12 +16,12 @@ from models.llama import sharding
 from models.llama.config import ATTENTIONS, CONFIGS, DTYPES, LlamaConfig
 from models.llama.model import MARK_POINTS
 from models.llama.remat import check_can_offload, checkpoint_policy
-from models.training import data
-from models.training.checkpoint import AUTO
-from models.training.optimizer import OPTIMIZERS, OptimizerConfig, default_learning_rate
-from models.training.profile import ProfileRange
-from models.training.run import RunConfig, RunError
-from models.training.step import ON_NONFINITE
+from models.training.checkpoints.store import AUTO
+from models.training.data import source as data
+from models.training.run.description import RunConfig, RunError
+from models.training.run.optimizer import OPTIMIZERS, OptimizerConfig, default_learning_rate
+from models.training.run.profile import ProfileRange
+from models.training.run.step import ON_NONFINITE
 from scripts import weight_flags
 
 FLAGS = flags.FLAGS

@@ -33,15 +33,15 @@ import spmd
 from models.llama import sharding
 from models.llama.config import ConfigError
 from models.llama.trainer import Trainer
-from models.llama.weights import WeightsError
-from models.training import data
-from models.training.checkpoint import CheckpointError, Checkpoints, Found
-from models.training.loop import Outcome, Schedule, TrainingError, TrainState, train
-from models.training.optimizer import OptimizerError
-from models.training.profile import ProfileError, Profiler
-from models.training.run import RunConfig, RunError, RunFolder, check_same_model
-from models.training.sinks import JsonLines, Sinks, TensorBoard, Terminal
-from models.training.stop import STOPPED_EXIT_CODE, StopSignals
+from models.llama.weights.load import WeightsError
+from models.training.checkpoints.store import CheckpointError, Checkpoints, Found
+from models.training.data import source as data
+from models.training.run.description import RunConfig, RunError, RunFolder, check_same_model
+from models.training.run.loop import Outcome, Schedule, TrainingError, TrainState, train
+from models.training.run.optimizer import OptimizerError
+from models.training.run.profile import ProfileError, Profiler
+from models.training.run.sinks import JsonLines, Sinks, TensorBoard, Terminal
+from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from spmd import launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -61,7 +61,7 @@ def verify_file(path: str) -> bool:
     axes = parse_mesh(_MESH.value)
     _make_cpu_devices(math.prod(axes.values()))
     import spmd
-    from spmd.frontend.import_stablehlo import parse_module, signature
+    from spmd.frontend.importer.module import parse_module, signature
 
     module = parse_module(os.path.abspath(path))
     arguments, results = signature(module)

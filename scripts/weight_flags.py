@@ -8,9 +8,9 @@ from typing import Any
 from absl import flags
 from rich.console import Console
 
-from models.llama import weights
 from models.llama.config import DTYPES, ConfigError, LlamaConfig, named_config
-from models.llama.hf_config import read_config
+from models.llama.weights import load as weights
+from models.llama.weights.config import read_config
 
 _CONFIG = flags.DEFINE_string(
     "config", None, "A config.json in Hugging Face's format, instead of --model."

@@ -7,16 +7,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from models.training.data.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
 from models.training.errors import DataError
-from models.training.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
-from serving.backend import Backend
-from serving.bundle import Bundle
-from serving.bundle_infer import BundleInfer
-from serving.export import TOKENIZER
-from serving.function import BundleError
-from serving.llama import KIND, model_backend
-from serving.model_backend import generate
-from serving.service import Loaded
+from serving.bundle.bundle import Bundle
+from serving.bundle.function import BundleError
+from serving.bundle.write import TOKENIZER
+from serving.engine.backend import Backend
+from serving.engine.model_backend import generate
+from serving.http.service import Loaded
+from serving.llama_backend import KIND, model_backend
+from serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
 

@@ -15,17 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from spmd.frontend.canonicalize import canonicalize
-from spmd.frontend.import_stablehlo import Imported, import_module
+from spmd.frontend.canonicalize.run import canonicalize
+from spmd.frontend.importer.module import Imported, import_module
 from spmd.frontend.marks import Entries, collect_marks, result_mark
+from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.legality import check_program
 from spmd.ir.program import Value
 from spmd.lowering.emit import emit
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
-from spmd.lowering.optimize import optimize
 from spmd.lowering.partition import Partitioned, partition
-from spmd.lowering.room import Room
+from spmd.lowering.rewrites.optimize import optimize
+from spmd.lowering.rewrites.room import Room
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.topology import Topology
@@ -35,9 +36,7 @@ from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
 from spmd.planning.problem import problem_of
-from spmd.propagation import rules  # noqa: F401 (fills the registry)
 from spmd.propagation.cheap import cheap_values
-from spmd.propagation.composites import PLATFORM, whole_composites
 from spmd.propagation.propagate import propagate
 from spmd.propagation.propagated import Propagated
 from spmd.propagation.sink import sink_invariants

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import spmd
-from spmd.explain.hlo_sizes import largest_values
+from spmd.hlo.sizes import largest_values
 from tests.programs import Training, llama
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.resume_test_runs import Failed, compare, resume_test, steps_for
+from tools.resume_test import Failed, compare, resume_test, steps_for
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
 BAD_FLAGS = {
     "--resume=auto": "--resume needs --run_dir, the folder that keeps what is written",
@@ -50,7 +50,7 @@ print(train_flags.help_text("about"))
 
 @pytest.mark.parametrize("kills", [10, pytest.param(30, marks=pytest.mark.heavy)])
 def test_killed_and_resumed_it_is_the_same_run(kills, tmp_path):
-    """As `scripts/resume_test`: real signals at random moments, the last one a SIGTERM."""
+    """As `tools/run resume_test`: real signals at random moments, the last one a SIGTERM."""
     resume_test(tmp_path, kills=kills, steps=steps_for(kills), devices=1, seed=1)
     assert not list((tmp_path / "killed").rglob("*orbax-checkpoint-tmp*"))
     metrics = tmp_path / "killed" / "metrics.jsonl"

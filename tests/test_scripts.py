@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 SHELL_SCRIPTS = [
     "scripts/quickstart",
     "scripts/test",
     "scripts/check",
-    "scripts/fuzz",
+    "tools/run fuzz",
     "scripts/plan_llama",
-    "scripts/calibrate",
+    "tools/run calibrate",
     "scripts/verify",
-    "scripts/bench_bytes",
+    "benchmarks/run bytes",
     "scripts/explain",
     "scripts/launch",
-    "scripts/resume_test",
+    "tools/run resume_test",
     "scripts/tokenize_data",
     "scripts/export_llama",
-    "scripts/reshard_checkpoints",
+    "scripts/convert_checkpoints",
     ".ci/run",
 ]
 

@@ -12,9 +12,10 @@ from absl import flags
 from absl.testing import flagsaver
 from rich.console import Console
 
-from models.llama import model, weights
+from models.llama import model
 from models.llama.config import CONFIGS, ConfigError
-from models.llama.hf_config import read_config
+from models.llama.weights import load as weights
+from models.llama.weights.config import read_config
 from scripts import weight_flags
 
 TINY = CONFIGS["tiny"]

@@ -15,12 +15,12 @@ from models.llama.config import FLOP_CONVENTIONS, LlamaConfig
 from models.llama.generate import generate, make_next_logits
 from models.llama.model import init, init_keys, init_layer, init_outer
 from models.llama.training import batch_loss
-from models.training import data
-from models.training.loop import TrainState
-from models.training.metrics import StepCost, peak_flops
-from models.training.optimizer import make_optimizer, make_schedule
-from models.training.run import RunConfig
-from models.training.step import LossFn, batch_weight, make_train_step
+from models.training.data import source as data
+from models.training.run.description import RunConfig
+from models.training.run.loop import TrainState
+from models.training.run.metrics import StepCost, peak_flops
+from models.training.run.optimizer import make_optimizer, make_schedule
+from models.training.run.step import LossFn, batch_weight, make_train_step
 
 
 class Dataset(Protocol):

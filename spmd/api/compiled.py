@@ -13,7 +13,6 @@ from spmd.api.planned import Planned
 from spmd.api.tracing import Traced
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
-from spmd.explain.verify import Verification, verify
 from spmd.ir.types import numpy_dtype
 from spmd.launch.agree import check_same_program, digest
 from spmd.lowering.ahead import devices_ahead, is_here
@@ -24,6 +23,7 @@ from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Stages, lower_plan
 from spmd.planning.plan import Plan
+from spmd.verify.run import Verification, verify
 
 _NARROWED = ("i64", "ui64", "f64", "complex<f64>")
 """Element types that jax narrows unless it is told not to."""

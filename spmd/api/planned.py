@@ -16,8 +16,8 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.options import Options
 from spmd.pipeline import Request, Stages
-from spmd.planning.memory import MemoryUse, peak_memory
-from spmd.planning.timeline import Timeline, predict_timeline
+from spmd.predict.memory import MemoryUse, peak_memory
+from spmd.predict.timeline import Timeline, predict_timeline
 
 
 class Planned:
@@ -95,8 +95,8 @@ class Planned:
         Raises:
           ArgumentError: no value has this name.
         """
-        from spmd.explain.text import explain_program
-        from spmd.explain.text_value import explain_value
+        from spmd.explain.text.report import explain_program
+        from spmd.explain.text.value import explain_value
 
         asked = self.prices if prices else None
         if value is not None:
@@ -105,7 +105,7 @@ class Planned:
 
     def summary(self) -> str:
         """The short form of `explain`, for a terminal."""
-        from spmd.explain.text import summarize
+        from spmd.explain.text.report import summarize
 
         return summarize(self.stages, self.collectives, self.memory)
 
@@ -116,7 +116,7 @@ class Planned:
           path: the file to write.
           prices: as for `explain`.
         """
-        from spmd.explain.html import write_report
+        from spmd.explain.page.page import write_report
 
         asked = self.prices if prices else None
         write_report(path, self.stages, self.collectives, self.memory, self.predicted_memory, asked)

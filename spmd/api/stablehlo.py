@@ -11,7 +11,7 @@ from spmd.api.compiled import Compiled, Lowered
 from spmd.api.specs import Specs, flat_entries
 from spmd.api.tracing import Traced, topology_of
 from spmd.errors import ArgumentError
-from spmd.frontend.import_stablehlo import boundary_names, parse_module, signature
+from spmd.frontend.importer.module import boundary_names, parse_module, signature
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options

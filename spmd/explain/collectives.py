@@ -11,7 +11,7 @@ from spmd.ir.program import Op, Region
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
-from spmd.planning.comm import collective_seconds, group_size, wire_bytes
+from spmd.reshard.comm import collective_seconds, group_size, wire_bytes
 
 KINDS = tuple(name.removeprefix("stablehlo.") for name in COLLECTIVES)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from spmd.explain.alternatives import Price
 from spmd.explain.prices import MOST_CONFLICTS, Prices
 from spmd.explain.stages import Stages
 from spmd.explain.words import (
@@ -18,7 +19,6 @@ from spmd.explain.words import (
 from spmd.ir.program import numberless
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
-from spmd.planning.alternatives import Price
 from spmd.planning.plan import Plan
 from spmd.propagation.propagated import Conflict
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from spmd.ir.program import Op, Program, numberless
 from spmd.ir.types import TensorType
-from spmd.planning.memory import Buffer, MemoryUse
+from spmd.predict.memory import Buffer, MemoryUse
 
 ARGUMENTS, RESULTS, SAVED, TEMPORARY = "arguments", "results", "saved for the gradient", "temporary"
 KINDS = (ARGUMENTS, RESULTS, SAVED, TEMPORARY)

@@ -10,7 +10,7 @@ from spmd.explain.leaves import argument_leaves, result_leaves
 from spmd.explain.memory import Memory
 from spmd.explain.stages import Stages
 from spmd.explain.words import bytes_text, seconds_text
-from spmd.planning.timeline import Timeline, predict_timeline
+from spmd.predict.timeline import Timeline, predict_timeline
 
 CLOSE = 1e-6
 """Relative gap between a plan and its lower bound at which people call it the best."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from spmd.ir.program import Value
-from spmd.mesh.sharding import Sharding, is_legal
-from spmd.planning.alternatives import Alternatives
-from spmd.planning.plan import Plan
-from spmd.planning.relax import (
+from spmd.explain.alternatives import Alternatives
+from spmd.explain.relax import (
     MarkGroup,
     MarkPrices,
     Relief,
@@ -19,7 +16,10 @@ from spmd.planning.relax import (
     relief_of,
     replanned,
 )
-from spmd.planning.replay import Move, moves_of
+from spmd.explain.replay import Move, moves_of
+from spmd.ir.program import Value
+from spmd.mesh.sharding import Sharding, is_legal
+from spmd.planning.plan import Plan
 
 MOST_TRIES = 5
 """Marks without which a program is planned again for a report."""

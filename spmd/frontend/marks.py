@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spmd.errors import MeshError, SpecError
-from spmd.frontend.import_stablehlo import Imported
+from spmd.frontend.importer.module import Imported
 from spmd.ir.control_flow import MANUAL
 from spmd.ir.program import Value
 from spmd.ir.types import ShardingAttr

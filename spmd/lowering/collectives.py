@@ -6,9 +6,9 @@ from spmd.ir.builder import Builder, identity_element, reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.lowering.device_ops import axis_index, collective
-from spmd.lowering.padding import cut, join
+from spmd.lowering.local.padding import cut, join
 from spmd.mesh.mesh import Mesh
-from spmd.planning.reshard import Step, permute_pairs
+from spmd.reshard.paths import Step, permute_pairs
 
 
 def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: Mesh) -> Value:

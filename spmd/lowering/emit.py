@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL
+from spmd.ir.dialect.composites import COMPOSITE
 from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Body, Loc, Op, Program, Region, Value
 from spmd.ir.types import (
@@ -26,11 +27,10 @@ from spmd.ir.types import (
     TensorType,
     numpy_dtype,
 )
-from spmd.lowering.local_composite import traced_composite
+from spmd.lowering.local.composite import traced_composite
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs
-from spmd.planning.comm import group_size
-from spmd.propagation.composites import COMPOSITE
+from spmd.reshard.comm import group_size
 
 _MESH = "spmd_mesh"
 _NOT_EMITTED = {"reducer", "axes", "groups", "pairs"}

@@ -10,7 +10,7 @@ from spmd.ir.types import TensorType, local_type
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, axis_refs, format_sharding
-from spmd.planning.comm import group_size
+from spmd.reshard.comm import group_size
 
 OpCheck = Callable[[Mesh, Op], str | None]
 

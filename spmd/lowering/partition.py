@@ -10,33 +10,17 @@ from typing import NamedTuple
 
 from spmd.ir.builder import Builder
 from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL, held_atoms, producers_of
+from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value, numberless
 from spmd.ir.types import TensorType, local_type
-from spmd.lowering import (  # noqa: F401 (they fill the table of local lowerings)
-    local_contract,
-    local_convolution,
-    local_dynamic_slice,
-    local_elementwise,
-    local_index,
-    local_linalg,
-    local_manual,
-    local_merge,
-    local_misc,
-    local_moves,
-    local_ragged,
-    local_random,
-    local_shape,
-    local_window,
-)
 from spmd.lowering.collectives import apply_step
 from spmd.lowering.divergence import HELD, without_permutes
-from spmd.lowering.local import LocalOp, lower_op
+from spmd.lowering.local.table import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding, replicated
 from spmd.planning.plan import Choice, Plan
-from spmd.planning.reshard import Path, Step, can_reshard, reshard
 from spmd.propagation.projection import project
-from spmd.propagation.registry import rule_of
+from spmd.reshard.paths import Path, Step, can_reshard, reshard
 
 _USES = {TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
 COLLECTIVES = ("all_gather", "all_to_all", "collective_permute", "reduce_scatter", "all_reduce")

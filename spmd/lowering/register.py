@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from spmd.errors import SpmdError
 from spmd.ir.builder import identity_element
+from spmd.ir.dialect.composites import Composite, Function, add_composite
+from spmd.ir.dialect.registry import rule as register
+from spmd.ir.dialect.rule import Rule, parse_rule
 from spmd.ir.program import OpKind, Value
-from spmd.lowering.local import LocalOp, local
-from spmd.lowering.local_composite import lower_composite
-from spmd.propagation import rules  # noqa: F401 (a user's op must not shadow one of ours)
-from spmd.propagation.composites import Composite, Function, add_composite
-from spmd.propagation.registry import rule as register
-from spmd.propagation.rule import Rule, parse_rule
+from spmd.lowering.local.composite import lower_composite
+from spmd.lowering.local.table import LocalOp, local
 
 LocalLowering = Callable[[LocalOp], Sequence[Value]]
 
@@ -74,7 +73,7 @@ def register_composite(
     Args:
       name: as in `jax.lax.composite(function, name=...)`.
       rule: as for `register_rule`; a function from the op's kind to a `Rule` finds the composite's
-        attributes in `spmd.propagation.composites.arguments_of(kind)`.
+        attributes in `spmd.ir.dialect.composites.arguments_of(kind)`.
       decomposition: the function of the composite. It is traced at the shapes of one device where
         no kernel is. Its positional arguments are the operands, its keyword arguments the
         attributes.

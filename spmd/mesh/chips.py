@@ -25,7 +25,7 @@ class Measured(NamedTuple):
     """What collectives of one kind among so many devices behind a switch were seen to take.
 
     Attributes:
-      kind: as in `spmd.planning.comm.KINDS`.
+      kind: as in `spmd.reshard.comm.KINDS`.
       devices: how many exchange with one another.
       latency: seconds of one that moves next to nothing.
       bandwidth: bytes/s that each device sends in large ones, counted as for a ring.
@@ -98,7 +98,7 @@ _NVLINK_LATENCY = 4e-6
 #   as six times as fast as one ICI port.
 # GPU: NVIDIA A100 80GB, H100 and H200 SXM datasheets, dense (without sparsity). NVLink's figure is
 #   half of its total; dcn is the DGX A100 / DGX H100 compute network, one adapter per GPU.
-#   What H200s behind one switch take was measured with `scripts/calibrate` on four of them, jax
+#   What H200s behind one switch take was measured with `tools/run calibrate` on four of them, jax
 #   0.11.2: the latency is the median of all. H100s have the same links. Of the data sheet's peaks,
 #   large products reach 80% there and copies 90%, and of what could be hidden behind arithmetic a
 #   fifth is: so eleven plans of one training step are predicted within 7% (docs/benchmarks.md).

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from spmd.ir.dialect.composites import arguments_of
+from spmd.ir.dialect.rule import PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
-from spmd.propagation.composites import arguments_of
-from spmd.propagation.rule import PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 
 FORWARD = "spmd.attention"
 GRADIENT = "spmd.attention_grad"

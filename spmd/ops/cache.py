@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import ArgumentError
+from spmd.ir.dialect.rule import REPLICATE, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
-from spmd.propagation.rule import REPLICATE, Rule, RuleBuilder
 
 NAME = "spmd.cache_update"
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import ArgumentError
+from spmd.ir.dialect.composites import arguments_of
+from spmd.ir.dialect.rule import REPLICATE, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
 from spmd.ops import decode_attention_triton
-from spmd.propagation.composites import arguments_of
-from spmd.propagation.rule import REPLICATE, Rule, RuleBuilder
 
 NAME = "spmd.decode_attention"
 

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import ArgumentError
+from spmd.ir.dialect.rule import REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
-from spmd.propagation.rule import REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 
 NAME = "spmd.linear"
 

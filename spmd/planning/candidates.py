@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, WINDOW, Rule
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.plan import Choice
@@ -17,7 +18,6 @@ from spmd.propagation.projection import (
     reduced_axes,
     unsplit,
 )
-from spmd.propagation.rule import FIXED, MERGE, PASS, REPLICATE, WINDOW, Rule
 
 Claims = Mapping[int, Axes]
 """Factor -> atoms that one operand or result has on it."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from spmd.ir.dialect.composites import COMPOSITE, composite_flops
+from spmd.ir.dialect.elementwise import CHLO, LINEAR, NONLINEAR
+from spmd.ir.dialect.halo import Halo, exchange, reads_of
+from spmd.ir.dialect.merge import rounds
+from spmd.ir.dialect.rule import Rule
 from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import OpKind
 from spmd.ir.types import dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
-from spmd.planning.comm import collective_seconds
-from spmd.propagation.composites import COMPOSITE, composite_flops
-from spmd.propagation.merge import rounds
 from spmd.propagation.projection import Assignment, project
-from spmd.propagation.rule import Rule
-from spmd.propagation.rules_elementwise import CHLO, LINEAR, NONLINEAR
-from spmd.propagation.window import Halo, exchange, reads_of
+from spmd.reshard.comm import collective_seconds
 
 _CONTRACTIONS = {"stablehlo.dot_general", "stablehlo.convolution"}
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.dialect.rule import Rule
 from spmd.ir.program import OpKind
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, replicated
@@ -26,7 +28,6 @@ from spmd.planning.candidates import (
 from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
-from spmd.planning.reshard import can_reshard, reshard
 from spmd.planning.units import ARGUMENT, CARRY, OP, RESULT, Unit, Units
 from spmd.propagation.projection import (
     Assignment,
@@ -34,8 +35,7 @@ from spmd.propagation.projection import (
     reduced_axes,
     unsplit,
 )
-from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import Rule
+from spmd.reshard.paths import can_reshard, reshard
 
 MOST_STATES = 6
 """States of one value that are looked at."""

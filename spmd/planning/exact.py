@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd.ir.control_flow import Tie, held_atoms
+from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.sharding import Axes, Sharding, replicated
@@ -25,11 +26,10 @@ from spmd.planning.liveness import bound_of
 from spmd.planning.network import FORBIDDEN, Network, Table
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
-from spmd.planning.reshard import can_reshard, reshard
 from spmd.planning.solve import Solution, solve
 from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use, units_of
 from spmd.planning.walk import Walk, boundary, whole_axes
-from spmd.propagation.registry import rule_of
+from spmd.reshard.paths import can_reshard, reshard
 
 MOST_COPIES = 4
 """Second copies of one value that are looked at."""

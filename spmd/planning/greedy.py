@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from spmd.ir.control_flow import Tie, users_of
+from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, Value
 from spmd.mesh.sharding import Sharding, replicated
 from spmd.mesh.topology import Topology
@@ -20,7 +21,6 @@ from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem
 from spmd.planning.walk import Walk, proposed
 from spmd.propagation.propagated import Propagated
-from spmd.propagation.registry import rule_of
 
 
 def plan_greedily(problem: Problem) -> Plan:

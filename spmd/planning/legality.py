@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from spmd.ir.control_flow import held_atoms
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.dialect.rule import Rule
 from spmd.ir.legality import fail
 from spmd.ir.program import Op, Value
 from spmd.mesh.mesh import Mesh
@@ -19,8 +21,6 @@ from spmd.mesh.sharding import (
 )
 from spmd.planning.plan import Choice, Plan
 from spmd.propagation.projection import is_legal_assignment, project, reduced_axes
-from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import Rule
 
 OpCheck = Callable[[Plan, Op, Choice], str | None]
 PlanCheck = Callable[[Plan], str | None]

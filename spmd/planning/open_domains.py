@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from spmd.ir.control_flow import held_atoms
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.dialect.rule import FIXED, REPLICATE, Rule
 from spmd.ir.program import OpKind, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
@@ -19,8 +21,6 @@ from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
 from spmd.planning.units import ARGUMENT, CARRY, OP, Units
 from spmd.propagation.projection import Assignment, is_legal_assignment, unsplit
-from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import FIXED, REPLICATE, Rule
 
 MOST_CHOICES = 40
 """Choices of one op; those that take the least time of its own are kept."""

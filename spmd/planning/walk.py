@@ -14,8 +14,8 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_axes, is_even, replicated
 from spmd.mesh.topology import Topology
 from spmd.planning.plan import Choice, Plan
-from spmd.planning.reshard import can_reshard, reshard
 from spmd.propagation.propagated import Propagated
+from spmd.reshard.paths import can_reshard, reshard
 
 
 def whole_axes(dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh) -> tuple[Axes, ...]:

@@ -6,9 +6,9 @@ their own: every use gets a copy in the sharding that it wants, so they constrai
 
 from __future__ import annotations
 
+from spmd.ir.dialect.elementwise import CHLO, LINEAR, NONLINEAR
+from spmd.ir.dialect.registry import rule_name
 from spmd.ir.program import Program, Value
-from spmd.propagation.registry import rule_name
-from spmd.propagation.rules_elementwise import CHLO, LINEAR, NONLINEAR
 
 LONGEST_CHAIN = 12
 """Elementwise ops on top of each other beyond which recomputing stops being cheap."""

@@ -11,9 +11,9 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from spmd.ir.dialect.rule import FIXED, REPLICATE, Rule
 from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
-from spmd.propagation.rule import FIXED, REPLICATE, Rule
 
 OPEN, CLOSED = -1, -2
 """Flags of a dim: it may be split further, or it is as a mark says."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from spmd.ir.dialect.rule import FIXED, REDUCE, REPLICATE, WINDOW, DimFactors, Factor, Rule
 from spmd.mesh.sharding import Axes, Sharding
-from spmd.propagation.rule import FIXED, REDUCE, REPLICATE, WINDOW, DimFactors, Factor, Rule
 
 Assignment = tuple[Axes, ...]
 """For one op: which atoms split each factor."""

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from spmd.ir.control_flow import ties
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.dialect.rule import MERGE, REDUCE, WINDOW, Factor, Rule
 from spmd.ir.program import Loc, Op, OpKind, Program, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark
@@ -37,8 +39,6 @@ from spmd.propagation.flow import (
     union,
 )
 from spmd.propagation.propagated import Conflict, Origin, Propagated
-from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import MERGE, REDUCE, WINDOW, Factor, Rule
 
 
 class _Node(NamedTuple):

@@ -23,8 +23,8 @@ import spmd
 from models.llama import model, sharding
 from models.llama.config import named_config
 from models.llama.training import train_step
-from spmd.explain.hlo import hlo_collectives
-from tests.propagation.cases import CASES, Case, random_spec
+from spmd.hlo.collectives import hlo_collectives
+from tests.ir.dialect.cases import CASES, Case, random_spec
 
 DEVICES = jax.devices()
 COUNT = 1 << (len(DEVICES).bit_length() - 1)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.bars import Bars, bars_of, merged
 from spmd.explain.memory import ARGUMENTS, KINDS, RESULTS, memory_curve
-from spmd.planning.timeline import COMPUTE
+from spmd.explain.page.bars import Bars, bars_of, merged
+from spmd.predict.timeline import COMPUTE
 from tests.programs import llama
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))

@@ -10,11 +10,11 @@ import pytest
 import spmd
 from spmd.errors import ArgumentError
 from spmd.explain.collectives import collective_rows, traffic
-from spmd.explain.html import render
 from spmd.explain.overview import overview
-from spmd.explain.picture import mesh_picture, tile_picture
-from spmd.explain.text import explain_program, summarize
-from spmd.explain.text_value import explain_value
+from spmd.explain.page.page import render
+from spmd.explain.page.picture import mesh_picture, tile_picture
+from spmd.explain.text.report import explain_program, summarize
+from spmd.explain.text.value import explain_value
 from spmd.explain.words import source_text
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh

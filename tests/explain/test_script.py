@@ -16,7 +16,7 @@ import spmd
 from scripts import explain_module, specs
 from spmd.errors import SpecError
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 FLAGS = ("--mesh=data=4,model=2", "--topology=h200:8")
 
 

@@ -8,7 +8,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
-from spmd.frontend.import_stablehlo import import_module
+from spmd.frontend.importer.module import import_module
 
 X = jnp.ones((4, 4))
 

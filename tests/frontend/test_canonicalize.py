@@ -1,5 +1,5 @@
 """Canonicalization: what the rewritten programs look like. That they compute the same is tested
-by `tests/propagation/test_rules_execute.py`."""
+by `tests/ir/dialect/test_rules_execute.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from jax import export
 
 import spmd
-from spmd.frontend.canonicalize import CANONICAL, canonicalize
-from spmd.frontend.import_stablehlo import import_module, parse_module
+from spmd.frontend.canonicalize.run import CANONICAL, canonicalize
+from spmd.frontend.importer.module import import_module, parse_module
 from spmd.ir.legality import check_program
-from tests.propagation.cases_module import MODULES, ModuleCase
+from tests.ir.dialect.cases_module import MODULES, ModuleCase
 
 
 def names(case: ModuleCase) -> tuple[list[str], list[str]]:

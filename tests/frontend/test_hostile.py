@@ -15,8 +15,8 @@ from jaxlib.mlir.dialects import stablehlo
 
 import spmd
 from spmd.frontend import bytecode
-from spmd.frontend.import_calls import DEEPEST_CALLS
-from spmd.frontend.import_stablehlo import import_module, parse_module, signature
+from spmd.frontend.importer.calls import DEEPEST_CALLS
+from spmd.frontend.importer.module import import_module, parse_module, signature
 
 SECONDS = 25.0
 BODY = "return %x : tensor<8x4xf32>"

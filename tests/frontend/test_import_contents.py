@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from spmd.frontend.import_stablehlo import import_module
+from spmd.frontend.importer.module import import_module
 from spmd.ir.types import ShardingAttr
 from tests.frontend.imported import (
     X,

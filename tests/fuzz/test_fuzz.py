@@ -1,4 +1,4 @@
-"""A short fuzz that repeats itself exactly; `scripts/fuzz` is the long one."""
+"""A short fuzz that repeats itself exactly; `tools/run fuzz` is the long one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_shrinking_keeps_what_fails() -> None:
 
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spmd.lowering import local
+    from spmd.lowering.local import table as local
 
     broken = {"stablehlo.subtract": lambda op: (op.b.binary("add", *op.operands),)}
     monkeypatch.setattr(local, "_LOCAL", {**local._LOCAL, **broken})

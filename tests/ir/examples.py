@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from spmd.frontend.import_stablehlo import import_module
+from spmd.frontend.importer.module import import_module
 from spmd.ir.program import Program
 
 WEIGHTS = {"in": jnp.ones((4, 8)), "out": jnp.ones((8, 2), jnp.bfloat16)}

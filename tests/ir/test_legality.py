@@ -16,7 +16,6 @@ from spmd.errors import LegalityError
 from spmd.ir import legality
 from spmd.ir.program import OpKind
 from spmd.ir.text import format_program
-from spmd.ir.text_parse import parse_program
 from spmd.lowering import legality as local_legality
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
@@ -25,6 +24,7 @@ from spmd.mesh.sharding import Sharding, parse_sharding
 from spmd.planning import legality as plan_legality
 from spmd.planning.legality import check_plan
 from tests.ir.examples import FUNCTIONS, example
+from tests.ir.text_parse import parse_program
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
 DATA, MODEL = MESH.atoms_of(["data"]), MESH.atoms_of(["model"])

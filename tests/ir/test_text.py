@@ -13,10 +13,10 @@ from spmd.errors import FrontendError
 from spmd.ir.builder import Builder, reducer_body
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region
 from spmd.ir.text import format_op, format_program
-from spmd.ir.text_parse import parse_program, without_locs
 from spmd.ir.types import Dense, DotDims, GatherDims, Opaque, ShardingAttr, TensorType, numpy_dtype
 from spmd.mesh.mesh import Mesh
 from tests.ir.examples import FUNCTIONS, example
+from tests.ir.text_parse import parse_program, without_locs
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
 F32 = TensorType((), "f32")

@@ -20,7 +20,7 @@ from spmd.launch.local import (
     with_device_count,
 )
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, processes: int = 2, **options) -> int:

@@ -18,7 +18,7 @@ from spmd.launch import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.local import free_port, with_device_count
 from tests.launch.programs import train
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 HEARTBEAT_S = 2.0
 """Of tests/launch/programs/steps.py."""
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.resume_test_runs import TEXT, compare, losses, write_text
 from spmd.launch import EXIT_PEER_LOST
 from spmd.launch.local import free_port, with_device_count
+from tools.resume_test import TEXT, compare, losses, write_text
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 STEPS, SAVE_EVERY = 24, 4
 KILL_AFTER = 2 * SAVE_EVERY + 1
 """Saving begins when the save before has ended: there is a checkpoint."""

@@ -10,7 +10,7 @@ import pytest
 
 from spmd.launch import EXIT_HUNG, Watchdog
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def wait_for(path: Path, text: str) -> str:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.ir.dialect.composites import COMPOSITE, WORKSPACE, arguments_of
 from spmd.ir.program import OpKind
 from spmd.ir.types import Opaque
 from spmd.mesh.spec import jax_mesh
-from spmd.planning.timeline import local_seconds
-from spmd.propagation.composites import COMPOSITE, WORKSPACE, arguments_of
+from spmd.predict.timeline import local_seconds
 
 CHECKED = spmd.Options(check=True)
 X = np.random.default_rng(0).standard_normal((10, 6), np.float32)

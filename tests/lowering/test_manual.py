@@ -15,9 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.explain.hlo import hlo_collectives
+from spmd.hlo.collectives import hlo_collectives
 from spmd.mesh.spec import jax_mesh
 from spmd.options import Options
+from tests.ir.dialect.cases import random_spec
 from tests.lowering.manual_programs import (
     BROADCAST,
     CHANNEL,
@@ -34,7 +35,6 @@ from tests.lowering.manual_programs import (
     manual,
     region,
 )
-from tests.propagation.cases import random_spec
 
 MESHES: dict[str, dict[str, int]] = {
     "8": {"x": 8},
@@ -255,7 +255,7 @@ def test_xla_moves_the_bytes_that_are_listed(name: str) -> None:
 @pytest.mark.parametrize("name", ["scan_inside", "nested", "cond_inside", "groups"])
 def test_text_reads_back(name: str) -> None:
     from spmd.ir.text import format_program
-    from spmd.ir.text_parse import parse_program, without_locs
+    from tests.ir.text_parse import parse_program, without_locs
 
     mesh = spmd.make_mesh(x=4, y=2)
     fn = next(p for p in PROGRAMS if p.name == name).make(jax_mesh(mesh))
@@ -376,7 +376,7 @@ def test_verify_runs_the_whole_program_on_the_mesh(name: str) -> None:
 
 
 def test_bisection_names_the_op_or_the_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spmd.lowering import local
+    from spmd.lowering.local import table as local
 
     mesh = spmd.make_mesh(x=4, y=2)
     step = manual(jax_mesh(mesh), lambda x: lax.psum(jnp.sin(x), "x"), P("x"), P())

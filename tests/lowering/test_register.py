@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.lowering.local import LocalOp
+from spmd.lowering.local.table import LocalOp
 
 
 def double(op: LocalOp) -> tuple[int, ...]:

@@ -14,12 +14,12 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 import spmd
+from spmd.ir.dialect.composites import COMPOSITE
 from spmd.mesh.sharding import local_shape
 from spmd.ops import attention
 from spmd.ops import attention_cudnn as cudnn
 from spmd.ops import attention_reference as reference
 from spmd.ops import attention_splash as splash
-from spmd.propagation.composites import COMPOSITE
 
 CHECKED = spmd.Options(check=True)
 CPU = spmd.Topology("cpu:8").chip

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import spmd
-from scripts import shardy
-from spmd.frontend.import_stablehlo import parse_module
+from benchmarks import shardy
+from spmd.frontend.importer.module import parse_module
 from spmd.frontend.marks import atoms_of_attr
+from spmd.ir.dialect.rule import REPLICATE, WINDOW
 from spmd.ir.program import Loc, Op
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding
 from spmd.pipeline import Request, Stages, compile_module
-from spmd.propagation.rule import REPLICATE, WINDOW
 from tests.propagation.necessity import Necessity, Place, necessity, nodes
 
 Dims = tuple[Axes, ...]

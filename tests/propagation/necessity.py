@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from spmd.ir.control_flow import ties
+from spmd.ir.dialect.registry import rule_of
+from spmd.ir.dialect.rule import REPLICATE, WINDOW, Factor, Rule
 from spmd.ir.program import Op, Program, Value
 from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import dim_to_factors, factors_to_dim
 from spmd.propagation.propagated import Propagated
-from spmd.propagation.registry import rule_of
-from spmd.propagation.rule import REPLICATE, WINDOW, Factor, Rule
 
 MOST_CLAIMS = 64
 """Combinations of claims on the factors of one dim beyond which a dim counts as contested."""

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts import shardy
+from benchmarks import shardy
 from spmd.ir.control_flow import ties
 from spmd.mesh.sharding import Sharding, is_legal
+from tests.ir.dialect.cases_given import CASES, Case
+from tests.ir.dialect.cases_marked import MARKED
 from tests.propagation.against_shardy import (
     EQUAL,
     FOLLOWS,
@@ -23,11 +25,9 @@ from tests.propagation.against_shardy import (
     describe,
     explain,
 )
-from tests.propagation.cases_given import CASES, Case
-from tests.propagation.cases_marked import MARKED
 from tests.propagation.necessity import Necessity, Place
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "shardy.md"
+PAGE = Path(__file__).parents[2] / "docs" / "shardy.md"
 
 SHARDYS_OWN = {
     OPERAND: "it puts a mark on the operand's producer too",
@@ -195,4 +195,4 @@ def test_a_module_that_fails_takes_no_other_along(monkeypatch: pytest.MonkeyPatc
 def test_the_page_lists_every_module() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for case in CASES:
-        assert f"| `{case.name}` |" in page, f"{case.name}: run python scripts/compare_shardy.py"
+        assert f"| `{case.name}` |" in page, f"{case.name}: run tools/run compare_shardy"

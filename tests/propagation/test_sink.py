@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.frontend.import_stablehlo import import_module
+from spmd.frontend.importer.module import import_module
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program
 from spmd.propagation.sink import sink_invariants

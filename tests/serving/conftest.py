@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import spmd
-from serving import programs
-from serving.export import export_bundle
-from serving.function import Function, StateLeaf
+from serving.bundle import programs
+from serving.bundle.function import Function, StateLeaf
+from serving.bundle.write import export_bundle
 from spmd.frontend import bytecode
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
     ("module", "strangers"),
     [
-        ("serving.scheduler", {"jax", "starlette", "uvicorn", "asyncio", "threading"}),
-        ("serving.engine", {"jax", "starlette", "uvicorn"}),
-        ("serving.server", {"jax", "spmd"}),
+        ("serving.engine.scheduler", {"jax", "starlette", "uvicorn", "asyncio", "threading"}),
+        ("serving.engine.engine", {"jax", "starlette", "uvicorn"}),
+        ("serving.http.server", {"jax", "spmd"}),
     ],
 )
 def test_what_is_not_imported(module: str, strangers: set[str]) -> None:

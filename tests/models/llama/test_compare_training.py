@@ -8,8 +8,8 @@ import pytest
 
 import spmd
 from models.llama.config import CONFIGS
-from models.training.data import PackedTokens, from_documents, whole
-from scripts.training_peers import apart, losses
+from models.training.data.source import PackedTokens, from_documents, whole
+from tools.training_peers import apart, losses
 
 STEPS = 50
 

@@ -13,12 +13,13 @@ import pytest
 
 import spmd
 from models.compiled import Programs
-from models.llama import decode, model, quantize, weights
+from models.llama import decode, model, quantize
 from models.llama.config import LlamaConfig
-from models.llama.hf_config import read_config
-from serving.backend import Limits, Sampling
-from serving.model_backend import ModelBackend, generate
-from tests.models.llama import checkpoints
+from models.llama.weights import load as weights
+from models.llama.weights.config import read_config
+from serving.engine.backend import Limits, Sampling
+from serving.engine.model_backend import ModelBackend, generate
+from tests.models.llama.weights import checkpoints
 
 VOCABULARY = 128
 SHAPE = decode.ServingShape(

@@ -10,7 +10,7 @@ import spmd
 from models.llama import sharding
 from models.llama.config import CONFIGS
 from models.llama.training import batch_loss
-from models.training import data
+from models.training.data import source as data
 
 TINY = CONFIGS["tiny"]
 SEQ_LEN = 16

@@ -39,7 +39,7 @@ def test_llama3_scaling_by_wavelength():
 def test_frequencies_are_transformers(name):
     transformers = pytest.importorskip("transformers")
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    from models.llama.hf_config import to_hf
+    from models.llama.weights.config import to_hf
 
     config = transformers.LlamaConfig(**to_hf(CONFIGS[name], "float32"))
     theirs = modeling.LlamaRotaryEmbedding(config).inv_freq.numpy()

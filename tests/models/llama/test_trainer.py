@@ -11,11 +11,11 @@ import spmd
 from models.llama import model, sharding
 from models.llama.config import CONFIGS
 from models.llama.trainer import Trainer, init_params
-from models.training import data
-from models.training.checkpoint import Checkpoints
-from models.training.loop import Schedule, train
-from models.training.optimizer import OptimizerConfig
-from models.training.run import RunConfig
+from models.training.checkpoints.store import Checkpoints
+from models.training.data import source as data
+from models.training.run.description import RunConfig
+from models.training.run.loop import Schedule, train
+from models.training.run.optimizer import OptimizerConfig
 
 SMALL = dataclasses.replace(CONFIGS["tiny"], hidden_size=16, intermediate_size=32, vocab_size=256)
 STEPS, HALF = 4, 2

@@ -1,0 +1,194 @@
+"""Compiles a program with our partitioner and with XLA's, and reads what both of them move.
+
+XLA compiles the same function twice: with open arguments left to it (`alone`), and with every
+argument placed as our plan places it (`given`). The latter is the harder peer: it need not find
+out how to split the optimizer state.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+import spmd
+from benchmarks.programs.program import Built, Program
+from spmd.errors import ArgumentError
+from spmd.explain.memory import Memory
+from spmd.hlo.collectives import HloCollective, hlo_collectives
+from spmd.hlo.sizes import matmul_flops
+from spmd.mesh.spec import jax_mesh, partition_spec
+
+
+class Moved(NamedTuple):
+    """What one device does in one run of a compiled program.
+
+    Attributes:
+      bytes: bytes that it sends, an all-reduce of which only slices are used counting as a
+        reduce-scatter, which it becomes on GPU and TPU.
+      raw_bytes: the same without that allowance.
+      collectives: how many collectives run, those in loops once for each trip.
+      kinds: bytes by kind of collective.
+      temporary: bytes of intermediate values alive at once, by XLA's buffer assignment.
+      arguments: bytes of its arguments.
+      flops: of its matrix products and convolutions: fewer bytes may be bought by computing the
+        same on several devices.
+      seconds: XLA's compilation.
+    """
+
+    bytes: int
+    raw_bytes: int
+    collectives: int
+    kinds: Mapping[str, int]
+    temporary: int
+    arguments: int
+    flops: int
+    seconds: float
+
+
+class Row(NamedTuple):
+    """One program.
+
+    Attributes:
+      name: of the program.
+      spmd, alone, given: ours, XLA's left alone, XLA's given our argument shardings; None where
+        compilation failed.
+      predicted: bytes that our plan says it moves.
+      planning: seconds that our plan took to make, with nothing remembered of other programs.
+      explained: how many of our collectives name a source line and a reason, and of how many.
+      errors: what failed -> the first line of why.
+    """
+
+    name: str
+    spmd: Moved | None = None
+    alone: Moved | None = None
+    given: Moved | None = None
+    predicted: int | None = None
+    planning: float | None = None
+    explained: tuple[int, int] = (0, 0)
+    errors: Mapping[str, str] = {}
+
+    @property
+    def ratio(self) -> float | None:
+        """Our bytes over those of XLA given our shardings; 1 where neither moves anything."""
+        if self.spmd is None or self.given is None:
+            return None
+        if self.spmd.bytes == self.given.bytes:
+            return 1.0
+        return self.spmd.bytes / self.given.bytes if self.given.bytes else float("inf")
+
+
+def measure(program: Program, options: spmd.Options) -> Row:
+    """Compiles a program three times and reads the results; failures go into the row."""
+    errors: dict[str, str] = {}
+
+    def attempt(what: str, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except Exception as error:  # whatever a compiler raises is a result of the benchmark
+            errors[what] = first_line(error)
+            return None
+
+    def ours() -> tuple[Moved, int, float, tuple[int, int]]:
+        forget()
+        lowered = jitted.lower(*built.args)
+        start = time.perf_counter()
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - start
+        predicted = sum(c.bytes * c.count for c in compiled.collectives)
+        moved = read(compiled.as_text("hlo"), compiled.memory, seconds)
+        named = sum(bool(c.source and c.reason) for c in compiled.collectives)
+        explained = (named, len(compiled.collectives))
+        return moved, predicted, lowered.stages.seconds["plan"], explained
+
+    mesh, built = program.make()
+    jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate, options=options)
+    alone = attempt("alone", lambda: compile_with_xla(built, built.args))
+    found = attempt("spmd", ours)
+    if found is None:
+        return Row(program.name, alone=alone, errors=errors)
+    placed = placed_arguments(jitted.lower(*built.args), built.args)
+    is_open = any(leaf.sharding is None for leaf in jax.tree.leaves(built.args))
+    given = attempt("given", lambda: compile_with_xla(built, placed)) if is_open else alone
+    moved, predicted, planning, explained = found
+    return Row(program.name, moved, alone, given, predicted, planning, explained, errors)
+
+
+def forget() -> None:
+    """Empties what planning remembers of one program for the next."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("spmd.")]:
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+def placed_arguments(lowered: spmd.Lowered, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, each with the sharding that our plan gives it."""
+    leaves, tree = jax.tree.flatten(args)
+    placed = [
+        jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=NamedSharding(jax_mesh(lowered.mesh), partition_spec(s, lowered.mesh)),
+        )
+        for leaf, s in zip(leaves, lowered.stages.optimized.arguments, strict=True)
+    ]
+    return tuple(jax.tree.unflatten(tree, placed))
+
+
+def compile_with_xla(built: Built, args: tuple[Any, ...]) -> Moved:
+    """Plain `jax.jit` of the same function; results are placed as XLA likes."""
+    lowered = lower_with_jax(built, args)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - start
+    return read(str(compiled.as_text()), Memory.of(compiled.memory_analysis()), seconds)
+
+
+def lower_with_jax(built: Built, args: tuple[Any, ...]) -> Any:
+    """The marked StableHLO module as jax makes it."""
+    with warnings.catch_warnings():
+        # XLA cannot always reuse a donated argument: that is its own loss of memory.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return jax.jit(built.fn, donate_argnums=built.donate).lower(*args)
+
+
+def read(text: str, memory: Memory, seconds: float) -> Moved:
+    """What an optimized module moves.
+
+    Raises:
+      ArgumentError: a loop that communicates has an unknown trip count.
+    """
+    found = hlo_collectives(text, guess_trips=False, scatter_slices=True)
+    raw = hlo_collectives(text, guess_trips=False)
+    kinds: Counter[str] = Counter()
+    for collective in found:
+        kinds[collective.kind] += collective.bytes * collective.count
+    return Moved(
+        total(found),
+        total(raw),
+        sum(c.count for c in raw if c.bytes),
+        dict(kinds),
+        memory.temporary,
+        memory.arguments,
+        matmul_flops(text),
+        seconds,
+    )
+
+
+def total(collectives: tuple[HloCollective, ...]) -> int:
+    """Bytes of all of them."""
+    return sum(c.bytes * c.count for c in collectives)
+
+
+def first_line(error: Exception) -> str:
+    """An exception as one short line."""
+    text = str(error).strip() or type(error).__name__
+    name = "" if isinstance(error, ArgumentError) else f"{type(error).__name__}: "
+    return f"{name}{text.splitlines()[0]}"[:160]

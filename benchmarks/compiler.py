@@ -1,0 +1,153 @@
+"""Time of every stage of our compiler on Llama training steps, nothing run on a device.
+
+Each row is one program: a number of layers (scanned or unrolled) on one mesh. Every run of it has a
+process of its own, so that nothing is cached from the run before; Shardy's propagation runs on the
+same marked module in the same process. With --growth the rows are those that show how time grows:
+unrolled layers from 8 to 128, and two programs on meshes of 8 to 4096 devices. Memory is not
+limited, so that programs too large for the machine are planned like the others (where memory is
+short, planning is repeated, at several prices of memory).
+
+Example:
+    benchmarks/run compiler --layers 4,32 --noscan
+    benchmarks/run compiler --growth
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from typing import NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import optax
+from absl import app, flags
+
+import spmd
+from benchmarks import shardy
+from models.llama import sharding
+from models.llama.config import named_config
+from models.llama.training import argument_types, train_step
+
+_MODEL = flags.DEFINE_string("model", "llama2-7b", "named config")
+_MESHES = flags.DEFINE_list("meshes", ["data=4:model=2"], "meshes; they need no devices")
+_LAYERS = flags.DEFINE_list("layers", ["4"], "numbers of layers")
+_SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
+_GROWTH = flags.DEFINE_bool("growth", False, "show how time grows with layers and with devices")
+_OPTIMIZER = flags.DEFINE_enum("optimizer", "adamw", ["adamw", "adafactor"], "optimizer")
+_CHIP = flags.DEFINE_string("chip", "h200", "chip to plan for")
+_SHARDY = flags.DEFINE_bool("shardy", True, "time Shardy's propagation on the same module too")
+_REPEAT = flags.DEFINE_integer("repeat", 3, "runs; the fastest is shown")
+
+STAGES = ("import", "propagate", "plan", "partition", "optimize", "emit")
+COMPILER = STAGES[:4]
+"""The stages that are set beside Shardy's propagation and summed up."""
+
+MORE_LAYERS = (8, 16, 32, 64, 128)
+MORE_DEVICES = ("data=4:model=2", "data=16:model=4", "data=64:model=8", "data=512:model=8")
+
+
+class Row(NamedTuple):
+    """One program: how many layers, whether scanned, on which mesh (axes joined by `:`)."""
+
+    layers: int
+    scan: bool
+    mesh: str
+    model: str
+    optimizer: str
+    chip: str
+
+
+class Run(NamedTuple):
+    """What one process saw: devices, ops, seconds of our stages and of Shardy's propagation."""
+
+    devices: int
+    ops: int
+    seconds: dict[str, float]
+    peer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the stages that are set beside Shardy's propagation."""
+        return sum(self.seconds[name] for name in COMPILER)
+
+
+def lower(row: Row) -> spmd.Lowered:
+    """The whole compiler once on one training step."""
+    axes = {name: int(size) for name, size in (p.split("=") for p in row.mesh.split(":"))}
+    mesh = spmd.Mesh(None, tuple(axes.values()), tuple(axes))
+    config = dataclasses.replace(
+        named_config(row.model),
+        num_hidden_layers=row.layers,
+        scan_layers=row.scan,
+        attention="einsum",  # ops that the peer knows, too
+    )
+    optimizer = optax.adamw(1e-4) if row.optimizer == "adamw" else optax.adafactor(1e-4)
+    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
+    types = argument_types(config, optimizer, mesh, (2 * mesh.size, 1024))
+    topology = spmd.Topology(f"{row.chip}:{mesh.size}")
+    options = spmd.Options(memory_limit=1 << 50)
+    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options)
+    return jitted.lower(*types, topology=topology)
+
+
+def measure(row: Row, peer: bool) -> Run:
+    """One run, after a program of another shape has made Python import what it imports late."""
+    small = row._replace(model="tiny", layers=1, mesh="data=2")
+    for warm in (small, row):
+        lowered = lower(warm)
+        seconds = shardy.run(shardy.marked_module(lowered)) if peer else float("nan")
+    ops = sum(1 for _ in lowered.stages.imported.program.walk())
+    return Run(lowered.mesh.size, ops, dict(lowered.stages.seconds), seconds)
+
+
+def table_row(row: Row) -> str:
+    """Seconds of each stage in the fastest of several runs, and Shardy's fastest."""
+    alone = multiprocessing.get_context("spawn")
+    runs = []
+    for _ in range(_REPEAT.value):
+        with ProcessPoolExecutor(1, alone) as process:
+            runs.append(process.submit(measure, row, _SHARDY.value).result())
+    best, peer = min(runs, key=lambda run: run.total), min(run.peer for run in runs)
+    cells = [f"{row.layers}, {'scanned' if row.scan else 'unrolled'}"]
+    cells += [f"{best.devices}", f"{best.ops}", *(f"{best.seconds[name]:.3f}" for name in STAGES)]
+    cells += [f"{best.total:.3f}", f"{best.total / best.ops * 1e6:.0f}"]
+    cells += [f"{peer:.3f}", f"{best.total / peer:.2f}"] if _SHARDY.value else []
+    return f"| {' | '.join(cells)} |"
+
+
+def tables() -> Iterator[list[Row]]:
+    """The rows of each table that the flags ask for."""
+    rest = (_MODEL.value, _OPTIMIZER.value, _CHIP.value)
+    if not _GROWTH.value:
+        counts = [int(n) for n in _LAYERS.value]
+        yield [Row(n, _SCAN.value, mesh, *rest) for mesh in _MESHES.value for n in counts]
+        return
+    yield [Row(layers, False, _MESHES.value[0], *rest) for layers in MORE_LAYERS]
+    yield [Row(32, True, mesh, *rest) for mesh in MORE_DEVICES]
+    yield [Row(8, False, mesh, *rest) for mesh in MORE_DEVICES]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints one table, or those of --growth."""
+    del argv
+    versions = f"Python {sys.version.split()[0]}, jax {jax.__version__}, jaxlib {version('jaxlib')}"
+    what = f"{_MODEL.value}, {_OPTIMIZER.value}, planned for {_CHIP.value}"
+    print(f"{versions}, {os.cpu_count()} cores; {what}")
+    titles = ["layers", "devices", "ops", *STAGES, "import to partition, s", "us/op"]
+    titles += ["Shardy propagation, s", "ratio"] if _SHARDY.value else []
+    for rows in tables():
+        print(f"\n| {' | '.join(titles)} |")
+        print("| --- " * len(titles) + "|")
+        for row in rows:
+            print(table_row(row), flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)

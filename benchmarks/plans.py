@@ -1,0 +1,200 @@
+"""Predicted beside measured time of several plans of one program: does the model rank them right?
+
+One Llama training step, split in many ways: over other meshes, with other marks, by the greedy
+planner. Every plan is compiled and run on the devices at hand; the table is sorted by measured
+time. Below it: of all pairs of plans whose measured times are apart by more than `--margin`, the
+share that the prediction puts in the same order.
+
+Example:
+    benchmarks/run plans --model llama2-7b --layers 4 --topology topology.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+
+import spmd
+from models.llama import model, sharding
+from models.llama.config import ATTENTIONS, LlamaConfig, named_config
+from models.llama.training import train_step
+from spmd.mesh.topology import Topology
+
+_MODEL = flags.DEFINE_string("model", "quickstart", "named config")
+_LAYERS = flags.DEFINE_integer("layers", 0, "overrides the number of layers; 0 keeps it")
+_SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens in a sequence")
+_BATCH = flags.DEFINE_integer("global_batch", 8, "sequences in a step")
+_STEPS = flags.DEFINE_integer("steps", 6, "timed steps")
+_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "compute dtype")
+_SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
+_ATTENTION = flags.DEFINE_enum("attention", "einsum", ATTENTIONS, "of the model")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "file of tools/calibrate; default: known figures")
+_ONLY = flags.DEFINE_list("only", [], "plans to run, by name; all if empty")
+_MARGIN = flags.DEFINE_float("margin", 0.03, "pairs of plans nearer than this are a draw")
+
+
+class Way(NamedTuple):
+    """One way to split the step.
+
+    Attributes:
+      name: what the table calls it.
+      data, model: sizes of the mesh axes, as fractions of the devices.
+      parameters: whether parameters are marked with the table, or all whole.
+      activations: `table`, `sequence` (residuals split along the sequence), or `none`.
+      planner: as in `spmd.Options`.
+    """
+
+    name: str
+    data: int
+    model: int
+    parameters: bool = True
+    activations: str = "table"
+    planner: Any = "exact"
+
+
+class Row(NamedTuple):
+    """One line of the table: seconds of a step, GiB of a device."""
+
+    way: Way
+    predicted: float
+    measured: float
+    megabytes: float
+    predicted_gib: float
+    gib: float
+    loss: float
+
+
+def ways(devices: int) -> Iterator[Way]:
+    """The plans that are compared."""
+    half = devices // 2
+    yield Way("fsdp", devices, 1)
+    yield Way("fsdp, parameters marked only", devices, 1, activations="none")
+    yield Way("data parallel", devices, 1, parameters=False)
+    yield Way("2d", half, 2)
+    yield Way("2d, greedy", half, 2, planner="greedy")
+    yield Way("2d, sequence split", half, 2, activations="sequence")
+    yield Way("2d, parameters marked only", half, 2, activations="none")
+    yield Way("2d, batch marked only", half, 2, parameters=False, activations="none")
+    yield Way("tensor parallel", 1, devices)
+    yield Way("tensor parallel, sequence split", 1, devices, activations="sequence")
+    yield Way("tensor parallel, parameters marked only", 1, devices, activations="none")
+
+
+def marks(way: Way, mesh: spmd.Mesh, config: LlamaConfig) -> model.Mark:
+    """The `mark` of the model's points."""
+    if way.activations == "none":
+        return model.no_marks
+    table = "2d-sequence" if way.activations == "sequence" else "2d"
+    return sharding.activation_marks(mesh, config, sharding.TABLES[table])
+
+
+def compile_way(way: Way, config: LlamaConfig, topology: Topology | None) -> Any:
+    """The compiled step of one plan, its marked arguments open where the way leaves them."""
+    mesh = spmd.make_mesh(data=way.data, model=way.model)
+    optimizer = optax.adamw(1e-4)
+    params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
+    state = jax.eval_shape(optimizer.init, params)
+    if way.parameters:
+        params = sharding.mark_params(params, mesh, config)
+    else:
+        params = jax.tree.map(
+            lambda leaf: spmd.mark_sharding(leaf, mesh, (None,) * len(leaf.shape)), params
+        )
+    tokens = jax.ShapeDtypeStruct((_BATCH.value, _SEQ_LEN.value), np.int32)
+    batch = sharding.mark_batch({"inputs": tokens, "targets": tokens}, mesh)
+    step = spmd.jit(
+        train_step(config, optimizer, marks(way, mesh, config)),
+        mesh=mesh,
+        donate_argnums=(0, 1),
+        options=spmd.Options(planner=way.planner, topology=topology),
+    )
+    return step.compile(params, state, batch)
+
+
+def run(way: Way, config: LlamaConfig, topology: Topology | None) -> Row:
+    """Compiles a plan and times its steps."""
+    compiled = compile_way(way, config, topology)
+    optimizer = optax.adamw(1e-4)
+    params = compiled.init(0, lambda key: model.init(key, config), jax.random.key(0))
+    state = compiled.init(1, optimizer.init, params)
+    shape = (_BATCH.value, _SEQ_LEN.value)
+    tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
+    batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
+    times, loss = [], math.nan
+    for number in range(_STEPS.value + 2):
+        start = time.perf_counter()
+        params, state, value = compiled(params, state, batch)
+        loss = float(value)
+        if number >= 2:
+            times.append(time.perf_counter() - start)
+    return Row(
+        way,
+        compiled.cost,
+        statistics.median(times),
+        sum(c.bytes * c.count for c in compiled.collectives) / 1e6,
+        compiled.predicted_memory.peak / 2**30,
+        compiled.memory.peak_bytes / 2**30,
+        loss,
+    )
+
+
+def agreement(rows: Sequence[Row], margin: float) -> tuple[int, int]:
+    """Pairs in the same order by both times, of all whose measured times are apart."""
+    same = total = 0
+    for a, b in itertools.combinations(rows, 2):
+        if abs(math.log(a.measured / b.measured)) > margin:
+            total += 1
+            same += (a.measured < b.measured) == (a.predicted < b.predicted)
+    return same, total
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints one table."""
+    del argv
+    config = dataclasses.replace(
+        named_config(_MODEL.value),
+        dtype=jnp.dtype(_DTYPE.value).name,
+        scan_layers=_SCAN.value,
+        attention=_ATTENTION.value,
+    )
+
+    if _LAYERS.value:
+        config = dataclasses.replace(config, num_hidden_layers=_LAYERS.value)
+    topology = Topology.load(_TOPOLOGY.value) if _TOPOLOGY.value else None
+    devices = jax.devices()
+    print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
+    print(f"{_MODEL.value}, {config.num_hidden_layers} layers "
+          f"{'scanned' if _SCAN.value else 'unrolled'}, batch {_BATCH.value} x {_SEQ_LEN.value}, "
+          f"{_DTYPE.value}, adamw")  # fmt: skip
+    rows = []
+    for way in ways(len(devices)):
+        if not _ONLY.value or way.name in _ONLY.value:
+            rows.append(run(way, config, topology))
+            print(f"  {way.name}: {rows[-1].measured * 1e3:.1f} ms", file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: row.measured)
+    print("\n| plan | mesh | measured ms | predicted ms | predicted / measured | MB sent | GiB "
+          "| predicted GiB | loss |")  # fmt: skip
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for r in rows:
+        print(f"| {r.way.name} | {r.way.data} x {r.way.model} | {r.measured * 1e3:.1f} "
+              f"| {r.predicted * 1e3:.1f} | {r.predicted / r.measured:.2f} | {r.megabytes:.0f} "
+              f"| {r.gib:.1f} | {r.predicted_gib:.1f} | {r.loss:.4f} |")  # fmt: skip
+    same, total = agreement(rows, _MARGIN.value)
+    print(f"\n{same} of {total} pairs that are more than {_MARGIN.value:.0%} apart are predicted "
+          f"in the measured order")  # fmt: skip
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,1 @@
+"""Programs and measurements behind `benchmarks/run bytes`: communication of two partitioners."""

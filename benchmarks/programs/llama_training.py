@@ -1,0 +1,151 @@
+"""Llama training steps: fully sharded and two-dimensional, with and without accumulation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import spmd
+from benchmarks.programs.program import Built, Program, marked, on_meshes, structs_of
+from models.llama import model, sharding
+from models.llama.config import LlamaConfig
+from models.llama.model import Mark
+
+CONFIG = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    attention="einsum",  # every partitioner sees the same ops
+)
+BATCH, LENGTH, MICROBATCHES = 16, 128, 8
+
+LossAndGrads = Callable[[Any, Any], Any]
+"""(params, batch) -> (loss, gradients)."""
+
+
+def llama_training_programs() -> list[Program]:
+    """Every variant."""
+    programs = []
+    for scan in (True, False):
+        layers = "scan" if scan else "unrolled"
+        programs += on_meshes(
+            f"llama-train/{layers}", partial(build, scan=scan), "8x1", "4x2", "2x4"
+        )
+        programs += on_meshes(
+            f"llama-train/split-sequence-{layers}",
+            partial(build, scan=scan, split_sequence=True),
+            "4x2",
+            "2x4",
+        )
+    for name in ACCUMULATE:
+        meshes = ("8x1", "4x2") if name == "python" else ("8x1", "4x2", "2x4")
+        programs += on_meshes(
+            f"llama-train/accumulate-{name}", partial(build, accumulate=name), *meshes
+        )
+    return programs
+
+
+def build(
+    mesh: spmd.Mesh, scan: bool = True, split_sequence: bool = False, accumulate: str = ""
+) -> Built:
+    """AdamW on the mean loss of a batch, or of `MICROBATCHES` of them one after another.
+
+    Args:
+      mesh: with axes `data` and `model`; where `model` has size 1 this is plain FSDP.
+      scan: whether the layers are scanned.
+      split_sequence: whether the residual stream is split over `model` along the sequence.
+      accumulate: a key of `ACCUMULATE`, or nothing for one batch.
+    """
+    config = dataclasses.replace(CONFIG, scan_layers=scan)
+    mark = marks(mesh, config, split_sequence)
+    optimizer = optax.adamw(1e-3)
+
+    def loss_and_grads(params: Any, batch: Any) -> tuple[Any, Any]:
+        return jax.value_and_grad(model.loss)(
+            params, batch["inputs"], batch["targets"], config, mark
+        )
+
+    gradients = ACCUMULATE[accumulate](loss_and_grads) if accumulate else loss_and_grads
+
+    def train_step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = gradients(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = structs_of(lambda key: model.init(key, config), jax.random.key(0))
+    state = structs_of(optimizer.init, params)
+    if accumulate:
+        tokens = marked(mesh, (None, "data"), (MICROBATCHES, BATCH, LENGTH), jnp.int32)
+    else:
+        tokens = marked(mesh, ("data",), (BATCH, LENGTH), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    args = (sharding.mark_params(params, mesh, config), state, batch)
+    return Built(train_step, args, donate=(0, 1))
+
+
+def marks(mesh: spmd.Mesh, config: LlamaConfig, split_sequence: bool) -> Mark:
+    """The usual marks of activations, with the residual stream split by hidden or by sequence."""
+    table = sharding.TABLES["2d-sequence" if split_sequence else "2d"]
+    return sharding.activation_marks(mesh, config, table)
+
+
+def accumulate_in_scan(loss_and_grads: LossAndGrads) -> LossAndGrads:
+    """The mean over microbatches, `lax.scan` over their leading dim."""
+
+    def run(params: Any, batches: Any) -> Any:
+        def body(total: Any, batch: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, loss_and_grads(params, batch)), None
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        return mean(jax.lax.scan(body, zeros, batches)[0])
+
+    return run
+
+
+def accumulate_in_fori_loop(loss_and_grads: LossAndGrads) -> LossAndGrads:
+    """The mean over microbatches, `lax.fori_loop` that takes the i-th of them."""
+
+    def run(params: Any, batches: Any) -> Any:
+        def body(i: Any, total: Any) -> Any:
+            batch = jax.tree.map(lambda b: jax.lax.dynamic_index_in_dim(b, i, 0, False), batches)
+            return jax.tree.map(jnp.add, total, loss_and_grads(params, batch))
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        return mean(jax.lax.fori_loop(0, MICROBATCHES, body, zeros))
+
+    return run
+
+
+def accumulate_in_python(loss_and_grads: LossAndGrads) -> LossAndGrads:
+    """The mean over microbatches, a Python loop."""
+
+    def run(params: Any, batches: Any) -> Any:
+        total = loss_and_grads(params, jax.tree.map(lambda b: b[0], batches))
+        for i in range(1, MICROBATCHES):
+            batch = jax.tree.map(lambda b, i=i: b[i], batches)
+            total = jax.tree.map(jnp.add, total, loss_and_grads(params, batch))
+        return mean(total)
+
+    return run
+
+
+def mean(total: Any) -> Any:
+    """A sum over microbatches as their mean."""
+    return jax.tree.map(lambda t: t / MICROBATCHES, total)
+
+
+ACCUMULATE: dict[str, Callable[[LossAndGrads], LossAndGrads]] = {
+    "scan": accumulate_in_scan,
+    "fori": accumulate_in_fori_loop,
+    "python": accumulate_in_python,
+}
+"""How users write gradient accumulation."""

@@ -1,0 +1,234 @@
+"""Loads an OpenAI-compatible server with random requests, and says how it bears them.
+
+Every answer is checked as far as one can from outside: its stream is whole and nobody else's, its
+tokens are as many as asked for, and no request is lost. With --verify some prompts are asked again
+alone, and their texts compared: at temperature 0 they are the same, up to what rounding does in
+batches of different sizes.
+
+Examples:
+    benchmarks/run serve --url http://127.0.0.1:8000 --requests 500 --concurrency 64
+    benchmarks/run serve --requests 1000 --rate 20 --disconnect 0.1 --tokens 32,256
+    benchmarks/run serve --chat --requests 100 --verify 10 --json serve.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+from absl import app, flags
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.load_client import (
+    Answer,
+    Ask,
+    BenchError,
+    Load,
+    find_doubles,
+    make_asks,
+    parse_bounds,
+    run_load,
+)
+
+_URL = flags.DEFINE_string("url", "http://127.0.0.1:8000", "The server, without /v1.")
+_MODEL = flags.DEFINE_string("model", None, "The model's name. Default: the server's first.")
+_KEY = flags.DEFINE_string("api_key", None, "Sent as the bearer token.")
+_REQUESTS = flags.DEFINE_integer("requests", 100, "How many.", lower_bound=1)
+_CONCURRENCY = flags.DEFINE_integer("concurrency", 16, "Requests at once.", lower_bound=1)
+_RATE = flags.DEFINE_float("rate", None, "Requests a second instead of so many at once.")
+_WORDS = flags.DEFINE_list("words", "8,128", "Least and most words of a prompt.")
+_TOKENS = flags.DEFINE_list("tokens", "16,128", "Least and most tokens of an answer.")
+_DISCONNECT = flags.DEFINE_float(
+    "disconnect", 0.0, "Share of the requests that leave early.", lower_bound=0.0, upper_bound=1.0
+)
+_CHAT = flags.DEFINE_bool("chat", False, "Ask as chats.")
+_IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Ask for all tokens, past the model's ends.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of everything random.")
+_VERIFY = flags.DEFINE_integer("verify", 0, "Ask so many again, alone.", lower_bound=0)
+_TIMEOUT = flags.DEFINE_float("timeout", 600.0, "Seconds that one read may take.")
+_JSON = flags.DEFINE_string("json", None, "Write the numbers to this file too.")
+
+PERCENTILES = (50, 90, 99)
+
+
+class Result(NamedTuple):
+    """All answers, the seconds they took, and how many of those asked again were the same."""
+
+    answers: list[Answer]
+    seconds: float
+    verified: int
+    same: int
+
+
+def make_load() -> Load:
+    """What the flags ask for."""
+    if _RATE.value is not None and _RATE.value <= 0:
+        raise BenchError(f"--rate: requests a second are more than 0, not {_RATE.value}")
+    return Load(
+        requests=_REQUESTS.value,
+        concurrency=_CONCURRENCY.value,
+        rate=_RATE.value,
+        words=parse_bounds("words", _WORDS.value),
+        tokens=parse_bounds("tokens", _TOKENS.value),
+        disconnect=_DISCONNECT.value,
+        chat=_CHAT.value,
+        ignore_eos=_IGNORE_EOS.value,
+        seed=_SEED.value,
+    )
+
+
+async def find_model(client: httpx.AsyncClient) -> str:
+    """The first model that the server has."""
+    try:
+        response = await client.get("/v1/models")
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except httpx.HTTPError as error:
+        raise BenchError(f"{client.base_url}: {type(error).__name__} {error}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise BenchError(f"{client.base_url} names no models: give one with --model") from error
+
+
+async def run(load: Load, console: Console) -> Result:
+    """Put the load on the server, with a bar on a terminal."""
+    headers = {"Authorization": f"Bearer {_KEY.value}"} if _KEY.value else {}
+    columns = (
+        TextColumn("asking"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens, {task.fields[wrong]} wrong"),
+        TimeElapsedColumn(),
+    )
+    asks = make_asks(load)
+    async with httpx.AsyncClient(
+        base_url=_URL.value,
+        headers=headers,
+        timeout=httpx.Timeout(_TIMEOUT.value, connect=30.0),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=False,
+    ) as client:
+        model = _MODEL.value or await find_model(client)
+        with Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        ) as bar:
+            task = bar.add_task("", total=len(asks), tokens=0, wrong=0)
+            seen: collections.Counter[str] = collections.Counter()
+
+            def report(answer: Answer) -> None:
+                seen["tokens"] += answer.tokens
+                seen["wrong"] += answer.outcome == "failed"
+                bar.update(task, advance=1, tokens=seen["tokens"], wrong=seen["wrong"])
+
+            started = time.perf_counter()
+            answers = await run_load(client, load, model, asks, report)
+            seconds = time.perf_counter() - started
+        done = [answer for answer in answers if answer.outcome == "done"][: _VERIFY.value]
+        same = await _ask_again(client, load, model, done)
+    return Result(answers, seconds, len(done), same)
+
+
+async def _ask_again(
+    client: httpx.AsyncClient, load: Load, model: str, answers: Sequence[Answer]
+) -> int:
+    """How many have the same text when asked one by one."""
+    alone = Load(**{**vars(load), "concurrency": 1, "rate": None})
+    again: list[Ask] = [answer.ask for answer in answers]
+    texts = [answer.text for answer in await run_load(client, alone, model, again)]
+    return sum(answer.text == text for answer, text in zip(answers, texts, strict=True))
+
+
+def summarize(result: Result) -> dict[str, Any]:
+    """The numbers; times in milliseconds."""
+    answers = result.answers
+    whole = [answer for answer in answers if answer.outcome == "done"]
+    outcomes = collections.Counter(answer.outcome for answer in answers)
+    tokens = sum(answer.tokens for answer in whole)
+    return {
+        "requests": len(answers),
+        **{name: outcomes[name] for name in ("done", "left", "refused", "failed")},
+        "doubles": len(find_doubles(answers)),
+        "verified": result.verified,
+        "same_alone": result.same,
+        "seconds": result.seconds,
+        "requests_per_second": len(whole) / result.seconds,
+        "tokens_per_second": tokens / result.seconds,
+        "prompt_tokens": sum(answer.prompt_tokens for answer in whole),
+        "tokens": tokens,
+        "first_token_ms": _percentiles([a.first for a in whole if a.first is not None]),
+        "between_tokens_ms": _percentiles([x for answer in whole for x in answer.between]),
+        "whole_ms": _percentiles([answer.total for answer in whole]),
+    }
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    values = np.percentile(np.asarray(seconds), PERCENTILES) * 1e3
+    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}
+
+
+def print_summary(summary: dict[str, Any], console: Console) -> None:
+    """Two small tables."""
+    counts = Table("requests", "done", "left", "refused", "failed", "seconds", "tokens/s")
+    counts.add_row(
+        *(str(summary[name]) for name in ("requests", "done", "left", "refused", "failed")),
+        f"{summary['seconds']:.2f}",
+        f"{summary['tokens_per_second']:,.1f}",
+    )
+    times = Table("milliseconds", *(f"p{p}" for p in PERCENTILES))
+    for name in ("first_token_ms", "between_tokens_ms", "whole_ms"):
+        values = summary[name] or {}
+        shown = [f"{values[f'p{p}']:,.1f}" if values else "-" for p in PERCENTILES]
+        times.add_row(name.removesuffix("_ms").replace("_", " "), *shown)
+    console.print(counts)
+    console.print(times)
+    if summary["verified"]:
+        console.print(f"{summary['same_alone']} of {summary['verified']} the same when alone")
+
+
+def check(result: Result) -> None:
+    """Raise `BenchError` if the server lost, mixed up or failed anything."""
+    doubles = find_doubles(result.answers)
+    if doubles:
+        raise BenchError(f"{len(doubles)} ids belong to more than one answer, as {doubles[0]}")
+    failed = [answer for answer in result.answers if answer.outcome == "failed"]
+    if failed:
+        first = failed[0]
+        raise BenchError(
+            f"{len(failed)} of {len(result.answers)} requests failed; "
+            f"number {first.ask.number}: {first.problem}"
+        )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the load and print what came of it."""
+    console = Console(stderr=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+    try:
+        if len(argv) > 1:
+            raise BenchError(f"what is {argv[1]!r}? Everything is said with flags: see --help")
+        load = make_load()
+        result = asyncio.run(run(load, console))
+        summary = summarize(result)
+        print_summary(summary, Console())
+        if _JSON.value:
+            Path(_JSON.value).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        check(result)
+    except (BenchError, OSError) as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,234 @@
+"""Shardy's propagation, the peer that ours is measured against: marks in, shardings out.
+
+jaxlib carries Shardy's passes. `run_all` runs them on any number of modules in a process of their
+own, because a broken assertion inside them ends the process.
+
+A module's text is parsed without locations, so that an op's location is its line in that text:
+that is how values of Shardy's result and of our program find each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
+
+from spmd.api import Lowered
+from spmd.frontend.importer.attributes import sharding_attr
+from spmd.frontend.marks import Entries
+from spmd.mesh.mesh import Mesh
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = "from benchmarks.shardy import main; main()"
+"""What the process of `run_all` runs."""
+PIPELINE = "builtin.module(sdy-propagation-pipeline)"
+TIMEOUT = 600
+
+Axis = tuple[str, int, int]
+"""An axis's name; product of the sizes of its more major sub-axes, and the size (0: all of it)."""
+
+
+class Value(NamedTuple):
+    """One value of a module after Shardy's propagation.
+
+    Attributes:
+      lines: line of the op that makes it, then of the calls around that, innermost first; empty
+        for arguments and results of the module.
+      op: the op's name, `argument` or `result`.
+      number: which of the op's results.
+      dims: axes of each dim, major first.
+    """
+
+    lines: tuple[int, ...]
+    op: str
+    number: int
+    dims: tuple[tuple[Axis, ...], ...]
+
+
+class Failure(NamedTuple):
+    """What became of a module that Shardy could not process."""
+
+    message: str
+
+
+def marked_module(lowered: Lowered) -> Any:
+    """A copy of the module with the marks of its arguments and results written into it."""
+    module = lowered.request.module
+    with module.context:
+        copy = ir.Module.parse(module.operation.get_asm(binary=True))
+        main = main_of(copy)
+        request = lowered.request
+        for name, marks in (
+            ("arg_attrs", request.arg_entries),
+            ("res_attrs", request.result_entries),
+        ):
+            if any(marks):
+                attrs = [ir.Attribute.parse(_mark_text(entries, lowered.mesh)) for entries in marks]
+                main.attributes[name] = ir.ArrayAttr.get(attrs)
+    return copy
+
+
+def marked_text(lowered: Lowered) -> str:
+    """The text of `marked_module`, an op on every line."""
+    module = marked_module(lowered)
+    return str(module.operation.get_asm(enable_debug_info=False))
+
+
+def main_of(module: Any) -> Any:
+    """The function that a module is for."""
+    functions = [op.operation for op in module.body.operations if op.operation.name == "func.func"]
+    named = [f for f in functions if ir.StringAttr(f.attributes["sym_name"]).value == "main"]
+    return (named or functions)[0]
+
+
+def _mark_text(entries: Entries | None, mesh: Mesh) -> str:
+    if not entries:
+        return "{}"
+    axes = ", ".join(f'"{n}"={s}' for n, s in zip(mesh.axis_names, mesh.sizes, strict=True))
+    dims = ", ".join(
+        "{?}" if names is None else "{" + ", ".join(f'"{n}"' for n in names) + "}"
+        for names in entries
+    )
+    return f"{{sdy.sharding = #sdy.sharding<mesh<[{axes}]>, [{dims}]>}}"
+
+
+def run(module: Any) -> float:
+    """Runs Shardy's propagation on a module in place; the seconds that it took."""
+    with module.context:
+        pipeline = PassManager.parse(PIPELINE)
+        start = time.perf_counter()
+        pipeline.run(module.operation)
+        return time.perf_counter() - start
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading a propagated module.
+
+
+def values_of(module: Any) -> Iterator[Value]:
+    """Arguments, op results (as if calls were inlined) and results of a propagated module."""
+    functions = {
+        ir.StringAttr(op.attributes["sym_name"]).value: op.operation
+        for op in module.body.operations
+        if op.operation.name == "func.func"
+    }
+    main = main_of(module)
+    type_ = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+    for what, types in (("argument", type_.inputs), ("result", type_.results)):
+        attrs = main.attributes
+        key = "arg_attrs" if what == "argument" else "res_attrs"
+        entries = list(ir.ArrayAttr(attrs[key])) if key in attrs else [None] * len(types)
+        for number, (item, own) in enumerate(zip(entries, types, strict=True)):
+            yield Value((), what, number, _entry_dims(item, _rank(own)))
+    yield from _block_values(main.regions[0].blocks[0], functions, ())
+
+
+def _block_values(
+    block: Any, functions: Mapping[str, Any], calls: tuple[int, ...]
+) -> Iterator[Value]:
+    for item in block.operations:
+        op = item.operation
+        lines = (_line(op.location), *calls)
+        if op.name in ("func.call", "sdy.named_computation"):
+            callee = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
+            yield from _block_values(functions[callee].regions[0].blocks[0], functions, lines)
+            continue
+        if op.name.startswith("stablehlo.") and op.name.partition(".")[2] in _REGIONS:
+            for region in op.regions:
+                yield from _block_values(region.blocks[0], functions, calls)
+        shardings = _per_value(op)
+        for number, result in enumerate(op.results):
+            rank = _rank(result.type)
+            dims = shardings[number] if shardings else ((),) * rank
+            yield Value(lines, _NAMES.get(op.name, op.name), number, dims or ((),) * rank)
+
+
+_REGIONS = ("while", "case", "if")
+_NAMES = {"sdy.constant": "stablehlo.constant", "sdy.reshard": "sdy.sharding_constraint"}
+
+
+def _line(location: Any) -> int:
+    while isinstance(location, (ir.NameLoc, ir.CallSiteLoc)):
+        location = location.child_loc if isinstance(location, ir.NameLoc) else location.callee
+    return location.start_line if isinstance(location, ir.FileLineColLoc) else 0
+
+
+def _rank(type_: Any) -> int:
+    return ir.ShapedType(type_).rank if isinstance(type_, ir.ShapedType) else 0
+
+
+def _per_value(op: Any) -> list[tuple[tuple[Axis, ...], ...]]:
+    """Shardings of an op's results; empty where it has none."""
+    if op.name in ("sdy.reshard", "sdy.sharding_constraint"):
+        return [_dims(op.attributes["sharding"])]
+    if "sdy.sharding" not in op.attributes:
+        return []
+    from jaxlib.mlir.dialects import sdy
+
+    per_value = sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"])
+    return [_dims(sharding) for sharding in per_value.shardings]
+
+
+def _entry_dims(item: Any, rank: int) -> tuple[tuple[Axis, ...], ...]:
+    dictionary: Any = ir.DictAttr(item) if item is not None else ()
+    entries = {e.name: e.attr for e in dictionary}
+    return _dims(entries["sdy.sharding"]) if "sdy.sharding" in entries else ((),) * rank
+
+
+def _dims(attr: Any) -> tuple[tuple[Axis, ...], ...]:
+    return sharding_attr(attr).dims
+
+
+# ---------------------------------------------------------------------------------------------
+# Many modules in a process of their own.
+
+
+def run_all(texts: Mapping[str, str]) -> dict[str, list[Value] | Failure]:
+    """Shardy's result for each of some modules, given by name as text."""
+    found: dict[str, list[Value] | Failure] = {}
+    while len(found) < len(texts):
+        rest = {name: text for name, text in texts.items() if name not in found}
+        code, output, errors = _child(json.dumps(rest))
+        for line in output.splitlines():
+            name, values, message = json.loads(line)
+            found[name] = Failure(message) if message else [_value(v) for v in values]
+        failed = next((name for name in rest if name not in found), None)
+        if failed is not None:
+            found[failed] = Failure(f"the process ended with {code}: {errors.strip()[-400:]}")
+    return found
+
+
+def _child(request: str) -> tuple[int, str, str]:
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=request, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def _value(item: Any) -> Value:
+    lines, op, number, dims = item
+    axes = tuple(tuple((name, pre, size) for name, pre, size in dim) for dim in dims)
+    return Value(tuple(lines), op, number, axes)
+
+
+def main() -> None:
+    """Reads {name: module text} and writes a line [name, values, message] for each."""
+    for name, text in json.load(sys.stdin).items():
+        try:
+            with mlir.make_ir_context():
+                module = ir.Module.parse(text)
+                run(module)
+                print(json.dumps([name, list(values_of(module)), ""]), flush=True)
+        except ir.MLIRError as error:
+            print(json.dumps([name, [], str(error)[:400]]), flush=True)

@@ -1,0 +1,1 @@
+"""Llama weights on disk: Hugging Face files in and out, and conversion between layouts."""

@@ -1,0 +1,215 @@
+"""Checkpoints for n devices -> checkpoints for m devices, in bounded memory and in steps.
+
+Every file of the result is written on its own. A run that was stopped goes on with the first file
+that is not whole when it is started again; the folder takes its name when all are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from models.llama.weights.config import CONFIG_FILE, to_hf
+from models.llama.weights.files import (
+    INDEX_FILE,
+    Array,
+    Entry,
+    WeightsError,
+    file_index,
+    plan_files,
+    write_files,
+    write_json,
+)
+from models.llama.weights.ranks import SHARDING_FILE, cuts, describe, rank_file, shard
+from models.llama.weights.save import (
+    GENERATION_CONFIG_FILE,
+    MAX_SHARD_BYTES,
+    TOKENIZER_FILES,
+    check_can_save,
+)
+from models.llama.weights.sources import Source, Tensor
+from models.progress import Advance, bytes_bar
+
+PROGRESS_FILE = "progress.json"
+
+Plan = Mapping[str, Sequence[Tensor]]
+"""File name -> the tensors in it, in order."""
+
+Made = Callable[[str], None]
+"""Called with the name of a file that is done."""
+
+
+def write_hf(
+    source: Source,
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    max_file_bytes: int = MAX_SHARD_BYTES,
+    console: Console | None = None,
+    made: Made = lambda name: None,
+) -> None:
+    """Write all tensors, whole, as a folder that transformers loads.
+
+    Args:
+      source: the tensors.
+      folder: new or empty.
+      dtype: what to convert to; None keeps every tensor's bits.
+      max_file_bytes: bytes of tensors in one file.
+      console: a progress bar goes here.
+      made: called with each file that is done.
+
+    Raises:
+      WeightsError: the folder cannot be written, or tensors cannot be read.
+      ConfigError: a model that transformers refuses.
+    """
+    source = source.astype(dtype)
+    entries = [_entry(tensor) for tensor in source.tensors.values()]
+    named = plan_files(entries, max_file_bytes)
+    plan = {file: [source.tensors[e.name] for e in group] for file, group in named.items()}
+    beside = {} if len(plan) == 1 else {INDEX_FILE: file_index(named)}
+    _write(source, Path(folder), plan, beside, console, made)
+
+
+def write_ranks(
+    source: Source,
+    folder: str | Path,
+    ranks: int,
+    *,
+    dtype: str | None = None,
+    console: Console | None = None,
+    made: Made = lambda name: None,
+) -> None:
+    """Write the shards of every rank, each in a file of its own; see `ranks.py`.
+
+    Args:
+      source: the tensors.
+      folder: new or empty.
+      ranks: how many.
+      dtype, console, made: as for `write_hf`.
+
+    Raises:
+      WeightsError: as for `write_hf`; or the model does not divide into so many ranks.
+    """
+    source = source.astype(dtype)
+    split = cuts(source.config, ranks)
+    plan = {
+        rank_file(rank): [shard(t, split[name], rank) for name, t in source.tensors.items()]
+        for rank in range(ranks)
+    }
+    _write(source, Path(folder), plan, {SHARDING_FILE: describe(source, ranks)}, console, made)
+
+
+def _entry(tensor: Tensor) -> Entry:
+    return Entry(tensor.name, tensor.shape, tensor.dtype)
+
+
+def _write(
+    source: Source,
+    folder: Path,
+    plan: Plan,
+    beside: Mapping[str, Mapping[str, Any]],
+    console: Console | None,
+    made: Made,
+) -> None:
+    folder = folder.absolute()
+    check_can_save(folder)
+    dtype = next(iter(source.tensors.values())).dtype
+    beside = {CONFIG_FILE: to_hf(source.config, dtype), **beside}
+    with _unfinished(folder, _identity(source, plan)) as (unfinished, done):
+        total = sum(t.nbytes for group in plan.values() for t in group)
+        with bytes_bar("writing", total, console) as advance:
+            for name, tensors in plan.items():
+                if name in done:
+                    advance(sum(tensor.nbytes for tensor in tensors))
+                    continue
+                _write_file(unfinished, name, tensors, advance)
+                done.append(name)
+                _note(unfinished, _identity(source, plan), done)
+                made(name)
+        for name, content in beside.items():
+            write_json(unfinished / name, content)
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG_FILE):
+            if source.tokenizer_from and (source.tokenizer_from / name).is_file():
+                shutil.copyfile(source.tokenizer_from / name, unfinished / name)
+        (unfinished / PROGRESS_FILE).unlink()
+        unfinished.rename(folder)
+
+
+def _write_file(unfinished: Path, name: str, tensors: Sequence[Tensor], advance: Advance) -> None:
+    """A file, whole or not at all, one tensor in memory at a time."""
+
+    def arrays() -> Iterator[Array]:
+        for tensor in tensors:
+            array = tensor.__array__()
+            yield array
+            advance(array.nbytes)
+            del array
+
+    partial = f"{name}.part"
+    write_files(unfinished, {partial: [_entry(tensor) for tensor in tensors]}, arrays())
+    (unfinished / partial).rename(unfinished / name)
+
+
+# Going on
+
+
+def _identity(source: Source, plan: Plan) -> str:
+    """A digest of what is written: the same run again has the same."""
+    content = {
+        "source": [source.about, *source.stamps],
+        "files": {file: [repr(_entry(t)) for t in group] for file, group in plan.items()},
+    }
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _unfinished(folder: Path, identity: str) -> Iterator[tuple[Path, list[str]]]:
+    """The folder to write to, and the files that a run that was stopped has left there whole.
+
+    Raises:
+      WeightsError: another process is writing there.
+    """
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        unfinished.mkdir(exist_ok=True)
+        lock = os.open(unfinished, os.O_RDONLY)
+    except OSError as error:
+        raise WeightsError(f"{unfinished} cannot be made: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        done = _done(unfinished, identity)
+        for path in unfinished.iterdir():
+            if path.name not in (*done, PROGRESS_FILE):
+                path.unlink()
+        yield unfinished, done
+    except BlockingIOError:
+        raise WeightsError(f"another process is writing {folder}; wait for it") from None
+    except OSError as error:
+        raise WeightsError(f"{folder} cannot be written: {error}") from error
+    finally:
+        os.close(lock)
+
+
+def _note(unfinished: Path, identity: str, done: Sequence[str]) -> None:
+    part = unfinished / f"{PROGRESS_FILE}.part"
+    write_json(part, {"identity": identity, "done": list(done)})
+    part.rename(unfinished / PROGRESS_FILE)
+
+
+def _done(unfinished: Path, identity: str) -> list[str]:
+    """Files that are whole, if the run that wrote them was the same."""
+    try:
+        content = json.loads((unfinished / PROGRESS_FILE).read_text(encoding="utf-8"))
+        names = [str(name) for name in content["done"]] if content["identity"] == identity else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [name for name in names if (unfinished / name).is_file()]

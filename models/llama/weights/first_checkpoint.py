@@ -1,0 +1,144 @@
+"""Weights -> a training run's first checkpoint: step 0, from which training goes on.
+
+It holds parameters alone. An optimizer's state would be zeros in other words: twice the size, and
+tied to an optimizer, its options and a dtype before anyone has chosen them. `Checkpoints.restore`
+leaves it to the run to make a fresh one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import spmd
+from models.llama import model, sharding
+from models.llama.config import LlamaConfig
+from models.llama.weights.files import Array, Index, WeightsError
+from models.llama.weights.names import Parameter, parameters
+from models.llama.weights.save import appearing, check_can_save
+from models.llama.weights.sources import Source, Tensor
+from models.progress import Advance, bytes_bar
+from models.training.checkpoints.pieces import Pieces
+from models.training.checkpoints.store import CheckpointError, Checkpoints
+from models.training.run.description import RunFolder
+from models.training.run.loop import TrainState
+
+FIRST_STEP = 0
+
+
+def write_run(
+    source: Source,
+    folder: str | Path,
+    mesh: Mapping[str, int],
+    *,
+    table: str = "2d",
+    scan_layers: bool = True,
+    dtype: str | None = None,
+    console: Console | None = None,
+) -> Path:
+    """Write the folder of a training run that has its weights and has taken no step.
+
+    Any mesh, optimizer and dtype goes on from it, with layers scanned or unrolled; the arguments
+    say for which that is quickest. A few chunks of a tensor are in memory at a time, and the folder
+    appears when it is whole.
+
+    Args:
+        source: the tensors.
+        folder: new or empty.
+        mesh: axis -> size; each array is stored in the pieces that its devices hold.
+        table: name of the specs by which the mesh splits arrays.
+        scan_layers: whether layers are stacked.
+        dtype: what to convert to; None keeps every tensor's bits.
+        console: a progress bar goes here.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        WeightsError: the folder is not empty, an unknown axis, or layers that do not stack.
+        ConfigError: an unknown table.
+        CheckpointError: the checkpoint cannot be written, or tensors cannot be read.
+    """
+    source = source.astype(dtype)
+    config = dataclasses.replace(source.config, scan_layers=scan_layers)
+    structs = _marked(config, mesh, table)
+    check_can_save(folder)
+    about = {"config": {"model": _what_it_is(config)}, "weights": source.about}
+    total = sum(tensor.nbytes for tensor in source.tensors.values())
+    with bytes_bar("writing", total, console) as advance:
+        params = _pieces(source, config, structs, advance)
+        with appearing(Path(folder)) as unfinished:
+            try:
+                _save(RunFolder(unfinished).checkpoints, params, about)
+            except CheckpointError as error:
+                raise CheckpointError(f"{folder} cannot be written: {error}") from error
+    return RunFolder(Path(folder)).checkpoints / str(FIRST_STEP)
+
+
+def _marked(config: LlamaConfig, mesh: Mapping[str, int], table: str) -> Any:
+    """Structs of the parameters, as they are split over a mesh that needs no devices."""
+    unknown = [axis for axis in mesh if axis not in sharding.MESH_AXES]
+    if unknown:
+        raise WeightsError(
+            f"--mesh: no axis is called {unknown[0]!r}; the model splits over "
+            f"{', '.join(sharding.MESH_AXES)}"
+        )
+    structs = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    devices = spmd.Mesh(None, tuple(mesh.values()), tuple(mesh))
+    return sharding.mark_params(structs, devices, config, sharding.table_named(table))
+
+
+def _what_it_is(config: LlamaConfig) -> dict[str, Any]:
+    """The config without what a run may choose: parameters become its dtype when it starts."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=dict))
+    del plain["param_dtype"]
+    return plain
+
+
+def _save(folder: Path, params: Any, about: Mapping[str, Any]) -> None:
+    with Checkpoints(folder, about=about, pieces=True) as checkpoints:
+        checkpoints.save(TrainState(params, None, FIRST_STEP))
+        checkpoints.finish()
+
+
+def _pieces(source: Source, config: LlamaConfig, structs: Any, advance: Advance) -> Any:
+    """A tree like `model.init`'s of arrays that are read when they are written."""
+    wanted, treedef = parameters(config)
+    leaves = [
+        _piecewise(parameter, struct, [source.tensors[name] for name in parameter.names], advance)
+        for parameter, struct in zip(wanted, treedef.flatten_up_to(structs), strict=True)
+    ]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _piecewise(
+    parameter: Parameter, struct: jax.ShapeDtypeStruct, rows: Sequence[Tensor], advance: Advance
+) -> Pieces:
+    """A parameter; of a stacked one, layers are stored apart, as they are read."""
+    dtypes = sorted({row.dtype for row in rows})
+    if len(dtypes) > 1:
+        raise WeightsError(
+            f"layers are stacked, and {parameter.path} is {' and '.join(dtypes)} in different "
+            "ones; give --noscan or a --dtype"
+        )
+    assert struct.sharding is not None
+    piece = struct.sharding.shard_shape(parameter.shape)
+
+    def read(index: Index) -> Array:
+        if parameter.stacked:
+            block = np.stack([row[index[1:]] for row in rows[index[0]]])
+        else:
+            block = rows[0][index]
+        advance(block.nbytes)
+        return block
+
+    stored = (1, *piece[1:]) if parameter.stacked else piece
+    return Pieces(parameter.shape, dtypes[0], struct.sharding, stored, read)

@@ -1,0 +1,203 @@
+"""Weights of a Llama from and to Hugging Face checkpoints, shard by shard.
+
+Loading, a process reads the slices that its own devices hold, and has one of them in memory at a
+time. Saving is in `export.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+from rich.console import Console
+
+from models.llama.config import LlamaConfig
+from models.llama.model import Params
+from models.llama.weights.config import CONFIG_FILE
+from models.llama.weights.files import (
+    FLOAT_NAMES,
+    Array,
+    Folder,
+    Index,
+    WeightsError,
+    open_folder,
+    shortened,
+)
+from models.llama.weights.names import EMBEDDING, HEAD, Parameter, parameters
+from models.llama.weights.save import check_can_save, save
+from models.progress import Advance, bytes_bar
+
+__all__ = ["WeightsError", "check_can_load", "check_can_save", "load", "save"]
+
+Bounds = tuple[tuple[int, int], ...]
+"""(start, stop) of every dim."""
+
+
+def load(
+    folder: str | Path,
+    config: LlamaConfig,
+    shardings: Any = None,
+    *,
+    console: Console | None = None,
+) -> Params:
+    """The parameters of a Hugging Face checkpoint, each shard read straight from the file.
+
+    Each process reads what its own devices hold, once, and converts it to `config.param_dtype`;
+    beyond the devices' arrays a single shard is in memory.
+
+    Args:
+        folder: holds `model.safetensors`, or several files and their index.
+        config: the model, as from `hf_config.read_config`; `scan_layers` and the dtypes are free.
+        shardings: a tree like `model.init`'s of `jax.sharding.Sharding`, as
+            `compiled.in_shardings[0]` of a training step; None puts all on the first device.
+        console: a progress bar goes here if it is a terminal and loading takes long.
+
+    Returns:
+        Parameters as from `model.init`.
+
+    Raises:
+        WeightsError: files that are missing, truncated or no safetensors, and tensors that are
+            missing, superfluous, quantized or of another shape than the model's.
+
+    Example:
+        >>> config = read_config("/models/Llama-3.2-1B")
+        >>> params = load("/models/Llama-3.2-1B", config, compiled.in_shardings[0])
+    """
+    wanted, treedef = parameters(config)
+    default = SingleDeviceSharding(jax.devices()[0])
+    placed = [default] * len(wanted) if shardings is None else treedef.flatten_up_to(shardings)
+    total = sum(_local_bytes(p, s, config) for p, s in zip(wanted, placed, strict=True))
+    with open_folder(folder) as stored, bytes_bar("loading weights", total, console) as advance:
+        _check_fit(stored, wanted, config)
+        leaves = [
+            _load_parameter(stored, parameter, sharding, config, advance)
+            for parameter, sharding in zip(wanted, placed, strict=True)
+        ]
+    params: Params = jax.tree_util.tree_unflatten(treedef, leaves)
+    return params
+
+
+def check_can_load(folder: str | Path, config: LlamaConfig) -> None:
+    """Raise `WeightsError` unless `load` finds what it needs: headers are read, no weights."""
+    wanted, _ = parameters(config)
+    with open_folder(folder) as stored:
+        _check_fit(stored, wanted, config)
+
+
+def _load_parameter(
+    stored: Folder,
+    parameter: Parameter,
+    sharding: Sharding,
+    config: LlamaConfig,
+    advance: Advance,
+) -> jax.Array:
+    # `jax.make_array_from_callback` would read equal shards again for every device, and hold those
+    # of all local devices on the host at once.
+    shards = []
+    for index, devices in distinct_shards(parameter.shape, sharding).items():
+        block = _read_block(stored, parameter, index, config)
+        targets = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
+        # Devices that share the host's memory must not share the block: the arrays may be donated.
+        copies = [jax.device_put(block, target, may_alias=False) for target in targets]
+        shards += jax.block_until_ready(copies)
+        advance(block.nbytes)
+    return jax.make_array_from_single_device_arrays(
+        parameter.shape, sharding, shards, dtype=jnp.dtype(config.param_dtype)
+    )
+
+
+def distinct_shards(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[jax.Device]]:
+    """Bounds -> this process's devices that hold this shard."""
+    shards: dict[Bounds, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        whole = index or (slice(None),) * len(shape)
+        bounds = tuple(s.indices(size)[:2] for s, size in zip(whole, shape, strict=True))
+        shards.setdefault(bounds, []).append(device)
+    return shards
+
+
+def _read_block(
+    stored: Folder,
+    parameter: Parameter,
+    bounds: Bounds,
+    config: LlamaConfig,
+) -> Array:
+    """One shard of a parameter, in `param_dtype`."""
+    index = tuple(slice(start, stop) for start, stop in bounds)
+    dtype = jnp.dtype(config.param_dtype)
+    if parameter.stacked:
+        block: Array = np.empty([stop - start for start, stop in bounds], dtype)
+        for row, name in enumerate(parameter.names[index[0]]):
+            block[row] = stored.read(name, index[1:])
+        return block
+    (name,) = parameter.names
+    tensor = stored.read(name, index)
+    if name == EMBEDDING and config.tie_word_embeddings and HEAD in stored.tensors:
+        _check_tied(stored, index, tensor)
+    return tensor.astype(dtype, copy=False)
+
+
+def _check_tied(stored: Folder, index: Index, embedding: Array) -> None:
+    """Raise unless the head that lies beside the tied embedding is the same."""
+    if not np.array_equal(stored.read(HEAD, index), embedding):
+        raise WeightsError(
+            f"{stored.path}: {HEAD} and {EMBEDDING} differ, and the config ties them; set "
+            "tie_word_embeddings to false"
+        )
+
+
+def _check_fit(stored: Folder, wanted: Sequence[Parameter], config: LlamaConfig) -> None:
+    """Raise a `WeightsError` that lists all in which the folder differs from the model."""
+    shapes = {name: p.tensor_shape for p in wanted for name in p.names}
+    found = stored.tensors
+    ignored = {HEAD} if config.tie_word_embeddings else set()
+    missing = [name for name in shapes if name not in found]
+    unexpected = [
+        name
+        for name in found
+        if name not in shapes and name not in ignored and not name.endswith("rotary_emb.inv_freq")
+    ]
+    both = [name for name in shapes if name in found]
+    misshaped = [
+        f"{name} is {found[name].shape} and should be {shapes[name]}"
+        for name in both
+        if found[name].shape != shapes[name]
+    ]
+    quantized = [
+        f"{name} is {found[name].dtype}" for name in both if found[name].dtype not in FLOAT_NAMES
+    ]
+    kinds = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": misshaped,
+        "not floating point": quantized,
+    }
+    if not any(kinds.values()):
+        return
+    listed = "; ".join(
+        f"{len(names)} {kind}: {shortened(names)}" for kind, names in kinds.items() if names
+    )
+    raise WeightsError(f"{stored.path} does not fit the model: {listed}. {_fix(kinds)}")
+
+
+def _fix(kinds: Mapping[str, Sequence[str]]) -> str:
+    if kinds["not floating point"]:
+        return "Quantized weights have to be dequantized first"
+    if [name for names in kinds.values() for name in names] == [HEAD]:
+        return "If the output is the embedding table, set tie_word_embeddings to true"
+    return f"Use the {CONFIG_FILE} that belongs to these weights"
+
+
+def _local_bytes(parameter: Parameter, sharding: Sharding, config: LlamaConfig) -> int:
+    """Bytes of a parameter that this process reads, counted in `param_dtype`."""
+    itemsize = jnp.dtype(config.param_dtype).itemsize
+    return sum(
+        itemsize * math.prod(stop - start for start, stop in bounds)
+        for bounds in distinct_shards(parameter.shape, sharding)
+    )

@@ -1,0 +1,193 @@
+"""Weights of a Llama as a checkpoint of Hugging Face's, gathered and written tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from rich.console import Console
+
+from models.llama.config import DTYPES, LlamaConfig
+from models.llama.model import Params
+from models.llama.weights.config import CONFIG_FILE, to_hf
+from models.llama.weights.files import (
+    Array,
+    Entry,
+    WeightsError,
+    plan_files,
+    write_files,
+    write_json,
+)
+from models.llama.weights.names import order, parameters
+from models.progress import Advance, bytes_bar
+
+MAX_SHARD_BYTES = 5 * 10**9
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def check_can_save(folder: str | Path) -> None:
+    """Raise `WeightsError` unless `save` can make `folder`: early, before a long run."""
+    folder = Path(folder).absolute()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise WeightsError(f"{folder} exists already; name a new or an empty folder")
+    if not folder.parent.is_dir() or not os.access(folder.parent, os.W_OK):
+        raise WeightsError(f"{folder} cannot be made: {folder.parent} is no writable folder")
+
+
+def save(
+    params: Params,
+    config: LlamaConfig,
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    tokenizer_from: str | Path | None = None,
+    console: Console | None = None,
+) -> None:
+    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    Every process calls it; process 0 writes. The folder appears when it is whole: it is written
+    beside under another name, which a process that is killed leaves behind.
+
+    Args:
+        params: as from `model.init`, with any sharding.
+        config: the model.
+        folder: new or empty.
+        dtype: what weights are stored in; None takes `config.param_dtype`.
+        max_shard_bytes: bytes of tensors in one file; a larger tensor gets one of its own.
+        tokenizer_from: a folder whose tokenizer files are copied along.
+        console: a progress bar goes here if it is a terminal and saving takes long.
+
+    Raises:
+        WeightsError: the folder is not empty or cannot be written, an unknown dtype, or
+            parameters that are not the config's. On every process alike.
+        ConfigError: a model that transformers refuses.
+    """
+    dtype = dtype or config.param_dtype
+    if dtype not in DTYPES:
+        raise WeightsError(f"dtype is {dtype!r}, not one of {DTYPES}")
+    description = to_hf(config, dtype)
+    sources = _sources(params, config)
+    entries = [Entry(name, shape, dtype) for name, shape, _ in sources]
+    plan = plan_files(entries, max_shard_bytes)
+    total = sum(entry.nbytes for entry in entries)
+    failure: str | None = None
+    with bytes_bar("saving weights", total, console) as advance:
+        arrays = _gathered(sources, dtype, advance)
+        if jax.process_index() == 0:
+            try:
+                with appearing(Path(folder)) as unfinished:
+                    write_files(unfinished, plan, arrays)
+                    _write_beside(unfinished, description, tokenizer_from)
+            except (OSError, WeightsError) as error:
+                failure = str(error)
+        for _ in arrays:  # gathering takes every process, also when writing has failed
+            pass
+    _agree(failure, folder)
+
+
+Source = tuple[str, tuple[int, ...], Callable[[str], Array]]
+"""A tensor's name and shape, and what gathers it in a dtype."""
+
+
+def _sources(params: Params, config: LlamaConfig) -> list[Source]:
+    """Every tensor of the checkpoint: the embedding, layer after layer, the norm, the head."""
+    wanted, treedef = parameters(config)
+    leaves, found = jax.tree_util.tree_flatten(params)
+    shapes = [leaf.shape for leaf in leaves]
+    if found != treedef or shapes != [parameter.shape for parameter in wanted]:
+        raise WeightsError(
+            "the parameters are not those of the config (scan_layers, tie_word_embeddings and all "
+            "sizes have to be the same)"
+        )
+    sources = [
+        (name, parameter.tensor_shape, functools.partial(_gather, leaf, row, parameter.stacked))
+        for parameter, leaf in zip(wanted, leaves, strict=True)
+        for row, name in enumerate(parameter.names)
+    ]
+    return sorted(sources, key=lambda source: order(source[0]))
+
+
+def _gathered(sources: Sequence[Source], dtype: str, advance: Advance) -> Iterator[Array]:
+    for _, _, gather in sources:
+        array = gather(dtype)
+        advance(array.nbytes)
+        yield array
+
+
+def _gather(leaf: jax.Array, row: int, stacked: bool, dtype: str) -> Array:
+    """A parameter, or one layer of a stacked one, whole on every host."""
+    tensor: jax.Array = _layer(leaf, np.int32(row), dtype) if stacked else _cast(leaf, dtype)
+    whole: Array = (
+        np.asarray(tensor)
+        if tensor.is_fully_addressable
+        else multihost_utils.process_allgather(tensor, tiled=True)
+    )
+    return whole
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _layer(stack: jax.Array, row: jax.Array, dtype: str) -> jax.Array:
+    layer: jax.Array = jax.lax.dynamic_index_in_dim(stack, row, keepdims=False)
+    return layer.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _cast(leaf: jax.Array, dtype: str) -> jax.Array:
+    return leaf.astype(dtype)
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the name of `folder` once it is whole.
+
+    Raises:
+        WeightsError: there is something at `folder` already, or it cannot be made.
+    """
+    check_can_save(folder)
+    folder = folder.absolute()
+    unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _write_beside(
+    folder: Path, description: dict[str, Any], tokenizer_from: str | Path | None
+) -> None:
+    """What a checkpoint holds beside its weights."""
+    write_json(folder / CONFIG_FILE, description)
+    tokens = {key: description[key] for key in ("bos_token_id", "eos_token_id")}
+    if any(token is not None for token in tokens.values()):
+        write_json(folder / GENERATION_CONFIG_FILE, {"_from_model_config": True, **tokens})
+    for name in TOKENIZER_FILES if tokenizer_from is not None else ():
+        if (Path(tokenizer_from or "") / name).is_file():
+            shutil.copyfile(Path(tokenizer_from or "") / name, folder / name)
+
+
+def _agree(failure: str | None, folder: str | Path) -> None:
+    """Wait for process 0, and raise on all processes if it has failed."""
+    failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failure is not None)))
+    if failed:
+        reason = failure or "process 0 says why"
+        raise WeightsError(f"the weights could not be written to {folder}: {reason}")

@@ -1,0 +1,276 @@
+"""Where the tensors of a Llama come from: files, a training checkpoint, or chance. Read when asked.
+
+Tensors have Hugging Face's names and shapes, whatever they come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.llama import model
+from models.llama.config import ConfigError, LlamaConfig
+from models.llama.weights.config import read_config
+from models.llama.weights.files import Array, Index, WeightsError, open_folder
+from models.llama.weights.load import check_can_load
+from models.llama.weights.names import HEAD, Parameter, parameters
+from models.training.checkpoints.pieces import chunk_shape
+from models.training.checkpoints.store import AUTO, find_saved
+from models.training.run.description import RunFolder
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor that is read when it is asked for: whole by `numpy.asarray`, or a slice of it.
+
+    Attributes:
+      name: Hugging Face's.
+      shape, dtype: what it is; `dtype` is numpy's name.
+      read: gives a slice, in any dtype that converts to this one.
+      together: tensors with the same value are read from the same place: best one after the other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[Index], Array]
+    together: str = ""
+
+    def __getitem__(self, index: Index) -> Array:
+        """A slice; `index` has a slice with start and stop for each dim."""
+        return self.read(index).astype(self.dtype, copy=False)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        del copy
+        whole = self[tuple(slice(0, size) for size in self.shape)]
+        return whole if dtype is None else whole.astype(dtype)
+
+    def astype(self, dtype: str) -> Tensor:
+        """The same numbers in another dtype."""
+        return dataclasses.replace(self, dtype=dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model's config and its tensors by Hugging Face's names.
+
+    Attributes:
+      config: with layers unrolled.
+      tensors: in the order in which a model uses them.
+      about: where they come from, for people.
+      tokenizer_from: a folder with tokenizer files, or None.
+      stamps: of what is read: they differ where it has changed.
+    """
+
+    config: LlamaConfig
+    tensors: Mapping[str, Tensor]
+    about: str
+    tokenizer_from: Path | None = None
+    stamps: tuple[str, ...] = ()
+
+    def with_tokenizer(self, folder: Path) -> Source:
+        """The same with tokenizer files from elsewhere."""
+        return dataclasses.replace(self, tokenizer_from=folder)
+
+    def astype(self, dtype: str | None) -> Source:
+        """The same with all tensors in another dtype; None keeps every tensor's bits."""
+        if dtype is None:
+            return self
+        tensors = {name: tensor.astype(dtype) for name, tensor in self.tensors.items()}
+        return dataclasses.replace(self, tensors=tensors)
+
+    def tree(self) -> Any:
+        """The tensors as the parameters of `model.init` with layers unrolled."""
+        wanted, treedef = parameters(self.config)
+        return jax.tree.unflatten(treedef, [self.tensors[p.names[0]] for p in wanted])
+
+
+def unrolled(config: LlamaConfig) -> LlamaConfig:
+    """The same model with a parameter for each layer."""
+    return dataclasses.replace(config, scan_layers=False)
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a model."""
+    return {p.names[0]: p.shape for p in parameters(unrolled(config))[0]}
+
+
+def stamps(folder: Path) -> tuple[str, ...]:
+    """Name, size and time of every file right in a folder."""
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return tuple(f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in found)
+
+
+# Hugging Face's files
+
+
+@contextlib.contextmanager
+def hf_source(folder: str | Path) -> Iterator[Source]:
+    """The tensors of a folder of safetensors with its `config.json`; open as long as the context.
+
+    Raises:
+      WeightsError, ConfigError: files that are broken or no Llama.
+    """
+    folder = Path(folder)
+    config = unrolled(read_config(folder))
+    check_can_load(folder, config)
+    with open_folder(folder) as stored:
+        tensors = {
+            name: Tensor(
+                name, shape, NUMPY_NAMES[stored.tensors[name].dtype],
+                functools.partial(stored.read, name),
+            )
+            for name, shape in tensor_shapes(config).items()
+        }  # fmt: skip
+        if HEAD in stored.tensors and HEAD not in tensors:
+            _check_tied(stored.read, tensors)
+        yield Source(config, tensors, str(folder), folder, stamps(folder))
+
+
+NUMPY_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def _check_tied(read: Callable[[str, Index], Array], tensors: Mapping[str, Tensor]) -> None:
+    """Raise unless the head that lies beside a tied embedding is the same; by blocks of rows."""
+    table = next(iter(tensors.values()))
+    for start in range(0, table.shape[0], 4096):
+        index = (slice(start, min(start + 4096, table.shape[0])), slice(0, table.shape[1]))
+        if not np.array_equal(read(HEAD, index), table.read(index)):
+            raise WeightsError(
+                f"{HEAD} and {table.name} differ, and the config ties them; set "
+                "tie_word_embeddings to false"
+            )
+
+
+# Checkpoints of training
+
+
+@contextlib.contextmanager
+def checkpoint_source(run_dir: str | Path, step: int | str = AUTO) -> Iterator[Source]:
+    """The parameters of a checkpoint of a training run.
+
+    Of layers that are stored together, all layers of a parameter are read at once.
+
+    Args:
+      run_dir: the run's folder.
+      step: of the checkpoint, or `auto`, the latest that is whole.
+
+    Raises:
+      CheckpointError: there is none, or it is damaged.
+      WeightsError: it is of something else than a Llama.
+    """
+    folder = RunFolder(Path(run_dir)).checkpoints
+    if not folder.is_dir():
+        raise WeightsError(f"{run_dir} is no folder of a run: it has no {folder.name}")
+    found = find_saved(folder, step)
+    config = _trained_config(found.meta, folder)
+    state = folder / str(found.step) / "state"
+    saved = found.meta["arrays"]
+    tensors: dict[str, Tensor] = {}
+    for parameter in parameters(config)[0]:
+        entry = saved.get(f"params/{parameter.path}")
+        if entry is None or tuple(entry["shape"]) != parameter.shape:
+            raise WeightsError(
+                f"the checkpoint of step {found.step} has no params/{parameter.path} of shape "
+                f"{list(parameter.shape)}, which its model has"
+            )
+        tensors |= _checkpoint_tensors(state, parameter, entry["dtype"])
+    # Layers that are stored together stay in the order in which they are read.
+    is_free = not any(tensor.together for tensor in tensors.values())
+    ordered = {n: tensors[n] for n in tensor_shapes(config)} if is_free else tensors
+    about = f"{run_dir}, step {found.step}"
+    yield Source(unrolled(config), ordered, about, None, stamps(folder / str(found.step)))
+
+
+def _trained_config(meta: Mapping[str, Any], folder: Path) -> LlamaConfig:
+    try:
+        return LlamaConfig(**meta["config"]["model"])
+    except (KeyError, TypeError, ConfigError) as error:
+        raise WeightsError(f"the checkpoints in {folder} are of no Llama: {error}") from error
+
+
+def _checkpoint_tensors(state: Path, parameter: Parameter, dtype: str) -> dict[str, Tensor]:
+    key = "params." + parameter.path.replace("/", ".")
+    together = parameter.stacked and chunk_shape(_open_array(state, key))[0] > 1
+
+    def read(row: int, index: Index) -> Array:
+        if together:
+            stack: Array = _read_stack(state, key)[row]
+            return stack[index]
+        place = (row, *index) if parameter.stacked else index
+        part: Array = _open_array(state, key)[place].read().result()
+        return part
+
+    return {
+        name: Tensor(
+            name, parameter.tensor_shape, dtype, functools.partial(read, row),
+            key if together else "",
+        )
+        for row, name in enumerate(parameter.names)
+    }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def _read_stack(state: Path, key: str) -> Array:
+    """A parameter of all layers: what is stored together is read once."""
+    stack: Array = _open_array(state, key).read().result()
+    return stack
+
+
+def _open_array(state: Path, key: str) -> Any:
+    """An array as orbax lays it out, by the library that it writes with."""
+    import tensorstore
+
+    metadata = json.loads((state / "_METADATA").read_text(encoding="utf-8"))
+    kvstore = {"driver": "ocdbt", "base": f"file://{state.absolute()}", "path": f"{key}/"}
+    spec = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": kvstore}
+    try:
+        return tensorstore.open(spec, open=True, read=True).result()
+    except ValueError as error:
+        raise WeightsError(f"{state}: {key} cannot be read: {str(error)[:200]}") from error
+
+
+# Chance
+
+
+@contextlib.contextmanager
+def fresh_source(config: LlamaConfig, seed: int) -> Iterator[Source]:
+    """The parameters that `model.init` makes, one layer at a time."""
+    config = unrolled(config)
+    outer_key, keys_L = model.init_keys(jax.random.key(seed), config)
+    make_outer = jax.jit(functools.partial(model.init_outer, config=config))
+    make_layer = jax.jit(functools.partial(model.init_layer, config=config))
+
+    @functools.lru_cache(maxsize=1)
+    def part(layer: int) -> Mapping[str, Array]:
+        made = make_outer(outer_key) if layer < 0 else make_layer(keys_L[layer])
+        flat, _ = jax.tree_util.tree_flatten_with_path(made)
+        return {jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(x) for p, x in flat}
+
+    def read(name: str, index: Index) -> Array:
+        local = name.removeprefix("model.")
+        if not local.startswith("layers."):
+            return part(-1)[local][index]
+        _, layer, rest = local.split(".", 2)
+        return part(int(layer))[rest][index]
+
+    tensors = {
+        name: Tensor(name, shape, config.param_dtype, functools.partial(read, name))
+        for name, shape in tensor_shapes(config).items()
+    }
+    yield Source(config, tensors, f"fresh parameters, seed {seed}")

@@ -1,0 +1,163 @@
+"""A checkpoint of training laid out for another mesh: the same arrays in other pieces.
+
+Any mesh restores any checkpoint; in pieces of its own size, each process reads what it needs and no
+more. Arrays are copied piece by piece.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from models.progress import bytes_bar
+from models.training.checkpoints.manifest import MANIFEST, write_manifest
+from models.training.checkpoints.pieces import chunks
+from models.training.checkpoints.store import (
+    AUTO,
+    META,
+    CheckpointError,
+    find_saved,
+    first_line,
+    saved_steps,
+)
+
+STATE = "state"
+TREE = "_METADATA"
+CACHE_BYTES = 1 << 28
+"""Of pieces that are read, as each may be needed for several that are written."""
+
+_COPIED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+
+
+def relayout(
+    folder: Path,
+    target: Path,
+    mesh: Mapping[str, int],
+    *,
+    step: int | str = AUTO,
+    console: Console | None = None,
+) -> int:
+    """Copy a checkpoint in the pieces that the devices of a mesh hold.
+
+    Each array is split over the axes that it was split over when it was saved, of the new sizes; an
+    axis that the new mesh lacks counts as one of size 1. The copy appears when it is whole.
+
+    Args:
+        folder: holds checkpoints; it is not changed.
+        target: holds checkpoints, too, or is made.
+        mesh: axis -> size.
+        step: of the checkpoint, or `auto`, the latest that is whole.
+        console: a progress bar goes here.
+
+    Returns:
+        The checkpoint's step.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or the target has one of that step or a later
+            one already or cannot be written.
+    """
+    found = find_saved(folder, step)
+    source, whole = folder / str(found.step), target / str(found.step)
+    if whole.exists():
+        raise CheckpointError(f"{whole} exists already; name another folder")
+    later = [other for other in saved_steps(target) if other > found.step]
+    if later:  # --resume would go on from there
+        raise CheckpointError(
+            f"{target} holds a run that has come to step {later[0]}; name another"
+        )
+    unfinished = target / f".{found.step}.unfinished-{os.getpid()}"
+    try:
+        unfinished.mkdir(parents=True)
+        _copy(source, unfinished, found.meta, mesh, console)
+        unfinished.rename(whole)
+    except (OSError, ValueError) as error:  # tensorstore's are of the second kind
+        raise CheckpointError(f"{whole} cannot be written: {first_line(error)}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return found.step
+
+
+def _copy(
+    source: Path,
+    target: Path,
+    meta: Mapping[str, Any],
+    mesh: Mapping[str, int],
+    console: Console | None,
+) -> None:
+    tree = json.loads((source / STATE / TREE).read_text(encoding="utf-8"))
+    driver = "zarr3" if tree.get("use_zarr3") else "zarr"
+    arrays = meta["arrays"]
+    pieces = {path: piece_shape(entry, mesh) for path, entry in arrays.items()}
+    (target / STATE).mkdir()
+    with bytes_bar("copying", _bytes(arrays), console) as advance:
+        for path, piece in pieces.items():
+            for nbytes in _copy_array(source / STATE, target / STATE, driver, path, piece):
+                advance(nbytes)
+    for entry in tree["tree_metadata"].values():
+        path = "/".join(key["key"] for key in entry["key_metadata"])
+        entry["value_metadata"]["write_shape"] = list(pieces[path])
+    _write_json(target / STATE / TREE, tree)
+    _write_json(target / META, {**meta, "mesh": dict(mesh)})
+    for name in _COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+        if (source / STATE / name).is_file():
+            shutil.copyfile(source / STATE / name, target / STATE / name)
+    write_manifest(target)
+    assert (target / MANIFEST).is_file()
+
+
+def piece_shape(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of what a device holds of an array, as `meta.json` describes it, on a mesh."""
+    shape, spec = entry["shape"], entry["spec"]
+    counts = [
+        math.prod(mesh.get(axis, 1) for axis in ([axes] if isinstance(axes, str) else axes or ()))
+        for axes in (*spec, *[None] * (len(shape) - len(spec)))
+    ]
+    return tuple(-(-size // count) for size, count in zip(shape, counts, strict=True))
+
+
+def _copy_array(
+    source: Path, target: Path, driver: str, path: str, piece: Sequence[int]
+) -> Iterator[int]:
+    """Copies an array; gives the bytes of each piece when it is there."""
+    import tensorstore
+
+    key = path.replace("/", ".")
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+    stored = tensorstore.open(
+        _spec(source, driver, key), open=True, read=True, context=context
+    ).result()
+    made = tensorstore.open(
+        _spec(target, driver, key),
+        create=True,
+        dtype=stored.dtype,
+        shape=stored.shape,
+        chunk_layout=tensorstore.ChunkLayout(chunk_shape=[max(1, size) for size in piece]),
+    ).result()
+    for index in chunks(stored.shape, piece):
+        block = stored[index].read().result()
+        made[index].write(block).result()
+        yield block.nbytes
+
+
+def _spec(state: Path, driver: str, key: str) -> dict[str, Any]:
+    kvstore = {"driver": "ocdbt", "base": f"file://{state.absolute()}", "path": f"{key}/"}
+    return {"driver": driver, "kvstore": kvstore}
+
+
+def _bytes(arrays: Mapping[str, Any]) -> int:
+    import jax.numpy as jnp
+
+    return sum(math.prod(e["shape"]) * jnp.dtype(e["dtype"]).itemsize for e in arrays.values())
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,186 @@
+"""Training samples that are a function of (seed, number) alone.
+
+Nothing here has state: a run that resumes at step 1000, or on another number of hosts, sees the
+same batches as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from models.training.data.corpus import Part
+from models.training.data.mixture import Shares
+from models.training.errors import DataError
+
+Batch = dict[str, npt.NDArray[Any]]
+
+DTYPES = {
+    "inputs": np.int32,
+    "targets": np.int32,
+    "segment_ids": np.int32,
+    "positions": np.int32,
+    "weights": np.float32,
+}
+"""What a batch holds; the last three with boundaries alone."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Windows:
+    """The samples of a part of a corpus, in order: `seq_len` tokens each and the one after them.
+
+    Documents are packed: concatenated, then cut, whatever ends where. A sample's last token is the
+    next one's first; what is left over at the end is too short for a sample and never seen.
+    """
+
+    part: Part
+    seq_len: int
+    boundaries: bool
+    mask_boundaries: bool
+
+    def __len__(self) -> int:
+        return max(0, len(self.part) - 1) // self.seq_len
+
+    def __getitem__(self, number: Any) -> Batch:
+        start = int(number) * self.seq_len
+        tokens, is_first = self.part.read(start, start + self.seq_len + 1)
+        sample = {"inputs": tokens[:-1], "targets": tokens[1:]}
+        if self.boundaries:
+            sample |= describe_documents(is_first, self.mask_boundaries)
+        return sample
+
+
+def describe_documents(is_first: npt.NDArray[np.bool_], mask_boundaries: bool) -> Batch:
+    """`segment_ids`, `positions` and `weights` (S,) of a sample of S inputs.
+
+    Args:
+        is_first: which of the S + 1 tokens is the first of its document.
+        mask_boundaries: whether a target that is another document's first token weighs nothing.
+
+    Example:
+        >>> describe_documents(np.array([False, False, True, False]), True)["segment_ids"].tolist()
+        [1, 1, 2]
+    """
+    begins = is_first[:-1].copy()
+    begins[0] = True  # a document that began earlier is one that begins here
+    place = np.arange(len(begins))
+    weights = ~is_first[1:] if mask_boundaries else np.ones(len(begins))
+    return {
+        "segment_ids": np.cumsum(begins, dtype=np.int32),
+        "positions": (place - np.maximum.accumulate(np.where(begins, place, 0))).astype(np.int32),
+        "weights": weights.astype(np.float32),
+    }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedTokens:
+    """Batches of packed documents; row `b` of step `s` is sample number `s * batch_size + b`.
+
+    Sample numbers go through the samples of each part in a pseudo-random order, a new one every
+    epoch; nothing is dropped at an epoch's end: a batch may hold the last samples of one and the
+    first of the next. Several parts are mixed by `shares`, and each has its own epochs.
+
+    Args:
+        parts: where the tokens come from.
+        seq_len: inputs of a sample.
+        batch_size: samples of a batch.
+        seed: decides the order.
+        shares: of each part, its share of the samples, in any unit; None is equal shares.
+        boundaries: whether batches say which document a token belongs to.
+        mask_boundaries: whether a target that is another document's first token weighs nothing.
+
+    Raises:
+        DataError: a part has not one sample; sizes or shares that are not positive; a seed that
+            is negative.
+
+    Example:
+        >>> from models.training import corpus, tokenizer
+        >>> text = corpus.from_documents([tokenizer.encode("to be or not to be")], 256)
+        >>> batch = PackedTokens([corpus.whole(text)], seq_len=4, batch_size=2)(7)
+        >>> batch["inputs"].shape, batch["targets"].shape
+        ((2, 4), (2, 4))
+    """
+
+    parts: Sequence[Part]
+    seq_len: int
+    batch_size: int
+    seed: int = 0
+    shares: Sequence[float] | None = None
+    boundaries: bool = False
+    mask_boundaries: bool = True
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 1 or self.batch_size < 1:
+            raise DataError(f"{self.batch_size} samples of {self.seq_len} tokens are no batch")
+        if self.seed < 0:
+            raise DataError(f"the seed must not be negative, and is {self.seed}")
+        if self.shares is not None and not self._shares_fit():
+            raise DataError(f"{len(self.parts)} parts cannot be mixed by {list(self.shares)}")
+        for part in self.parts:
+            if len(part) <= self.seq_len:
+                raise DataError(
+                    f"{part.corpus.name}: {len(part)} tokens are too few: samples of "
+                    f"{self.seq_len} tokens, each with a successor, need at least "
+                    f"{self.seq_len + 1}"
+                )
+
+    def _shares_fit(self) -> bool:
+        shares = self.shares or ()
+        return len(shares) == len(self.parts) and all(0 < share < np.inf for share in shares)
+
+    @functools.cached_property
+    def samples(self) -> grain.MapDataset[Batch]:
+        """Sample number -> sample, without an end."""
+        seeds = np.random.SeedSequence(self.seed).generate_state(len(self.parts))
+        orders = [
+            grain.MapDataset.source(self._windows(part)).shuffle(seed=int(seed)).repeat()
+            for part, seed in zip(self.parts, seeds, strict=True)
+        ]
+        if len(orders) == 1:
+            return orders[0]
+        shares = Shares(self.shares or [1.0] * len(orders), sys.maxsize)
+        return grain.MapDataset.select_from_datasets(orders, shares)
+
+    def _windows(self, part: Part) -> Windows:
+        return Windows(part, self.seq_len, self.boundaries, self.mask_boundaries)
+
+    def __call__(self, step: int) -> Batch:
+        """The whole batch of a step; every leaf is (B, S)."""
+        start = step * self.batch_size
+        return self.rows(range(start, start + self.batch_size))
+
+    def rows(self, numbers: Iterable[int]) -> Batch:
+        """The samples of some numbers, stacked."""
+        samples = [self.samples[int(number)] for number in numbers]
+        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def struct(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a batch."""
+        names = list(DTYPES) if self.boundaries else ["inputs", "targets"]
+        shape = (self.batch_size, self.seq_len)
+        return {name: jax.ShapeDtypeStruct(shape, DTYPES[name]) for name in names}  # type: ignore[no-untyped-call]
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all parts."""
+        return sum(len(part) for part in self.parts)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where the same numbers and seed give the same samples."""
+        about = {
+            "parts": [part.fingerprint for part in self.parts],
+            "shares": list(self.shares or ()),
+            "packing": [self.seq_len, self.boundaries, self.mask_boundaries],
+        }
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]

@@ -1,0 +1,273 @@
+"""What a run is trained on: text as it is, or folders of tokens; the way in to all of it.
+
+`corpus` holds tokens, `token_folder` keeps them on disk, `tokenize` fills such folders,
+`samples` makes batches of them, `loader` brings batches to the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from models.training.data.corpus import (
+    HELD_OUT_EVERY,
+    Corpus,
+    Part,
+    from_documents,
+    split_held_out,
+    whole,
+)
+from models.training.data.files import find_files
+from models.training.data.loader import Loader, place
+from models.training.data.samples import Batch, PackedTokens
+from models.training.data.token_folder import folder_tokenizer, is_token_folder, open_folder
+from models.training.data.tokenizer import (
+    BYTE_VOCABULARY,
+    BYTES,
+    DOCUMENT_END,
+    Tokenizer,
+    decode,
+    encode,
+    load_tokenizer,
+)
+from models.training.errors import DataError
+
+__all__ = [
+    "BYTES",
+    "BYTE_VOCABULARY",
+    "DOCUMENT_END",
+    "HELD_OUT_EVERY",
+    "PACKINGS",
+    "Batch",
+    "Corpus",
+    "DataConfig",
+    "DataError",
+    "Loader",
+    "PackedTokens",
+    "Packing",
+    "Part",
+    "Tokenizer",
+    "decode",
+    "encode",
+    "find_files",
+    "from_documents",
+    "load_corpus",
+    "load_datasets",
+    "load_tokenizer",
+    "open_folder",
+    "place",
+    "split_held_out",
+    "standard_library_files",
+    "tokenizer_of",
+    "whole",
+]
+
+DEFAULT_CORPUS_BYTES = 8 * 2**20
+"""How much of the standard library is read."""
+
+MEMORY_BYTES = 2**30
+"""The most text that is tokenised in memory."""
+
+Packing = Literal["boundaries", "none"]
+PACKINGS: tuple[Packing, ...] = ("boundaries", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to train on.
+
+    Args:
+        sources: folders of `scripts/tokenize_data`, each with a share of the samples as in
+            `folder@0.7` (1 where none is given); or files, directories and glob patterns of text.
+            Nothing is Python's standard library.
+        tokenizer: of text; folders know theirs.
+        packing: `boundaries` keeps packed documents apart, `none` lets them run into each other.
+    """
+
+    sources: Sequence[str] = ()
+    tokenizer: str = BYTES
+    packing: Packing = "none"
+
+
+def load_datasets(
+    config: DataConfig,
+    *,
+    seq_len: int,
+    batch_size: int,
+    seed: int = 0,
+    vocab_size: int | None = None,
+) -> tuple[PackedTokens, PackedTokens]:
+    """(training, held-out) batches of what a configuration names.
+
+    Args:
+        config: what to train on.
+        seq_len: tokens of a sample.
+        batch_size: samples of a batch.
+        seed: of their order.
+        vocab_size: how many ids the model knows; None is any number.
+
+    Raises:
+        DataError: it cannot be read, is too small, or has ids that the model does not know.
+    """
+    corpora, shares = open_sources(config)
+    for corpus in corpora:
+        if vocab_size is not None and corpus.vocab_size > vocab_size:
+            raise DataError(
+                f"{corpus.name}: its tokenizer has {corpus.vocab_size} ids, and the model's "
+                f"vocab_size is {vocab_size}; take the model's tokenizer, or a larger vocabulary"
+            )
+    splits = [split_held_out(corpus) for corpus in corpora]
+    for _, held_out in splits:
+        _check_held_out(held_out, seq_len)
+    packed = functools.partial(
+        PackedTokens,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        seed=seed,
+        shares=shares if len(shares) > 1 else None,
+        boundaries=config.packing == "boundaries",
+    )
+    return packed([train for train, _ in splits]), packed([held_out for _, held_out in splits])
+
+
+def _check_held_out(held_out: Part, seq_len: int) -> None:
+    if len(held_out) <= seq_len:
+        raise DataError(
+            f"{held_out.corpus.name}: {len(held_out.corpus)} tokens are too few: a "
+            f"{HELD_OUT_EVERY}th is held out, here {len(held_out)}, and has to be longer than a "
+            f"sample of {seq_len}"
+        )
+
+
+# Sources
+
+
+def open_sources(config: DataConfig) -> tuple[list[Corpus], list[float]]:
+    """The corpora that a configuration names, and the share of each.
+
+    Raises:
+        DataError: one cannot be opened, or folders of tokens are mixed with text.
+    """
+    if not config.sources:
+        files = standard_library_files()
+        tokenizer = load_tokenizer(config.tokenizer)
+        name = "the Python standard library"
+        return [load_corpus(files, DEFAULT_CORPUS_BYTES, tokenizer, name)], [1.0]
+    named = [_parse_source(source) for source in config.sources]
+    folders = [path for path, _ in named if is_token_folder(path)]
+    if not folders:
+        return [_open_text(config)], [1.0]
+    if len(folders) < len(named):
+        text = next(path for path, _ in named if path not in folders)
+        raise DataError(
+            f"{text} is text and {folders[0]} a folder of tokens: tokenise the text too, with "
+            "scripts/tokenize_data"
+        )
+    _check_same_tokenizer(folders)
+    return [open_folder(folder) for folder in folders], [share for _, share in named]
+
+
+def _parse_source(source: str) -> tuple[Path, float]:
+    """`"folder@0.7"` -> (folder, 0.7); what is there under its whole name has a share of 1."""
+    name, at, share = source.rpartition("@")
+    if not at or Path(source).exists():
+        return Path(source), 1.0
+    try:
+        return Path(name), float(share)
+    except ValueError:
+        return Path(source), 1.0
+
+
+def _open_text(config: DataConfig) -> Corpus:
+    files = find_files(config.sources)
+    size = sum(path.stat().st_size for path in files)
+    if size > MEMORY_BYTES:
+        raise DataError(
+            f"{', '.join(config.sources)}: {size:,} bytes of text are more than the "
+            f"{MEMORY_BYTES:,} that are tokenised in memory; tokenise them once with "
+            "scripts/tokenize_data, and give its folder"
+        )
+    name = ", ".join(config.sources)
+    return load_corpus(files, MEMORY_BYTES, load_tokenizer(config.tokenizer), name)
+
+
+def _check_same_tokenizer(folders: Sequence[Path]) -> None:
+    hashes = [folder_tokenizer(folder).sha256 for folder in folders]
+    for folder, sha256 in zip(folders, hashes, strict=True):
+        if sha256 != hashes[0]:
+            raise DataError(f"{folder} and {folders[0]} were made by different tokenizers")
+
+
+def tokenizer_of(config: DataConfig) -> Tokenizer:
+    """The tokenizer of what a configuration names."""
+    folders = [path for path, _ in map(_parse_source, config.sources) if is_token_folder(path)]
+    return folder_tokenizer(folders[0]) if folders else load_tokenizer(config.tokenizer)
+
+
+# Text
+
+
+def standard_library_files() -> list[Path]:
+    """The `.py` sources of Python's standard library, sorted; without tests and site-packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    return sorted(
+        path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)
+    )
+
+
+def load_corpus(
+    files: Sequence[Path],
+    max_bytes: int = DEFAULT_CORPUS_BYTES,
+    tokenizer: Tokenizer | None = None,
+    name: str = "the corpus",
+) -> Corpus:
+    """The files' text, tokenised in memory, each file a document.
+
+    Files that are not text (they contain a zero byte) are skipped; reading stops at `max_bytes`.
+
+    Args:
+        files: in the order of the documents.
+        max_bytes: of text.
+        tokenizer: None is that of bytes.
+        name: what to call it in messages.
+
+    Raises:
+        DataError: nothing was left.
+    """
+    tokenizer = tokenizer or load_tokenizer()
+    documents: list[bytes] = []
+    left = max_bytes
+    for path in files:
+        document = path.read_bytes()[:left]
+        if not document or b"\0" in document:
+            continue
+        documents.append(document)
+        left -= len(document)
+        if left <= 0:
+            break
+    if not documents:
+        raise DataError(f"none of {len(files)} files contains text")
+    dtype = np.uint8 if tokenizer.vocab_size <= 2**8 else np.uint32
+    return from_documents(
+        (ids.astype(dtype) for ids in _encode(documents, tokenizer)), tokenizer.vocab_size, name
+    )
+
+
+def _encode(documents: Sequence[bytes], tokenizer: Tokenizer) -> list[npt.NDArray[Any]]:
+    """The ids of each document, and what begins and ends it."""
+    bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.uint32)
+    eos = np.array([tokenizer.eos_id], np.uint32)
+    if tokenizer.name == BYTES:  # as they are, valid UTF-8 or not
+        ids: list[npt.NDArray[Any]] = [np.frombuffer(d, np.uint8) for d in documents]
+    else:
+        texts = [document.decode("utf-8", errors="replace") for document in documents]
+        ids = list(tokenizer.encode_batch(texts))
+    return [np.concatenate([bos, one, eos]) for one in ids]

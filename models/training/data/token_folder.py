@@ -1,0 +1,280 @@
+"""A folder of tokens: how it is written, piece by piece, and how it is opened.
+
+manifest.json         what is in here, written last: a folder without it is not finished
+00000.tokens.bin      the tokens of a shard: uint16 or uint32, little-endian, nothing else
+00000.index.npy       where each of its documents begins and where the last one ends, int64
+tokenizer.json        the tokenizer, unless it is the built-in one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from models.training.data.corpus import Corpus, Int64s, Shard
+from models.training.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
+from models.training.errors import DataError
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+PLAN = "plan.json"
+UNFINISHED = ".unfinished"
+"""Ends the names of files that are being written."""
+
+Record = dict[str, Any]
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest of the two dtypes that holds every id."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def shard_paths(folder: Path, name: str) -> tuple[Path, Path]:
+    """(tokens, index) of a shard."""
+    return folder / f"{name}.tokens.bin", folder / f"{name}.index.npy"
+
+
+# Writing
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file such that it is there whole or not at all, whatever happens."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
+    with unfinished.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+class ShardWriter:
+    """Writes a shard; it is in the folder, under its name, once `finish` has been called.
+
+    Args:
+        folder: where it goes.
+        name: what it is called.
+        dtype: of its tokens.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
+        self.folder, self.name, self.dtype = folder, name, dtype
+        self.begins: list[int] = []
+        self.written = 0
+        self._is_open = False
+        path, _ = shard_paths(folder, name)
+        self._unfinished = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
+        self._file: BinaryIO = self._unfinished.open("wb")
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._unfinished.unlink(missing_ok=True)
+
+    def add(self, tokens: npt.NDArray[Any], *, is_last: bool) -> None:
+        """The next tokens of a document; after the last ones, the next call begins another."""
+        if not self._is_open:
+            self.begins.append(self.written)
+        self._file.write(tokens.astype(self.dtype).tobytes())
+        self.written += len(tokens)
+        self._is_open = not is_last
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a document has begun and not ended."""
+        return self._is_open
+
+    def drop_open(self) -> None:
+        """Take back the document that has begun and not ended, if there is one."""
+        if not self._is_open:
+            return
+        self.written = self.begins.pop()
+        self._file.seek(self.written * self.dtype.itemsize)
+        self._file.truncate()
+        self._is_open = False
+
+    def finish(self) -> Record:
+        """Put the shard in its place, and say what it is."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        tokens_path, index_path = shard_paths(self.folder, self.name)
+        index = np.array([*self.begins, self.written], "<i8")
+        write_whole(index_path, _npy(index))
+        os.replace(self._unfinished, tokens_path)
+        return {
+            "name": self.name,
+            "tokens": self.written,
+            "documents": len(self.begins),
+            "sha256": sha256_of(tokens_path),
+            "index_sha256": sha256_of(index_path),
+        }
+
+
+def _npy(array: npt.NDArray[Any]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file, read in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Opening
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says, as far as reading needs it."""
+
+    folder: Path
+    vocab_size: int
+    dtype: np.dtype[Any]
+    tokenizer: Record
+    shards: tuple[Record, ...]
+    fingerprint: str
+
+
+def is_token_folder(path: Path) -> bool:
+    """Whether `scripts/tokenize_data` has made this folder, or had begun to."""
+    return (path / MANIFEST).is_file() or (path / PLAN).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder, checked.
+
+    Raises:
+        DataError: it is missing, cannot be read, or is of another version.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(
+            f"{folder}: there is no {MANIFEST}; scripts/tokenize_data was stopped before its end, "
+            "run it again and it goes on"
+        )
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        if about["schema_version"] != SCHEMA_VERSION:
+            raise DataError(
+                f"{path} is of version {about['schema_version']}, and only {SCHEMA_VERSION} can be "
+                "read; tokenise the data again"
+            )
+        shards = tuple(
+            {**record, "tokens": int(record["tokens"]), "documents": int(record["documents"])}
+            for record in about["shards"]
+            if record["tokens"]
+        )
+        tokenizer = dict(about["tokenizer"])
+        vocab_size = int(tokenizer["vocab_size"])
+        hashes = [tokenizer["sha256"], *(s["sha256"] + s["index_sha256"] for s in shards)]
+        dtype = token_dtype(vocab_size)
+    except DataError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is damaged ({type(error).__name__}: {error}); tokenise the data again"
+        ) from error
+    if not shards:
+        raise DataError(f"{folder}: it holds no tokens")
+    fingerprint = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    return Manifest(folder, vocab_size, dtype, tokenizer, shards, fingerprint)
+
+
+def open_folder(folder: str | Path) -> Corpus:
+    """The corpus in a folder; its files are mapped, not read.
+
+    Raises:
+        DataError: a file is missing, is damaged, or has another size than it should.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    shards = tuple(_open_shard(manifest, record) for record in manifest.shards)
+    return Corpus(
+        shards,
+        manifest.vocab_size,
+        str(folder),
+        manifest.fingerprint,
+        functools.partial(open_folder, folder),
+    )
+
+
+def _open_shard(manifest: Manifest, record: Record) -> Shard:
+    tokens_path, index_path = shard_paths(manifest.folder, str(record["name"]))
+    wanted = record["tokens"] * manifest.dtype.itemsize
+    try:
+        found = tokens_path.stat().st_size
+        if found != wanted:
+            raise DataError(
+                f"{tokens_path} has {found} bytes and should have {wanted}: it was cut or changed; "
+                "copy it anew, or tokenise the data again"
+            )
+        index: Int64s = np.load(index_path, mmap_mode="r")
+        tokens = np.memmap(tokens_path, manifest.dtype, "r")
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}; tokenise the data again") from error
+    except (ValueError, EOFError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{index_path} is damaged ({error}); tokenise the data again") from error
+    _check_index(index, index_path, record)
+    return Shard(tokens, index)
+
+
+def _check_index(index: Int64s, path: Path, record: Record) -> None:
+    fits = index.shape == (record["documents"] + 1,) and index.dtype == np.int64
+    if not fits or index[0] != 0 or index[-1] != record["tokens"]:
+        raise DataError(
+            f"{path} does not fit {record['documents']} documents of {record['tokens']} tokens; "
+            "tokenise the data again"
+        )
+
+
+def damages(folder: Path) -> Iterator[str]:
+    """One sentence for each file whose content is not what was written; reads all of it.
+
+    Raises:
+        DataError: the manifest cannot be read.
+    """
+    for record in read_manifest(folder).shards:
+        hashes = (record["sha256"], record["index_sha256"])
+        for path, wanted in zip(shard_paths(folder, record["name"]), hashes, strict=True):
+            if not path.is_file():
+                yield f"{path} is missing"
+            elif sha256_of(path) != wanted:
+                yield f"{path} has changed since it was written"
+
+
+def folder_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that a folder's tokens were made with.
+
+    Raises:
+        DataError: it is missing, or is another one.
+    """
+    about = read_manifest(folder).tokenizer
+    if about["name"] == BYTES:
+        return ByteTokenizer()
+    tokenizer = FileTokenizer(folder / TOKENIZER, about["eos_id"], about["bos_id"])
+    if tokenizer.sha256 != about["sha256"]:
+        raise DataError(f"{folder / TOKENIZER} is not the tokenizer that made these tokens")
+    return tokenizer

@@ -1,0 +1,229 @@
+"""What a training run is asked to do, validated, and the folder that keeps what comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.training.data.source import BYTES, Packing
+from models.training.run.optimizer import OptimizerConfig
+from models.training.run.profile import ProfileRange
+from models.training.run.step import ON_NONFINITE, OnNonfinite
+
+FREE_TO_CHANGE = frozenset(
+    {"model.scan_layers", "model.remat", "model.remat_every", "model.dtype", "model.attention"}
+)
+"""How a model is run, not what it is: a checkpoint does not care."""
+
+
+class RunError(ValueError):
+    """A run that cannot be made; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What to train, on what, for how long, and what to keep of it.
+
+    Args:
+        model: a frozen dataclass of sizes and dtypes.
+        optimizer: with the length of the run.
+        mesh: axis -> size.
+        dcn: axis -> how much of it crosses slices.
+        sharding: name of the table of specs.
+        seq_len: tokens of a sequence.
+        global_batch: sequences of a step, on all devices.
+        microbatches: parts that a step's batch is worked through in.
+        z_loss: weight of the squared log-normalizer; 0 leaves it out.
+        on_nonfinite: `"stop"` or `"skip"` a step whose loss or gradients are not finite.
+        max_skipped: so many may be skipped in a row.
+        eval_every: steps between evaluations; 0 evaluates at the end only.
+        eval_batches: batches of an evaluation; 0 makes none.
+        save_every: steps between checkpoints; 0 saves at the end only.
+        keep_last: so many of the latest checkpoints are kept.
+        keep_every: those of every n-th step are kept too; 0 keeps none.
+        log_every: steps between lines of progress; 0 makes twenty of them.
+        profile: steps to trace.
+        seed: of parameters, samples and generated text.
+        data: where the text comes from.
+        tokenizer: of text that is not tokenized yet.
+        packing: whether documents that share a sequence are kept apart.
+
+    Raises:
+        RunError: a number that is out of range, or numbers that do not fit each other.
+    """
+
+    model: Any
+    optimizer: OptimizerConfig
+    mesh: Mapping[str, int]
+    seq_len: int
+    global_batch: int
+    dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    sharding: str = "2d"
+    microbatches: int = 1
+    z_loss: float = 0.0
+    on_nonfinite: OnNonfinite = "stop"
+    max_skipped: int = 10
+    eval_every: int = 0
+    eval_batches: int = 8
+    save_every: int = 0
+    keep_last: int = 3
+    keep_every: int = 0
+    log_every: int = 0
+    profile: ProfileRange | None = None
+    seed: int = 0
+    data: tuple[str, ...] = ()
+    tokenizer: str = BYTES
+    packing: Packing = "none"
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_batch()
+
+    def _check_ranges(self) -> None:
+        for name in ("seq_len", "global_batch", "microbatches", "keep_last"):
+            if getattr(self, name) < 1:
+                raise RunError(f"{name} must be positive, not {getattr(self, name)}")
+        at_least_zero = ("z_loss", "max_skipped", "eval_every", "eval_batches", "save_every")
+        for name in (*at_least_zero, "keep_every", "log_every", "seed"):
+            if getattr(self, name) < 0:
+                raise RunError(f"{name} must not be negative, and is {getattr(self, name)}")
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise RunError(
+                f"on_nonfinite is {self.on_nonfinite!r}, not one of {', '.join(ON_NONFINITE)}"
+            )
+
+    def _check_batch(self) -> None:
+        axes = ("replica", "data", "model") if self.sharding == "fsdp" else ("replica", "data")
+        split = [axis for axis in axes if self.mesh.get(axis, 1) > 1] or ["data"]
+        ways = math.prod(self.mesh.get(axis, 1) for axis in split)
+        unit = ways * self.microbatches
+        if self.global_batch % unit == 0:
+            return
+        over = " x ".join(f"{axis}={self.mesh.get(axis, 1)}" for axis in split)
+        if self.microbatches > 1:
+            over += f" times {self.microbatches} microbatches"
+        raise RunError(
+            f"global_batch: {self.global_batch} sequences do not divide over {over}; the "
+            f"next that do are {math.ceil(self.global_batch / unit) * unit}"
+        )
+
+    @property
+    def steps(self) -> int:
+        """Length of the run."""
+        return self.optimizer.total_steps
+
+    @property
+    def lines_every(self) -> int:
+        """Steps between lines of progress."""
+        return self.log_every or max(1, self.steps // 20)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=dict))
+        return plain
+
+    def flat(self) -> dict[str, Any]:
+        """The same without nesting: `model.hidden_size`, `optimizer.name`, `seq_len`, ..."""
+        return _flat(self.to_json())
+
+
+def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
+    """What differs between a checkpoint's config and this run's, where that is allowed.
+
+    Args:
+        saved: `RunConfig.to_json()` of the run that saved.
+        run: that goes on from there.
+
+    Returns:
+        `"seq_len: 128 -> 256"` for each field that is free to change but changes what is learned.
+
+    Raises:
+        RunError: the models or the optimizers are not the same; names every field that differs.
+    """
+    ours = run.flat()
+    theirs = _flat(saved)
+    changed = [k for k in (*theirs, *ours) if theirs.get(k, ours.get(k)) != ours.get(k)]
+    changed = [key for key in dict.fromkeys(changed) if key in ours and key not in FREE_TO_CHANGE]
+    fatal = [key for key in changed if key.startswith("model.") or key == "optimizer.name"]
+    if fatal:
+        listed = ", ".join(
+            f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in fatal
+        )
+        raise RunError(f"the checkpoint is of another run: {listed}; use its values or start anew")
+    told = ("optimizer.", "seq_len", "global_batch", "seed", "data", "packing", "z_loss")
+    return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(told)]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if prefix == "" and name in ("model", "optimizer"):
+            flat |= _flat(value, f"{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """Where everything that a run leaves behind is.
+
+    Args:
+        path: `config.json`, `metrics.jsonl`, `report.html`, and the folders `checkpoints`,
+            `tensorboard` and `profile`.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """What was asked for, as JSON."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object for each record."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def profile(self) -> Path:
+        """Traces."""
+        return self.path / "profile"
+
+    @property
+    def report(self) -> Path:
+        """The report on the partitioning."""
+        return self.path / "report.html"
+
+    def make(self) -> None:
+        """Make the folder.
+
+        Raises:
+            RunError: it cannot be made or written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".writable"
+            probe.touch()
+            probe.unlink(missing_ok=True)  # all processes try, at the same moment
+        except OSError as error:
+            raise RunError(f"run_dir: {self.path} cannot be written: {error.strerror}") from error
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write `config.json`."""
+        text = json.dumps(config.to_json(), indent=1)
+        self.config.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,259 @@
+"""The loop around the training step: what happens after which step, and when the host waits."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from models.training.run.metrics import StepCost, memory_in_use
+from models.training.run.profile import Profiler
+from models.training.run.sinks import Record, Sink
+from models.training.run.step import StepMetrics, TrainStep
+
+TYPICAL_OF = 1000
+"""Over how many of the last steps a typical step's time is taken."""
+
+
+class TrainingError(RuntimeError):
+    """A run that has gone wrong beyond recovery."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes, and the number of steps that have been taken."""
+
+    params: Any
+    opt_state: Any
+    step: int = 0
+
+
+class Saver(Protocol):
+    """What the loop needs of checkpoints; `checkpoints.store.Checkpoints` is one."""
+
+    def save(self, state: TrainState) -> None:
+        """Start saving; returns once the state may be changed."""
+
+    def poll(self) -> list[Record]:
+        """What became of saves that have ended since it was asked last."""
+
+    def finish(self) -> None:
+        """Wait for the last save; an error if it failed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What happens after which step.
+
+    Args:
+        steps: total number of steps, counted from the very first.
+        eval_every: steps between evaluations; 0 evaluates at the end only.
+        save_every: steps between checkpoints; 0 saves at the end only.
+        max_skipped: so many steps in a row may be skipped; one more ends the run.
+    """
+
+    steps: int
+    eval_every: int = 0
+    save_every: int = 0
+    max_skipped: int = 10
+
+    def is_last(self, step: int) -> bool:
+        """Whether the run is over after this step."""
+        return step >= self.steps
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether to evaluate after this step."""
+        return self.is_last(step) or bool(self.eval_every and step % self.eval_every == 0)
+
+    def saves_after(self, step: int) -> bool:
+        """Whether to save after this step."""
+        return self.is_last(step) or bool(self.save_every and step % self.save_every == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Args:
+        state: after its last step.
+        first, last: records of its first and last step; None if there was none to take.
+        eval_loss: the last evaluation's.
+        typical_seconds: median of a step, without the first if there are others.
+        seconds: of all of it.
+        skipped: steps that changed nothing, since something was not finite.
+        is_stopped: whether it was asked to stop before its last step.
+    """
+
+    state: TrainState
+    first: Record | None
+    last: Record | None
+    eval_loss: float | None
+    typical_seconds: float | None
+    seconds: float
+    skipped: int
+    is_stopped: bool
+
+
+def train(
+    step: TrainStep,
+    state: TrainState,
+    batches: Iterator[Any],
+    schedule: Schedule,
+    *,
+    cost: StepCost,
+    sinks: Sequence[Sink] = (),
+    evaluate: Callable[[Any], float] | None = None,
+    saver: Saver | None = None,
+    profiler: Profiler | None = None,
+    should_stop: Callable[[int], bool] = lambda step: False,
+    beat: Callable[[int], None] = lambda step: None,
+) -> Outcome:
+    """Take steps until `schedule.steps` of them have been taken, or it is asked to stop.
+
+    The numbers of a step are read once the next one has been dispatched, so that devices do not
+    wait for the host; before an evaluation, a checkpoint and the end they are read at once.
+
+    Args:
+        step: the (compiled) training step; may donate its first two arguments.
+        state: where to start. Do not use it afterwards if `step` donates.
+        batches: the batches of this step and those after it.
+        schedule: what happens when.
+        cost: turns seconds into rates.
+        sinks: where records go.
+        evaluate: parameters -> held-out loss.
+        saver: saves checkpoints; also before a stop.
+        profiler: traces some steps.
+        should_stop: called before the first and after each step with its number; True saves and
+            ends the run.
+        beat: called with the number of each step whose numbers have arrived.
+
+    Returns:
+        The state after the last step, and what the steps were like.
+
+    Raises:
+        TrainingError: loss or gradients are not finite, and steps may not be skipped or too many
+            were.
+    """
+    started = time.perf_counter()
+    reader = _Reader(cost, schedule, sinks, beat)
+    profiler = profiler or Profiler(None)
+    is_stopped = not schedule.is_last(state.step) and should_stop(state.step)
+    eval_loss: float | None = None
+    with profiler:
+        while not schedule.is_last(state.step) and not is_stopped:
+            profiler.before(state.step + 1)
+            params, opt_state, metrics = step(state.params, state.opt_state, next(batches))
+            state = TrainState(params, opt_state, state.step + 1)
+            reader.push(state.step, metrics)
+            is_stopped = should_stop(state.step) and not schedule.is_last(state.step)
+            if profiler.ends_with(state.step):
+                reader.flush()
+                profiler.after(state.step)
+            if saver is not None:
+                _tell(sinks, *saver.poll())
+            if evaluate is not None and schedule.evaluates_after(state.step) and not is_stopped:
+                reader.flush()
+                eval_loss = evaluate(state.params)
+                _tell(sinks, {"step": state.step, "eval_loss": eval_loss})
+                reader.restart_clock()
+            if saver is not None and (schedule.saves_after(state.step) or is_stopped):
+                reader.flush()
+                saver.save(state)
+                reader.restart_clock()
+        reader.flush()
+        if saver is not None:
+            try:
+                saver.finish()
+            finally:
+                _tell(sinks, *saver.poll())
+    seconds = time.perf_counter() - started
+    return reader.outcome(state, seconds, eval_loss, is_stopped)
+
+
+def _tell(sinks: Sequence[Sink], *records: Record) -> None:
+    for record in records:
+        for sink in sinks:
+            sink.write(record)
+
+
+class _Reader:
+    """Reads the numbers of steps, one step late, and keeps what an `Outcome` says of them."""
+
+    def __init__(
+        self,
+        cost: StepCost,
+        schedule: Schedule,
+        sinks: Sequence[Sink],
+        beat: Callable[[int], None],
+    ) -> None:
+        self.cost, self.schedule, self.sinks, self.beat = cost, schedule, sinks, beat
+        self.pending: tuple[int, StepMetrics] | None = None
+        self.started = time.perf_counter()
+        self.first: Record | None = None
+        self.last: Record | None = None
+        self.seconds: collections.deque[float] = collections.deque(maxlen=TYPICAL_OF)
+        self.skipped = self.skipped_in_a_row = 0
+
+    def push(self, number: int, metrics: StepMetrics) -> None:
+        """Takes a step's numbers, which may not have arrived, and reads the one's before."""
+        self.flush()
+        self.pending = number, metrics
+
+    def flush(self) -> None:
+        """Reads what has not been read."""
+        if self.pending is None:
+            return
+        (number, arrays), self.pending = self.pending, None
+        metrics = {name: float(value) for name, value in jax.device_get(arrays).items()}
+        now = time.perf_counter()
+        seconds, self.started = now - self.started, now
+        self.beat(number)
+        record: Record = {"step": number, "seconds": seconds, **metrics}
+        record |= self.cost.rates(seconds) | memory_in_use()
+        self._keep(record)
+        _tell(self.sinks, record)
+        self._check(record)
+
+    def restart_clock(self) -> None:
+        """What was done since the last step is no part of the next."""
+        self.started = time.perf_counter()
+
+    def _keep(self, record: Record) -> None:
+        if self.first is None:
+            self.first = record
+        elif self.last is self.first:
+            self.seconds.clear()  # the first step's seconds are not like the others'
+        self.last = record
+        self.seconds.append(record["seconds"])
+
+    def _check(self, record: Record) -> None:
+        number = int(record["step"])
+        bad = [n for n in ("loss", "grad_norm") if not math.isfinite(record.get(n, 0.0))]
+        if not bad:
+            self.skipped_in_a_row = 0
+            return
+        name = "loss" if bad[0] == "loss" else "gradient norm"
+        advice = "a lower learning rate, a longer warmup or clipping may help"
+        if "skipped" not in record:
+            raise TrainingError(f"the {name} of step {number} is {record[bad[0]]}; {advice}")
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.schedule.max_skipped:
+            raise TrainingError(
+                f"the {name} of step {number} is {record[bad[0]]}, and so it was in the "
+                f"{self.schedule.max_skipped} steps before, all skipped; {advice}"
+            )
+
+    def outcome(
+        self, state: TrainState, seconds: float, eval_loss: float | None, is_stopped: bool
+    ) -> Outcome:
+        typical = statistics.median(self.seconds) if self.seconds else None
+        return Outcome(
+            state, self.first, self.last, eval_loss, typical, seconds, self.skipped, is_stopped
+        )

@@ -1,1 +1,0 @@
-"""Programs and measurements behind `scripts/bench_bytes`: communication of two partitioners."""

@@ -1,0 +1,217 @@
+"""What starting again need not do again: plans, and XLA's executables, in the user's cache folder.
+
+A stage (`stage.py`) is kept as JSON of ours, an executable by jax's own compilation cache.
+Nothing is pickled, and nothing that a bundle brings along is read from here or written to it: the
+key is a digest of all that decides the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+import spmd
+from serving.bundle.stage import Stage
+from spmd.ir.types import TensorType
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.spec import jax_mesh
+from spmd.options import Options
+
+_SETTINGS = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+# How jax's warnings begin.
+_CANNOT_READ = "Error reading persistent compilation cache entry"
+_CANNOT_WRITE = "Error writing persistent compilation cache entry"
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder for this: `$XDG_CACHE_HOME/spmd`, else `~/.cache/spmd`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "spmd"
+
+
+class Cache:
+    """Stages and executables in a folder; what cannot be read is made anew.
+
+    Args:
+      folder: made if it is not there.
+
+    Attributes:
+      hits, misses: stages that were there, and that were not.
+      problem: why something could not be kept; None if everything could.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.hits = self.misses = 0
+        self.problem: str | None = None
+
+    def stage(
+        self,
+        module: bytes,
+        mesh: Mesh,
+        options: Options,
+        asked: Any,
+        make: Callable[[], Stage],
+    ) -> Stage:
+        """The stage of a module, from the folder or made and put there.
+
+        Args:
+          module: the function's file.
+          mesh, options: what it is compiled for.
+          asked: whatever else decides the result; its repr counts.
+          make: makes it.
+        """
+        path = self.folder / "stages" / f"{_key(module, mesh, options, asked)}.json"
+        found = _read(path, mesh)
+        if found is not None:
+            self.hits += 1
+            return found
+        self.misses += 1
+        made = make()
+        try:
+            _write(path, made)
+        except OSError as error:  # a full disk costs time at the next start, no more
+            self.problem = str(error.strerror or error)
+        return made
+
+    @contextlib.contextmanager
+    def executables(self) -> Iterator[None]:
+        """Inside, what is compiled is kept by jax, and taken from there.
+
+        jax warns of every entry that it cannot read or write, and never replaces one: damaged ones
+        are removed here before they are compiled anew, and what cannot be kept is noted once.
+        """
+        folder, began = self.folder / "executables", time.time()
+
+        def heed(warning: str) -> None:
+            if warning.startswith(_CANNOT_READ):
+                _remove_older(folder, began)
+            else:
+                self.problem = warning.rpartition(": ")[2]
+
+        settings = {"jax_compilation_cache_dir": str(folder), **_SETTINGS}
+        before = {name: getattr(jax.config, name) for name in settings}
+        compilation_cache.reset_cache()
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        try:
+            with _hearing(heed, _CANNOT_READ, _CANNOT_WRITE):
+                yield
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def _hearing(heed: Callable[[str], None], *beginnings: str) -> Iterator[None]:
+    """Hands over warnings that begin so, from any thread; all others are shown as ever."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def choose(message: Any, *more: Any, **named: Any) -> None:
+            if str(message).startswith(beginnings):
+                heed(str(message))
+            else:
+                show(message, *more, **named)
+
+        for beginning in beginnings:
+            warnings.filterwarnings("always", message=beginning)
+        warnings.showwarning = choose
+        yield
+
+
+def _remove_older(folder: Path, moment: float) -> None:
+    """Remove executables that were there before: jax does not say which one is damaged."""
+    for path in folder.glob("*-cache"):
+        with contextlib.suppress(OSError):  # another process may be faster
+            if path.stat().st_mtime < moment:
+                path.unlink()
+
+
+def _key(module: bytes, mesh: Mesh, options: Options, asked: Any) -> str:
+    devices = [d for d in jax_mesh(mesh).devices.flat]
+    kinds = sorted({f"{d.platform} {d.device_kind}" for d in devices})
+    parts = (
+        hashlib.sha256(module).hexdigest(), repr(mesh), repr(mesh.dcn_sizes), kinds,
+        [d.process_index for d in devices], repr(options), repr(asked), jax.__version__,
+        importlib.metadata.version("jaxlib"), _source_digest(),
+    )  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Of the compiler's source, and of the packages beside it that register ops with it."""
+    digest = hashlib.sha256()
+    top = Path(spmd.__file__).parent.parent
+    for package in ("spmd", "models", "serving"):
+        for path in sorted((top / package).rglob("*.py")):
+            digest.update(str(path.relative_to(top)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _write(path: Path, stage: Stage) -> None:
+    """Whole or not at all, also with several processes at once."""
+    content = dataclasses.asdict(stage)
+    content["mesh"] = None  # it is in the key
+    payload = json.dumps(content)
+    digest = hashlib.sha256(payload.encode()).hexdigest()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(f"{digest}\n{payload}")
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _read(path: Path, mesh: Mesh) -> Stage | None:
+    """A stage that was written; None if there is none, or a damaged one."""
+    try:
+        digest, _, payload = path.read_text(encoding="utf-8").partition("\n")
+    except (OSError, ValueError):
+        return None
+    if hashlib.sha256(payload.encode()).hexdigest() != digest:
+        return None
+    content = json.loads(payload)
+    return Stage(
+        name=content["name"],
+        mesh=mesh,
+        module=content["module"],
+        arguments=_axes(content["arguments"]),
+        results=_axes(content["results"]),
+        argument_types=_types(content["argument_types"]),
+        result_types=_types(content["result_types"]),
+        donated=tuple(content["donated"]),
+        is_wide=content["is_wide"],
+    )
+
+
+def _axes(content: Any) -> tuple[Any, ...]:
+    return tuple(tuple(tuple(atoms) for atoms in dims) for dims in content)
+
+
+def _types(content: Any) -> tuple[TensorType, ...]:
+    return tuple(TensorType(tuple(shape), dtype) for shape, dtype in content)

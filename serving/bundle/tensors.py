@@ -1,0 +1,215 @@
+"""Weights as safetensors: streamed out tensor by tensor, read in shard by shard."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+from rich.console import Console
+from safetensors import SafetensorError, safe_open
+
+from models.llama.weights.files import (
+    DTYPE_NAMES,
+    Array,
+    Entry,
+    Folder,
+    WeightsError,
+    open_folder,
+    plan_files,
+    shortened,
+    write_files,
+)
+from models.llama.weights.load import distinct_shards
+from models.progress import Advance, bytes_bar
+from serving.bundle.function import BundleError
+from serving.bundle.manifest import STORED_AS, Leaf
+
+MAX_FILE_BYTES = 4 * 10**9
+READING_THREADS = 4
+"""As many shards are in the host's memory at a time."""
+
+NUMPY_NAMES = {stored: name for name, stored in DTYPE_NAMES.items()}
+
+_BITS = ("float8_e4m3fn", "float8_e5m2")
+"""Stored as integers with the same bits."""
+
+
+def write_weights(
+    folder: Path,
+    leaves: Sequence[Leaf],
+    arrays: Sequence[Any],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    console: Console | None = None,
+) -> None:
+    """Write weights, one array in memory at a time.
+
+    Args:
+      folder: new.
+      leaves: what they are.
+      arrays: for each, what `numpy.asarray` reads it from. Those with an attribute `together` of
+        one value are read one after the other.
+      max_file_bytes: bytes of tensors in one file; a larger tensor gets one of its own.
+      console: a progress bar goes here.
+
+    Raises:
+      BundleError: an array that is not what its leaf says, or cannot be read.
+    """
+    folder.mkdir()
+    pairs = sorted(
+        zip(leaves, arrays, strict=True), key=lambda pair: getattr(pair[1], "together", "")
+    )
+    leaves, arrays = [leaf for leaf, _ in pairs], [array for _, array in pairs]
+    entries = [Entry(leaf.path, leaf.shape, STORED_AS[leaf.dtype]) for leaf in leaves]
+    plan = plan_files(entries, max_file_bytes)
+    with bytes_bar("writing weights", sum(entry.nbytes for entry in entries), console) as advance:
+        write_files(folder, plan, _stored(leaves, arrays, advance))
+
+
+def _stored(leaves: Sequence[Leaf], arrays: Sequence[Any], advance: Advance) -> Iterator[Array]:
+    for leaf, lazy in zip(leaves, arrays, strict=True):
+        array = np.asarray(lazy)
+        if (array.shape, array.dtype.name) != (leaf.shape, leaf.dtype):
+            raise BundleError(
+                f"{leaf.path} is read as {array.dtype.name}{list(array.shape)} and was said to be "
+                f"{leaf.dtype}{list(leaf.shape)}"
+            )
+        stored = to_stored(array)
+        yield stored
+        advance(stored.nbytes)
+
+
+def to_stored(array: Array) -> Array:
+    """An array in the dtype that safetensors holds it in."""
+    name = STORED_AS[array.dtype.name]
+    return array.view(name) if array.dtype.name in _BITS else array.astype(name, copy=False)
+
+
+def from_stored(array: Array, dtype: str) -> Array:
+    """The reverse of `to_stored`."""
+    return array.view(dtype) if dtype in _BITS else array.astype(dtype, copy=False)
+
+
+def check_stored(folder: Path, leaves: Sequence[Leaf]) -> None:
+    """Raise a `BundleError` unless a folder holds these arrays and no others: headers are read."""
+    with _opened(folder) as stored:
+        wanted = {leaf.path: leaf for leaf in leaves}
+        differing = sorted(stored.tensors.keys() ^ wanted.keys())
+        if differing:
+            raise BundleError(
+                f"{folder} and the manifest disagree about {shortened(differing)}: it is in one of "
+                "them alone"
+            )
+        for path, leaf in wanted.items():
+            tensor = stored.tensors[path]
+            if (tensor.shape, tensor.dtype) != (leaf.shape, DTYPE_NAMES[STORED_AS[leaf.dtype]]):
+                raise BundleError(
+                    f"{tensor.file}: {path} is {tensor.dtype}{list(tensor.shape)} and the manifest "
+                    f"says {leaf.dtype}{list(leaf.shape)}"
+                )
+
+
+def read_weights(
+    folder: Path,
+    leaves: Sequence[Leaf],
+    shardings: Mapping[str, Sharding],
+    console: Console | None = None,
+) -> dict[str, jax.Array]:
+    """Weights on the mesh, each shard read straight from the file and once in a process.
+
+    Args:
+      folder: as `write_weights` made it.
+      leaves: what to read.
+      shardings: path -> where it goes.
+      console: a progress bar goes here.
+    """
+    if not leaves:
+        return {}
+    total = sum(_local_bytes(leaf, shardings[leaf.path]) for leaf in leaves)
+    with _opened(folder) as stored, bytes_bar("loading weights", total, console) as advance:
+
+        def read(leaf: Leaf) -> jax.Array:
+            return _read_leaf(stored, leaf, shardings[leaf.path], advance)
+
+        with concurrent.futures.ThreadPoolExecutor(READING_THREADS) as pool:
+            arrays = list(pool.map(read, leaves))
+    return {leaf.path: array for leaf, array in zip(leaves, arrays, strict=True)}
+
+
+def lazy_tensors(file: str | Path) -> dict[str, LazyTensor]:
+    """The tensors of a file of safetensors, each read when it is asked for.
+
+    Raises:
+      BundleError: no such file, or one that is truncated or no safetensors file.
+    """
+    path = Path(file)
+    try:
+        with safe_open(path, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: LazyTensor(path, name, tuple(s.get_shape()), NUMPY_NAMES[s.get_dtype()])
+                for name, s in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise BundleError(f"{path} cannot be read as safetensors: {error}") from error
+    except KeyError as error:
+        raise BundleError(
+            f"{path} has tensors of the dtype {error}, which cannot be read"
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyTensor:
+    """A tensor in a file; `numpy.asarray` reads it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        del copy
+        with safe_open(self.file, framework="np") as opened:
+            array: Array = opened.get_tensor(self.name)
+        return np.asarray(array, dtype)
+
+
+def _read_leaf(stored: Folder, leaf: Leaf, sharding: Sharding, advance: Advance) -> jax.Array:
+    shards: list[Any] = []
+    for bounds, devices in distinct_shards(leaf.shape, sharding).items():
+        index = tuple(slice(start, stop) for start, stop in bounds)
+        block = from_stored(stored.read(leaf.path, index), leaf.dtype)
+        targets = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
+        # Devices that share the host's memory must not share the block: arrays may be donated.
+        copies = [jax.device_put(block, target, may_alias=False) for target in targets]
+        shards += jax.block_until_ready(copies)
+        advance(block.nbytes)
+    return jax.make_array_from_single_device_arrays(
+        leaf.shape, sharding, shards, dtype=np.dtype(leaf.dtype)
+    )
+
+
+def _local_bytes(leaf: Leaf, sharding: Sharding) -> int:
+    itemsize = np.dtype(leaf.dtype).itemsize
+    return sum(
+        itemsize * math.prod(stop - start for start, stop in bounds)
+        for bounds in distinct_shards(leaf.shape, sharding)
+    )
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[Folder]:
+    """`open_folder`, whose errors are ours."""
+    try:
+        with open_folder(folder) as stored:
+            yield stored
+    except WeightsError as error:
+        raise BundleError(str(error)) from error

@@ -1,0 +1,188 @@
+"""A StableHLO module that another framework wrote, as a bundle.
+
+    python -m serving.bundle.wrap model.mlir --out model-bundle --weights model.safetensors
+
+Arguments of the module that have a tensor's name are weights, all others are inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from serving.bundle.folder import new_folder
+from serving.bundle.function import BundleError, one_line
+from serving.bundle.manifest import (
+    PLATFORMS,
+    STORED_AS,
+    WEIGHTS,
+    Argument,
+    Entrypoint,
+    Leaf,
+    Manifest,
+)
+from serving.bundle.tensors import lazy_tensors, write_weights
+from serving.bundle.write import check_manifest, finish, leaves_of, plain_specs, producer
+from spmd.errors import SpmdError
+from spmd.frontend.artifact import calls_of, module_artifact
+from spmd.frontend.importer.module import boundary_names, parse_module, signature
+from spmd.ir.types import TensorType, numpy_dtype
+
+FILE = "functions/main.mlirbc"
+
+
+def wrap_stablehlo(
+    folder: str | Path,
+    module: Any,
+    *,
+    weights: Mapping[str, Any] | str | Path | None = None,
+    arg_names: Sequence[str] | None = None,
+    result_names: Sequence[str] | None = None,
+    specs: Mapping[str, Any] | None = None,
+    contract: Mapping[str, Any] | None = None,
+    name: str = "bundle",
+    console: Console | None = None,
+) -> None:
+    """Write a bundle with one function, `main`, from a StableHLO module.
+
+    Args:
+      folder: new or empty.
+      module: a module in memory, its text or bytecode, or the path of a file with either.
+      weights: name of an argument -> array, or a file of safetensors; they need not be in memory
+        together. What is not among them is an input.
+      arg_names: of the module's arguments; as the module has them (`arg0`, ... where it has none)
+        if left out.
+      result_names: the same of its results.
+      specs: as for `export_bundle`; weights are called `weights/<name>`.
+      contract: what callers have to know, for JSON.
+      name: what the bundle is called.
+      console: progress bars go here.
+
+    Raises:
+      BundleError: a module that cannot be read, names or weights that do not fit it, or a folder
+        that cannot be written.
+
+    Example:
+      >>> wrap_stablehlo("model-bundle", "model.mlir", weights="model.safetensors")
+    """
+    try:
+        parsed = parse_module(module)
+        (args, results), names = signature(parsed), boundary_names(parsed)
+        data, calls = module_artifact(parsed), calls_of(parsed)
+    except SpmdError as error:
+        raise BundleError(f"the module cannot be wrapped: {one_line(error)}") from error
+    arg_names = _named("argument", args, names[0], arg_names)
+    result_names = _named("result", results, names[1], result_names)
+    arrays = lazy_tensors(weights) if isinstance(weights, str | Path) else dict(weights or {})
+    unused = sorted(arrays.keys() - set(arg_names))
+    if unused:
+        raise BundleError(
+            f"no argument of the module is called {unused[0]!r}; they are "
+            f"{', '.join(arg_names[:8])}{', ...' if len(arg_names) > 8 else ''}"
+        )
+    arguments = tuple(_argument(n, t, n in arrays) for n, t in zip(arg_names, args, strict=True))
+    entry = Entrypoint(
+        name="main",
+        tags={},
+        modules=dict.fromkeys(PLATFORMS, FILE),
+        arguments=arguments,
+        outputs=tuple(_leaf(n, t) for n, t in zip(result_names, results, strict=True)),
+        tree=list(range(len(results))),
+        custom_calls=calls.custom_calls,
+        composites=calls.composites,
+    )
+    manifest = Manifest(
+        name=name,
+        producer=producer(),
+        primary="main",
+        functions={"main": entry},
+        weights=entry.leaves("weights"),
+        state=(),
+        specs=plain_specs(specs or {}),
+        contract=dict(contract or {}),
+        goldens=(),
+        quantization=None,
+        tokenizer=(),
+        files={},
+    )
+    ordered = [arrays[leaf.path.removeprefix(f"{WEIGHTS}/")] for leaf in manifest.weights]
+    _check_weights(manifest.weights, ordered)
+    check_manifest(manifest)
+    with new_folder(folder) as unfinished:
+        (unfinished / "functions").mkdir()
+        (unfinished / FILE).write_bytes(data)
+        if manifest.weights:
+            write_weights(unfinished / WEIGHTS, manifest.weights, ordered, console=console)
+        finish(unfinished, manifest, console)
+
+
+def _named(
+    what: str, types: Sequence[Any], found: Sequence[str], given: Sequence[str] | None
+) -> Sequence[str]:
+    if given is None:
+        return found
+    if len(given) != len(types) or len(set(given)) != len(given):
+        raise BundleError(
+            f"the module has {len(types)} {what}s; give each a name of its own, not {list(given)}"
+        )
+    return given
+
+
+def _argument(name: str, type_: TensorType, is_weight: bool) -> Argument:
+    if is_weight:
+        return Argument(name, "weights", (_leaf(f"{WEIGHTS}/{name}", type_),))
+    return Argument(name, "input", (_leaf(name, type_),))
+
+
+def _leaf(path: str, type_: TensorType) -> Leaf:
+    dtype = numpy_dtype(type_.dtype).name if type_.dtype != "token" else "token"
+    if dtype not in STORED_AS:
+        raise BundleError(f"{path} is {dtype}, not one of {', '.join(STORED_AS)}")
+    return Leaf(path, type_.shape, dtype)
+
+
+def _check_weights(leaves: Sequence[Leaf], arrays: Sequence[Any]) -> None:
+    for leaf, array in zip(leaves, arrays, strict=True):
+        (found,) = leaves_of(array, leaf.path)
+        if found != leaf:
+            raise BundleError(
+                f"{leaf.path} is {found.dtype}{list(found.shape)}, and the module takes "
+                f"{leaf.dtype}{list(leaf.shape)}"
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, and turn what a user can mend into one message instead of a traceback."""
+    parser = argparse.ArgumentParser(
+        prog="python -m serving.bundle.wrap", description="Make a bundle of a StableHLO module."
+    )
+    parser.add_argument("module", help="text, bytecode or portable artifact")
+    parser.add_argument("--out", required=True, help="the folder to make")
+    parser.add_argument("--weights", help="a file of safetensors: names are those of arguments")
+    parser.add_argument("--arg_names", help="names of the module's arguments, by commas")
+    parser.add_argument("--result_names", help="names of its results, by commas")
+    parser.add_argument("--name", default="bundle", help="what the bundle is called")
+    given = parser.parse_args(arguments)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    try:
+        wrap_stablehlo(
+            given.out,
+            Path(given.module),
+            weights=given.weights,
+            arg_names=given.arg_names.split(",") if given.arg_names else None,
+            result_names=given.result_names.split(",") if given.result_names else None,
+            name=given.name,
+            console=console,
+        )
+    except (BundleError, OSError) as error:
+        sys.exit(f"error: {error}")
+    console.print(f"wrote {given.out}")
+
+
+if __name__ == "__main__":
+    main()

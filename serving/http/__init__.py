@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI and KServe endpoints, metrics, jobs, the chat page, the server."""

@@ -1,0 +1,101 @@
+"""The server as a value: routes over a service."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from serving.errors import ApiError
+from serving.http import kserve, openai_routes
+from serving.http.metrics import CONTENT_TYPE
+from serving.http.requests import error_response, service_of
+from serving.http.service import Service
+
+STATIC = Path(__file__).parent / "static"
+PAGE = {"/": "chat.html", "/static/chat.css": "chat.css", "/static/chat.js": "chat.js"}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+
+PAGE_HEADERS = {
+    # The page shows what a model says: nothing of that may become more than text.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI application.
+
+    Args:
+      service: what is served; it may still be loading.
+    """
+    app = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/metrics", metrics),
+            *(Route(path, page) for path in PAGE),
+            *openai_routes.ROUTES,
+            *kserve.ROUTES,
+        ],
+        exception_handlers={
+            ApiError: _answer_api_error,
+            HTTPException: _answer_http_error,
+            Exception: _answer_mistake,
+        },
+    )
+    app.state.service = service
+    app.state.infer_lock = asyncio.Lock()
+    return app
+
+
+async def health(request: Request) -> Response:
+    """`GET /health`: 200 if requests are served, else 503 with the reason."""
+    problem = service_of(request).problem()
+    if problem is None:
+        return PlainTextResponse("ok\n")
+    return PlainTextResponse(f"{problem}\n", 503, headers={"Retry-After": "5"})
+
+
+async def metrics(request: Request) -> Response:
+    """`GET /metrics`, for Prometheus."""
+    numbers = service_of(request).metrics
+    return Response(
+        b"" if numbers is None else numbers.render(), headers={"Content-Type": CONTENT_TYPE}
+    )
+
+
+async def page(request: Request) -> Response:
+    """The chat page and its two files."""
+    path = STATIC / PAGE[request.url.path]
+    return FileResponse(path, media_type=TYPES[path.suffix], headers=PAGE_HEADERS)
+
+
+async def _answer_api_error(request: Request, error: Any) -> JSONResponse:
+    return error_response(request, error)
+
+
+async def _answer_http_error(request: Request, error: Any) -> JSONResponse:
+    messages = {
+        404: f"there is nothing at {request.url.path[:200]}",
+        405: f"{request.method} is not what {request.url.path[:200]} takes",
+    }
+    message = messages.get(error.status_code, str(error.detail))
+    response = error_response(request, ApiError(error.status_code, message))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _answer_mistake(request: Request, error: Exception) -> JSONResponse:
+    """A mistake of ours; what went wrong is in the log, not in the answer."""
+    return error_response(request, ApiError(500, "the server made a mistake; its log says which"))

@@ -1,0 +1,110 @@
+"""What was asked for -> what the engine runs: tokens, lengths that fit, seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from serving.engine.choice import Job
+from serving.errors import ApiError, invalid
+from serving.http.protocol import Ask, ChatAsk, CompletionAsk, seeds
+from serving.http.service import Language
+
+
+class Prompt(NamedTuple):
+    """A prompt as the model gets it.
+
+    Attributes:
+      ids: at least one.
+      text: what was asked to be completed; of ids their text.
+      added: of the ids so many stand before that text: the model's own beginning.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    added: int
+
+
+class Work(NamedTuple):
+    """What a request comes to: prompts, and `n` jobs for each of them, one prompt after another."""
+
+    prompts: tuple[Prompt, ...]
+    jobs: tuple[Job, ...]
+
+
+def completion_work(ask: CompletionAsk, language: Language) -> Work:
+    """The jobs of a request for completions.
+
+    Raises:
+      ApiError: a prompt does not fit.
+    """
+    prompts = [_prompt(prompt, language, ask.special) for prompt in ask.prompts]
+    score = ask.echo and ask.logprobs is not None
+    return _work(ask, language, prompts, ask.stops, score)
+
+
+def chat_work(ask: ChatAsk, language: Language) -> Work:
+    """The jobs of a request for chat completions.
+
+    Raises:
+      ApiError: the template refuses the messages, or they do not fit.
+    """
+    template = language.template
+    text = template.render(ask.messages, ask.generation_prompt)
+    # Templates write the model's own beginning themselves; the plain one knows of none.
+    prompt = _prompt(text, language, special=template.is_default)
+    return _work(ask, language, [prompt], (*ask.stops, *template.stops), False)
+
+
+def _work(
+    ask: Ask, language: Language, prompts: Sequence[Prompt], stops: Sequence[str], score: bool
+) -> Work:
+    stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else language.stop_ids)
+    jobs = []
+    for prompt in prompts:
+        max_tokens = _max_tokens(ask, len(prompt.ids), language.bounds.max_length)
+        for seed in seeds(ask, secrets.randbits(32)):
+            job = Job(
+                prompt.ids,
+                max_tokens,
+                dataclasses.replace(ask.sampling, seed=seed),
+                stop_ids,
+                tuple(stops),
+                ask.logprobs,
+                score,
+            )
+            jobs.append(job)
+    return Work(tuple(prompts), tuple(jobs))
+
+
+def _prompt(given: str | tuple[int, ...], language: Language, special: bool) -> Prompt:
+    tokenizer = language.tokenizer
+    if not isinstance(given, str):
+        return Prompt(given, language.decode(given), 0)
+    ids = tuple(tokenizer.encode_batch([given])[0].tolist())
+    if special and tokenizer.bos_id is not None:
+        return Prompt((tokenizer.bos_id, *ids), given, 1)
+    # An empty text is the beginning of a document: what comes after the end of another.
+    return Prompt(ids, given, 0) if ids else Prompt((tokenizer.eos_id,), given, 1)
+
+
+def _max_tokens(ask: Ask, length: int, most: int) -> int:
+    """Tokens that a completion may have; nothing is ever cut off a prompt."""
+    wanted = ask.max_tokens
+    if wanted is None:
+        wanted = max(most - length, 1)
+    if length + wanted > most:
+        raise _too_long(length, wanted, most, isinstance(ask, ChatAsk))
+    return wanted
+
+
+def _too_long(length: int, wanted: int, most: int, is_chat: bool) -> ApiError:
+    where = "messages" if is_chat else "prompt"
+    return invalid(
+        f"This model's maximum context length is {most} tokens, and {length + wanted} were asked "
+        f"for: {length} in the {where} and {wanted} in the completion. Shorten one of them.",
+        where,
+        "context_length_exceeded",
+    )

@@ -1,0 +1,213 @@
+"""KServe's open inference protocol, version 2, with tensors as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from serving.engine.infer import Array, Infer, TensorSpec
+from serving.errors import ApiError, invalid
+from serving.http.datatypes import DATATYPES, NAMES
+from serving.http.fields import Fields, is_integer, show
+from serving.http.requests import check_key, dump, read_object, service_of
+from serving.http.service import Loaded
+
+
+async def live(request: Request) -> Response:
+    """`GET /v2/health/live`: the process answers."""
+    return JSONResponse({"live": True})
+
+
+async def ready(request: Request) -> Response:
+    """`GET /v2/health/ready`."""
+    problem = service_of(request).problem()
+    return JSONResponse({"ready": problem is None}, 200 if problem is None else 503)
+
+
+async def model_ready(request: Request) -> Response:
+    """`GET /v2/models/{model}/ready`."""
+    service = service_of(request)
+    problem = service.problem()
+    if problem is None:
+        service.require(request.path_params["model"])
+    body = {"name": request.path_params["model"], "ready": problem is None}
+    return JSONResponse(body, 200 if problem is None else 503)
+
+
+async def metadata(request: Request) -> Response:
+    """`GET /v2/models/{model}`."""
+    service = service_of(request)
+    check_key(request, service.options)
+    loaded = service.require(request.path_params["model"])
+    infer = loaded.infer
+    return JSONResponse(
+        {
+            "name": loaded.name,
+            "versions": ["1"],
+            "platform": "spmd",
+            "inputs": [_describe(spec) for spec in infer.inputs] if infer else [],
+            "outputs": [_describe(spec) for spec in infer.outputs] if infer else [],
+        }
+    )
+
+
+async def infer(request: Request) -> Response:
+    """`POST /v2/models/{model}/infer`."""
+    service = service_of(request)
+    check_key(request, service.options)
+    loaded = service.require(request.path_params["model"])
+    function = _function(loaded)
+    body = await read_object(request, service.options)
+    lock: asyncio.Lock = request.app.state.infer_lock
+    async with lock:
+        outputs = await asyncio.to_thread(_run, function, body)
+    head = {"model_name": loaded.name, "model_version": "1"}
+    if body.get("id") is not None:
+        head["id"] = Fields(body).text("id")
+    answer = await asyncio.to_thread(dump, {**head, "outputs": outputs})
+    return Response(answer, media_type="application/json")
+
+
+def _function(loaded: Loaded) -> Infer:
+    if loaded.infer is None:
+        raise ApiError(404, f"{loaded.name} is no model of tensors: use /v1/completions")
+    return loaded.infer
+
+
+def _describe(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": NAMES[spec.dtype], "shape": list(spec.shape)}
+
+
+def _run(function: Infer, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tensors = read_tensors(body.get("inputs"), function.inputs)
+    wanted = _wanted(body.get("outputs"), function.outputs)
+    try:
+        results = function.infer(tensors)
+    except ValueError as error:
+        raise invalid(f"inputs: {error}", "inputs") from error
+    return [write_tensor(name, np.asarray(results[name])) for name in wanted]
+
+
+def _wanted(value: Any, specs: Sequence[TensorSpec]) -> list[str]:
+    """The names of the outputs that are asked for: all of them unless some are named."""
+    names = [spec.name for spec in specs]
+    if value is None or value == []:
+        return names
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise invalid(f"outputs: a list of objects is needed, not {show(value)}", "outputs")
+    wanted = [one.get("name") for one in value]
+    for name in wanted:
+        if name not in names:
+            raise invalid(f"outputs: there is no {show(name)} among {', '.join(names)}", "outputs")
+    return [str(name) for name in wanted]
+
+
+def read_tensors(value: Any, specs: Sequence[TensorSpec]) -> dict[str, Array]:
+    """The inputs of a request, of the dtypes and shapes that the model takes.
+
+    Raises:
+      ApiError: one is missing, unknown, or does not fit.
+    """
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise invalid("inputs: a list of tensors is needed", "inputs")
+    known = {spec.name: spec for spec in specs}
+    tensors: dict[str, Array] = {}
+    for one in value:
+        name = one.get("name")
+        if not isinstance(name, str) or name not in known or name in tensors:
+            raise invalid(
+                f"inputs: {show(name)} is unknown or there twice; the model takes "
+                f"{', '.join(known)}",
+                "inputs",
+            )
+        tensors[name] = _read_tensor(one, known[name])
+    missing = [name for name in known if name not in tensors]
+    if missing:
+        raise invalid(f"inputs: {', '.join(missing)} missing", "inputs")
+    return tensors
+
+
+def _read_tensor(value: Mapping[str, Any], spec: TensorSpec) -> Array:
+    place = f"inputs.{spec.name}"
+    expected = NAMES[spec.dtype]
+    if value.get("datatype") != expected:
+        raise invalid(
+            f"{place}: datatype {expected} is needed, not {show(value.get('datatype'))}", "inputs"
+        )
+    shape = _shape(value.get("shape"), spec, place)
+    array = _array(value.get("data"), DATATYPES[expected], place)
+    if array.size != math.prod(shape):
+        raise invalid(
+            f"{place}: {array.size} numbers do not make the shape {list(shape)}", "inputs"
+        )
+    return array.reshape(shape)
+
+
+def _shape(value: Any, spec: TensorSpec, place: str) -> tuple[int, ...]:
+    is_shape = isinstance(value, list) and all(is_integer(size) and size >= 0 for size in value)
+    fits = (
+        is_shape
+        and len(value) == len(spec.shape)
+        and all(want in (-1, size) for want, size in zip(spec.shape, value, strict=True))
+    )
+    if not fits:
+        raise invalid(
+            f"{place}: shape {list(spec.shape)} is needed (-1 is any), not {_show_shape(value)}",
+            "inputs",
+        )
+    return tuple(value)
+
+
+def _show_shape(value: Any) -> str:
+    return str(value)[:60] if isinstance(value, list) else show(value)
+
+
+def _array(data: Any, dtype: np.dtype[Any], place: str) -> Array:
+    """Numbers as JSON has them -> an array; none is rounded to an integer or cut to its range."""
+    if not isinstance(data, list):
+        raise invalid(f"{place}: data has to be a list, not {show(data)}", "inputs")
+    try:
+        array = np.asarray(data)
+    except (ValueError, OverflowError) as error:  # ragged lists, huge integers
+        raise invalid(f"{place}: data is no array: {error}", "inputs") from error
+    allowed = "b" if dtype.kind == "b" else "iu" if dtype.kind in "iu" else "iuf"
+    if array.size and array.dtype.kind not in allowed:
+        raise invalid(f"{place}: data has to be numbers of {NAMES[dtype.name]}", "inputs")
+    if dtype.kind in "iu" and array.size:
+        bounds = np.iinfo(dtype)
+        if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
+            raise invalid(f"{place}: a number is beyond {NAMES[dtype.name]}", "inputs")
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
+
+
+def write_tensor(name: str, array: Array) -> dict[str, Any]:
+    """An output as JSON.
+
+    Raises:
+      ApiError: it holds NaN or infinities, which JSON has not.
+    """
+    if array.dtype.kind not in "biu" and not np.isfinite(array.astype(np.float64)).all():
+        raise ApiError(500, f"output {name} holds NaN or infinities, which JSON cannot say")
+    return {
+        "name": name,
+        "datatype": NAMES[array.dtype.name],
+        "shape": list(array.shape),
+        "data": array.ravel().tolist(),
+    }
+
+
+ROUTES = [
+    Route("/v2/health/live", live),
+    Route("/v2/health/ready", ready),
+    Route("/v2/models/{model}", metadata),
+    Route("/v2/models/{model}/ready", model_ready),
+    Route("/v2/models/{model}/infer", infer, methods=["POST"]),
+]

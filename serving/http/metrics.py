@@ -1,0 +1,219 @@
+"""Numbers for Prometheus, under vLLM's names where vLLM has them, so that its dashboards fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Counter as PrometheusCounter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from serving.engine.backend import Backend
+from serving.engine.stream import Finished, State
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)  # fmt: skip
+_BETWEEN_TOKENS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
+    7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_REQUEST = (
+    0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
+    7680,
+)  # fmt: skip
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_BATCH = tuple(2**power for power in range(15))
+
+_SMOOTHING = 0.05
+"""Weight of the latest call in the means over decode steps."""
+
+
+class Metrics:
+    """Everything that `/metrics` shows; the engine's observer.
+
+    Args:
+      model: the model's name, a label of every number.
+      backend: what it says of itself.
+      state: how the engine stands.
+    """
+
+    def __init__(self, model: str, backend: Backend, state: Callable[[], State]) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._backend = backend
+        self._state = state
+        self._room = backend.limits.slots * backend.limits.max_length
+        self._step: tuple[float, float] | None = None  # means of seconds and of bytes
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From a request's arrival to its first token",
+            _FIRST_TOKEN,
+        )  # fmt: skip
+        self._between = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a request", _BETWEEN_TOKENS
+        )
+        self._per_token = self._histogram(
+            "vllm:time_per_output_token_seconds",
+            "Mean time of a request's tokens after the first",
+            _BETWEEN_TOKENS,
+        )
+        self._total = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Whole requests", _REQUEST
+        )
+        self._queued = self._histogram(
+            "vllm:request_queue_time_seconds", "From a request's arrival to its slot", _REQUEST
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "From the slot to the first token", _REQUEST
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last", _REQUEST
+        )
+        self._prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "Tokens of a request's prompt", _TOKENS
+        )
+        self._generated = self._histogram(
+            "vllm:request_generation_tokens", "Tokens drawn for a request", _TOKENS
+        )
+        self._batch = self._histogram(
+            "vllm:iteration_tokens_total", "Tokens of one call of the model", _BATCH
+        )
+        self._success = PrometheusCounter(
+            "vllm:request_success_total",
+            "Requests that ended, by the reason",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self._success.labels(model, reason)
+        self.registry.register(_Now(self._now))
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    # -----------------------------------------------------------------------------------------
+    # The engine's observer.
+
+    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
+        """One call of the model."""
+        self._batch.observe(tokens)
+        if steps:
+            info = self._backend.info
+            cached = info.get("cache_bytes", 0) * held / self._room
+            this = (seconds / steps, info.get("read_weight_bytes", 0) + cached)
+            means = this if self._step is None else self._step
+            seconds, read = (m + _SMOOTHING * (x - m) for m, x in zip(means, this, strict=True))
+            self._step = seconds, read
+
+    def first_token(self, seconds: float) -> None:
+        """A request got its first token."""
+        self._first_token.observe(seconds)
+
+    def more_tokens(self, seconds: float, tokens: int) -> None:
+        """A request got more tokens."""
+        for _ in range(tokens):
+            self._between.observe(seconds / tokens)
+
+    def finished(self, record: Finished) -> None:
+        """A request is over."""
+        self._success.labels(self._model, record.reason).inc()
+        self._total.observe(record.total)
+        self._queued.observe(record.queued)
+        self._prompt_tokens.observe(record.prompt_tokens)
+        self._generated.observe(record.generated)
+        if record.generated:
+            self._prefill.observe(record.prefill)
+            self._decode.observe(record.decode)
+        if record.generated > 1:
+            self._per_token.observe(record.decode / (record.generated - 1))
+
+    # -----------------------------------------------------------------------------------------
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(
+            name, help_text, ["model_name"], buckets=buckets, registry=self.registry
+        )  # fmt: skip
+        return made.labels(self._model)
+
+    def _now(self) -> Iterator[Metric]:
+        """What is read off the engine when somebody looks."""
+        state, counts = self._state(), self._state().counts
+        yield self._gauge("vllm:num_requests_running", "Requests with a slot", state.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests without one", state.waiting)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of the cache that is in use, 1 is all", state.used
+        )
+        looked_up = counts.prefilled + counts.reused
+        yield self._counter("vllm:prompt_tokens", "Tokens of prompts", looked_up)
+        yield self._counter("vllm:generation_tokens", "Tokens drawn for requests", counts.drawn)
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache", looked_up
+        )
+        yield self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens that the cache held", counts.reused
+        )
+        yield self._counter(
+            "spmd:wasted_tokens", "Tokens drawn behind the end of a request", counts.wasted
+        )
+        yield self._counter(
+            "spmd:requests_cancelled", "Requests whose reader went away", counts.cancelled
+        )
+        yield self._counter("spmd:compile", "Programs compiled", self._backend.compile_total)
+        yield self._cache_config()
+        fraction = self.roofline_fraction()
+        if fraction is not None:
+            yield self._gauge(
+                "spmd:roofline_fraction",
+                "Least time of a decode step, by the bytes that it reads, over the time it takes",
+                fraction,
+            )
+
+    def roofline_fraction(self) -> float | None:
+        """(bytes / bandwidth) / (seconds of a decode step); None where one of them is not known."""
+        bandwidth = self._backend.info.get("bandwidth")
+        seconds, read = self._step or (0.0, 0.0)
+        if not bandwidth or not seconds or not read:
+            return None
+        return float(read / bandwidth / seconds)
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, help_text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _cache_config(self) -> Metric:
+        """A slot is to this server what vLLM calls a block."""
+        limits: Any = self._backend.limits
+        labels = {
+            "model_name": self._model,
+            "block_size": str(limits.max_length),
+            "num_gpu_blocks": str(limits.slots),
+            "enable_prefix_caching": "True",
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "What the cache is like", labels=list(labels)
+        )
+        family.add_metric(list(labels.values()), 1)
+        return family
+
+
+class _Now(Collector):
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        return self._collect()
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())

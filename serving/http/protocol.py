@@ -1,0 +1,349 @@
+"""OpenAI's completions and chat completions: what may be asked, checked field by field.
+
+Fields that nobody knows are ignored. Fields that would change the result and are not served are
+refused by name: an answer that silently left them out would be a wrong one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serving.engine.backend import Sampling
+from serving.errors import invalid
+from serving.http.fields import Fields, check_text, is_integer, show
+
+OPEN_ZERO = -0.0
+"""A lower bound that is itself left out."""
+
+COMPLETION_TOKENS = 16
+"""`max_tokens` of completions where none is given, as OpenAI has it."""
+
+# What is not served, with the values that ask for nothing.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json": ("", {}),
+    "guided_regex": ("",),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "prompt_embeds": ([],),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+_REFUSED_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
+    "chat_template": ("",),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+}
+
+ROLES = ("system", "developer", "user", "assistant")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What a request may ask for at most.
+
+    Attributes:
+      max_length: tokens of prompt and completion.
+      vocab_size: ids are below it.
+      top_logprobs: alternatives for each token.
+      choices: completions of one request, over all of its prompts.
+      stops: stop strings.
+      stop_length: characters of one.
+    """
+
+    max_length: int
+    vocab_size: int
+    top_logprobs: int
+    choices: int = 32
+    stops: int = 16
+    stop_length: int = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """What completions and chats have in common.
+
+    Attributes:
+      model: the name asked for; None is any.
+      max_tokens: None is as many as there is room for.
+      sampling: its seed is `seed`, or 0 where none was given.
+      seed: None is a new one for each request.
+      n: completions for each prompt.
+      stops, stop_ids: what ends a completion, beside the model's own ends.
+      ignore_eos: the model's own ends do not end it.
+      logprobs: alternatives to show with each token; None for no log-probabilities.
+      stream: answer with events.
+      include_usage: the last of them has the usage; `usage_always`: all of them have.
+      user: whose request it is.
+    """
+
+    model: str | None
+    max_tokens: int | None
+    sampling: Sampling
+    seed: int | None
+    n: int
+    stops: tuple[str, ...]
+    stop_ids: frozenset[int]
+    ignore_eos: bool
+    logprobs: int | None
+    stream: bool
+    include_usage: bool
+    usage_always: bool
+    user: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionAsk(Ask):
+    """`/v1/completions`.
+
+    Attributes:
+      prompts: texts, or token ids.
+      echo: the answer begins with the prompt.
+      special: a text's tokens begin with the model's own beginning, if it has one.
+    """
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool
+    special: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatAsk(Ask):
+    """`/v1/chat/completions`.
+
+    Attributes:
+      messages: with `role`, `content`, maybe `name`.
+      generation_prompt: the assistant's turn is opened.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    generation_prompt: bool
+
+
+def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
+    """Check a request for completions.
+
+    Raises:
+      ApiError: a field that does not fit, with its name.
+    """
+    fields = Fields(body)
+    _refuse(body, _REFUSED)
+    prompts = _prompts(fields.get("prompt"), bounds)
+    max_tokens = fields.integer("max_tokens", 0, bounds.max_length)
+    ask = CompletionAsk(
+        **_common(fields, bounds, len(prompts)),
+        max_tokens=COMPLETION_TOKENS if max_tokens is None else max_tokens,
+        logprobs=_logprobs(fields, "logprobs", bounds),
+        prompts=prompts,
+        echo=fields.flag("echo"),
+        special=fields.flag("add_special_tokens", True),
+    )
+    best_of = fields.integer("best_of", 1, bounds.choices)
+    if best_of not in (None, ask.n):
+        raise invalid("best_of: not served; leave it out", "best_of")
+    return ask
+
+
+def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
+    """Check a request for chat completions.
+
+    Raises:
+      ApiError: a field that does not fit, with its name.
+    """
+    fields = Fields(body)
+    _refuse(body, {**_REFUSED, **_REFUSED_IN_CHATS})
+    limits = [
+        fields.integer(name, 1, bounds.max_length)
+        for name in ("max_completion_tokens", "max_tokens")
+    ]
+    top = _logprobs(fields, "top_logprobs", bounds)
+    wanted = fields.flag("logprobs")
+    if top is not None and not wanted:
+        raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
+    return ChatAsk(
+        **_common(fields, bounds, 1),
+        max_tokens=next((limit for limit in limits if limit is not None), None),
+        logprobs=(top or 0) if wanted else None,
+        messages=_messages(fields.get("messages")),
+        generation_prompt=fields.flag("add_generation_prompt", True),
+    )
+
+
+def _refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, harmless in table.items():
+        value = body.get(name)
+        if value is not None and not any(value == one for one in harmless):
+            raise invalid(f"{name}: not served; leave it out", name, "unsupported_parameter")
+
+
+def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
+    """The fields of `Ask` that both have."""
+    n = fields.integer("n", 1, bounds.choices) or 1
+    if n * prompts > bounds.choices:
+        raise invalid(
+            f"n: {n} completions of {prompts} prompts are {n * prompts}; "
+            f"one request may ask for {bounds.choices}",
+            "n",
+        )
+    seed = fields.integer("seed", -(2**63), 2**63 - 1)
+    top_k = fields.integer("top_k", -1, 2**31 - 1) or 0
+    stream = fields.flag("stream")
+    include_usage, usage_always = _usage(fields, stream)
+    return {
+        "model": fields.text("model") or None,
+        "sampling": Sampling(
+            temperature=fields.number("temperature", 1.0, 0.0, 100.0),
+            top_k=max(top_k, 0),
+            top_p=fields.number("top_p", 1.0, OPEN_ZERO, 1.0),
+            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+            repetition_penalty=fields.number("repetition_penalty", 1.0, OPEN_ZERO, 100.0),
+            frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+            presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+            seed=(seed or 0) % 2**32,
+        ),
+        "seed": None if seed is None else seed % 2**32,
+        "n": n,
+        "stops": _stops(fields.get("stop"), bounds),
+        "stop_ids": frozenset(_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)),
+        "ignore_eos": fields.flag("ignore_eos"),
+        "stream": stream,
+        "include_usage": include_usage,
+        "usage_always": usage_always,
+        "user": fields.text("user"),
+    }
+
+
+def _logprobs(fields: Fields, name: str, bounds: Bounds) -> int | None:
+    if isinstance(fields.get(name), bool):
+        raise invalid(f"{name}: an integer is needed, not {show(fields.get(name))}", name)
+    return fields.integer(name, 0, bounds.top_logprobs)
+
+
+def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Whether the usage is wanted at the end of a stream, and in every event."""
+    options = fields.get("stream_options")
+    if options is None:
+        return False, False
+    if not isinstance(options, dict):
+        raise invalid(f"stream_options: an object is needed, not {show(options)}", "stream_options")
+    if not stream:
+        raise invalid("stream_options: only together with stream", "stream_options")
+    wanted = Fields(options).flag("include_usage")
+    return wanted, Fields(options).flag("continuous_usage_stats") and wanted
+
+
+def _stops(value: Any, bounds: Bounds) -> tuple[str, ...]:
+    stops = [] if value is None else value if isinstance(value, list) else [value]
+    if len(stops) > bounds.stops:
+        raise invalid(f"stop: {len(stops)} strings, {bounds.stops} are the most", "stop")
+    for stop in stops:
+        if not check_text(stop, "stop") or len(stop) > bounds.stop_length:
+            raise invalid(
+                f"stop: strings have 1 to {bounds.stop_length} characters, not {len(stop)}", "stop"
+            )
+    return tuple(stops)
+
+
+def _prompts(value: Any, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:
+    """A text, texts, ids, or lists of ids."""
+    if isinstance(value, str):
+        return (check_text(value, "prompt"),)
+    if not isinstance(value, list) or not value:
+        raise invalid(
+            "prompt: a string, a list of strings, a list of token ids or a list of such lists "
+            f"is needed, not {'nothing' if value is None else show(value)}",
+            "prompt",
+        )
+    if is_integer(value[0]):
+        return (_ids(value, "prompt", bounds),)
+    if len(value) > bounds.choices:
+        raise invalid(f"prompt: {len(value)} prompts, {bounds.choices} are the most", "prompt")
+    return tuple(_prompt(one, i, bounds) for i, one in enumerate(value))
+
+
+def _prompt(value: Any, index: int, bounds: Bounds) -> str | tuple[int, ...]:
+    name = f"prompt[{index}]"
+    if isinstance(value, str):
+        return check_text(value, name)
+    if not isinstance(value, list) or not value:
+        raise invalid(f"{name}: a string or token ids are needed, not {show(value)}", "prompt")
+    return _ids(value, name, bounds)
+
+
+def _ids(value: Any, name: str, bounds: Bounds) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise invalid(f"{name}: a list of token ids is needed, not {show(value)}", name)
+    for i, one in enumerate(value):
+        if not is_integer(one) or not 0 <= one < bounds.vocab_size:
+            raise invalid(
+                f"{name}[{i}]: token ids are integers from 0 to {bounds.vocab_size - 1}, "
+                f"not {show(one)}",
+                name.partition("[")[0],
+            )
+    return tuple(value)
+
+
+def _messages(value: Any) -> tuple[dict[str, str], ...]:
+    if not isinstance(value, list) or not value:
+        found = "nothing" if value is None else show(value)
+        raise invalid(f"messages: a list of messages is needed, not {found}", "messages")
+    return tuple(_message(one, f"messages[{i}]") for i, one in enumerate(value))
+
+
+def _message(value: Any, place: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise invalid(f"{place}: an object is needed, not {show(value)}", "messages")
+    role = value.get("role")
+    if role not in ROLES:
+        raise invalid(f"{place}.role: one of {', '.join(ROLES)}, not {show(role)}", "messages")
+    for name in ("tool_calls", "function_call", "audio"):
+        if value.get(name):
+            raise invalid(f"{place}.{name}: not served", "messages", "unsupported_parameter")
+    message = {"role": str(role), "content": _content(value.get("content"), f"{place}.content")}
+    if value.get("name") is not None:
+        message["name"] = check_text(value["name"], f"{place}.name")
+    return message
+
+
+def _content(value: Any, place: str) -> str:
+    """A text, or parts that are texts, which are joined as lines."""
+    if isinstance(value, str):
+        return check_text(value, place)
+    if not isinstance(value, list) or not value:
+        found = "nothing" if value is None else show(value)
+        raise invalid(f"{place}: a string or a list of parts is needed, not {found}", "messages")
+    return "\n".join(_part(part, f"{place}[{i}]") for i, part in enumerate(value))
+
+
+def _part(value: Any, place: str) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind != "text":
+        raise invalid(
+            f"{place}: parts of type text are served, not {show(kind or value)}", "messages"
+        )
+    return check_text(value.get("text"), f"{place}.text")
+
+
+def seeds(ask: Ask, fresh: int) -> Sequence[int]:
+    """The seed of each completion of a prompt; `fresh` is used where none was given."""
+    first = fresh if ask.seed is None else ask.seed
+    return [(first + i) % 2**32 for i in range(ask.n)]

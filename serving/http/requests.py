@@ -1,0 +1,159 @@
+"""What all handlers need of HTTP: bodies within bounds, keys, readers that leave, event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from serving.errors import ApiError
+from serving.http.fields import parse_object
+from serving.http.service import Options, Service
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+SMALL_BODY = 2**16
+"""Bytes that are parsed at once; more are left to a thread, so that nobody else waits."""
+
+
+def service_of(request: Request) -> Service:
+    """What the app serves."""
+    service: Service = request.app.state.service
+    return service
+
+
+async def read_object(request: Request, options: Options) -> dict[str, Any]:
+    """The JSON object that a request carries.
+
+    Raises:
+      ApiError: it carries none, too much, or is too slow.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Browsers send anything else to any server without asking it first.
+        raise ApiError(
+            415, f"Content-Type: application/json is needed, not {kind[:40] or 'nothing'}"
+        )
+    try:
+        async with asyncio.timeout(options.body_seconds):
+            body = await _read(request, options.body_bytes)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body was not here within {options.body_seconds:g} seconds"
+        ) from None
+    if len(body) <= SMALL_BODY:
+        return parse_object(body)
+    return await asyncio.to_thread(parse_object, body)
+
+
+async def _read(request: Request, most: int) -> bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > 18 or int(length) > most):
+        raise _too_large(most)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            raise _too_large(most)
+    return bytes(body)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is too large: {most:,} bytes are the most")
+
+
+def check_key(request: Request, options: Options) -> str:
+    """Whose request it is, as far as its key says: the key's number, or nothing without keys.
+
+    All keys are compared, in a time that tells nothing of them.
+
+    Raises:
+      ApiError: keys are needed, and it has none of them.
+    """
+    if not options.api_keys:
+        return ""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Headers are bytes, which Starlette shows as latin-1.
+    said = given.strip().encode("latin-1")
+    found = [hmac.compare_digest(said, key.encode()) for key in options.api_keys]
+    if scheme.lower() != "bearer" or not any(found):
+        raise ApiError(
+            401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
+        )
+    return str(found.index(True))
+
+
+def client_of(request: Request, key: str, user: str, options: Options) -> str:
+    """Whom to be fair to: the key, where there are several; else the user, else the address.
+
+    Users are what a request says, so they count only among those who share a key.
+    """
+    if len(options.api_keys) > 1:
+        return f"key {key}"
+    host = request.client.host if request.client else ""
+    return f"user {user}" if user else f"address {host}"
+
+
+@contextlib.asynccontextmanager
+async def closing_when_gone(receive: Receive, close: Callable[[], None]) -> AsyncIterator[None]:
+    """Call `close` at the end, or as soon as whoever asked has gone."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        close()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        close()
+
+
+class EventStream(Response):
+    """Server-sent events, one for each text; `close` is called however it ends.
+
+    Texts that come together are sent together: a message has costs of its own.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[list[str]], close: Callable[[], None]) -> None:
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        async with closing_when_gone(receive, self._close):
+            start = {"status": self.status_code, "headers": self.raw_headers}
+            with contextlib.suppress(OSError, ClientDisconnect):
+                await send({"type": "http.response.start", **start})
+                async for texts in self._events:
+                    body = "".join(f"data: {text}\n\n" for text in texts).encode()
+                    if body:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+
+
+def dump(value: Any) -> str:
+    """JSON on one line."""
+    return _ENCODER.encode(value)
+
+
+def error_response(request: Request, error: ApiError) -> JSONResponse:
+    """An error, in the form that the protocol of its path has for it."""
+    is_kserve = request.url.path.startswith("/v2")
+    body = {"error": error.message} if is_kserve else error.body()
+    return JSONResponse(body, error.status, headers=error.headers)

@@ -1,0 +1,249 @@
+"""The process: a port that answers from the start, a model that loads behind it, a gentle end.
+
+SIGTERM and SIGINT: new requests are refused with 503, those that run are finished within a time
+limit, then the process ends. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from serving.errors import ServingError
+from serving.http.app import make_app
+from serving.http.service import Loaded, Options, Service
+
+_LOG = logging.getLogger("serving")
+
+HEADER_SECONDS = 20.0
+"""In which a connection has to come to a request."""
+
+IDLE_SECONDS = 75
+"""That a connection is kept between requests: longer than proxies keep theirs, so that it is they
+who close it, and no request meets a closing one."""
+
+CLOSING_SECONDS = 5
+"""For what is still to be sent when the last request is done."""
+
+SWITCH_SECONDS = 0.0002
+"""That a thread may keep others from running Python. With Python's own 5 ms the engine, whenever it
+has handed over tokens, waits for the loop that sends them: 64 streams get half as many."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CONNECTIONS = 4096
+HEADER_BYTES = 2**16
+
+
+class Protocol(H11Protocol):
+    """HTTP/1.1 that hangs up on whoever opens a connection and does not come to a request."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has come."""
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._check, self.cycle, self._stuck)
+
+    def _check(self, cycle: Any, was_stuck: bool) -> None:
+        """Hang up if there was no request the last time, and none has come since."""
+        if was_stuck and self._stuck and self.cycle is cycle:
+            self.transport.close()
+        else:
+            self._watch()
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether there is no request but should be one; idle connections have their own timer."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return is_idle and self.timeout_keep_alive_task is None
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, with an end in two steps: first the engine drains, then the port closes."""
+
+    def __init__(self, service: Service, log_level: str = "info") -> None:
+        config = uvicorn.Config(
+            make_app(service),
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=log_level,
+            limit_concurrency=CONNECTIONS,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+            timeout_keep_alive=IDLE_SECONDS,
+            timeout_graceful_shutdown=CLOSING_SECONDS,
+            server_header=False,
+            proxy_headers=False,
+        )
+        super().__init__(config)
+        self.service = service
+        self._signals = 0
+        self._deadline: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first one drains, the second one ends."""
+        self._signals += 1
+        if self._signals > 1:
+            self.should_exit = self.force_exit = True
+
+    def begin_to_end(self) -> None:
+        """What the first signal does."""
+        self.handle_exit(signal.SIGTERM, None)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: see whether it is time to end."""
+        if self._signals and self._deadline is None:
+            seconds = self.service.options.drain_seconds
+            _LOG.info("draining: no new requests; those that run have %g seconds", seconds)
+            self.service.drain()
+            self._deadline = time.monotonic() + seconds
+        if self._deadline is not None and not self.should_exit:
+            is_late = time.monotonic() > self._deadline
+            if is_late:
+                _LOG.warning("draining took too long: what still runs fails")
+            if is_late or self.service.idle:
+                await asyncio.to_thread(self.service.stop)
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections; port 0 is any free one.
+
+    Raises:
+      ServingError: it cannot be had.
+    """
+    if not 0 <= port < 2**16:
+        raise ServingError(f"cannot listen on {host}:{port}: ports are below {2**16}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        # The library repeats the address in brackets.
+        reason = str(error.strerror).partition(" (while")[0]
+        raise ServingError(f"cannot listen on {host}:{port}: {reason}") from error
+
+
+def serve(
+    load: Callable[[], Loaded],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    options: Options | None = None,
+    *,
+    log_level: str = "info",
+) -> None:
+    """Serve a model until a signal comes.
+
+    Args:
+      load: loads it, in a thread of its own; until then `/health` says 503.
+      host, port: where to listen; `0.0.0.0` is everywhere.
+      options: how to behave.
+      log_level: of the lines on stderr.
+
+    Raises:
+      ServingError: the port is not to be had, or what was loaded cannot be served.
+      Exception: whatever `load` raised; the port is closed by then.
+    """
+    _set_up_logging(log_level)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    service = Service(options)
+    listener = listen(host, port)
+    address, actual_port = listener.getsockname()[:2]
+    server = Server(service, log_level)
+    failures: list[BaseException] = []
+
+    def run_load() -> None:
+        started = time.monotonic()
+        try:
+            loaded = load()
+            service.become_ready(loaded)
+        except BaseException as error:
+            failures.append(error)
+            service.status = "failed"
+            server.should_exit = True
+        else:
+            _LOG.info("%s, after %.1f s", _describe(loaded), time.monotonic() - started)
+
+    loader = threading.Thread(target=run_load, name="load", daemon=True)
+    with _heeding_signals(server):
+        _LOG.info("listening on http://%s:%d, loading the model", address, actual_port)
+        loader.start()
+        server.run(sockets=[listener])
+        service.stop()
+    if failures:
+        raise failures[0]
+    _LOG.info("stopped")
+    if loader.is_alive():
+        # Ended while it loads: a thread in the midst of a compiler survives no orderly exit.
+        logging.shutdown()
+        os._exit(0)
+
+
+@contextlib.contextmanager
+def _heeding_signals(server: Server) -> Iterator[None]:
+    """From the first line on: uvicorn itself heeds them only once its loop runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {sig: signal.signal(sig, server.handle_exit) for sig in SIGNALS}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+
+
+def _describe(loaded: Loaded) -> str:
+    """A line about what is being served."""
+    if loaded.backend is None:
+        return f"ready: {loaded.name}, a model of tensors"
+    limits, info = loaded.backend.limits, loaded.backend.info
+    facts = ", ".join(f"{name} {info[name]}" for name in ("mesh", "device_kind") if name in info)
+    return (
+        f"ready: {loaded.name}, {limits.slots} slots of {limits.max_length} tokens, "
+        f"{loaded.backend.compile_total} programs compiled{', ' if facts else ''}{facts}"
+    )
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
+    if level != "debug":  # what libraries tell of themselves; the server says it in its own words
+        logging.getLogger("jax").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").addFilter(_is_a_problem)
+
+
+def _is_a_problem(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Probes come every few seconds."""
+    arguments = record.args
+    path = arguments[2] if isinstance(arguments, tuple) and len(arguments) > 2 else ""
+    return not str(path).startswith(("/health", "/metrics", "/v2/health"))

@@ -1,0 +1,226 @@
+"""`Alternatives`: what a plan would cost if one decision were another one, all else at its best.
+
+A decision is a variable of the planner's network; its other choice is priced by solving the network
+again with that choice alone left to it (a min-marginal). So a price counts everything that follows:
+other ops adapt as far as that pays.
+
+    price of a choice  =  the least cost of all plans that make it  -  the least cost of all plans
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from spmd.ir.program import Op, Value
+from spmd.mesh.sharding import Axes, Sharding
+from spmd.planning.dominate import undominated
+from spmd.planning.eliminate import Elimination
+from spmd.planning.exact import CostNetwork, network_of
+from spmd.planning.network import FORBIDDEN, Network, Table
+from spmd.planning.plan import Choice, Plan
+from spmd.planning.problem import problem_of
+from spmd.planning.solve import TABLE_LIMIT, Solution, solve
+from spmd.planning.units import CARRY, OP
+from spmd.propagation.propagated import Conflict
+from spmd.reshard.paths import can_reshard, reshard
+
+T = TypeVar("T")
+
+UNIT = 1e9
+"""Bytes that cost 1 in a network of bytes: so all costs stay far below what is forbidden."""
+
+
+class Price(NamedTuple):
+    """What another choice costs on top of the plan, in one run.
+
+    Attributes:
+      seconds: predicted time; never negative, for the plan is the best of those weighed.
+      bytes: what each device sends, reshards only; negative where it sends less and waits longer.
+      exact: whether no plan with that choice is cheaper; else it is the best one found.
+    """
+
+    seconds: float
+    bytes: int
+    exact: bool
+
+
+class Alternatives:
+    """Prices of choices that a plan did not make; made when asked, and remembered."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._prices: dict[tuple[int, tuple[int, ...]], Price | None] = {}
+        self._rooms: dict[tuple[int, ...], _Room] = {}
+
+    @cached_property
+    def _built(self) -> CostNetwork:
+        """The network that the exact planner solves."""
+        plan = self.plan
+        return network_of(problem_of(plan.propagated, plan.topology, plan.result_marks, plan.links))
+
+    @cached_property
+    def _bytes(self) -> Network:
+        """The same network with bytes instead of seconds."""
+        built = self._built
+        return _Bytes(built.problem, built.units, built.domains).network
+
+    @cached_property
+    def best(self) -> Solution:
+        """The cheapest plan of the network, to which prices compare."""
+        return solve(self._built.network)
+
+    @cached_property
+    def best_bytes(self) -> int:
+        """Bytes that each device sends for the reshards of the cheapest plan."""
+        return round(self._bytes.cost(self.best.states) * UNIT)
+
+    # Questions.
+
+    def of_value(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
+        """Every other state that was weighed for a value, the cheapest first.
+
+        Those of arguments, and of values made anew for every use, are not the network's to choose:
+        they have none.
+        """
+        number, index = self._built.units.of[value]
+        if number < 0 or self._built.units.units[number].role not in (OP, CARRY):
+            return ()
+        left = self._built.domains.left[number][index]
+        return self._priced(number, left, self.plan.states[value], (number,))
+
+    def of_conflicts(
+        self, conflicts: Sequence[Conflict]
+    ) -> tuple[tuple[tuple[Axes, Price], ...], ...]:
+        """For each conflict, every claim that lost (and no axis at all), the cheapest first.
+
+        A claim that no plan can honour (an axis that the factor cannot take) has no price.
+        """
+        places = [self._factor(conflict) for conflict in conflicts]
+        together = tuple(sorted({number for number, _ in places if number >= 0}))
+        found = []
+        for conflict, (number, given) in zip(conflicts, places, strict=True):
+            claims = {(), *(axes for axes, _, _ in conflict.claims)}
+            wanted = tuple(axes if axes in claims else None for axes in given)
+            taken = self._taken(number, given)
+            found.append(self._priced(number, wanted, taken, together) if number >= 0 else ())
+        return tuple(found)
+
+    def taken(self, conflict: Conflict) -> Axes | None:
+        """The axes that the plan gave to what a conflict is about; None if nothing is planned."""
+        number, given = self._factor(conflict)
+        return self._taken(number, given) if number >= 0 else None
+
+    # Answers.
+
+    def _factor(self, conflict: Conflict) -> tuple[int, tuple[Axes, ...]]:
+        """The class of units that a conflict is about, and the factor's axes for each choice."""
+        op, units = conflict.op, self._built.units
+        if op.results:
+            number = units.of[op.results[0]][0]
+            if number < 0:
+                return -1, ()
+            options: tuple[Choice, ...] = self._built.domains.choices[number]
+            if options and conflict.factor < len(options[0].assignment):
+                return number, tuple(c.assignment[conflict.factor] for c in options)
+        for _, value, dim in conflict.claims:
+            number, index = units.of[value]
+            if number >= 0 and units.units[number].role == CARRY:
+                return number, tuple(s.dims[dim] for s in self._built.domains.left[number][index])
+        return -1, ()
+
+    def _taken(self, number: int, given: Sequence[Axes]) -> Axes:
+        state = self.best.states[self._built.variables[number].number]
+        return given[self._built.variables[number].rows[state][0]]
+
+    def _priced(
+        self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
+    ) -> tuple[tuple[T, Price], ...]:
+        """The price of each label but the one taken, given the label of each choice of a class."""
+        rows = self._built.variables[number].rows
+        groups: dict[T, list[int]] = {}
+        for state, (choice, _) in enumerate(rows):
+            label = labels[choice]
+            if label is not None and label != taken:
+                groups.setdefault(label, []).append(state)
+        found = [
+            (label, price)
+            for label, states in groups.items()
+            if (price := self._price(number, tuple(states), together)) is not None
+        ]
+        return tuple(sorted(found, key=lambda pair: pair[1].seconds))
+
+    def _price(
+        self, number: int, states: tuple[int, ...], together: tuple[int, ...]
+    ) -> Price | None:
+        """What the best plan costs more in which a class is in some states; None: forbidden."""
+        if (number, states) not in self._prices:
+            variables = self._built.variables
+            if together not in self._rooms:
+                kept = [variables[n].number for n in together]
+                self._rooms[together] = _Room.of(self._built.network, kept)
+            room = self._rooms[together]
+            solution = room.solve(self._built.network, variables[number].number, states)
+            price = None
+            if solution.cost < FORBIDDEN / 2:
+                more = round(self._bytes.cost(solution.states) * UNIT) - self.best_bytes
+                seconds = max(0.0, solution.cost - self.best.cost)
+                price = Price(seconds, more, solution.exact)
+            self._prices[number, states] = price
+        return self._prices[number, states]
+
+
+class _Room(NamedTuple):
+    """A network with only those variables and states that matter to questions about a few of them.
+
+    Attributes:
+      alive: for each variable of the whole network the states that do not always lose.
+      gone: how the variables with one or two neighbours follow from the others.
+      core: the others.
+    """
+
+    alive: Sequence[Table]
+    gone: Elimination
+    core: Network
+
+    @staticmethod
+    def of(network: Network, keep: Collection[int]) -> _Room:
+        kept = frozenset(keep)
+        alive = undominated(network, kept)
+        gone = Elimination(network.restricted(alive))
+        gone.run(TABLE_LIMIT, neighbours=2, keep=kept)
+        return _Room(alive, gone, gone.core())
+
+    def solve(self, network: Network, variable: int, states: Sequence[int]) -> Solution:
+        """The cheapest joint state of the whole network in which a variable is in some states."""
+        left = self.gone.left
+        kept = [np.arange(len(costs)) for costs in self.core.unary]
+        place = left.index(variable)
+        kept[place] = np.flatnonzero(np.isin(self.alive[variable], states))
+        found = solve(self.core.restricted(kept))
+        known = {v: int(k[s]) for v, k, s in zip(left, kept, found.states, strict=True)}
+        joint = [int(a[s]) for a, s in zip(self.alive, self.gone.unwound(known), strict=True)]
+        cost = network.cost(joint)
+        return Solution(tuple(joint), cost, cost - (found.cost - found.lower))
+
+
+class _Bytes(CostNetwork):
+    """The network whose costs are the bytes that each device sends for reshards.
+
+    Variables and states are those of the network in seconds. Where a use may take either of two
+    copies, the one that needs fewer bytes counts.
+    """
+
+    def own_seconds(self, op: Op, options: tuple[Choice, ...]) -> Table:
+        return np.zeros(1 if op.kind.name == "spmd.mark" else len(options))
+
+    def seconds(self, value: Value, have: Sharding, wanted: Sharding) -> float:
+        if have == wanted:
+            return 0.0
+        if not can_reshard(have, wanted):
+            return FORBIDDEN
+        type_, held = self.types[value], self.held.get(value, ())
+        return reshard(have, wanted, type_, self.mesh, self.topology, held).bytes / UNIT

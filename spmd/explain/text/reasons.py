@@ -1,0 +1,202 @@
+"""One value as text: why each dim is split or not, what else it could be, and who reshards it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmd.explain.prices import Prices
+from spmd.explain.stages import Stages
+from spmd.explain.text.layout import Lines, table
+from spmd.explain.words import (
+    arguments_text,
+    axes_text,
+    bytes_text,
+    price_text,
+    source_text,
+    spec_text,
+    type_text,
+)
+from spmd.ir.control_flow import held_atoms
+from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.types import local_type
+from spmd.mesh.sharding import Sharding
+from spmd.planning.plan import Plan
+from spmd.reshard.comm import wire_bytes
+from spmd.reshard.paths import reshard
+
+
+def value_lines(
+    stages: Stages, title: str, value: Value, sharding: Sharding | None, prices: Prices | None
+) -> list[str]:
+    """All about one value, under a title; an empty line behind it.
+
+    Args:
+      stages: the pipeline's results.
+      title: what it is called.
+      value: the value.
+      sharding: what it lies in, None for one without a sharding of its own.
+      prices: of what the plan decided against; left out if not given.
+    """
+    plan = stages.plan
+    type_ = plan.program.types[value]
+    if sharding is None:
+        return [
+            f"{title}: {type_text(type_)}",
+            "  it costs nothing to make, so that every use makes its own copy as it wants it",
+            *_uses(plan, value, None),
+            "",
+        ]
+    local = local_type(type_, sharding, plan.mesh)
+    rows = [
+        ("sharding", spec_text(sharding, plan.mesh)),
+        ("local", type_text(local)),
+        ("per device", f"{bytes_text(local.bytes)} of {bytes_text(type_.bytes)}"),
+    ]
+    if (op := _producer(plan.program, value)) is not None:
+        rows.append(("made by", f"{op.label} at {source_text(op.loc.trail)}"))
+    if (mark := stages.propagated.marks.get(value)) is not None:
+        rows.append(("mark", source_text(mark.reason)))
+    if (state := plan.states[value]) is not None and state != sharding:
+        rows.append(("as made", spec_text(state, plan.mesh)))
+    lines = [f"{title}: {type_text(type_)}", *(f"  {line}" for line in table(rows))]
+    for dim in range(type_.rank):
+        lines += [f"  {line}" for line in _dim(stages, value, sharding, dim)]
+    lines += _others(plan, value, prices) if prices is not None else []
+    return [*lines, *_uses(plan, value, plan.states[value] or sharding), ""]
+
+
+def _producer(program: Program, value: Value) -> Op | None:
+    return next((op for op in program.walk() if value in op.results), None)
+
+
+def _others(plan: Plan, value: Value, prices: Prices) -> list[str]:
+    """Why not otherwise: other shardings and what they would cost."""
+    is_argument = value in plan.program.body.args
+    producer = _producer(plan.program, value)
+    if producer is not None and producer.name == "spmd.mark":
+        relief = prices.without_mark(value)
+        more = len(relief.marks.values) - 1
+        alike = f" and the {more} made with it" if more else ""
+        return [f"  without this mark{alike}: {price_text(relief.seconds, relief.bytes)}"]
+    rows = []
+    for other in prices.others(value):
+        text = price_text(other.seconds, other.bytes)
+        if other.argument_bytes:
+            text += f"; {arguments_text(other.argument_bytes)}"
+        rows.append((spec_text(other.sharding, plan.mesh), text))
+    if not rows:
+        return ["  no other state of it was weighed: nothing around it asks for one"]
+    how = "planned again with each" if is_argument else "the rest of the plan adapting"
+    return [f"  instead ({how}):", *(f"    {line}" for line in table(rows))]
+
+
+def _dim(stages: Stages, value: Value, sharding: Sharding, dim: int) -> Lines:
+    """Why one dim is split over the axes that split it, and why not over the others."""
+    mesh, size = stages.plan.mesh, stages.plan.program.types[value].shape[dim]
+    axes = sharding.dims[dim]
+    if not axes:
+        yield f"dim {dim} (size {size}) is not split"
+        yield from (f"  {reason}" for reason in _why_not(stages, value, sharding, dim))
+        return
+    yield f"dim {dim} (size {size}) is split over {axes_text(axes, mesh)}"
+    seen: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for atom in axes:
+        chain = tuple(map(source_text, stages.propagated.why(value, dim, atom)))
+        seen[chain] = (*seen.get(chain, ()), atom)
+    for chain, atoms in seen.items():
+        yield f"  {axes_text(atoms, mesh)}:"
+        yield from (f"    {reason}" for reason in chain or ("no mark asks for it: the cheapest",))
+
+
+def _why_not(stages: Stages, value: Value, sharding: Sharding, dim: int) -> Lines:
+    mesh, propagated = stages.plan.mesh, stages.propagated
+    mark = propagated.marks.get(value)
+    if mark is not None and not mark.open[dim]:
+        yield f"closed by the mark: {source_text(mark.reason)}"
+        return
+    for name, atoms in mesh.axis_atoms.items():
+        if atoms:
+            yield f"{name}: {_why_not_axis(stages, value, sharding, dim, name)}"
+
+
+def _why_not_axis(stages: Stages, value: Value, sharding: Sharding, dim: int, axis: str) -> str:
+    mesh, propagated = stages.plan.mesh, stages.propagated
+    atoms, size = mesh.axis_atoms[axis], stages.plan.program.types[value].shape[dim]
+    other = next((d for d, axes in enumerate(sharding.dims) if set(axes) & set(atoms)), None)
+    if other is not None:
+        return f"it already splits dim {other}"
+    if set(sharding.partial) & set(atoms):
+        return "the value is partial over it: a sum is still owed"
+    if size % mesh.shape[axis]:
+        return f"its size {mesh.shape[axis]} does not divide {size}"
+    if set(propagated.proposals[value][dim]) & set(atoms):
+        chain = next(filter(None, (propagated.why(value, dim, atom) for atom in atoms)), ("",))
+        cause = source_text(chain[-1]) or "a neighbour"
+        return f"{cause} suggests it; the plan found it cheaper without"
+    claims = (
+        conflict
+        for conflict in propagated.conflicts
+        if any(v == value and d == dim for _, v, d in conflict.claims)
+    )
+    if (conflict := next(claims, None)) is not None:
+        where = source_text(conflict.op.loc.trail)
+        return f"its neighbours disagree around {conflict.op.label} at {where}"
+    return "no mark reaches it"
+
+
+def _uses(plan: Plan, value: Value, state: Sharding | None) -> list[str]:
+    lines: list[str] = []
+    for label, wanted in _wants(plan, value):
+        if wanted is None:
+            lines.append(f"    {label}")
+            continue
+        lines.append(f"    {label} takes it as {spec_text(wanted, plan.mesh)}")
+        if state is not None and wanted != state:
+            lines += [f"      {line}" for line in _steps(plan, value, state, wanted)]
+    return ["  uses", *lines] if lines else ["  no uses"]
+
+
+def _wants(plan: Plan, value: Value) -> Iterator[tuple[str, Sharding | None]]:
+    """(who reads a value, in which sharding), in program order."""
+
+    def visit(region: Region, owner: Op | None) -> Iterator[tuple[str, Sharding | None]]:
+        for op in region.ops:
+            choice = plan.choices.get(op.results[0]) if op.results else None
+            for i, operand in enumerate(op.operands):
+                if operand == value:
+                    where = f" at {source_text(op.loc.trail)}" if op.loc.frames else ""
+                    label = f"operand {i} of {op.label}{where}"
+                    yield label, choice.operands[i] if choice else None
+            for inner in op.regions:
+                yield from visit(inner, op)
+        for i, result in enumerate(region.results):
+            if result == value:
+                yield _returned(plan, owner, region, i)
+
+    yield from visit(plan.program.body, None)
+
+
+def _returned(
+    plan: Plan, owner: Op | None, region: Region, index: int
+) -> tuple[str, Sharding | None]:
+    if owner is None:
+        return f"result {plan.program.result_names[index]}", plan.results[index]
+    if len(region.results) != len(owner.results):
+        return f"the condition of {owner.name}", None
+    choice = plan.choices.get(owner.results[0])
+    label = f"result {index} of the body of {owner.name}"
+    return label, choice.results[index] if choice else None
+
+
+def _steps(plan: Plan, value: Value, state: Sharding, wanted: Sharding) -> Lines:
+    """The collectives between two shardings; another copy that exists may make them cheaper."""
+    type_, mesh = plan.program.types[value], plan.mesh
+    held = held_atoms(plan.program).get(value, ())
+    if not set(wanted.partial) <= set(state.partial):
+        yield "made from another copy"
+        return
+    for step in reshard(state, wanted, type_, mesh, plan.topology, held).steps:
+        before, after = (local_type(type_, s, mesh).bytes for s in (step.before, step.after))
+        sent = wire_bytes(step.kind, mesh.extent(step.axes), before, after)
+        what = f"{bytes_text(sent)} sent" if sent else "free"
+        yield f"{step.kind} over {axes_text(step.axes, mesh)}: {what}"

@@ -1,0 +1,65 @@
+"""Canonicalize: ops that are others in disguise become those, so that no later stage sees them.
+
+before: `%2 = stablehlo.batch_norm_inference %x, ...`
+after:  `%7 = stablehlo.subtract ...; %8 = stablehlo.multiply ...`
+
+before: `%2 = stablehlo.dynamic_reshape %x, %shape : tensor<2x12xf32>`
+after:  `%2 = stablehlo.reshape %x : tensor<2x12xf32>`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spmd.errors import SpmdError
+from spmd.frontend.canonicalize.chlo import CHLO
+from spmd.frontend.canonicalize.contract import CONTRACT
+from spmd.frontend.canonicalize.custom_call import CUSTOM_CALL
+from spmd.frontend.canonicalize.dynamic import DYNAMIC
+from spmd.frontend.canonicalize.map import MAP
+from spmd.frontend.canonicalize.norm import NORM
+from spmd.frontend.canonicalize.site import Canonical, Site
+from spmd.ir.builder import Builder
+from spmd.ir.control_flow import producers_of
+from spmd.ir.program import Op, Program, Value
+from spmd.ir.rewrite import rewrite_ops
+
+CANONICAL: Mapping[str, Canonical] = {
+    **CHLO,
+    **CONTRACT,
+    **CUSTOM_CALL,
+    **DYNAMIC,
+    **MAP,
+    **NORM,
+}
+"""Op (or `custom_call:` and its target) -> how it is written with other ops."""
+
+
+def canonical_name(op: Op) -> str:
+    """The name that an op stands under in the table."""
+    if op.name == "stablehlo.custom_call":
+        return f"custom_call:{op.kind.attrs.get('call_target_name', '')}"
+    return op.name
+
+
+def canonicalize(program: Program) -> Program:
+    """Rewrites every op in the table; a program without any is returned as it is.
+
+    Raises:
+      UnsupportedOpError: a form of an op that no other ops say.
+    """
+    if not any(canonical_name(op) in CANONICAL for op in program.walk()):
+        return program
+    producers = producers_of(program)
+
+    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        function = CANONICAL.get(canonical_name(op))
+        if function is None:
+            return None
+        results = function(Site(b, op, operands, producers))
+        for value, wanted in zip(results, op.kind.results, strict=True):
+            if b.types[value] != wanted:
+                raise SpmdError(f"{op.name} was rewritten to {b.types[value]}, not {wanted}")
+        return results
+
+    return rewrite_ops(program, rewrite)

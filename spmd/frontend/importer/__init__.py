@@ -1,0 +1,1 @@
+"""A StableHLO module to a `Program`."""

@@ -1,0 +1,134 @@
+"""Ops that stand for others: calls and composites, tuples, and custom calls that name a function.
+
+Each handler here and in `import_regions` says in the environment which values an op's results are
+and appends the ops that it becomes, if any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmd.errors import FrontendError
+from spmd.frontend.importer.attributes import (
+    composite_attribute,
+    entries_of,
+    integer_of,
+    items_of,
+    string_of,
+    symbol_of,
+)
+from spmd.frontend.importer.ops import Env, Handler, Importer, keep
+from spmd.ir.program import Op, Value
+from spmd.ir.types import Attribute
+
+DEEPEST_CALLS = 100
+"""How many functions may call each other in turn."""
+_CHLO_COMPOSITES = {
+    f"chlo.{name}"
+    for name in (
+        "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf",
+        "erf_inv", "erfc", "lgamma", "next_after", "polygamma", "sinh", "square", "tan", "top_k",
+        "zeta",
+    )
+}  # fmt: skip
+"""CHLO ops that an exported module carries as composites of the same name."""
+
+
+def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str, Handler]:
+    """The handlers of one import.
+
+    Args:
+      composites: those that stay whole -> attributes that they get besides their own.
+    """
+    tuples: dict[Any, tuple[Value, ...]] = {}
+
+    def composite(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+        name = string_of(op.attributes["name"])
+        if name in _CHLO_COMPOSITES:
+            ops.append(importer.op(op, env, name, _stated(importer, op)))
+        elif name in composites:
+            attrs = {"name": name, **composites[name], **_stated_to_composite(op)}
+            ops.append(importer.op(op, env, attrs=attrs))
+        else:
+            _inline(importer, op, symbol_of(op.attributes["decomposition"]), env, ops)
+
+    def call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+        _inline(importer, op, symbol_of(op.attributes["callee"]), env, ops)
+
+    def make_tuple(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+        if not all(v in env for v in op.operands):
+            raise _foreign_tuple(importer, op)
+        tuples[op.results[0]] = tuple([env[v] for v in op.operands])
+
+    def take_element(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+        if op.operands[0] not in tuples:
+            raise _foreign_tuple(importer, op)
+        env[op.results[0]] = tuples[op.operands[0]][integer_of(op.attributes["index"])]
+
+    return {
+        "func.call": call,
+        "stablehlo.composite": composite,
+        "stablehlo.custom_call": _custom_call,
+        "stablehlo.get_tuple_element": take_element,
+        "stablehlo.tuple": make_tuple,
+    }
+
+
+def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -> None:
+    """The ops of a function in place of its call."""
+    function = importer.contents.functions.get(callee)
+    if callee in importer.calls or function is None or not function.regions[0].blocks:
+        problem = "calls itself" if callee in importer.calls else "has no body in the module"
+        source = importer.loc(op.location).source
+        raise FrontendError(f"function @{callee} {problem}", source=source)
+    if len(importer.calls) >= DEEPEST_CALLS:
+        raise FrontendError(f"functions call each other more than {DEEPEST_CALLS} deep")
+    outer = importer.call_loc
+    importer.call_loc = importer.loc(op.location)
+    importer.calls.append(callee)
+    block = function.regions[0].blocks[0]
+    inner = {a: env[v] for a, v in zip(block.arguments, op.operands, strict=True)}
+    inner_ops, results = importer.block(block, inner)
+    importer.calls.pop()
+    importer.call_loc = outer
+    ops.extend(inner_ops)
+    env.update(zip(op.results, results, strict=True))
+
+
+def _stated(importer: Importer, op: Any) -> dict[str, Attribute]:
+    """The attributes of the op that a composite stands for."""
+    return {name: importer.attribute(op.name, name, attr) for name, attr in _own(op).items()}
+
+
+def _stated_to_composite(op: Any) -> dict[str, Attribute]:
+    """The attributes of a composite that stays whole, apart from its name."""
+    return {f"with.{name}": composite_attribute(attr) for name, attr in _own(op).items()}
+
+
+def _own(op: Any) -> dict[str, Any]:
+    stated = "composite_attributes" in op.attributes
+    return items_of(op.attributes["composite_attributes"]) if stated else {}
+
+
+def _custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    """A custom call; the one scalar function that it may name becomes its `body`."""
+    if "called_computations" not in op.attributes:
+        keep(importer.op(op, env), ops)
+        return
+    attrs = {name: importer.attribute(op.name, name, attr) for name, attr in entries_of(op)}
+    names = [symbol_of(attr) for attr in op.attributes["called_computations"]]
+    function = importer.contents.functions.get(names[0]) if len(names) == 1 else None
+    if function is not None:
+        del attrs["called_computations"]
+        attrs["body"] = importer.body(function.regions[0], op.name)
+    keep(importer.op(op, env, attrs=attrs), ops)
+
+
+def _foreign_tuple(importer: Importer, op: Any) -> FrontendError:
+    """A tuple is the values that it was made of; taking one out gives that value."""
+    return FrontendError(
+        f"{op.name} of tuples that the module does not make itself",
+        source=importer.loc(op.location).source,
+        fix="pass the elements one by one, without nesting",
+    )

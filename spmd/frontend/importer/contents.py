@@ -1,0 +1,141 @@
+"""What a module holds besides ops: functions, meshes, and what it says of its boundary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmd.errors import FrontendError
+from spmd.frontend.importer.attributes import (
+    function_type,
+    items_of,
+    location_of,
+    mesh_axes,
+    mesh_of_sharding,
+    partitions_of,
+    sharding_attr,
+    string_of,
+    tensor_type,
+)
+from spmd.ir.types import ShardingAttr, TensorType
+from spmd.mesh.mesh import Mesh
+
+MeshAxes = tuple[tuple[str, int], ...]
+"""A mesh as ((axis, size), ...)."""
+
+_PATH_PART = re.compile(r"""\[\s*['"]?(.*?)['"]?\s*\]|([^\[\].]+)""")
+
+
+class Contents:
+    """The functions and meshes of a module.
+
+    Attributes:
+      functions: name -> function.
+      meshes: name, or text of one that stands where a name might -> its axes.
+      partitions: for how many devices the module says it is.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.functions: dict[str, Any] = {}
+        self.meshes: dict[str, MeshAxes] = {}
+        self.partitions = partitions_of(module)
+        for item in module.body.operations:
+            op = item.operation
+            if op.name == "func.func":
+                self.functions[string_of(op.attributes["sym_name"])] = op
+            elif op.name == "sdy.mesh":
+                self.meshes[string_of(op.attributes["sym_name"])] = mesh_axes(op.attributes["mesh"])
+
+    def main(self) -> Any:
+        """The function to compile.
+
+        Raises:
+          FrontendError: there is none, or no telling which.
+        """
+        main = self.functions.get("main")
+        if main is None and len(self.functions) == 1:
+            main = next(iter(self.functions.values()))
+        if main is None or not main.regions[0].blocks:
+            raise FrontendError(
+                "the module has no function to compile",
+                actual=f"functions: {', '.join(self.functions) or 'none'}",
+                required="a public function `main`, or exactly one function",
+            )
+        return main
+
+    # Meshes.
+
+    def note_mesh(self, sharding: Any) -> None:
+        """A sharding may spell its mesh out instead of naming one of the module's."""
+        mesh = mesh_of_sharding(sharding)
+        if str(mesh).startswith("#sdy.mesh"):
+            self.meshes[str(mesh)] = mesh_axes(mesh)
+
+    def mesh_of(self, shardings: Sequence[Any]) -> Mesh | None:
+        """The mesh that the first of some shardings names; without any, the only one."""
+        for attr in shardings:
+            self.note_mesh(attr)
+        if shardings:
+            name = str(mesh_of_sharding(shardings[0]))
+            return _mesh(self.meshes.get(name) or self.meshes[name.lstrip("@").strip('"')])
+        return _mesh(next(iter(self.meshes.values()))) if len(self.meshes) == 1 else None
+
+    def all_meshes(self) -> dict[str, Mesh]:
+        """Every mesh noted so far, by name."""
+        return {name: _mesh(axes) for name, axes in self.meshes.items()}
+
+
+def _mesh(axes: MeshAxes) -> Mesh:
+    return Mesh(None, [size for _, size in axes], [name for name, _ in axes])
+
+
+# ---------------------------------------------------------------------------------------------
+# The boundary of a function.
+
+
+def types_of(function: Any) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
+    """Types of the arguments and results."""
+    inputs, results = function_type(function)
+    return tuple(map(tensor_type, inputs)), tuple(map(tensor_type, results))
+
+
+def boundary_marks(
+    function: Any,
+) -> tuple[tuple[ShardingAttr | None, ...], tuple[ShardingAttr | None, ...]]:
+    """`sdy.sharding` of each argument and result, or None."""
+    args, results = (_stated(function, name) for name in ("arg_attrs", "res_attrs"))
+    return tuple(map(_mark, args)), tuple(map(_mark, results))
+
+
+def argument_paths(function: Any) -> list[str]:
+    """Paths of the arguments, `params/w`, as far as their locations say so; else empty."""
+    block = function.regions[0].blocks[0]
+    return [path_of(location_of(arg.location)[0]) for arg in block.arguments]
+
+
+def result_names(function: Any) -> tuple[str, ...]:
+    """Names of the results as jax writes them, `['w']`, else `result0`, `result1`, ..."""
+    return tuple(
+        re.sub(r"^result", "", string_of(stated["jax.result_info"])) or "result"
+        if "jax.result_info" in stated
+        else f"result{i}"
+        for i, stated in enumerate(_stated(function, "res_attrs"))
+    )
+
+
+def path_of(name: str) -> str:
+    """A pytree path as jax prints it, `params['w'][0].mu`, as names joined by slashes."""
+    return "/".join(a or b for a, b in _PATH_PART.findall(name))
+
+
+def _stated(function: Any, name: str) -> list[dict[str, Any]]:
+    """What a function says of each of its arguments or results."""
+    inputs, results = function_type(function)
+    if name not in function.attributes:
+        return [{} for _ in (inputs if name == "arg_attrs" else results)]
+    return [items_of(item) for item in function.attributes[name]]
+
+
+def _mark(stated: Mapping[str, Any]) -> ShardingAttr | None:
+    return sharding_attr(stated["sdy.sharding"]) if "sdy.sharding" in stated else None

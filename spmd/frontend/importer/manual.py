@@ -1,0 +1,212 @@
+"""What a module says about manual regions and the collectives in them, as plain data.
+
+Devices are positions in the mesh, flattened row-major: so jax numbers them in replica groups, in
+pairs of a permute and in `partition_id`, whatever ids they have in hardware.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from spmd.errors import UnsupportedOpError
+from spmd.frontend.importer.unsupported import refuse
+from spmd.ir.legality import COLLECTIVES
+from spmd.ir.program import Loc
+from spmd.ir.types import Attribute, ShardingAttr
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes
+
+BY_USER = "written by the user in shard_map"
+"""Why a collective of a manual region is there."""
+
+Groups = tuple[tuple[int, ...], ...]
+"""Devices that exchange with one another, in the order of what they exchange."""
+
+COLLECTIVE_DIMS = ("all_gather_dim", "concat_dimension", "scatter_dimension", "split_dimension")
+_WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.reduce_scatter")
+"""Collectives whose groups are of replicas, unless `use_global_device_ids` says otherwise."""
+
+
+class Scope(NamedTuple):
+    """A manual region.
+
+    Attributes:
+      mesh: its mesh, as the module states it.
+      axes: the atoms of its own axes.
+      held: these and those of the regions around it.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    held: Axes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no axis is free: what is inside is one device's program and nothing else."""
+        return len(self.held) == len(self.mesh.atoms)
+
+    def split(self, sharding: ShardingAttr) -> tuple[tuple[Axes, ...], ShardingAttr | None]:
+        """What a sharding of the boundary says of manual axes, and of the others, if anything."""
+        own = {name for name, atoms in self.mesh.axis_atoms.items() if set(atoms) <= set(self.axes)}
+        fixed = tuple(
+            self.mesh.atoms_of(name for name, _, _ in dim if name in own) for dim in sharding.dims
+        )
+        free = tuple(tuple(ref for ref in dim if ref[0] not in own) for dim in sharding.dims)
+        rest = ShardingAttr(free, sharding.open)
+        return fixed, None if self.is_whole or says_nothing(rest) else rest
+
+
+def scope_of(names: Sequence[str], mesh: Mesh, outer: Scope | None) -> Scope:
+    """The manual region over some axes inside another one."""
+    axes = mesh.atoms_of(name for name in mesh.axis_names if name in names)
+    return Scope(mesh, axes, (outer.held if outer else ()) + axes)
+
+
+def says_nothing(sharding: ShardingAttr) -> bool:
+    """Whether a sharding leaves everything open: jax states such inside manual regions."""
+    return not any(sharding.dims) and all(sharding.open)
+
+
+def manual_axes(text: str) -> tuple[str, ...]:
+    """The names in `#sdy<manual_axes{"x", "y"}>`."""
+    quoted = re.findall(r'"((?:[^"\\]|\\.)*)"', text)
+    return tuple(re.sub(r"\\(.)", r"\1", name) for name in quoted)
+
+
+# ---------------------------------------------------------------------------------------------
+# Collectives.
+
+
+class Exchange(NamedTuple):
+    """A collective as the module states it.
+
+    Attributes:
+      name: the op.
+      dims: the attributes that say along which dims.
+      rows: its replica groups, padded with -1, or the pairs of a permute.
+      mesh_axes: `#stablehlo.replica_group_mesh_axes<...>`, where it has no groups.
+      channel: the number of its channel; 0 if it has none.
+      global_ids: whether `use_global_device_ids` is set.
+    """
+
+    name: str
+    dims: Mapping[str, int]
+    rows: Groups
+    mesh_axes: str
+    channel: int
+    global_ids: bool
+
+
+def collective(
+    stated: Exchange, scope: Scope | None, meshes: Mapping[str, Mesh], loc: Loc, partitions: int
+) -> dict[str, Attribute] | None:
+    """The attributes of a collective, its body left out.
+
+    `axes` are the atoms over which it runs, and `groups` its groups where these are not just those
+    of the axes.
+
+    Args:
+      stated: the collective as the module states it.
+      scope: the manual region that it is in.
+      meshes: the module's meshes.
+      loc: where it comes from.
+      partitions: for how many devices the module says it is.
+
+    Returns:
+      None for a collective that does nothing: every device exchanges with itself alone.
+
+    Raises:
+      UnsupportedOpError: it is outside any manual region, or runs over axes that are not manual.
+    """
+    everyone = tuple(range(scope.mesh.size if scope else partitions))
+    permutes = stated.name == "stablehlo.collective_permute"
+    groups = stated.rows if permutes else _groups(stated, meshes, everyone)
+    if permutes and sorted(groups) == [(i, i) for i in everyone]:
+        return None
+    if not permutes and all(len(group) == 1 for group in groups):
+        return None
+    if scope is None:
+        refuse(stated.name, loc)
+        raise AssertionError(stated.name)
+    _check(stated, groups, scope, loc)
+    crossed = _crossed(groups, scope.mesh)
+    if permutes:
+        return {"axes": crossed or scope.axes, "pairs": groups}
+    axes = axes_of_groups(groups, scope.mesh)
+    if axes is not None:
+        return {**stated.dims, "axes": axes}
+    return {**stated.dims, "axes": crossed, "groups": groups}
+
+
+def axes_of_groups(groups: Groups, mesh: Mesh) -> Axes | None:
+    """The atoms whose groups these are, in the order of their members; None if there are none."""
+    first = groups[0]
+    place: dict[int, int] = {}
+    for index, position in enumerate(first):
+        for a in range(len(mesh.atoms)):
+            differs = mesh.coordinate(position, [a]) != mesh.coordinate(first[0], [a])
+            if differs and a not in place:
+                place[a] = index
+    axes = tuple(sorted(place, key=lambda a: -place[a]))
+    return axes if set(mesh.groups(axes)) == set(groups) else None
+
+
+def _crossed(groups: Groups, mesh: Mesh) -> Axes:
+    """The atoms along which members of a group differ."""
+    return tuple(
+        a
+        for a in range(len(mesh.atoms))
+        if any(len({mesh.coordinate(p, [a]) for p in group}) > 1 for group in groups)
+    )
+
+
+def _check(stated: Exchange, groups: Groups, scope: Scope, loc: Loc) -> None:
+    """Groups are of one size, of replicas of one program, and stay within the manual axes."""
+    problem = fix = ""
+    devices = {p for group in groups for p in group}
+    if not stated.channel:
+        problem, fix = "it exchanges between replicas of the program", "give it a channel handle"
+    elif not groups or not devices <= set(range(scope.mesh.size)):
+        problem, fix = f"its devices are not among the {scope.mesh.size} of the mesh", "correct it"
+    elif len({len(group) for group in groups}) > 1:
+        problem, fix = "its groups differ in size", "use groups of one size"
+    elif not set(_crossed(groups, scope.mesh)) <= set(scope.held):
+        names = [n for n, a in scope.mesh.axis_atoms.items() if set(a) <= set(scope.held)]
+        problem = f"it runs over axes that are not manual here (manual are: {', '.join(names)})"
+        fix = "name these axes in the axis_names of shard_map"
+    if problem:
+        raise UnsupportedOpError(
+            f"{stated.name} cannot be partitioned: {problem}",
+            op=stated.name,
+            source=loc.source,
+            fix=fix,
+        )
+
+
+def _groups(stated: Exchange, meshes: Mapping[str, Mesh], everyone: tuple[int, ...]) -> Groups:
+    if stated.mesh_axes:
+        return _mesh_groups(stated.mesh_axes, meshes)
+    groups = tuple(tuple(p for p in row if p >= 0) for row in stated.rows) or (everyone,)
+    of_replicas = stated.name in _WITH_REPLICAS and not stated.global_ids
+    return (everyone,) if of_replicas and stated.channel and groups == ((0,),) else groups
+
+
+def _mesh_groups(text: str, meshes: Mapping[str, Mesh]) -> Groups:
+    """`#stablehlo.replica_group_mesh_axes<mesh = @mesh, axes = [#stablehlo.axis_ref<..>]>`."""
+    symbol = re.search(r"mesh = @(\"[^\"]*\"|[\w.$-]+)", text)
+    assert symbol is not None, text
+    mesh = meshes[symbol[1].strip('"')]
+    atoms: Axes = ()
+    for name, rest in re.findall(r'name = "((?:[^"\\]|\\.)*)"([^<>]*(?:<[^<>]*>)?)', text):
+        found = mesh.axis_atoms[name]
+        sub = re.search(r"pre_size = (\d+), size = (\d+)|\((\d+)\)(\d+)", rest)
+        if sub is not None:
+            pre, size = (int(n) for n in sub.groups() if n is not None)
+            found = tuple(a for a in found if pre <= mesh.atoms[a].pre < pre * size)
+        atoms += found
+    return mesh.groups(atoms)
+
+
+assert set(_WITH_REPLICAS) < set(COLLECTIVES)

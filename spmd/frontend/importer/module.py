@@ -1,0 +1,191 @@
+"""StableHLO module -> `Program`: the doors of the importer.
+
+    import_attributes (what the bindings hand out, as data) -> import_contents (functions, meshes)
+    -> import_ops (blocks, op by op) -> import_calls, import_regions (ops that become others)
+
+Function calls and composites that nobody registered are inlined on the way in, so that later
+stages see one function. Scalar bodies (of reduce, scatter, sort, ...) become hashable attributes;
+`while`, `case` and `if` keep their regions. MLIR uniques types, attributes and locations, so each
+distinct one is converted once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import chlo
+from jaxlib.mlir.dialects import stablehlo as hlo
+
+from spmd.errors import FrontendError, SpmdError
+from spmd.frontend.bytecode import MAGIC, bytecode_to_text
+from spmd.frontend.importer.attributes import string_of
+from spmd.frontend.importer.calls import call_handlers
+from spmd.frontend.importer.contents import (
+    Contents,
+    argument_paths,
+    boundary_marks,
+    path_of,
+    result_names,
+    types_of,
+)
+from spmd.frontend.importer.ops import Importer
+from spmd.frontend.importer.regions import REGION_HANDLERS
+from spmd.frontend.importer.text import check_text, line_of
+from spmd.ir.program import Program
+from spmd.ir.types import Attribute, ShardingAttr, TensorType
+
+NO_COMPOSITES: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
+
+
+class Imported(NamedTuple):
+    """A program, and what its module says about shardings.
+
+    Attributes:
+      program: the function `main`.
+      arg_marks, result_marks: `sdy.sharding` of each argument and result, or None.
+      meshes: the distinct meshes of the module, as ((axis, size), ...).
+    """
+
+    program: Program
+    arg_marks: tuple[ShardingAttr | None, ...]
+    result_marks: tuple[ShardingAttr | None, ...]
+    meshes: tuple[tuple[tuple[str, int], ...], ...]
+
+
+def import_module(
+    module: ir.Module,
+    arg_names: Sequence[str] = (),
+    composites: Mapping[str, Mapping[str, Attribute]] = NO_COMPOSITES,
+) -> Imported:
+    """Imports the public function `main` (or the only function) of a module.
+
+    Args:
+      module: a StableHLO module in memory.
+      arg_names: names for the arguments; `arg0`, `arg1`, ... when left out.
+      composites: those that stay whole -> attributes that they get besides their own, which have
+        `with.` in front of their names. All others are inlined.
+
+    Raises:
+      FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
+    """
+    with module.context, _malformed():
+        contents = Contents(module)
+        main = contents.main()
+        importer = Importer(contents, {**call_handlers(composites), **REGION_HANDLERS})
+        body = importer.region(main.regions[0].blocks[0], {})
+        program = Program(
+            string_of(main.attributes["sym_name"]),
+            tuple(importer.types),
+            body,
+            tuple(arg_names) or tuple(f"arg{i}" for i in range(len(body.args))),
+            result_names(main),
+        )
+        meshes = tuple(dict.fromkeys(contents.meshes.values()))
+        return Imported(program, *boundary_marks(main), meshes)
+
+
+def parse_module(source: Any) -> ir.Module:
+    """A module in memory from itself, its text or bytecode, or the path of a file with either.
+
+    Raises:
+      FrontendError: no such file, or something that MLIR cannot read.
+    """
+    if isinstance(source, ir.Module):
+        return source
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):
+        source = _read_file(Path(source))
+    try:
+        if not isinstance(source, str):
+            data = bytes(source)
+            source = bytecode_to_text(data) if data.startswith(MAGIC) else data.decode()
+        check_text(source)
+        with mlir.make_ir_context():
+            return ir.Module.parse(source)
+    except (ir.MLIRError, ValueError, TypeError) as error:
+        raise FrontendError(
+            "the module cannot be read",
+            op=line_of(error, source) if isinstance(source, str) else None,
+            actual=str(error).strip().replace("\n", " ")[:400],
+            required="StableHLO text, bytecode or portable artifact, without quantized types",
+        ) from error
+
+
+def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
+    """Types of the arguments and results of a module's function.
+
+    Raises:
+      FrontendError: as for `import_module`.
+    """
+    with module.context, _malformed():
+        return types_of(Contents(module).main())
+
+
+def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the arguments and results of a module's function, as paths: `params/w`.
+
+    A module says so in its arguments' locations and its results' attributes, if at all: where it
+    does not, or not for all of them differently, they are `arg0`, `arg1`, ... and `result0`, ...
+
+    Raises:
+      FrontendError: as for `import_module`.
+    """
+    with module.context, _malformed():
+        main = Contents(module).main()
+        results = [path_of(name) for name in result_names(main)]
+        return _unique("arg", argument_paths(main)), _unique("result", results)
+
+
+def dialect_ops() -> tuple[str, ...]:
+    """Names of every op of StableHLO and CHLO that the installed jaxlib knows, sorted."""
+    found = set()
+    for dialect in (hlo, chlo):
+        for item in vars(dialect).values():
+            name = getattr(item, "OPERATION_NAME", None)
+            if isinstance(name, str) and name.startswith(("stablehlo.", "chlo.")):
+                found.add(name)
+    return tuple(sorted(found))
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        known = isinstance(error, FileNotFoundError)
+        raise FrontendError(
+            f"no file {path}" if known else f"the file {str(path)[:200]} cannot be read",
+            actual=None if known else str(error)[:200],
+            fix="give a path, or the module itself",
+        ) from error
+
+
+def _unique(what: str, names: list[str]) -> tuple[str, ...]:
+    if all(names) and len(set(names)) == len(names):
+        return tuple(names)
+    return tuple(f"{what}{i}" for i in range(len(names)))
+
+
+@contextlib.contextmanager
+def _malformed() -> Iterator[None]:
+    """What the bindings make of attributes that have no sense, as errors of ours."""
+    try:
+        yield
+    except SpmdError:
+        raise
+    except RecursionError as error:
+        raise FrontendError("the module nests regions or calls too deeply") from error
+    except (
+        ir.MLIRError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError,
+        RuntimeError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        raise FrontendError(
+            "the module is malformed",
+            actual=f"{type(error).__name__}: {error}".strip()[:400],
+            fix="export it again; if it is as its framework wrote it, please report this",
+        ) from error

@@ -1,0 +1,339 @@
+"""Blocks of MLIR ops -> ops of a `Program`, one by one, with what handlers make of some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spmd.errors import FrontendError
+from spmd.frontend.importer.attributes import (
+    attribute,
+    defining_op,
+    entries_of,
+    location_of,
+    string_of,
+    tensor_type,
+)
+from spmd.frontend.importer.contents import Contents
+from spmd.frontend.importer.manual import Scope
+from spmd.frontend.importer.unsupported import refuse
+from spmd.ir.builder import identity_element
+from spmd.ir.control_flow import ALONE
+from spmd.ir.legality import DEVICE_IDS
+from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, body_reducer, walk_region
+from spmd.ir.types import Attribute, Dense, TensorType
+
+DEEPEST_REGIONS = 64
+"""How many loops and branches may be inside each other."""
+MOST_OPS = 250_000
+"""How many ops a program may have with its calls inlined."""
+_CONTROL_FLOW = {"stablehlo.while", "stablehlo.case", "stablehlo.if"}
+_NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.pad"}
+_RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
+
+Env = dict[Any, Value]
+"""A value of the module -> its number in the program."""
+Handler = Callable[["Importer", Any, Env, list[Op]], None]
+"""Imports an op of the module: says in the environment what its results are, appends ops."""
+
+
+class Importer:
+    """A program being made of a module's blocks.
+
+    Attributes:
+      contents: functions and meshes of the module.
+      types: the type of each value so far.
+      calls: names of the functions that are being inlined, outermost first.
+      scopes: the manual regions around, outermost first.
+      in_bodies: how many scalar bodies are around.
+    """
+
+    def __init__(self, contents: Contents, handlers: Mapping[str, Handler]) -> None:
+        self.contents = contents
+        self.types: list[TensorType] = []
+        self.calls: list[str] = []
+        self.call_loc = Loc()
+        self.scopes: list[Scope] = []
+        self.in_bodies = 0
+        self._handlers = handlers
+        self._count = 0
+        self._depth = 0
+        self._constants: dict[Value, Dense] = {}
+        self._type_cache: dict[Any, TensorType] = {}
+        self._attr_cache: dict[Any, Attribute] = {}
+        self._loc_cache: dict[Any, Loc] = {}
+        self._kind_cache: dict[Any, OpKind] = {}
+
+    # Values, types, locations.
+
+    def bind(self, env: Env, value: Any) -> Value:
+        """A new value for one of the module."""
+        env[value] = self._new(self.type(value.type))
+        return env[value]
+
+    def _new(self, type_: TensorType) -> Value:
+        self.types.append(type_)
+        return len(self.types) - 1
+
+    def type(self, type_: Any) -> TensorType:
+        """A type as data; equal ones are the same object."""
+        found = self._type_cache.get(type_)
+        if found is None:
+            found = self._type_cache[type_] = tensor_type(type_)
+        return found
+
+    def attribute(self, op_name: str, name: str, attr: Any) -> Attribute:
+        """An attribute as data."""
+        key = (name, attr)
+        if key not in self._attr_cache:
+            self._attr_cache[key] = attribute(op_name, name, attr)
+        return self._attr_cache[key]
+
+    def loc(self, location: Any) -> Loc:
+        """The location as data; inside an inlined call, the caller's scope and stack are kept."""
+        # Locations compare equal by identity in MLIR but hash by their Python wrapper; the
+        # attribute behind one hashes properly.
+        key = (location.attr, id(self.call_loc))
+        found = self._loc_cache.get(key)
+        if found is None:
+            scope, frames = location_of(location)
+            outer = self.call_loc
+            if scope.partition("/")[0] != outer.scope.partition("/")[0]:
+                scope = "/".join(filter(None, (outer.scope, scope)))
+            frames += [frame for frame in outer.frames if frame not in frames]
+            found = self._loc_cache[key] = Loc(scope, tuple(frames))
+        return found
+
+    # Blocks.
+
+    def region(self, block: Any, env: Env) -> Region:
+        """A block with its arguments as a region."""
+        args = tuple([self.bind(env, arg) for arg in block.arguments])
+        ops, results = self.block(block, env)
+        return Region(args, tuple(ops), results)
+
+    def block(self, block: Any, env: Env) -> tuple[list[Op], tuple[Value, ...]]:
+        """Imports the ops of a block; returns them and the values that it returns."""
+        ops: list[Op] = []
+        for item in block.operations:
+            op = item.operation
+            self._count += 1
+            if self._count > MOST_OPS:
+                raise FrontendError(
+                    f"the module has more than {MOST_OPS} ops with its calls inlined",
+                    fix="keep repeated parts in a loop",
+                )
+            if op.name in _RETURNS:
+                return ops, tuple([env[v] for v in op.operands])
+            self._handlers.get(op.name, _import_plainly)(self, op, env, ops)
+        raise FrontendError("a block of the module has no terminator")
+
+    def _nested(self, region: Any, env: Env) -> Region:
+        """A region of control flow; it sees the values around it."""
+        if self._depth >= DEEPEST_REGIONS:
+            raise FrontendError(f"loops and branches nest more than {DEEPEST_REGIONS} deep")
+        self._depth += 1
+        found = self.region(region.blocks[0], dict(env))
+        self._depth -= 1
+        return found
+
+    # Ops.
+
+    def op(
+        self, op: Any, env: Env, name: str = "", attrs: Mapping[str, Attribute] | None = None
+    ) -> Op:
+        """An op of the module as one of the program.
+
+        Args:
+          op: the op.
+          env: the values around it; its results are added.
+          name: what it is called in the program, if not the same.
+          attrs: its attributes there, if not the same; the op itself must decide them.
+
+        Raises:
+          FrontendError: it reads a value that is not visible, or is refused.
+        """
+        name = name or op.name
+        loc = self.loc(op.location)
+        if not (name in DEVICE_IDS and self.scopes):
+            refuse(_refusal_name(op, name), loc)
+        try:
+            inputs = tuple([env[v] for v in op.operands])
+        except KeyError as error:
+            raise FrontendError(f"{name} reads a value that is not visible") from error
+        kind = self._kind(op, name, inputs, attrs, loc)
+        regions: tuple[Region, ...] = ()
+        if name in _CONTROL_FLOW:
+            regions = tuple([self._nested(region, env) for region in op.regions])
+        results = list(op.results)
+        start = len(self.types)
+        self.types.extend(kind.results)
+        outs = tuple(range(start, len(self.types)))
+        env.update(zip(results, outs, strict=True))
+        self._note_constant(kind, inputs, outs)
+        return Op(kind, inputs, outs, regions, loc)
+
+    def add(
+        self,
+        ops: list[Op],
+        name: str,
+        operand: Value,
+        type_: TensorType,
+        attrs: dict[str, Attribute],
+        loc: Loc,
+    ) -> Value:
+        """Appends an op of one operand and one result."""
+        result = self._new(type_)
+        kind = OpKind(name, (self.types[operand],), (type_,), attrs)
+        ops.append(Op(kind, (operand,), (result,), (), loc))
+        return result
+
+    def _kind(
+        self,
+        op: Any,
+        name: str,
+        inputs: tuple[Value, ...],
+        given: Mapping[str, Attribute] | None,
+        loc: Loc,
+    ) -> OpKind:
+        entries = entries_of(op) if len(op.attributes) else ()
+        types = self.types
+        operands = tuple([types[v] for v in inputs])
+        is_alone = name == "stablehlo.custom_call" and self._is_alone()
+        key = (
+            name,
+            tuple([id(t) for t in operands]),  # types are made once (see `type`)
+            tuple([r.type for r in op.results]),
+            entries,
+            is_alone,
+        )
+        has_body = name not in _CONTROL_FLOW and len(op.regions) > 0
+        kind = None if has_body else self._kind_cache.get(key)
+        if kind is None:
+            attrs = (
+                {n: self.attribute(op.name, n, a) for n, a in entries} if given is None else given
+            )
+            if has_body:
+                attrs = {**attrs, **self.bodies(op)}
+            if is_alone:
+                attrs = {**attrs, ALONE: True}
+            kind = self._new_kind(op, name, operands, attrs, loc)
+            if not has_body:
+                self._kind_cache[key] = kind
+        return self._note_neutral(kind, inputs) if name in _NEUTRAL_OPERAND else kind
+
+    def _new_kind(
+        self,
+        op: Any,
+        name: str,
+        operands: tuple[TensorType, ...],
+        attrs: Mapping[str, Attribute],
+        loc: Loc,
+    ) -> OpKind:
+        kept = {n: a for n, a in attrs.items() if a is not None}
+        try:
+            return OpKind(name, operands, tuple([self.type(r.type) for r in op.results]), kept)
+        except FrontendError as error:
+            raise FrontendError(error.what, op=name, source=loc.source) from error
+
+    def _is_alone(self) -> bool:
+        """Whether no axis is free here."""
+        return bool(self.scopes) and self.scopes[-1].is_whole
+
+    # Constants that change nothing.
+
+    def _note_constant(
+        self, kind: OpKind, inputs: tuple[Value, ...], outs: tuple[Value, ...]
+    ) -> None:
+        if kind.name == "stablehlo.constant" and kind.attrs["value"].splat:
+            self._constants[outs[0]] = kind.attrs["value"]
+        elif inputs and inputs[0] in self._constants and _is_wrapped_scalar(kind):
+            self._constants[outs[0]] = self._constants[inputs[0]]
+
+    def _note_neutral(self, kind: OpKind, inputs: tuple[Value, ...]) -> OpKind:
+        """Records whether the init or padding operands are the constants that change nothing."""
+        count = 1 if kind.name == "stablehlo.pad" else len(inputs) // 2
+        reducer = kind.attrs.get("reducer", "add")
+        neutral = bool(reducer) and all(
+            value in self._constants
+            and self._constants[value].array() == identity_element(reducer, self.types[value].dtype)
+            for value in inputs[-count:]
+        )
+        attrs = {**kind.attrs, "spmd.neutral": neutral}
+        return OpKind(kind.name, kind.operands, kind.results, attrs)
+
+    # Scalar bodies.
+
+    def bodies(self, op: Any) -> dict[str, Attribute]:
+        """The regions of an op as `Body` attributes, and `reducer` when it is a known one."""
+        is_scatter = op.name == "stablehlo.select_and_scatter"
+        names = ("select", "scatter") if is_scatter else ("body", "body1")
+        attrs: dict[str, Attribute] = {}
+        for attr_name, region in zip(names, op.regions, strict=False):
+            body = self.body(region, op.name)
+            attrs[attr_name] = body
+            if attr_name in ("body", "scatter"):
+                attrs["reducer"] = body_reducer(body)
+        return attrs
+
+    def body(self, region: Any, name: str) -> Body:
+        """A region of scalar ops as data.
+
+        Args:
+          region: of the op, or the function that it names.
+          name: the op's.
+
+        Raises:
+          FrontendError: it reads a value from around it that is not a constant.
+        """
+        outer = self.types, self._constants  # values are numbered anew
+        self.types, self._constants = [], {}
+        self.in_bodies += 1
+        try:
+            block = region.blocks[0]
+            env: Env = {}
+            args = tuple([self.bind(env, arg) for arg in block.arguments])
+            constants = self._constants_from_outside(block, env)
+            ops, results = self.block(block, env)
+            plain = tuple([op._replace(loc=Loc()) for op in (*constants, *ops)])
+            return Body(tuple(self.types), Region(args, plain, results))
+        except KeyError as error:
+            raise FrontendError(f"the body of {name} reads a value from outside it") from error
+        finally:
+            self.types, self._constants = outer
+            self.in_bodies -= 1
+
+    def _constants_from_outside(self, block: Any, env: Env) -> list[Op]:
+        """Constants that a body reads from around it, as MLIR's folding leaves them."""
+        ops: list[Op] = []
+        for item in block.operations:
+            for value in item.operation.operands:
+                owner = None if value in env else defining_op(value)
+                if owner is None or owner.block == block or owner.name != "stablehlo.constant":
+                    continue
+                ops.append(self.op(owner, env))
+        return ops
+
+
+def keep(op: Op, ops: list[Op]) -> None:
+    """Appends an op, but for control flow that gives no results and so does nothing."""
+    inner = (inner for region in op.regions for inner in walk_region(region))
+    has_effect = bool(op.results) or any(i.name == "stablehlo.custom_call" for i in inner)
+    if has_effect or not op.regions:
+        ops.append(op)
+
+
+def _import_plainly(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    keep(importer.op(op, env), ops)
+
+
+def _is_wrapped_scalar(kind: OpKind) -> bool:
+    """A broadcast from scalar to scalar: so jax writes initial values of windows."""
+    return kind.name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
+
+
+def _refusal_name(op: Any, name: str) -> str:
+    """What `unsupported.REFUSED` calls an op."""
+    if name != "stablehlo.custom_call":
+        return name
+    return f"custom_call:{string_of(op.attributes['call_target_name'])}"

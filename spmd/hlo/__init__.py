@@ -1,0 +1,1 @@
+"""Reads the optimized HLO that XLA returns: collectives, schedule, sizes, trip counts."""

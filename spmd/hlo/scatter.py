@@ -1,0 +1,101 @@
+"""All-reduces of optimized HLO that want to be reduce-scatters: each device reads just its share.
+
+The backends for GPU and TPU make reduce-scatters of them, the CPU's does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from spmd.hlo.groups import group_size, payload
+from spmd.hlo.text import (
+    Instruction,
+    Module,
+    array_bytes,
+    arrays,
+    integer,
+    names_of,
+    operands,
+)
+
+
+def scattered_bytes(module: Module) -> dict[str, int]:
+    """All-reduce -> bytes of those of its operands of which each device reads just its share."""
+    uses = {name: _uses_of(computation) for name, computation in module.computations.items()}
+    found: dict[str, int] = {}
+    for name, computation in module.computations.items():
+        for instruction in computation:
+            if instruction.opcode not in ("all-reduce", "all-reduce-start"):
+                continue
+            group = group_size(instruction, "all_reduce", module)
+            for index, (dtype, shape) in enumerate(arrays(payload(instruction))):
+                read = _read_elements(instruction.name, name, uses, index)
+                if group > 1 and read is not None and read * group == math.prod(shape):
+                    size = found.get(instruction.name, 0)
+                    found[instruction.name] = size + array_bytes(dtype, shape)
+    return found
+
+
+_REARRANGES = {"bitcast", "bitcast-convert", "copy", "reshape", "transpose"}
+"""Opcodes that hand all elements of their operand on, in some order."""
+
+
+class _Uses(NamedTuple):
+    """Who reads what in a computation.
+
+    Attributes:
+      users: name -> each instruction that reads it and at which operand.
+      parameters: number -> name.
+      roots: what the computation returns.
+    """
+
+    users: Mapping[str, Sequence[tuple[Instruction, int]]]
+    parameters: Mapping[int, str]
+    roots: frozenset[str]
+
+
+def _uses_of(computation: Sequence[Instruction]) -> _Uses:
+    users: dict[str, list[tuple[Instruction, int]]] = {}
+    for instruction in computation:
+        for index, operand in enumerate(operands(instruction)):
+            users.setdefault(operand, []).append((instruction, index))
+    parameters = {integer(r"(\d+)", i.rest): i.name for i in computation if i.opcode == "parameter"}
+    return _Uses(users, parameters, frozenset(i.name for i in computation if i.root))
+
+
+def _read_elements(
+    value: str, computation: str, uses: Mapping[str, _Uses], element: int = 0
+) -> int | None:
+    """The most elements of a value that any user slices from it, None where one reads it whole.
+
+    Args:
+      value: name of an array, or of a tuple.
+      computation: where it is.
+      uses: of every computation.
+      element: which element of a tuple is meant.
+    """
+    here = uses[computation]
+    if value in here.roots or not here.users.get(value):
+        return None
+    most = 0
+    for user, index in here.users[value]:
+        read: int | None = None
+        if user.opcode == "dynamic-slice" and index == 0:
+            read = math.prod(arrays(user.type)[0][1])
+        elif user.opcode == "get-tuple-element":
+            if integer(r"\bindex=(\d+)", user.rest) != element:
+                continue
+            read = _read_elements(user.name, computation, uses)
+        elif user.opcode == "all-reduce-done":
+            read = _read_elements(user.name, computation, uses, element)
+        elif user.opcode in _REARRANGES:
+            read = _read_elements(user.name, computation, uses)
+        elif user.opcode == "fusion":
+            (callee,) = names_of(user.rest, "calls")
+            read = _read_elements(uses[callee].parameters[index], callee, uses)
+        if read is None:
+            return None
+        most = max(most, read)
+    return most or None

@@ -1,0 +1,112 @@
+"""The table op name -> rule. A duplicate or an unknown op is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from spmd.errors import SpmdError, UnsupportedOpError
+from spmd.ir.control_flow import ALONE
+from spmd.ir.dialect.composites import COMPOSITE
+from spmd.ir.dialect.rule import Rule
+from spmd.ir.program import Loc, OpKind
+
+RuleFunction = Callable[[OpKind], Rule]
+
+_RULES: dict[str, RuleFunction] = {}
+
+
+def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Decorator: the function gives the rule of these ops from their kind."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for name in names:
+            if name in _RULES:
+                raise SpmdError(f"op {name} already has a rule", fix="keep one of them")
+            _RULES[name] = function
+        return function
+
+    return register
+
+
+def registered_ops() -> tuple[str, ...]:
+    """Names of all ops with a rule, sorted."""
+    return tuple(sorted(_RULES))
+
+
+BATCHED_CALL = "custom_call:num_batch_dims"
+"""Where custom calls without a rule of their own, but with batch dims, find theirs."""
+
+LONE_CALL = "custom_call:in_manual_region"
+"""Where calls that are `ALONE` and have no rule find one: there is nothing to split them over."""
+
+_LIBRARY_CALL = re.compile(
+    r"(lapack|(cu|hip)solver|(cu|hip)sparse|(cu|hip)_cholesky_update)_?.*_ffi$"
+)
+_VECTOR_CALL = re.compile(r"(cu|hip)_lu_pivots_to_permutation$")
+
+
+def rule_name(kind: OpKind) -> str:
+    """The name that an op's rule is registered under.
+
+    Of a custom call its target, of a composite its name, of any other op its own.
+    """
+    if kind.name == COMPOSITE:
+        return f"composite:{kind.attrs['name']}"
+    if kind.name != "stablehlo.custom_call":
+        return kind.name
+    name = f"custom_call:{kind.attrs.get('call_target_name', '')}"
+    if name in _RULES:
+        return name
+    if kind.attrs.get(ALONE):
+        return LONE_CALL
+    return BATCHED_CALL if batch_rank(kind) is not None else name
+
+
+def is_known_call(target: str) -> bool:
+    """Whether a custom call of this target has a rule, or is one of linear algebra libraries'."""
+    is_library = _LIBRARY_CALL.match(target) or _VECTOR_CALL.match(target)
+    return f"custom_call:{target}" in _RULES or is_library is not None
+
+
+def batch_rank(kind: OpKind) -> int | None:
+    """How many leading dims of a custom call's operands are a batch; None if nobody says.
+
+    jax writes it on every call of a target registered as batch-partitionable. Calls of linear
+    algebra libraries that lack it have matrices (or vectors of pivots) behind the batch.
+    """
+    frontend = getattr(kind.attrs.get("mhlo.frontend_attributes"), "text", "")
+    said = re.search(r'num_batch_dims = "(\d+)"', frontend)
+    if said is not None:
+        return int(said[1])
+    target = str(kind.attrs.get("call_target_name", ""))
+    if _VECTOR_CALL.match(target):
+        return kind.operands[0].rank - 1
+    if _LIBRARY_CALL.match(target):
+        return max(t.rank for t in kind.operands) - 2
+    return None
+
+
+def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
+    """The rule of an op; made once for each kind.
+
+    Raises:
+      UnsupportedOpError: nobody wrote a rule for this op.
+    """
+    cache: dict[str, Any] = kind._cache
+    found = cache.get("rule")
+    if found is None:
+        name = rule_name(kind)
+        function = _RULES.get(name)
+        if function is None:
+            types = ", ".join(map(str, kind.operands))
+            raise UnsupportedOpError(
+                f"no sharding rule for op {name}",
+                op=f"{name}({types}) -> {', '.join(map(str, kind.results))}",
+                source=loc.source if loc else None,
+                fix=f'register one: spmd.register_rule("{name}", "i j -> i j")',
+            )
+        found = cache["rule"] = function(kind)
+    assert isinstance(found, Rule)
+    return found

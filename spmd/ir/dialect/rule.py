@@ -1,0 +1,224 @@
+"""`Rule`: an op's map from the dims of its operands and results to factors, as data.
+
+An op's *factors* are the indices of its iteration space. `b i k, b j k -> b i j` says of a matrix
+product that `i` runs over a dim of the first operand and of the result, and so on. To split an op
+is to split some of its factors; the rule then says what every operand and result looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from spmd.ir.dialect.halo import Halo
+from spmd.ir.dialect.merge import Merge
+from spmd.ir.types import TensorType
+
+PASS = "pass"
+REDUCE = "reduce"
+REPLICATE = "replicate"
+WINDOW = "window"
+FIXED = "fixed"
+MERGE = "merge"
+
+DimFactors = tuple[int, ...]
+"""Factors of one dim, major to minor."""
+
+
+class Factor(NamedTuple):
+    """One index of an op's iteration space.
+
+    Attributes:
+      size: its extent.
+      kind: `pass` (split freely), `reduce` (splitting it leaves the results partial), `window`
+        (split if neighbours exchange what they read of each other; dims that share it may differ
+        in size, it has the result's), `merge` (split if devices put together what each finds in
+        its piece; nothing is left partial), `replicate` (must not be split) or `fixed` (split over
+        just its own axes; a dim's other factor, behind it, may then be split unevenly).
+      axes: the atoms of a fixed factor.
+    """
+
+    size: int
+    kind: str = PASS
+    axes: tuple[int, ...] = ()
+
+
+class Rule(NamedTuple):
+    """The sharding rule of one op at given types.
+
+    Attributes:
+      operands: for each operand, for each dim, its factors, major to minor.
+      results: the same for each result.
+      factors: the factors.
+      reduction: how terms combine when a `reduce` factor is split.
+      linear: groups of operands. If exactly one whole group is partial (by addition, over the
+        same axes) and every other operand is full, the results are partial over these axes.
+      moves: the op only moves elements, so a partial of any kind may flow through `linear`.
+      halos: dims of operands of which a device reads more than its own tile when they are split.
+      held: atoms that split nothing but fixed factors, and over which nothing is partial.
+      merges: what devices exchange where a `merge` factor is split.
+    """
+
+    operands: tuple[tuple[DimFactors, ...], ...]
+    results: tuple[tuple[DimFactors, ...], ...]
+    factors: tuple[Factor, ...]
+    reduction: str = ""
+    linear: tuple[tuple[int, ...], ...] = ()
+    moves: bool = False
+    halos: tuple[Halo, ...] = ()
+    held: tuple[int, ...] = ()
+    merges: tuple[Merge, ...] = ()
+
+    @property
+    def values(self) -> tuple[tuple[DimFactors, ...], ...]:
+        """Operands, then results."""
+        return self.operands + self.results
+
+    def __str__(self) -> str:
+        return format_rule(self)
+
+
+def parse_rule(
+    text: str,
+    operands: Sequence[TensorType],
+    results: Sequence[TensorType],
+    *,
+    kinds: Mapping[str, str] | None = None,
+    reduction: str = "",
+    linear: Iterable[Sequence[int]] = (),
+    moves: bool = False,
+) -> Rule:
+    """A rule from its text; factor sizes come from the types.
+
+    Args:
+      text: `"b i k, b j k -> b i j"`: a term for each operand, `->`, a term for each result; one
+        factor a dim, or `(i j)` for a dim made of several, major first.
+      operands: types of the operands.
+      results: types of the results.
+      kinds: factor -> kind where it is not `pass`.
+      reduction: as in `Rule`.
+      linear: as in `Rule`.
+      moves: as in `Rule`.
+
+    Raises:
+      ValueError: a text that does not fit the types.
+    """
+    left, arrow, right = text.partition("->")
+    terms = [_parse_term(term) for term in left.split(",")] if left.strip() else []
+    outs = [_parse_term(term) for term in right.split(",")] if right.strip() else []
+    if not arrow or len(terms) != len(operands) or len(outs) != len(results):
+        raise ValueError(f"rule {text!r} needs {len(operands)} operands, {len(results)} results")
+    sizes = _solve_sizes(text, terms + outs, [*operands, *results])
+    names = list(sizes)
+    order = {name: i for i, name in enumerate(names)}
+
+    def number(term: list[list[str]]) -> tuple[DimFactors, ...]:
+        return tuple(tuple(order[name] for name in dim) for dim in term)
+
+    return Rule(
+        tuple(map(number, terms)),
+        tuple(map(number, outs)),
+        tuple(Factor(sizes[name], (kinds or {}).get(name, PASS)) for name in names),
+        reduction,
+        tuple(tuple(group) for group in linear),
+        moves,
+    )
+
+
+def _parse_term(term: str) -> list[list[str]]:
+    dims: list[list[str]] = []
+    group: list[str] | None = None
+    for token in term.replace("(", " ( ").replace(")", " ) ").split():
+        if token == "(":
+            group = []
+        elif token == ")":
+            dims.append(group or [])
+            group = None
+        elif group is not None:
+            group.append(token)
+        else:
+            dims.append([token])
+    return dims
+
+
+def _solve_sizes(
+    text: str, terms: Sequence[list[list[str]]], types: Sequence[TensorType]
+) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    grouped: list[tuple[list[str], int]] = []
+    for term, type_ in zip(terms, types, strict=True):
+        if len(term) != type_.rank:
+            raise ValueError(f"rule {text!r}: a term with {len(term)} dims for {type_}")
+        for dim, size in zip(term, type_.shape, strict=True):
+            if len(dim) == 1:
+                if sizes.setdefault(dim[0], size) != size:
+                    raise ValueError(
+                        f"rule {text!r}: factor {dim[0]} is {sizes[dim[0]]} and {size}"
+                    )
+            else:
+                grouped.append((dim, size))
+    for dim, size in grouped:
+        product = 1
+        for name in dim:
+            product *= sizes.setdefault(name, 1)
+        if product != size:
+            raise ValueError(f"rule {text!r}: ({' '.join(dim)}) has size {product}, not {size}")
+    return sizes
+
+
+def format_rule(rule: Rule) -> str:
+    """The rule as text: `b i k, b j k -> b i j {k: reduce add}`."""
+
+    def name(factor: int) -> str:
+        letters = "ijklmnopqrstuvwxyzabcdefgh"
+        return letters[factor] if factor < len(letters) else f"z{factor}"
+
+    def term(value: tuple[DimFactors, ...]) -> str:
+        return " ".join(
+            name(dim[0]) if len(dim) == 1 else "(" + " ".join(map(name, dim)) + ")" for dim in value
+        )
+
+    kinds = [
+        f"{name(i)}: {f.kind}" + (f" {rule.reduction}" if f.kind == REDUCE else "")
+        for i, f in enumerate(rule.factors)
+        if f.kind != PASS
+    ]
+    text = ", ".join(map(term, rule.operands)) + " -> " + ", ".join(map(term, rule.results))
+    return text + (f" {{{', '.join(kinds)}}}" if kinds else "")
+
+
+class RuleBuilder:
+    """Collects factors while a rule function walks an op's dims."""
+
+    def __init__(self) -> None:
+        self.factors: list[Factor] = []
+
+    def factor(self, size: int, kind: str = PASS, axes: tuple[int, ...] = ()) -> DimFactors:
+        """A new factor, as the factors of a dim."""
+        self.factors.append(Factor(size, kind, axes))
+        return (len(self.factors) - 1,)
+
+    def build(
+        self,
+        operands: Iterable[Sequence[DimFactors]],
+        results: Iterable[Sequence[DimFactors]],
+        *,
+        reduction: str = "",
+        linear: Iterable[Sequence[int]] = (),
+        moves: bool = False,
+        halos: Iterable[Halo] = (),
+        held: Iterable[int] = (),
+        merges: Iterable[Merge] = (),
+    ) -> Rule:
+        """The rule over the factors made so far."""
+        return Rule(
+            tuple(tuple(dims) for dims in operands),
+            tuple(tuple(dims) for dims in results),
+            tuple(self.factors),
+            reduction,
+            tuple(tuple(group) for group in linear),
+            moves,
+            tuple(halos),
+            tuple(held),
+            tuple(merges),
+        )

@@ -1,0 +1,113 @@
+"""Rules of ops that make, move, cut or join elements without computing on them."""
+
+from __future__ import annotations
+
+import math
+
+from spmd.ir.dialect.registry import rule
+from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
+from spmd.ir.program import OpKind
+
+
+@rule("stablehlo.constant", "stablehlo.iota")
+def _source(kind: OpKind) -> Rule:
+    """`-> i j`: any piece can be made locally."""
+    build = RuleBuilder()
+    return build.build([], [[build.factor(size) for size in kind.results[0].shape]])
+
+
+@rule("stablehlo.broadcast_in_dim")
+def _broadcast_in_dim(kind: OpKind) -> Rule:
+    """`i -> i j`: new and expanded dims belong to the result alone."""
+    build = RuleBuilder()
+    result = [build.factor(size) for size in kind.results[0].shape]
+    operand = [
+        result[to] if size == kind.results[0].shape[to] else build.factor(size)
+        for size, to in zip(kind.operands[0].shape, kind.attrs["broadcast_dimensions"], strict=True)
+    ]
+    return build.build([operand], [result], linear=((0,),), moves=True)
+
+
+@rule("stablehlo.transpose")
+def _transpose(kind: OpKind) -> Rule:
+    """`i j -> j i`."""
+    build = RuleBuilder()
+    operand = [build.factor(size) for size in kind.operands[0].shape]
+    result = [operand[p] for p in kind.attrs["permutation"]]
+    return build.build([operand], [result], linear=((0,),), moves=True)
+
+
+@rule("stablehlo.reshape")
+def _reshape(kind: OpKind) -> Rule:
+    """`(i j) k -> i (j k)`: factors are the common refinement of both shapes, major to minor.
+
+    Where the shapes stop refining each other (6 x 4 to 8 x 3 share a major 2, then 3 x 4 meets
+    4 x 3), dims keep a part that cannot be split, up to where both sides line up again.
+    """
+    build = RuleBuilder()
+    source, target = kind.operands[0].shape, kind.results[0].shape
+    operand: list[DimFactors] = [() for _ in source]
+    result: list[DimFactors] = [() for _ in target]
+    if kind.operands[0].size:
+        sides = (
+            [[d, size] for d, size in enumerate(source) if size > 1],
+            [[d, size] for d, size in enumerate(target) if size > 1],
+        )
+        _refine(build, *sides, operand, result)
+    operand = [dim or build.factor(n, REPLICATE) for dim, n in zip(operand, source, strict=True)]
+    result = [dim or build.factor(n, REPLICATE) for dim, n in zip(result, target, strict=True)]
+    return build.build([operand], [result], linear=((0,),), moves=True)
+
+
+def _refine(
+    build: RuleBuilder,
+    left: list[list[int]],
+    right: list[list[int]],
+    operand: list[DimFactors],
+    result: list[DimFactors],
+) -> None:
+    """Deals shared factors to the [dim, size] entries of both sides, which it uses up."""
+    while left and right:
+        (i, m), (j, n) = left[0], right[0]
+        shared = math.gcd(m, n)
+        if shared > 1:
+            factor = build.factor(shared)
+            operand[i] += factor
+            result[j] += factor
+            left[0][1] //= shared
+            right[0][1] //= shared
+        if left[0][1] > 1 and right[0][1] > 1:
+            _skip_unrelated(build, left, right, operand, result)
+        for side in (left, right):
+            if side and side[0][1] == 1:
+                side.pop(0)
+
+
+def _skip_unrelated(
+    build: RuleBuilder,
+    left: list[list[int]],
+    right: list[list[int]],
+    operand: list[DimFactors],
+    result: list[DimFactors],
+) -> None:
+    """Uses up entries of both sides, as whole dims, until their products agree."""
+    m = n = 1
+    while m == 1 or m != n:
+        side, dims = (left, operand) if m <= n else (right, result)
+        d, size = side.pop(0)
+        dims[d] += build.factor(size, REPLICATE)
+        if side is left:
+            m *= size
+        else:
+            n *= size
+
+
+@rule("stablehlo.bitcast_convert")
+def _bitcast_convert(kind: OpKind) -> Rule:
+    """Equal widths are elementwise; otherwise the minor dim that appears or goes stays whole."""
+    build = RuleBuilder()
+    source, target = kind.operands[0].shape, kind.results[0].shape
+    shared = [build.factor(n) for n in source[: min(len(source), len(target))]]
+    operand = shared + [build.factor(n, REPLICATE) for n in source[len(shared) :]]
+    result = shared + [build.factor(n, REPLICATE) for n in target[len(shared) :]]
+    return build.build([operand], [result])

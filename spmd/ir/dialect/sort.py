@@ -1,0 +1,51 @@
+"""Rules of ops whose pieces are searched or sorted alone and then merged: `top_k` and `sort`."""
+
+from __future__ import annotations
+
+from spmd.ir.bodies import is_elementwise
+from spmd.ir.dialect.merge import Merge
+from spmd.ir.dialect.registry import rule
+from spmd.ir.dialect.rule import MERGE, PASS, REPLICATE, Rule, RuleBuilder
+from spmd.ir.program import OpKind
+from spmd.ir.types import TensorType
+
+GATHERED_SORT_BYTES = 1 << 18
+"""Operands that are gathered and sorted whole, if no other dim takes their axes.
+
+A network of 8 devices takes 6 rounds that wait for each other, a gather one. It moves no less
+before there are 32 devices (of each element also its position); what it saves is memory: a device
+never holds more than two pieces. For this many bytes that is nothing, and latency decides.
+"""
+
+
+@rule("chlo.top_k")
+def _top_k(kind: OpKind) -> Rule:
+    """`i j -> i k, i k {j: merge}`: the largest are among the largest `k` of each piece."""
+    build = RuleBuilder()
+    *outer, searched = kind.operands[0].shape
+    shared = [build.factor(size) for size in outer]
+    along = build.factor(searched, MERGE)
+    found = [*shared, build.factor(kind.results[0].shape[-1], REPLICATE)]
+    merge = Merge(along[0], tuple((type_, (*shared, ())) for type_ in kind.results))
+    return build.build([[*shared, along]], [found, found], merges=[merge])
+
+
+@rule("stablehlo.sort")
+def _sort(kind: OpKind) -> Rule:
+    """All dims but the sorted one pass; pieces of that meet in a sorting network.
+
+    StableHLO specification, section sort.
+    """
+    build = RuleBuilder()
+    along = kind.attrs["dimension"]
+    merges = is_elementwise(kind.attrs["body"]) and (
+        sum(t.bytes for t in kind.operands) > GATHERED_SORT_BYTES
+    )
+    dims = [
+        build.factor(size, PASS if d != along else MERGE if merges else REPLICATE)
+        for d, size in enumerate(kind.results[0].shape)
+    ]
+    keys = TensorType(kind.results[0].shape, "i32")
+    tensors = tuple((type_, tuple(dims)) for type_ in (*kind.operands, keys))
+    merge = [Merge(dims[along][0], tensors, network=True)] if merges else []
+    return build.build([dims] * len(kind.operands), [dims] * len(kind.results), merges=merge)

@@ -1,0 +1,423 @@
+"""Rules of ops whose pieces read elements of their neighbours' pieces.
+
+A `window` factor ties an operand's dim to a result's of another size. Where it is split, the
+rule's halos say what every device reads of the operand.
+"""
+
+from __future__ import annotations
+
+from spmd.ir.bodies import is_elementwise
+from spmd.ir.dialect.halo import Halo, Window
+from spmd.ir.dialect.registry import rule
+from spmd.ir.dialect.rule import REDUCE, REPLICATE, WINDOW, DimFactors, Rule, RuleBuilder
+from spmd.ir.program import OpKind
+from spmd.ir.types import ConvDims
+
+Pair = tuple[DimFactors, DimFactors]
+"""Factors of an operand's dim and of the result's."""
+
+
+def term_kind(dtype: str) -> str:
+    """How terms that are zero on all devices but one combine."""
+    return "or" if dtype == "i1" else "add"
+
+
+def _apart(build: RuleBuilder, size: int, result: int) -> Pair:
+    return build.factor(size, REPLICATE), build.factor(result, REPLICATE)
+
+
+class _Windows:
+    """Makes the factors of windowed dims and remembers their halos."""
+
+    def __init__(self, build: RuleBuilder) -> None:
+        self.build = build
+        self.halos: list[Halo] = []
+
+    def dim(self, operand: int, dim: int, size: int, window: Window) -> Pair:
+        """A window factor; dims of one element stay whole, they are worth no halo."""
+        if size == 0 or window.tiled < 2:
+            return _apart(self.build, size, window.tiled)
+        result = self.build.factor(window.tiled, WINDOW)
+        if size == 1:
+            return self.build.factor(size, REPLICATE), result
+        self.read(operand, dim, result, window)
+        return result, result
+
+    def read(self, operand: int, dim: int, factor: DimFactors, window: Window | None) -> None:
+        """One more operand that reads around the tiles of a factor."""
+        self.halos.append(Halo(operand, dim, factor[0], window))
+
+
+@rule("stablehlo.slice")
+def _slice(kind: OpKind) -> Rule:
+    """Dims taken whole pass; one element comes from the device that holds it, as a term of a sum.
+
+    StableHLO specification, section slice: `result[o] = operand[start + o * stride]`.
+    """
+    build = RuleBuilder()
+    windows = _Windows(build)
+    operand, result = [], []
+    for d, (size, out) in enumerate(
+        zip(kind.operands[0].shape, kind.results[0].shape, strict=True)
+    ):
+        pair: Pair
+        if size == out:
+            pair = (build.factor(size),) * 2
+        elif out == 1:
+            pair = build.factor(size, REDUCE), build.factor(1, REPLICATE)
+        else:
+            start, stride = kind.attrs["start_indices"][d], kind.attrs["strides"][d]
+            pair = windows.dim(0, d, size, Window(out, stride, -start))
+        operand.append(pair[0])
+        result.append(pair[1])
+    return build.build(
+        [operand],
+        [result],
+        reduction=term_kind(kind.operands[0].dtype),
+        linear=((0,),),
+        moves=True,
+        halos=windows.halos,
+    )
+
+
+@rule("stablehlo.reverse")
+def _reverse(kind: OpKind) -> Rule:
+    """A reversed dim's tile comes from the device at the other end.
+
+    StableHLO specification, section reverse: `result[o] = operand[size - 1 - o]`.
+    """
+    build = RuleBuilder()
+    windows = _Windows(build)
+    turned = kind.attrs["dimensions"]
+    dims = [
+        windows.dim(0, d, size, Window(size, reverse=True))[1]
+        if d in turned and size > 1
+        else build.factor(size)
+        for d, size in enumerate(kind.results[0].shape)
+    ]
+    return build.build([dims], [dims], linear=((0,),), moves=True, halos=windows.halos)
+
+
+@rule("stablehlo.pad")
+def _pad(kind: OpKind) -> Rule:
+    """Dims without padding pass; linear in the operand when it pads with zeros.
+
+    StableHLO specification, section pad: `result[low + e * (interior + 1)] = operand[e]`.
+    """
+    build = RuleBuilder()
+    windows = _Windows(build)
+    low, high = kind.attrs["edge_padding_low"], kind.attrs["edge_padding_high"]
+    inner = kind.attrs["interior_padding"]
+    operand, result = [], []
+    for d, size in enumerate(kind.operands[0].shape):
+        pair: Pair
+        if (low[d], high[d], inner[d]) == (0, 0, 0):
+            pair = (build.factor(size),) * 2
+        else:
+            window = Window(kind.results[0].shape[d], 1, low[d], inner[d] + 1)
+            pair = windows.dim(0, d, size, window)
+        operand.append(pair[0])
+        result.append(pair[1])
+    linear = ((0,),) if kind.attrs.get("spmd.neutral") else ()
+    return build.build([operand, []], [result], linear=linear, halos=windows.halos)
+
+
+@rule("stablehlo.concatenate")
+def _concatenate(kind: OpKind) -> Rule:
+    """Each operand is read as if it were padded to the result; the other dims pass.
+
+    StableHLO specification, section concatenate.
+    """
+    build = RuleBuilder()
+    windows = _Windows(build)
+    along = kind.attrs["dimension"]
+    shape = kind.results[0].shape
+    splittable = shape[along] > 1 and len(kind.operands) > 1
+    result = [build.factor(size) for size in shape]
+    if splittable:
+        build.factors[result[along][0]] = build.factors[result[along][0]]._replace(kind=WINDOW)
+    operands = []
+    start = 0
+    for i, type_ in enumerate(kind.operands):
+        size = type_.shape[along]
+        dims = list(result)
+        if len(kind.operands) > 1 and size < 2:
+            dims[along] = build.factor(size, REPLICATE)
+        elif len(kind.operands) > 1:
+            windows.read(i, along, result[along], Window(shape[along], 1, start))
+        operands.append(dims)
+        start += size
+    every = tuple(range(len(operands)))
+    return build.build(operands, [result], linear=(every,), moves=True, halos=windows.halos)
+
+
+@rule("stablehlo.dynamic_slice")
+def _dynamic_slice(kind: OpKind) -> Rule:
+    """Dims taken whole pass (their start can only be 0).
+
+    Of a dim that is cut, each device takes what lies in its piece: a term of the result.
+    """
+    build = RuleBuilder()
+    operand, result = [], []
+    for size, out in zip(kind.operands[0].shape, kind.results[0].shape, strict=True):
+        shared = build.factor(size) if size == out else None
+        operand.append(shared or build.factor(size, REDUCE))
+        result.append(shared or build.factor(out, REPLICATE))
+    starts: list[list[DimFactors]] = [[] for _ in kind.operands[1:]]
+    return build.build(
+        [operand, *starts],
+        [result],
+        reduction=term_kind(kind.operands[0].dtype),
+        linear=((0,),),
+        moves=True,
+    )
+
+
+@rule("stablehlo.dynamic_update_slice")
+def _dynamic_update_slice(kind: OpKind) -> Rule:
+    """Every device updates the part that falls into its piece; what it updates with is whole.
+
+    Dims that the update covers whole pass.
+    """
+    build = RuleBuilder()
+    operand, update = [], []
+    for size, part in zip(kind.operands[0].shape, kind.operands[1].shape, strict=True):
+        operand.append(build.factor(size))
+        update.append(operand[-1] if size == part else build.factor(part, REPLICATE))
+    starts: list[list[DimFactors]] = [[] for _ in kind.operands[2:]]
+    return build.build([operand, update, *starts], [operand], linear=((0, 1),), moves=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Sliding windows.
+
+
+class Sliding:
+    """The windows of a `reduce_window`, `select_and_scatter` or `convolution`, dim by dim.
+
+    Attributes:
+      rank: number of dims.
+      strides, padding, base, window: window strides, padding, base and window dilations.
+    """
+
+    def __init__(self, kind: OpKind, rank: int) -> None:
+        conv = kind.name == "stablehlo.convolution"
+        names = ("lhs_dilation", "rhs_dilation") if conv else ("base_dilations", "window_dilations")
+        ones = (1,) * rank
+        self.rank = rank
+        self.strides: tuple[int, ...] = kind.attrs.get("window_strides") or ones
+        self.base: tuple[int, ...] = kind.attrs.get(names[0]) or ones
+        self.window: tuple[int, ...] = kind.attrs.get(names[1]) or ones
+        self.padding: tuple[tuple[int, int], ...] = kind.attrs.get("padding") or ((0, 0),) * rank
+
+    def is_plain(self, d: int) -> bool:
+        """Whether each element of a dim is a window of its own, given that windows have size 1."""
+        return (self.strides[d], self.base[d], self.padding[d]) == (1, 1, (0, 0))
+
+
+def running_dim(kind: OpKind) -> tuple[int, bool] | None:
+    """The dim along which a `reduce_window` is a running total, and whether it runs backwards."""
+    shape, sizes = kind.operands[0].shape, kind.attrs["window_dimensions"]
+    sliding = Sliding(kind, len(shape))
+    wide = [d for d, size in enumerate(sizes) if size > 1 or not sliding.is_plain(d)]
+    if len(wide) != 1 or sizes[wide[0]] != shape[wide[0]]:
+        return None
+    (d,) = wide
+    if (sliding.strides[d], sliding.base[d], sliding.window[d]) != (1, 1, 1):
+        return None
+    rest = shape[d] - 1
+    backwards = {(rest, 0): False, (0, rest): True}.get(sliding.padding[d])
+    if backwards is None or not is_elementwise(kind.attrs["body"]):
+        return None
+    return d, backwards
+
+
+@rule("stablehlo.reduce_window")
+def _reduce_window(kind: OpKind) -> Rule:
+    """Dims with windows of one element pass; one window over a whole dim is a reduction.
+
+    StableHLO specification, section reduce_window. Running totals (cumsum and its like) only
+    exchange the totals of their pieces.
+    """
+    count = len(kind.operands) // 2
+    build = RuleBuilder()
+    windows = _Windows(build)
+    sliding = Sliding(kind, kind.operands[0].rank)
+    running = running_dim(kind)
+    operand, result = [], []
+    for d, size in enumerate(kind.operands[0].shape):
+        pair: Pair
+        if running is not None and d == running[0]:
+            pair = (build.factor(size, WINDOW),) * 2
+            windows.read(0, d, pair[0], None)
+        elif kind.attrs["window_dimensions"][d] == 1 and sliding.is_plain(d):
+            pair = (build.factor(size),) * 2
+        elif covers(kind, sliding, d):
+            pair = build.factor(size, REDUCE), build.factor(1, REPLICATE)
+        else:
+            pair = _pooled(windows, kind, sliding, d)
+        operand.append(pair[0])
+        result.append(pair[1])
+    for i in range(1, count):
+        windows.halos += [halo._replace(operand=i) for halo in windows.halos if halo.operand == 0]
+    neutral = kind.attrs.get("reducer") == "add" and kind.attrs.get("spmd.neutral")
+    scalars: list[list[DimFactors]] = [[]] * count
+    return build.build(
+        [*[operand] * count, *scalars],
+        [result] * count,
+        reduction=kind.attrs.get("reducer", ""),
+        linear=((0,),) if neutral else (),
+        halos=windows.halos,
+    )
+
+
+def covers(kind: OpKind, sliding: Sliding, d: int) -> bool:
+    """Whether a dim has one window, over all of it, and terms of the reduction are all it takes."""
+    size, span = kind.operands[0].shape[d], kind.attrs["window_dimensions"][d]
+    low = sliding.padding[d][0]
+    return (
+        size > 1
+        and kind.results[0].shape[d] == 1
+        and (sliding.base[d], sliding.window[d]) == (1, 1)
+        and low >= 0
+        and span >= low + size
+        and bool(kind.attrs.get("reducer"))
+        and bool(kind.attrs.get("spmd.neutral"))
+    )
+
+
+def _pooled(windows: _Windows, kind: OpKind, sliding: Sliding, d: int) -> Pair:
+    span = (kind.attrs["window_dimensions"][d] - 1) * sliding.window[d] + 1
+    low = sliding.padding[d][0]
+    out = kind.results[0].shape[d]
+    window = Window(out, sliding.strides[d], low, sliding.base[d], span)
+    return windows.dim(0, d, kind.operands[0].shape[d], window)
+
+
+@rule("stablehlo.select_and_scatter")
+def _select_and_scatter(kind: OpKind) -> Rule:
+    """A piece reads all windows that touch it, and the sources of these windows.
+
+    StableHLO specification, section select_and_scatter. Where windows reach into padding (jax
+    pads the operand first) and where the scatter is no known reduction, the dim stays whole.
+    """
+    build = RuleBuilder()
+    windows = _Windows(build)
+    sliding = Sliding(kind, kind.operands[0].rank)
+    operand, source = [], []
+    for d, size in enumerate(kind.operands[0].shape):
+        span, stride = kind.attrs["window_dimensions"][d], sliding.strides[d]
+        count = kind.operands[1].shape[d]
+        if span == 1 and sliding.is_plain(d):
+            pair: Pair = (build.factor(size),) * 2
+        elif sliding.padding[d] != (0, 0) or not kind.attrs.get("reducer") or count < 2:
+            pair = _apart(build, size, count)
+        else:
+            factor = build.factor(size, WINDOW)
+            pair = factor, factor
+            reach = span - 1
+            windows.read(1, d, factor, Window(size, 1, reach, stride, span))
+            windows.read(0, d, factor, Window(size, 1, reach, 1, 2 * reach + 1))
+        operand.append(pair[0])
+        source.append(pair[1])
+    return build.build([operand, source, []], [operand], halos=windows.halos)
+
+
+# ---------------------------------------------------------------------------------------------
+# Convolution.
+
+
+def contracts(kind: OpKind, i: int) -> bool:
+    """Whether a spatial dim of a convolution is rather a contraction: the kernel is the big one.
+
+    That is what the gradient with respect to a kernel looks like.
+    """
+    dims: ConvDims = kind.attrs["dimension_numbers"]
+    kernel = kind.operands[1].shape[dims.kernel_spatial[i]]
+    return kernel > 1 and kind.results[0].shape[dims.output_spatial[i]] < kernel
+
+
+def kernel_window(kind: OpKind, i: int, sliding: Sliding) -> Window:
+    """What the elements of a kernel's dim read of the input, for all results together."""
+    dims: ConvDims = kind.attrs["dimension_numbers"]
+    kernel = kind.operands[1].shape[dims.kernel_spatial[i]]
+    results = kind.results[0].shape[dims.output_spatial[i]]
+    span = (results - 1) * sliding.strides[i] + 1
+    low, reversal = sliding.padding[i][0], kind.attrs.get("window_reversal")
+    turned = bool(reversal and reversal[i])
+    return Window(kernel, sliding.window[i], low, sliding.base[i], span, turned)
+
+
+def result_window(kind: OpKind, i: int, sliding: Sliding) -> Window:
+    """What the elements of a result's dim read of the input, for the whole kernel."""
+    dims: ConvDims = kind.attrs["dimension_numbers"]
+    kernel = kind.operands[1].shape[dims.kernel_spatial[i]]
+    span = (kernel - 1) * sliding.window[i] + 1
+    out = kind.results[0].shape[dims.output_spatial[i]]
+    return Window(out, sliding.strides[i], sliding.padding[i][0], sliding.base[i], span)
+
+
+@rule("stablehlo.convolution")
+def _convolution(kind: OpKind) -> Rule:
+    """`b (g i) y, i (g o) k -> b (g o) y {i: reduce add, y: window, k: replicate}`.
+
+    StableHLO specification, section convolution. Groups of the batch, where there are such,
+    stand in the input's batch instead: `(g b) i y, i (g o) k -> b (g o) y`.
+    """
+    dims: ConvDims = kind.attrs["dimension_numbers"]
+    build = RuleBuilder()
+    windows = _Windows(build)
+    lhs: list[DimFactors] = [()] * kind.operands[0].rank
+    rhs: list[DimFactors] = [()] * kind.operands[1].rank
+    out: list[DimFactors] = [()] * kind.results[0].rank
+    _batch_and_features(kind, build, lhs, rhs, out)
+    sliding = Sliding(kind, len(dims.input_spatial))
+    for i, (x, k, y) in enumerate(
+        zip(dims.input_spatial, dims.kernel_spatial, dims.output_spatial, strict=True)
+    ):
+        size, kernel = kind.operands[0].shape[x], kind.operands[1].shape[k]
+        result = kind.results[0].shape[y]
+        if contracts(kind, i) and size > 1:
+            out[y] = build.factor(result, REPLICATE)
+            lhs[x] = rhs[k] = build.factor(kernel, REDUCE)
+            windows.read(0, x, rhs[k], kernel_window(kind, i, sliding))
+        elif contracts(kind, i) or result < 2:
+            lhs[x], out[y] = _apart(build, size, result)
+            rhs[k] = build.factor(kernel, REPLICATE)
+        else:
+            lhs[x], out[y] = windows.dim(0, x, size, result_window(kind, i, sliding))
+            rhs[k] = build.factor(kernel, REPLICATE)
+    return build.build([lhs, rhs], [out], reduction="add", linear=((0,), (1,)), halos=windows.halos)
+
+
+def _batch_and_features(
+    kind: OpKind,
+    build: RuleBuilder,
+    lhs: list[DimFactors],
+    rhs: list[DimFactors],
+    out: list[DimFactors],
+) -> None:
+    dims: ConvDims = kind.attrs["dimension_numbers"]
+    features = kind.attrs.get("feature_group_count", 1)
+    batches = kind.attrs.get("batch_group_count", 1)
+    groups = features * batches  # one of them is 1
+    kernel, result = kind.operands[1].shape, kind.results[0].shape
+    g = build.factor(groups)
+    b = build.factor(result[dims.output_batch])
+    depth = kernel[dims.kernel_input_feature]
+    i = build.factor(depth, REDUCE if depth > 1 else REPLICATE)
+    o = build.factor(kernel[dims.kernel_output_feature] // groups)
+    lhs[dims.input_batch] = _grouped(build, g if batches > 1 else (), b)
+    lhs[dims.input_feature] = _grouped(build, g if features > 1 else (), i)
+    rhs[dims.kernel_input_feature] = i
+    rhs[dims.kernel_output_feature] = out[dims.output_feature] = _grouped(
+        build, g if groups > 1 else (), o
+    )
+    out[dims.output_batch] = b
+
+
+def _grouped(build: RuleBuilder, group: DimFactors, inner: DimFactors) -> DimFactors:
+    """Groups, major to what each consists of; a group of one element is that element."""
+    if group and build.factors[inner[0]].size == 1:
+        return group
+    return group + inner

@@ -1,0 +1,206 @@
+"""Composites at local shapes: what computes them is traced for one device.
+
+before: `%3 = stablehlo.composite "my.op" %1, %2`
+after:  `%3 = multiply %1, %2; %4 = ...`, what its decomposition does, where there is no kernel;
+        else the same op at the shapes of one device, which is emitted as
+        `%3 = call @my_op_1f3a(%1, %2)`, with a `func @my_op_1f3a`
+
+A kernel's functions join the emitted module as they are: no stage looks into them, so its custom
+calls survive untouched. Their names carry a digest of the text, so equal functions are one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jaxlib.mlir import ir
+
+from spmd.errors import SpmdError
+from spmd.frontend.canonicalize.run import canonicalize
+from spmd.frontend.importer.module import import_module, signature
+from spmd.frontend.trace import trace
+from spmd.ir.builder import Builder
+from spmd.ir.dialect.composites import (
+    COMPOSITE,
+    KERNEL,
+    PLATFORM,
+    WORKSPACE,
+    Function,
+    arguments_of,
+    composite_of,
+)
+from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.types import TensorType, numpy_dtype
+from spmd.lowering.local.table import LocalOp
+from spmd.predict.memory import peak_memory
+
+_WIDE = ("i64", "ui64", "f64", "complex<f64>")
+
+
+class Traced(NamedTuple):
+    """A composite at given shapes as functions of a module.
+
+    Attributes:
+      entry: the symbol of the one to call.
+      functions: the text of each, in the order of the module.
+      program: the same, read; None where it has ops that the compiler does not read.
+      workspace: bytes that it is predicted to hold beside its operands and results.
+    """
+
+    entry: str
+    functions: tuple[str, ...]
+    program: Program | None
+    workspace: int
+
+
+class _Declined(Exception):
+    """A kernel that is not for these shapes."""
+
+
+def lower_composite(op: LocalOp) -> tuple[Value, ...]:
+    """The composite for one device, by the platform's kernel or by its decomposition."""
+    platform = op.attrs.get(PLATFORM, "")
+    if platform in composite_of(op.op.kind).kernels:
+        kind = _local_kind(op, is_kernel=True)
+        traced = traced_composite(kind)
+        if traced is not None:
+            return _call(op, kind, traced)
+    kind = _local_kind(op, is_kernel=False)
+    traced = traced_composite(kind)
+    if traced is None:
+        raise SpmdError(
+            f"composite {op.attrs['name']} has nothing that computes it here",
+            op=", ".join(map(str, kind.operands)),
+            source=op.op.loc.source,
+            required=f"a kernel for {platform} that takes these shapes, or a decomposition",
+            fix="pass decomposition= to spmd.register_composite",
+        )
+    if traced.program is None:
+        return _call(op, kind, traced)
+    return _inlined(op.b, traced.program, op.operands)
+
+
+def _local_kind(op: LocalOp, *, is_kernel: bool) -> OpKind:
+    types = tuple(op.b.types[v] for v in op.operands)
+    return OpKind(COMPOSITE, types, op.result_types(), {**op.attrs, KERNEL: is_kernel})
+
+
+def _call(op: LocalOp, kind: OpKind, traced: Traced) -> tuple[Value, ...]:
+    attrs = {**kind.attrs, WORKSPACE: traced.workspace}
+    return op.b.op(COMPOSITE, op.operands, kind.results, attrs)
+
+
+def _inlined(b: Builder, program: Program, operands: Sequence[Value]) -> tuple[Value, ...]:
+    """Appends a program's ops, as if they came from where the composite does."""
+    env = dict(zip(program.body.args, operands, strict=True))
+
+    def bind(values: Sequence[Value]) -> tuple[Value, ...]:
+        env.update((v, b.value(program.types[v])) for v in values)
+        return tuple(env[v] for v in values)
+
+    def region(old: Region, isolated: bool) -> Region:
+        args = bind(old.args)
+        b.begin(isolated)
+        for op in old.ops:
+            append(op)
+        return b.end(args, [env[v] for v in old.results])
+
+    def append(op: Op) -> None:
+        given = tuple(env[v] for v in op.operands)
+        regions = tuple(region(r, op.name == "stablehlo.while") for r in op.regions)
+        b.append(Op(op.kind, given, bind(op.results), regions, b.loc))
+
+    for op in program.body.ops:
+        append(op)
+    return tuple(env[v] for v in program.body.results)
+
+
+def traced_composite(kind: OpKind) -> Traced | None:
+    """What computes a composite at its types; made once for each kind.
+
+    None if its kernel is not for these shapes, or if there is no decomposition.
+
+    Raises:
+      SpmdError: a function that fails, or whose results are not those of the composite.
+    """
+    composite = composite_of(kind)
+    platform = kind.attrs.get(PLATFORM, "")
+    is_kernel = kind.attrs.get(KERNEL, composite.decomposition is None)
+    function = composite.kernels[platform] if is_kernel else composite.decomposition
+    if function is None:
+        return None
+    bare = {name: value for name, value in kind.attrs.items() if name != WORKSPACE}
+    cache = OpKind(kind.name, kind.operands, kind.results, bare)._cache
+    if "composite.traced" not in cache:
+        cache["composite.traced"] = _trace(function, kind, platform or "cpu")
+    found: Traced | None = cache["composite.traced"]
+    return found
+
+
+def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
+    attributes = arguments_of(kind)
+
+    def run(*operands: Any) -> Any:
+        results = function(*operands, **attributes)
+        if results is NotImplemented:
+            raise _Declined
+        return results
+
+    structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
+    try:
+        with jax.enable_x64(any(t.dtype in _WIDE for t in (*kind.operands, *kind.results))):
+            module, _, _ = trace(run, structs, {}, platform=platform)
+    except _Declined:
+        return None
+    except Exception as error:
+        raise SpmdError(
+            f"what computes composite {kind.attrs['name']} on {platform} fails at local shapes",
+            op=f"({', '.join(map(str, kind.operands))})",
+            actual=f"{type(error).__name__}: {error}".strip()[:400],
+            fix="correct it, or let a kernel return NotImplemented for these shapes",
+        ) from error
+    _check_results(kind, signature(module)[1], platform)
+    program = _read(module)
+    # Of a kernel nothing is known but what is around its calls.
+    workspace = peak_memory(program, (), platform).temporary if program else 0
+    entry, functions = _functions(module, kind.attrs["name"])
+    return Traced(entry, functions, program, workspace)
+
+
+def _check_results(kind: OpKind, results: tuple[TensorType, ...], platform: str) -> None:
+    if results != kind.results:
+        raise SpmdError(
+            f"what computes composite {kind.attrs['name']} on {platform} has other results",
+            op=f"({', '.join(map(str, kind.operands))})",
+            actual=", ".join(map(str, results)),
+            required=", ".join(map(str, kind.results)),
+            fix="make the rule and the functions given to spmd.register_composite fit",
+        )
+
+
+def _read(module: ir.Module) -> Program | None:
+    try:
+        return canonicalize(import_module(module).program)
+    except SpmdError:  # ops that the compiler need not understand here
+        return None
+
+
+def _functions(module: ir.Module, name: str) -> tuple[str, tuple[str, ...]]:
+    """The symbol to call and the functions' texts, with symbols that no other module has."""
+    with module.context:
+        digest = hashlib.sha256(str(module).encode()).hexdigest()[:12]
+        prefix = "".join(c if c.isalnum() else "_" for c in name) + "_" + digest
+        functions = [item.operation for item in module.body.operations]
+        for function in functions:
+            old = ir.StringAttr(function.attributes["sym_name"]).value
+            new = prefix if old == "main" else f"{prefix}_{old}"
+            ir.SymbolTable.replace_all_symbol_uses(old, new, module.operation)
+            ir.SymbolTable.set_symbol_name(function, new)
+            function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+        texts = tuple(
+            str(f.get_asm(use_local_scope=True, enable_debug_info=False)) for f in functions
+        )
+    return prefix, texts

@@ -1,0 +1,124 @@
+"""Local lowerings of slices whose starts are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd.ir.program import Value
+from spmd.ir.types import TensorType
+from spmd.lowering.expand import clamped_index
+from spmd.lowering.local.dims import dynamic_take_dim, pad_dim
+from spmd.lowering.local.padding import own_count, start_of
+from spmd.lowering.local.table import LocalOp, local
+from spmd.mesh.sharding import Axes
+
+
+def pick(
+    op: LocalOp, x: Value, dim: int, size: int, axes: Axes, start: Value, length: int
+) -> Value:
+    """The elements `[start, start + length)` of a split dim that this device holds, else zeros.
+
+    Args:
+      op: where to.
+      x: the local tile.
+      dim: the dim.
+      size: its global size.
+      axes: what it is split over.
+      start: an i32 scalar such that the range exists.
+      length: how many elements.
+    """
+    b = op.b
+    have = b.types[x].shape[dim]
+    width = min(have, length)
+    here = b.binary("subtract", start, start_of(b, size, axes, op.mesh))
+    at = clamped_index(b, here, have - width)
+    x = dynamic_take_dim(b, x, dim, at, width)
+    x = _shifted(op, x, dim, b.binary("subtract", here, at), length)
+    own = own_count(b, size, axes, op.mesh)
+    inside = _within(op, length, here, own)
+    return b.select(b.broadcast(inside, b.types[x].shape, (dim,)), x, b.splat(0, b.types[x]))
+
+
+def _shifted(op: LocalOp, x: Value, dim: int, by: Value, length: int) -> Value:
+    """`length` elements of a dim from position `by` on, which may be out of range; zeros there."""
+    b = op.b
+    have = b.types[x].shape[dim]
+    if have == 1 and length == 1:
+        return x
+    x = pad_dim(b, x, dim, length, length, b.splat(0, b.types[x].with_shape(())))
+    start = b.binary("add", by, b.constant(length, "i32"))
+    return dynamic_take_dim(b, x, dim, clamped_index(b, start, have + length), length)
+
+
+def _within(op: LocalOp, length: int, first: Value, count: Value) -> Value:
+    """Which of the positions `first + [0, length)` are in `[0, count)`."""
+    b = op.b
+    line = TensorType((length,), "i32")
+    position = b.binary("add", b.iota(line, 0), b.broadcast(first, line.shape))
+    return b.binary(
+        "and",
+        b.compare("GE", position, b.splat(0, line)),
+        b.compare("LT", position, b.broadcast(count, line.shape)),
+    )
+
+
+def _global_starts(op: LocalOp, starts: Sequence[Value], sizes: Sequence[int]) -> list[Value]:
+    """Starts as the specification means them: clamped to where a slice of the sizes fits."""
+    b = op.b
+    return [
+        b.convert(clamped_index(b, start, whole - size), "i32")
+        for start, whole, size in zip(starts, op.op.kind.operands[0].shape, sizes, strict=True)
+    ]
+
+
+@local("stablehlo.dynamic_slice")
+def _dynamic_slice(op: LocalOp) -> tuple[Value, ...]:
+    """Dims taken whole are taken whole locally, from 0: any other start is clamped to that.
+
+    Written as 0, because XLA adds it to the start of another slice before it clamps.
+    """
+    b, (x, *starts) = op.b, op.operands
+    wanted, shape = op.attrs["slice_sizes"], op.op.kind.operands[0].shape
+    split = [
+        d for d, axes in enumerate(op.choice.operands[0].dims) if axes and wanted[d] < shape[d]
+    ]
+    if split:
+        starts = _global_starts(op, starts, wanted)
+        for d in split:
+            x = pick(op, x, d, shape[d], op.choice.operands[0].dims[d], starts[d], wanted[d])
+    sizes = op.result_types()[0].shape
+    starts = [
+        b.constant(0, b.types[start].dtype) if size == whole else start
+        for start, size, whole in zip(starts, sizes, b.types[x].shape, strict=True)
+    ]
+    return op.emit([x, *starts], slice_sizes=sizes)
+
+
+@local("stablehlo.dynamic_update_slice")
+def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
+    """Each device overwrites a window of its piece, with what is there outside of the update.
+
+    So no more is read and written than the update is large, and it can be done in place.
+    """
+    b, (x, update, *starts) = op.b, op.operands
+    shape, sizes = (t.shape for t in op.op.kind.operands[:2])
+    dims = op.choice.operands[0].dims
+    split = [d for d, axes in enumerate(dims) if axes and sizes[d] < shape[d]]
+    if not split:
+        return op.emit()
+    starts = _global_starts(op, starts, sizes)
+    flags = []
+    for d in split:
+        width = min(sizes[d], b.types[x].shape[d])
+        here = b.binary("subtract", starts[d], start_of(b, shape[d], dims[d], op.mesh))
+        starts[d] = clamped_index(b, here, b.types[x].shape[d] - width)
+        shift = b.binary("subtract", starts[d], here)
+        update = _shifted(op, update, d, shift, width)
+        flags.append((d, _within(op, width, shift, b.constant(sizes[d], "i32"))))
+    type_ = b.types[update]
+    there = b.dynamic_slice(x, starts, type_.shape)
+    masks = [b.broadcast(flag, type_.shape, (d,)) for d, flag in flags]
+    inside = masks[0]
+    for mask in masks[1:]:
+        inside = b.binary("and", inside, mask)
+    return op.emit([x, b.select(inside, update, there), *starts])

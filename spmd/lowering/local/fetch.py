@@ -1,0 +1,273 @@
+"""`fetch`: brings to each device the range of a split dim that it reads, by static rounds.
+
+before: `%1 = f32[4]`, tiles of a dim of 16 over {data}, wanted with 1 more on each side
+after:  `%2 = slice %1[3:4]; %3 = collective_permute %2 (each to its right neighbour)`
+        `%4 = slice %1[0:1]; %5 = collective_permute %4 (each to its left neighbour)`
+        `%6 = concatenate %3, %1, %5`
+
+Where devices need different parts of their tiles, the slices start at constants from a table that
+the device's index along the axes selects from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from spmd.ir.builder import Builder
+from spmd.ir.dialect.halo import Need, Transfer, exchange
+from spmd.ir.program import Value
+from spmd.ir.types import TensorType
+from spmd.lowering.device_ops import collective
+from spmd.lowering.local.dims import (
+    concatenate,
+    gather_dim,
+    pad_dim,
+    per_device,
+    resized,
+    slice_dim,
+    take_dim,
+)
+from spmd.lowering.local.padding import join
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, piece_sizes, tile
+
+
+class Part(NamedTuple):
+    """Some elements of a dim on each device, and where they belong in the wanted range.
+
+    Attributes:
+      value: local elements along the dim.
+      offsets: for each tile, the position in the range of the first of them; it may be negative.
+      lows, highs: for each tile, the positions in the range that come from here.
+      zeroed: where none do, the value is zero.
+    """
+
+    value: Value
+    offsets: tuple[int, ...]
+    lows: tuple[int, ...]
+    highs: tuple[int, ...]
+    zeroed: bool = False
+
+    @property
+    def used(self) -> list[int]:
+        """Tiles that take something from here."""
+        ranges = zip(self.lows, self.highs, strict=True)
+        return [i for i, (low, high) in enumerate(ranges) if low < high]
+
+
+def fetch(
+    b: Builder,
+    x: Value,
+    dim: int,
+    size: int,
+    axes: Axes,
+    mesh: Mesh,
+    need: Need,
+    fill: Value | None = None,
+) -> Value:
+    """The range that each device needs of a dim split over `axes`, with `fill` outside of it.
+
+    Args:
+      b: where to.
+      x: the local tile.
+      dim: the dim.
+      size: its global size.
+      axes: what it is split over.
+      mesh: the mesh.
+      need: for each tile, the elements wanted.
+      fill: a scalar for what is not needed or does not exist; zero if left out.
+
+    Returns:
+      A value whose dim has `need.length` elements.
+    """
+    parts = parts_of(b, x, dim, size, axes, mesh, need)
+    return assemble(b, parts, dim, axes, b.types[x].with_shape(
+        resized(b.types[x].shape, dim, need.length)), fill)  # fmt: skip
+
+
+def parts_of(
+    b: Builder, x: Value, dim: int, size: int, axes: Axes, mesh: Mesh, need: Need
+) -> list[Part]:
+    """What each device has of the elements that it needs, and what others send it."""
+    if not axes:
+        return [_whole_part(x, need)]
+    plan = exchange(need, size, axes, mesh)
+    if plan.gather:
+        pieces = gather_dim(b, x, dim, axes, mesh)
+        found = [_whole_part(join(b, pieces, dim, size, axes, mesh), need)]
+    else:
+        own = [Transfer(i, i, *_overlap(need, i, *tile(size, axes, mesh, i)))
+               for i in range(mesh.extent(axes))]  # fmt: skip
+        starts = [tile(size, axes, mesh, i)[0] for i in range(mesh.extent(axes))]
+        found = [_part(x, own, starts, need)]
+        for transfers, length in zip(plan.rounds, plan.lengths, strict=True):
+            found.append(_round(b, x, dim, size, axes, mesh, need, transfers, length))
+    return found
+
+
+def _overlap(need: Need, i: int, start: int, own: int) -> tuple[int, int]:
+    return max(need.lows[i], start), min(need.highs[i], start + own)
+
+
+def _whole_part(x: Value, need: Need) -> Part:
+    """A part that has every element of the dim."""
+    every = range(len(need.starts))
+    whole = [Transfer(i, i, need.lows[i], need.highs[i]) for i in every]
+    return _part(x, whole, [0 for _ in every], need)
+
+
+def _part(
+    x: Value,
+    transfers: Iterable[Transfer],
+    firsts: Sequence[int],
+    need: Need,
+    zeroed: bool = False,
+) -> Part:
+    """A part from what each target takes, `firsts` being its first element for each target."""
+    count = len(need.starts)
+    offsets, lows, highs = [0] * count, [0] * count, [0] * count
+    for _, i, low, high in transfers:
+        if low < high:
+            start = need.starts[i]
+            offsets[i], lows[i], highs[i] = firsts[i] - start, low - start, high - start
+    return Part(x, tuple(offsets), tuple(lows), tuple(highs), zeroed)
+
+
+def _round(
+    b: Builder,
+    x: Value,
+    dim: int,
+    size: int,
+    axes: Axes,
+    mesh: Mesh,
+    need: Need,
+    transfers: Sequence[Transfer],
+    length: int,
+) -> Part:
+    """One permute: every source sends the `length` elements of its tile that hold the transfer."""
+    count, piece = mesh.extent(axes), piece_sizes(size, axes, mesh)[-1]
+    sends, firsts = [-1] * count, [0] * count
+    for source, target, low, _ in transfers:
+        start = tile(size, axes, mesh, source)[0]
+        sends[source] = min(low - start, piece - length)
+        firsts[target] = start + sends[source]
+    sent = take_dim(b, x, dim, axes, _filled(sends, -1), length)
+    pairs = tuple(
+        sorted((group[t.source], group[t.target]) for group in mesh.groups(axes) for t in transfers)
+    )
+    got = collective(b, "collective_permute", sent, b.types[sent], axes, pairs=pairs)
+    return _part(got, transfers, firsts, need, zeroed=True)
+
+
+def _filled(numbers: Sequence[int], missing: int) -> list[int]:
+    """Numbers with the missing ones replaced by one that is there: they don't matter."""
+    known = next((n for n in numbers if n != missing), 0)
+    return [known if n == missing else n for n in numbers]
+
+
+def assemble(
+    b: Builder,
+    parts: Sequence[Part],
+    dim: int,
+    axes: Axes,
+    type_: TensorType,
+    fill: Value | None = None,
+) -> Value:
+    """One range of a dim from parts that do not overlap on any device.
+
+    Args:
+      b: where to.
+      parts: the parts.
+      dim: the dim.
+      axes: what the tiles are split over.
+      type_: local type of the whole range.
+      fill: a scalar for what no part has; zero if left out.
+    """
+    parts = [part for part in parts if part.used]
+    segments = _segments(parts)
+    if segments is None:
+        return _overlay(b, parts, dim, axes, type_, fill)
+    pieces, at = [], 0
+    for low, high, part in segments:
+        if at < low:
+            pieces.append(_filler(b, type_.with_shape(resized(type_.shape, dim, low - at)), fill))
+        offset = part.offsets[part.used[0]]
+        piece = slice_dim(b, part.value, dim, low - offset, high - offset)
+        pieces.append(_masked(b, piece, part, dim, axes, low, fill))
+        at = high
+    if at < type_.shape[dim]:
+        rest = resized(type_.shape, dim, type_.shape[dim] - at)
+        pieces.append(_filler(b, type_.with_shape(rest), fill))
+    return concatenate(b, pieces, dim)
+
+
+def _segments(parts: Sequence[Part]) -> list[tuple[int, int, Part]] | None:
+    """Parts one behind the other, where every device has them at the same places."""
+    found = []
+    for part in parts:
+        if len({part.offsets[i] for i in part.used}) > 1:
+            return None
+        low, high = min(part.lows[i] for i in part.used), max(part.highs[i] for i in part.used)
+        found.append((low, high, part))
+    found.sort(key=lambda segment: segment[:2])
+    if any(a[1] > b[0] for a, b in pairwise(found)):
+        return None
+    return found
+
+
+def _overlay(
+    b: Builder, parts: Sequence[Part], dim: int, axes: Axes, type_: TensorType, fill: Value | None
+) -> Value:
+    """Each part shifted to its place on this device, one over the other."""
+    result = _filler(b, type_, fill)
+    length = type_.shape[dim]
+    padding = b.splat(0, type_.with_shape(()))
+    for part in parts:
+        used = part.used
+        offsets = [part.offsets[i if i in used else used[0]] for i in range(len(part.offsets))]
+        have = b.types[part.value].shape[dim]
+        low, high = max(0, *offsets), max(0, *(length - have - o for o in offsets))
+        padded = pad_dim(b, part.value, dim, low, high, padding)
+        shifted = take_dim(b, padded, dim, axes, [low - o for o in offsets], length)
+        result = _select(b, shifted, result, part, dim, axes, 0)
+    return result
+
+
+def _masked(
+    b: Builder, x: Value, part: Part, dim: int, axes: Axes, low: int, fill: Value | None
+) -> Value:
+    """A part's segment with `fill` wherever a device takes less than all of it."""
+    high = low + b.types[x].shape[dim]
+    ranges = set(zip(part.lows, part.highs, strict=True))
+    if part.zeroed and fill is None:
+        ranges = {r for r in ranges if r[0] < r[1]}
+    if ranges == {(low, high)}:
+        return x
+    return _select(b, x, _filler(b, b.types[x], fill), part, dim, axes, low)
+
+
+def _select(
+    b: Builder, x: Value, other: Value, part: Part, dim: int, axes: Axes, first: int
+) -> Value:
+    """`x` at the positions that a part provides, `first` being that of its first element."""
+    type_ = b.types[x]
+    last = first + type_.shape[dim]
+    lows = [min(max(low, first), last) for low in part.lows]
+    highs = [max(low, min(high, last)) for low, high in zip(lows, part.highs, strict=True)]
+    flags = None
+    line = TensorType((type_.shape[dim],), "i32")
+    for direction, bounds, trivial in (("GE", lows, first), ("LT", highs, last)):
+        if set(bounds) == {trivial}:
+            continue
+        limit = per_device(b, axes, [n - first for n in bounds])
+        flag = b.compare(direction, b.iota(line, 0), b.broadcast(limit, line.shape))
+        flags = flag if flags is None else b.binary("and", flags, flag)
+    if flags is None:
+        return x
+    return b.select(b.broadcast(flags, type_.shape, (dim,)), x, other)
+
+
+def _filler(b: Builder, type_: TensorType, fill: Value | None) -> Value:
+    return b.splat(0, type_) if fill is None else b.broadcast(fill, type_.shape)

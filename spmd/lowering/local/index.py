@@ -1,0 +1,180 @@
+"""Local lowerings of gather and scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmd.ir.builder import Builder, identity_element, reducer_body
+from spmd.ir.program import Value
+from spmd.ir.types import GatherDims, ScatterDims, TensorType
+from spmd.lowering.local.padding import own_count, start_of
+from spmd.lowering.local.table import LocalOp, local
+from spmd.propagation.projection import reduced_axes
+
+
+@local("stablehlo.gather")
+def _gather(op: LocalOp) -> tuple[Value, ...]:
+    """Looks up what lies in this device's piece; elsewhere the slice is zero, a term of the sum.
+
+    Out-of-range starts are clamped against the whole table first, as the specification asks.
+    """
+    b, dims = op.b, op.attrs["dimension_numbers"]
+    assert isinstance(dims, GatherDims)
+    table, indices = op.operands
+    piece = b.types[table].shape
+    rule_table = op.rule.operands[0]
+    whole = op.op.kind.operands[0].shape
+    sizes = tuple(
+        piece[d] if size == whole[d] and size > 1 else size
+        for d, size in enumerate(op.attrs["slice_sizes"])
+    )
+    split = [
+        op.split(rule_table, d) if op.attrs["slice_sizes"][d] == 1 else ()
+        for d in dims.start_index_map
+    ]
+    last = [whole[d] - op.attrs["slice_sizes"][d] for d in dims.start_index_map]
+    one_slice = b.types[indices].size == len(last)
+    if not any(split) and not one_slice:
+        return op.emit(slice_sizes=sizes)
+    indices = _as_signed(b, indices)
+    vector = _VectorDim(b, indices, dims.index_vector_dim)
+    clamped = b.binary("minimum", b.binary("maximum", indices, vector.of([0] * len(last))),
+                       vector.of(last))  # fmt: skip
+    if not any(split):  # XLA makes it a dynamic slice, which must be in range (see `expand`)
+        return op.emit([table, clamped], slice_sizes=sizes)
+    where = list(zip(dims.start_index_map, split, strict=True))
+    starts = vector.join([start_of(b, whole[d], axes, op.mesh) for d, axes in where])
+    ends = vector.join([own_count(b, whole[d], axes, op.mesh) for d, axes in where])
+    local_index = b.binary("subtract", clamped, starts)
+    inside = b.binary(
+        "and",
+        b.compare("GE", local_index, vector.of([0] * len(where))),
+        b.compare("LT", local_index, ends),
+    )
+    (found,) = op.emit([table, local_index], slice_sizes=sizes)
+    type_ = b.types[found]
+    batch = [d for d in range(type_.rank) if d not in dims.offset_dims]
+    mask = b.broadcast(vector.all(inside), type_.shape, batch)
+    return (b.select(mask, found, b.splat(0, type_)),)
+
+
+@local("stablehlo.scatter")
+def _scatter(op: LocalOp) -> tuple[Value, ...]:
+    """Updates that fall outside this device's piece are out of range there, and so dropped."""
+    b, dims = op.b, op.attrs["scatter_dimension_numbers"]
+    assert isinstance(dims, ScatterDims)
+    count = (len(op.operands) - 1) // 2
+    tables, indices, updates = op.operands[:count], op.operands[count], op.operands[count + 1 :]
+    axes = reduced_axes(op.rule, op.choice.assignment)
+    reducer = op.attrs["reducer"]
+    if axes:  # padded updates must change nothing, wherever their padded indices point
+        updates = tuple(
+            op.masked(
+                count + 1 + i,
+                identity_element(reducer, b.types[u].dtype),
+                op.reduced_dims(count + 1 + i),
+            )
+            for i, u in enumerate(updates)
+        )
+    if axes and reducer not in ("max", "min", "and", "or"):
+        first = op.is_first(axes)
+        tables = tuple(
+            b.select(first, t, b.splat(identity_element(reducer, b.types[t].dtype), b.types[t]))
+            for t in tables
+        )
+    split = [op.split(op.rule.operands[0], d) for d in dims.scatter_dims_to_operand_dims]
+    split = [
+        s if d in dims.inserted_window_dims else ()
+        for s, d in zip(split, dims.scatter_dims_to_operand_dims, strict=True)
+    ]
+    if any(split):
+        indices = _as_signed(b, indices)
+        vector = _VectorDim(b, indices, dims.index_vector_dim)
+        whole = op.op.kind.operands[0].shape
+        starts = [
+            start_of(b, whole[d], s, op.mesh)
+            for s, d in zip(split, dims.scatter_dims_to_operand_dims, strict=True)
+        ]
+        indices = b.binary("subtract", indices, vector.join(starts))
+        if b.types[indices].size == len(split):
+            return _scatter_one(op, tables, indices, updates)
+    return op.emit([*tables, indices, *updates])
+
+
+def _scatter_one(
+    op: LocalOp, tables: Sequence[Value], indices: Value, updates: Sequence[Value]
+) -> tuple[Value, ...]:
+    """One slice, put somewhere in range, where it changes nothing unless it belongs there.
+
+    XLA makes it a dynamic slice and a dynamic update slice, which must be in range (see `expand`).
+    """
+    b, dims, reducer = op.b, op.attrs["scatter_dimension_numbers"], op.attrs["reducer"]
+    piece, update = b.types[tables[0]].shape, b.types[updates[0]].shape
+    windows = iter(dims.update_window_dims)
+    single = {*dims.inserted_window_dims, *dims.input_batching_dims}
+    sizes = [1 if d in single else update[next(windows)] for d in range(len(piece))]
+    vector = _VectorDim(b, indices, dims.index_vector_dim)
+    places = dims.scatter_dims_to_operand_dims
+    first, last = vector.of([0] * len(places)), vector.of([piece[d] - sizes[d] for d in places])
+    inside = b.binary("and", b.compare("GE", indices, first), b.compare("LE", indices, last))
+    belongs = b.reshape(vector.all(inside), ())
+    indices = b.binary("minimum", b.binary("maximum", indices, first), last)
+    if not reducer:
+        results = op.emit([*tables, indices, *updates])
+        return tuple(b.select(belongs, r, t) for r, t in zip(results, tables, strict=True))
+    masked = [
+        b.select(belongs, u, b.splat(identity_element(reducer, b.types[u].dtype), b.types[u]))
+        for u in updates
+    ]
+    return op.emit([*tables, indices, *masked])
+
+
+def _as_signed(b: Builder, indices: Value) -> Value:
+    """Indices in a type that can hold a local, possibly negative, index."""
+    dtype = b.types[indices].dtype
+    return indices if dtype in ("i32", "i64") else b.convert(indices, "i32")
+
+
+class _VectorDim:
+    """The dim of an index tensor that holds the components of one index (it may be implicit)."""
+
+    def __init__(self, b: Builder, indices: Value, dim: int) -> None:
+        self.b = b
+        self.type = b.types[indices]
+        self.dim = dim
+
+    def of(self, numbers: Sequence[int]) -> Value:
+        """One constant a component, in the shape of the indices."""
+        return self.spread(self.b.constant(np.asarray(numbers), self.type.dtype))
+
+    def join(self, scalars: Sequence[Value]) -> Value:
+        """One i32 scalar a component, in the shape and type of the indices."""
+        b = self.b
+        parts = [b.reshape(b.convert(s, self.type.dtype), (1,)) for s in scalars]
+        joined = parts[0]
+        if len(parts) > 1:
+            result = TensorType((len(parts),), self.type.dtype)
+            (joined,) = b.op("stablehlo.concatenate", parts, (result,), {"dimension": 0})
+        return self.spread(joined)
+
+    def spread(self, vector: Value) -> Value:
+        b = self.b
+        if self.dim == self.type.rank:
+            return b.broadcast(b.reshape(vector, ()), self.type.shape)
+        return b.broadcast(vector, self.type.shape, (self.dim,))
+
+    def all(self, flags: Value) -> Value:
+        """Whether all components of each index are flagged."""
+        b = self.b
+        if self.dim == self.type.rank:
+            return flags
+        shape = self.type.shape[: self.dim] + self.type.shape[self.dim + 1 :]
+        attrs = {
+            "dimensions": (self.dim,),
+            "body": reducer_body("and", "i1"),
+            "reducer": "and",
+        }
+        true = b.constant(True, "i1")
+        return b.op("stablehlo.reduce", (flags, true), (TensorType(shape, "i1"),), attrs)[0]

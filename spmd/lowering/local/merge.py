@@ -1,0 +1,304 @@
+"""Local lowerings that work on each piece alone and then merge: `top_k`, `sort`, any `reduce`.
+
+Whatever is gathered here is what the devices found, never what they searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.ir.bodies import inline_elementwise
+from spmd.ir.builder import Builder, identity_element
+from spmd.ir.dialect.halo import Need
+from spmd.ir.dialect.merge import rounds
+from spmd.ir.dialect.rule import MERGE
+from spmd.ir.program import Body, Value
+from spmd.ir.types import GatherDims, TensorType, numpy_dtype
+from spmd.lowering.device_ops import collective
+from spmd.lowering.local.dims import concatenate, gather_dim, per_device, slice_dim
+from spmd.lowering.local.fetch import assemble, parts_of
+from spmd.lowering.local.padding import mask, own_count, replace_padding, start_of
+from spmd.lowering.local.table import LocalOp, local
+from spmd.mesh.sharding import Axes, is_even, piece_sizes, tile
+
+
+def merged_dims(op: LocalOp) -> tuple[int, ...]:
+    """Dims of the first operand that are split and whose pieces are merged, ascending."""
+    return tuple(
+        d
+        for d, dim in enumerate(op.rule.operands[0])
+        if dim and op.rule.factors[dim[0]].kind == MERGE and op.choice.assignment[dim[0]]
+    )
+
+
+def _gathered(op: LocalOp, x: Value, dim: int, axes: Axes) -> Value:
+    """What all devices along some atoms have, one behind the other."""
+    with op.b.noted(f"what each piece of dim {dim} found, for {op.op.name}"):
+        return gather_dim(op.b, x, dim, axes, op.mesh)
+
+
+# ---------------------------------------------------------------------------------------------
+# Reduce.
+
+
+def reduce_merged(op: LocalOp) -> tuple[Value, ...]:
+    """Partial results of the pieces, gathered and reduced by the same body, in order.
+
+    before: `%1 = reduce %0` over a split dim
+    after:  `%1 = reduce %0; %2 = all_gather %1; %3 = reduce %2`
+
+    Of several split dims the most minor one goes first: so terms stay in the order of their
+    indices, which a body may rely on. Padding becomes the initial value, which changes nothing.
+    """
+    b, count = op.b, len(op.operands) // 2
+    xs, inits = op.operands[:count], op.operands[count:]
+    split = merged_dims(op)
+    shape = op.op.kind.operands[0].shape
+    sharding = op.choice.operands[0]
+    xs = tuple(
+        replace_padding(b, x, shape, sharding, op.mesh, _spread(b, init, x), split)
+        for x, init in zip(xs, inits, strict=True)
+    )
+    left = tuple(sorted(op.attrs["dimensions"]))
+    for d in reversed(split):
+        found = _reduced(op, xs, inits, [r for r in left if r >= d])
+        rows = [b.reshape(x, _inserted(b.types[x].shape, d)) for x in found]
+        xs = tuple(_gathered(op, row, d, sharding.dims[d]) for row in rows)
+        left = (*(r for r in left if r < d), d)
+    return _reduced(op, xs, inits, left)
+
+
+def _spread(b: Builder, scalar: Value, x: Value) -> Callable[[], Value]:
+    return lambda: b.broadcast(scalar, b.types[x].shape)
+
+
+def _inserted(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], 1, *shape[dim:])
+
+
+def _reduced(
+    op: LocalOp, xs: Sequence[Value], inits: Sequence[Value], dims: Sequence[int]
+) -> tuple[Value, ...]:
+    b = op.b
+    kept = tuple(n for d, n in enumerate(b.types[xs[0]].shape) if d not in dims)
+    types = [b.types[x].with_shape(kept) for x in xs]
+    return b.op(op.op.name, (*xs, *inits), types, {**op.attrs, "dimensions": tuple(dims)})
+
+
+# ---------------------------------------------------------------------------------------------
+# The largest elements.
+
+
+@local("chlo.top_k")
+def _top_k(op: LocalOp) -> tuple[Value, ...]:
+    """The largest of each piece, gathered, and the largest of these.
+
+    before: `%1, %2 = top_k %0` along a split dim
+    after:  `%1, %2 = top_k %0; %3 = all_gather %1; %4 = all_gather (%2 + start of the piece)`
+            `%5, %6 = top_k %3; %7 = %4[%6]`
+
+    Candidates lie in the order of their pieces, so that of equal ones the first wins here too.
+    """
+    split = merged_dims(op)
+    if not split:
+        return op.emit()
+    b, (dim,), k = op.b, split, op.op.kind.results[0].shape[-1]
+    type_, axes = op.op.kind.operands[0], op.choice.operands[0].dims[dim]
+    size = type_.shape[dim]
+    x = mask(b, op.operands[0], type_.shape, op.choice.operands[0], op.mesh,
+             last_element(type_.dtype), split)  # fmt: skip
+    count = min(k, b.types[x].shape[dim])
+    values, places = _top(op, x, count)
+    start = b.convert(start_of(b, size, axes, op.mesh), b.types[places].dtype)
+    places = b.binary("add", places, b.broadcast(start, b.types[places].shape))
+    found = [
+        _without_padding(op, _gathered(op, v, dim, axes), dim, count) for v in (values, places)
+    ]
+    best, positions = _top(op, found[0], k)
+    return best, _picked(b, found[1], positions)
+
+
+def _top(op: LocalOp, x: Value, k: int) -> tuple[Value, Value]:
+    b, type_ = op.b, op.b.types[x]
+    shape = (*type_.shape[:-1], k)
+    indices = op.op.kind.results[1].with_shape(shape)
+    attrs = {**op.attrs, "k": k}
+    values, places = b.op(op.op.name, (x,), (type_.with_shape(shape), indices), attrs)
+    return values, places
+
+
+def last_element(dtype: str) -> Any:
+    """The element that `top_k` puts behind all others: it orders floats totally.
+
+    The least of these is the NaN whose bits are all set, sign and payload.
+    """
+    if not dtype.startswith(("f", "bf")):
+        return identity_element("max", dtype)
+    element = numpy_dtype(dtype)
+    return np.frombuffer(b"\xff" * element.itemsize, element).reshape(())
+
+
+def _without_padding(op: LocalOp, x: Value, dim: int, count: int) -> Value:
+    """The candidates, `count` from each piece, but for those that a short piece has not."""
+    size, axes = op.op.kind.operands[0].shape[dim], op.choice.operands[0].dims[dim]
+    runs: list[tuple[int, int]] = []
+    for i in range(op.mesh.extent(axes)):
+        start, stop = i * count, i * count + min(count, tile(size, axes, op.mesh, i)[1])
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        if start < stop:
+            runs.append((start, stop))
+    return concatenate(op.b, [slice_dim(op.b, x, dim, *run) for run in runs], dim)
+
+
+def _picked(b: Builder, x: Value, positions: Value) -> Value:
+    """The elements of the last dim at some positions of it."""
+    type_, result = b.types[x], b.types[positions]
+    last = type_.rank - 1
+    batch = tuple(range(last))
+    dims = GatherDims(
+        offset_dims=(),
+        collapsed_slice_dims=(last,),
+        operand_batching_dims=batch,
+        start_indices_batching_dims=batch,
+        start_index_map=(last,),
+        index_vector_dim=result.rank,
+    )
+    attrs = {"dimension_numbers": dims, "slice_sizes": (1,) * type_.rank}
+    return b.op("stablehlo.gather", (x, positions), (type_.with_shape(result.shape),), attrs)[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# Sort.
+
+
+@local("stablehlo.sort")
+def _sort(op: LocalOp) -> tuple[Value, ...]:
+    """Sorted pieces meet in the rounds of a network; one of two keeps what comes first.
+
+    before: `%1 = sort %0` along a split dim
+    after:  `%1 = sort %0`; then for each round `%2 = collective_permute %1;
+            %3 = sort (select (%1 before reverse %2), %1, reverse %2)`
+
+    For sorted A and B, each of n elements, the first n of both are the firsts of the pairs
+    (A[i], B[n - 1 - i]) (Batcher 1968, "Sorting networks and their applications"). Elements carry
+    their position: it tells equal ones apart, so the sort is stable, and it tells padding, which
+    goes last.
+    """
+    split = merged_dims(op)
+    if not split:
+        return op.emit()
+    b, (dim,) = op.b, split
+    axes = op.choice.operands[0].dims[dim]
+    xs = _ordered(op, (*op.operands, _positions(op, dim, axes)))
+    outer = b.loc
+    b.loc = outer._replace(note=f"pieces of dim {dim} meet to be merged by {op.op.name}")
+    for pairs in rounds(op.mesh.extent(axes)):
+        xs = _ordered(op, _met(op, xs, dim, axes, pairs))
+    found = tuple(_settled(op, x, dim, axes) for x in xs[:-1])
+    b.loc = outer
+    return found
+
+
+def _positions(op: LocalOp, dim: int, axes: Axes) -> Value:
+    """Where each element of a piece lies in the whole dim; padding lies behind all of it."""
+    b, size = op.b, op.op.kind.operands[0].shape[dim]
+    type_ = TensorType(b.types[op.operands[0]].shape, "i32")
+    count = b.iota(type_, dim)
+    own = b.binary("add", count, b.broadcast(start_of(b, size, axes, op.mesh), type_.shape))
+    if is_even(size, axes, op.mesh):
+        return own
+    piece = type_.shape[dim]
+    behind = [size + i * piece for i in range(op.mesh.extent(axes))]
+    padding = b.binary("add", count, b.broadcast(per_device(b, axes, behind), type_.shape))
+    exists = b.broadcast(own_count(b, size, axes, op.mesh), type_.shape)
+    return b.select(b.compare("LT", count, exists), own, padding)
+
+
+def _ordered(op: LocalOp, xs: Sequence[Value]) -> tuple[Value, ...]:
+    """Each device's own elements in order."""
+    b = op.b
+    scalars = [TensorType((), b.types[x].dtype) for x in xs]
+    inner = Builder()
+    args = [inner.value(scalar) for scalar in scalars for _ in range(2)]
+    inner.begin()
+    first = _comes_first(inner, op, args[::2], args[1::2], ())
+    region = inner.end(args, (first,))
+    body = Body(tuple(inner.types), region)
+    attrs = {**op.attrs, "is_stable": False, "body": body}
+    return b.op(op.op.name, xs, [b.types[x] for x in xs], attrs)
+
+
+def _comes_first(
+    b: Builder, op: LocalOp, left: Sequence[Value], right: Sequence[Value], shape: tuple[int, ...]
+) -> Value:
+    """Whether elements come before others: by the comparator, equal ones and padding by position.
+
+    Args:
+      b: where to.
+      op: the sort.
+      left, right: an element of each operand, and its position.
+      shape: shape of all of these.
+    """
+    body = op.attrs["body"]
+    *xs, i = left
+    *ys, j = right
+    (before,) = inline_elementwise(b, body, _in_turn(xs, ys), shape)
+    (after,) = inline_elementwise(b, body, _in_turn(ys, xs), shape)
+    earlier = b.compare("LT", i, j)
+    tie = b.binary("and", b.unary("not", after), earlier)
+    ordered = b.binary("or", before, tie)
+    size = op.op.kind.operands[0].shape[op.attrs["dimension"]]
+    last = b.splat(size, TensorType(shape, "i32"))
+    is_padding = b.compare("GE", b.binary("maximum", i, j), last)
+    return b.select(is_padding, earlier, ordered)
+
+
+def _in_turn(xs: Sequence[Value], ys: Sequence[Value]) -> list[Value]:
+    """Arguments of a comparator: left and right of each operand."""
+    return [v for pair in zip(xs, ys, strict=True) for v in pair]
+
+
+def _met(
+    op: LocalOp, xs: Sequence[Value], dim: int, axes: Axes, pairs: Sequence[tuple[int, int]]
+) -> tuple[Value, ...]:
+    """What a device keeps of its piece and its partner's: the first half or the last of both."""
+    b, mesh = op.b, op.mesh
+    both = (*pairs, *((high, low) for low, high in pairs))
+    sent = tuple(sorted((group[i], group[j]) for group in mesh.groups(axes) for i, j in both))
+    theirs = []
+    for x in xs:
+        got = collective(b, "collective_permute", x, b.types[x], axes, pairs=sent)
+        theirs.append(b.op("stablehlo.reverse", (got,), (b.types[x],), {"dimensions": (dim,)})[0])
+    shape = b.types[xs[0]].shape
+    first = _comes_first(b, op, xs, theirs, shape)
+    lows, highs = {low for low, _ in pairs}, {high for _, high in pairs}
+    tiles = range(mesh.extent(axes))
+    keeps_last = _flag(op, axes, [i in highs for i in tiles], shape)
+    kept = b.binary("xor", first, keeps_last)
+    if len(lows) + len(highs) < len(tiles):
+        idle = _flag(op, axes, [i not in lows and i not in highs for i in tiles], shape)
+        kept = b.binary("or", kept, idle)
+    return tuple(b.select(kept, x, y) for x, y in zip(xs, theirs, strict=True))
+
+
+def _flag(op: LocalOp, axes: Axes, flags: Sequence[bool], shape: tuple[int, ...]) -> Value:
+    """This device's flag, everywhere."""
+    b = op.b
+    number = per_device(b, axes, [int(flag) for flag in flags])
+    return b.broadcast(b.compare("NE", number, b.constant(0, "i32")), shape)
+
+
+def _settled(op: LocalOp, x: Value, dim: int, axes: Axes) -> Value:
+    """Equal pieces, all padding behind the last element, become the pieces that the dim has."""
+    b, size, mesh = op.b, op.op.kind.operands[0].shape[dim], op.mesh
+    piece = piece_sizes(size, axes, mesh)[-1]
+    tiles = [tile(size, axes, mesh, i) for i in range(mesh.extent(axes))]
+    if all(start == i * piece for i, (start, own) in enumerate(tiles) if own):
+        return x
+    padded = piece * len(tiles)
+    need = Need.of(padded, piece, [(start, start, start + own) for start, own in tiles])
+    return assemble(b, parts_of(b, x, dim, padded, axes, mesh, need), dim, axes, b.types[x])

@@ -1,0 +1,88 @@
+"""What an op reads of its neighbours' pieces: fetched, so that it can run on one device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from spmd.ir.dialect.halo import Need, Reads, Window, reads_of
+from spmd.ir.program import Value
+from spmd.lowering.local.dims import pad_dim, resized, take_dim
+from spmd.lowering.local.fetch import assemble, parts_of
+from spmd.lowering.local.table import LocalOp
+from spmd.mesh.sharding import Axes
+
+
+class Dims:
+    """Which dims of an op's first operand and result are split, and how."""
+
+    def __init__(self, op: LocalOp) -> None:
+        self.op = op
+        self.operand = op.rule.operands[0]
+        self.result = op.rule.results[0]
+
+    def split(self, dim: int, kind: str, of_result: bool = True) -> Axes:
+        """Atoms of a dim that has one factor, of a kind."""
+        factors = (self.result if of_result else self.operand)[dim]
+        if len(factors) != 1 or self.op.rule.factors[factors[0]].kind != kind:
+            return ()
+        return self.op.choice.assignment[factors[0]]
+
+
+def read(
+    op: LocalOp, number: int, x: Value, dim: int, window: Window, axes: Axes, fill: Value | None
+) -> tuple[Value, Reads]:
+    """What the tiles over `axes` read of an operand's dim, which is split like them or whole."""
+    size = op.op.kind.operands[number].shape[dim]
+    reads = reads_of(window, size, axes, op.mesh)
+    return fetched(op, number, x, dim, axes, reads.need, fill), reads
+
+
+def fetched(
+    op: LocalOp, number: int, x: Value, dim: int, axes: Axes, need: Need, fill: Value | None
+) -> Value:
+    """The elements that each device needs of an operand's dim, with `fill` for what there is not.
+
+    Args:
+      op: the op that reads them.
+      number: of the operand.
+      x: its local value.
+      dim: the dim.
+      axes: what the tiles that read are split over.
+      need: for each tile, the elements wanted.
+      fill: a scalar; zero if left out.
+    """
+    b = op.b
+    size, source = op.op.kind.operands[number].shape[dim], op.choice.operands[number].dims[dim]
+    with b.noted(note_of(op, number, dim)):
+        parts = parts_of(b, x, dim, size, source, op.mesh, need)
+        type_ = b.types[x].with_shape(resized(b.types[x].shape, dim, need.length))
+        return assemble(b, parts, dim, axes, type_, fill)
+
+
+def note_of(op: LocalOp, number: int, dim: int) -> str:
+    """Why an op communicates, as a sentence."""
+    return f"{op.op.label} reads its neighbours' pieces of dim {dim} of operand {number}"
+
+
+class _Base(NamedTuple):
+    """A fetched dim: the padding and dilation that the op itself still has to add to it."""
+
+    value: Value
+    low: int
+    high: int
+    dilation: int
+
+
+def base_of(
+    op: LocalOp, number: int, x: Value, dim: int, window: Window, axes: Axes, fill: Value | None
+) -> _Base:
+    """The base positions that tiles read; dilated here where devices start at different phases."""
+    b = op.b
+    x, reads = read(op, number, x, dim, window, axes, fill)
+    dilation = window.dilation
+    if reads.low is not None:
+        filled = reads.low + (reads.need.length - 1) * dilation + 1
+        return _Base(x, reads.low, reads.base - filled, dilation)
+    scalar = fill if fill is not None else b.splat(0, b.types[x].with_shape(()))
+    x = pad_dim(b, x, dim, 0, 0, scalar, dilation - 1)
+    return _Base(take_dim(b, x, dim, axes, reads.skips, reads.base), 0, 0, 1)

@@ -1,0 +1,154 @@
+"""Dims that their axes don't divide: cutting them into equal pieces, joining them, masking.
+
+A piece's padding has undefined content. Whoever could see it masks it first: a sum over a padded
+dim, a contraction, a look-up by position. See `spmd.mesh.sharding` for how pieces are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from spmd.ir.builder import Builder
+from spmd.ir.program import Value
+from spmd.ir.types import TensorType
+from spmd.lowering.device_ops import axis_index
+from spmd.lowering.local.dims import pad_dim, slice_dim
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, is_even, piece_sizes
+
+
+def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
+    """Pads a dim so that equal slices of it are the pieces over `axes`, in order.
+
+    before: 5 elements, to be cut over {2, 2}
+    after:  8 elements: 0 1 | 2 . | 3 4 | . .
+    """
+    size = b.types[x].shape[dim]
+    if is_even(size, axes, mesh):
+        return x
+    pieces = piece_sizes(size, axes, mesh)
+    for level, a in enumerate(axes):
+        count, piece = mesh.atom_sizes[a], pieces[level + 1]
+        x = _resize(b, x, dim + level, count * piece)
+        x = _split_dim(b, x, dim + level, count)
+    shape = b.types[x].shape
+    whole = mesh.extent(axes) * pieces[-1]
+    return b.reshape(x, (*shape[:dim], whole, *shape[dim + len(axes) + 1 :]))
+
+
+def join(b: Builder, x: Value, dim: int, size: int, axes: Axes, mesh: Mesh) -> Value:
+    """The inverse of `cut`: pieces lie in order along a dim, with their padding.
+
+    Args:
+      b: where to.
+      x: the value.
+      dim: the dim.
+      size: how many elements it has without padding.
+      axes: what the pieces were cut over.
+      mesh: the mesh.
+    """
+    if is_even(size, axes, mesh):
+        return x
+    pieces = piece_sizes(size, axes, mesh)
+    shape = b.types[x].shape
+    counts = [mesh.atom_sizes[a] for a in axes]
+    x = b.reshape(x, (*shape[:dim], *counts, pieces[-1], *shape[dim + 1 :]))
+    for level in reversed(range(len(axes))):
+        at = dim + level
+        inner = b.types[x].shape
+        x = b.reshape(x, (*inner[:at], inner[at] * inner[at + 1], *inner[at + 2 :]))
+        x = _resize(b, x, at, pieces[level])
+    return x
+
+
+def _split_dim(b: Builder, x: Value, dim: int, count: int) -> Value:
+    shape = b.types[x].shape
+    return b.reshape(x, (*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]))
+
+
+def _resize(b: Builder, x: Value, dim: int, size: int) -> Value:
+    """Pads a dim with zeros at its end, or cuts it there."""
+    have = b.types[x].shape[dim]
+    if size <= have:
+        return slice_dim(b, x, dim, 0, size)
+    zero = b.splat(0, b.types[x].with_shape(()))
+    return pad_dim(b, x, dim, 0, size - have, zero)
+
+
+def start_of(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:
+    """Where this device's piece of a dim starts, an i32 scalar."""
+    pieces = piece_sizes(size, axes, mesh)
+
+    def make() -> Value:
+        if is_even(size, axes, mesh):
+            return b.binary("multiply", axis_index(b, axes), b.constant(pieces[-1], "i32"))
+        start = b.constant(0, "i32")
+        for level, a in enumerate(axes):
+            step = b.binary("multiply", axis_index(b, (a,)), b.constant(pieces[level + 1], "i32"))
+            start = b.binary("add", start, step)
+        return start
+
+    return b.once(("start", size, axes), make)
+
+
+def own_count(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:
+    """How many elements of this device's piece are not padding, an i32 scalar."""
+    pieces = piece_sizes(size, axes, mesh)
+
+    def make() -> Value:
+        own = b.constant(size, "i32")
+        if is_even(size, axes, mesh):
+            return b.constant(pieces[-1], "i32")
+        for level, a in enumerate(axes):
+            piece = b.constant(pieces[level + 1], "i32")
+            before = b.binary("multiply", axis_index(b, (a,)), piece)
+            own = b.binary("minimum", piece, b.binary("subtract", own, before))
+            own = b.binary("maximum", own, b.constant(0, "i32"))
+        return own
+
+    return b.once(("own", size, axes), make)
+
+
+def mask(
+    b: Builder,
+    x: Value,
+    shape: Sequence[int],
+    sharding: Sharding,
+    mesh: Mesh,
+    fill: Any,
+    dims: Sequence[int],
+) -> Value:
+    """Replaces the padding along some dims.
+
+    Args:
+      b: where to.
+      x: the local value.
+      shape: global shape.
+      sharding: how it is split.
+      mesh: the mesh.
+      fill: the element that padding becomes.
+      dims: the dims along which padding would be seen.
+    """
+    return replace_padding(b, x, shape, sharding, mesh, lambda: b.splat(fill, b.types[x]), dims)
+
+
+def replace_padding(
+    b: Builder,
+    x: Value,
+    shape: Sequence[int],
+    sharding: Sharding,
+    mesh: Mesh,
+    filler: Callable[[], Value],
+    dims: Sequence[int],
+) -> Value:
+    """As `mask`, with a value like `x` that `filler` makes where there is padding at all."""
+    type_ = b.types[x]
+    for d in dims:
+        axes = sharding.dims[d]
+        if is_even(shape[d], axes, mesh):
+            continue
+        position = b.iota(TensorType(type_.shape, "i32"), d)
+        count = b.broadcast(own_count(b, shape[d], axes, mesh), type_.shape)
+        x = b.select(b.compare("LT", position, count), x, filler())
+    return x

@@ -1,0 +1,134 @@
+"""The table op name -> local lowering, and what a local lowering gets to work with.
+
+A sharding rule says what an op's pieces look like; its local lowering, registered beside it under
+the same name, says how one device computes its piece from pieces. Most ops are themselves at
+local shapes (`same_op`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from spmd.errors import SpmdError, UnsupportedOpError
+from spmd.ir.builder import Builder
+from spmd.ir.dialect.registry import rule_name, rule_of
+from spmd.ir.dialect.rule import REDUCE, Rule
+from spmd.ir.program import Op, Value
+from spmd.ir.types import Attribute, TensorType, local_type
+from spmd.lowering.device_ops import axis_index
+from spmd.lowering.local.padding import mask
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes
+from spmd.planning.plan import Choice
+
+
+class LocalOp:
+    """One op to lower: the global op, its choice, and the local operands.
+
+    Attributes:
+      b: where local ops go.
+      mesh: the mesh.
+      op: the global op.
+      rule: its rule.
+      choice: its assignment and what follows from it.
+      operands: local values, in the shardings of `choice.operands`.
+    """
+
+    def __init__(
+        self, b: Builder, mesh: Mesh, op: Op, choice: Choice, operands: Sequence[Value]
+    ) -> None:
+        self.b = b
+        self.mesh = mesh
+        self.op = op
+        self.choice = choice
+        self.operands = tuple(operands)
+        self.rule: Rule = rule_of(op.kind, op.loc)
+
+    @property
+    def attrs(self) -> Mapping[str, Attribute]:
+        """The global op's attributes."""
+        return self.op.kind.attrs
+
+    def result_types(self) -> tuple[TensorType, ...]:
+        """Local types of the results."""
+        return tuple(
+            local_type(type_, sharding, self.mesh)
+            for type_, sharding in zip(self.op.kind.results, self.choice.results, strict=True)
+        )
+
+    def emit(
+        self, operands: Sequence[Value] | None = None, **changed: Attribute
+    ) -> tuple[Value, ...]:
+        """The op itself at local types, with some operands or attributes changed."""
+        return self.b.op(
+            self.op.name,
+            self.operands if operands is None else operands,
+            self.result_types(),
+            {**self.attrs, **changed},
+        )
+
+    def split(self, value_dims: Sequence[tuple[int, ...]], dim: int) -> Axes:
+        """Atoms that split one dim of a value, given by its factors."""
+        return tuple(a for f in value_dims[dim] for a in self.choice.assignment[f])
+
+    def index(self, axes: Axes) -> Value:
+        """This device's coordinate along some atoms, an i32 scalar."""
+        return axis_index(self.b, axes)
+
+    def masked(self, number: int, fill: Any, dims: Sequence[int]) -> Value:
+        """An operand with the padding along some of its dims replaced by `fill`."""
+        shape = self.op.kind.operands[number].shape
+        sharding = self.choice.operands[number]
+        return mask(self.b, self.operands[number], shape, sharding, self.mesh, fill, dims)
+
+    def reduced_dims(self, number: int) -> tuple[int, ...]:
+        """Dims of an operand along which the op reduces."""
+        kinds = [self.rule.factors[f].kind for dim in self.rule.operands[number] for f in dim[:1]]
+        return tuple(d for d, kind in enumerate(kinds) if kind == REDUCE)
+
+    def is_first(self, axes: Axes) -> Value:
+        """Whether this device's coordinate along some atoms is 0, an i1 scalar."""
+        return self.b.compare("EQ", self.index(axes), self.b.constant(0, "i32"))
+
+
+LocalFunction = Callable[[LocalOp], tuple[Value, ...]]
+_LOCAL: dict[str, LocalFunction] = {}
+
+
+def local(*names: str) -> Callable[[LocalFunction], LocalFunction]:
+    """Decorator: the function lowers these ops to one device."""
+
+    def register(function: LocalFunction) -> LocalFunction:
+        for name in names:
+            if name in _LOCAL:
+                raise SpmdError(f"op {name} already has a local lowering")
+            _LOCAL[name] = function
+        return function
+
+    return register
+
+
+def registered_ops() -> tuple[str, ...]:
+    """Names of all ops with a local lowering, sorted."""
+    return tuple(sorted(_LOCAL))
+
+
+def lower_op(local_op: LocalOp) -> tuple[Value, ...]:
+    """Appends the local form of an op and returns its local results.
+
+    Raises:
+      UnsupportedOpError: the op has a rule but no local lowering.
+    """
+    name = rule_name(local_op.op.kind)
+    function = _LOCAL.get(name)
+    if function is None:
+        raise UnsupportedOpError(
+            f"no local lowering for op {name}", op=name, source=local_op.op.loc.source
+        )
+    return function(local_op)
+
+
+def same_op(op: LocalOp) -> tuple[Value, ...]:
+    """The op itself: its local piece depends on the local pieces of its operands alone."""
+    return op.emit()

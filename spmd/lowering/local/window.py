@@ -1,0 +1,170 @@
+"""Local lowerings of sliding windows: reductions, running totals, and scatters of the selected.
+
+Each fetches what its piece of the result reads, then is the op itself without padding along the
+split dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd.ir.bodies import inline_elementwise
+from spmd.ir.builder import identity_element
+from spmd.ir.dialect.halo import Need, Window
+from spmd.ir.dialect.rule import REDUCE, WINDOW
+from spmd.ir.dialect.window import Sliding, covers, running_dim
+from spmd.ir.program import Value
+from spmd.ir.types import Attribute
+from spmd.lowering.local.dims import gather_dim, resized, slice_dim, take_dim
+from spmd.lowering.local.neighbours import Dims, base_of, fetched
+from spmd.lowering.local.table import LocalOp, local
+from spmd.mesh.sharding import Axes, piece_sizes, tile
+
+
+@local("stablehlo.reduce_window")
+def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
+    """Windows over fetched elements; what does not exist is the initial value."""
+    kind, dims = op.op.kind, Dims(op)
+    running = running_dim(kind)
+    if running is not None and dims.split(running[0], WINDOW):
+        return _running(op, *running)
+    count = len(op.operands) // 2
+    inits = op.operands[count:]
+    sliding = Sliding(kind, kind.operands[0].rank)
+    xs = list(op.operands[:count])
+    padding, base = list(sliding.padding), list(sliding.base)
+    sizes, strides = list(op.attrs["window_dimensions"]), list(sliding.strides)
+    for d in range(sliding.rank):
+        if covers(kind, sliding, d) and (axes := dims.split(d, REDUCE, of_result=False)):
+            element = identity_element(op.attrs["reducer"], kind.operands[0].dtype)
+            fill = op.b.constant(element, kind.operands[0].dtype)
+            need = _own(op, d, axes)
+            xs = [fetched(op, i, x, d, axes, need, fill) for i, x in enumerate(xs)]
+            sizes[d], strides[d], padding[d] = need.length, 1, (0, 0)
+        elif (axes := dims.split(d, WINDOW)) and running is None:
+            span = (sizes[d] - 1) * sliding.window[d] + 1
+            out = kind.results[0].shape[d]
+            window = Window(out, strides[d], padding[d][0], base[d], span)
+            made = [
+                base_of(op, i, x, d, window, axes, init)
+                for i, (x, init) in enumerate(zip(xs, inits, strict=True))
+            ]
+            xs = [m.value for m in made]
+            padding[d], base[d] = (made[0].low, made[0].high), made[0].dilation
+    attrs: dict[str, Attribute] = {
+        "padding": tuple(padding),
+        "base_dilations": tuple(base),
+        "window_dimensions": tuple(sizes),
+        "window_strides": tuple(strides),
+    }
+    return op.emit([*xs, *inits], **attrs)
+
+
+def _own(op: LocalOp, dim: int, axes: Axes) -> Need:
+    """Just the tile, without its padding."""
+    size = op.op.kind.operands[0].shape[dim]
+    piece = piece_sizes(size, axes, op.mesh)[-1]
+    tiles = [tile(size, axes, op.mesh, i) for i in range(op.mesh.extent(axes))]
+    return Need.of(size, piece, [(start, start, start + own) for start, own in tiles])
+
+
+def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
+    """Running totals of the pieces, and the total of all pieces before added to each.
+
+    before: `reduce_window %1` over the whole of a split dim
+    after:  `%2 = reduce_window %1; %3 = all_gather (last of %2); %4 = reduce_window %3`
+            `%5 = body(%4[index], %2)`
+    """
+    b, count = op.b, len(op.operands) // 2
+    inits = op.operands[count:]
+    axes = op.choice.operands[0].dims[dim]
+    devices = op.mesh.extent(axes)
+    need = _own(op, dim, axes)
+    xs = [fetched(op, i, op.operands[i], dim, axes, need, inits[i]) for i in range(count)]
+    piece = need.length
+    totals = _windows_of(op, xs, inits, dim, piece, piece - 1, backwards)
+    last = 0 if backwards else piece - 1
+    edges = [slice_dim(b, t, dim, last, last + 1) for t in totals]
+    with b.noted(f"{op.op.label} along dim {dim} needs the totals of the pieces before"):
+        gathered = [gather_dim(b, edge, dim, axes, op.mesh) for edge in edges]
+    sums = _windows_of(op, gathered, inits, dim, devices, devices, backwards)
+    places = [i + backwards for i in range(devices)]
+    before = [
+        b.broadcast(take_dim(b, s, dim, axes, places, 1), b.types[t].shape, range(b.types[t].rank))
+        for s, t in zip(sums, totals, strict=True)
+    ]
+    args = (*totals, *before) if backwards else (*before, *totals)
+    return inline_elementwise(b, op.attrs["body"], args, b.types[totals[0]].shape)
+
+
+def _windows_of(
+    op: LocalOp,
+    xs: Sequence[Value],
+    inits: Sequence[Value],
+    dim: int,
+    size: int,
+    pad: int,
+    backwards: bool,
+) -> tuple[Value, ...]:
+    """The op with windows of `size` along a dim and `pad` elements before (or behind) it."""
+    b, rank = op.b, op.op.kind.results[0].rank
+    padding = (0, pad) if backwards else (pad, 0)
+    length = b.types[xs[0]].shape[dim] + pad - size + 1
+    attrs = {
+        **op.attrs,
+        "window_dimensions": resized((1,) * rank, dim, size),
+        "padding": tuple(padding if d == dim else (0, 0) for d in range(rank)),
+    }
+    types = [b.types[x].with_shape(resized(b.types[x].shape, dim, length)) for x in xs]
+    return b.op(op.op.name, (*xs, *inits), types, attrs)
+
+
+@local("stablehlo.select_and_scatter")
+def _select_and_scatter(op: LocalOp) -> tuple[Value, ...]:
+    """All windows that touch the piece, whole; then the piece is cut out of what they scatter to.
+
+    Windows that do not exist scatter the identity of the reduction.
+    """
+    b, (x, source, init), dims = op.b, op.operands, Dims(op)
+    kind = op.op.kind
+    shape = list(op.result_types()[0].shape)
+    cuts = []
+    for d in range(kind.results[0].rank):
+        axes = dims.split(d, WINDOW)
+        if axes:
+            element = identity_element(op.attrs["reducer"], kind.operands[1].dtype)
+            fill = b.constant(element, kind.operands[1].dtype)
+            around, windows, skips = _scatter_needs(op, d, axes)
+            x = fetched(op, 0, x, d, axes, around, None)
+            source = fetched(op, 1, source, d, axes, windows, fill)
+            cuts.append((d, axes, skips, shape[d]))
+            shape[d] = around.length
+    type_ = kind.results[0].with_shape(tuple(shape))
+    (made,) = b.op(op.op.name, (x, source, init), (type_,), op.attrs)
+    for d, axes, skips, length in cuts:
+        made = take_dim(b, made, d, axes, skips, length)
+    return (made,)
+
+
+def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[int]]:
+    """Operand and source elements around each tile, and where the tile starts in the former."""
+    kind, mesh = op.op.kind, op.mesh
+    size, count = kind.operands[0].shape[dim], kind.operands[1].shape[dim]
+    span = op.attrs["window_dimensions"][dim]
+    stride = Sliding(kind, kind.operands[0].rank).strides[dim]
+    piece = piece_sizes(size, axes, mesh)[-1]
+    tiles = [tile(size, axes, mesh, i) for i in range(mesh.extent(axes))]
+    firsts = [(start - span + 1) // stride for start, _ in tiles]
+    skips = [start - first * stride for (start, _), first in zip(tiles, firsts, strict=True)]
+    skips = [skip if own else skips[0] for skip, (_, own) in zip(skips, tiles, strict=True)]
+    lasts = [(start + own - 1) // stride for start, own in tiles]
+    touching = max(last - first + 1 for first, last in zip(firsts, lasts, strict=True))
+    length = max((touching - 1) * stride + span, max(skips) + piece)
+    touching = (length - span) // stride + 1
+    windows, around = [], []
+    for first, last, (start, own) in zip(firsts, lasts, tiles, strict=True):
+        low, high = (max(first, 0), min(last + 1, count)) if own else (0, 0)
+        windows.append((first, low, high))
+        reach = ((high - 1) * stride + span) if low < high else start
+        around.append((first * stride, max(low * stride, 0), reach if own else 0))
+    return Need.of(size, length, around), Need.of(count, touching, windows), skips

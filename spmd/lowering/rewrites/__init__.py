@@ -1,0 +1,1 @@
+"""Rewrites of the local program, one file each, in the order of `optimize.py`."""

@@ -1,0 +1,62 @@
+"""How much arithmetic lies in front of each op of a local program, to hide communication behind."""
+
+from __future__ import annotations
+
+from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
+from spmd.ir.legality import COLLECTIVES
+from spmd.ir.program import Op, Program, Region, Value
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+from spmd.predict.fusion import stored_values
+from spmd.predict.timeline import local_seconds
+from spmd.reshard.comm import collective_seconds
+
+
+class Clock:
+    """Predicted seconds of a program's ops, whichever order rewrites bring them in.
+
+    Ops that rewrites add afterwards only move a few bytes around: they take none.
+
+    Args:
+      program: a local program.
+      mesh: its mesh.
+      topology: the machine.
+    """
+
+    def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
+        self.program, self.mesh, self.topology = program, mesh, topology
+        self.stored = stored_values(program)
+        self.producers = producers_of(program)
+        self._known: dict[Value, float] = {}
+
+    def starts(self, region: Region) -> list[float]:
+        """For each op of a block, the seconds of arithmetic in front of it."""
+        found, now = [], 0.0
+        for op in region.ops:
+            found.append(now)
+            now += self.arithmetic(op)
+        return found
+
+    def arithmetic(self, op: Op) -> float:
+        """Seconds of an op's arithmetic, and of all that is inside it."""
+        if op.name in COLLECTIVES or not op.results:
+            return 0.0
+        seconds = self._known.get(op.results[0])
+        if seconds is None:
+            seconds = self._known[op.results[0]] = self._arithmetic(op)
+        return seconds
+
+    def _arithmetic(self, op: Op) -> float:
+        if op.regions:
+            trips = 1
+            if op.name == "stablehlo.while":
+                count = trip_count(self.program, op, self.producers)
+                trips = UNKNOWN_TRIPS if count is None else count
+            return trips * sum(self.arithmetic(inner) for r in op.regions for inner in r.ops)
+        return local_seconds(op, self.stored, self.topology, self.producers)
+
+    def exchange(self, op: Op, sent: bool = True) -> float:
+        """Seconds of a collective, with or without those that depend on its bytes."""
+        before, after = op.kind.operands[0].bytes * sent, op.kind.results[0].bytes * sent
+        axes = op.kind.attrs["axes"]
+        return collective_seconds(op.label, axes, before, after, self.mesh, self.topology)

@@ -1,0 +1,186 @@
+"""Rewrite: small collectives of one kind over the same axes travel together, as one flat buffer.
+
+before: `%3 = all_reduce %1 {data}; ...; %9 = all_reduce %8 {data}`
+after:  `...; %20 = all_reduce concatenate(flat %1, flat %8) {data}; %3, %9 = slices of %20`
+
+A small collective costs latency, not bytes: one for all costs it once. A reduction moves up to
+where its operand is made, and waits there until one of those that wait with it is read. A gather
+comes where the first of those that travel together is read; the others' operands must be there by
+then. Nothing waits, or comes early, across so much arithmetic that each collective would have been
+hidden behind it alone, and what is together at a time is bounded in bytes: that is the memory that
+the flat buffer takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from spmd.ir.builder import Builder
+from spmd.ir.program import Op, Program, Region, Value, free_values
+from spmd.lowering.rewrites.clock import Clock
+from spmd.lowering.rewrites.flat import DIMS, combined
+
+MEMBERS = 4
+"""A bucket has room for at least so many: larger collectives are worth their own start."""
+
+PATIENCE = 16
+"""A collective waits, or comes early, for so many times as long as it takes."""
+
+
+class _Key(NamedTuple):
+    name: str
+    axes: tuple[int, ...]
+    groups: object
+    body: object
+    dtype: str
+
+
+class _Bucket:
+    """Collectives that travel together.
+
+    Attributes:
+      ops: these.
+      bytes: of their flat buffer.
+      until: when enough arithmetic has passed to hide them all.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.ops: list[Op] = []
+        self.bytes = 0
+        self.until = now
+
+    def add(self, op: Op, seconds: float) -> None:
+        """One more, that takes so long alone."""
+        self.ops.append(op)
+        self.bytes += _bytes(op)
+        self.until += PATIENCE * seconds
+
+
+def combine(program: Program, clock: Clock, target: int) -> Program:
+    """Combines small collectives within each block.
+
+    Args:
+      program: a local program.
+      clock: says what a start costs, what a copy, and how much arithmetic lies between.
+      target: bytes of a flat buffer.
+    """
+    run = _Combiner(program, clock, target)
+    body = run.region(program.body)
+    return program._replace(types=tuple(run.b.types), body=body)
+
+
+class _Combiner:
+    def __init__(self, program: Program, clock: Clock, target: int) -> None:
+        self.clock, self.target = clock, target
+        self.b = Builder()
+        self.b.types = list(program.types)
+
+    def region(self, old: Region) -> Region:
+        """A block with its collectives combined."""
+        inside = {id(op): tuple(map(self.region, op.regions)) for op in old.ops if op.regions}
+        self.b.begin(isolated=True)
+        starts = self.clock.starts(old)
+        start_of = {id(op): start for op, start in zip(old.ops, starts, strict=True)}
+        together = self.gathers(old, starts)
+        waiting: dict[_Key, _Bucket] = {}
+        bucket_of: dict[Value, _Key] = {}
+
+        def flush(key: _Key) -> None:
+            bucket = waiting.pop(key)
+            for member in bucket.ops:
+                del bucket_of[member.results[0]]
+            combined(self.b, bucket.ops)
+
+        for op in self.started_early(old):
+            group = together.get(id(op), [op])
+            reads = [v for member in group for v in member.operands]
+            reads += [v for r in op.regions for v in free_values(r)]
+            for key in dict.fromkeys(bucket_of[v] for v in reads if v in bucket_of):
+                if key in waiting:
+                    flush(key)
+            now = start_of[id(op)]
+            for key in [k for k, bucket in waiting.items() if now > bucket.until]:
+                flush(key)
+            if op.regions:
+                self.b.append(op._replace(regions=inside[id(op)]))
+            elif self.is_small(op) and op.name != "stablehlo.all_gather":
+                key = _key(op)
+                if key in waiting and waiting[key].bytes + _bytes(op) > self.target:
+                    flush(key)
+                waiting.setdefault(key, _Bucket(now)).add(op, self.clock.exchange(op))
+                bucket_of[op.results[0]] = key
+            elif group:
+                combined(self.b, group)
+        for key in list(waiting):
+            flush(key)
+        return self.b.end(old.args, old.results)
+
+    # What may travel together.
+
+    def is_small(self, op: Op) -> bool:
+        """Whether a collective's start costs more than the copies that save it."""
+        if op.name not in DIMS or len(op.operands) != 1 or "axes" not in op.kind.attrs:
+            return False
+        if not 0 < _bytes(op) <= self.target // MEMBERS:
+            return False
+        copies = 4 * _bytes(op) / self.clock.topology.hbm_bandwidth
+        return copies < self.clock.exchange(op, sent=False)
+
+    def gathers(self, region: Region, starts: Sequence[float]) -> dict[int, list[Op]]:
+        """For each gather what it travels with: in full for the first of them, else nothing."""
+        made_at = {v: i for i, op in enumerate(region.ops) for v in op.results}
+        places: dict[_Key, list[int]] = {}
+        for i, op in enumerate(region.ops):
+            if op.name == "stablehlo.all_gather" and self.is_small(op):
+                places.setdefault(_key(op), []).append(i)
+        together: dict[int, list[Op]] = {}
+        for alike in places.values():
+            for number, i in enumerate(alike):
+                op = region.ops[i]
+                if id(op) in together:
+                    continue
+                bucket, seconds = _Bucket(starts[i]), self.clock.exchange(op)
+                bucket.add(op, seconds)
+                until = bucket.until
+                for j in alike[number + 1 :]:
+                    other = region.ops[j]
+                    if starts[j] > until or bucket.bytes + _bytes(other) > self.target:
+                        break
+                    if id(other) not in together and made_at.get(other.operands[0], -1) < i:
+                        bucket.add(other, seconds)
+                        together[id(other)] = []
+                together[id(op)] = bucket.ops
+        return together
+
+    def started_early(self, region: Region) -> list[Op]:
+        """The ops of a block with every small reduction right behind the op of its operand."""
+        early: dict[Value, list[Op]] = {}
+        made = {result for op in region.ops for result in op.results}
+        for op in region.ops:
+            reduces = op.name != "stablehlo.all_gather"
+            if reduces and self.is_small(op) and op.operands[0] in made:
+                early.setdefault(op.operands[0], []).append(op)
+        moved = {id(op) for ops in early.values() for op in ops}
+        ordered: list[Op] = []
+        for op in region.ops:
+            if id(op) in moved:
+                continue
+            ordered.append(op)
+            ready = list(op.results)
+            while ready:  # a reduction may feed another one over other axes
+                for follower in early.get(ready.pop(0), ()):
+                    ordered.append(follower)
+                    ready += follower.results
+        return ordered
+
+
+def _key(op: Op) -> _Key:
+    attrs = op.kind.attrs
+    dtype = op.kind.operands[0].dtype
+    return _Key(op.name, attrs["axes"], attrs.get("groups"), attrs.get("body"), dtype)
+
+
+def _bytes(op: Op) -> int:
+    """Bytes that a collective takes of a flat buffer, on its larger side."""
+    return max(op.kind.operands[0].bytes, op.kind.results[0].bytes)

@@ -1,0 +1,137 @@
+"""Rewrite: what a loop exchanges in each iteration, though it never changes, is exchanged once.
+
+before: `while(%0) { body(%1): ...; %2 = all_gather %1; ...; return %1 }`
+after:  `%3 = all_gather %0; while(%0, %3) { body(%1, %2): ...; return %1, %2 }`
+
+The loop hands the operand on as it is, perhaps converted, transposed or reshaped on the way to the
+exchange. Its result becomes one more carry, which takes memory as long as the loop runs: where
+the device has not got that much left, the exchange stays. (Which carries are split is the plan's
+choice, with prices for memory; this finds what is exchanged inside whatever it chose.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from spmd.ir.builder import Builder
+from spmd.ir.control_flow import producers_of, trip_count
+from spmd.ir.legality import COLLECTIVES
+from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
+from spmd.lowering.rewrites.moves import MOVES
+from spmd.lowering.rewrites.room import Room
+from spmd.predict.fusion import is_untouched
+
+
+def hoist(program: Program, room: Room) -> Program:
+    """Moves collectives of loop-invariant operands in front of their loop.
+
+    Args:
+      program: a local program.
+      room: the memory of one device.
+    """
+    if not any(op.name == "stablehlo.while" for op in program.walk()):
+        return program
+    run = _Hoist(program, room)
+    body = run.region(program.body)
+    return program._replace(types=tuple(run.b.types), body=body)
+
+
+class _Hoist:
+    def __init__(self, program: Program, room: Room) -> None:
+        self.program, self.room = program, room
+        self.producers = producers_of(program)
+        self.taken = 0
+        self.b = Builder()
+        self.b.types = list(program.types)
+
+    @cached_property
+    def left(self) -> int:
+        """What the program leaves free as it was."""
+        return self.room.left(self.program)
+
+    def region(self, old: Region) -> Region:
+        """A block whose loops have been rid of what does not change, the inner ones first."""
+        self.b.begin(isolated=True)
+        for op in old.ops:
+            if op.regions:
+                op = op._replace(regions=tuple(map(self.region, op.regions)))
+            if op.name == "stablehlo.while" and self.runs_again(op):
+                op = self.relieved(op)
+            self.b.append(op)
+        return self.b.end(old.args, old.results)
+
+    def runs_again(self, loop: Op) -> bool:
+        trips = trip_count(self.program, loop, self.producers)
+        return trips is None or trips > 1
+
+    def relieved(self, loop: Op) -> Op:
+        """The loop without its invariant exchanges, which go in front of it."""
+        body = loop.regions[1]
+        outside = {
+            argument: loop.operands[i]
+            for i, argument in enumerate(body.args)
+            if is_untouched(loop, i)
+        }
+        moves: dict[Value, Op] = {}
+        hoisted: dict[Value, Value] = {}
+        for op in body.ops:
+            if len(op.operands) != 1 or len(op.results) != 1:
+                continue
+            (operand,), (result,) = op.operands, op.results
+            if operand not in outside and operand not in moves:
+                continue
+            if op.name in MOVES:
+                moves[result] = op
+            elif op.name in COLLECTIVES and self.fits(op):
+                outside[result] = hoisted[result] = self.outside(op, outside, moves)
+        return self.carrying(loop, hoisted) if hoisted else loop
+
+    def fits(self, op: Op) -> bool:
+        """Whether there is memory left for a result as long as the loop runs."""
+        size = op.kind.results[0].bytes
+        if self.taken + size > self.left:
+            return False
+        self.taken += size
+        return True
+
+    def outside(self, op: Op, known: dict[Value, Value], moves: dict[Value, Op]) -> Value:
+        """An op of the body again, in front of the loop, with what its operand is made of."""
+        (operand,) = op.operands
+        source = known.get(operand)
+        if source is None:
+            source = self.outside(moves[operand], known, moves)
+        note = f"{op.loc.note} (once, not in each iteration)" if op.name in COLLECTIVES else ""
+        self.b.loc = op.loc._replace(note=note.strip())
+        (result,) = self.b.repeat(op.kind, (source,))
+        return result
+
+    def carrying(self, loop: Op, hoisted: dict[Value, Value]) -> Op:
+        """The loop with more carries: in its body they are what the exchanges were."""
+        cond, body = loop.regions
+        ops = tuple(op for op in body.ops if hoisted.keys().isdisjoint(op.results))
+        read = _read(ops, body.results)
+        inner = tuple(v for v in hoisted if v in read)
+        outer = tuple(hoisted[v] for v in inner)
+        types = tuple(self.b.types[v] for v in outer)
+        seen = tuple(self.b.value(type_) for type_ in types)
+        results = tuple(self.b.value(type_) for type_ in types)
+        kind = loop.kind
+        return loop._replace(
+            kind=OpKind(kind.name, kind.operands + types, kind.results + types, kind.attrs),
+            operands=loop.operands + outer,
+            results=loop.results + results,
+            regions=(
+                cond._replace(args=cond.args + seen),
+                Region(body.args + inner, ops, body.results + inner),
+            ),
+        )
+
+
+def _read(ops: Sequence[Op], results: Sequence[Value]) -> set[Value]:
+    """What is read by some ops, but for those whose results are not."""
+    read = set(results)
+    for op in reversed(ops):
+        if op.regions or not read.isdisjoint(op.results) or op.name == "stablehlo.custom_call":
+            read.update(op.operands, *(free_values(region) for region in op.regions))
+    return read

@@ -1,0 +1,72 @@
+"""Ops that can change places with a collective along one dim: what becomes of the dim, and of them.
+
+A convert, a transpose or a reshape of a gathered value is the gathered value of a convert, a
+transpose or a reshape; a slice of an elementwise op is the op of slices. All that changes is the
+size of one dim, which `operand_dim` and `result_dim` follow from one side of the op to the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from spmd.ir.builder import Builder
+from spmd.ir.dialect.elementwise import CHLO, LINEAR, NONLINEAR
+from spmd.ir.program import Op, OpKind, Value
+from spmd.ir.types import TensorType
+
+MOVES = ("stablehlo.convert", "stablehlo.transpose", "stablehlo.reshape")
+"""Ops of one operand that move its elements around, or change their type."""
+
+_ELEMENTWISE = frozenset(
+    [f"stablehlo.{name}" for name in (*NONLINEAR, *LINEAR)] + [f"chlo.{name}" for name in CHLO]
+)
+
+
+def is_elementwise(kind: OpKind) -> bool:
+    """Whether an element of the one result depends on the same elements of the operands alone."""
+    return kind.name in _ELEMENTWISE and len(kind.results) == 1
+
+
+def operand_dim(kind: OpKind, dim: int) -> int | None:
+    """The operands' dim that is cut (or joined) where the result's dim is; None if none is."""
+    if kind.name == "stablehlo.transpose":
+        found: int = kind.attrs["permutation"][dim]
+        return found
+    if kind.name == "stablehlo.reshape":
+        return _same_place(kind.results[0].shape, dim, kind.operands[0].shape)
+    return dim if is_elementwise(kind) else None
+
+
+def result_dim(kind: OpKind, dim: int) -> int | None:
+    """The result's dim that is cut (or joined) where the operands' dim is; None if none is."""
+    if kind.name == "stablehlo.transpose":
+        found: int = kind.attrs["permutation"].index(dim)
+        return found
+    if kind.name == "stablehlo.reshape":
+        return _same_place(kind.operands[0].shape, dim, kind.results[0].shape)
+    return dim if is_elementwise(kind) else None
+
+
+def _same_place(shape: Sequence[int], dim: int, other: Sequence[int]) -> int | None:
+    """The dim of `other`, a reshape of `shape`, in front of which the same elements lie.
+
+    Pieces that are joined along either lie in the same order in both: `a (g b) c` and `a (g d) e`
+    are `a g` and whatever the pieces are made of.
+    """
+    before = math.prod(shape[:dim])
+    places = [d for d in range(len(other)) if math.prod(other[:d]) == before]
+    if not before or not places:
+        return None
+    return next((d for d in places if other[d] > 1), places[-1])
+
+
+def resized(type_: TensorType, dim: int, times: int, parts: int = 1) -> TensorType:
+    """A type with one dim so many times as large, and cut into so many parts."""
+    shape = type_.shape
+    return type_.with_shape((*shape[:dim], shape[dim] * times // parts, *shape[dim + 1 :]))
+
+
+def again(b: Builder, op: Op, operands: Sequence[Value], result: TensorType) -> Value:
+    """Appends an op of the same name and attributes at another size."""
+    return b.op(op.name, operands, (result,), op.kind.attrs)[0]

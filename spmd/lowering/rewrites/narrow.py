@@ -1,0 +1,133 @@
+"""Rewrite: what only moves elements between devices moves them in the narrowest type.
+
+before: `%2 = all_gather %1 : f32; %3 = transpose %2; %4 = convert %3 : bf16` (no other use)
+after:  `%2 = convert %1 : bf16; %3 = all_gather %2; %4 = transpose %3`
+
+before: `%2 = convert %1 : f32; %3 = transpose %2; %4 = all_gather %3` (`%1` is bf16)
+after:  `%2 = transpose %1; %3 = all_gather %2; %4 = convert %3 : f32`
+
+A convert of elements gives the same wherever they lie, so both change no number. Reductions are
+left alone: their terms' type is the precision of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd.ir.builder import Builder
+from spmd.ir.control_flow import producers_of, users_of
+from spmd.ir.program import Op, Program, Value
+from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.types import TensorType, dtype_bits
+from spmd.lowering.rewrites.moves import again
+
+_EXCHANGES = ("stablehlo.all_gather", "stablehlo.all_to_all", "stablehlo.collective_permute")
+_SHAPES = ("stablehlo.transpose", "stablehlo.reshape")
+
+
+def narrow(program: Program) -> Program:
+    """Widens after exchanges instead of before, and narrows before instead of after."""
+    return _narrowed_first(_widened_last(program))
+
+
+def _is_narrower(dtype: str, other: str) -> bool:
+    """Whether elements travel as fewer bytes; pieces of a byte are not sent at all."""
+    return 8 <= dtype_bits(dtype) < dtype_bits(other)
+
+
+def _passes_on(op: Op) -> bool:
+    """Whether an op hands the elements of its one operand on, as they are."""
+    return len(op.results) == 1 and (op.name in _EXCHANGES or op.name in _SHAPES)
+
+
+def _widened_last(program: Program) -> Program:
+    made = producers_of(program)
+    narrow_form: dict[Value, Value] = {}
+
+    def narrow_of(b: Builder, value: Value) -> Value | None:
+        """A narrower value of which this one is the convert, moved like it."""
+        if value in narrow_form:
+            return narrow_form[value]
+        op = made.get(value)
+        if op is None:
+            return None
+        if op.name == "stablehlo.convert":
+            before, after = (types[0].dtype for types in (op.kind.operands, op.kind.results))
+            return op.operands[0] if _is_narrower(before, after) else None
+        if op.name not in _SHAPES or (inner := narrow_of(b, op.operands[0])) is None:
+            return None
+        return _retyped(b, op, inner)
+
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
+        made.update((result, op) for result in op.results)
+        if op.name not in _EXCHANGES or len(op.results) != 1:
+            return None
+        source = narrow_of(b, op.operands[0])
+        if source is None:
+            return None
+        exchanged = _retyped(b, op, source)
+        wide = b.convert(exchanged, op.kind.results[0].dtype)
+        narrow_form[wide] = exchanged
+        return (wide,)
+
+    return edit_ops(program, edit)
+
+
+def _narrowed_first(program: Program) -> Program:
+    wanted = _wanted_types(program)
+    if not wanted:
+        return program
+    made = producers_of(program)
+
+    def narrowed(b: Builder, value: Value, dtype: str) -> Value:
+        op = made.get(value)
+        widened = op is not None and op.name == "stablehlo.convert"
+        if op is not None and widened and op.kind.operands[0].dtype == dtype:
+            return op.operands[0]
+        return b.once(("narrowed", value, dtype), lambda: b.convert(value, dtype))
+
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
+        made.update((result, op) for result in op.results)
+        if len(op.results) != 1:
+            return None
+        (result,) = op.results
+        if op.name == "stablehlo.convert" and op.kind.results[0] == b.types[op.operands[0]]:
+            return op.operands
+        if result not in wanted:
+            return None
+        return (_retyped(b, op, narrowed(b, op.operands[0], wanted[result])),)
+
+    return edit_ops(program, edit)
+
+
+def _wanted_types(program: Program) -> dict[Value, str]:
+    """The one narrower type that all uses of what an exchange moves convert it to."""
+    users = users_of(program)
+    found: dict[Value, str] = {}
+
+    def wanted(use: Op | None, have: str) -> str | None:
+        if use is None:
+            return None
+        if use.name == "stablehlo.convert":
+            dtype = use.kind.results[0].dtype
+            return dtype if _is_narrower(dtype, have) else None
+        return found.get(use.results[0]) if _passes_on(use) else None
+
+    ops = list(program.walk())
+    for op in reversed(ops):
+        if _passes_on(op):
+            uses = users.get(op.results[0], [])
+            types = {wanted(use, op.kind.results[0].dtype) for use, _ in uses}
+            if len(types) == 1 and (dtype := types.pop()) is not None:
+                found[op.results[0]] = dtype
+    moved: dict[Value, str] = {}
+    for op in ops:  # without exchange in front there is nothing to be gained
+        behind = op.name in _EXCHANGES or (op.operands and op.operands[0] in moved)
+        if behind and _passes_on(op) and op.results[0] in found:
+            moved[op.results[0]] = found[op.results[0]]
+    return moved
+
+
+def _retyped(b: Builder, op: Op, operand: Value) -> Value:
+    """The op on the same elements of another type."""
+    return again(b, op, (operand,), TensorType(op.kind.results[0].shape, b.types[operand].dtype))

@@ -1,0 +1,49 @@
+"""The rewrites of the local program, in order."""
+
+from __future__ import annotations
+
+from spmd.ir.program import Program
+from spmd.lowering.rewrites.clock import Clock
+from spmd.lowering.rewrites.combine import combine
+from spmd.lowering.rewrites.dead import remove_dead
+from spmd.lowering.rewrites.dedupe import dedupe
+from spmd.lowering.rewrites.hoist import hoist
+from spmd.lowering.rewrites.narrow import narrow
+from spmd.lowering.rewrites.order import order
+from spmd.lowering.rewrites.regather import regather
+from spmd.lowering.rewrites.room import Room
+from spmd.lowering.rewrites.share import share_gathers
+from spmd.lowering.rewrites.slices import slice_collectives
+from spmd.lowering.rewrites.two_level import two_level
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+
+
+def optimize(
+    program: Program,
+    mesh: Mesh,
+    topology: Topology,
+    combine_bytes: int,
+    prefetch: int,
+    room: Room,
+) -> Program:
+    """Applies every rewrite once, in the order in which one makes work for the next.
+
+    Args:
+      program: a local program.
+      mesh: its mesh.
+      topology: the machine, whose links decide between ways to do the same.
+      combine_bytes, prefetch: see `Options`.
+      room: the memory of one device.
+    """
+    program = dedupe(program)
+    program = narrow(program)
+    program = hoist(program, room)
+    program = regather(program)
+    program = dedupe(share_gathers(program))
+    program = slice_collectives(program, mesh)
+    program = remove_dead(program)
+    clock = Clock(program, mesh, topology)
+    program = combine(program, clock, combine_bytes)
+    program = two_level(program, mesh, topology)
+    return order(program, clock, prefetch, room)

@@ -1,0 +1,158 @@
+"""Rewrite: communication is issued early enough to be hidden, and not much earlier.
+
+before: `%2 = dot %0, %0; %3 = all_gather %1; %4 = dot %2, %3; ...; %7 = reduce_scatter %2`
+after:  `%3 = all_gather %1; %2 = dot %0, %0; %7 = reduce_scatter %2; %4 = dot %2, %3; ...`
+
+A block's arithmetic keeps its order; its collectives move up, with the cheap ops that feed them.
+
+- What makes nothing larger (reductions, exchanges) starts as soon as its operand is there: a
+  gradient's sum does not wait for the optimizer that reads it, and takes no more memory meanwhile.
+- A gather starts as late as it can be hidden behind the arithmetic in front of its first use, after
+  the gathers over the same links that are needed before it. It never starts before the use of the
+  gather that is so many places (`prefetch`) ahead of it, nor before a loop: that bounds the memory.
+
+Predictions of time and memory go by this order. Backends with a latency-hiding scheduler (TPUs;
+GPUs with `xla_gpu_enable_latency_hiding_scheduler`) look for one of their own; XLA's CPU backend
+schedules for memory alone and comes to the same schedule from any order.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+from spmd.ir.legality import COLLECTIVES
+from spmd.ir.program import Op, Program, Region, Value, free_values
+from spmd.lowering.rewrites.clock import Clock
+from spmd.lowering.rewrites.room import Room
+from spmd.predict.fusion import Role, role
+
+_NEVER = float("inf")
+
+
+def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
+    """Issues collectives early.
+
+    Args:
+      program: a local program.
+      clock: says how long things take.
+      prefetch: how many gathers over the same links are held or under way ahead of their use.
+      room: the memory of one device; an order that needs more is not taken, unless the one that is
+        given needs more still.
+    """
+    if prefetch == 0 or not any(op.name in COLLECTIVES for op in program.walk()):
+        return program
+
+    def region(old: Region) -> Region:
+        ops = tuple(
+            op._replace(regions=tuple(map(region, op.regions))) if op.regions else op
+            for op in old.ops
+        )
+        places = _Places(old, clock, prefetch).found
+        ranked = sorted(range(len(ops)), key=lambda i: (places[i], i))
+        return old._replace(ops=tuple(ops[i] for i in ranked))
+
+    ordered = program._replace(body=region(program.body))
+    left = room.left(ordered)
+    return ordered if left >= 0 or left >= room.left(program) else program
+
+
+class _Places:
+    """Where each op of a block is to stand, in numbers of ops of the order before.
+
+    Backwards over the block: whoever reads a value has its place before whoever makes it, and what
+    is made stands no later than what reads it.
+    """
+
+    def __init__(self, region: Region, clock: Clock, prefetch: int) -> None:
+        self.ops = region.ops
+        self.clock = clock
+        self.starts = clock.starts(region)
+        self.ready = self._ready()
+        self.earliest = self._earliest(prefetch)
+        self.found = [float(i) for i in range(len(self.ops))]
+        self.needed: dict[Value, float] = {}
+        self.used: dict[Value, float] = {}
+        self.links_free: dict[frozenset[int], float] = {}
+        for i in reversed(range(len(self.ops))):
+            self._place(i)
+
+    def _ready(self) -> list[int]:
+        """For each op the last one before it that it cannot move in front of, -1 if there is none.
+
+        It can move in front of cheap ops and collectives, which then move too.
+        """
+        found, made = [], dict[Value, int]()
+        for i, op in enumerate(self.ops):
+            found.append(max((made.get(v, -1) for v in op.operands), default=-1))
+            made.update((v, found[i] if _can_move(op) else i) for v in op.results)
+        return found
+
+    def _earliest(self, prefetch: int) -> dict[int, int]:
+        """For each gather the use of another one, or the loop, in front of which it may not go."""
+        loop, loops = -1, []
+        for i, op in enumerate(self.ops):
+            loop = i if op.regions else loop
+            loops.append(loop)
+        used: dict[Value, int] = {}
+        gathers: dict[frozenset[int], list[tuple[int, int]]] = {}
+        for i in reversed(range(len(self.ops))):
+            op = self.ops[i]
+            use = min((used.get(v, len(self.ops)) for v in op.results), default=i)
+            if _is_gather(op):
+                gathers.setdefault(_links(op), []).append((use, i))
+            for v in _reads(op):
+                used[v] = min(used.get(v, len(self.ops)), use if _can_move(op) else i)
+        found = {}
+        for uses in gathers.values():
+            in_order = sorted(uses)
+            for number, (_, i) in enumerate(in_order):
+                before = in_order[number - prefetch][0] if number >= prefetch else -1
+                found[i] = max(loops[i], before)
+        return found
+
+    def _place(self, i: int) -> None:
+        op = self.ops[i]
+        place = min([self.found[i], *(self.needed.get(v, _NEVER) for v in op.results)])
+        used = min((self.used.get(v, _NEVER) for v in op.results), default=_NEVER)
+        if op.name in COLLECTIVES:
+            wanted = self._of_gather(i, used) if _is_gather(op) else self._of_reduction(i)
+            place = min(place, max(wanted, self.ready[i] + 0.5))
+        self.found[i] = place
+        for v in _reads(op):
+            self.needed[v] = min(self.needed.get(v, _NEVER), place)
+            self.used[v] = min(self.used.get(v, _NEVER), used if _is_cheap(op) else place)
+
+    def _of_reduction(self, i: int) -> float:
+        """Right behind what makes its operand; of arguments, where it is."""
+        return self.ready[i] + 0.5 if self.ready[i] >= 0 else float(i)
+
+    def _of_gather(self, i: int, used: float) -> float:
+        """As late as it can be hidden, its links being busy with later gathers afterwards."""
+        links = _links(self.ops[i])
+        use = self.starts[max(0, math.ceil(min(used, len(self.ops) - 1)))]
+        start = min(use, self.links_free.get(links, _NEVER)) - self.clock.exchange(self.ops[i])
+        self.links_free[links] = start
+        place = bisect_right(self.starts, start) - 1.5
+        return max(place, float(self.earliest[i]))
+
+
+def _is_gather(op: Op) -> bool:
+    """Whether a collective makes more than it takes."""
+    return op.name in COLLECTIVES and op.kind.results[0].bytes > op.kind.operands[0].bytes
+
+
+def _is_cheap(op: Op) -> bool:
+    return role(op.kind) in (Role.INSIDE, Role.ALIAS)
+
+
+def _can_move(op: Op) -> bool:
+    return _is_cheap(op) or op.name in COLLECTIVES
+
+
+def _links(op: Op) -> frozenset[int]:
+    return frozenset(op.kind.attrs["axes"])
+
+
+def _reads(op: Op) -> tuple[Value, ...]:
+    return (*op.operands, *(v for region in op.regions for v in free_values(region)))

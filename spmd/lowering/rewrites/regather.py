@@ -1,0 +1,96 @@
+"""Rewrite: what is taken apart only to be put together again stays whole.
+
+before: `%2 = reduce_scatter %1 {data} dim=0; %3 = all_gather %2 {data} dim=0`   (no other use)
+after:  `%3 = all_reduce %1 {data}`
+
+The bytes are the same, the latency is that of one collective. Where the scattered sum has another
+use it stays, and is gathered: that sends no more than a sum that is sliced, and the other use need
+not wait for all of it.
+
+before: `%2 = local_slice %1 {data} dim=0; %3 = all_gather %2 {data} dim=0`
+after:  `%3` is `%1`
+
+(Only what is the same on all devices along the atoms is ever sliced over them.)
+
+Transposes and reshapes between the two change places with the gather. Sums over links of both kinds
+are scattered and gathered on purpose: that comes later (`optimize_two_level`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spmd.ir.builder import Builder
+from spmd.ir.control_flow import producers_of, users_of
+from spmd.ir.program import Op, Program, Value
+from spmd.ir.rewrite import Now, edit_ops
+from spmd.lowering.rewrites.dead import remove_dead
+from spmd.lowering.rewrites.moves import again, operand_dim, resized
+
+_APART = {"stablehlo.reduce_scatter": "scatter_dimension", "spmd.local_slice": "dim"}
+"""Ops that leave each device with a piece, and the attribute that says along which dim."""
+
+_BETWEEN = ("stablehlo.transpose", "stablehlo.reshape")
+
+
+def regather(program: Program) -> Program:
+    """Undoes gathers of what was whole before, or could have been."""
+    made, users = producers_of(program), users_of(program)
+    ways: dict[Value, list[Op]] = {}
+    for op in program.walk():
+        if op.name == "stablehlo.all_gather" and len(op.results) == 1:
+            way = _way_back(op, made)
+            if way and (way[-1].name == "spmd.local_slice" or _alone(way, users)):
+                ways[op.results[0]] = way
+    if not ways:
+        return program
+
+    def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
+        if not op.results or (way := ways.get(op.results[0])) is None:
+            return None
+        return (_whole(b, op, now(way[-1].operands[0]), way),)
+
+    return remove_dead(edit_ops(program, edit))
+
+
+def _way_back(gather: Op, made: Mapping[Value, Op]) -> list[Op]:
+    """From a gather to what took its operand apart the same way, both left in; else nothing."""
+    way, dim = [], gather.kind.attrs["all_gather_dim"]
+    attrs = gather.kind.attrs
+    op = made.get(gather.operands[0])
+    while op is not None and op.name in _BETWEEN:
+        way.append(op)
+        before = operand_dim(op.kind, dim)
+        if before is None:
+            return []
+        dim, op = before, made.get(op.operands[0])
+    if op is None or op.name not in _APART or "groups" in attrs or "groups" in op.kind.attrs:
+        return []
+    same = op.kind.attrs["axes"] == attrs["axes"] and op.kind.attrs[_APART[op.name]] == dim
+    return [*way, op] if same else []
+
+
+def _alone(way: Sequence[Op], users: Mapping[Value, Sequence[object]]) -> bool:
+    """Whether nobody but the next of them reads what each op of a way makes."""
+    return all(len(users[op.results[0]]) == 1 for op in way)
+
+
+def _whole(b: Builder, gather: Op, x: Value, way: Sequence[Op]) -> Value:
+    """What the gather would have made of `x`, which was taken apart at the end of the way."""
+    *between, apart = way
+    if apart.name == "stablehlo.reduce_scatter":
+        note = f"{apart.loc.note} (and gathered: {gather.loc.note})"
+        b.loc = apart.loc._replace(note=note if gather.loc.note else apart.loc.note)
+        attrs = {name: apart.kind.attrs[name] for name in ("axes", "body")}
+        (x,) = b.op("stablehlo.all_reduce", (x,), (b.types[x],), attrs)
+    dims = [gather.kind.attrs["all_gather_dim"]]
+    for op in between[:-1]:
+        found = operand_dim(op.kind, dims[-1])
+        assert found is not None, "the way back followed it"
+        dims.append(found)
+    wide, narrow = gather.kind.results[0], gather.kind.operands[0]
+    times = wide.shape[dims[0]] // narrow.shape[dims[0]]
+    for op, dim in zip(reversed(between), reversed(dims[: len(between)]), strict=True):
+        b.loc = op.loc
+        x = again(b, op, (x,), resized(op.kind.results[0], dim, times))
+    return x

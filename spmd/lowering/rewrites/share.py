@@ -1,0 +1,151 @@
+"""Rewrite: what is gathered in several forms is gathered once.
+
+before: `%2 = all_gather %1 {data} dim=0; ...`
+        `%5 = transpose %1; %6 = convert %5 : bf16; %7 = all_gather %6 {data} dim=1`
+after:  `%2 = all_gather %1 {data} dim=0; ...; %5 = transpose %2; %6 = convert %5 : bf16`
+
+Forms are what converts, transposes and reshapes make of one value. They are followed back to the
+last value that all of them have in common; that is gathered where it has no more bytes than the
+forms together, and the forms are made of the result. Forms of one narrower type share a gather in
+that type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from spmd.ir.builder import Builder
+from spmd.ir.control_flow import producers_of
+from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.types import TensorType
+from spmd.lowering.rewrites.moves import MOVES, again, operand_dim, resized
+
+
+class _Form(NamedTuple):
+    """What a gather gathers.
+
+    Attributes:
+      gather: the op.
+      values: its operand, what that is made of, and so on back.
+      dims: for each of these, the dim along which it would be gathered.
+      ops: the moves between them, the last one first.
+    """
+
+    gather: Op
+    values: list[Value]
+    dims: list[int]
+    ops: list[Op]
+
+
+class _Source(NamedTuple):
+    """What is gathered in place of several forms, in which type."""
+
+    value: Value
+    dim: int
+    dtype: str
+    forms: int
+
+
+def share_gathers(program: Program) -> Program:
+    """Gathers values of which a block gathers several forms once."""
+    made = producers_of(program)
+    sources: dict[Value, tuple[_Form, _Source]] = {}
+
+    def visit(region: Region) -> None:
+        groups: dict[object, list[_Form]] = {}
+        for op in region.ops:
+            for inner in op.regions:
+                visit(inner)
+            if op.name == "stablehlo.all_gather" and len(op.results) == 1:
+                form = _form(op, made)
+                attrs = op.kind.attrs
+                root = (form.values[-1], form.dims[-1], attrs["axes"], attrs.get("groups"))
+                groups.setdefault(root, []).append(form)
+        for forms in groups.values():
+            source = _common(forms, program.types)
+            if source is not None:
+                sources.update((form.gather.results[0], (form, source)) for form in forms)
+
+    visit(program.body)
+    if not sources:
+        return program
+
+    def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
+        if not op.results or op.results[0] not in sources:
+            return None
+        form, source = sources[op.results[0]]
+        attrs = op.kind.attrs
+        key = ("gathered", source, attrs["axes"], attrs.get("groups"))
+        gathered = b.once(key, lambda: _gather(b, op, source, now(source.value)))
+        b.loc = op.loc
+        return (_formed(b, form, source.value, gathered),)
+
+    return edit_ops(program, edit)
+
+
+def _form(gather: Op, made: dict[Value, Op]) -> _Form:
+    value, dim = gather.operands[0], gather.kind.attrs["all_gather_dim"]
+    form = _Form(gather, [value], [dim], [])
+    while (op := made.get(value)) is not None and op.name in MOVES:
+        before = operand_dim(op.kind, dim)
+        if before is None:
+            break
+        value, dim = op.operands[0], before
+        form.values.append(value)
+        form.dims.append(dim)
+        form.ops.append(op)
+    return form
+
+
+def _common(forms: Sequence[_Form], types: Sequence[TensorType]) -> _Source | None:
+    """What to gather for all of them: None where each is better off alone."""
+    if len(forms) < 2:
+        return None
+    others = [set(zip(form.values, form.dims, strict=True)) for form in forms[1:]]
+    first = zip(forms[0].values, forms[0].dims, strict=True)
+    value, dim = next(place for place in first if all(place in other for other in others))
+    dtype = types[value].dtype
+    wanted = {types[form.values[0]].dtype for form in forms}
+    once = all(_converts(form, value) == 1 for form in forms)
+    size = types[value].bytes
+    if len(wanted) == 1 and once:
+        narrower = TensorType(types[value].shape, next(iter(wanted)))
+        if narrower.bytes < size:
+            dtype, size = narrower.dtype, narrower.bytes
+    fits = size <= sum(types[form.values[0]].bytes for form in forms)
+    return _Source(value, dim, dtype, len(forms)) if fits else None
+
+
+def _converts(form: _Form, source: Value) -> int:
+    return sum(op.name == "stablehlo.convert" for op in form.ops[: form.values.index(source)])
+
+
+def _times(gather: Op) -> int:
+    """How many pieces a gather joins."""
+    dim = gather.kind.attrs["all_gather_dim"]
+    return gather.kind.results[0].shape[dim] // gather.kind.operands[0].shape[dim]
+
+
+def _gather(b: Builder, gather: Op, source: _Source, x: Value) -> Value:
+    """Gathers the source `x` of several forms, as one of them would have been."""
+    note = f"{gather.loc.note} (one gather for {source.forms} forms of it)".strip()
+    b.loc = gather.loc._replace(note=note)
+    x = b.convert(x, source.dtype)
+    result = resized(b.types[x], source.dim, _times(gather))
+    attrs = {**gather.kind.attrs, "all_gather_dim": source.dim}
+    return b.op(gather.name, (x,), (result,), attrs)[0]
+
+
+def _formed(b: Builder, form: _Form, source: Value, x: Value) -> Value:
+    """The form of the gathered source `x`."""
+    times = _times(form.gather)
+    count = form.values.index(source)
+    for move, dim in zip(reversed(form.ops[:count]), reversed(form.dims[:count]), strict=True):
+        if move.name == "stablehlo.convert":
+            x = b.convert(x, move.kind.results[0].dtype)
+        else:
+            shape = resized(move.kind.results[0], dim, times).shape
+            x = again(b, move, (x,), TensorType(shape, b.types[x].dtype))
+    return x

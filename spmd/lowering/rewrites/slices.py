@@ -1,0 +1,231 @@
+"""Rewrite: a collective of which every device keeps only its own slice makes just that slice.
+
+before: `%2 = all_reduce %1 {data}; %3 = local_slice %2 {data} dim=0`   (no other use of `%2`)
+after:  `%3 = reduce_scatter %1 {data} dim=0`
+
+It halves the bytes, and the whole sum never exists. What lies between the sum and the slices, as
+long as it goes element by element or only moves elements, is done on slices:
+
+before: `%2 = all_reduce %0 {data, model}; %3 = convert %2; %4 = multiply %3, %1`
+        `%5 = transpose %4; %6 = local_slice %5 {data} dim=1`
+after:  `%2 = reduce_scatter %0 {data} dim=0; %3 = all_reduce %2 {model}; %4 = convert %3`
+        `%5 = local_slice %1 {data} dim=0; %6 = multiply %4, %5; %7 = transpose %6`
+
+Of what is gathered, a slice over the same atoms along the same dim is what the device had (or
+another device, where the order is another: a permute), and along another dim an all-to-all:
+
+before: `%2 = all_gather %1 {data} dim=0; %3 = local_slice %2 {data} dim=1`
+after:  `%3 = all_to_all %1 {data} concat=0 split=1`
+
+A slice over other atoms is taken before anything is sent:
+
+before: `%2 = all_gather %1 {data} dim=0; %3 = local_slice %2 {model} dim=1`
+after:  `%2 = local_slice %1 {model} dim=1; %3 = all_gather %2 {data} dim=0`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from spmd.ir.builder import Builder
+from spmd.ir.control_flow import users_of
+from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.rewrite import Now, edit_ops
+from spmd.lowering.device_ops import collective
+from spmd.lowering.divergence import HELD
+from spmd.lowering.rewrites.moves import MOVES, again, is_elementwise, operand_dim, resized
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes
+
+SLICE = "spmd.local_slice"
+_SUM = "stablehlo.all_reduce"
+_GATHER = "stablehlo.all_gather"
+
+
+class _Cut(NamedTuple):
+    """A slice that all uses of a value make do with: by position along some atoms, along a dim."""
+
+    axes: Axes
+    dim: int
+
+
+def slice_collectives(program: Program, mesh: Mesh) -> Program:
+    """Exchanges only what each device keeps of the result, where all its uses keep the same."""
+    cuts = _cuts(program, mesh)
+    permutes = not any(HELD in op.kind.attrs for op in program.walk())
+    sliced = _sliced_values(program, cuts, permutes)
+    if not sliced:
+        return program
+    # By the values that were: a slice may be the very piece that stands for what it was taken of.
+    operands_of = {op.results: op.operands for op in program.walk() if op.results}
+
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
+        if not op.results:
+            return None
+        whole = operands_of[op.results]
+        if op.name == SLICE and whole[0] in sliced:
+            axes, dim = op.kind.attrs["axes"], op.kind.attrs["dim"]
+            return (cut(b, op.operands[0], whole[0], axes, dim),)
+        if op.results[0] not in sliced:
+            return None
+        axes, dim = cuts[op.results[0]]
+        if op.name == _SUM and whole[0] not in sliced:
+            return (_scattered(b, op, axes, dim, mesh),)
+        if op.name == _GATHER and not _passes(op, cuts[op.results[0]]):
+            return (_ungathered(b, op, axes, dim, mesh),)
+        operands = [
+            x if inside is None else cut(b, x, was, axes, inside)
+            for x, was, inside in zip(op.operands, whole, _operand_dims(op, dim), strict=True)
+        ]
+        type_ = resized(op.kind.results[0], dim, 1, mesh.extent(axes))
+        b.loc = op.loc
+        return (again(b, op, operands, type_),)
+
+    def cut(b: Builder, x: Value, whole: Value, axes: Axes, dim: int) -> Value:
+        """This device's slice of a value, for which a coarser slice of it may stand already."""
+        have = cuts[whole].axes if whole in sliced else ()
+        return _sliced(b, x, axes[len(have) :], dim, mesh)
+
+    return edit_ops(program, edit)
+
+
+def _sliced(b: Builder, x: Value, axes: Axes, dim: int, mesh: Mesh) -> Value:
+    if not axes:
+        return x
+    type_ = resized(b.types[x], dim, 1, mesh.extent(axes))
+    attrs = {"axes": axes, "dim": dim}
+    return b.once((SLICE, x, axes, dim), lambda: b.op(SLICE, (x,), (type_,), attrs)[0])
+
+
+def _operand_dims(op: Op, dim: int) -> list[int | None]:
+    """The dim of each operand that is cut with the result's; None for scalars beside others."""
+    found = dim if op.name in (_SUM, _GATHER) else operand_dim(op.kind, dim)
+    if op.name in MOVES or op.name == _GATHER:
+        return [found]
+    shape = op.kind.results[0].shape
+    return [found if type_.shape == shape else None for type_ in op.kind.operands]
+
+
+def _scattered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
+    """This device's slice of a sum: summed over the atoms of the slice on the way to it."""
+    (x,) = op.operands
+    attrs = op.kind.attrs
+    b.loc = op.loc._replace(note=f"{op.loc.note} (each device keeps a slice of it)".strip())
+    for is_summed, run in groupby(axes, key=lambda a: a in attrs["axes"]):
+        atoms = tuple(run)
+        if is_summed:
+            type_ = resized(b.types[x], dim, 1, mesh.extent(atoms))
+            how = {"scatter_dimension": dim, "body": attrs["body"]}
+            x = collective(b, "reduce_scatter", x, type_, atoms, **how)
+        else:
+            x = _sliced(b, x, atoms, dim, mesh)
+    left = tuple(a for a in attrs["axes"] if a not in axes)
+    return collective(b, "all_reduce", x, b.types[x], left, body=attrs["body"]) if left else x
+
+
+def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Cut]:
+    """For each value of which its block reads nothing but slices, the finest that they share."""
+    users = users_of(program)
+    cuts: dict[Value, _Cut] = {}
+
+    def wanted(use: Op, index: int) -> _Cut | None:
+        if use.name == SLICE:
+            return _Cut(use.kind.attrs["axes"], use.kind.attrs["dim"])
+        found = cuts.get(use.results[0]) if len(use.results) == 1 else None
+        if found is None or not _passes(use, found):
+            return None
+        inside = _operand_dims(use, found.dim)[index]
+        if inside is None or use.kind.operands[index].shape[inside] % mesh.extent(found.axes):
+            return None
+        return _Cut(found.axes, inside)
+
+    def visit(region: Region) -> None:
+        here = {id(op) for op in region.ops}
+        for op in reversed(region.ops):
+            for inner in op.regions:
+                visit(inner)
+            if len(op.results) != 1 or op.regions:
+                continue
+            uses = users.get(op.results[0], [])
+            if any(use is None or id(use) not in here for use, _ in uses):
+                continue
+            shared = _shared([wanted(use, i) for use, i in uses if use is not None])
+            if shared is not None:
+                cuts[op.results[0]] = shared
+
+    visit(program.body)
+    return cuts
+
+
+def _passes(op: Op, cut: _Cut) -> bool:
+    """Whether a slice of what an op makes is the op of slices."""
+    if op.name == _GATHER:
+        attrs = op.kind.attrs
+        apart = "groups" not in attrs and set(cut.axes).isdisjoint(attrs["axes"])
+        return apart and cut.dim != attrs["all_gather_dim"]
+    if op.name == _SUM:
+        return "groups" not in op.kind.attrs and set(cut.axes).isdisjoint(op.kind.attrs["axes"])
+    return op.name in MOVES or is_elementwise(op.kind)
+
+
+def _shared(cuts: Sequence[_Cut | None]) -> _Cut | None:
+    """The finest slice that holds all of some slices."""
+    first = cuts[0] if cuts else None
+    if first is None:
+        return None
+    axes = first.axes
+    for other in cuts[1:]:
+        if other is None or other.dim != first.dim:
+            return None
+        same = [a == b for a, b in zip(axes, other.axes, strict=False)]
+        axes = axes[: same.index(False) if False in same else len(same)]
+    return _Cut(axes, first.dim) if axes else None
+
+
+def _sliced_values(
+    program: Program, cuts: Mapping[Value, _Cut], permutes: bool
+) -> frozenset[Value]:
+    """What is exchanged and then sliced, and what is made of that before the slice."""
+    found: set[Value] = set()
+    for op in program.walk():
+        if len(op.results) != 1 or (cut := cuts.get(op.results[0])) is None:
+            continue
+        if "groups" in op.kind.attrs:
+            continue
+        is_source = op.name == _SUM or (op.name == _GATHER and _gains(op, cut, permutes))
+        if is_source or (_passes(op, cut) and not found.isdisjoint(op.operands)):
+            found.add(op.results[0])
+    return frozenset(found)
+
+
+def _gains(gather: Op, cut: _Cut, permutes: bool) -> bool:
+    """Whether a slice of what is gathered needs no gather, or less of one."""
+    axes, dim = gather.kind.attrs["axes"], gather.kind.attrs["all_gather_dim"]
+    if _passes(gather, cut) or cut.axes[: len(axes)] == axes:
+        return True
+    in_order = axes[: len(cut.axes)] == cut.axes
+    return cut.dim == dim and (in_order or (permutes and set(axes) == set(cut.axes)))
+
+
+def _ungathered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
+    """This device's slice of what is gathered."""
+    (x,) = op.operands
+    attrs = op.kind.attrs
+    have, joined = attrs["axes"], attrs["all_gather_dim"]
+    b.loc = op.loc._replace(note=f"{op.loc.note} (each device keeps a slice of it)".strip())
+    if axes[: len(have)] == have:
+        if dim != joined:
+            parts = mesh.extent(have)
+            type_ = resized(resized(b.types[x], joined, parts), dim, 1, parts)
+            how = {"concat_dimension": joined, "split_dimension": dim}
+            x = collective(b, "all_to_all", x, type_, have, **how)
+        return _sliced(b, x, axes[len(have) :], dim, mesh)
+    if have[: len(axes)] == axes:
+        rest = have[len(axes) :]
+        type_ = resized(b.types[x], dim, mesh.extent(rest))
+        return collective(b, "all_gather", x, type_, rest, all_gather_dim=dim)
+    wanted = mesh.coordinates(axes).tolist()
+    pairs = sorted((group[wanted[p]], p) for group in mesh.groups(have) for p in group)
+    return collective(b, "collective_permute", x, b.types[x], have, pairs=tuple(pairs))

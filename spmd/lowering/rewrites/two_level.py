@@ -1,0 +1,234 @@
+"""Rewrite: a collective over links of both kinds sends over the slow ones only what it must.
+
+On a mesh whose axis `data` is made of hosts (slow links, `data:(1)2`) and of the devices of each
+(fast ones, `data:(2)4`):
+
+before: `%2 = all_reduce %1 {data}`
+after:  `%2 = reduce_scatter %1 {data:(2)4}; %3 = all_reduce %2 {data:(1)2}`
+        `%4 = all_gather %3 {data:(2)4}`
+
+before: `%2 = all_gather %1 {data} dim=0`
+after:  `%2 = all_gather %1 {data:(1)2} dim=0; %3 = all_gather %2 {data:(2)4} dim=0`
+        `%4 =` the pieces of `%3` in the order of `data`
+
+before: `%2 = reduce_scatter %1 {data} dim=0`
+after:  `%2 =` the pieces of `%1`, those of one host's devices side by side
+        `%3 = reduce_scatter %2 {data:(2)4} dim=0; %4 = reduce_scatter %3 {data:(1)2} dim=0`
+
+Each device sends one share of a sum to other hosts instead of all of it, and of a gathered value
+its own piece instead of all pieces of its host. Sums over one kind of links after the other count
+as one over both. Done where that is faster by the cost model, the copies that put pieces in order
+included. Cho et al. 2019, "BlueConnect".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from spmd.ir.builder import Builder
+from spmd.ir.control_flow import users_of
+from spmd.ir.program import Op, Program, Value
+from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.types import TensorType
+from spmd.lowering.device_ops import collective
+from spmd.lowering.rewrites.dead import remove_dead
+from spmd.lowering.rewrites.moves import resized
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes
+from spmd.mesh.topology import Topology
+from spmd.reshard.comm import collective_seconds
+
+_SUM = "stablehlo.all_reduce"
+
+
+def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
+    """Splits collectives over fast and slow links in two or three where that is faster."""
+    links = topology.atom_links(mesh)
+    slow = frozenset(a for a, link in enumerate(links) if link == topology.chip.dcn)
+    if not slow or len(slow) == len(links):
+        return program
+    machine = _Machine(mesh, topology, slow)
+    chains = _chains(program)
+
+    def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
+        way = _WAYS.get(op.name)
+        if way is None or len(op.operands) != 1 or "groups" in op.kind.attrs:
+            return None
+        chain = chains.get(op.results[0], [op])
+        axes = tuple(a for part in chain for a in part.kind.attrs["axes"])
+        if not all(machine.levels(axes)):
+            return None
+        as_it_is = sum(machine.op_seconds(part) for part in chain)
+        x = now(chain[0].operands[0])
+        result = way(b, op, x, axes, as_it_is, machine)
+        return None if result is None else (result,)
+
+    return remove_dead(edit_ops(program, edit))
+
+
+def _chains(program: Program) -> dict[Value, list[Op]]:
+    """For each sum, the sums over other atoms that it is of and that nobody else reads; itself."""
+    users = users_of(program)
+    chains: dict[Value, list[Op]] = {}
+    for op in program.walk():
+        if op.name == _SUM and len(op.results) == 1 and "groups" not in op.kind.attrs:
+            before = chains.get(op.operands[0], []) if len(users[op.operands[0]]) == 1 else []
+            fits = all(_reduce_alike(other, op) for other in before)
+            chains[op.results[0]] = [*before, op] if fits else [op]
+    return chains
+
+
+def _reduce_alike(op: Op, other: Op) -> bool:
+    mine, its = op.kind.attrs, other.kind.attrs
+    return mine["body"] == its["body"] and set(mine["axes"]).isdisjoint(its["axes"])
+
+
+class _Machine(NamedTuple):
+    """What a rewrite is decided by; `slow` are the atoms between hosts or slices."""
+
+    mesh: Mesh
+    topology: Topology
+    slow: frozenset[int]
+
+    def levels(self, axes: Axes) -> tuple[Axes, Axes]:
+        """Atoms with fast links and atoms with slow ones, each in their order."""
+        fast = tuple(a for a in axes if a not in self.slow)
+        return fast, tuple(a for a in axes if a in self.slow)
+
+    def seconds(self, kind: str, axes: Axes, sent: int, received: int) -> float:
+        return collective_seconds(kind, axes, sent, received, self.mesh, self.topology)
+
+    def op_seconds(self, op: Op) -> float:
+        """Time of a collective as it is."""
+        (sent,), (received,) = op.kind.operands, op.kind.results
+        return self.seconds(op.label, op.kind.attrs["axes"], sent.bytes, received.bytes)
+
+    def copy_seconds(self, size: int) -> float:
+        """Reading and writing so many bytes of device memory."""
+        return 2 * size / self.topology.hbm_bandwidth
+
+
+class _Parts:
+    """Appends the parts of one collective, each with its share of the reason."""
+
+    def __init__(self, b: Builder, op: Op, count: int, slow: Axes) -> None:
+        self.b, self.op, self.count, self.slow = b, op, count, slow
+        self.done = 0
+
+    def add(self, kind: str, x: Value, type_: TensorType, axes: Axes, **attrs: object) -> Value:
+        """The next part."""
+        self.done += 1
+        links = "between hosts" if axes == self.slow else "within hosts"
+        note = f"{self.op.loc.note} ({links}, part {self.done} of {self.count})".strip()
+        self.b.loc = self.op.loc._replace(note=note)
+        return collective(self.b, kind, x, type_, axes, **attrs)
+
+
+def _all_reduce(
+    b: Builder, op: Op, x: Value, axes: Axes, limit: float, machine: _Machine
+) -> Value | None:
+    attrs, mesh = op.kind.attrs, machine.mesh
+    type_ = b.types[x]
+    fast, slow = machine.levels(axes)
+    parts = mesh.extent(fast)
+    dim = next((d for d, size in enumerate(type_.shape) if size and size % parts == 0), None)
+    padded = type_.size if dim is not None else -(-type_.size // parts) * parts
+    whole = type_.bytes * padded // max(1, type_.size)
+    seconds = 0.0 if dim is not None else 2 * machine.copy_seconds(whole)
+    seconds += machine.seconds("reduce_scatter", fast, whole, whole // parts)
+    seconds += machine.seconds("all_reduce", slow, whole // parts, whole // parts)
+    seconds += machine.seconds("all_gather", fast, whole // parts, whole)
+    if seconds >= limit:
+        return None
+    made, body = _Parts(b, op, 3, slow), attrs["body"]
+    flat = x if dim is not None else _flat(b, x, padded)
+    at = dim or 0
+    all_, one = b.types[flat], resized(b.types[flat], at, 1, parts)
+    y = made.add("reduce_scatter", flat, one, fast, scatter_dimension=at, body=body)
+    y = made.add("all_reduce", y, one, slow, body=body)
+    y = made.add("all_gather", y, all_, fast, all_gather_dim=at)
+    return y if dim is not None else _unflat(b, y, type_)
+
+
+def _all_gather(
+    b: Builder, op: Op, x: Value, axes: Axes, limit: float, machine: _Machine
+) -> Value | None:
+    attrs, mesh = op.kind.attrs, machine.mesh
+    dim = attrs["all_gather_dim"]
+    fast, slow = machine.levels(axes)
+    one, all_ = op.kind.operands[0], op.kind.results[0]
+    some = resized(one, dim, mesh.extent(slow))
+    seconds = machine.seconds("all_gather", slow, one.bytes, some.bytes)
+    seconds += machine.seconds("all_gather", fast, some.bytes, all_.bytes)
+    seconds += 0.0 if axes == fast + slow else machine.copy_seconds(all_.bytes)
+    if seconds >= limit:
+        return None
+    made = _Parts(b, op, 2, slow)
+    y = made.add("all_gather", x, some, slow, all_gather_dim=dim)
+    y = made.add("all_gather", y, all_, fast, all_gather_dim=dim)
+    return _reordered(b, y, dim, fast + slow, axes, mesh)
+
+
+def _reduce_scatter(
+    b: Builder, op: Op, x: Value, axes: Axes, limit: float, machine: _Machine
+) -> Value | None:
+    attrs, mesh = op.kind.attrs, machine.mesh
+    dim, body = attrs["scatter_dimension"], attrs["body"]
+    fast, slow = machine.levels(axes)
+    all_, one = op.kind.operands[0], op.kind.results[0]
+    some = resized(one, dim, mesh.extent(slow))
+    seconds = machine.seconds("reduce_scatter", fast, all_.bytes, some.bytes)
+    seconds += machine.seconds("reduce_scatter", slow, some.bytes, one.bytes)
+    seconds += 0.0 if axes == fast + slow else machine.copy_seconds(all_.bytes)
+    if seconds >= limit:
+        return None
+    made = _Parts(b, op, 2, slow)
+    x = _reordered(b, x, dim, axes, fast + slow, mesh)
+    y = made.add("reduce_scatter", x, some, fast, scatter_dimension=dim, body=body)
+    return made.add("reduce_scatter", y, one, slow, scatter_dimension=dim, body=body)
+
+
+_Way = Callable[[Builder, Op, Value, Axes, float, _Machine], "Value | None"]
+"""Given the builder, a collective, its operand, its atoms, and the seconds that it takes as it is:
+its result made in parts, or None where that takes longer."""
+
+_WAYS: dict[str, _Way] = {
+    _SUM: _all_reduce,
+    "stablehlo.all_gather": _all_gather,
+    "stablehlo.reduce_scatter": _reduce_scatter,
+}
+
+
+def _reordered(b: Builder, x: Value, dim: int, have: Axes, wanted: Axes, mesh: Mesh) -> Value:
+    """Pieces along a dim that lie in the order of some atoms, in another order of these."""
+    if have == wanted:
+        return x
+    shape = b.types[x].shape
+    counts = [mesh.atom_sizes[a] for a in have]
+    piece = shape[dim] // mesh.extent(have)
+    apart = b.reshape(x, (*shape[:dim], *counts, piece, *shape[dim + 1 :]))
+    order = [dim + have.index(a) for a in wanted]
+    rank = len(shape) + len(have)
+    moved = b.transpose(apart, (*range(dim), *order, *range(dim + len(have), rank)))
+    return b.reshape(moved, shape)
+
+
+def _flat(b: Builder, x: Value, size: int) -> Value:
+    """All elements in one dim, with zeros behind them up to a size."""
+    type_ = b.types[x]
+    x = b.reshape(x, (type_.size,))
+    zero = b.splat(0, TensorType((), type_.dtype))
+    attrs = {
+        "edge_padding_low": (0,),
+        "edge_padding_high": (size - type_.size,),
+        "interior_padding": (0,),
+    }
+    return b.op("stablehlo.pad", (x, zero), (type_.with_shape((size,)),), attrs)[0]
+
+
+def _unflat(b: Builder, x: Value, type_: TensorType) -> Value:
+    """The inverse of `_flat`."""
+    attrs = {"start_indices": (0,), "limit_indices": (type_.size,), "strides": (1,)}
+    flat = type_.with_shape((type_.size,))
+    return b.reshape(b.op("stablehlo.slice", (x,), (flat,), attrs)[0], type_.shape)

@@ -1,0 +1,1 @@
+"""What a local program will take: stored values, kernels, memory over time, a timeline."""

@@ -1,0 +1,52 @@
+"""What XLA's backends do in their own ways, as far as the memory of a program is concerned.
+
+The table says what was seen in XLA's buffer assignments. CPUs are the backend on which predictions
+are compared with XLA's figures for every program (`benchmarks/memory.py`).
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import NamedTuple
+
+
+class Backend(NamedTuple):
+    """What a backend of XLA does in its own way, as far as memory is concerned.
+
+    Attributes:
+      widens_halves: 16-bit floats are held as 32-bit ones, arguments and results excepted.
+      breadth_first: kernels run in the order in which their operands are there, so that independent
+        ones can run at the same time; else in the order of the program.
+      transposes: contractions, convolutions and collectives want dims in one order; other
+        operands are transposed copies.
+      library_reduces: sums and maxima of float32 are library calls: of what leads to them only a
+        product is computed inside.
+      recomputes: elementwise ops of one operand are computed again inside of whoever can, even
+        where a library call wants them stored.
+      combines: all-reduces that do not wait for each other are one.
+    """
+
+    widens_halves: bool = False
+    breadth_first: bool = False
+    transposes: bool = False
+    library_reduces: bool = False
+    recomputes: bool = False
+    combines: bool = False
+
+
+_KEEPS_HALVES = (0, 11)
+"""The version of jaxlib from which on XLA's CPU backend computes with 16-bit floats as they are."""
+
+_CPU = Backend(
+    widens_halves=tuple(map(int, version("jaxlib").split(".")[:2])) < _KEEPS_HALVES,
+    breadth_first=True,
+    transposes=True,
+    library_reduces=True,
+    recomputes=True,
+    combines=True,
+)
+
+
+def backend_of(platform: str | None) -> Backend:
+    """The backend for `cpu`, `cuda` or `tpu`; but for CPUs, kernels run as the program has them."""
+    return _CPU if platform == "cpu" else Backend()

@@ -1,0 +1,212 @@
+"""Which values of a local program lie in memory: XLA computes the others where they are used.
+
+Backends fuse alike as far as memory is concerned: elementwise ops, broadcasts and everything that
+only moves elements around are computed inside whatever reads them, again for each reader unless
+that is expensive. Contractions, reductions, collectives and library calls read and write memory.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from spmd.ir.dialect.elementwise import CHLO, LINEAR, NONLINEAR
+from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
+from spmd.predict.backends import Backend
+from spmd.predict.operands import is_library_reduce, transposed_operands
+
+
+class Role(IntEnum):
+    """What XLA makes of an op.
+
+    Attributes:
+      INSIDE: computed inside its readers, again for each.
+      ONCE: computed inside its only reader; stored where there are several.
+      ALIAS: another name for its operand's memory.
+      UPDATE: writes a piece into its first operand's memory.
+      FOLD: reads what is computed inside it, and stores its result.
+      CALL: reads stored operands and stores its results.
+      REGION: control flow.
+    """
+
+    INSIDE = 0
+    ONCE = 1
+    ALIAS = 2
+    UPDATE = 3
+    FOLD = 4
+    CALL = 5
+    REGION = 6
+
+
+_EXPENSIVE = (
+    "atan2", "cbrt", "cosine", "exponential", "exponential_minus_one", "log", "log_plus_one",
+    "logistic", "power", "rsqrt", "sine", "sqrt", "tan", "tanh", "divide", "remainder",
+)  # fmt: skip
+_MOVES = (
+    "broadcast_in_dim", "concatenate", "constant", "dynamic_slice", "iota", "pad", "reverse",
+    "slice", "transpose",
+)  # fmt: skip
+
+_ROLES: dict[str, Role] = {
+    **{f"stablehlo.{name}": Role.INSIDE for name in (*NONLINEAR, *LINEAR, *_MOVES)},
+    **{f"chlo.{name}": Role.ONCE for name in CHLO},
+    "chlo.square": Role.INSIDE,
+    **{f"stablehlo.{name}": Role.ONCE for name in _EXPENSIVE},
+    **{f"spmd.{name}": Role.INSIDE for name in ("axis_index", "local_slice", "neutral")},
+    **{f"stablehlo.{name}": Role.ALIAS for name in ("reshape", "optimization_barrier")},
+    "stablehlo.bitcast_convert": Role.ALIAS,
+    "stablehlo.dynamic_update_slice": Role.UPDATE,
+    "stablehlo.scatter": Role.UPDATE,
+    "stablehlo.reduce": Role.FOLD,
+    "stablehlo.reduce_window": Role.FOLD,
+    "stablehlo.gather": Role.ONCE,
+    "stablehlo.while": Role.REGION,
+    "stablehlo.case": Role.REGION,
+    "stablehlo.if": Role.REGION,
+}
+
+
+def role(kind: OpKind) -> Role:
+    """What XLA makes of an op; one that is not known is a call."""
+    found: Role | None = kind._cache.get("fusion.role")
+    if found is None:
+        found = kind._cache["fusion.role"] = _ROLES.get(kind.name, Role.CALL)
+    return found
+
+
+class Fused(NamedTuple):
+    """What becomes of each value of a program.
+
+    Attributes:
+      stored: whether it has memory of its own.
+      root: the value in whose memory it lies.
+      summed: whether it leads to a library's reduction, and is computed inside if that can.
+    """
+
+    stored: tuple[bool, ...]
+    root: tuple[Value, ...]
+    summed: tuple[bool, ...]
+
+
+def fuse(program: Program, backend: Backend) -> Fused:
+    """Which values of a local program a backend stores."""
+    found = _Fusion(program, backend)
+    return Fused(tuple(found.stored), tuple(found.root), tuple(found.summed))
+
+
+def stored_values(program: Program) -> frozenset[Value]:
+    """Values that get memory of their own; the others are computed where they are read."""
+    stored = fuse(program, Backend()).stored
+    return frozenset(value for value, is_stored in enumerate(stored) if is_stored)
+
+
+def is_untouched(loop: Op, position: int) -> bool:
+    """Whether a loop hands a carry on as it is."""
+    body = loop.regions[1]
+    return body.results[position] == body.args[position]
+
+
+def wants_stored(op: Op, what: Role, position: int) -> bool:
+    """Whether an op wants an operand in memory, and not computed inside."""
+    if what == Role.UPDATE:
+        return position < len(op.results) or op.name == "stablehlo.scatter"
+    return what == Role.CALL
+
+
+_PRODUCTS = ("stablehlo.multiply", "chlo.square")
+
+
+class _Fusion:
+    """Backwards over a program: `Fused`, and who reads what.
+
+    Attributes:
+      readers: how many kernels read a value; 2 stands for more.
+      needed: whether one of them wants it stored.
+    """
+
+    def __init__(self, program: Program, backend: Backend) -> None:
+        count = len(program.types)
+        self.backend = backend
+        self.types = program.types
+        self.stored = [False] * count
+        self.root = list(range(count))
+        self.readers = [0] * count
+        self.needed = [False] * count
+        self.summed = [False] * count
+        for value in program.body.results:
+            self.read(value, 1, True)
+        self.region(program.body)
+
+    def read(self, value: Value, readers: int, needed: bool) -> None:
+        self.readers[value] += readers
+        if needed:
+            self.needed[value] = True
+
+    def region(self, region: Region) -> None:
+        for op in reversed(region.ops):
+            what = role(op.kind)
+            if what == Role.REGION:
+                self.control_flow(op)
+            elif not op.results:
+                for value in op.operands:
+                    self.read(value, 1, True)
+            elif not any([self.readers[v] for v in op.results]):
+                continue
+            elif what == Role.ALIAS:
+                self.alias(op)
+            elif what <= Role.ONCE and self.is_inside(op, what):
+                self.inside(op)
+            elif op.name != "stablehlo.constant":  # that comes with the executable
+                self.store(op, what)
+
+    def alias(self, op: Op) -> None:
+        for value, alias in zip(op.operands, op.results, strict=True):
+            if self.readers[alias]:
+                self.root[alias] = value
+                self.read(value, self.readers[alias], self.needed[alias])
+                self.summed[value] |= self.summed[alias]
+
+    def is_inside(self, op: Op, what: Role) -> bool:
+        """Whether an op is computed inside its readers."""
+        result = op.results[0]
+        if self.needed[result]:
+            return False
+        if self.summed[result] and op.name != "stablehlo.constant":
+            return op.name in _PRODUCTS and self.readers[result] == 1
+        return what == Role.INSIDE or self.readers[result] == 1
+
+    def inside(self, op: Op) -> None:
+        result = op.results[0]
+        count = min(self.readers[result], 2)
+        for value in op.operands:
+            self.read(value, count, self.summed[result])
+
+    def store(self, op: Op, what: Role) -> None:
+        for value in op.results:
+            self.stored[value] = True
+        copied = transposed_operands(op.kind) if self.backend.transposes else ()
+        is_library = self.backend.library_reduces and is_library_reduce(op.kind)
+        for i, value in enumerate(op.operands):
+            self.read(value, 1, i not in copied and wants_stored(op, what, i))
+            if is_library:
+                self.summed[value] = True
+
+    def control_flow(self, op: Op) -> None:
+        is_loop = op.name == "stablehlo.while"
+        for i, value in enumerate(op.operands):
+            if is_loop and is_untouched(op, i):
+                self.root[op.results[i]] = value
+                self.read(value, 2, True)
+            else:
+                self.stored[op.results[i]] = is_loop
+                self.read(value, 1, True)
+        if not is_loop:
+            for value in op.results:
+                self.stored[value] = self.readers[value] > 0
+        for region in op.regions:
+            for value in free_values(region):
+                self.read(value, 2, True)
+        for region in reversed(op.regions):
+            for value in region.results:
+                self.read(value, 1, True)
+            self.region(region)

@@ -1,0 +1,290 @@
+"""Memory of one device, predicted from the local program: what is stored, from when until when.
+
+    before: %3 = dot %1, %2; %4 = exp %3; %5 = dot %4, %2     (%1 dies at the first dot)
+    after:  %3 stored at 0..1, %4 in the place of %3 at 1..2, %5 a result
+
+Time is the number of a kernel in the order in which they run (`spmd.predict.kernels`), a loop's
+kernels before the loop itself. Rules: an elementwise kernel writes over an operand of the same size
+that nobody reads again, a loop's carries lie in one place as long as the loop runs, and donated
+arguments are overwritten by the results of the same type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from spmd.ir.dialect.composites import WORKSPACE
+from spmd.ir.program import Op, Program, Value
+from spmd.predict.backends import Backend, backend_of
+from spmd.predict.fusion import Role, role
+from spmd.predict.kernel_order import Kernel
+from spmd.predict.kernels import Kernels, kernels_of
+
+
+class Buffer(NamedTuple):
+    """Memory that one value takes.
+
+    Attributes:
+      value: whose.
+      op: the op that makes it; of a transposed copy, the op that it is made for.
+      bytes: on one device.
+      start, end: numbers of the first kernel and of the last one during which it is held.
+      is_copy: whether it is a transposed copy of the value.
+    """
+
+    value: Value
+    op: Op
+    bytes: int
+    start: int
+    end: int
+    is_copy: bool = False
+
+    @property
+    def label(self) -> str:
+        """The op for people: `dot_general`, `copy for dot_general`."""
+        return f"copy for {self.op.label}" if self.is_copy else self.op.label
+
+    @property
+    def name(self) -> str:
+        """The op and the user's source line."""
+        return f"{self.label} {self.op.loc.source}".strip()
+
+
+class MemoryUse(NamedTuple):
+    """What a program holds, and when.
+
+    Attributes:
+      arguments: bytes of its arguments, held throughout.
+      results: bytes of its results.
+      aliased: of these, what lies in donated arguments.
+      reused: positions of the results that do.
+      temporary: the most bytes that everything in between takes at once.
+      peak_at: number of the kernel at which that is.
+      buffers: everything in between, in order of `start`.
+      order: the op of each kernel, as they run.
+    """
+
+    arguments: int
+    results: int
+    aliased: int
+    reused: frozenset[int]
+    temporary: int
+    peak_at: int
+    buffers: tuple[Buffer, ...]
+    order: tuple[Op, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes of one device in all."""
+        return self.arguments + self.results - self.aliased + self.temporary
+
+    def at_peak(self) -> tuple[Buffer, ...]:
+        """What is held at the peak besides arguments and results, largest first."""
+        held = [b for b in self.buffers if b.start <= self.peak_at <= b.end]
+        return tuple(sorted(held, key=lambda b: -b.bytes))
+
+
+def peak_memory(
+    program: Program, donated: Sequence[int] = (), platform: str | None = None
+) -> MemoryUse:
+    """Predicts what one device holds.
+
+    Args:
+      program: a local program.
+      donated: positions of the arguments whose memory may be overwritten.
+      platform: of the devices, `cpu`, `cuda` or `tpu`: backends order kernels in their own ways.
+    """
+    return predict(program, donated, backend_of(platform))
+
+
+def predict(program: Program, donated: Sequence[int], backend: Backend) -> MemoryUse:
+    """What one device holds when a backend does things in its way."""
+    kernels = kernels_of(program, backend)
+    return _Simulation(program, kernels, _aliases(program, donated), backend).run()
+
+
+def _aliases(program: Program, donated: Sequence[int]) -> dict[int, int]:
+    """Result -> the donated argument that it lies in: the first free one of its type, as in jax."""
+    types, body = program.types, program.body
+    free: dict[object, list[int]] = {}
+    for position in donated:
+        free.setdefault(types[body.args[position]], []).append(position)
+    found = {}
+    for position, value in enumerate(body.results):
+        if places := free.get(types[value]):
+            found[position] = places.pop(0)
+    return found
+
+
+class _Uses:
+    """When each value is read last, in numbers of kernels.
+
+    Attributes:
+      last: value -> the number of the last kernel that reads it.
+      length: how many kernels there are.
+    """
+
+    def __init__(self, program: Program, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.last = [-1] * len(kernels.types)
+        self.length = 0
+        self.region(kernels.body)
+        self.read(program.body.results)
+
+    def region(self, kernels: Sequence[Kernel]) -> None:
+        for kernel in kernels:
+            self.read(kernel.handed)
+            for region, inner in zip(kernel.op.regions, kernel.regions, strict=False):
+                self.region(inner)
+                self.read(region.results)
+            self.read(kernel.reads)
+            self.length += 1
+
+    def read(self, values: Sequence[Value]) -> None:
+        """Somebody reads values now."""
+        for value in values:
+            self.last[self.home(value)] = self.length
+
+    def home(self, value: Value) -> Value:
+        """The value in whose memory this one lies."""
+        root = self.kernels.root
+        while value < len(root) and root[value] != value:
+            value = root[value]
+        return value
+
+
+class _Simulation:
+    """Forwards over the kernels: allocates, frees, and remembers the most that was held.
+
+    Attributes:
+      now: the number of the kernel that runs.
+      homes: value -> until when the place in which it has to end up is in use, and until when the
+        value itself is needed.
+      at_home: values that lie in an argument's or in a carry's memory.
+    """
+
+    def __init__(
+        self, program: Program, kernels: Kernels, aliases: dict[int, int], backend: Backend
+    ) -> None:
+        self.widened = ("bf16", "f16") if backend.widens_halves else ()
+        self.uses = _Uses(program, kernels)
+        self.program, self.kernels, self.aliases = program, kernels, aliases
+        self.held = self.most = self.most_at = self.now = 0
+        self.order: list[Op] = []
+        self.buffers: list[Buffer] = []
+        self.dying: dict[int, list[int]] = {}
+        self.homes: dict[Value, tuple[int, int]] = {}
+        self.at_home: set[Value] = set()
+
+    def run(self) -> MemoryUse:
+        types, last, body = self.program.types, self.uses.last, self.program.body
+        for position, value in enumerate(body.results):
+            argument = self.aliases.get(position)
+            free_from = -1 if argument is None else last[body.args[argument]]
+            self.homes.setdefault(self.uses.home(value), (free_from, self.uses.length))
+            if argument is not None:
+                self.at_home.add(body.args[argument])
+        self.region(self.kernels.body)
+        sizes = [types[v].bytes for v in body.results]
+        return MemoryUse(
+            sum(types[v].bytes for v in body.args),
+            sum(sizes),
+            sum(sizes[position] for position in self.aliases),
+            frozenset(self.aliases),
+            self.most,
+            self.most_at,
+            tuple(self.buffers),
+            tuple(self.order),
+        )
+
+    def region(self, kernels: Sequence[Kernel]) -> None:
+        for kernel in kernels:
+            if (
+                role(kernel.op.kind) == Role.UPDATE
+                and not kernel.is_copy
+                and self.is_at_home(kernel)
+            ):
+                self.at_home.update(kernel.makes)
+            else:
+                for value in kernel.makes:
+                    self.make(kernel, value)
+                self.hold_workspace(kernel)
+            self.control_flow(kernel)
+            for number in self.dying.pop(self.now, ()):
+                self.held -= self.buffers[number].bytes
+            self.order.append(kernel.op)
+            self.now += 1
+
+    def is_at_home(self, kernel: Kernel) -> bool:
+        """Whether an update writes over an argument's or a carry's memory that is free by now."""
+        last, op = self.uses.last, kernel.op
+        roots = [self.uses.home(value) for value in op.operands[: len(op.results)]]
+        return all(root in self.at_home and last[root] <= self.now for root in roots)
+
+    def make(self, kernel: Kernel, value: Value) -> None:
+        """Allocates a value, in the place of one that dies here if the kernel may write over it."""
+        now, last = self.now, self.uses.last
+        free_from, end = self.homes.get(value, (None, last[value]))
+        if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
+            return
+        end = max(end, self.end_of(kernel))
+        size = self.bytes(value)
+        if kernel.writes_over:
+            self.take_over(size)
+        self.held += size
+        self.dying.setdefault(end, []).append(len(self.buffers))
+        of = self.kernels.copied.get(value, value)
+        self.buffers.append(Buffer(of, kernel.op, size, now, end, kernel.is_copy))
+        if self.held > self.most:
+            self.most, self.most_at = self.held, now
+
+    def hold_workspace(self, kernel: Kernel) -> None:
+        """What a composite holds while it runs, beside its operands and results."""
+        size = kernel.op.kind.attrs.get(WORKSPACE, 0)
+        if not size or kernel.is_copy:
+            return
+        self.held += size
+        self.dying.setdefault(self.now, []).append(len(self.buffers))
+        self.buffers.append(Buffer(kernel.makes[0], kernel.op, size, self.now, self.now))
+        if self.held > self.most:
+            self.most, self.most_at = self.held, self.now
+
+    def bytes(self, value: Value) -> int:
+        """Bytes of a value while it is in between."""
+        type_ = self.kernels.types[value]
+        return type_.bytes * (2 if type_.dtype in self.widened else 1)
+
+    def take_over(self, size: int) -> None:
+        """Frees one buffer of this size that is read for the last time now."""
+        for i, number in enumerate(self.dying.get(self.now, ())):
+            buffer = self.buffers[number]
+            if buffer.bytes == size and buffer.start < self.now:
+                del self.dying[self.now][i]
+                self.buffers[number] = buffer._replace(end=self.now - 1)
+                self.held -= size
+                return
+
+    def end_of(self, kernel: Kernel) -> int:
+        """The number of the last kernel of a loop or of a branch; of any other, its own."""
+        if not kernel.regions:
+            return self.now
+        return self.now + sum(_count(region) for region in kernel.regions)
+
+    def control_flow(self, kernel: Kernel) -> None:
+        if not kernel.regions:
+            return
+        if kernel.op.name == "stablehlo.while":
+            body, end = kernel.op.regions[1], self.end_of(kernel)
+            for argument, value in zip(body.args, body.results, strict=True):
+                if value != argument:
+                    free_from = self.uses.last[argument]
+                    self.homes.setdefault(self.uses.home(value), (free_from, end))
+                    self.at_home.add(argument)
+        for region in kernel.regions:
+            self.region(region)
+
+
+def _count(kernels: Sequence[Kernel]) -> int:
+    """Kernels of a region, those of inner regions included."""
+    return sum(1 + sum(_count(region) for region in kernel.regions) for kernel in kernels)

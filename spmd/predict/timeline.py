@@ -1,0 +1,240 @@
+"""Predicted time of one run: a list-schedule of the local program.
+
+Arithmetic runs on one lane, collectives on one lane for each class of links: a collective starts
+when its operands are there and its links are free, and whoever reads its result waits for it. So
+communication that independent arithmetic can hide costs nothing but the rest of it.
+
+    before: g = all_gather w; y = dot x, x; z = dot y, g
+    after:  compute | dot ..... | dot ... |
+            data    | all_gather ..|           (hidden but for what is longer than the first dot)
+
+What is computed inside its readers takes no time of its own; fused ops read and write memory only
+where they are stored (`spmd.predict.fusion`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
+from spmd.ir.dialect.composites import COMPOSITE, composite_flops
+from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.types import ConvDims, DotDims
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import axis_refs
+from spmd.mesh.topology import Topology
+from spmd.predict.fusion import Role, role, stored_values
+from spmd.reshard.comm import KINDS, collective_seconds
+
+COMPUTE = "compute"
+
+
+class Slot(NamedTuple):
+    """What one op, or one loop, takes.
+
+    Attributes:
+      op: the op.
+      lane: `compute`, or the mesh axes whose links it uses, as `data` or `data, model`.
+      start, end: seconds from the start of the run; of the first iteration inside a loop.
+      trips: how often what is inside a loop runs; 1 outside.
+      depth: how many loops it is inside of.
+      runs: of a loop, how often it runs; None where that is not known (16 are counted).
+    """
+
+    op: Op
+    lane: str
+    start: float
+    end: float
+    trips: int = 1
+    depth: int = 0
+    runs: int | None = 1
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, of a loop all iterations."""
+        return self.end - self.start
+
+
+class Timeline(NamedTuple):
+    """The schedule of one run.
+
+    Attributes:
+      slots: in program order, a loop before what is inside it; as if `Chip.overlap` were 1.
+      seconds: when everything is done.
+      compute_seconds: arithmetic alone.
+      comm_seconds: collectives alone, one after another.
+      exposed_seconds: how long arithmetic waits for communication.
+    """
+
+    slots: tuple[Slot, ...]
+    seconds: float
+    compute_seconds: float
+    comm_seconds: float
+    exposed_seconds: float
+
+    @property
+    def scheduled_seconds(self) -> float:
+        """When the last slot ends: `seconds` without what running side by side costs."""
+        return max((slot.end for slot in self.slots if slot.depth == 0), default=0.0)
+
+
+def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeline:
+    """Schedules a local program.
+
+    Args:
+      program: a local program.
+      mesh: its mesh.
+      topology: the machine.
+    """
+    run = _Schedule(program, mesh, topology)
+    end = run.region(program.body, 0.0, 1, 0)
+    parts = [slot for slot in run.slots if not slot.op.regions]
+    compute = sum(slot.seconds * slot.trips for slot in parts if slot.lane == COMPUTE)
+    comm = sum(slot.seconds * slot.trips for slot in parts if slot.lane != COMPUTE)
+    hidden = max(0.0, compute + comm - end)
+    end += (1 - topology.chip.overlap) * hidden
+    return Timeline(tuple(run.slots), end, compute, comm, max(0.0, end - compute))
+
+
+class _Schedule:
+    def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
+        self.program, self.mesh, self.topology = program, mesh, topology
+        self.producers = producers_of(program)
+        self.stored = stored_values(program)
+        self.ready: dict[Value, float] = {}
+        self.free: dict[str, float] = {}
+        self.slots: list[Slot] = []
+
+    def region(self, region: Region, start: float, trips: int, depth: int) -> float:
+        """Schedules a region from a moment on; returns when all of it is done."""
+        end = start
+        outer, self.free = self.free, {}
+        for op in region.ops:
+            if op.regions:
+                end = max(end, self.control_flow(op, start, trips, depth))
+            else:
+                end = max(end, self.op(op, start, trips, depth))
+        self.free = outer
+        return end
+
+    def op(self, op: Op, start: float, trips: int, depth: int) -> float:
+        ready = max((self.ready.get(v, start) for v in op.operands), default=start)
+        lane, seconds = self.cost(op)
+        if seconds:
+            ready = max(ready, self.free.get(lane, start))
+            self.free[lane] = ready + seconds
+            self.slots.append(Slot(op, lane, ready, ready + seconds, trips, depth))
+        for value in op.results:
+            self.ready[value] = ready + seconds
+        return ready + seconds
+
+    def cost(self, op: Op) -> tuple[str, float]:
+        """The lane of an op and its seconds there."""
+        kind = op.name.removeprefix("stablehlo.")
+        if kind in KINDS and "axes" in op.kind.attrs:
+            axes = op.kind.attrs["axes"]
+            sent = sum(t.bytes for t in op.kind.operands)
+            received = sum(t.bytes for t in op.kind.results)
+            seconds = collective_seconds(kind, axes, sent, received, self.mesh, self.topology)
+            return ", ".join(sorted(str(ref) for ref in axis_refs(axes, self.mesh))), seconds
+        return COMPUTE, local_seconds(op, self.stored, self.topology, self.producers)
+
+    def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:
+        """A loop takes one iteration's time as often as it runs; a case its longest branch's.
+
+        Nothing else runs beside it. Of a case only that branch is in the schedule.
+        """
+        begin = max([start, *self.free.values(), *(self.ready.get(v, start) for v in op.operands)])
+        place = len(self.slots)
+        is_loop = op.name == "stablehlo.while"
+        runs = trip_count(self.program, op, self.producers) if is_loop else 1
+        inner = UNKNOWN_TRIPS if runs is None else runs
+        once = self.iteration(op, begin, trips * inner, depth) if is_loop else 0.0
+        seconds = inner * once if is_loop else self.longest_branch(op, begin, trips, depth)
+        self.slots.insert(place, Slot(op, COMPUTE, begin, begin + seconds, trips, depth, runs))
+        self.free = dict.fromkeys([*self.free, COMPUTE], begin + seconds)
+        self.ready.update(dict.fromkeys(op.results, begin + seconds))
+        return begin + seconds
+
+    def iteration(self, op: Op, begin: float, trips: int, depth: int) -> float:
+        """Seconds of a loop's condition and body, one after the other."""
+        end = begin
+        for region in op.regions:
+            end = self.region(region, end, trips, depth + 1)
+        return end - begin
+
+    def longest_branch(self, op: Op, begin: float, trips: int, depth: int) -> float:
+        """Seconds of the branch that takes longest; only its slots stay."""
+        place, longest = len(self.slots), 0.0
+        for region in op.regions:
+            mark = len(self.slots)
+            seconds = self.region(region, begin, trips, depth + 1) - begin
+            if seconds > longest:
+                del self.slots[place:mark]
+                longest = seconds
+            else:
+                del self.slots[mark:]
+        return longest
+
+
+_CONTRACTIONS = {"stablehlo.dot_general", "stablehlo.convolution"}
+_PIECES = {"stablehlo.dynamic_slice", "stablehlo.slice", "stablehlo.gather", "spmd.local_slice"}
+
+
+def local_seconds(
+    op: Op, stored: frozenset[Value], topology: Topology, producers: Mapping[Value, Op]
+) -> float:
+    """Time of one op on one device: its arithmetic or its memory traffic, whichever is longer.
+
+    Args:
+      op: an op of a local program that is neither a collective nor control flow.
+      stored: values that lie in memory; what is computed inside its readers is free.
+      topology: the machine.
+      producers: the op that makes each value.
+    """
+    if not any(v in stored for v in op.results):
+        return 0.0
+    written = sum(t.bytes for t in op.kind.results)
+    if role(op.kind) == Role.UPDATE:
+        read = written = sum(t.bytes for t in op.kind.operands[len(op.results) :])
+    else:
+        read = sum(_bytes_read(op, stored, producers).values())
+    flops = 0.0
+    if op.name in _CONTRACTIONS:
+        flops = local_flops(op.kind) / topology.peak_flops(op.kind.operands[0].dtype)
+    if op.name == COMPOSITE:
+        flops = composite_flops(op.kind) / topology.peak_flops(op.kind.operands[0].dtype)
+    return max(flops, (read + written) / topology.hbm_bandwidth)
+
+
+def _bytes_read(
+    op: Op, stored: frozenset[Value], producers: Mapping[Value, Op]
+) -> dict[Value, int]:
+    """What is read from memory by an op and by all that is computed inside it."""
+    found: dict[Value, int] = {}
+    waiting, seen = [op], {id(op)}
+    while waiting:
+        reader = waiting.pop()
+        is_piece = reader.name in _PIECES
+        for value, type_ in zip(reader.operands, reader.kind.operands, strict=True):
+            inside = producers.get(value)
+            if inside is None or value in stored or inside.regions:
+                size = reader.kind.results[0].bytes if is_piece else type_.bytes
+                found[value] = max(found.get(value, 0), min(size, type_.bytes))
+            elif id(inside) not in seen:
+                seen.add(id(inside))
+                waiting.append(inside)
+    return found
+
+
+def local_flops(kind: OpKind) -> int:
+    """Two for each point of a contraction's iteration space."""
+    lhs, rhs = kind.operands[:2]
+    if kind.name == "stablehlo.dot_general":
+        dot: DotDims = kind.attrs["dot_dimension_numbers"]
+        return 2 * kind.results[0].size * math.prod(lhs.shape[d] for d in dot.lhs_contract)
+    conv: ConvDims = kind.attrs["dimension_numbers"]
+    taps = rhs.size // max(1, rhs.shape[conv.kernel_output_feature])
+    return 2 * kind.results[0].size * taps

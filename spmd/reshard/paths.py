@@ -1,0 +1,356 @@
+"""`reshard`: the cheapest collectives that take a value from one sharding to another.
+
+A shortest path over shardings, weighted by predicted seconds, none of whose buffers exceeds the
+larger of the two ends. Rink et al. 2021, "Memory-efficient array redistribution through portable
+collective communication", show that such a path exists when axes are cut into primes; here the
+reductions of partial values and the links of the machine are part of the same search.
+
+    slice                 nothing is sent: a tile is cut further
+    all_gather            the minor atoms of one dim are dropped
+    all_to_all            the minor atoms of one dim move to the minor end of another
+    collective_permute    tiles keep their shape and change place
+    reduce_scatter        partial atoms become the minor atoms of a dim
+    all_reduce            partial atoms vanish
+    mask                  nothing is sent: one term keeps the value, the others become 0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd.errors import LegalityError
+from spmd.ir.types import TensorType, dtype_bits, local_type
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even
+from spmd.mesh.topology import Topology
+from spmd.reshard.comm import collective_seconds, collective_terms, wire_bytes
+from spmd.reshard.problem import moved
+from spmd.reshard.question import Dims, Names, ask
+from spmd.reshard.search import Answer, answers, direct_answers, is_small
+
+
+class Step(NamedTuple):
+    """One collective, or one slice.
+
+    Attributes:
+      kind: one of `comm.KINDS`, or `mask`.
+      before: sharding that it starts from.
+      after: sharding that it leads to.
+      axes: atoms along which devices exchange (or that a slice cuts by, or over which a mask leaves
+        one device the value), in group order, major to minor.
+      dims: slice, all_gather, reduce_scatter: `(dim,)`; all_to_all: `(dim that the axes leave and
+        that is concatenated, dim that they go to and that is split)`; otherwise `()`.
+    """
+
+    kind: str
+    before: Sharding
+    after: Sharding
+    axes: Axes
+    dims: tuple[int, ...]
+
+
+class Path(NamedTuple):
+    """Steps in order, with their predicted seconds and the bytes that each device sends."""
+
+    steps: tuple[Step, ...]
+    seconds: float
+    bytes: int
+
+
+@lru_cache(maxsize=1 << 16)
+def reshard(
+    src: Sharding,
+    dst: Sharding,
+    type_: TensorType,
+    mesh: Mesh,
+    topology: Topology,
+    held: Axes = (),
+) -> Path:
+    """The cheapest path from one sharding of a value to another.
+
+    Fewest predicted seconds; then fewest bytes, then fewest steps. Exact on meshes of up to
+    `EXACT_ATOMS` atoms; on larger ones atoms that play the same part are taken together, and where
+    more than `EXACT_DIGITS` parts are left, only steps that lead towards `dst` are tried.
+
+    Args:
+      src: sharding that the value has.
+      dst: sharding that is wanted. It may stay partial over some of `src`'s partial atoms, and, if
+        its terms are added, become partial over others: that is done last, by a mask.
+      type_: global type. A dim that does not divide is searched as if it were padded until it did
+        (its figures are those of the padded pieces).
+      mesh: the mesh of both shardings.
+      topology: the links.
+      held: atoms that no step may use: along them the value differs (see `ir.control_flow`).
+
+    Returns:
+      A `Path`, empty when `src == dst`.
+
+    Raises:
+      LegalityError: a sharding that is not legal, or a value that is to become partial in a way
+        in which no mask can make it.
+
+    Example:
+      >>> mesh = Mesh(None, (4, 2), ("data", "model"))
+      >>> src, dst = (parse_sharding(text, mesh) for text in ("[{data}, {}]", "[{}, {data}]"))
+      >>> [step.kind for step in reshard(src, dst, type_, mesh, Topology("h200:8")).steps]
+      ['all_to_all']
+    """
+    if src == dst:
+        return Path((), 0.0, 0)
+    owed = tuple(a for a in dst.partial if a not in src.partial)
+    if owed and dst.kind == "add" and src.kind in ("", "add"):
+        unmasked = dst.with_partial(set(dst.partial).difference(owed), "add")
+        path = reshard(src, unmasked, type_, mesh, topology, held)
+        mask = Step("mask", unmasked, dst, owed, ())
+        seconds = path.seconds + mask_seconds(unmasked, type_, mesh, topology)
+        return Path((*path.steps, mask), seconds, path.bytes)
+    _check(src, dst, type_, mesh)
+    shape = _padded(src, dst, type_.shape, mesh)
+    path = _cheapest(src, dst, shape, type_.dtype, held, mesh, topology)
+    if shape == type_.shape:
+        return path
+    torn = {d for step in path.steps for d in torn_dims(step, type_.shape, mesh)}
+    return _untorn(src, dst, type_, mesh, topology, held, torn) if torn else path
+
+
+def _check(src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh) -> None:
+    """Refuses what cannot be asked."""
+    fix = ""
+    for sharding in (src, dst):
+        atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
+        if len(sharding.dims) != type_.rank or len(set(atoms)) != len(atoms):
+            fix = "use every atom at most once and give every dim its atoms"
+    if not fix and not can_reshard(src, dst):
+        fix = "leave partial only what is partial already"
+    if fix:
+        raise LegalityError(
+            f"no reshard of {type_} leads from one sharding to the other",
+            actual=format_sharding(src, mesh),
+            required=format_sharding(dst, mesh),
+            fix=fix,
+        )
+
+
+def _untorn(
+    src: Sharding,
+    dst: Sharding,
+    type_: TensorType,
+    mesh: Mesh,
+    topology: Topology,
+    held: Axes,
+    torn: set[int],
+) -> Path:
+    """A path that gathers some dims before any permute, and cuts them afterwards."""
+    bare, last = (
+        Sharding(
+            tuple(() if d in torn else axes for d, axes in enumerate(s.dims)), s.partial, s.kind
+        )
+        for s in (src, dst)
+    )
+    if bare != src:
+        first = _one_by_one("all_gather", src, bare, type_, mesh, topology)
+        return _joined(first, reshard(bare, dst, type_, mesh, topology, held))
+    cuts = _one_by_one("slice", last, dst, type_, mesh, topology)
+    return _joined(reshard(src, last, type_, mesh, topology, held), cuts)
+
+
+def _one_by_one(
+    kind: str, src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
+) -> Path:
+    """A gather, or a slice, of every dim in which two shardings differ."""
+    path, here = Path((), 0.0, 0), src
+    for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
+        if a != b:
+            there = here._replace(dims=(*here.dims[:d], b, *here.dims[d + 1 :]))
+            step = Step(kind, here, there, a or b, (d,))
+            before, after = (local_type(type_, s, mesh).bytes for s in (here, there))
+            seconds = collective_seconds(kind, step.axes, before, after, mesh, topology)
+            sent = wire_bytes(kind, mesh.extent(step.axes), before, after)
+            path, here = _joined(path, Path((step,), seconds, sent)), there
+    return path
+
+
+def _joined(first: Path, second: Path) -> Path:
+    seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
+    return Path(first.steps + second.steps, seconds, sent)
+
+
+def can_reshard(src: Sharding, dst: Sharding) -> bool:
+    """Whether there is a path at all: a sum can be split into terms, nothing else can."""
+    if not dst.partial:
+        return True
+    if dst.kind == "add":
+        return src.kind in ("", "add")
+    return src.kind == dst.kind and set(dst.partial) <= set(src.partial)
+
+
+def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: Topology) -> float:
+    """Time to read one device's piece and to write it, or zeros."""
+    local = local_type(type_, sharding, mesh)
+    return 2 * local.bytes / topology.hbm_bandwidth
+
+
+def _padded(src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    """The shape with every dim that either sharding does not divide rounded up until both do."""
+    sizes = []
+    for size, a, b in zip(shape, src.dims, dst.dims, strict=True):
+        unit = math.lcm(mesh.extent(a), mesh.extent(b))
+        fits = size % mesh.extent(a) == 0 and size % mesh.extent(b) == 0
+        sizes.append(size if fits else -(-size // unit) * unit)
+    return tuple(sizes)
+
+
+def torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
+    """Dims whose padded pieces a permute cannot move whole.
+
+    Pieces are cut atom by atom; without padding only their number matters, with padding the order
+    of the atoms' sizes does too.
+    """
+    if step.kind != "collective_permute":
+        return []
+    sizes = mesh.atom_sizes
+    return [
+        d
+        for d, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True))
+        if not is_even(shape[d], a, mesh) and [sizes[x] for x in a] != [sizes[x] for x in b]
+    ]
+
+
+def permute_pairs(before: Sharding, after: Sharding, mesh: Mesh) -> tuple[tuple[int, int], ...]:
+    """Who sends to whom in a collective-permute: (source, target) for every device, by target.
+
+    Devices are positions in the flattened mesh. A device that already holds what it needs keeps it;
+    replicas share out the rest in order, within the groups of the atoms that change place.
+    """
+    axes = moved(before.dims, after.dims, mesh.atom_sizes)
+    fixed = [a for a in range(len(mesh.atoms)) if a not in axes]
+
+    have, wanted = (_pieces(sharding.dims, fixed, mesh) for sharding in (before, after))
+    source = np.arange(mesh.size)
+    moving = np.flatnonzero(have != wanted)
+    takers, holders = (moving[np.argsort(p[moving], kind="stable")] for p in (wanted, have))
+    source[takers] = holders
+    return tuple(zip(source.tolist(), range(mesh.size), strict=True))
+
+
+def _pieces(dims: Dims, fixed: Sequence[int], mesh: Mesh) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """A number for the piece that each device holds, and for where it is along other atoms."""
+    number = mesh.coordinates(fixed)
+    for axes in dims:  # a permute leaves the number of pieces of every dim alone
+        number = number * mesh.extent(axes) + mesh.coordinates(axes)
+    return number
+
+
+# ---------------------------------------------------------------------------------------------
+# From the answer to a question back to steps, with the cost model's own figures.
+
+
+class _Leg(NamedTuple):
+    """A step, with all of its cost that does not depend on the value's size.
+
+    Attributes:
+      step: the step.
+      group: devices that exchange with one another.
+      latency: seconds that it takes however small the value is.
+      pace: seconds for each byte.
+      before: pieces that the value is in.
+      after: pieces that it is in afterwards.
+    """
+
+    step: Step
+    group: int
+    latency: float
+    pace: float
+    before: int
+    after: int
+
+
+def _cheapest(
+    src: Sharding,
+    dst: Sharding,
+    shape: tuple[int, ...],
+    dtype: str,
+    held: Axes,
+    mesh: Mesh,
+    topology: Topology,
+) -> Path:
+    """The cheapest of the paths that are best for some size of the value."""
+    room = tuple(math.gcd(size, mesh.size) for size in shape)
+    bits = math.prod(shape) * dtype_bits(dtype)
+    paths = [_path(legs, bits) for legs in routes(src, dst, room, held, mesh, topology)]
+    if not paths:
+        raise LegalityError(
+            f"no path of collectives was found for {TensorType(shape, dtype)}",
+            actual=format_sharding(src, mesh),
+            required=format_sharding(dst, mesh),
+        )
+    return min(paths, key=lambda path: (path.seconds, path.bytes, len(path.steps)))
+
+
+def _path(legs: Sequence[_Leg], bits: int) -> Path:
+    """The path of a value of so many bits."""
+    seconds, sent = 0.0, 0
+    for step, group, latency, pace, before, after in legs:
+        if step.kind != "slice":
+            pieces = (-(-bits // (8 * before)), -(-bits // (8 * after)))
+            more = wire_bytes(step.kind, group, *pieces)
+            seconds += latency + more * pace
+            sent += more
+    return Path(tuple([leg.step for leg in legs]), seconds, sent)
+
+
+@lru_cache(maxsize=1 << 16)
+def routes(
+    src: Sharding,
+    dst: Sharding,
+    room: tuple[int, ...],
+    held: Axes,
+    mesh: Mesh,
+    topology: Topology,
+) -> tuple[tuple[_Leg, ...], ...]:
+    """The paths that are best for values of some size, of shapes that divide as `room` does."""
+    question, names = ask(src, dst, room, held, mesh, topology)
+    found = [(answer, names) for answer in answers(question)]
+    if not is_small(question):  # joined atoms cannot part: perhaps they should have
+        question, names = ask(src, dst, room, held, mesh, topology, join=False)
+        apart = direct_answers(question) if found else answers(question)
+        found += [(answer, names) for answer in apart]
+    return tuple(tuple(_legs(answer, names, src, dst, mesh, topology)) for answer, names in found)
+
+
+def _legs(
+    answer: Answer, names: Names, src: Sharding, dst: Sharding, mesh: Mesh, topology: Topology
+) -> Iterator[_Leg]:
+    """Moves as steps of this value over this mesh."""
+    here, before = src, math.prod([mesh.extent(axes) for axes in src.dims])
+    for move in answer:
+        there = _sharding_at(move.dims, move.partial, names, src, dst)
+        axes = names.atoms(move.axes)
+        if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
+            axes = tuple(sorted(axes))
+        group = mesh.extent(axes)
+        if move.kind in ("slice", "reduce_scatter"):
+            after = before * group
+        else:
+            after = before // group if move.kind == "all_gather" else before
+        step = Step(move.kind, here, there, axes, tuple([names.dims[d] for d in move.at]))
+        terms = (0.0, 0.0)
+        if move.kind != "slice":
+            terms = collective_terms(move.kind, axes, mesh, topology)
+        yield _Leg(step, group, *terms, before, after)
+        here, before = there, after
+
+
+def _sharding_at(
+    tiling: Dims, partial: Axes, names: Names, src: Sharding, dst: Sharding
+) -> Sharding:
+    """A sharding of the question as one of the value."""
+    dims = list(names.kept)
+    for number, digits in zip(names.dims, tiling, strict=True):
+        dims[number] += names.atoms(digits)
+    return Sharding(tuple(dims)).with_partial((*names.atoms(partial), *dst.partial), src.kind)

@@ -1,0 +1,277 @@
+"""The cheapest moves that answer a question, for values of every size: A* over shardings."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from spmd.mesh.sharding import Axes
+from spmd.reshard.direct import direct_paths
+from spmd.reshard.moves import DirectedMoves, ExhaustiveMoves, Move, Moves
+from spmd.reshard.problem import Line, Problem
+from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Question
+
+PHASES = ((2, 20), (1.2, 20))
+"""The directed search's phases: weight of the lower bound, and shardings to expand at most."""
+
+LAST_GREED = 5
+"""Weight of the lower bound when no path is known at all: then any path will do."""
+
+Cost = tuple[float, int, int]
+"""Time, bytes, steps, at one size."""
+
+Answer = tuple[Move, ...]
+"""Moves from first to last."""
+
+
+class Size(NamedTuple):
+    """How large a value is: `growing / fixed` units, so that costs at it are whole numbers."""
+
+    fixed: int
+    growing: int
+
+    def cost(self, line: Line) -> Cost:
+        """Time, bytes and steps at this size."""
+        return self.fixed * line.fixed + self.growing * line.growing, line.sent, line.steps
+
+
+SMALLEST = Size(1, 0)
+LARGEST = Size(1, 1 << 60)
+
+
+@lru_cache(maxsize=1 << 14)
+def direct_answers(question: Question) -> tuple[Answer, ...]:
+    """The paths that are written down without a search."""
+    return tuple(dict.fromkeys(Search(question).direct))
+
+
+def is_small(question: Question) -> bool:
+    """Whether every legal step can be tried."""
+    return len(question.digits) <= (EXACT_DIGITS if is_joined(question) else EXACT_ATOMS)
+
+
+def is_joined(question: Question) -> bool:
+    """Whether some atoms move together."""
+    return any(len(digit.sizes) > 1 for digit in question.digits)
+
+
+@lru_cache(maxsize=1 << 14)
+def answers(question: Question) -> tuple[Answer, ...]:
+    """A best path for every size of the value, those for small values first; none if there is none.
+
+    A path's cost is a line, and the least cost a concave function of the size, made of straight
+    pieces. Where the best paths of two sizes differ there is a size between at which these two cost
+    the same: either both are best there, or a third one is. Where no path is known to be the best
+    one, only one size between is looked at.
+    """
+    search = Search(question)
+    last = search.best(LARGEST, ())
+    first = search.best(SMALLEST, () if last is None else (last,))
+    if first is None or last is None:
+        return ()
+    return tuple(dict.fromkeys((*_between(search, first, last), last)))
+
+
+def _between(search: Search, first: Answer, last: Answer) -> Iterator[Answer]:
+    """The best paths from a size at which `first` is one up to where `last` is, less the last."""
+    a, b = search.line(first), search.line(last)
+    if a.growing <= b.growing:
+        yield from () if b.fixed <= a.fixed else (first,)
+        return
+    if b.fixed <= a.fixed:
+        return
+    common = math.gcd(a.growing - b.growing, b.fixed - a.fixed)
+    size = Size((a.growing - b.growing) // common, (b.fixed - a.fixed) // common)
+    middle = search.best(size, (first, last))
+    assert middle is not None
+    if size.cost(search.line(middle))[0] >= size.cost(a)[0]:
+        yield first
+        return
+    if not search.exact:
+        yield from (first, middle)
+        return
+    yield from _between(search, first, middle)
+    yield from _between(search, middle, last)
+
+
+class _Node:
+    """A sharding, with what does not depend on the value's size.
+
+    Attributes:
+      dims: digits of each dim.
+      partial: partial digits.
+      pieces: into how many the value is split.
+      bounds: lines that no path from here to the goal undercuts.
+      edges: the moves out of it with their costs and where they lead, once that is asked for.
+    """
+
+    __slots__ = ("bounds", "dims", "edges", "partial", "pieces")
+
+    def __init__(self, dims: Dims, partial: Axes, pieces: int, bounds: list[Line]) -> None:
+        self.dims, self.partial, self.pieces, self.bounds = dims, partial, pieces, bounds
+        self.edges: list[_Edge] | None = None
+
+    def least(self, size: Size) -> Cost:
+        """The lower bound at a size."""
+        if not self.bounds:
+            return 0, 0, 0
+        fixed, growing = size
+        time = max([fixed * line[0] + growing * line[1] for line in self.bounds])
+        _, _, sent, steps = self.bounds[0]
+        return time, sent, steps
+
+
+class _Edge:
+    """A move, what it costs, and where it leads, once that is asked for."""
+
+    __slots__ = ("line", "move", "pieces", "there")
+
+    def __init__(self, line: Line, pieces: int, move: Move) -> None:
+        self.line, self.pieces, self.move = line, pieces, move
+        self.there: _Node | None = None
+
+
+class _Graph:
+    """The shardings that have been met, and some of the moves between them."""
+
+    def __init__(self, problem: Problem, moves: Moves) -> None:
+        self.problem, self.moves = problem, moves
+        self._nodes: dict[tuple[Dims, Axes], _Node] = {}
+        self.start = self._node(problem.src, problem.partial, problem.pieces(problem.src))
+        self.goal = self._node(problem.dst, (), problem.goal_pieces)
+
+    def _node(self, dims: Dims, partial: Axes, pieces: int) -> _Node:
+        node = self._nodes.get((dims, partial))
+        if node is None:
+            node = _Node(dims, partial, pieces, self.problem.bounds(dims, partial))
+            self._nodes[dims, partial] = node
+        return node
+
+    def edges(self, node: _Node) -> list[_Edge]:
+        """The moves out of a sharding."""
+        if node.edges is None:
+            price = self.problem.price
+            node.edges = [
+                _Edge(*price(move.kind, move.axes, node.pieces), move)
+                for move in self.moves.out_of(node.dims, node.partial, node.pieces)
+            ]
+        return node.edges
+
+    def end(self, edge: _Edge) -> _Node:
+        """Where a move leads."""
+        if edge.there is None:
+            edge.there = self._node(edge.move.dims, edge.move.partial, edge.pieces)
+        return edge.there
+
+
+class Search:
+    """Searches for one question at several sizes.
+
+    Attributes:
+      problem: the question, with its costs.
+      direct: paths that are written down without a search.
+      exact: whether every legal step is tried, atom by atom.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self.problem = Problem(question)
+        directed = DirectedMoves(self.problem)
+        self.direct = [tuple(moves) for moves in direct_paths(self.problem, directed)]
+        self._directed = _Graph(self.problem, directed)
+        self.exact = is_small(question) and not is_joined(question)
+        self._exhaustive: _Graph | None = None
+        if is_small(question):
+            self._exhaustive = _Graph(self.problem, ExhaustiveMoves(self.problem))
+
+    def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
+        """The best direct path where that is provably best; else the best that a search finds.
+
+        Args:
+          size: how large the value is.
+          found: paths that are to be undercut.
+        """
+        paths = [*found, *self.direct]
+        known = min(paths, key=lambda path: size.cost(self.line(path)), default=None)
+        limit = size.cost(self.line(known)) if known is not None else None
+        if limit is not None and limit[:2] <= self._directed.start.least(size)[:2]:
+            return known
+        if self._exhaustive is not None:
+            return _search(self._exhaustive, size, limit) or known
+        for greed, budget in PHASES:
+            better = _search(self._directed, size, limit, budget, greed)
+            if better is not None:
+                known, limit = better, size.cost(self.line(better))
+        return known or _search(self._directed, size, None, None, LAST_GREED)
+
+    def line(self, path: Answer) -> Line:
+        """What a path costs."""
+        pieces, lines = self.problem.pieces(self.problem.src), []
+        for move in path:
+            line, pieces = self.problem.price(move.kind, move.axes, pieces)
+            lines.append(line)
+        return Line(*map(sum, zip(*lines, strict=True))) if lines else Line(0, 0, 0, 0)
+
+
+def _search(
+    graph: _Graph, size: Size, limit: Cost | None, budget: int | None = None, greed: float = 1
+) -> Answer | None:
+    """A* from the start to the goal.
+
+    Args:
+      graph: what is searched.
+      size: how large the value is.
+      limit: a cost that is to be undercut.
+      budget: shardings to expand at most.
+      greed: weight of the lower bound; above 1 it is faster, and no longer optimal.
+
+    Returns:
+      The best path, or None where none undercuts the limit.
+    """
+    fixed, growing = size
+    start, goal = graph.start, graph.goal
+    best: dict[_Node, Cost] = {start: (0, 0, 0)}
+    bounds: dict[_Node, Cost] = {}
+    came: dict[_Node, tuple[_Node, Move]] = {}
+    heap = [((0.0, 0, 0), (0, 0), best[start], start)]
+    expanded = 0
+    while heap and (budget is None or expanded < budget):
+        _, _, spent, here = heapq.heappop(heap)
+        if here is goal:
+            return _unwind(came, here)
+        if best[here] < spent:
+            continue
+        expanded += 1
+        time, sent, count = spent
+        permuted = here in came and came[here][1].kind == "collective_permute"
+        for number, edge in enumerate(graph.edges(here)):
+            line, move = edge.line, edge.move
+            if permuted and move.kind == "collective_permute":
+                continue  # two that follow one another are one
+            cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
+            if limit is not None and cost >= limit:
+                continue
+            there = edge.there or graph.end(edge)
+            if there in best and best[there] <= cost:
+                continue
+            left = bounds.get(there)
+            if left is None:
+                left = bounds[there] = there.least(size)
+            estimate = (cost[0] + greed * left[0], cost[1] + left[1], cost[2] + left[2])
+            if limit is not None and estimate >= limit:
+                continue
+            best[there] = cost
+            came[there] = (here, move)
+            turn = (-expanded, number)  # of equals, the one found last: it is nearer to the goal
+            heapq.heappush(heap, (estimate, turn, cost, there))
+    return None
+
+
+def _unwind(came: dict[_Node, tuple[_Node, Move]], here: _Node) -> Answer:
+    moves: list[Move] = []
+    while here in came:
+        here, move = came[here]
+        moves.append(move)
+    return tuple(moves[::-1])

@@ -1,0 +1,132 @@
+"""`verify`: the partitioned program against the whole one, on the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from spmd.errors import ArgumentError
+from spmd.ir.program import Program
+from spmd.lowering.execute import without_shardings
+from spmd.mesh.mesh import Mesh
+from spmd.planning.plan import Plan
+from spmd.verify.bisect import (
+    Arrays,
+    Culprit,
+    Lower,
+    find_culprit,
+    host_arrays,
+    run_text,
+    run_whole,
+)
+from spmd.verify.compare import Comparison, Tolerance, compare
+
+_READ_WRONGLY = "the module was read wrongly: as imported and not partitioned, it differs as well"
+_NOT_REPRODUCED = "partitioned once more, without XLA's options and donation, the results agree"
+
+
+class Verification(NamedTuple):
+    """What `verify` found; it prints as a report, and is true when all results agree.
+
+    Attributes:
+      ok: whether every result agrees.
+      comparisons: one for each result.
+      culprit: the first op whose value differs, where one was looked for and found.
+      problem: what is wrong in words, where no op is to blame.
+    """
+
+    ok: bool
+    comparisons: tuple[Comparison, ...]
+    culprit: Culprit | None = None
+    problem: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        wrong = sum(not c.ok for c in self.comparisons)
+        head = f"{len(self.comparisons)} results agree with the unpartitioned program"
+        if not self.ok:
+            head = (
+                f"{wrong} of {len(self.comparisons)} results differ from the unpartitioned program"
+            )
+        lines = [head, *(f"  {c}" for c in self.comparisons)]
+        if self.problem:
+            lines.append(self.problem)
+        if self.culprit is not None:
+            lines += ["the first op whose value differs:", str(self.culprit)]
+        return "\n".join(lines)
+
+
+class Stages(Protocol):
+    """What is read of the pipeline's results."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+
+
+def verify(
+    stages: Stages,
+    module: Any,
+    run: Callable[[Arrays], Sequence[Any]],
+    arguments: Sequence[Any],
+    lower: Lower,
+    rtol: float | None = None,
+    atol: float | None = None,
+    bisect: bool = True,
+) -> Verification:
+    """Runs both programs and compares every result; looks for the op that is wrong if one is.
+
+    The whole program runs on one device, which has to have room for it. One with manual regions
+    runs on all of the mesh, partitioned by XLA, and every device has to have room for it.
+
+    Args:
+      stages: gives the plan.
+      module: the StableHLO module that was compiled, in memory.
+      run: the compiled program, from flat arguments to flat results.
+      arguments: flat arguments; they are copied, so donation does not reach them.
+      lower: the stages from a plan to an emitted module.
+      rtol, atol: the tolerance of floats; by dtype when left out, see `Tolerance`.
+      bisect: look for the op.
+
+    Raises:
+      ArgumentError: an argument that this process does not hold whole.
+    """
+    plan = stages.plan
+    program = plan.program
+    given = host_arrays([_local(a, n) for a, n in zip(arguments, program.arg_names, strict=True)])
+    tolerance = Tolerance.of(program, rtol, atol)
+    want = run_module(module, program, given, plan.mesh)
+    comparisons = _compared(program, host_arrays(run([a.copy() for a in given])), want, tolerance)
+    if all(c.ok for c in comparisons):
+        return Verification(True, comparisons)
+    imported = _compared(program, run_whole(program, given, plan.mesh), want, tolerance)
+    if not all(c.ok for c in imported):
+        return Verification(False, comparisons, problem=_READ_WRONGLY)
+    culprit = find_culprit(plan, given, lower, tolerance) if bisect else None
+    problem = _NOT_REPRODUCED if bisect and culprit is None else ""
+    return Verification(False, comparisons, culprit, problem)
+
+
+def run_module(module: Any, program: Program, arguments: Arrays, mesh: Mesh) -> Arrays:
+    """A module as jax runs it, its shardings ignored: see `run_text`."""
+    return run_text(without_shardings(module), program, arguments, mesh)
+
+
+def _compared(
+    program: Program, got: Arrays, want: Arrays, tolerance: Tolerance
+) -> tuple[Comparison, ...]:
+    return tuple(
+        compare(name, program.types[v], a, b, tolerance)
+        for name, v, a, b in zip(program.result_names, program.body.results, got, want, strict=True)
+    )
+
+
+def _local(argument: Any, name: str) -> Any:
+    if getattr(argument, "is_fully_addressable", True):
+        return argument
+    raise ArgumentError(
+        f"argument {name} lies on other processes as well: verify runs the whole program in one",
+        fix="verify a smaller mesh in one process",
+    )

@@ -1,0 +1,179 @@
+"""Prices of what a plan decided against, beside every joint choice, and beside other plans."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.explain.alternatives import Alternatives
+from spmd.explain.relax import mark_groups, mark_prices, replanned
+from spmd.explain.replay import moves_of
+from spmd.ir.program import Op
+from spmd.planning.network import FORBIDDEN
+from tests.programs import llama, mlp
+
+MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
+TOPOLOGY = spmd.Topology("a100:8")
+
+
+def lowered(fn: Any, *shapes: Any, specs: Any = None, **options: Any) -> spmd.Lowered:
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, **options)
+    return jitted.lower(*structs, topology=TOPOLOGY)
+
+
+def two_products(x: Any, v: Any, w: Any) -> Any:
+    return jnp.tanh(x @ v) @ w
+
+
+@pytest.fixture(scope="module")
+def plan() -> Any:
+    specs = (("data", "model"), ("data", "model"), ("data", None))
+    shapes = ((256, 512), (512, 1024), (1024, 256))
+    return lowered(two_products, *shapes, specs=specs).stages.plan
+
+
+def ops_of(plan: Any) -> list[Op]:
+    return [op for op in plan.program.walk() if op.name == "stablehlo.dot_general"]
+
+
+def test_prices_are_those_of_the_best_joint_choice(plan: Any) -> None:
+    alternatives = Alternatives(plan)
+    network = alternatives._built.network
+    joint = itertools.product(*(range(len(costs)) for costs in network.unary))
+    costs = {states: network.cost(states) for states in joint}
+    best = min(costs.values())
+    assert alternatives.best.cost == pytest.approx(best)
+    checked = 0
+    for op in ops_of(plan):
+        number, index = alternatives._built.units.of[op.results[0]]
+        variable = alternatives._built.variables[number]
+        left = alternatives._built.domains.left[number][index]
+        for state, price in alternatives.of_value(op.results[0]):
+            least = min(
+                cost
+                for states, cost in costs.items()
+                if left[variable.rows[states[variable.number]][0]] == state
+            )
+            assert least < FORBIDDEN / 2
+            assert price.seconds == pytest.approx(least - best, abs=1e-12)
+            assert price.exact
+            checked += 1
+    assert checked >= 3
+
+
+def test_the_state_that_was_taken_has_no_price(plan: Any) -> None:
+    alternatives = Alternatives(plan)
+    for op in ops_of(plan):
+        states = [state for state, _ in alternatives.of_value(op.results[0])]
+        assert plan.states[op.results[0]] not in states
+        assert len(set(states)) == len(states)
+
+
+def test_arguments_are_not_the_networks_to_choose(plan: Any) -> None:
+    assert Alternatives(plan).of_value(plan.program.body.args[0]) == ()
+
+
+@pytest.fixture(
+    scope="module", params=["mlp", "scan", pytest.param("unrolled", marks=pytest.mark.heavy)]
+)
+def training(request: Any) -> Any:
+    mesh = spmd.make_mesh(data=4, model=2)
+    if request.param == "mlp":
+        return mlp(mesh).lower()
+    return llama(mesh, "adamw", request.param == "scan").lower(topology=TOPOLOGY)
+
+
+def test_moves_add_up_to_the_plan(training: Any) -> None:
+    plan = training.stages.plan
+    moves = moves_of(plan)
+    collectives = training.collectives
+    sent = sum(c.bytes * c.count for c in collectives)
+    assert sum(move.bytes for move in moves) == pytest.approx(sent, rel=1e-2)
+    assert sum(move.bytes for move in moves) == Alternatives(plan).best_bytes
+
+
+def test_losing_claims_cost_something(training: Any) -> None:
+    plan = training.stages.plan
+    alternatives = Alternatives(plan)
+    conflicts = plan.propagated.conflicts[:6]
+    for conflict, losers in zip(conflicts, alternatives.of_conflicts(conflicts), strict=True):
+        taken = alternatives.taken(conflict)
+        assert taken is not None
+        claims = {(), *(axes for axes, _, _ in conflict.claims)}
+        assert {axes for axes, _ in losers} <= claims - {taken}
+        assert all(price.seconds >= 0 for _, price in losers)
+        assert [p.seconds for _, p in losers] == sorted(p.seconds for _, p in losers)
+
+
+# ---------------------------------------------------------------------------------------------
+# Marks.
+
+
+def marked(x: Any, w: Any, mark: bool = True) -> Any:
+    h = x @ w
+    if mark:
+        h = spmd.mark_sharding(h, MESH, (None, "data"))  # x has its rows over data
+    return jnp.tanh(h) * 2
+
+
+SHAPES = ((1024, 1024), (1024, 1024))
+SPECS = (("data", None), (None, None))
+
+
+def test_a_marks_price_is_that_of_the_program_without_it() -> None:
+    plan = lowered(marked, *SHAPES, specs=SPECS).stages.plan
+    plain = lowered(lambda x, w: marked(x, w, False), *SHAPES, specs=SPECS).stages.plan
+    prices = mark_prices(plan, tries=5)
+    relief = prices.reliefs[0]
+    assert "test_alternatives.py" in relief.marks.name
+    assert relief.seconds == pytest.approx(plain.seconds - plan.seconds)
+    assert relief.seconds < 0
+    assert relief.bytes == -sum(move.bytes for move in moves_of(plan))
+    assert prices.tried <= prices.groups
+
+
+def test_marks_that_cost_nothing_are_not_spoken_of() -> None:
+    plan = lowered(lambda x, w: marked(x, w, False), *SHAPES, specs=SPECS).stages.plan
+    assert mark_prices(plan, tries=5).reliefs == ()
+
+
+def test_tries_are_limited_and_the_most_expensive_come_first(training: Any) -> None:
+    plan = training.stages.plan
+    groups = mark_groups(plan, moves_of(plan))
+    assert [g.seconds for g in groups] == sorted((g.seconds for g in groups), reverse=True)
+    prices = mark_prices(plan, tries=1)
+    assert prices.tried == 1 < prices.groups == len(groups)
+
+
+def test_opening_an_argument_says_what_it_holds_more() -> None:
+    specs = (("data", None), ("data", None))
+    plan = lowered(lambda x, w: marked(x, w, False), *SHAPES, specs=specs).stages.plan
+    reliefs = {r.marks.name: r for r in mark_prices(plan, tries=5).reliefs}
+    relief = reliefs["argument w"]
+    assert relief.argument_bytes == 3 * 1024 * 1024  # 4 MiB whole, 1 MiB of it here
+    assert relief.bytes < 0
+
+
+def test_a_program_without_mark_ops_still_computes_the_same_plan() -> None:
+    """Nothing is left of a dropped mark, in loops neither."""
+
+    def looped(x: Any, w: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            return spmd.mark_sharding(jnp.tanh(c @ w), MESH, ("data", None)), None
+
+        return jax.lax.scan(body, x, None, length=3)[0]
+
+    plan = lowered(looped, *SHAPES, specs=SPECS).stages.plan
+    marks = [v for v, m in plan.propagated.marks.items() if m.reason.startswith("mark_sharding")]
+    assert marks
+    other = replanned(plan, drop=marks)
+    assert not [op for op in other.program.walk() if op.name == "spmd.mark"]
+    assert other.seconds <= plan.seconds * (1 + 1e-9)
+    changed = replanned(plan, change={plan.program.body.args[1]: plan.arguments[0]})
+    assert changed.arguments[1] == plan.arguments[0]
+    assert np.isfinite(changed.seconds)

@@ -1,0 +1,77 @@
+"""What XLA makes of the emitted program: our collectives, no others, and no larger values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import spmd
+from spmd.hlo.collectives import hlo_collectives
+from spmd.hlo.sizes import largest_values
+from spmd.mesh.sharding import local_shape
+from tests.programs import Training, llama, mlp
+
+PROGRAMS = ["mlp", "llama_scan", "llama_unrolled"]
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def compiled(request: Any) -> tuple[Training, spmd.Compiled]:
+    mesh = spmd.make_mesh(data=4, model=2)
+    if request.param == "mlp":
+        training = mlp(mesh)
+    else:
+        training = llama(mesh, "adamw", scan=request.param == "llama_scan")
+    return training, training.compile()
+
+
+def test_bytes_of_every_kind_agree_with_the_optimized_hlo(
+    compiled: tuple[Training, spmd.Compiled],
+) -> None:
+    _, program = compiled
+    ours: Counter[str] = Counter()
+    theirs: Counter[str] = Counter()
+    for c in program.collectives:
+        ours[c.kind] += c.bytes * c.count
+    for h in hlo_collectives(program.as_text("hlo")):
+        theirs[h.kind] += h.bytes * h.count
+    assert ours == theirs
+
+
+def test_xla_adds_no_collective(compiled: tuple[Training, spmd.Compiled]) -> None:
+    _, program = compiled
+    emitted = sum(c.count for c in program.collectives)
+    found = sum(h.count for h in hlo_collectives(program.as_text("hlo")))
+    assert 0 < found <= emitted  # XLA may combine ours
+
+
+def test_every_collective_says_where_and_why(compiled: tuple[Training, spmd.Compiled]) -> None:
+    _, program = compiled
+    for collective in program.collectives:
+        assert "needs [" in collective.reason, collective
+        assert ".py:" in collective.source, collective
+        assert collective.axes
+        assert collective.seconds > 0
+
+
+def test_no_value_is_larger_than_planned(compiled: tuple[Training, spmd.Compiled]) -> None:
+    _, program = compiled
+    planned = max(t.bytes for t in program.stages.optimized.program.types)
+    for value in largest_values(program.as_text("hlo"), 20):
+        assert value.bytes <= planned, value
+
+
+def test_planned_values_are_pieces(compiled: tuple[Training, spmd.Compiled]) -> None:
+    """Nothing that the plan splits is ever whole in the local program's boundary."""
+    _, program = compiled
+    stages = program.stages
+    types = stages.imported.program.types
+    for value, sharding, local in zip(
+        stages.imported.program.body.args,
+        stages.optimized.arguments,
+        stages.optimized.program.body.args,
+        strict=True,
+    ):
+        want = local_shape(types[value].shape, sharding, program.mesh)
+        assert stages.optimized.program.types[local].shape == want

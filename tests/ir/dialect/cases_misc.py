@@ -1,0 +1,79 @@
+"""Programs of ops that belong to no family; see `cases.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import spmd
+from tests.ir.dialect.cases_linalg import matrices
+
+X = matrices(8, 16)
+WORDS = np.random.RandomState(0).randint(-(2**31), 2**31 - 1, (8, 16)).astype(np.int32)
+Z = (X + 1j * matrices(8, 16, seed=1)).astype(np.complex64)
+
+
+def complex_chain(z: Any, w: Any) -> Any:
+    y = jnp.exp(z) @ jnp.conj(w).T
+    return jnp.abs(y), jnp.angle(y + 1), (y * 2j).sum(0), jnp.sort_complex(y.reshape(-1)), y.prod()
+
+
+def ragged(x: Any, w: Any) -> Any:
+    return lax.ragged_dot(x, w, jnp.asarray([2, 1, 4, 1], jnp.int32))
+
+
+def attended(x: Any, w: Any) -> Any:
+    q, k = x.reshape(2, 4, 4, 4), w.reshape(2, 4, 2, 4)
+    return spmd.ops.attention(q, k, k + 1)
+
+
+def projected(x: Any, w: Any) -> Any:
+    """A plain weight, one of 8 bits, and one of 4."""
+    values, scales = (w * 50).astype(jnp.int8), jnp.abs(w[:, 0]) + 1
+    packed = (w[:, :8] * 20).astype(jnp.int8).astype(jnp.uint8).reshape(8, 2, 4)
+    quantized = {"values": values, "scales": scales}
+    fine = {"values": packed, "scales": jnp.abs(w[:, :2]) + 1}
+    return tuple(spmd.ops.linear(x, weight) for weight in (w, quantized, fine))
+
+
+def decoded(x: Any, w: Any) -> Any:
+    """A step of attention over a cache of which the slots hold 1 to 8 positions."""
+    positions = jnp.arange(4, dtype=jnp.int32) * 2 + 1
+    cache = x.reshape(4, 2, 2, 2, 4).repeat(4, axis=3)
+    new = w.reshape(4, 2, 2, 4)
+    updated = spmd.ops.cache_update(cache, new, positions)
+    q = w.reshape(4, 2, 2, 4)
+    return updated, spmd.ops.decode_attention(q, updated, positions, length=8)
+
+
+MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    ("top_k", lambda x: tuple(lax.top_k(x, 3)), (X,)),
+    ("top_k_gradient", jax.grad(lambda x: lax.top_k(x, 3)[0].sum()), (X,)),
+    ("approx_max_k", lambda x: tuple(lax.approx_max_k(x, 4)), (X,)),
+    ("approx_min_k", lambda x: tuple(lax.approx_min_k(x, 4, reduction_dimension=0)), (X,)),
+    ("ragged_dot", ragged, (X, matrices(4, 16, 6))),
+    ("attention", attended, (X, matrices(8, 8))),
+    (
+        "attention_gradient",
+        jax.grad(lambda x, w: jnp.sum(attended(x, w) ** 2), (0, 1)),
+        (X, matrices(8, 8)),
+    ),
+    ("linear", projected, (X, matrices(8, 16, seed=2))),
+    ("decode_attention", decoded, (X, matrices(8, 8))),
+    ("mulhi", lambda x: lax.mulhi(x, x[::-1]), (WORDS,)),
+    ("mulhi_unsigned", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.uint32),)),
+    ("mulhi_narrow", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.int8),)),
+    ("complex", complex_chain, (Z, Z)),
+    ("complex_roots", lambda z: (jnp.sqrt(z), jnp.log(z), jnp.tanh(z), z**3, z / (z + 2)), (Z,)),
+    ("bitcast_wider", lambda x: lax.bitcast_convert_type(x, jnp.int8), (X,)),
+    (
+        "bitcast_narrower",
+        lambda x: lax.bitcast_convert_type(x.astype(jnp.int8).reshape(8, 4, 4), jnp.int32),
+        (WORDS,),
+    ),
+)
+"""(name, function, arguments)."""

@@ -1,0 +1,73 @@
+"""Which ops the execution tests run, by the names of rules and of canonicalizations.
+
+`python -m tests.ir.dialect.executed` prints them, one a line.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+import spmd
+from spmd.frontend.canonicalize.run import canonicalize
+from spmd.frontend.importer.module import import_module, parse_module
+from spmd.ir.dialect.registry import rule_name
+from spmd.ir.program import Program
+from spmd.mesh.spec import jax_mesh
+from tests.ir.dialect.cases import CASES
+from tests.ir.dialect.cases_module import MODULES
+from tests.lowering import manual_programs
+
+ONLY_IN_MODULES: dict[str, tuple[Any, str]] = {
+    "chlo.is_inf": (np.isinf, "i1"),
+    "chlo.is_pos_inf": (np.isposinf, "i1"),
+    "chlo.is_neg_inf": (np.isneginf, "i1"),
+    "chlo.tan": (np.tan, "f32"),
+    "chlo.conj": (np.conj, "f32"),
+    "stablehlo.logistic": (lambda x: 1 / (1 + np.exp(-x)), "f32"),
+}
+"""Ops that jax itself never emits, with numpy's answer and the result's element type."""
+
+NOT_ON_CPU = {
+    "custom_call:in_manual_region",
+    "stablehlo.collective_broadcast",
+    "custom_call:LuDecomposition",
+    "custom_call:cu_threefry2x32_ffi",
+    "custom_call:hip_threefry2x32_ffi",
+}
+"""Rules of ops that no CPU runs as it is; `test_library_calls.py` and `test_manual.py` lower some,
+and `test_custom_calls.py` runs a call in a manual region."""
+
+
+def executed_ops() -> set[str]:
+    """Names of ops that some case runs: as the module says them, and as rules do."""
+    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+    names = set(ONLY_IN_MODULES)
+    for case in CASES:
+        lowered = spmd.jit(case.fn, mesh=mesh).lower(*case.args)
+        names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.imported.program)
+    for text in (*(module.text for module in MODULES), *manual_programs.MODULES):
+        program = import_module(parse_module(text)).program
+        names |= _in_text(text) | _rules(canonicalize(program))
+    manual = spmd.make_mesh(x=4, y=2)
+    for example in manual_programs.PROGRAMS:
+        step = spmd.jit(example.make(jax_mesh(manual)), mesh=manual)
+        lowered = step.lower(manual_programs.X, manual_programs.W)
+        names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.imported.program)
+    return names
+
+
+def _rules(program: Program) -> set[str]:
+    return {rule_name(op.kind) for op in program.walk()}
+
+
+def _in_text(text: str) -> set[str]:
+    ops = re.findall(r"(?<![#.\w])(?:stablehlo|chlo|sdy)\.[\w-]+", text)
+    calls = re.findall(r"custom_call @([\w.$]+)", text)
+    return {*ops, *(f"custom_call:{target}" for target in calls)}
+
+
+if __name__ == "__main__":
+    print("\n".join(sorted(executed_ops())))

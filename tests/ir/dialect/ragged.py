@@ -1,0 +1,83 @@
+"""XLA's CPU backend has no `ragged_dot`: for tests, local ones become masked products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import spmd
+from spmd.ir.builder import Builder
+from spmd.ir.dialect.ragged import RaggedDims
+from spmd.ir.program import Op, Program, Value
+from spmd.ir.rewrite import rewrite_ops
+from spmd.ir.types import DotDims, TensorType
+from spmd.lowering.expand import expand
+
+
+def expand_for_cpu(program: Program, mesh: spmd.Mesh) -> Program:
+    """`expand`, and then every `chlo.ragged_dot` group by group."""
+
+    def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        return (_by_groups(b, op, operands),) if op.name == "chlo.ragged_dot" else None
+
+    return rewrite_ops(expand(program, mesh), rewrite)
+
+
+def _by_groups(b: Builder, op: Op, operands: tuple[Value, ...]) -> Value:
+    """The sum (or the stack, when the contraction is ragged) of one masked product a group."""
+    dims = RaggedDims.of(op.kind)
+    lhs, rhs, sizes = operands
+    result = op.kind.results[0]
+    stacked = dims.ragged in dims.lhs_contract
+    parts = []
+    end = None
+    for group in range(b.types[sizes].shape[-1]):
+        size = _group(b, sizes, b.types[sizes].rank - 1, group)
+        start = end if end is not None else b.splat(0, b.types[size])
+        end = b.binary("add", start, size)
+        rows = _masked(b, lhs, dims, start, end)
+        matrix = rhs if dims.group is None else _group(b, rhs, dims.group, group)
+        parts.append(_product(b, rows, matrix, dims, result, stacked))
+    if stacked:
+        rows_of = [b.reshape(p, (1, *b.types[p].shape)) for p in parts]
+        return b.op("stablehlo.concatenate", rows_of, (result,), {"dimension": 0})[0]
+    total = parts[0]
+    for part in parts[1:]:
+        total = b.binary("add", total, part)
+    return total
+
+
+def _group(b: Builder, x: Value, dim: int, index: int) -> Value:
+    shape = b.types[x].shape
+    attrs = {
+        "start_indices": tuple(index if d == dim else 0 for d in range(len(shape))),
+        "limit_indices": tuple(index + 1 if d == dim else n for d, n in enumerate(shape)),
+        "strides": (1,) * len(shape),
+    }
+    one = tuple(1 if d == dim else n for d, n in enumerate(shape))
+    (part,) = b.op("stablehlo.slice", (x,), (b.types[x].with_shape(one),), attrs)
+    return b.reshape(part, shape[:dim] + shape[dim + 1 :])
+
+
+def _masked(b: Builder, lhs: Value, dims: RaggedDims, start: Value, end: Value) -> Value:
+    """The left operand, zero outside one group; there are other bounds for each batch."""
+    type_ = b.types[lhs]
+    row = b.iota(TensorType(type_.shape, b.types[start].dtype), dims.ragged)
+    outer = dims.lhs_batch[: b.types[start].rank]
+    low, high = (b.broadcast(v, type_.shape, outer) for v in (start, end))
+    inside = b.binary("and", b.compare("GE", row, low), b.compare("LT", row, high))
+    return b.select(inside, lhs, b.splat(0, type_))
+
+
+def _product(
+    b: Builder, rows: Value, matrix: Value, dims: RaggedDims, result: TensorType, stacked: bool
+) -> Value:
+    def kept(indices: tuple[int, ...]) -> tuple[int, ...]:
+        group = dims.group
+        return indices if group is None else tuple(i - (i > group) for i in indices)
+
+    numbers = DotDims(
+        dims.lhs_batch, kept(dims.rhs_batch), dims.lhs_contract, kept(dims.rhs_contract)
+    )
+    type_ = result.with_shape(result.shape[1:]) if stacked else result
+    attrs = {"dot_dimension_numbers": numbers}
+    return b.op("stablehlo.dot_general", (rows, matrix), (type_,), attrs)[0]

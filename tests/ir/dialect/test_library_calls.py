@@ -1,0 +1,95 @@
+"""Linear algebra for GPUs and TPUs: lowered for them, partitioned over the batch alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg as jsl
+import pytest
+from jax import lax
+
+import spmd
+from spmd.frontend.importer.module import parse_module
+from spmd.mesh.topology import Topology
+from spmd.pipeline import Request, compile_module
+
+MATRIX = jax.ShapeDtypeStruct((8, 6, 4), jnp.float32)
+SQUARE = jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)
+ROW = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+SIDES = jax.ShapeDtypeStruct((8, 4, 2), jnp.float32)
+PIVOTS = jax.ShapeDtypeStruct((8, 4), jnp.int32)
+
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "cholesky": (jnp.linalg.cholesky, (SQUARE,)),
+    "qr": (lambda x: tuple(jnp.linalg.qr(x)), (MATRIX,)),
+    "qr_pivoting": (lambda x: tuple(jsl.qr(x, pivoting=True)), (MATRIX,)),
+    "householder": (lax.linalg.householder_product, (MATRIX, ROW)),
+    "svd": (lambda x: tuple(jnp.linalg.svd(x, full_matrices=False)), (MATRIX,)),
+    "eigh": (lambda x: tuple(jnp.linalg.eigh(x)), (SQUARE,)),
+    "eig": (lambda x: tuple(jnp.linalg.eig(x)), (SQUARE,)),
+    "lu": (lambda x: tuple(lax.linalg.lu(x)), (SQUARE,)),
+    "lu_pivots": (lambda p: lax.linalg.lu_pivots_to_permutation(p, 6), (PIVOTS,)),
+    "tridiagonal": (lambda x: tuple(lax.linalg.tridiagonal(x)), (SQUARE,)),
+    "tridiagonal_solve": (lax.linalg.tridiagonal_solve, (ROW, ROW, ROW, SIDES)),
+    "triangular_solve": (lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True),
+                         (SQUARE, SIDES)),
+    "symmetric_product": (lax.linalg.symmetric_product, (MATRIX, jnp.zeros((8, 6, 6)))),
+    "threefry": (lambda k: jax.random.bits(jax.random.wrap_key_data(k), (16,)),
+                 (jax.ShapeDtypeStruct((2,), jnp.uint32),)),
+}  # fmt: skip
+MISSING = {
+    "tpu": {"qr_pivoting", "eig", "tridiagonal"},
+}
+"""Functions that jax itself does not lower for a platform."""
+
+
+def emitted(fn: Any, args: tuple[Any, ...], platform: str) -> str:
+    """The local program, with the first dim of every batched argument split over `data`."""
+    module = jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).compiler_ir()
+    mesh = spmd.make_mesh(data=4, model=2)
+    entries = tuple(
+        (("data",), *((),) * (len(a.shape) - 1)) if len(a.shape) > 1 else None for a in args
+    )
+    request = Request(module, mesh, Topology("cpu:8"), arg_entries=entries)
+    # Weighed as a whole, matrices as small as these are cheapest where they are not split at all.
+    return compile_module(request, spmd.Options(check=True, planner="greedy")).emitted
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_only_the_batch_is_split(name: str, platform: str) -> None:
+    if name in MISSING.get(platform, ()):
+        pytest.skip(f"jax has no {name} for {platform}")
+    text = emitted(*FUNCTIONS[name], platform)
+    assert "sdy.sharding_rule" not in text
+    if (name, platform) != ("svd", "tpu"):  # it loops until every matrix has converged
+        assert not re.search(r"stablehlo\.(all_|collective|reduce_scatter)", text)
+    calls = [line for line in text.split("\n") if '"stablehlo.custom_call"' in line]
+    for line in calls:
+        types = re.findall(r"tensor<(\d+)x", line.rpartition(" : (")[2])
+        assert set(types) == {"2"}, line
+
+
+def test_a_cholesky_update_stays_whole() -> None:
+    text = emitted(lax.linalg.cholesky_update, (jnp.zeros((8, 8)), jnp.zeros(8)), "cuda")
+    (call,) = [line for line in text.split("\n") if '"stablehlo.custom_call"' in line]
+    assert "(tensor<8x8xf32>, tensor<8xf32>)" in call
+
+
+def test_threefry_kernels_are_elementwise() -> None:
+    text = """
+    func.func @main(%k: tensor<8xui32>, %x: tensor<8xui32>) -> (tensor<8xui32>, tensor<8xui32>) {
+      %r:2 = stablehlo.custom_call @cu_threefry2x32_ffi(%k, %k, %x, %x)
+        : (tensor<8xui32>, tensor<8xui32>, tensor<8xui32>, tensor<8xui32>)
+        -> (tensor<8xui32>, tensor<8xui32>)
+      return %r#0, %r#1 : tensor<8xui32>, tensor<8xui32>
+    }"""
+    mesh = spmd.make_mesh(data=4, model=2)
+    entries = ((("data",),), None)
+    request = Request(parse_module(text), mesh, Topology("cpu:8"), arg_entries=entries)
+    stages = compile_module(request, spmd.Options(check=True))
+    assert stages.emitted.count("tensor<2xui32>, tensor<2xui32>)") >= 2
+    assert "stablehlo.all_" not in stages.emitted

@@ -1,0 +1,111 @@
+"""Every rule, run: partitioned equals unpartitioned under random shardings of both ends."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import spmd
+from spmd.frontend.canonicalize.run import CANONICAL
+from spmd.ir.dialect import registry
+from spmd.lowering.local import table as local
+from tests.ir.dialect.cases import CASES, Case, random_spec
+from tests.ir.dialect.cases_module import MODULES, ModuleCase
+from tests.ir.dialect.executed import NOT_ON_CPU, ONLY_IN_MODULES, executed_ops
+from tests.ir.dialect.ragged import expand_for_cpu
+
+SHARDINGS = 3
+
+
+def meshes() -> list[spmd.Mesh]:
+    return [
+        spmd.make_mesh(data=4, model=2),
+        spmd.make_mesh(data=2, model=4),
+        spmd.make_mesh(data=2, x=2, model=2),
+    ]
+
+
+def jitted(case: Case, mesh: spmd.Mesh, rng: np.random.RandomState, with_results: bool) -> Any:
+    in_specs = tuple(random_spec(rng, a.shape, mesh) for a in case.args)
+    out_specs = None
+    if with_results:
+        shapes = jax.eval_shape(case.fn, *case.args)
+        out_specs = jax.tree.map(lambda s: random_spec(rng, s.shape, mesh), shapes)
+    options = spmd.Options(check=True)
+    return spmd.jit(case.fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, options=options), (
+        in_specs,
+        out_specs,
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_partitioned_equals_unpartitioned(case: Case) -> None:
+    rng = np.random.RandomState(zlib.crc32(case.name.encode()))
+    want = jax.jit(case.fn)(*case.args)
+    for number in range(SHARDINGS):
+        mesh = meshes()[0] if case.name == "mark" else meshes()[number]
+        step, specs = jitted(case, mesh, rng, with_results=number > 0 and case.name != "mark")
+        got = step(*case.args)
+
+        def check(a: Any, b: Any, specs: Any = specs, mesh: Any = mesh) -> None:
+            np.testing.assert_allclose(
+                np.asarray(a, np.complex64 if np.iscomplexobj(b) else None),
+                np.asarray(b),
+                rtol=2e-5,
+                atol=1e-5,
+                err_msg=f"{case.name} on ({mesh}) with specs {specs}",
+            )
+
+        jax.tree.map(check, got, want)
+
+
+@pytest.mark.parametrize("op", sorted(ONLY_IN_MODULES))
+def test_ops_that_jax_never_emits(op: str) -> None:
+    want, dtype = ONLY_IN_MODULES[op]
+    module = f"""
+    func.func @main(%x: tensor<8x4xf32>) -> tensor<8x4x{dtype}> {{
+      %y = "{op}"(%x) : (tensor<8x4xf32>) -> tensor<8x4x{dtype}>
+      return %y : tensor<8x4x{dtype}>
+    }}"""
+    mesh = meshes()[0]
+    compiled = spmd.compile_stablehlo(module, mesh, [("data", "model")], [("model", None)])
+    x = np.linspace(-2, 2, 32, dtype=np.float32).reshape(8, 4)
+    x[0, 0], x[3, 1] = np.inf, -np.inf
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(compiled(x)[0], want(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", MODULES, ids=lambda case: case.name)
+def test_modules(case: ModuleCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmd.pipeline.expand", expand_for_cpu)
+    rng = np.random.RandomState(zlib.crc32(case.name.encode()))
+    want = case.want(*case.args)
+    results = want if isinstance(want, tuple) else (want,)
+    for mesh in meshes():
+        arg_specs = [random_spec(rng, a.shape, mesh) for a in case.args]
+        result_specs = [random_spec(rng, np.shape(r), mesh) for r in results]
+        options = spmd.Options(check=True)
+        with jax.enable_x64(True):
+            compiled = spmd.compile_stablehlo(
+                case.text, mesh, arg_specs, result_specs, options=options
+            )
+            got = compiled(*case.args)
+        for a, b in zip(got, results, strict=True):
+            where = f"{case.name} on ({mesh}) with specs {arg_specs} -> {result_specs}"
+            np.testing.assert_allclose(np.asarray(a), b, rtol=2e-4, atol=1e-5, err_msg=where)
+
+
+OTHER_TESTS = ("custom_call:test_", "custom_call:rms_norm", "composite:test.", "composite:my.")
+"""Names of ops that other tests in the same process register rules for."""
+
+
+def test_every_rule_has_a_case_and_a_local_lowering() -> None:
+    ruled = {op for op in registry.registered_ops() if not op.startswith(OTHER_TESTS)}
+    executed = executed_ops()
+    assert set(registry.registered_ops()) == set(local.registered_ops())
+    assert set(CANONICAL) - executed == set(), "canonicalizations that no case runs"
+    assert ruled - executed == NOT_ON_CPU, "rules that no case runs"

@@ -1,0 +1,382 @@
+"""Searches, sorts and reductions of any kind along split dims: right, and never gathered whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import spmd
+from spmd.ir.dialect import sort as rules_merge
+from spmd.ir.dialect.merge import rounds
+from spmd.ir.dialect.sort import GATHERED_SORT_BYTES
+
+MESHES = {
+    "8": spmd.Mesh(None, (8,), ("a",)),
+    "4x2": spmd.Mesh(None, (4, 2), ("a", "b")),
+    "2x2x2": spmd.Mesh(None, (2, 2, 2), ("a", "b", "c")),
+    "2x3": spmd.Mesh(None, (2, 3), ("a", "b")),
+}
+SPLITS: tuple[tuple[str, Any], ...] = (
+    ("8", "a"),
+    ("4x2", ("b", "a")),
+    ("4x2", "a"),
+    ("2x2x2", ("c", "a", "b")),
+    ("2x3", ("b", "a")),
+)
+CHECKED = spmd.Options(check=True)
+
+each_split = pytest.mark.parametrize(("name", "axes"), SPLITS, ids=str)
+
+
+def same(got: Any, want: Any) -> None:
+    """Equal bit for bit, the sign of zeros and NaNs included."""
+
+    def check(a: Any, b: Any) -> None:
+        a, b = np.asarray(a), np.asarray(b)
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
+
+    jax.tree.map(check, got, want)
+
+
+def marked(fn: Callable[..., Any], mesh: spmd.Mesh, spec: Any) -> Callable[..., Any]:
+    """The function of operands that are split, whether or not the axes divide them."""
+    return lambda *xs: fn(*(spmd.mark_sharding(x, mesh, spec) for x in xs))
+
+
+def run_marked(fn: Any, args: Any, name: str, spec: Any) -> None:
+    mesh = MESHES[name]
+    same(spmd.jit(marked(fn, mesh, spec), mesh=mesh, options=CHECKED)(*args), jax.jit(fn)(*args))
+
+
+def floats(*shape: int, seed: int = 0) -> Any:
+    """Floats with many ties, zeros of both signs, infinities, and NaNs of both signs."""
+    rng = np.random.RandomState(seed)
+    x = rng.randint(-4, 5, shape).astype(np.float32)
+    special = np.asarray([np.nan, -np.nan, np.inf, -np.inf, -0.0], np.float32)
+    return np.where(rng.uniform(size=shape) < 0.15, rng.choice(special, shape), x)
+
+
+def ints(*shape: int, seed: int = 0) -> Any:
+    return np.random.RandomState(seed).randint(-9, 9, shape).astype(np.int32)
+
+
+def lowest(*shape: int) -> Any:
+    """Nothing but the element that padding might be taken for."""
+    return np.full(shape, -np.inf, np.float32)
+
+
+def largest_bytes(compiled: Any) -> int:
+    return max(t.bytes for t in compiled.stages.optimized.program.types)
+
+
+def kinds(compiled: Any) -> set[str]:
+    return {c.kind for c in compiled.collectives}
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+def test_the_network_sorts(count: int) -> None:
+    """Knuth's 0-1 principle: what sorts all zeros and ones sorts everything."""
+    for word in product((0, 1), repeat=count):
+        x = list(word)
+        for pairs in rounds(count):
+            assert len({i for pair in pairs for i in pair}) == 2 * len(pairs)
+            for i, j in pairs:
+                x[i], x[j] = sorted((x[i], x[j]))
+        assert x == sorted(word)
+
+
+# ---------------------------------------------------------------------------------------------
+# Reductions by any body.
+
+
+def affine(x: Any, y: Any) -> Any:
+    """Composition of `t -> x0 t + x1`: associative, not commutative."""
+    return x[0] * y[0], x[1] * y[0] + y[1]
+
+
+def composed(dims: tuple[int, ...]) -> Callable[..., Any]:
+    return lambda x, y: lax.reduce((x, y), (np.int32(1), np.int32(0)), affine, dims)
+
+
+def log_sum_exp(x: Any) -> Any:
+    def body(p: Any, q: Any) -> Any:
+        top = jnp.maximum(p[0], q[0])
+        return top, p[1] * jnp.exp(p[0] - top) + q[1] * jnp.exp(q[0] - top)
+
+    top, total = lax.reduce(
+        (x, jnp.ones_like(x)), (np.float32(-1e30), np.float32(0)), body, (x.ndim - 1,)
+    )
+    return top + jnp.log(total)
+
+
+@each_split
+@pytest.mark.parametrize("make", [floats, ints, lowest])
+@pytest.mark.parametrize("size", [17, 96])
+def test_argmax_takes_the_first(size: int, make: Any, name: str, axes: Any) -> None:
+    x = make(3, size)
+    for spec in ((None, axes), (axes, None)):
+        run_marked(lambda x: (jnp.argmax(x, 1), jnp.argmin(x, 1)), (x,), name, spec)
+    run_marked(jnp.argmax, (x[0],), name, (axes,))
+    if make is floats:
+        run_marked(lambda x: jnp.nanargmax(x, 1), (x,), name, (None, axes))
+
+
+@each_split
+@pytest.mark.parametrize("shape", [(5, 21), (6, 24)])
+def test_terms_stay_in_order(shape: tuple[int, int], name: str, axes: Any) -> None:
+    args = ints(*shape), ints(*shape, seed=1)
+    for spec in ((None, axes), (axes, None)):
+        for dims in ((0,), (1,)):
+            run_marked(composed(dims), args, name, spec)
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), ("b", "a"), (None, ("b", "a")), (("a", "b"), None)])
+@pytest.mark.parametrize("shape", [(5, 3, 7), (8, 2, 8)])
+def test_terms_of_several_dims_stay_in_order(shape: tuple[int, ...], spec: Any) -> None:
+    """The reference folds in the order of indices, which XLA's own loop nest need not do."""
+    mesh = MESHES["4x2"]
+    x, y = ints(*shape), ints(*shape, seed=1)
+    fn = marked(composed((0, 2)), mesh, (spec[0], None, spec[1]))
+    got = spmd.jit(fn, mesh=mesh, options=CHECKED)(x, y)
+    rows = [v.transpose(1, 0, 2).reshape(shape[1], -1) for v in (x, y)]
+    with np.errstate(over="ignore"):
+        for i in range(shape[1]):
+            total = np.int32(1), np.int32(0)
+            for term in zip(rows[0][i], rows[1][i], strict=True):
+                total = affine(total, term)
+            assert (got[0][i], got[1][i]) == total
+
+
+@each_split
+def test_pairs_of_terms(name: str, axes: Any) -> None:
+    x = np.random.RandomState(0).normal(size=(3, 50)).astype(np.float32)
+    mesh = MESHES[name]
+    got = spmd.jit(marked(log_sum_exp, mesh, (None, axes)), mesh=mesh, options=CHECKED)(x)
+    np.testing.assert_allclose(got, jax.nn.logsumexp(x, axis=1), rtol=1e-5)
+
+
+def test_argmax_gathers_one_element_a_piece() -> None:
+    x = jax.ShapeDtypeStruct((3, 1 << 16), jnp.float32)
+    step = spmd.jit(lambda x: jnp.argmax(x, 1), mesh=MESHES["8"], in_specs=((None, "a"),))
+    compiled = step.compile(x)
+    assert largest_bytes(compiled) == 3 * (1 << 16) * 4 // 8
+    assert [(c.kind, c.bytes) for c in compiled.collectives] == [("all_gather", 3 * 7 * 4)] * 2
+    for c in compiled.collectives:
+        assert c.reason == "what each piece of dim 1 found, for stablehlo.reduce"
+
+
+# ---------------------------------------------------------------------------------------------
+# The largest elements.
+
+
+@each_split
+@pytest.mark.parametrize("make", [floats, ints, lowest])
+@pytest.mark.parametrize(("size", "k"), [(17, 1), (96, 3), (21, 11), (21, 21), (1, 1)])
+def test_top_k(size: int, k: int, make: Any, name: str, axes: Any) -> None:
+    run_marked(lambda x: lax.top_k(x, k), (make(3, size),), name, (None, axes))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.uint8, np.int8, np.bool_])
+def test_top_k_of_other_types(dtype: Any) -> None:
+    x = np.asarray(jnp.asarray(np.abs(ints(2, 21))).astype(dtype))
+    run_marked(lambda x: lax.top_k(x, 4), (x,), "2x2x2", (None, ("c", "a", "b")))
+
+
+def test_padding_never_wins_over_the_least_number() -> None:
+    x = np.full((13,), 0xFFFFFFFF, np.uint32).view(np.float32)
+    run_marked(lambda x: lax.top_k(x, 13)[1], (x,), "2x2x2", (("c", "a", "b"),))
+
+
+def test_top_k_gathers_candidates() -> None:
+    x = jax.ShapeDtypeStruct((3, 1 << 16), jnp.float32)
+    step = spmd.jit(lambda x: lax.top_k(x, 5), mesh=MESHES["8"], in_specs=((None, "a"),))
+    compiled = step.compile(x)
+    assert largest_bytes(compiled) == 3 * (1 << 16) * 4 // 8
+    assert [(c.kind, c.bytes) for c in compiled.collectives] == [("all_gather", 3 * 5 * 7 * 4)] * 2
+
+
+@pytest.mark.parametrize("fn", [lax.approx_max_k, lax.approx_min_k])
+@each_split
+def test_approximate_top_k(name: str, axes: Any, fn: Any) -> None:
+    x = np.random.RandomState(0).permutation(90).reshape(3, 30).astype(np.float32)
+    run_marked(lambda x: fn(x, 4), (x,), name, (None, axes))
+
+
+# ---------------------------------------------------------------------------------------------
+# Axes of a dim that must be whole move to another.
+
+
+@each_split
+@pytest.mark.parametrize("shape", [(16, 24), (7, 17), (3, 24)])
+def test_sort_rows(shape: tuple[int, int], name: str, axes: Any) -> None:
+    x, y = floats(*shape), ints(*shape)
+    run_marked(lambda x: (jnp.sort(x, 1), jnp.argsort(x, 1)), (x,), name, (None, axes))
+    run_marked(lambda x, y: lax.sort((y, x), dimension=1, num_keys=2), (x, y), name, (None, axes))
+    run_marked(lambda x: jnp.argsort(x, 1, descending=True), (x,), name, (None, axes))
+
+
+WHOLE_DIMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any]] = {
+    "sort": (lambda x: jnp.sort(x, 1), (64, 512), (None, "a")),
+    "sort_first": (lambda x: jnp.sort(x, 0), (512, 64), ("a", None)),
+    "fft": (lambda x: jnp.fft.fft(x, axis=1), (64, 512), (None, "a")),
+    "cholesky": (
+        lambda x: lax.linalg.cholesky(x + 16 * jnp.eye(16), symmetrize_input=False),
+        (16, 16, 16),
+        (None, "a", None),
+    ),
+    "solve": (
+        lambda x: lax.linalg.triangular_solve(jnp.eye(16) * 3 + x, x, lower=True),
+        (16, 16, 16),
+        (None, None, "a"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_DIMS)
+def test_nothing_is_gathered_where_another_dim_takes_the_axes(case: str) -> None:
+    fn, shape, spec = WHOLE_DIMS[case]
+    mesh = MESHES["8"]
+    x = np.random.RandomState(0).uniform(size=shape).astype(np.float32)
+    step = spmd.jit(fn, mesh=mesh, in_specs=(spec,), out_specs=spec, options=CHECKED)
+    np.testing.assert_allclose(step(x), jax.jit(fn)(x), rtol=1e-4, atol=1e-4)
+    compiled = step.compile(x)
+    assert "all_gather" not in kinds(compiled), [str(c) for c in compiled.collectives]
+    assert largest_bytes(compiled) < x.nbytes
+
+
+def test_axes_move_there_and_back() -> None:
+    x = jax.ShapeDtypeStruct((256, 2048), jnp.float32)
+    spec = ("b", "a")
+    step = spmd.jit(lambda x: jnp.sort(x, 1), mesh=MESHES["4x2"], in_specs=(spec,), out_specs=spec)
+    compiled = step.compile(x)
+    piece = 256 * 2048 * 4 // 8
+    assert [(c.kind, c.axes, c.bytes) for c in compiled.collectives] == [
+        ("all_to_all", ("a",), piece * 3 // 4)
+    ] * 2
+    assert largest_bytes(compiled) == piece
+
+
+# ---------------------------------------------------------------------------------------------
+# Sorting in a network.
+
+LONG = GATHERED_SORT_BYTES // 4 + 1000
+
+
+def swapped(x: Any, y: Any) -> Any:
+    """Two keys, the second one descending, and a passenger."""
+    return lax.sort((x, -y, jnp.arange(x.shape[0])), num_keys=2, is_stable=True)
+
+
+@each_split
+@pytest.mark.parametrize("size", [LONG // 48 * 48, LONG // 48 * 48 + 5])
+def test_sort_a_vector(size: int, name: str, axes: Any) -> None:
+    x, y = floats(size), ints(size)
+    run_marked(lambda x: (jnp.sort(x), jnp.argsort(x)), (x,), name, (axes,))
+    run_marked(swapped, (x, y), name, (axes,))
+
+
+@pytest.mark.parametrize(("name", "axes"), [SPLITS[0], *SPLITS[3:]], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 24])
+def test_pieces_of_nothing_but_padding(
+    size: int, name: str, axes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules_merge, "GATHERED_SORT_BYTES", 0)
+    x = ints(size).astype(np.int16)  # a type that no other test sorts: rules are kept
+    mesh = MESHES[name]
+    fn = lambda x: lax.sort((x, jnp.arange(size)), num_keys=1)  # noqa: E731
+    # The exact planner gathers what is this small.
+    options = spmd.Options(check=True, planner="greedy")
+    step = spmd.jit(marked(fn, mesh, (axes,)), mesh=mesh, options=options)
+    same(step(x), jax.jit(fn)(x))
+    assert size == 1 or "collective_permute" in kinds(step.compile(x))
+
+
+def test_few_rows_are_sorted_in_a_network() -> None:
+    x = floats(2, LONG)
+    fn = lambda x: jnp.argsort(x, 1)  # noqa: E731
+    step = spmd.jit(fn, mesh=MESHES["8"], in_specs=((None, "a"),), options=CHECKED)
+    same(step(x), jax.jit(fn)(x))
+    assert kinds(step.compile(x)) == {"collective_permute"}
+
+
+def test_a_long_vector_is_never_gathered() -> None:
+    x = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+    compiled = spmd.jit(jnp.argsort, mesh=MESHES["8"], in_specs=("a",)).compile(x)
+    assert kinds(compiled) == {"collective_permute"}
+    assert largest_bytes(compiled) == (1 << 20) * 4 // 8
+    assert compiled.out_shardings.spec == jax.sharding.PartitionSpec("a")
+
+
+def test_a_short_vector_is_gathered() -> None:
+    x = jax.ShapeDtypeStruct((1 << 10,), jnp.float32)
+    compiled = spmd.jit(jnp.sort, mesh=MESHES["8"], in_specs=("a",)).compile(x)
+    assert [c.kind for c in compiled.collectives] == ["all_gather"]
+
+
+# ---------------------------------------------------------------------------------------------
+# What jax makes of them.
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "median": lambda x: jnp.median(x, 1),
+    "percentile": lambda x: jnp.percentile(x, jnp.asarray([10.0, 50.0, 97.0]), axis=1),
+    "quantile_all": lambda x: jnp.quantile(x, 0.3),
+    "unique": lambda x: jnp.unique(jnp.round(x[0] * 4), size=6, fill_value=99.0),
+    "unique_counts": lambda x: jnp.unique(
+        jnp.round(x[0] * 4), size=6, return_inverse=True, return_counts=True
+    ),
+    "searchsorted": lambda x: jnp.searchsorted(jnp.sort(x[0]), x[1]),
+    "categorical": lambda x: jax.random.categorical(jax.random.key(0), x),
+    "one_hot": lambda x: jax.nn.one_hot(jnp.argmax(x, 1), x.shape[1]),
+    "take_along": lambda x: jnp.take_along_axis(x, jnp.argsort(-x, 1), 1),
+    "sampled": lambda x: jnp.where(x < lax.top_k(x, 3)[0][:, -1:], -jnp.inf, x),
+    "lexsort": lambda x: jnp.lexsort((x[0], jnp.round(x[1] * 4))),
+    "sort_and_sum": lambda x: (jnp.sort(x, 1) * jnp.arange(x.shape[1])).sum(0),
+    "permutation": lambda x: jax.random.permutation(jax.random.key(1), x, axis=1),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("size", [24, 21])
+@pytest.mark.parametrize(("name", "axes"), SPLITS[1:4:2], ids=str)
+def test_uses(use: str, size: int, name: str, axes: Any) -> None:
+    x = np.random.RandomState(0).uniform(size=(5, size)).astype(np.float32)
+    mesh = MESHES[name]
+    fn = USES[use]
+    got = spmd.jit(marked(fn, mesh, (None, axes)), mesh=mesh, options=CHECKED)(x)
+    want = jax.jit(fn)(x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), got, want)
+
+
+GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    "sort": lambda x: (jnp.sort(x, 1) * jnp.arange(x.shape[1])).sum(),
+    "top_k": lambda x: (lax.top_k(x, 4)[0] * jnp.arange(4.0)).sum(),
+    "median": lambda x: jnp.sin(jnp.median(x, 1)).sum(),
+    "max": lambda x: jnp.take_along_axis(x, jnp.argmax(x, 1, keepdims=True), 1).sum(),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("size", [24, 21])
+@each_split
+def test_gradients(gradient: str, size: int, name: str, axes: Any) -> None:
+    x = np.random.RandomState(0).uniform(size=(5, size)).astype(np.float32)
+    mesh = MESHES[name]
+    fn = GRADIENTS[gradient]
+    step = spmd.jit(jax.grad(marked(fn, mesh, (None, axes))), mesh=mesh, options=CHECKED)
+    np.testing.assert_allclose(step(x), jax.grad(fn)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_a_long_sort() -> None:
+    x = np.random.RandomState(0).permutation(LONG // 8 * 8).astype(np.float32) / LONG
+    weights = np.arange(x.size, dtype=np.float32)
+    fn = lambda x: (jnp.sort(x) * weights).sum()  # noqa: E731
+    step = spmd.jit(jax.grad(fn), mesh=MESHES["8"], in_specs=("a",), options=CHECKED)
+    np.testing.assert_array_equal(step(x), jax.grad(fn)(x))

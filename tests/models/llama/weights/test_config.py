@@ -1,0 +1,209 @@
+"""config.json files: the published ones, what transformers writes, and what is refused."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from models.llama.config import CONFIGS, ConfigError, RopeScaling
+from models.llama.weights.config import parse_config, read_config, to_hf
+
+# As published, all keys.
+LLAMA2_7B: dict[str, Any] = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+LLAMA32_1B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+
+
+def explicit(config):
+    """The same model with nothing left to defaults."""
+    return dataclasses.replace(
+        config, num_key_value_heads=config.kv_heads, head_dim=config.head_width
+    )
+
+
+def test_published_files_are_the_named_configs(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA2_7B))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert explicit(read_config(path)) == explicit(CONFIGS["llama2-7b"])
+    assert parse_config(LLAMA32_1B) == explicit(CONFIGS["llama3.2-1b"])
+
+
+def test_newer_files_keep_all_of_the_rotary_embedding_in_one_place():
+    newer = {key: value for key, value in LLAMA32_1B.items() if not key.startswith("rope")}
+    newer["rope_parameters"] = {**LLAMA32_1B["rope_scaling"], "rope_theta": 500000.0}
+    assert parse_config(newer) == parse_config(LLAMA32_1B)
+    plain = {**newer, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert parse_config(plain).rope_theta == 1e6
+    assert parse_config(plain).rope_scaling is None
+
+
+def test_what_a_file_leaves_out_is_transformers_default():
+    config = parse_config({"model_type": "llama"})
+    assert config.rms_norm_eps == 1e-6
+    assert config.max_position_embeddings == 2048
+    assert (config.vocab_size, config.rope_theta) == (32_000, 10_000.0)
+    assert (config.bos_token_id, config.eos_token_id) == (1, 2)
+
+
+def test_the_original_length_is_looked_for_where_transformers_does():
+    scaling = {**LLAMA32_1B["rope_scaling"]}
+    del scaling["original_max_position_embeddings"]
+    inner = parse_config({**LLAMA32_1B, "rope_scaling": scaling})
+    assert inner.rope_scaling is not None
+    assert inner.rope_scaling.original_max_position_embeddings == 131_072
+    outer = parse_config(
+        {**LLAMA32_1B, "rope_scaling": scaling, "original_max_position_embeddings": 4096}
+    )
+    assert outer.rope_scaling is not None
+    assert outer.rope_scaling.original_max_position_embeddings == 4096
+
+
+def test_linear_scaling_as_older_files_write_it():
+    config = parse_config({**LLAMA2_7B, "rope_scaling": {"type": "linear", "factor": 4}})
+    assert config.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_written_is_read(name):
+    config = dataclasses.replace(CONFIGS[name], eos_token_id=(3, 4))
+    assert parse_config(json.loads(json.dumps(to_hf(config, "bfloat16")))) == explicit(config)
+
+
+@pytest.mark.parametrize("name", ["llama2-70b", "llama3.1-8b", "llama3.2-1b"])
+def test_transformers_reads_what_is_written_and_the_reverse(name):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.LlamaConfig(**to_hf(CONFIGS[name], "bfloat16"))
+    assert parse_config(theirs.to_dict()) == explicit(CONFIGS[name])
+    assert str(theirs.dtype).endswith("bfloat16")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type is 'mistral'; only 'llama'"),
+        ({"model_type": None}, 'add "model_type": "llama"'),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
+        ({"attention_bias": True}, "attention_bias is true, not false"),
+        ({"mlp_bias": True}, "mlp_bias is true, not false"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", not "silu"'),
+        ({"pretraining_tp": 2}, "pretraining_tp is 2, not 1"),
+        ({"sliding_window": 4096}, "sliding_window is 4096, not null"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not 1.0"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, not 0.0"),
+        ({"qk_norm": 1, "alibi": 0}, "unknown keys alibi, qk_norm, .*--ignore_config_keys alibi,q"),
+        ({"hidden_size": "4096"}, 'hidden_size must be an integer, not "4096"'),
+        ({"hidden_size": 4096.0}, "hidden_size must be an integer, not 4096.0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer, not true"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, not 1"),
+        ({"rms_norm_eps": "x"}, 'rms_norm_eps must be a number, not "x"'),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or null"),
+        ({"hidden_size": 0}, "hidden_size must be positive"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object or null"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, 'rope_type "dynamic" of rope_scaling'),
+        ({"rope_scaling": {"rope_type": "linear"}}, "of type linear has no factor"),
+        ({"rope_scaling": {"factor": 2.0}}, "has a factor, 2.0, but no rope_type"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2, "low_freq_factor": 1}},
+            "lacks: low",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "must be 1: whole heads"),
+        ({"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 6.0}, "rope_theta is 6.0, and 5.0"),
+        (
+            {
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+                "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+            },
+            "disagree",
+        ),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(changes, message, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA2_7B, **changes}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_config(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_keys_can_be_passed_over():
+    odd = {**LLAMA2_7B, "unsloth_version": "2024.9"}
+    assert parse_config(odd, ignore_keys=["unsloth_version"]) == parse_config(LLAMA2_7B)
+    with pytest.raises(ConfigError, match="attention_bias"):  # what changes the model cannot be
+        parse_config({**LLAMA2_7B, "attention_bias": True}, ignore_keys=["attention_bias"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "is not JSON"), ("[]", "holds list, not a JSON object")]
+)
+def test_no_config_at_all(content, message, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path)
+
+
+def test_what_transformers_would_not_read_is_not_written():
+    config = dataclasses.replace(CONFIGS["tiny"], hidden_size=30, head_dim=8)
+    with pytest.raises(ConfigError, match="transformers refuses a hidden_size, 30"):
+        to_hf(config, "float32")

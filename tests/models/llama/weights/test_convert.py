@@ -1,0 +1,346 @@
+"""Checkpoints cut for n ranks, for m, and put together again: the same bits, the same logits."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models.llama import model
+from models.llama.config import CONFIGS
+from models.llama.weights import load as weights
+from models.llama.weights.convert import write_hf, write_ranks
+from models.llama.weights.files import WeightsError
+from models.llama.weights.ranks import cuts, rank_file, ranks_source
+from models.llama.weights.sources import checkpoint_source, fresh_source, hf_source
+from models.training.checkpoints.store import CheckpointError, Checkpoints
+from models.training.run.loop import TrainState
+from scripts import convert_checkpoints as script
+
+CONFIG = dataclasses.replace(
+    CONFIGS["tiny"], num_attention_heads=8, num_key_value_heads=2, head_dim=8, scan_layers=False
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A checkpoint in Hugging Face's format, in several files."""
+    folder = tmp_path_factory.mktemp("reshard") / "whole"
+    with fresh_source(CONFIG, 0) as source:
+        write_hf(source, folder, max_file_bytes=20_000)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cut(whole, tmp_path_factory):
+    """Number of ranks -> the checkpoint cut for them."""
+
+    @functools.cache
+    def make(ranks):
+        folder = tmp_path_factory.mktemp("ranks") / f"ranks-{ranks}"
+        with hf_source(whole) as source:
+            write_ranks(source, folder, ranks)
+        return folder
+
+    return make
+
+
+def tensors(folder):
+    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+def same_files(one, other):
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_the_fresh_one_is_models_init(whole):
+    expected = jax.jit(functools.partial(model.init, config=CONFIG))(jax.random.key(0))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        weights.load(whole, CONFIG),
+        expected,
+    )
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (2, 8), (8, 1), (4, 2)])
+def test_there_and_back_is_the_same_bits(n, m, whole, cut, tmp_path):
+    with ranks_source(cut(n)) as source:
+        write_ranks(source, tmp_path / "m", m)
+    same_files(tmp_path / "m", cut(m))
+    with ranks_source(tmp_path / "m") as source:
+        write_ranks(source, tmp_path / "n", n)
+        write_hf(source, tmp_path / "whole", max_file_bytes=20_000)
+    same_files(tmp_path / "n", cut(n))
+    same_files(tmp_path / "whole", whole)
+
+
+def total(parts):
+    return functools.reduce(jnp.add, parts)
+
+
+def rank_config(config, ranks):
+    return dataclasses.replace(
+        config,
+        num_attention_heads=config.num_attention_heads // ranks,
+        num_key_value_heads=max(1, config.kv_heads // ranks),
+        intermediate_size=config.intermediate_size // ranks,
+    )
+
+
+def logits_of_ranks(stored, tokens_BS):
+    """What tensor-parallel ranks compute: partial products, summed where an all-reduce would be."""
+    ranks = len(stored)
+    config = rank_config(CONFIG, ranks)
+    rope = model.rope_angles(jnp.arange(tokens_BS.shape[1]), config)
+
+    def part(rank, prefix):
+        found: dict[str, dict[str, jax.Array]] = {}
+        for name, array in stored[rank].items():
+            if name.startswith(prefix):
+                found.setdefault(name.removeprefix(prefix).split(".")[0], {})["weight"] = array
+        return found
+
+    rows = CONFIG.vocab_size // ranks
+    tables = [s["model.embed_tokens.weight"] for s in stored]
+    assert {table.shape for table in tables} == {(rows, CONFIG.hidden_size)}
+    x = total(
+        jnp.where((tokens_BS // rows == rank)[..., None], table[tokens_BS % rows], 0)
+        for rank, table in enumerate(tables)
+    )
+    for layer in range(CONFIG.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        norms = part(0, prefix)
+        y = model.rms_norm(x, norms["input_layernorm"]["weight"], config.rms_norm_eps)
+        x = x + total(
+            model.attention(part(r, f"{prefix}self_attn."), y, rope, None, config, model.no_marks)
+            for r in range(ranks)
+        )
+        y = model.rms_norm(x, norms["post_attention_layernorm"]["weight"], config.rms_norm_eps)
+        x = x + total(model.mlp(part(r, f"{prefix}mlp."), y, model.no_marks) for r in range(ranks))
+    x = model.rms_norm(x, stored[0]["model.norm.weight"], config.rms_norm_eps)
+    return jnp.concatenate([model.linear(x, s["lm_head.weight"]) for s in stored], axis=-1)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_compute_the_whole(ranks, whole, cut):
+    """Eight ranks and two key heads: four hold the same one."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)))
+    forward = jax.jit(functools.partial(model.forward, config=CONFIG))
+    expected = forward(weights.load(whole, CONFIG), tokens)
+    stored = [load_file(cut(ranks) / rank_file(rank)) for rank in range(ranks)]
+    found = jax.jit(logits_of_ranks)(jax.tree.map(jnp.asarray, stored), tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * float(np.abs(expected).max()))
+
+
+def test_key_heads_are_repeated(whole, cut):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    key = tensors(whole)[name]
+    held = [load_file(cut(8) / rank_file(rank))[name] for rank in range(8)]
+    for rank, found in enumerate(held):
+        np.testing.assert_array_equal(found, key[:8] if rank < 4 else key[8:])
+    content = json.loads((cut(8) / "sharding.json").read_text())
+    assert content["mesh"] == {"model": 8}
+    assert content["key_head_copies"] == 4
+    assert content["tensors"][name]["spec"] == ["model", None]
+
+
+def test_a_vocabulary_that_is_not_divided_stays_whole():
+    config = dataclasses.replace(CONFIG, vocab_size=255)
+    assert cuts(config, 4)["lm_head.weight"].dim is None
+    assert cuts(CONFIG, 4)["lm_head.weight"].dim == 0
+
+
+# From training
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_checkpoints_of_training(scan, tmp_path, devices8):
+    config = dataclasses.replace(CONFIG, scan_layers=scan)
+    mesh = jax.sharding.Mesh(np.array(devices8), ("data",))
+    params = jax.jit(functools.partial(model.init, config=config))(jax.random.key(1))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    params["embed_tokens"]["weight"] = jax.device_put(params["embed_tokens"]["weight"], split)
+    about = {"config": {"model": dataclasses.asdict(config)}}
+    with Checkpoints(tmp_path / "run" / "checkpoints", about=about) as checkpoints:
+        checkpoints.save(TrainState(params, {"count": jnp.int32(3)}, 3))
+    unfinished = tmp_path / "run" / "checkpoints" / "9.orbax-checkpoint-tmp-1"
+    unfinished.mkdir()  # of a run that goes on meanwhile
+    with checkpoint_source(tmp_path / "run") as source:
+        write_ranks(source, tmp_path / "ranks", 2)
+    assert unfinished.is_dir()
+    with ranks_source(tmp_path / "ranks") as source:
+        write_hf(source, tmp_path / "whole")
+    loaded = weights.load(tmp_path / "whole", config)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    script.main(["--from", f"{tmp_path}/run", "--out", f"{tmp_path}/other", "--mesh", "data=2"])
+    with checkpoint_source(tmp_path / "other", "3") as source:
+        table = np.asarray(source.tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(table, params["embed_tokens"]["weight"])
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are: 3"):
+        checkpoint_source(tmp_path / "run", 4).__enter__()
+
+
+# Going on
+
+
+def test_a_run_that_was_stopped_goes_on(whole, cut, tmp_path):
+    class Stopped(Exception):
+        pass
+
+    made: list[str] = []
+
+    def stop_at(count):
+        def note(name):
+            made.append(name)
+            if len(made) == count:
+                raise Stopped
+
+        return note
+
+    out = tmp_path / "out"
+    with hf_source(whole) as source:
+        with pytest.raises(Stopped):
+            write_ranks(source, out, 4, made=stop_at(2))
+        assert not out.exists()
+        (tmp_path / ".out.unfinished" / "rank-0003.safetensors.part").write_bytes(b"half")
+        write_ranks(source, out, 4, made=stop_at(0))
+    assert made == [rank_file(rank) for rank in range(4)]
+    same_files(out, cut(4))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_run_starts_anew(whole, cut, tmp_path):
+    made: list[str] = []
+    unfinished = tmp_path / ".out.unfinished"
+    unfinished.mkdir()
+    (unfinished / rank_file(0)).write_bytes(b"of something else")
+    (unfinished / "progress.json").write_text(
+        json.dumps({"identity": "other", "done": [rank_file(0)]})
+    )
+    with hf_source(whole) as source:
+        write_ranks(source, tmp_path / "out", 2, made=made.append)
+    assert made == [rank_file(0), rank_file(1)]
+    same_files(tmp_path / "out", cut(2))
+
+
+LIMITED = """
+import resource, sys
+import jax
+from scripts import reshard_checkpoints
+jax.random.key(0)  # what jax itself needs is not counted
+held = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
+limit = held * 1024 + int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+reshard_checkpoints.main(sys.argv[2:])
+try:
+    bytearray(int(sys.argv[1]))
+except MemoryError:
+    print("the limit limits")
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
+def test_memory_is_bounded(tmp_path):
+    """A model of 138 MB, read and written by a process that may take 48 MiB."""
+    config = dataclasses.replace(
+        CONFIG, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=2048,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=64,
+    )  # fmt: skip
+    with fresh_source(config, 0) as source:
+        zeros = {n: dataclasses.replace(t, read=zeros_of) for n, t in source.tensors.items()}
+        write_hf(dataclasses.replace(source, tensors=zeros), tmp_path / "whole")
+    assert (tmp_path / "whole" / "model.safetensors").stat().st_size > 138_000_000
+
+    command = [
+        sys.executable, "-c", LIMITED, str(48 << 20), "--from", str(tmp_path / "whole"),
+        "--out", str(tmp_path / "cut"), "--ranks", "4",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "4 files, 0.143 GB" in done.stdout
+    assert "the limit limits" in done.stdout
+
+
+def zeros_of(index):
+    return np.zeros([part.stop - part.start for part in index], np.float32)
+
+
+# What cannot be done
+
+
+def failure(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        script.main([*map(str, arguments)])
+    capsys.readouterr()
+    message = str(caught.value.code)
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def spoilt(cut, tmp_path):
+    return shutil.copytree(cut(8), tmp_path / "spoilt")
+
+
+def test_errors(whole, cut, tmp_path, capsys):
+    out = tmp_path / "out"
+    fail = functools.partial(failure, capsys)
+    assert "is no folder" in fail("--from", tmp_path / "no", "--out", out)
+    message = fail("--from", whole, "--out", out, "--ranks", 3)
+    assert "do not divide into 3 ranks; 1, 2, 4, 8 ranks are possible" in message
+    assert "1, 2, 4, 8" in fail("--from", whole, "--out", out, "--ranks", 0)
+    assert "exists already" in fail("--from", whole, "--out", cut(2), "--ranks", 2)
+    assert "no folder of a training run" in fail("--from", whole, "--out", out, "--step", 3)
+    assert "'x' is no number" in fail("--from", whole, "--out", out, "--step", "x")
+    mesh = ("--from", whole, "--out", out, "--mesh", "data=2")
+    assert "--mesh makes a training run's checkpoint, --ranks files" in fail(*mesh, "--ranks", 2)
+    assert "--noscan say how --mesh lays" in fail("--from", whole, "--out", out, "--noscan")
+    assert not list(tmp_path.iterdir())
+
+
+def test_broken_ranks(spoilt, tmp_path, capsys):
+    fail = functools.partial(failure, capsys, "--from", spoilt, "--out", tmp_path / "out")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    held = load_file(spoilt / rank_file(2))
+    save_file({**held, name: held[name] + 1}, spoilt / rank_file(2))
+    assert f"ranks 0 and 2 should hold the same {name}, and differ" in fail()
+    save_file({**held, name: held[name][:4]}, spoilt / rank_file(2))
+    assert f"{name} is F32 [4, 32] and should be F32 [8, 32]" in fail()
+    (spoilt / rank_file(2)).write_bytes(b"")
+    assert "is missing, truncated or no safetensors" in fail()
+    sharding = json.loads((spoilt / "sharding.json").read_text())
+    (spoilt / "sharding.json").write_text(json.dumps({**sharding, "schema": 2}))
+    assert "schema 2" in fail()
+    (spoilt / "sharding.json").write_text("[]")
+    assert "sharding.json cannot be used" in fail()
+
+
+def test_two_at_once(whole, tmp_path):
+    out = tmp_path / "out"
+    with hf_source(whole) as source:
+
+        def second(name):
+            with pytest.raises(WeightsError, match="another process is writing"):
+                write_ranks(source, out, 2)
+
+        write_ranks(source, out, 2, made=second)
+
+
+def test_the_script(whole, cut, tmp_path, capsys):
+    script.main(["--from", str(whole), "--out", str(tmp_path / "out"), "--ranks", "2"])
+    assert "2 files" in capsys.readouterr().out
+    same_files(tmp_path / "out", cut(2))
+    assert (tmp_path / "out" / "tokenizer.json").is_file()

@@ -1,0 +1,232 @@
+"""Checkpoints that we write, loaded by transformers: the same tensors, whole or not there."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+import spmd
+from models.llama import model, sharding
+from models.llama.config import CONFIGS, LlamaConfig, RopeScaling
+from models.llama.weights import load as weights
+from models.llama.weights import save as export
+from models.llama.weights.config import read_config
+from models.llama.weights.files import WeightsError
+
+ROOT = Path(__file__).parents[4]
+TINY = CONFIGS["tiny"]
+UNROLLED = dataclasses.replace(TINY, scan_layers=False)
+LLAMA3 = LlamaConfig(
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    rope_theta=1000.0,
+    rope_scaling=RopeScaling(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    ),
+    max_position_embeddings=128,
+    initializer_range=0.3,
+    tie_word_embeddings=True,
+    bos_token_id=126,
+    eos_token_id=(126, 127),
+)
+
+
+@functools.cache
+def fresh(config):
+    rng = np.random.default_rng(1)
+    structs = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    return jax.tree.map(
+        lambda struct: jnp.asarray(rng.normal(scale=0.3, size=struct.shape), struct.dtype), structs
+    )
+
+
+@pytest.fixture(scope="module")
+def mesh(devices8):
+    return spmd.make_mesh(data=4, model=2, devices=devices8)
+
+
+def all_tensors(folder):
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_equal_trees(ours, theirs):
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_transformers_computes_the_same(scan, mesh, tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from tests.models.llama.weights import checkpoints
+
+    config = dataclasses.replace(LLAMA3, scan_layers=scan)
+    params = fresh(config)
+    folder = tmp_path / "exported"
+    marked = sharding.mark_params(params, mesh, config)
+    weights.save(marked, config, folder, max_shard_bytes=20_000)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    tokens_BS = checkpoints.TOKENS_BS
+    ours = jax.jit(functools.partial(model.forward, config=config))(params, tokens_BS)
+    theirs = checkpoints.their_logits(folder)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+    generation = checkpoints.theirs(folder).generation_config
+    assert (generation.bos_token_id, generation.eos_token_id) == (126, [126, 127])
+
+
+@pytest.mark.parametrize("config", [TINY, UNROLLED, LLAMA3])
+def test_round_trip_is_exact(config, mesh, tmp_path):
+    params = fresh(config)
+    weights.save(sharding.mark_params(params, mesh, config), config, tmp_path / "exported")
+    read = dataclasses.replace(read_config(tmp_path / "exported"), scan_layers=config.scan_layers)
+    explicit = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_width}
+    assert read == dataclasses.replace(config, **explicit)
+    assert_equal_trees(weights.load(tmp_path / "exported", read), params)
+
+
+def test_scanned_and_unrolled_write_the_same_files(tmp_path):
+    weights.save(fresh(TINY), TINY, tmp_path / "scanned")
+    unstacked = model.unstack_layers(fresh(TINY))
+    weights.save(unstacked, UNROLLED, tmp_path / "unrolled")
+    names = sorted(path.name for path in (tmp_path / "scanned").iterdir())
+    assert names == ["config.json", "model.safetensors"]
+    for name in names:
+        assert (tmp_path / "scanned" / name).read_bytes() == (
+            tmp_path / "unrolled" / name
+        ).read_bytes()
+
+
+def test_files_hold_at_most_so_many_bytes(tmp_path):
+    params, folder = fresh(TINY), tmp_path / "exported"
+    weights.save(params, TINY, folder, max_shard_bytes=20_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * TINY.parameter_count()
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        assert sum(t.nbytes for t in tensors.values()) <= 20_000 or len(tensors) == 1
+        assert {index["weight_map"][name] for name in tensors} == {file.name}
+        with safe_open(file, framework="np") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    names = list(all_tensors(folder))
+    assert len(names) == len(index["weight_map"]) == 9 * TINY.num_hidden_layers + 3
+    assert_equal_trees(weights.load(folder, read_config(folder)), params)
+
+
+def test_dtype(tmp_path):
+    params, folder = fresh(TINY), tmp_path / "exported"
+    weights.save(params, TINY, folder, dtype="bfloat16")
+    stored = all_tensors(folder)["model.norm.weight"]
+    assert stored.dtype == ml_dtypes.bfloat16
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    expected = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), params)
+    assert_equal_trees(weights.load(folder, read_config(folder)), expected)
+    with pytest.raises(WeightsError, match="dtype is 'int8'"):
+        weights.save(params, TINY, tmp_path / "other", dtype="int8")
+
+
+def test_tokenizer_files_come_along(tmp_path):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from/tokenizer.json").write_text("{}")
+    (tmp_path / "from/model.safetensors").write_text("not this")
+    weights.save(fresh(TINY), TINY, tmp_path / "to", tokenizer_from=tmp_path / "from")
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
+# Failures
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(WeightsError, match="full exists already; name a new or an empty folder"):
+        weights.check_can_save(tmp_path / "full")
+    with pytest.raises(WeightsError, match="exists already"):
+        weights.save(fresh(TINY), TINY, tmp_path / "full")
+    with pytest.raises(WeightsError, match="is no writable folder"):
+        weights.check_can_save(tmp_path / "no/where")
+    weights.check_can_save(tmp_path / "empty")
+    weights.save(fresh(TINY), TINY, tmp_path / "empty")
+    assert (tmp_path / "empty/model.safetensors").exists()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def write_files(folder, plan, arrays):
+        (folder / "model.safetensors").write_bytes(next(arrays).tobytes())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "write_files", write_files)
+    with pytest.raises(WeightsError, match=r"could not be written to .*No space left on device"):
+        weights.save(fresh(TINY), TINY, tmp_path / "exported")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_of_another_config(tmp_path):
+    for other in (UNROLLED, LLAMA3, dataclasses.replace(TINY, vocab_size=128)):
+        with pytest.raises(WeightsError, match="not those of the config"):
+            weights.save(fresh(TINY), other, tmp_path / "exported")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Several processes
+
+
+def test_two_processes(tmp_path):
+    """Each reads its half, process 0 writes, and a failure is known to both."""
+    params = fresh(TINY)
+    weights.save(params, TINY, tmp_path / "original")
+    shutil.copytree(tmp_path / "original", tmp_path / "full")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    script = Path(__file__).with_name("two_processes.py")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, port, str(rank), tmp_path],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
+    said = [json.loads(output.splitlines()[-1]) for output in outputs]
+    norms = 4 * 32 * (2 * TINY.num_hidden_layers + 1)  # these are whole on every device
+    for one in said:
+        assert one["read"] == (4 * TINY.parameter_count() - norms) // 2 + norms
+    assert "exists already" in said[0]["failure"]
+    assert "process 0 says why" in said[1]["failure"]
+    assert_equal_trees(weights.load(tmp_path / "exported", TINY), params)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "full", "original"]

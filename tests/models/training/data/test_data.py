@@ -1,0 +1,128 @@
+import pytest
+
+from models.training.data import source as data
+from models.training.data.documents import Source
+from models.training.data.tokenize import Options, tokenize
+
+
+def text_of(corpus):
+    return data.decode(corpus.read(0, len(corpus))[0])
+
+
+def load(*sources, seq_len=16, **more):
+    config = data.DataConfig(sources, **more)
+    return data.load_datasets(config, seq_len=seq_len, batch_size=2, vocab_size=256)
+
+
+def test_bytes_round_trip():
+    assert data.decode(data.encode("naïve ∑ text\n")) == "naïve ∑ text\n"
+    assert data.decode([0xFF, 65]) == "�A"
+
+
+# Corpora
+
+
+def test_standard_library_is_there_and_sorted():
+    files = data.standard_library_files()
+    assert files == sorted(files)
+    assert "dataclasses.py" in {path.name for path in files}
+    assert not [path for path in files if "site-packages" in path.parts or "test" in path.parts]
+
+
+def test_corpus_is_capped_and_skips_what_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"aaaa")
+    (tmp_path / "b.bin").write_bytes(b"b\0b")
+    (tmp_path / "c.txt").write_bytes(b"cccc")
+    files = data.find_files([str(tmp_path)])
+    assert text_of(data.load_corpus(files)) == "aaaa\0cccc\0"
+    assert text_of(data.load_corpus(files, max_bytes=6)) == "aaaa\0cc\0"
+    with pytest.raises(data.DataError, match="none of 1 files contains text"):
+        data.load_corpus([tmp_path / "b.bin"])
+
+
+def test_files_of_patterns_directories_and_names(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.txt", "c.md", "sub/d.txt"):
+        (tmp_path / name).write_text(name)
+
+    def found(*patterns):
+        paths = data.find_files([str(tmp_path / pattern) for pattern in patterns])
+        return [str(path.relative_to(tmp_path)) for path in paths]
+
+    assert found("*.txt") == ["a.txt", "b.txt"]
+    assert found("c.md", "sub", "c.md") == ["c.md", "sub/d.txt"]
+    assert found("**/*.txt") == ["a.txt", "b.txt", "sub/d.txt"]
+    with pytest.raises(data.DataError, match="no file matches"):
+        found("c.md", "nothing")
+
+
+# Datasets
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two folders of tokens, of small letters and of capitals."""
+    root = tmp_path_factory.mktemp("folders")
+    for name, word in (("small", "abc "), ("capitals", "ABC ")):
+        path = root / f"{name}.txt"
+        path.write_text("|".join([word * 20] * 60))
+        tokenize([path], root / name, Options(source=Source(separator="|")))
+    return root
+
+
+def test_standard_library_is_the_default():
+    train, held_out = load(seq_len=128)
+    assert train.parts[0].corpus is held_out.parts[0].corpus
+    assert 0.03 < held_out.token_count / train.token_count < 0.07
+    assert set(train(0)) == {"inputs", "targets"}
+
+
+def test_text_as_it_is_equals_its_tokens(tmp_path):
+    files = [tmp_path / "text" / name for name in ("a.txt", "b.txt")]
+    files[0].parent.mkdir()
+    for path in files:
+        path.write_text(f"naïve {path.name}\n" * 100)
+    tokenize(files, tmp_path / "tokens", Options())
+    text, _ = load(str(tmp_path / "text"), packing="boundaries")
+    tokens, _ = load(str(tmp_path / "tokens"), packing="boundaries")
+    for name, leaf in text(3).items():
+        assert (leaf == tokens(3)[name]).all(), name
+
+
+def test_folders_are_mixed_by_their_shares(folders):
+    train, held_out = load(f"{folders / 'small'}@0.75", f"{folders / 'capitals'}@0.25")
+    for dataset in (train, held_out):
+        rows = dataset.rows(range(400))["inputs"]
+        is_small = (rows == ord("a")).any(axis=1)
+        assert not (is_small & (rows == ord("A")).any(axis=1)).any()
+        assert is_small.mean() == pytest.approx(0.75, abs=0.01)
+
+
+def test_tokenizer_of_a_folder_decodes_it(folders):
+    config = data.DataConfig([f"{folders / 'small'}@2"])
+    assert data.tokenizer_of(config).decode([97, 98]) == "ab"
+
+
+def test_text_and_folders_do_not_mix(folders):
+    with pytest.raises(data.DataError, match=r"small.txt is text and .*capitals a folder"):
+        load(str(folders / "small.txt"), str(folders / "capitals"))
+
+
+def test_ids_that_the_model_does_not_know(tmp_path, bpe):
+    path = tmp_path / "a.txt"
+    path.write_text("the quick brown fox " * 400)
+    with pytest.raises(data.DataError, match=r"a.txt: its tokenizer has 300 ids.*256"):
+        load(str(path), tokenizer=str(bpe))
+
+
+def test_too_little_text_to_hold_some_out(tmp_path):
+    (tmp_path / "a.txt").write_text("short " * 50)
+    with pytest.raises(data.DataError, match=r"301 tokens are too few: a 20th is held out"):
+        load(str(tmp_path / "a.txt"))
+
+
+def test_too_much_text_for_memory(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("x" * 100)
+    monkeypatch.setattr(data, "MEMORY_BYTES", 99)
+    with pytest.raises(data.DataError, match=r"100 bytes .* scripts/tokenize_data"):
+        load(str(tmp_path / "a.txt"))

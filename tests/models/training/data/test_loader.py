@@ -1,0 +1,143 @@
+import dataclasses
+import threading
+import time
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models.training.data import corpus
+from models.training.data.loader import Loader, _HostRows, place, rows_of_host
+from models.training.data.samples import PackedTokens
+from models.training.data.tokenize import Options, tokenize
+
+SPEC = P("data", None)
+
+
+def dataset(**more):
+    tokens = np.arange(5000, dtype=np.uint32)
+    text = corpus.from_documents(np.array_split(tokens, 37), 5000)
+    settings = {"seq_len": 8, "batch_size": 8, "seed": 1, "boundaries": True, **more}
+    return PackedTokens([corpus.whole(text)], **settings)
+
+
+def shardings(devices, spec=SPEC, shape=(4, 2)):
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), ("data", "model"))
+    return {name: NamedSharding(mesh, spec) for name in dataset().struct()}
+
+
+def assert_same(placed, batch):
+    assert set(placed) == set(batch)
+    for name, leaf in batch.items():
+        np.testing.assert_array_equal(placed[name], leaf)
+
+
+@pytest.mark.parametrize("spec", [SPEC, P(), P("model"), P(("data", "model")), P("data", "model")])
+def test_gives_the_datasets_batches(devices8, spec):
+    with Loader(dataset(), shardings=shardings(devices8, spec), start_step=3) as loader:
+        for step in (3, 4, 5):
+            placed = next(loader)
+            assert_same(placed, dataset()(step))
+            assert placed["inputs"].sharding == shardings(devices8, spec)["inputs"]
+
+
+def test_resumes_at_a_step(devices8):
+    with Loader(dataset(), shardings=shardings(devices8), start_step=0) as loader:
+        batches = [next(loader) for _ in range(6)]
+    with Loader(dataset(), shardings=shardings(devices8), start_step=4) as loader:
+        for batch in batches[4:]:
+            assert_same(next(loader), batch)
+
+
+def test_a_batch_size_of_its_own(devices8):
+    with Loader(dataset(), batch_size=16, shardings=shardings(devices8)) as loader:
+        assert loader.struct()["inputs"].shape == (16, 8)
+        assert_same(next(loader), dataset(batch_size=16)(0))
+
+
+def test_closing_ends_the_threads(devices8):
+    before = threading.active_count()
+    loader = Loader(dataset(), shardings=shardings(devices8))
+    next(loader)
+    loader.close()
+    loader.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_shardings_of_other_leaves(devices8):
+    with pytest.raises(ValueError, match="batches of"):
+        Loader(dataset(boundaries=False), shardings=shardings(devices8))
+
+
+def test_reads_in_processes(devices8, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("to be or not to be " * 50)
+    tokenize([path], tmp_path / "tokens", Options())
+    part = corpus.whole(token_folder_of(tmp_path))
+    data = PackedTokens([part], seq_len=8, batch_size=8, boundaries=True)
+    with Loader(data, shardings=shardings(devices8), start_step=2, workers=1) as loader:
+        for step in (2, 3, 4):
+            assert_same(next(loader), data(step))
+
+
+def token_folder_of(tmp_path):
+    from models.training.data.token_folder import open_folder
+
+    return open_folder(tmp_path / "tokens")
+
+
+# Hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSharding:
+    """Rows `B / parts` each, of which this host holds one part, on two devices."""
+
+    parts: int
+    part: int
+
+    def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> Any:
+        rows = shape[0] // self.parts
+        mine = (slice(rows * self.part, rows * (self.part + 1)), slice(None))
+        return {"first": mine, "second": mine}
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    step=st.integers(0, 10**6),
+    hosts=st.sampled_from([1, 2, 4, 8]),
+    copies=st.sampled_from([1, 2]),
+    times=st.integers(1, 3),
+)
+def test_hosts_share_the_global_batch(seed, step, hosts, copies, times):
+    data = dataset(seed=seed, batch_size=hosts * times)
+    batch = data(step)
+    seen = np.zeros(data.batch_size, int)
+    for host in range(hosts * copies):
+        rows = rows_of_host(
+            (data.batch_size, 8), {"a": cast(Any, HostSharding(hosts, host // copies))}
+        )
+        seen[rows] += 1
+        for name, leaf in _HostRows(data, rows)(step).items():
+            np.testing.assert_array_equal(leaf, batch[name][rows])
+    assert (seen == copies).all()
+
+
+def test_rows_of_this_host_are_all_rows(devices8):
+    assert rows_of_host((8, 4), shardings(devices8)).tolist() == list(range(8))
+
+
+def test_place_puts_each_device_its_rows(devices8):
+    batch = dataset(boundaries=False)(0)
+    all_shardings = shardings(devices8, P("data", None), (8, 1))
+    placed = place(batch, {name: all_shardings[name] for name in batch})
+    np.testing.assert_array_equal(placed["inputs"], batch["inputs"])
+    assert {shard.data.shape for shard in placed["inputs"].addressable_shards} == {(1, 8)}

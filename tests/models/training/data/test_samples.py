@@ -1,0 +1,137 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.training.data import corpus, samples
+from models.training.data.samples import PackedTokens
+from models.training.errors import DataError
+
+
+def numbers(count, first=0, documents=1):
+    """A corpus of the tokens `first`, `first + 1`, ..."""
+    tokens = np.arange(first, first + count, dtype=np.uint32)
+    return corpus.whole(corpus.from_documents(np.array_split(tokens, documents), 10**6, "numbers"))
+
+
+def packed(count=1000, **more):
+    settings = {"seq_len": 16, "batch_size": 4, "seed": 3, **more}
+    return PackedTokens([numbers(count)], **settings)
+
+
+def test_targets_are_the_inputs_one_token_on():
+    batch = packed()(0)
+    assert batch["inputs"].shape == batch["targets"].shape == (4, 16)
+    assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
+    np.testing.assert_array_equal(batch["targets"], batch["inputs"] + 1)
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    again = packed()
+    for step in (5, 0, 10**9):
+        np.testing.assert_array_equal(packed()(step)["inputs"], again(step)["inputs"])
+    assert not np.array_equal(packed()(0)["inputs"], packed()(1)["inputs"])
+    assert not np.array_equal(packed()(0)["inputs"], packed(seed=4)(0)["inputs"])
+
+
+@given(st.integers(1, 60), st.integers(0, 2**40), st.integers(0, 5))
+def test_every_epoch_is_a_permutation(count, seed, epoch):
+    dataset = packed(16 * count + 1, seed=seed)
+    rows = dataset.rows(range(epoch * count, (epoch + 1) * count))
+    assert sorted(rows["inputs"][:, 0]) == [16 * i for i in range(count)]
+
+
+def test_epochs_have_different_orders():
+    first, second = (packed(1601).rows(range(e * 100, e * 100 + 100))["inputs"] for e in (0, 1))
+    assert (first[:, 0] == second[:, 0]).mean() < 0.1
+
+
+def test_batches_go_across_epochs():
+    dataset = packed(16 * 6 + 1)
+    rows = np.concatenate([dataset(step)["inputs"] for step in range(3)])[:, 0] // 16
+    assert sorted(rows[:6]) == sorted(rows[6:]) == list(range(6))
+
+
+def test_smallest_corpus():
+    assert packed(17)(0)["targets"][3].tolist() == list(range(1, 17))
+    with pytest.raises(DataError, match=r"numbers: 16 tokens are too few.*at least 17"):
+        packed(16)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"seed": -1}, "seed must not be negative"),
+        ({"batch_size": 0}, "no batch"),
+        ({"shares": [1.0, 2.0]}, "1 parts cannot be mixed"),
+        ({"shares": [0.0]}, "cannot be mixed"),
+    ],
+)
+def test_what_makes_no_batches(more, message):
+    with pytest.raises(DataError, match=message):
+        packed(**more)
+
+
+# Mixtures
+
+
+@given(st.lists(st.floats(0.05, 1), min_size=2, max_size=4), st.integers(0, 100))
+def test_mixtures_keep_their_shares(shares, seed):
+    parts = [numbers(80_001, first=100_000 * i) for i in range(len(shares))]
+    dataset = PackedTokens(parts, seq_len=16, batch_size=4, seed=seed, shares=shares)
+    which = dataset.rows(range(1000))["inputs"][:, 0] // 100_000
+    found = np.bincount(which, minlength=len(shares)) / 1000
+    np.testing.assert_allclose(found, np.array(shares) / sum(shares), atol=0.02)
+
+
+def test_parts_of_a_mixture_are_seen_whole_before_they_repeat():
+    parts = [numbers(161), numbers(81, first=1000)]
+    dataset = PackedTokens(parts, seq_len=16, batch_size=4, shares=[2, 1])
+    inputs = dataset.rows(range(15))["inputs"][:, 0]
+    assert sorted(inputs) == [16 * i for i in range(10)] + [1000 + 16 * i for i in range(5)]
+
+
+# Boundaries
+
+
+def test_documents_of_a_sample():
+    is_first = np.array([0, 0, 1, 1, 0, 0, 1], bool)
+    found = samples.describe_documents(is_first, mask_boundaries=True)
+    assert found["segment_ids"].tolist() == [1, 1, 2, 3, 3, 3]
+    assert found["positions"].tolist() == [0, 1, 0, 0, 1, 2]
+    assert found["weights"].tolist() == [1, 0, 0, 1, 1, 0]
+    unmasked = samples.describe_documents(is_first, mask_boundaries=False)
+    assert unmasked["weights"].tolist() == [1] * 6
+
+
+@given(st.lists(st.integers(1, 40), min_size=8, max_size=20), st.integers(0, 9))
+def test_boundaries_are_those_of_the_documents(lengths, step):
+    lengths = [*lengths, 40]
+    tokens = np.arange(sum(lengths), dtype=np.uint32)
+    ends = np.cumsum(lengths)
+    text = corpus.from_documents(np.split(tokens, ends[:-1]), 10**6)
+    batch = PackedTokens([corpus.whole(text)], seq_len=16, batch_size=2, boundaries=True)(step)
+    document = np.searchsorted(ends, batch["inputs"], "right")
+    target_document = np.searchsorted(ends, batch["targets"], "right")
+    np.testing.assert_array_equal(
+        np.diff(batch["segment_ids"], axis=1), np.diff(document, axis=1) > 0
+    )
+    np.testing.assert_array_equal(batch["weights"], document == target_document)
+    begins = np.maximum(np.append(0, ends)[document], batch["inputs"][:, :1])
+    np.testing.assert_array_equal(batch["positions"], batch["inputs"] - begins)
+
+
+def test_struct_is_that_of_a_batch():
+    for boundaries in (False, True):
+        dataset = packed(boundaries=boundaries)
+        batch, struct = dataset(0), dataset.struct()
+        assert {name: (leaf.shape, leaf.dtype) for name, leaf in batch.items()} == {
+            name: (leaf.shape, leaf.dtype) for name, leaf in struct.items()
+        }
+        assert len(struct) == (5 if boundaries else 2)
+
+
+def test_fingerprint_tells_what_is_sampled():
+    same, other = packed(), packed(999)
+    assert packed(seed=9).fingerprint == same.fingerprint
+    assert len({same.fingerprint, other.fingerprint, packed(boundaries=True).fingerprint}) == 3

@@ -1,0 +1,247 @@
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.llama import model
+from models.llama.config import CONFIGS
+from models.training.data import source as data
+from models.training.run.loop import Schedule, TrainingError, TrainState, train
+from models.training.run.metrics import StepCost
+from models.training.run.optimizer import OptimizerConfig, make_optimizer
+from models.training.run.profile import Profiler, ProfileRange
+from models.training.run.step import make_train_step
+
+TINY = CONFIGS["tiny"]
+COST = StepCost(tokens=100, devices=1)
+
+
+def counting_step(params, opt_state, batch):
+    """Adds the batch to the parameters."""
+    params = params + batch
+    metrics = {"loss": jnp.asarray(params, jnp.float32), "grad_norm": jnp.zeros(())}
+    return params, opt_state, metrics
+
+
+def skipping_step(params, opt_state, batch):
+    """Adds the batch unless that is not finite."""
+    good = np.isfinite(batch)
+    metrics = {"loss": batch, "grad_norm": 0.0, "skipped": 0.0 if good else 1.0}
+    return params + (batch if good else 0), opt_state, metrics
+
+
+class Notes(list):
+    """A sink that keeps records."""
+
+    def write(self, record):
+        self.append(record)
+
+    def close(self):
+        pass
+
+
+class Saver:
+    """Keeps steps; a save has ended when it is asked the second time."""
+
+    def __init__(self):
+        self.saved, self.running, self.is_finished = [], None, False
+
+    def save(self, state):
+        self.saved.append((state.step, int(state.params)))
+        self.running = {"step": state.step, "save_seconds": 1.0, "save_stall_seconds": 0.0}
+
+    def poll(self):
+        ended, self.running = self.running, None
+        return [ended] if ended else []
+
+    def finish(self):
+        self.is_finished = True
+
+
+def run(step=counting_step, state=None, batches=None, *, steps, **options):
+    schedule_names = ("eval_every", "save_every", "max_skipped")
+    schedule = {name: options.pop(name) for name in schedule_names if name in options}
+    state = state or TrainState(0, None)
+    notes = Notes()
+    outcome = train(
+        step,
+        state,
+        itertools.count(state.step) if batches is None else iter(batches),
+        Schedule(steps=steps, **schedule),
+        cost=COST,
+        sinks=[notes],
+        **options,
+    )
+    return outcome, notes
+
+
+def test_llama_learns_in_a_few_steps():
+    tokens = data.encode("the quick brown fox jumps over the lazy dog. " * 40)
+    corpus = data.whole(data.from_documents([tokens], 256))
+    windows = data.PackedTokens([corpus], seq_len=16, batch_size=4)
+    optimizer = make_optimizer(OptimizerConfig(name="adamw", total_steps=20, learning_rate=1e-2))
+
+    def loss_fn(params, batch):
+        return model.loss(params, batch["inputs"], batch["targets"], TINY)
+
+    params = model.init(jax.random.key(0), TINY)
+    state = TrainState(params, optimizer.init(params))
+    step = jax.jit(make_train_step(loss_fn, optimizer, microbatches=2), donate_argnums=(0, 1))
+    outcome, notes = run(step, state, map(windows, itertools.count()), steps=20)
+    assert outcome.state.step == 20
+    assert outcome.first["loss"] == pytest.approx(np.log(256), abs=0.2)
+    assert outcome.last["loss"] < 3.5
+    assert all(record["grad_norm"] > 0 for record in notes)
+
+
+def test_records_are_of_their_own_step():
+    outcome, notes = run(steps=5)
+    assert outcome.state == TrainState(0 + 1 + 2 + 3 + 4, None, 5)
+    assert [(record["step"], record["loss"]) for record in notes] == [
+        (1, 0), (2, 1), (3, 3), (4, 6), (5, 10),
+    ]  # fmt: skip
+
+
+def test_numbers_are_read_one_step_late():
+    """The host asks for a step's numbers when the next step is on its way."""
+    events = []
+
+    class Number:
+        def __init__(self, step):
+            self.step = step
+
+        def __float__(self):
+            events.append(f"read {self.step}")
+            return 1.0
+
+    def step(params, opt_state, batch):
+        events.append(f"take {batch + 1}")
+        return params, opt_state, {"loss": Number(batch + 1), "grad_norm": 0.0}
+
+    run(step, steps=3, saver=Saver(), save_every=2)
+    assert events == ["take 1", "take 2", "read 1", "read 2", "take 3", "read 3"]
+
+
+def test_resuming_takes_the_remaining_steps():
+    half, _ = run(steps=3)
+    resumed, notes = run(state=half.state, steps=5)
+    whole, _ = run(steps=5)
+    assert resumed.state == whole.state
+    assert [record["step"] for record in notes] == [4, 5]
+
+
+def test_nothing_to_do():
+    saver = Saver()
+    outcome, notes = run(state=TrainState(7, None, 3), steps=3, saver=saver, evaluate=lambda p: 1.0)
+    assert outcome.state == TrainState(7, None, 3)
+    assert (outcome.first, outcome.last, outcome.typical_seconds) == (None, None, None)
+    assert (notes, saver.saved) == ([], [])
+
+
+def test_the_first_step_does_not_count_as_typical(monkeypatch):
+    times = iter([0.0, 0.0, 60.0, 61.0, 64.0, 66.0, 66.0])
+    monkeypatch.setattr("models.training.run.loop.time.perf_counter", lambda: next(times))
+    outcome, notes = run(steps=4)
+    assert [record["seconds"] for record in notes] == [60.0, 1.0, 3.0, 2.0]
+    assert outcome.typical_seconds == 2.0
+
+
+# Evaluations, checkpoints, stops
+
+
+def test_evaluates_and_saves_on_time_and_at_the_end():
+    saver = Saver()
+    outcome, notes = run(steps=5, eval_every=2, save_every=3, evaluate=float, saver=saver)
+    evaluated = [(r["step"], r["eval_loss"]) for r in notes if "eval_loss" in r]
+    assert evaluated == [(2, 1.0), (4, 6.0), (5, 10.0)]
+    assert outcome.eval_loss == 10.0
+    assert saver.saved == [(3, 3), (5, 10)]
+    assert saver.is_finished
+    assert [r["step"] for r in notes if "save_seconds" in r] == [3, 5]
+
+
+def test_a_stop_saves_and_leaves_the_rest():
+    saver = Saver()
+    outcome, _ = run(steps=9, saver=saver, evaluate=float, should_stop=lambda step: step == 4)
+    assert outcome.is_stopped
+    assert outcome.state.step == 4
+    assert saver.saved == [(4, 6)]
+    assert outcome.eval_loss is None
+
+
+def test_a_stop_before_the_first_step_takes_none():
+    saver = Saver()
+    outcome, notes = run(steps=9, saver=saver, should_stop=lambda step: True)
+    assert (outcome.is_stopped, outcome.state.step, notes, saver.saved) == (True, 0, [], [])
+
+
+def test_a_stop_at_the_last_step_is_none():
+    outcome, _ = run(steps=3, should_stop=lambda step: step == 3)
+    assert not outcome.is_stopped
+
+
+def test_beats_for_every_step_that_has_arrived():
+    beats: list[int] = []
+    run(steps=4, beat=beats.append)
+    assert beats == [1, 2, 3, 4]
+
+
+# What is not finite
+
+
+def test_a_loss_that_is_not_finite_ends_the_run():
+    saver = Saver()
+    with pytest.raises(TrainingError, match="the loss of step 2 is nan"):
+        run(
+            state=TrainState(0.0, None),
+            batches=[0.0, float("nan"), 0.0, 0.0],
+            steps=4,
+            saver=saver,
+            save_every=2,
+        )
+    assert saver.saved == []  # what is broken is never saved
+
+
+def test_gradients_that_are_not_finite_end_the_run():
+    def step(params, opt_state, batch):
+        return params, opt_state, {"loss": 1.0, "grad_norm": float("inf")}
+
+    with pytest.raises(TrainingError, match="the gradient norm of step 1 is inf"):
+        run(step, steps=2)
+
+
+def test_skipped_steps_are_counted():
+    nan = float("nan")
+    outcome, notes = run(
+        skipping_step, batches=[1.0, nan, nan, 2.0, nan, 3.0], steps=6, max_skipped=2
+    )
+    assert outcome.state.params == 6.0
+    assert outcome.skipped == 3
+    assert [record["skipped"] for record in notes] == [0, 1, 1, 0, 1, 0]
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run():
+    nan = float("nan")
+    with pytest.raises(TrainingError, match="step 4 is nan, and so it was in the 2 steps before"):
+        run(skipping_step, batches=[1.0, nan, nan, nan, 1.0], steps=5, max_skipped=2)
+
+
+# Traces
+
+
+def test_a_trace_of_some_steps(tmp_path: Path):
+    add = jax.jit(counting_step)
+    run(add, steps=4, profiler=Profiler(ProfileRange.parse("2:3"), tmp_path))
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("10", "first:last"), ("a:b", "first:last"), ("0:3", "no step"), ("5:4", "no step")],
+)
+def test_bad_ranges_of_steps(text, message):
+    with pytest.raises(ValueError, match=message):
+        ProfileRange.parse(text)

@@ -1,0 +1,135 @@
+import dataclasses
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from models.llama.config import CONFIGS
+from models.training.run.description import RunConfig, RunError, RunFolder, check_same_model
+from models.training.run.optimizer import OptimizerConfig, OptimizerError
+from models.training.run.profile import ProfileRange
+from models.training.run.stop import StopSignals
+
+RUN = RunConfig(
+    model=CONFIGS["tiny"],
+    optimizer=OptimizerConfig(name="adamw", total_steps=100, learning_rate=1e-3),
+    mesh={"data": 4, "model": 2},
+    seq_len=16,
+    global_batch=16,
+    profile=ProfileRange(2, 3),
+    data=("a.txt",),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 0}, "seq_len must be positive, not 0"),
+        ({"keep_last": 0}, "keep_last must be positive"),
+        ({"z_loss": -1.0}, "z_loss must not be negative, and is -1.0"),
+        ({"on_nonfinite": "hope"}, "on_nonfinite is 'hope', not one of stop, skip"),
+        ({"global_batch": 6}, "6 sequences do not divide over data=4; the next that do are 8"),
+        ({"microbatches": 3}, "over data=4 times 3 microbatches; the next that do are 24"),
+    ],
+)
+def test_bad_runs(changes, message):
+    with pytest.raises(RunError, match=message):
+        dataclasses.replace(RUN, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"clip_norm": 0.0}, {"weight_decay": -1.0}, {"final_fraction": 2.0}, {"warmup_steps": -1}],
+)
+def test_bad_optimizers(changes):
+    with pytest.raises(OptimizerError, match=next(iter(changes))):
+        dataclasses.replace(RUN.optimizer, **changes)
+
+
+def test_config_json(tmp_path):
+    folder = RunFolder(tmp_path / "a" / "b")
+    folder.make()
+    folder.write_config(RUN)
+    read = json.loads(folder.config.read_text())
+    assert read == RUN.to_json()
+    assert read["model"]["hidden_size"] == 32
+    assert read["profile"] == {"first": 2, "last": 3}
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"run_dir: .* cannot be written: Not a directory"):
+        RunFolder(tmp_path / "file" / "run").make()
+
+
+# A checkpoint's config and this run's
+
+
+def other(model=None, optimizer=None, **changes):
+    return dataclasses.replace(
+        RUN,
+        model=dataclasses.replace(RUN.model, **(model or {})),
+        optimizer=dataclasses.replace(RUN.optimizer, **(optimizer or {})),
+        **changes,
+    )
+
+
+def test_the_same_run_and_how_it_is_run():
+    assert check_same_model(RUN.to_json(), RUN) == []
+    moved = other(model={"scan_layers": False, "remat": "full"}, mesh={"data": 8}, save_every=3)
+    assert check_same_model(RUN.to_json(), moved) == []
+
+
+def test_what_changes_the_outcome_is_told():
+    changed = other(optimizer={"total_steps": 200}, global_batch=32)
+    assert check_same_model(RUN.to_json(), changed) == [
+        "optimizer.total_steps: 100 -> 200",
+        "global_batch: 16 -> 32",
+    ]
+
+
+def test_another_model_or_optimizer_is_refused():
+    changed = other(model={"hidden_size": 64}, optimizer={"name": "adafactor"})
+    with pytest.raises(
+        RunError,
+        match=r"model\.hidden_size is 32 there and 64 here, optimizer\.name is 'adamw' there and "
+        r"'adafactor' here; use its values or start anew",
+    ):
+        check_same_model(RUN.to_json(), changed)
+
+
+def test_fields_that_a_checkpoint_does_not_know_yet():
+    saved = RUN.to_json()
+    del saved["model"]["remat_every"], saved["z_loss"]
+    assert check_same_model(saved, RUN) == []
+
+
+def test_processes_make_their_folder_together(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: folder.make(), range(400)))
+    assert list(folder.path.iterdir()) == []
+
+
+# Signals
+
+
+def test_sigterm_asks_to_stop(capfd):
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as stop:
+        assert not stop.is_requested(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_requested(2)
+        assert stop.name == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "SIGTERM: stopping after this step" in capfd.readouterr().err
+
+
+def test_the_second_sigint_interrupts():
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_requested(1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,167 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+from models.training.run.optimizer import (
+    OptimizerConfig,
+    make_optimizer,
+    make_schedule,
+    updates_taken,
+)
+from models.training.run.step import loss_and_grads, make_train_step, split_batch
+
+ROWS, WIDTH = 16, 8
+
+
+def loss_fn(params, batch):
+    """Mean over rows, or over their weights, of a small network's squared error."""
+    hidden = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
+    errors = jnp.mean((hidden - batch["y"]) ** 2, axis=-1)
+    if "weights" not in batch:
+        return jnp.mean(errors)
+    return jnp.sum(errors * batch["weights"]) / jnp.sum(batch["weights"])
+
+
+@pytest.fixture(scope="module")
+def params():
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "w": jax.random.normal(keys[0], (WIDTH, 16)),
+        "v": jax.random.normal(keys[1], (16, WIDTH)),
+    }
+
+
+def make_batch(*, weighted=False):
+    generator = np.random.default_rng(0)
+    batch = {name: generator.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in "xy"}
+    if weighted:  # whole microbatches with hardly any weight among them
+        batch["weights"] = generator.integers(0, 2, ROWS).astype(np.float32)
+        batch["weights"][::4] = 0.25
+    return batch
+
+
+def marked(batch, mesh):
+    return {
+        name: spmd.mark_sharding(
+            jax.ShapeDtypeStruct(x.shape, x.dtype), mesh, ("data", *[None] * (x.ndim - 1))
+        )
+        for name, x in batch.items()
+    }
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_microbatches_add_up_to_the_batch(params, weighted):
+    batch = make_batch(weighted=weighted)
+    loss, grads = loss_and_grads(loss_fn, params, batch)
+    for microbatches in (2, 4):
+        parts_loss, parts = loss_and_grads(loss_fn, params, batch, microbatches)
+        np.testing.assert_allclose(parts_loss, loss, rtol=1e-6)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), parts, grads
+        )
+
+
+def test_gradients_keep_their_dtype_and_are_summed_in_float32(params):
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    jaxpr = str(jax.make_jaxpr(lambda p, b: loss_and_grads(loss_fn, p, b, 4))(params, make_batch()))
+    _, grads = loss_and_grads(loss_fn, params, make_batch(), 4)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
+    assert "f32[8,16] = add" in jaxpr
+
+
+def test_rows_of_a_microbatch_come_from_everywhere():
+    parts = split_batch({"x": np.arange(8)}, 4)["x"]
+    assert parts.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    with pytest.raises(ValueError, match="3 microbatches do not divide a batch of 8 rows"):
+        split_batch({"x": np.arange(8)}, 3)
+
+
+def lower_step(params, microbatches):
+    """A data-parallel step on eight devices, with parameters on all of them."""
+    mesh = spmd.make_mesh(data=8)
+    step = make_train_step(loss_fn, optax.sgd(0.1), microbatches=microbatches)
+    batch = {name: np.tile(x, (256, 1)) for name, x in make_batch().items()}
+    whole = jax.tree.map(
+        lambda x: spmd.mark_sharding(jax.ShapeDtypeStruct(x.shape, x.dtype), mesh, (None, None)),
+        params,
+    )
+    state = optax.sgd(0.1).init(params)
+    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
+    return jitted, jitted.compile(whole, state, marked(batch, mesh)), state, batch
+
+
+def test_gradients_are_reduced_once_however_many_microbatches(params):
+    """And nothing moves to cut the batch: a sum for the gradients and the loss is all there is."""
+    _, compiled, state, batch = lower_step(params, 4)
+    assert {(c.kind, c.axes, c.count) for c in compiled.collectives} == {
+        ("all_reduce", ("data",), 1)
+    }
+
+    expected = jax.jit(make_train_step(loss_fn, optax.sgd(0.1)))(params, state, batch)
+    got = compiled(*jax.tree.map(np.array, (params, state, batch)))  # copies: they are donated
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, expected)
+
+
+# The guard
+
+
+def guarded_step(on_nonfinite):
+    config = OptimizerConfig(name="adamw", total_steps=10, learning_rate=1e-2)
+    optimizer = make_optimizer(config)
+    step = make_train_step(
+        loss_fn, optimizer, on_nonfinite=on_nonfinite, schedule=make_schedule(config)
+    )
+    return optimizer, jax.jit(step)
+
+
+def test_a_skipped_step_changes_nothing(params):
+    optimizer, step = guarded_step("skip")
+    state = optimizer.init(params)
+    bad = make_batch()
+    bad["x"][3, 3] = np.nan
+    kept, kept_state, metrics = step(params, state, bad)
+    assert metrics["skipped"] == 1
+    assert np.isnan(metrics["loss"])
+    jax.tree.map(np.testing.assert_array_equal, (kept, kept_state), (params, state))
+    moved, moved_state, metrics = step(kept, kept_state, make_batch())
+    assert metrics["skipped"] == 0
+    assert not np.array_equal(moved["w"], params["w"])
+    assert [int(updates_taken(s)) for s in (state, moved_state)] == [0, 1]
+
+
+def test_gradients_alone_may_be_infinite(params):
+    optimizer, step = guarded_step("skip")
+    bad = make_batch()
+    bad["y"][0, 0] = 3e19  # its square overflows in the backward pass, not in the loss
+    bad["weights"] = np.zeros(ROWS, np.float32)
+    bad["weights"][1] = 1.0
+    huge = {"w": params["w"], "v": params["v"] * 1e30}
+    kept, _, metrics = step(huge, optimizer.init(huge), bad)
+    assert metrics["skipped"] == 1
+    np.testing.assert_array_equal(kept["v"], huge["v"])
+
+
+def test_without_skipping_the_update_is_made(params):
+    optimizer, step = guarded_step("stop")
+    bad = make_batch()
+    bad["x"][:] = np.nan
+    moved, _, metrics = step(params, optimizer.init(params), bad)
+    assert "skipped" not in metrics
+    assert np.isnan(moved["w"]).all()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_the_learning_rate_is_that_of_the_update(params, name):
+    config = OptimizerConfig(name=name, total_steps=10, learning_rate=1e-2, warmup_steps=4)
+    optimizer, schedule = make_optimizer(config), make_schedule(config)
+    step = jax.jit(make_train_step(loss_fn, optimizer, schedule=schedule))
+    state = optimizer.init(params)
+    for number in range(3):
+        params, state, metrics = step(params, state, make_batch())
+        np.testing.assert_allclose(metrics["learning_rate"], schedule(number), rtol=1e-6)

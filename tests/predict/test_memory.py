@@ -1,0 +1,259 @@
+"""What the prediction of a device's memory says, on programs small enough to count by hand."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from benchmarks.memory import PROGRAMS, programs
+from spmd.predict.backends import backend_of
+from spmd.predict.kernel_order import Kernel, breadth_first
+from spmd.predict.kernels import kernels_of
+from spmd.predict.memory import MemoryUse, peak_memory, predict
+
+SIZE = 64 * 64 * 4
+
+
+def use_of(
+    fn: Any, *shapes: tuple[int, ...], donate: tuple[int, ...] = (), platform: str = "cuda"
+) -> MemoryUse:
+    """The prediction for a function of float32 arrays on one device."""
+    mesh = spmd.Mesh(None, (1,), ("data",))
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    lowered = spmd.jit(fn, mesh=mesh, donate_argnums=donate).lower(*args)
+    return peak_memory(lowered.stages.optimized.program, lowered.donated, platform)
+
+
+SQUARE = (64, 64)
+
+
+def test_elementwise_chains_take_no_memory() -> None:
+    use = use_of(lambda x: jnp.maximum(x * 2 + 1, 0) * 3, SQUARE)
+    assert (use.arguments, use.results, use.temporary) == (SIZE, SIZE, 0)
+
+
+def test_products_are_stored_until_their_last_reader() -> None:
+    def f(x: Any) -> Any:
+        a = x @ x
+        b = a @ x  # a and b at once
+        return b @ b  # a is gone
+
+    use = use_of(f, SQUARE)
+    assert use.temporary == 2 * SIZE
+    assert [b.name.split()[0] for b in use.at_peak()] == ["dot_general"] * 2
+
+
+def test_a_chain_between_products_is_stored_in_the_place_of_its_operand() -> None:
+    use = use_of(lambda x: (((x @ x) * 2 + 1) @ x) @ x, SQUARE)
+    assert use.temporary == 2 * SIZE  # never three
+
+
+def test_expensive_values_with_two_readers_are_computed_once() -> None:
+    def both_ways(function: Any) -> Any:
+        return lambda x: (lambda y: y.sum(0) + y.sum(1))(function(x))
+
+    assert use_of(both_ways(jnp.exp), SQUARE).temporary >= SIZE
+    assert use_of(both_ways(jnp.abs), SQUARE).temporary < SIZE
+
+
+def test_donated_arguments_are_overwritten() -> None:
+    def f(x: Any, y: Any) -> Any:
+        return x + y @ y
+
+    assert use_of(f, SQUARE, SQUARE).peak == 3 * SIZE + SIZE
+    donated = use_of(f, SQUARE, SQUARE, donate=(0,))
+    assert donated.aliased == SIZE
+    assert donated.peak == 2 * SIZE + SIZE
+
+
+def test_a_donated_argument_that_is_read_later_costs_a_copy() -> None:
+    def f(x: Any) -> Any:
+        y = x * 2
+        return y, (x @ x).sum()
+
+    late = use_of(f, SQUARE, donate=(0,))
+    assert late.temporary >= SIZE
+
+
+def test_updates_of_a_donated_cache_are_in_place() -> None:
+    def f(cache: Any, x: Any) -> Any:
+        for i in range(3):
+            cache = jax.lax.dynamic_update_slice(cache, x * i, (i, 0))
+        return cache
+
+    assert use_of(f, (1024, 64), (1, 64), donate=(0,)).temporary == 0
+    assert use_of(f, (1024, 64), (1, 64)).temporary == 2 * 1024 * 64 * 4 - 1024 * 64 * 4
+
+
+def test_carries_of_a_loop_lie_in_one_place() -> None:
+    def f(x: Any, w: Any) -> Any:
+        def body(h: Any, _: Any) -> Any:
+            return h @ w, None
+
+        return jax.lax.scan(body, x, None, length=8)[0].sum()
+
+    use = use_of(f, SQUARE, SQUARE)
+    # The carry, and the product that is written beside it before the carry is free.
+    assert use.temporary // SIZE == 2
+
+
+def test_stacked_results_of_a_loop_are_written_in_place() -> None:
+    def f(x: Any) -> Any:
+        def body(h: Any, _: Any) -> Any:
+            return h + 1, h * 2
+
+        return jax.lax.scan(body, x, None, length=8)[1] @ jnp.ones((64, 1))
+
+    use = use_of(f, SQUARE)
+    stacked = 8 * SIZE
+    assert stacked <= use.temporary < stacked + 3 * SIZE
+
+
+def test_buffers_cover_the_peak() -> None:
+    use = use_of(lambda x: (x @ x) @ (x @ x), SQUARE)
+    assert sum(b.bytes for b in use.at_peak()) == use.temporary
+    assert all(b.start <= b.end for b in use.buffers)
+
+
+def test_on_cpus_independent_kernels_run_side_by_side() -> None:
+    def f(x: Any) -> Any:
+        return sum(((x * i) @ x @ x).sum() for i in range(1, 5))
+
+    assert use_of(f, SQUARE).temporary < 4 * SIZE
+    # A product, and what the others read; in the order of the program there are never more than 3.
+    assert use_of(f, SQUARE, platform="cpu").temporary == 5 * SIZE
+
+
+def test_breadth_first_is_a_queue() -> None:
+    op: Any = None
+    first = Kernel(op, (0,), (10,))
+    second = Kernel(op, (10,), (11,))
+    third = Kernel(op, (0,), (12,))
+    last = Kernel(op, (11, 12), (13,))
+    nothing = Kernel(op, (), (14,))
+    order = breadth_first([first, second, third, nothing, last], [0])
+    assert order == (nothing, first, third, second, last)
+
+
+@pytest.mark.parametrize(
+    ("equation", "copies"),
+    [
+        ("ij,jk->ik", 0),
+        ("ij,kj->ik", 0),
+        ("ji,jk->ik", 0),
+        ("abi,abk->ik", 1),
+        ("bsi,kia->bska", 1),
+    ],
+)
+def test_products_read_matrices_in_one_order(equation: str, copies: int) -> None:
+    sizes = {"a": 8, "b": 8, "s": 16, "i": 32, "j": 32, "k": 16}
+    lhs, rhs = equation.partition("->")[0].split(",")
+    shapes = (tuple(sizes[dim] for dim in dims) for dims in (lhs, rhs))
+    use = use_of(lambda x, y: jnp.einsum(equation, x, y), *shapes, platform="cpu")
+    assert [b.label for b in use.buffers if b.is_copy] == ["copy for dot_general"] * copies
+
+
+def test_gradients_of_convolutions_read_copies() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        dims = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims)
+        return (y * y).sum()
+
+    shapes = (3, 3, 8, 8), (4, 16, 16, 8)
+    use = use_of(jax.grad(loss), *shapes, platform="cpu")
+    copied = [b for b in use.buffers if b.is_copy and b.bytes == 4 * 16 * 16 * 8 * 4]
+    assert len(copied) == 2  # the image, and the gradient of y
+    assert copied[0].start < copied[1].start  # the image's as soon as it can be
+
+
+def test_two_updates_of_one_value_need_a_copy() -> None:
+    def f(index: Any, rows: Any) -> Any:
+        zeros = jnp.zeros((1024, 64))
+        where = index.astype(jnp.int32)
+        one, two = zeros.at[where].add(rows), zeros.at[where + 1].add(rows)
+        return one @ rows.T, two @ rows.T
+
+    use = use_of(f, (64,), SQUARE, platform="cpu")
+    whole = 1024 * 64 * 4
+    assert sum(b.is_copy and b.bytes == whole for b in use.buffers) >= 1
+    assert use.temporary >= 3 * whole  # zeros, a copy, and what the first scatter makes
+
+
+def test_cheap_values_are_computed_again() -> None:
+    """A kernel that can compute an operand inside does, though a product wants it stored."""
+
+    def f(x: Any, w: Any) -> Any:
+        y = x @ w
+        h = jnp.maximum(y, 0)
+        return h @ w, h - 1
+
+    lowered = spmd.jit(f, mesh=spmd.Mesh(None, (1,), ("data",))).lower(
+        *[jax.ShapeDtypeStruct(SQUARE, np.float32)] * 2
+    )
+    kernels = kernels_of(lowered.stages.optimized.program, backend_of("cpu"))
+    product = next(k.makes for k in kernels.body if k.op.name == "stablehlo.dot_general")
+    (shifted,) = (k for k in kernels.body if k.op.name == "stablehlo.subtract")
+    assert any(k.op.name == "stablehlo.maximum" for k in kernels.body)
+    assert shifted.reads == product
+
+
+def test_independent_all_reduces_are_one() -> None:
+    lowered = programs("moe/train-own-axis@4x2", 1)["moe/train-own-axis@4x2"](None)
+    program = lowered.stages.optimized.program
+    ops = sum(op.name == "stablehlo.all_reduce" for op in program.walk())
+    kernels = kernels_of(program, backend_of("cpu")).body
+    combined = [k for k in kernels if k.op.name == "stablehlo.all_reduce"]
+    assert len(combined) < ops == sum(len(k.makes) for k in combined)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp 4x2",
+        "llama scan 8x1",
+        "llama scan 8x1 bf16",
+        "llama scan 8x1 remat",
+        "llama unrolled 4x2",
+        "resnet 8x1",
+        "moe 4x2",
+        "decode 4x2",
+        "llama-serve/prefill-2d@4x2",
+        "llama-serve/decode-tp@4x2",
+        "moe/train-own-axis@4x2",
+        "resnet/data-parallel@8x1",
+        "recommender/rows@8x1",
+    ],
+)
+def test_predictions_are_near_what_xla_reports(name: str) -> None:
+    lowered = programs(re.escape(name) + "$", 1)[name](None)
+    reported = lowered.compile().memory
+    assert not reported.is_predicted
+    assert 0.9 < lowered.memory.peak_bytes / reported.peak_bytes < 1.1
+
+
+def test_arguments_and_results_are_exact() -> None:
+    lowered = PROGRAMS["mlp 4x2"](1).lower()
+    reported, predicted = lowered.compile().memory, lowered.memory
+    assert predicted.is_predicted
+    assert predicted.arguments == reported.arguments
+    assert predicted.aliased == reported.aliased
+    assert peak_memory(lowered.stages.optimized.program).aliased == 0
+
+
+def test_halves_may_be_held_as_floats() -> None:
+    lowered = PROGRAMS["llama scan 8x1 bf16"](1).lower()
+    program = lowered.stages.optimized.program
+    cpu = backend_of("cpu")
+    narrow, wide = (
+        predict(program, lowered.donated, cpu._replace(widens_halves=widens))
+        for widens in (False, True)
+    )
+    assert wide.arguments == narrow.arguments
+    assert 1.3 * narrow.temporary < wide.temporary < 2 * narrow.temporary
+    assert lowered.predicted_memory == (wide if cpu.widens_halves else narrow)

@@ -1,0 +1,147 @@
+"""The predicted schedule on hand-made local programs: what hides behind what."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from spmd.ir.builder import Builder
+from spmd.ir.program import Op, OpKind, Program, Region
+from spmd.ir.types import DotDims, TensorType
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+from spmd.predict.timeline import COMPUTE, Timeline, predict_timeline
+from spmd.reshard.comm import collective_seconds
+
+MESH = Mesh(None, (4, 2), ("data", "model"))
+A100 = Topology("a100:8")
+TOPOLOGY = Topology("a100:8", dataclasses.replace(A100.chip, overlap=1.0))
+N = 4096
+WHOLE, PIECE = TensorType((N, N), "bf16"), TensorType((N // 4, N), "bf16")
+DOT = 2 * N**3 / TOPOLOGY.peak_flops("bf16")
+GATHER = collective_seconds("all_gather", (0, 1), PIECE.bytes, WHOLE.bytes, MESH, TOPOLOGY)
+
+
+def program(make: Any) -> Program:
+    """A local program of `x` (whole) and `w` (a piece over data); `make(b, x, w)` -> results."""
+    b = Builder()
+    x, w = b.value(WHOLE), b.value(PIECE)
+    b.begin(True)
+    results = make(b, x, w)
+    body = b.end((x, w), results)
+    return Program("main", tuple(b.types), body, ("x", "w"), ("y",) * len(results))
+
+
+def dot(b: Builder, x: int, y: int) -> int:
+    dims = {"dot_dimension_numbers": DotDims((), (), (1,), (0,))}
+    return b.op("stablehlo.dot_general", (x, y), (WHOLE,), dims)[0]
+
+
+def gather(b: Builder, w: int, axes: tuple[int, ...] = (0, 1)) -> int:
+    attrs = {"axes": axes, "all_gather_dim": 0}
+    return b.op("stablehlo.all_gather", (w,), (WHOLE,), attrs)[0]
+
+
+def timeline(make: Any) -> Timeline:
+    return predict_timeline(program(make), MESH, TOPOLOGY)
+
+
+def test_communication_hides_behind_independent_arithmetic() -> None:
+    def make(b: Builder, x: int, w: int) -> list[int]:
+        whole = gather(b, w)
+        y = dot(b, x, x)
+        return [dot(b, y, whole)]
+
+    found = timeline(make)
+    assert GATHER < DOT
+    assert found.seconds == pytest.approx(2 * DOT)
+    assert found.comm_seconds == pytest.approx(GATHER)
+    assert found.exposed_seconds == pytest.approx(0)
+    assert [slot.lane for slot in found.slots] == ["data", COMPUTE, COMPUTE]
+    assert found.slots[0].start == found.slots[1].start == 0
+
+
+def test_what_hides_costs_what_the_chip_says() -> None:
+    def make(b: Builder, x: int, w: int) -> list[int]:
+        whole = gather(b, w)
+        return [dot(b, dot(b, x, x), whole)]
+
+    assert 0 < A100.chip.overlap < 1
+    found = predict_timeline(program(make), MESH, A100)
+    assert found.seconds == pytest.approx(2 * DOT + (1 - A100.chip.overlap) * GATHER)
+    assert found.exposed_seconds == pytest.approx((1 - A100.chip.overlap) * GATHER)
+
+
+def test_a_reader_waits_for_communication() -> None:
+    def make(b: Builder, x: int, w: int) -> list[int]:
+        return [dot(b, x, gather(b, w))]
+
+    found = timeline(make)
+    assert found.seconds == pytest.approx(GATHER + DOT)
+    assert found.exposed_seconds == pytest.approx(GATHER)
+
+
+def test_collectives_over_the_same_links_queue() -> None:
+    def make(b: Builder, x: int, w: int) -> list[int]:
+        return [gather(b, w), gather(b, w)]
+
+    found = timeline(make)
+    assert found.seconds == pytest.approx(2 * GATHER)
+
+
+def test_collectives_over_other_links_do_not() -> None:
+    def make(b: Builder, x: int, w: int) -> list[int]:
+        return [gather(b, w), gather(b, w, (2,))]
+
+    found = timeline(make)
+    assert {slot.lane for slot in found.slots} == {"data", "model"}
+    assert found.seconds < found.comm_seconds
+
+
+def test_what_is_computed_inside_its_reader_takes_no_time() -> None:
+    def make(b: Builder, x: int, w: int) -> list[int]:
+        y = b.op("stablehlo.add", (x, x), (WHOLE,), {})[0]
+        y = b.op("stablehlo.multiply", (y, x), (WHOLE,), {})[0]
+        return [b.op("stablehlo.negate", (y,), (WHOLE,), {})[0]]
+
+    found = timeline(make)
+    (slot,) = found.slots
+    assert slot.op.name == "stablehlo.negate"
+    assert slot.end == pytest.approx(2 * WHOLE.bytes / TOPOLOGY.hbm_bandwidth)
+
+
+def loop(b: Builder, x: int, trips: int, body: Any) -> int:
+    """A while over (counter, x)."""
+    i32, flag = TensorType((), "i32"), TensorType((), "i1")
+    zero, one, end = (b.constant(n, "i32") for n in (0, 1, trips))
+    i, h = b.value(i32), b.value(WHOLE)
+    b.begin(False)
+    less = {"comparison_direction": "LT", "compare_type": "SIGNED"}
+    done = b.op("stablehlo.compare", (i, end), (flag,), less)
+    cond = b.end((i, h), done)
+    i, h = b.value(i32), b.value(WHOLE)
+    b.begin(False)
+    result = body(b, h)
+    step = b.op("stablehlo.add", (i, one), (i32,), {})[0]
+    region = b.end((i, h), (step, result))
+    types = (i32, WHOLE)
+    results = tuple(b.value(t) for t in types)
+    kind = OpKind("stablehlo.while", types, types, {})
+    regions: tuple[Region, ...] = (cond, region)
+    b.append(Op(kind, (zero, x), results, regions))
+    return results[1]
+
+
+def test_loops_run_as_often_as_they_say() -> None:
+    def make(b: Builder, x: int, w: int) -> list[int]:
+        return [loop(b, x, 10, lambda b, h: dot(b, h, gather(b, w)))]
+
+    found = timeline(make)
+    assert found.seconds == pytest.approx(10 * (GATHER + DOT))
+    assert found.comm_seconds == pytest.approx(10 * GATHER)
+    outer = found.slots[0]
+    assert (outer.op.name, outer.trips, outer.depth) == ("stablehlo.while", 1, 0)
+    assert outer.end == pytest.approx(found.seconds)
+    assert {(slot.trips, slot.depth) for slot in found.slots[1:]} == {(10, 1)}

@@ -1,0 +1,82 @@
+"""Bytes and seconds of collectives."""
+
+import pytest
+
+from spmd.errors import LegalityError
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+from spmd.reshard.comm import KINDS, collective_seconds, latency_steps, wire_bytes
+
+MESH = Mesh(None, (4, 2), ("data", "model"))
+A100 = Topology("a100:8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "sent"),
+    [
+        ("slice", 4096, 1024, 0),
+        ("all_gather", 1024, 4096, 3072),
+        ("reduce_scatter", 4096, 1024, 3072),
+        ("all_reduce", 4096, 4096, 6144),
+        ("all_to_all", 4096, 4096, 3072),
+        ("collective_permute", 4096, 4096, 4096),
+    ],
+)
+def test_bytes_sent_by_four_devices(kind: str, before: int, after: int, sent: int):
+    assert wire_bytes(kind, 4, before, after) == sent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_of_one_sends_nothing(kind: str):
+    assert wire_bytes(kind, 1, 4096, 4096) == 0
+    assert collective_seconds(kind, (), 4096, 4096, MESH, A100) == 0.0
+
+
+def test_bytes_that_do_not_divide_are_rounded_up():
+    assert wire_bytes("all_reduce", 3, 4, 4) == 6
+    assert wire_bytes("all_reduce", 8, 4, 4) == 7
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(LegalityError, match="broadcast"):
+        wire_bytes("broadcast", 4, 1, 1)
+
+
+def test_latency_counts_messages_that_follow_one_another():
+    assert latency_steps("slice", [2, 2]) == 0
+    assert latency_steps("all_gather", [2, 2]) == 3
+    assert latency_steps("all_gather", [2, 3]) == 4
+    assert latency_steps("all_reduce", [2, 2]) == 5
+    assert latency_steps("all_to_all", [2, 2]) == latency_steps("collective_permute", [5]) == 2
+
+
+def test_an_all_reduce_costs_a_scatter_and_a_gather_less_one_start():
+    link = A100.link(MESH, 0)
+    parts = collective_seconds("reduce_scatter", (0, 1), 4096, 1024, MESH, A100)
+    parts += collective_seconds("all_gather", (0, 1), 1024, 4096, MESH, A100)
+    whole = collective_seconds("all_reduce", (0, 1), 4096, 4096, MESH, A100)
+    assert whole == pytest.approx(parts - link.latency)
+
+
+def test_one_gather_beats_two():
+    once = collective_seconds("all_gather", (0, 1), 1024, 4096, MESH, A100)
+    twice = collective_seconds("all_gather", (1,), 1024, 2048, MESH, A100)
+    twice += collective_seconds("all_gather", (0,), 2048, 4096, MESH, A100)
+    assert once < twice
+
+
+def test_large_collectives_run_at_the_bandwidth_of_the_link():
+    size = 2**34
+    seconds = collective_seconds("all_to_all", (0, 1), size, size, MESH, A100)
+    assert seconds == pytest.approx(size * 3 / 4 / 300e9, rel=1e-3)
+
+
+def test_the_slowest_link_sets_the_pace():
+    mesh = Mesh(None, (4, 2), ("data", "model"), (2, 1))
+    topology = Topology("v5e:2x2")
+    size = 2**30
+    near = collective_seconds("all_gather", (1,), size, 2 * size, mesh, topology)
+    far = collective_seconds("all_gather", (0,), size, 2 * size, mesh, topology)
+    both = collective_seconds("all_gather", (0, 1), size, 4 * size, mesh, topology)
+    assert near < far < both
+    assert far == pytest.approx(size / 3.125e9, rel=1e-3)

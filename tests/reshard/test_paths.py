@@ -1,0 +1,329 @@
+"""Reshards are right (simulated), cheapest (against brute force), and never need more memory."""
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import pytest
+
+from spmd.errors import LegalityError
+from spmd.ir.types import TensorType
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding, is_legal, local_shape, parse_sharding
+from spmd.mesh.topology import Topology
+from spmd.reshard.comm import collective_seconds
+from spmd.reshard.paths import Path, permute_pairs, reshard, routes
+from spmd.reshard.search import answers, direct_answers
+from tests.reshard.oracle import Oracle
+from tests.reshard.simulate import COMBINE, check
+
+A100 = Topology("a100:8")
+MESH = Mesh(None, (4, 2), ("data", "model"))
+
+
+def forget() -> None:
+    """Nothing is remembered of what was asked before."""
+    for cache in (reshard, routes, answers, direct_answers):
+        cache.cache_clear()
+
+
+def mesh_of(*sizes: int, dcn: tuple[int, ...] = ()) -> Mesh:
+    return Mesh(None, sizes, "xyzw"[: len(sizes)], dcn)
+
+
+def held_bytes(sharding: Sharding, type_: TensorType, mesh: Mesh) -> int:
+    return TensorType(local_shape(type_.shape, sharding, mesh), type_.dtype).bytes
+
+
+def askable(nodes: Sequence[Sharding]) -> Iterator[tuple[Sharding, Sharding]]:
+    """The pairs whose target is partial over nothing that the source is not."""
+    for src, dst in product(nodes, nodes):
+        if set(dst.partial) <= set(src.partial):
+            yield src, dst
+
+
+def check_legal(path: Path, src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh) -> None:
+    """Steps follow one another, divide, and stay within the larger end's memory."""
+    limit = max(held_bytes(src, type_, mesh), held_bytes(dst, type_, mesh))
+    here = src
+    for step in path.steps:
+        assert step.before == here
+        here = step.after
+        assert is_legal(here, type_.shape, mesh), step
+        assert held_bytes(here, type_, mesh) <= limit, (src, dst, step)
+    assert here == dst
+
+
+def check_optimal(oracle: Oracle, src: Sharding, dst: Sharding) -> None:
+    path = reshard(src, dst, oracle.type, oracle.mesh, oracle.topology)
+    seconds, _ = oracle.distance(src, dst)
+    assert path.seconds == pytest.approx(seconds, rel=1e-9, abs=1e-13), (src, dst, path)
+    check_legal(path, src, dst, oracle.type, oracle.mesh)
+
+
+def random_sharding(rng: random.Random, mesh: Mesh, rank: int, partial: float) -> Sharding:
+    atoms = list(range(len(mesh.atoms)))
+    rng.shuffle(atoms)
+    dims: list[tuple[int, ...]] = [()] * rank
+    owed = []
+    for a in atoms:
+        choice = rng.random()
+        if choice < partial:
+            owed.append(a)
+        elif choice < 0.8:
+            dim = rng.randrange(rank)
+            dims[dim] += (a,)
+    return Sharding(tuple(dims)).with_partial(owed, "add")
+
+
+# Sizes where latency decides, where it is a trade, and where bytes decide; and dims that can be
+# split only so far.
+SHAPES = [
+    (24,),
+    (3 * 2**16,),
+    (3 * 2**26,),
+    (12, 12),
+    (3 * 2**8, 3 * 2**8),
+    (4, 12),
+    (6, 3 * 2**22),
+]
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_pair_on_tiny_meshes_is_optimal(sizes: tuple[int, ...], shape: tuple[int, ...]):
+    oracle = Oracle(TensorType(shape, "f32"), mesh_of(*sizes), A100)
+    for src, dst in askable(oracle.nodes):
+        check_optimal(oracle, src, dst)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 2, 2), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3 * 2**18,), (48, 48), (3 * 2**10, 3 * 2**12), (4, 3 * 2**18), (96, 96, 96)], ids=str
+)
+def test_pairs_on_eight_devices_are_optimal(sizes: tuple[int, ...], shape: tuple[int, ...]):
+    oracle = Oracle(TensorType(shape, "f32"), mesh_of(*sizes), A100)
+    pairs = list(askable(oracle.nodes))
+    for src, dst in random.Random(0).sample(pairs, min(len(pairs), 200)):
+        check_optimal(oracle, src, dst)
+
+
+@pytest.mark.parametrize("shape", [(2**18,), (256, 256), (2**13, 2**13)], ids=str)
+def test_pairs_over_unequal_links_are_optimal(shape: tuple[int, ...]):
+    mesh = mesh_of(4, 2, dcn=(2, 1))
+    oracle = Oracle(TensorType(shape, "bf16"), mesh, Topology("v5e:2x2"))
+    pairs = list(askable(oracle.nodes))
+    for src, dst in random.Random(1).sample(pairs, 150):
+        check_optimal(oracle, src, dst)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("side", [3 * 2**8, 3 * 2**11, 3 * 2**14])
+def test_measured_figures_cost_little_of_the_optimum(sizes: tuple[int, ...], side: int):
+    oracle = Oracle(TensorType((side, side), "f32"), mesh_of(*sizes), Topology("h200:8"))
+    pairs = list(askable(oracle.nodes))
+    for src, dst in random.Random(4).sample(pairs, min(len(pairs), 120)):
+        path = reshard(src, dst, oracle.type, oracle.mesh, oracle.topology)
+        seconds, _ = oracle.distance(src, dst)
+        assert path.seconds <= 1.2 * seconds + 1e-12, (src, dst, path)
+        check_legal(path, src, dst, oracle.type, oracle.mesh)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (4, 2), (2, 2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(24,), (24, 24), (4, 12), (24, 24, 24)], ids=str)
+def test_paths_deliver_every_tile(sizes: tuple[int, ...], shape: tuple[int, ...]):
+    mesh, type_ = mesh_of(*sizes), TensorType(shape, "i64")
+    oracle = Oracle(type_, mesh, A100)
+    pairs = list(askable(oracle.nodes))
+    for src, dst in random.Random(2).sample(pairs, min(len(pairs), 120)):
+        check(reshard(src, dst, type_, mesh, A100), src, dst, shape, mesh)
+
+
+@pytest.mark.parametrize("kind", COMBINE)
+def test_every_kind_of_reduction_is_delivered(kind: str):
+    src = Sharding(((0,), ()), (1, 2), kind)
+    for dst in (
+        Sharding(((0,), (1, 2))),
+        Sharding(((), ())),
+        Sharding(((2,), (0,)), (1,), kind),
+    ):
+        path = reshard(src, dst, TensorType((8, 8), "i64"), MESH, A100)
+        check(path, src, dst, (8, 8), MESH)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chips"), [((4, 4), "a100:16"), ((2, 4, 6), "v5p:4x4x3"), ((4, 4, 8), "v4:4x4x8")]
+)
+def test_larger_meshes_are_delivered_within_memory(sizes: tuple[int, ...], chips: str):
+    mesh, topology, rng = mesh_of(*sizes), Topology(chips), random.Random(3)
+    type_ = TensorType((384, 384, 384), "f32")
+    small = (384, 384) if mesh.size > 64 else (96, 96, 96)
+    for _ in range(30):
+        src = random_sharding(rng, mesh, 3, 0.2)
+        dst = random_sharding(rng, mesh, 3, 0.0)
+        check_legal(reshard(src, dst, type_, mesh, topology), src, dst, type_, mesh)
+        src, dst = (Sharding(s.dims[: len(small)], s.partial, s.kind) for s in (src, dst))
+        if all(is_legal(s, small, mesh) for s in (src, dst)):
+            path = reshard(src, dst, TensorType(small, "i64"), mesh, topology)
+            check(path, src, dst, small, mesh)
+
+
+@pytest.mark.parametrize("chips", ["v4:4x4x1", "a100:16"])
+@pytest.mark.parametrize("partial", [False, True])
+def test_the_directed_search_is_close_to_optimal(
+    chips: str, partial: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("spmd.reshard.search.EXACT_ATOMS", 0)
+    forget()
+    type_, mesh = TensorType((2**12, 2**12), "f32"), mesh_of(4, 4)
+    oracle = Oracle(type_, mesh, Topology(chips), partial)
+    rng, excess = random.Random(4), []
+    for _ in range(60):
+        src = random_sharding(rng, mesh, 2, 0.2 if partial else 0.0)
+        dst = random_sharding(rng, mesh, 2, 0.0)
+        if src != dst:
+            path = reshard(src, dst, type_, mesh, oracle.topology)
+            excess.append(path.seconds / max(oracle.distance(src, dst)[0], 1e-12) - 1)
+            check_legal(path, src, dst, type_, mesh)
+    forget()
+    assert max(excess) < 1.25
+    assert sum(max(x, 0) for x in excess) / len(excess) < 0.1
+
+
+@pytest.mark.parametrize("chips", ["v4:4x4x1", "a100:16"])
+def test_pairs_on_sixteen_devices_are_optimal(chips: str):
+    mesh = mesh_of(4, 4)
+    oracle = Oracle(TensorType((2**12, 2**13), "bf16"), mesh, Topology(chips))
+    rng = random.Random(5)
+    for _ in range(60):
+        src, dst = random_sharding(rng, mesh, 2, 0.2), random_sharding(rng, mesh, 2, 0.0)
+        check_optimal(oracle, src, dst)
+
+
+def test_paths_do_not_depend_on_what_was_asked_before():
+    mesh, type_, rng = mesh_of(8, 4), TensorType((256, 256), "f32"), random.Random(6)
+    pairs = [
+        (random_sharding(rng, mesh, 2, 0.2), random_sharding(rng, mesh, 2, 0.0)) for _ in range(20)
+    ]
+    forward = [reshard(src, dst, type_, mesh, A100) for src, dst in pairs]
+    forget()
+    backward = [reshard(src, dst, type_, mesh, A100) for src, dst in reversed(pairs)]
+    assert forward == backward[::-1]
+
+
+# ---------------------------------------------------------------------------------------------
+# What users would look for in a report.
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "steps"),
+    [
+        ("[{data}, {}]", "[{data}, {}]", []),
+        ("[{}, {}]", "[{data}, {model}]", ["slice", "slice"]),
+        ("[{data, model}, {}]", "[{data}, {}]", ["all_gather"]),
+        ("[{data, model}, {}]", "[{}, {}]", ["all_gather"]),
+        ("[{data}, {model}]", "[{}, {}]", ["all_gather", "all_gather"]),
+        ("[{data}, {}]", "[{}, {data}]", ["all_to_all"]),
+        ("[{data, model}, {}]", "[{data}, {model}]", ["all_to_all"]),
+        ("[{data}, {}]", "[{}, {model}]", ["slice", "all_gather"]),
+        ("[{data, model}, {}]", "[{model, data}, {}]", ["collective_permute"]),
+        ("[{data}, {}] partial add {model}", "[{data}, {model}]", ["reduce_scatter"]),
+        ("[{data}, {}] partial add {model}", "[{data}, {}]", ["all_reduce"]),
+        ("[{data}, {}] partial max {model}", "[{}, {data}] partial max {model}", ["all_to_all"]),
+    ],
+)
+def test_common_reshards(src: str, dst: str, steps: list[str]):
+    first, last = parse_sharding(src, MESH), parse_sharding(dst, MESH)
+    path = reshard(first, last, TensorType((4096, 4096), "f32"), MESH, A100)
+    assert [step.kind for step in path.steps] == steps
+
+
+def test_the_reshard_that_xla_replicates_for_stays_small():
+    """[{data}, {}, {}] -> [{}, {}, {data, model}]: XLA replicates, then slices."""
+    src, dst = (
+        parse_sharding("[{data}, {}, {}]", MESH),
+        parse_sharding("[{}, {}, {data, model}]", MESH),
+    )
+    type_ = TensorType((64, 64, 4096), "bf16")
+    path = reshard(src, dst, type_, MESH, A100)
+    assert path.bytes < held_bytes(src, type_, MESH)
+    assert all(step.kind in ("slice", "all_to_all") for step in path.steps)
+
+
+def test_an_unused_atom_of_the_same_size_takes_one_permute():
+    mesh = mesh_of(2, 2)
+    src, dst = parse_sharding("[{x}, {}]", mesh), parse_sharding("[{y}, {}]", mesh)
+    (step,) = reshard(src, dst, TensorType((1024, 1024), "f32"), mesh, A100).steps
+    assert (step.kind, step.axes, step.dims) == ("collective_permute", (0, 1), ())
+    assert permute_pairs(src, dst, mesh) == ((0, 0), (2, 1), (1, 2), (3, 3))
+
+
+def test_totals_are_those_of_the_steps():
+    src, dst = parse_sharding("[{data}, {model}]", MESH), parse_sharding("[{model}, {}]", MESH)
+    type_ = TensorType((512, 512), "f32")
+    path = reshard(src, dst, type_, MESH, A100)
+    seconds = [
+        collective_seconds(
+            step.kind,
+            step.axes,
+            held_bytes(step.before, type_, MESH),
+            held_bytes(step.after, type_, MESH),
+            MESH,
+            A100,
+        )
+        for step in path.steps
+    ]
+    assert path.seconds == pytest.approx(sum(seconds))
+    assert path.bytes > 0
+
+
+def test_a_scalar_is_reduced():
+    src = parse_sharding("[] partial add {data, model}", MESH)
+    (step,) = reshard(src, Sharding(()), TensorType((), "f32"), MESH, A100).steps
+    assert (step.kind, step.axes) == ("all_reduce", (0, 1, 2))
+
+
+def test_a_scalar_is_reduced_across_hosts():
+    mesh = Mesh(None, (16, 4), ("data", "model"))
+    src = parse_sharding("[] partial add {data, model}", mesh)
+    path = reshard(src, Sharding(()), TensorType((), "f32"), mesh, Topology("h200:64"))
+    assert {step.kind for step in path.steps} == {"all_reduce"}
+    check_legal(path, src, Sharding(()), TensorType((), "f32"), mesh)
+
+
+def test_an_empty_tensor_goes_anywhere():
+    src, dst = parse_sharding("[{data}, {}]", MESH), parse_sharding("[{}, {data}]", MESH)
+    assert reshard(src, dst, TensorType((0, 8), "f32"), MESH, A100).bytes == 0
+
+
+def test_a_dim_that_does_not_divide_stays_as_it_is():
+    src, dst = parse_sharding("[{data}, {model}]", MESH), parse_sharding("[{data}, {}]", MESH)
+    path = reshard(src, dst, TensorType((10, 8), "f32"), MESH, A100)
+    assert [step.kind for step in path.steps] == ["all_gather"]
+    assert path.bytes == 3 * 4 * 4  # three rows of ten, padded to twelve; half of eight columns
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "shape"),
+    [
+        ("[{data}]", "[{}]", (8, 8)),
+        ("[{}]", "[{}] partial max {data}", (8,)),
+        ("[{}] partial max {data}", "[{}] partial add {data:(1)2}", (8,)),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(src: str, dst: str, shape: tuple[int, ...]):
+    with pytest.raises(LegalityError, match="no reshard"):
+        reshard(
+            parse_sharding(src, MESH),
+            parse_sharding(dst, MESH),
+            TensorType(shape, "f32"),
+            MESH,
+            A100,
+        )
+
+
+def test_a_scalar_is_reduced_over_slow_and_fast_links():
+    mesh = mesh_of(8, 2)  # on this torus the two axes have links of different speed
+    src = Sharding((), tuple(range(len(mesh.atoms))), "add")
+    path = reshard(src, Sharding(()), TensorType((), "f32"), mesh, Topology("v4:2x2x4"))
+    assert [step.kind for step in path.steps] == ["all_reduce"]

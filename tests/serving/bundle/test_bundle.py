@@ -1,0 +1,424 @@
+"""A bundle gives on any mesh what jax.jit gives on one device."""
+
+import errno
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.llama.weights import files as hf_files
+from serving.bundle.bundle import load_bundle
+from serving.bundle.folder import new_folder
+from serving.bundle.function import BundleError, Function, StateLeaf
+from serving.bundle.write import export_bundle
+from serving.tensor_backend import BundleInfer
+from tests.serving.conftest import (
+    STATE,
+    attend,
+    make_functions,
+    make_weights,
+    order,
+    recurrent,
+    struct,
+    write,
+)
+
+X = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
+MESHES = [(1,), (2,), (8,), (2, 4)]
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def bundle_on(folder, mesh_of, cache_dir):
+    loaded = {}
+
+    def bundle(*sizes):
+        if sizes not in loaded:
+            loaded[sizes] = load_bundle(folder, mesh_of(*sizes), cache_dir=cache_dir)
+        loaded[sizes].reset_state()
+        return loaded[sizes]
+
+    return bundle
+
+
+def close(ours, theirs):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_same_as_jit(sizes, bundle_on):
+    bundle, weights = bundle_on(*sizes), make_weights()
+    state = {"h": jnp.full((4, 16), 0.5), "steps": jnp.int32(0)}
+    for number in range(3):
+        ours = bundle.run("step", X * number)
+        state, theirs = jax.jit(recurrent)(weights, state, X * number)
+        close(ours["y"], theirs["y"])
+        first, count = ours["parts"]
+        close(first, theirs["parts"].first)
+        assert int(count) == int(ours["parts"].steps) == number
+    assert int(bundle.state["state/steps"]) == 3
+    close(bundle.run("peek", 2), state["h"][2])
+    close(bundle.state["state/h"], state["h"])  # looking changes nothing
+    x = np.random.default_rng(2).normal(size=(2, 8, 16)).astype(np.float32)
+    close(bundle.run("attend", x), attend(weights, x))
+    jax.tree.map(close, bundle.run("order", X[0, :6]), order(X[0, :6]))
+
+
+def test_nothing_is_compiled_later(bundle_on, caplog):
+    bundle = bundle_on(2, 4)
+    assert bundle.compile_total == 5  # four functions and the state
+    with jax.log_compiles():
+        bundle.run("step", X)
+        bundle.reset_state()
+    assert not [record for record in caplog.records if "Compiling" in record.message]
+    assert int(bundle.state["state/steps"]) == 0
+
+
+def shard_shapes(bundle):
+    arrays = {**bundle.weights, **bundle.state}
+    return {path: x.sharding.shard_shape(x.shape) for path, x in arrays.items()}
+
+
+def test_arrays_lie_as_the_specs_say(bundle_on):
+    bundle = bundle_on(2, 4)
+    shapes = shard_shapes(bundle)
+    assert shapes["weights/w"] == (16, 4)
+    assert shapes["state/h"] == (2, 4)
+    assert shapes["weights/heads"] == (3, 1, 16, 8)
+    assert bundle.run("step", X)["y"].sharding.is_fully_replicated
+    spec = {path: x.sharding.spec for path, x in {**bundle.weights, **bundle.state}.items()}
+    for entry in bundle.functions.values():
+        program = bundle.programs[entry.name]
+        leaves = [leaf for argument in entry.arguments for leaf in argument.leaves]
+        for leaf, sharding in zip(leaves, program.arguments, strict=True):
+            if leaf.path in spec:
+                assert sharding.spec == spec[leaf.path]
+
+
+def test_a_mesh_that_the_specs_do_not_fit(bundle_on):
+    """Axes that are not there count as one; dims that are not divided are left open, and named."""
+    bundle = bundle_on(8)
+    shapes = shard_shapes(bundle)
+    assert shapes["state/h"] == (4, 2)
+    assert bundle.notes == (
+        "weights/heads: model=8 does not divide dim 1 of size 4, which is left to the compiler",
+    )
+
+
+def test_the_state_is_donated(bundle_on):
+    bundle = bundle_on(2)
+    before = bundle.state["state/h"]
+    bundle.run("step", X)
+    assert before.is_deleted()
+    assert not bundle.weights["weights/w"].is_deleted()
+
+
+def test_every_weight_is_read_once(folder, mesh_of, cache_dir, monkeypatch):
+    seen = []
+    read = hf_files.read_slice
+
+    def counting(file, name, index):
+        array = read(file, name, index)
+        seen.append((name, array.shape, array.nbytes))
+        return array
+
+    monkeypatch.setattr(hf_files, "read_slice", counting)
+    load_bundle(folder, mesh_of(2, 4), cache_dir=cache_dir)
+    assert sum(nbytes for _, _, nbytes in seen) == sum(x.nbytes for x in make_weights().values())
+    assert {shape for name, shape, _ in seen if name == "weights/w"} == {(16, 4)}
+
+
+def test_composites_stay_whole(folder, bundle_on):
+    entry = bundle_on(2).functions["attend"]
+    assert entry.composites == {"spmd.attention": 1}
+    artifact = (folder / entry.modules["cpu"]).read_bytes()
+    assert artifact.startswith(b"ML\xefR\rStableHLO_v")
+
+
+def test_tags_and_leaves(bundle_on):
+    entry = bundle_on(1).functions["step"]
+    assert entry.tags == {"kind": "step", "length": 8}
+    assert [(leaf.path, leaf.shape, leaf.dtype) for leaf in entry.inputs] == [
+        ("x", (4, 8), "float32")
+    ]
+    assert [leaf.path for leaf in entry.outputs] == ["parts/first", "parts/steps", "y"]
+
+
+def test_a_failure_on_the_devices(bundle_on):
+    """What was donated is gone, and the error says how to go on."""
+    bundle = bundle_on(2)
+    bundle.state["state/h"].delete()
+    with pytest.raises(BundleError, match=r"step failed on the devices: .*reset_state"):
+        bundle.run("step", X)
+    bundle.reset_state()
+    assert bundle.run("step", X)["y"].shape == (4, 4)
+
+
+@pytest.mark.heavy
+def test_two_processes(folder, tmp_path):
+    """Each reads what its devices hold, damage that one finds is known to both."""
+    bundle = shutil.copytree(folder, tmp_path / "bundle")
+    damaged = shutil.copytree(folder, tmp_path / "bundle-damaged") / "functions/order.mlirbc"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    script = Path(__file__).with_name("two_processes.py")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, port, str(rank), bundle, tmp_path / "cache"],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
+    said = [json.loads(output.splitlines()[-1]) for output in outputs]
+    x = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
+    state = {"h": jnp.full((4, 16), 0.5), "steps": jnp.int32(0)}
+    for number in range(3):
+        state, outputs_here = recurrent(make_weights(), state, x * number)
+    failures = sorted(one["failure"] for one in said)
+    assert "does not hold what was written" in "".join(failures)
+    assert "found a damaged file and says which" in "".join(failures)
+    for one in said:
+        np.testing.assert_allclose(one["y"], outputs_here["y"], rtol=1e-4, atol=1e-5)
+        assert 0 < one["read"] <= sum(w.nbytes for w in make_weights().values())
+
+
+# Inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "message"),
+    [
+        ("walk", (X,), "there is no function 'walk'; there are"),
+        ("step", (), "step takes 1 inputs (x), not 0"),
+        ("step", (X[:2],), "x has the shape [4, 8], not [2, 8]"),
+        ("step", (X.astype(np.int32),), "x is float32, not int32"),
+        ("peek", (1.5,), "which is int32, not float64"),
+        ("peek", (2**40,), "which is int32, which not all of its numbers fit into"),
+    ],
+)
+def test_wrong_inputs(name, inputs, message, bundle_on):
+    with pytest.raises(BundleError) as caught:
+        bundle_on(2).run(name, *inputs)
+    assert message in str(caught.value)
+
+
+def test_numbers_of_the_same_kind_are_converted(bundle_on):
+    bundle = bundle_on(2)
+    exact = bundle.run("step", X)["y"]
+    bundle.reset_state()
+    close(bundle.run("step", X.astype(np.float64))["y"], exact)
+
+
+def test_infer(bundle_on):
+    infer = BundleInfer(bundle_on(2), "step")
+    assert [spec.name for spec in infer.inputs] == ["x"]
+    found = infer.infer({"x": X})
+    assert {name: x.shape for name, x in found.items()} == {
+        "y": (4, 4), "parts/first": (4,), "parts/steps": ()
+    }  # fmt: skip
+    assert all(isinstance(x, np.ndarray) for x in found.values())
+    with pytest.raises(BundleError, match="no input 'x'"):
+        infer.infer({})
+    with pytest.raises(BundleError, match="unknown input 'z'; inputs are x"):
+        infer.infer({"x": X, "z": X})
+
+
+# Cache
+
+
+def test_second_start_neither_plans_nor_compiles(folder, mesh_of, tmp_path, monkeypatch):
+    first = load_bundle(folder, mesh_of(2), cache_dir=tmp_path)
+    entries = {path: path.read_bytes() for path in tmp_path.rglob("*-cache")}
+    assert len(entries) == 5
+    monkeypatch.setattr("serving.bundle.programs.lower_stablehlo", None)
+    second = load_bundle(folder, mesh_of(2), cache_dir=tmp_path)
+    assert {path for path in tmp_path.rglob("*-cache")} == set(entries)
+    close(second.run("step", X)["y"], first.run("step", X)["y"])
+    with pytest.raises(TypeError):  # another mesh is another program
+        load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+
+
+def test_a_damaged_cache_is_made_anew(folder, mesh_of, tmp_path):
+    load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+    stages = list((tmp_path / "stages").iterdir())
+    for path in stages:
+        path.write_bytes(path.read_bytes()[:-5])
+    before = stages[0].stat().st_size
+    bundle = load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+    assert stages[0].stat().st_size > before
+    assert bundle.run("peek", 0).shape == (16,)
+
+
+def test_the_log_says_what_goes_on_where_there_is_no_terminal(folder, mesh_of, cache_dir, caplog):
+    caplog.set_level("INFO", "serving")
+    load_bundle(folder, mesh_of(1), cache_dir=cache_dir, functions=["peek"])
+    said = [record.getMessage().split()[0] for record in caplog.records]
+    assert said == ["checking", "planning", "compiling", "the"]
+
+
+def test_damaged_executables_are_made_anew(folder, mesh_of, tmp_path):
+    """jax warns of them, and leaves them as they are for ever."""
+    load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+    entries = {*tmp_path.rglob("*-cache")}
+    for path in entries:
+        path.write_bytes(b"damaged")
+        os.utime(path, (0, 0))
+    bundle = load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
+    assert {*tmp_path.rglob("*-cache")} == entries
+    assert all(path.stat().st_size > 1000 for path in entries)
+    assert bundle.notes == ()
+
+
+def test_a_cache_that_cannot_be_written_is_one_note(folder, mesh_of, tmp_path):
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    bundle = load_bundle(folder, mesh_of(1), cache_dir=no_folder)
+    (note,) = bundle.notes
+    assert note.startswith(f"{no_folder} cannot keep all that was made (Not a directory)")
+    assert bundle.run("peek", 0).shape == (16,)
+
+
+# Export
+
+
+def test_a_full_disk_is_said_with_its_folder(tmp_path):
+    with (
+        pytest.raises(BundleError, match=f"^{tmp_path}/out cannot be written: No space left"),
+        new_folder(tmp_path / "out"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Lazy:
+    """A tensor that counts how often it is read."""
+
+    dtype = "bfloat16"
+    shape = (8, 4)
+
+    def __init__(self):
+        self.reads = 0
+
+    def __array__(self, dtype=None, copy=None):
+        self.reads += 1
+        return np.arange(32).reshape(8, 4).astype(jnp.bfloat16)
+
+
+def scaled(weights, x):
+    return (x @ weights["w"].astype(jnp.float32)) * weights["scale"]
+
+
+def test_dtypes_and_lazy_weights(tmp_path, mesh_of):
+    lazy = Lazy()
+    weights = {
+        "small": np.arange(-8, 8).astype(np.int8).reshape(4, 4),
+        "bits": np.arange(4).astype(jnp.float8_e4m3fn),
+        "mask": np.array([True, False]),
+        "lazy": lazy,
+    }
+    structs = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), weights)
+    function = Function(
+        "all", lambda w, s: (s, {name: x.astype(jnp.float32) for name, x in w.items()}),
+        (structs, struct(2, dtype="bfloat16")), ("weights", "s"), ("weights", "state"),
+    )  # fmt: skip
+    export_bundle(
+        tmp_path / "b", [function], weights=weights,
+        state=StateLeaf((2,), "bfloat16", -float("inf")), specs={"weights/lazy": "model"},
+        max_file_bytes=16,
+    )  # fmt: skip
+    assert lazy.reads == 1
+    assert len(list((tmp_path / "b" / "weights").glob("*.safetensors"))) == 4
+    bundle = load_bundle(tmp_path / "b", mesh_of(2))
+    found = bundle.run("all")
+    for name, array in weights.items():
+        np.testing.assert_array_equal(found[name], np.asarray(array).astype(np.float32))
+    assert np.isneginf(np.asarray(bundle.state["state"].astype(np.float32))).all()
+
+
+def bad_state(weights, state, x):
+    return {"h": state["h"]}, x
+
+
+def changed(number, **fields):
+    import dataclasses
+
+    functions = make_functions()
+    functions[number] = dataclasses.replace(functions[number], **fields)
+    return {"functions": functions}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (changed(1, fn=bad_state), "function step returns another state than it takes"),
+        (changed(2, fn=lambda s, w: s["h"]), "peek has a state and has to return (state, outputs)"),
+        (changed(0, name="../x"), "a function is called '../x'"),
+        (changed(0, name="step"), "two functions have the same name"),
+        (changed(0, roles=("output",)), "roles are weights, state, input"),
+        (changed(0, args=(struct(2, dtype="int4"),)), "values is int4, not one of bool, int8"),
+        (changed(0, args=(jax.eval_shape(jax.random.key, 0),)), "values is a key of jax.random"),
+        ({"specs": {"weights/q": ("model",)}}, "the spec 'weights/q' matches no leaf"),
+        ({"specs": {"x": ("model", "model")}}, "names an axis twice"),
+        ({"specs": {"weights/w": (None,) * 3}}, "has 3 entries"),
+        (
+            {"weights": {}, "specs": {}},
+            "takes weights/u float32[8, 16], and the bundle has no such leaf",
+        ),
+        ({"state": {**STATE, "steps": StateLeaf((), "int32", 0.5)}}, "cannot be filled with 0.5"),
+        ({"primary": "walk"}, "there is no function 'walk'"),
+        ({"contract": {"eos": {1}}}, "have to be JSON"),
+        ({"tokenizer_from": "/nowhere"}, "/nowhere holds no tokenizer"),
+    ],
+)
+def test_what_cannot_be_exported(changes, message, tmp_path):
+    with pytest.raises(BundleError) as caught:
+        write(tmp_path / "b", **changes)
+    assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path):
+    broken = Lazy()
+    broken.shape = (4, 4)
+    weights = {**make_weights(), "lazy": broken}
+    with pytest.raises(BundleError, match="lazy is read as"):
+        write(tmp_path / "b", weights=weights)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokenizer_files(tmp_path, mesh_of):
+    source = tmp_path / "hf"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "model.bin").write_text("not this")
+    function = make_functions()[0]
+    export_bundle(tmp_path / "b", [function], tokenizer_from=source)
+    manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    assert manifest["tokenizer"] == ["tokenizer/tokenizer.json", "tokenizer/chat_template.jinja"]
+    assert not (tmp_path / "b" / "weights").exists()
+    bundle = load_bundle(tmp_path / "b", mesh_of(1))
+    assert int(bundle.run("order", np.arange(6.0, dtype=np.float32))[1]) == 5
+    assert bundle.compile_total == 1

@@ -1,0 +1,255 @@
+"""A real model behind the real server: OpenAI's client, lm-eval, several meshes, a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import spmd
+from models.llama.config import named_config
+from models.llama.decode import ServingShape
+from models.llama.weights.sources import fresh_source
+from scripts import generate_text
+from serving.bundle.bundle import load_bundle
+from serving.engine.model_backend import generate
+from serving.llama_backend import model_backend
+from serving.llama_bundle import export_llama
+from tools import compare_quantized
+
+ROOT = Path(__file__).resolve().parents[3]
+SHAPE = ServingShape(4, 64, (16,), (64,), 5, 5, "float32")
+PROMPT = "def main("
+
+
+@pytest.fixture(scope="module")
+def bundle_folder(tmp_path_factory: Any) -> Path:
+    """A tiny Llama of bytes, with random weights and a golden prompt."""
+    folder: Path = tmp_path_factory.mktemp("bundles") / "tiny"
+    with fresh_source(named_config("tiny"), 0) as source:
+        export_llama(source, folder, SHAPE, dtype="float32", golden_prompts=[list(b"def f(")])
+    return folder
+
+
+class Served(NamedTuple):
+    """A server in a process of its own."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+
+@contextmanager
+def served(folder: Path, mesh: str, work: Path, *flags: str) -> Iterator[Served]:
+    """scripts/serve on a mesh; ready when it is given out, gone afterwards."""
+    log = work / f"{mesh.replace(',', '-')}.log"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"],
+    }
+    command = [
+        sys.executable, "-m", "scripts.serve_bundle", str(folder), "--mesh", mesh, "--port", "0",
+        "--cache_dir", str(work / "cache"), *flags,
+    ]  # fmt: skip
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stderr=out, stdout=out, text=True, env=environment, cwd=ROOT
+        )
+    try:
+        yield Served(_wait_ready(process, log), process, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
+
+
+def _wait_ready(process: subprocess.Popen[str], log: Path) -> str:
+    end = time.monotonic() + 240
+    while time.monotonic() < end and process.poll() is None:
+        text = log.read_text()
+        if "ready:" in text:
+            line = next(line for line in text.splitlines() if "listening on " in line)
+            return line.split("listening on ")[1].split(",")[0]
+        time.sleep(0.1)
+    raise AssertionError(f"the server did not come up:\n{log.read_text()}")
+
+
+def metrics(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def test_clients(bundle_folder: Path, tmp_path: Path) -> None:
+    """Streams and whole answers agree, nothing is compiled for them, SIGTERM ends it gently."""
+    openai = pytest.importorskip("openai")
+    with served(bundle_folder, "data=2,model=4", tmp_path) as server:
+        compiled = metrics(server.url)["spmd:compile_total"]
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=60) as client:
+            ask = {"model": "llama", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+            ask["model"] = client.models.list().data[0].id
+            whole = client.completions.create(**ask)
+            parts = list(client.completions.create(**ask, stream=True))
+            assert "".join(part.choices[0].text for part in parts if part.choices) == (
+                whole.choices[0].text
+            )
+            assert whole.usage.completion_tokens == 20
+            chat = client.chat.completions.create(
+                model=ask["model"], max_tokens=8, messages=[{"role": "user", "content": "hi"}],
+                logprobs=True, top_logprobs=3, seed=1,
+            )  # fmt: skip
+            assert len(chat.choices[0].logprobs.content) >= 1
+            echo = client.completions.create(
+                **{**ask, "max_tokens": 1}, echo=True, logprobs=2
+            ).choices[0]
+            assert echo.text.startswith(PROMPT)
+            assert len(echo.logprobs.token_logprobs) == len(PROMPT) + 1
+            with pytest.raises(openai.BadRequestError, match="64"):
+                client.completions.create(**{**ask, "prompt": "x" * 100})
+        assert metrics(server.url)["spmd:compile_total"] == compiled
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert "1 golden prompts come out as they should" in server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    "axes", [(1, 1), (1, 2), pytest.param((2, 4), marks=pytest.mark.heavy)], ids=str
+)
+def test_every_mesh_gives_the_same_tokens(axes: Any, bundle_folder: Path, devices8: Any) -> None:
+    devices = devices8[: axes[0] * axes[1]]
+    mesh = spmd.make_mesh(data=axes[0], model=axes[1], devices=devices)
+    bundle = load_bundle(bundle_folder, mesh, functions=("decode_t64", "prefill_s16_t64"))
+    (golden,) = bundle.manifest.goldens  # made on all eight devices
+    tokens, _ = generate(model_backend(bundle), golden["prompt"], len(golden["tokens"]))
+    assert tokens == golden["tokens"]
+
+
+def byte_tokenizer(folder: Path) -> None:
+    """A tokenizer of transformers' that has a token for each byte, the first ids as bytes are."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    ids = {letter: i for i, letter in enumerate(sorted(alphabet)[:255])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={**ids, "</s>": 255}, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    fast.save_pretrained(folder)
+
+
+@pytest.mark.heavy
+def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of multiple choice by lm-eval's local-completions, which reads echoed scores."""
+    lm_eval = pytest.importorskip("lm_eval")
+    api = pytest.importorskip("lm_eval.models.openai_completions")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    byte_tokenizer(tmp_path / "tokenizer")
+    with fresh_source(named_config("tiny"), 0) as source:
+        export_llama(
+            source.with_tokenizer(tmp_path / "tokenizer"), tmp_path / "tiny", SHAPE, dtype="float32"
+        )
+    questions = [
+        {"text": f"{i} is", "choices": ["odd", "even"], "label": (i + 1) % 2} for i in range(4)
+    ]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    task = {
+        "task": "parity", "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test",
+        "output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_target": "label",
+        "doc_to_choice": "choices", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    with served(tmp_path / "tiny", "data=1,model=2", tmp_path) as server:
+        model = api.LocalCompletionsAPI(
+            model="llama", base_url=f"{server.url}/v1/completions",
+            tokenizer=str(tmp_path / "tokenizer"), num_concurrent=2, max_retries=1, max_length=64,
+        )  # fmt: skip
+        found = lm_eval.simple_evaluate(model, tasks=[task], bootstrap_iters=0)
+    samples = found["samples"]["parity"]
+    assert len(samples) == len(questions)
+    assert 0 <= found["results"]["parity"]["acc,none"] <= 1
+    scores = [float(sample["filtered_resps"][0][0]) for sample in samples]
+    assert all(score < -1 for score in scores)
+
+
+@pytest.mark.heavy
+def test_a_second_start_compiles_nothing(bundle_folder: Path, tmp_path: Path) -> None:
+    starts = []
+    for _ in range(2):
+        begin = time.monotonic()
+        with served(bundle_folder, "data=1,model=2", tmp_path):
+            starts.append(time.monotonic() - begin)
+    assert starts[1] < starts[0]
+
+
+def test_generate(bundle_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """The same texts for the same seed, errors in one line, and prompts asked for at a terminal."""
+    flags = [
+        str(bundle_folder), "--mesh=model=1", "--cache_dir", str(tmp_path), "--max_tokens=7",
+        "--ignore_eos",
+    ]  # fmt: skip
+
+    def run(*more: str) -> tuple[str, str]:
+        with contextlib.suppress(SystemExit):
+            generate_text.main([*flags, *more])
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    out, err = run("--prompt=def f(", "--prompt=def f(", "--temperature=1.0", "--seed=3")
+    first, second = out[: len(out) // 2], out[len(out) // 2 :]
+    assert first == second
+    assert first.startswith("def f(")
+    assert "6 tokens read, 7 made in " in err
+    lines = ["abc"]
+
+    def typed(*_: Any) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop()
+
+    monkeypatch.setattr("rich.console.Console.input", typed)
+    assert run()[0].startswith("abc")
+    assert "1 tokens read, 7 made in " in run("--prompt=")[1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--temperature=-1", "--temperature is -1.0; it has to be at least 0"),
+        ("--temperature=nan", "--temperature is nan; it has to be at least 0"),
+        ("--top_p=2", "--top_p is 2.0; it has to be from 0 to 1"),
+        ("--top_p=0", "--top_p has to be positive"),
+        ("--file=/no/such", "--file: /no/such: No such file or directory"),
+        ("--file=/dev/null", "--file: /dev/null has no line with text"),
+        ("--repetition_penalty=0", "--repetition_penalty has to be positive"),
+        ("--mesh=model", "--mesh: 'model' is not of the form axis=size"),
+    ],
+)
+def test_generates_errors(flag: str, message: str, bundle_folder: Path) -> None:
+    with pytest.raises(SystemExit, match=message.replace("(", r"\(")):
+        generate_text.main([str(bundle_folder), "--prompt=x", flag])
+
+
+def test_compare_quantized(capsys: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("a text of some length, " * 20)
+    compare_quantized.main(["--model=tiny", "--text", str(text), "--sequences=2", "--seq_len=16"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "%" in line]
+    errors = {row[0].strip("| "): float(row[4].strip("%")) for row in rows}
+    assert errors["float32"] == 0
+    assert 0 < errors["bfloat16"] < errors["int8"] < errors["int4"] < 60

@@ -1,0 +1,382 @@
+"""The engine over the fake backend: what its readers get, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.training.data.tokenizer import ByteTokenizer
+from serving.engine.actions import Counts, QueueFull
+from serving.engine.backend import Prefilled, Sampling, Tokens
+from serving.engine.choice import Delta, Job
+from serving.engine.engine import Engine
+from serving.engine.stream import Failed, Finished, Unavailable
+from tests.serving.engine.fake_backend import LIMITS, FakeBackend
+
+DECODE = ByteTokenizer().decode
+
+
+class Notes:
+    """An observer that keeps everything."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, int]] = []
+        self.held: list[int] = []
+        self.firsts: list[float] = []
+        self.more: list[int] = []
+        self.records: list[Finished] = []
+
+    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
+        self.runs.append((tokens, steps))
+        if steps:
+            self.held.append(held)
+
+    def first_token(self, seconds: float) -> None:
+        self.firsts.append(seconds)
+
+    def more_tokens(self, seconds: float, tokens: int) -> None:
+        self.more.append(tokens)
+
+    def finished(self, record: Finished) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def running(backend: FakeBackend | None = None, **options: Any) -> Iterator[Engine]:
+    engine = Engine(backend or FakeBackend(), DECODE, b"a", **options)
+    engine.start()
+    try:
+        yield engine
+        wait_until(lambda: engine.idle)
+        assert engine.state().running == engine.state().waiting == 0
+        assert not engine._entries
+    finally:
+        engine.stop()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def job(prompt: bytes = b"hello", max_tokens: int = 20, seed: int = 0, **more: Any) -> Job:
+    return Job(tuple(prompt), max_tokens, Sampling(seed=seed), **more)
+
+
+async def read(stream: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+def text_of(deltas: list[Delta], choice: int = 0) -> str:
+    return "".join(delta.text for delta in deltas if delta.choice == choice)
+
+
+def alone(prompt: bytes, tokens: int, seed: int = 0) -> str:
+    return DECODE(FakeBackend().alone(prompt, tokens, seed))
+
+
+def ask(engine: Engine, *jobs: Job, **options: Any) -> list[Delta]:
+    async def go() -> list[Delta]:
+        return await asyncio.wait_for(read(engine.submit(jobs, **options)), 20)
+
+    return asyncio.run(go())
+
+
+def test_tokens_become_text() -> None:
+    notes = Notes()
+    with running(observer=notes) as engine:
+        deltas = ask(engine, job(), interactive=True)
+    assert text_of(deltas) == alone(b"hello", 20)
+    assert [delta.generated for delta in deltas] == list(range(1, 21))
+    assert [delta.finish for delta in deltas] == [None] * 19 + ["length"]
+    (record,) = notes.records
+    assert (record.reason, record.prompt_tokens, record.generated) == ("length", 5, 20)
+    assert record.queued + record.prefill + record.decode == pytest.approx(record.total)
+    assert len(notes.firsts) == 1 and sum(notes.more) == 19
+    assert notes.runs == [(5, 0)] + [(1, 1)] * 19
+    assert notes.held == list(range(5, 24))
+
+
+def test_choices_have_their_own_seeds_and_share_the_prompt() -> None:
+    backend = FakeBackend()
+    with running(backend) as engine:
+        deltas = ask(engine, *(job(b"x" * 30, seed=7 + i) for i in range(6)))
+    for i in range(6):
+        assert text_of(deltas, i) == alone(b"x" * 30, 20, 7 + i)
+    assert backend.prefilled < 6 * 30 / 2
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_stop_strings_end_a_choice_and_are_not_shown(interactive: bool) -> None:
+    whole = alone(b"hello", 20)
+    stop = whole[6:9]
+    with running() as engine:
+        deltas = ask(engine, job(stops=(stop,)), interactive=interactive)
+        # Calls of 1, or of 5 behind the first token; another one had begun.
+        wasted = 1 if interactive else 2 + 5
+        wait_until(lambda: engine.state().counts.wasted == wasted)
+        counts = engine.state().counts
+    assert text_of(deltas) == whole[: whole.index(stop)]
+    assert deltas[-1].finish == "stop"
+    assert deltas[-1].generated == whole.index(stop) + 3 == counts.drawn
+    assert counts.cancelled == 0
+
+
+class Scraper(Notes):
+    """Reads the totals whenever it hears something, as Prometheus might."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Engine | None = None
+        self.totals: list[Counts] = []
+
+    def _scrape(self) -> None:
+        assert self.engine is not None
+        self.totals.append(self.engine.state().counts)
+
+    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
+        super().ran(tokens, seconds, steps, held)
+        self._scrape()
+
+    def more_tokens(self, seconds: float, tokens: int) -> None:
+        super().more_tokens(seconds, tokens)
+        self._scrape()
+
+    def finished(self, record: Finished) -> None:
+        super().finished(record)
+        self._scrape()
+
+
+def test_totals_never_fall() -> None:
+    """Prometheus takes a counter that falls for one that began anew, and adds all of it again."""
+    scraper = Scraper()
+    whole = alone(b"hello", 40)
+    with running(observer=scraper) as engine:
+        scraper.engine = engine
+        for end in range(3, 30, 2):
+            (last,) = ask(engine, job(max_tokens=40, stops=(whole[end : end + 4],)))[-1:]
+            assert last.finish == "stop"
+    for name in vars(Counts()):
+        totals = [getattr(counts, name) for counts in scraper.totals]
+        assert totals == sorted(totals), name
+    assert scraper.totals[-1].drawn == sum(record.generated for record in scraper.records)
+    # The first token of each request is no "more".
+    assert sum(scraper.more) == scraper.totals[-1].drawn - len(scraper.records)
+
+
+def test_a_stop_id_ends_a_choice_and_is_counted_but_not_shown() -> None:
+    whole = alone(b"hello", 20)
+    with running() as engine:
+        deltas = ask(engine, job(stop_ids=frozenset([ord(whole[5])]), logprobs=0))
+    end = whole.index(whole[5])
+    assert text_of(deltas) == whole[:end]
+    assert (deltas[-1].finish, deltas[-1].generated) == ("stop", end + 1)
+    assert sum(len(delta.tokens) for delta in deltas) == end
+
+
+def test_log_probabilities_come_with_their_text() -> None:
+    with running() as engine:
+        deltas = ask(engine, job(max_tokens=5, logprobs=2), interactive=True)
+    tokens = [token for delta in deltas for token in delta.tokens]
+    whole = alone(b"hello", 5)
+    assert [token.text for token in tokens] == list(whole)
+    assert [token.offset for token in tokens] == [0, 1, 2, 3, 4]
+    assert [token.logprob for token in tokens] == [-0.5] * 5
+    assert tokens[0].top == ((whole[0], -0.5), (chr(ord(whole[0]) + 1), -1.5))
+
+
+def test_log_probabilities_of_a_cut_text_end_with_it() -> None:
+    whole = alone(b"hello", 20)
+    with running() as engine:
+        deltas = ask(engine, job(stops=(whole[4:7],), logprobs=0), interactive=True)
+    text = text_of(deltas)
+    tokens = [token for delta in deltas for token in delta.tokens]
+    assert "".join(token.text for token in tokens) == text == whole[: whole.index(whole[4:7])]
+    shown = 0
+    for delta in deltas:  # never a token before its text
+        shown += len(delta.text)
+        assert all(token.offset + len(token.text) <= shown for token in delta.tokens)
+
+
+def test_prompts_are_scored() -> None:
+    prompt = "hé, a longer prompt".encode()
+    asked = job(prompt, max_tokens=0, logprobs=1, score_prompt=True)
+    with running() as engine:
+        (delta,) = ask(engine, asked)
+        assert delta.scores is not None
+        tokens = engine.read_scores(asked, delta.scores)
+    assert (delta.finish, delta.text, delta.generated) == ("length", "", 0)
+    assert "".join(token.text for token in tokens) == prompt.decode()
+    assert len(tokens) == len(prompt)
+    assert [token.logprob for token in tokens[:2]] == [None, -0.5]
+    assert tokens[3].top == ((",", -0.5),)
+
+
+def test_half_characters_are_not_shown() -> None:
+    backend = FakeBackend(letters=False)
+    with running(backend) as engine:
+        deltas = ask(engine, job(max_tokens=50), interactive=True)
+    assert text_of(deltas) == DECODE(backend.alone(b"hello", 50))
+
+
+def test_a_reader_that_closes_frees_its_slot() -> None:
+    notes = Notes()
+
+    async def go(engine: Engine) -> None:
+        stream = engine.submit([job(max_tokens=50), job(max_tokens=50)], interactive=True)
+        await anext(stream)
+        stream.close()
+        stream.close()
+        assert [delta async for delta in stream] == []
+
+    with running(FakeBackend(latency=0.005), observer=notes) as engine:
+        asyncio.run(go(engine))
+        assert engine.idle
+        assert engine.state().counts.cancelled == 2
+    assert [record.reason for record in notes.records] == ["abort", "abort"]
+
+
+def test_a_queue_that_is_full_takes_none() -> None:
+    async def go(engine: Engine) -> None:
+        streams = [engine.submit([job(max_tokens=40)]) for _ in range(4)]
+        streams += [engine.submit([job()]) for _ in range(2)]
+        with pytest.raises(QueueFull):
+            engine.submit([job()])
+        results = await asyncio.gather(*(read(stream) for stream in streams))
+        assert all(deltas[-1].finish == "length" for deltas in results)
+
+    with running(FakeBackend(latency=0.01), max_waiting=2) as engine:
+        asyncio.run(go(engine))
+
+
+def test_draining_finishes_what_was_taken() -> None:
+    async def go(engine: Engine) -> list[Delta]:
+        stream = engine.submit([job(max_tokens=30)], interactive=True)
+        await anext(stream)
+        engine.drain()
+        with pytest.raises(Unavailable, match="shutting down"):
+            engine.submit([job()])
+        return await read(stream)
+
+    with running(FakeBackend(latency=0.001)) as engine:
+        assert asyncio.run(go(engine))[-1].finish == "length"
+
+
+def test_stopping_fails_what_is_not_finished() -> None:
+    async def go(engine: Engine) -> None:
+        stream = engine.submit([job(max_tokens=50)], interactive=True)
+        await anext(stream)
+        await asyncio.to_thread(engine.stop)
+        with pytest.raises(Failed, match="shutting down"):
+            await read(stream)
+
+    with running(FakeBackend(latency=0.01)) as engine:
+        asyncio.run(go(engine))
+
+
+def test_a_failing_model_fails_its_requests_and_those_to_come() -> None:
+    async def go(engine: Engine) -> None:
+        streams = [engine.submit([job(max_tokens=40)]) for _ in range(8)]
+        results = await asyncio.gather(*map(read, streams), return_exceptions=True)
+        for result in results:
+            assert isinstance(result, Failed)
+            assert str(result) == "the model failed: RuntimeError: the device is gone"
+        with pytest.raises(Failed, match="the device is gone"):
+            engine.submit([job()])
+
+    with running(FakeBackend(fail_after=5)) as engine:
+        asyncio.run(go(engine))
+        assert engine.error is not None and "the device is gone" in engine.error
+
+
+class NanBackend(FakeBackend):
+    """Says NaN of everything in slot 1."""
+
+    def decode(self, active: Any, steps: int, alternatives: bool = True) -> Callable[[], Tokens]:
+        later = super().decode(active, steps, alternatives)
+        later().logprobs[:, 1] = np.nan
+        return later
+
+
+def test_numbers_that_are_none_fail_only_their_request(caplog: Any) -> None:
+    async def go(engine: Engine) -> Any:
+        streams = [engine.submit([job(bytes([i] * 9), 30)]) for i in range(3)]
+        return await asyncio.gather(*map(read, streams), return_exceptions=True)
+
+    with running(NanBackend()) as engine:
+        good, bad, good_too = asyncio.run(go(engine))
+        assert engine.error is None
+    assert isinstance(bad, Failed) and "NaN" in str(bad)
+    assert [record.getMessage() for record in caplog.records] == [f"slot 1: {bad}"]
+    assert good[-1].finish == good_too[-1].finish == "length"
+
+
+class SlowBackend(FakeBackend):
+    def prefill(self, *args: Any, **more: Any) -> Callable[[], Prefilled]:
+        time.sleep(0.2)
+        return super().prefill(*args, **more)
+
+
+def test_a_call_that_hangs_is_seen() -> None:
+    async def go(engine: Engine) -> None:
+        stream = engine.submit([job(max_tokens=1)])
+        await asyncio.sleep(0.1)
+        assert 0.05 < engine.stalled() < 1
+        await read(stream)
+        assert engine.stalled() == 0
+
+    with running(SlowBackend()) as engine:
+        assert engine.stalled() == 0
+        asyncio.run(go(engine))
+
+
+@asynccontextmanager
+async def closing(stream: Any) -> AsyncIterator[Any]:
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+async def one_of_many(engine: Engine, rng: random.Random) -> int:
+    """Ask for something and check it; now and then go away."""
+    prompt = bytes(rng.choices(b"abc", k=rng.randint(1, 40)))
+    tokens, seed = rng.randint(1, LIMITS.max_length - len(prompt)), rng.randrange(3)
+    leave_after = rng.randint(0, 5) if rng.random() < 0.3 else 10_000
+    text, count = "", 0
+    jobs = [job(prompt, tokens, seed)]
+    async with closing(engine.submit(jobs, rng.choice("xy"), interactive=rng.random() < 0.5)) as s:
+        while count < leave_after:
+            delta = await anext(s, None)
+            if delta is None:
+                break
+            text, count = text + delta.text, count + 1
+    whole = alone(prompt, tokens, seed)
+    assert whole.startswith(text) if count >= leave_after else text == whole
+    return count
+
+
+def test_many_at_once_with_flat_memory() -> None:
+    async def go(engine: Engine, seed: int) -> None:
+        rng = random.Random(seed)
+        await asyncio.gather(*(one_of_many(engine, random.Random(rng.random())) for _ in range(80)))
+
+    with running(max_waiting=1000) as engine:
+        asyncio.run(go(engine, 0))
+        gc.collect()
+        before = len(gc.get_objects())
+        for seed in range(1, 4):
+            asyncio.run(go(engine, seed))
+        gc.collect()
+        assert len(gc.get_objects()) - before < 1000
+        assert engine.state().counts.cancelled > 20

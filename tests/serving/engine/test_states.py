@@ -1,0 +1,162 @@
+"""How the server stands: loading, full, draining, failed, hung; whom it lets in; who has left."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.http.service import Options
+from tests.serving.engine.fake_backend import FakeBackend
+from tests.serving.http.live import MODEL, Live, serving, wait_until
+
+
+def post(
+    live: Live, body: Any = None, path: str = "/v1/completions", **more: Any
+) -> httpx.Response:
+    body = {"prompt": "hello", "max_tokens": 4} if body is None else body
+    return httpx.post(f"{live.url}{path}", json=body, timeout=20, **more)
+
+
+def test_loading() -> None:
+    with serving(load=False) as live:
+        response = httpx.get(f"{live.url}/health")
+        assert (response.status_code, response.text) == (503, "the model is still loading\n")
+        response = post(live)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "5"
+        assert response.json()["error"]["code"] == "loading"
+        assert httpx.get(f"{live.url}/v2/health/live").json() == {"live": True}
+        assert httpx.get(f"{live.url}/v2/health/ready").status_code == 503
+        assert httpx.get(f"{live.url}/metrics").status_code == 200
+
+
+def test_a_full_queue() -> None:
+    with serving(options=Options(max_waiting=1)) as live:
+        live.backend.gate.clear()
+        body = {"prompt": "hello", "max_tokens": 50}
+        threads = [threading.Thread(target=post, args=(live, body)) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        engine = live.service.language().engine
+        wait_until(lambda: sum(engine.state()[:2]) == 5)
+        response = post(live)
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        live.backend.gate.set()
+        for thread in threads:
+            thread.join()
+        assert post(live).status_code == 200
+
+
+def test_draining() -> None:
+    with serving(FakeBackend(latency=0.001)) as live:
+        body = {"prompt": "hello", "max_tokens": 40, "stream": True, "seed": 0}
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=20) as response:
+            lines = response.iter_lines()
+            text = next(lines)
+            live.backend.gate.clear()
+            live.server.begin_to_end()
+            wait_until(lambda: live.service.status == "draining")
+            assert httpx.get(f"{live.url}/health").status_code == 503
+            refusal = post(live)
+            assert refusal.status_code == 503
+            assert refusal.headers["retry-after"] == "5"
+            live.backend.gate.set()
+            text += "".join(f"{line}\n" for line in lines)
+        got = [json.loads(part) for part in re.findall(r"data: (\{.*\})", text)]
+        assert "".join(c["choices"][0]["text"] for c in got) == live.alone("hello", 40)
+        wait_until(lambda: live.server.should_exit)
+
+
+def test_draining_has_an_end() -> None:
+    with serving(FakeBackend(latency=0.1), Options(drain_seconds=0.3)) as live:
+        body = {"prompt": "hello", "max_tokens": 50, "stream": True}
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=20) as response:
+            lines = response.iter_lines()
+            next(lines)
+            live.server.begin_to_end()
+            rest = list(lines)
+        error = json.loads(rest[-4][6:])["error"]
+        assert error["message"] == "the server is shutting down"
+        assert (error["type"], error["code"]) == ("service_unavailable_error", "draining")
+        assert rest[-2] == "data: [DONE]"
+
+
+def test_what_is_not_finished_at_the_end_may_be_asked_for_elsewhere() -> None:
+    with serving(FakeBackend(latency=0.1), Options(drain_seconds=0.1)) as live:
+        answers: list[httpx.Response] = []
+        body = {"prompt": "hello", "max_tokens": 50}
+        thread = threading.Thread(target=lambda: answers.append(post(live, body)))
+        thread.start()
+        wait_until(lambda: live.service.language().engine.state().running == 1)
+        live.server.begin_to_end()
+        thread.join()
+    assert answers[0].status_code == 503
+    assert answers[0].headers["retry-after"] == "5"
+
+
+def test_a_model_that_fails() -> None:
+    with serving(FakeBackend(fail_after=3)) as live:
+        response = post(live, {"prompt": "hello", "max_tokens": 50})
+        assert response.status_code == 500
+        message = response.json()["error"]["message"]
+        assert message == "the model failed: RuntimeError: the device is gone"
+        assert post(live).status_code == 500
+        response = httpx.get(f"{live.url}/health")
+        assert (response.status_code, response.text) == (503, message + "\n")
+
+
+def test_a_model_that_hangs() -> None:
+    with serving(FakeBackend(latency=0.6), Options(stall_seconds=0.2)) as live:
+        thread = threading.Thread(target=post, args=(live, {"prompt": "a", "max_tokens": 1}))
+        thread.start()
+        url = f"{live.url}/health"
+        wait_until(lambda: "under way" in httpx.get(url).text)
+        thread.join()
+        assert httpx.get(url).status_code == 200
+
+
+def test_keys() -> None:
+    with serving(options=Options(api_keys=("sésame", "other"))) as live:
+        for headers in (
+            {}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic other"},
+            {"Authorization": "Bearer other other"}, {"Authorization": "Bearer"},
+        ):  # fmt: skip
+            response = post(live, headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert httpx.get(f"{live.url}/v1/models").status_code == 401
+        url = f"{live.url}/v2/models/{MODEL}"
+        assert httpx.get(url).status_code == httpx.post(f"{url}/infer").status_code == 401
+        assert httpx.get(f"{live.url}/health").status_code == 200
+        for key in (b"other", "sésame".encode()):
+            assert post(live, headers={"Authorization": b"Bearer " + key}).status_code == 200
+
+
+def test_readers_that_go_away_free_their_slots() -> None:
+    with serving() as live:
+        engine = live.service.language().engine
+        gate = live.backend.gate
+        url = f"{live.url}/v1/completions"
+        body = {"prompt": "hello", "max_tokens": 59, "n": 4, "seed": 0}
+        # Behind a closed gate nothing would ever end by itself.
+        gate.clear()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=body, timeout=0.5)
+        wait_until(lambda: engine.idle)
+        gate.set()
+        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=20) as response:
+            next(response.iter_lines())
+            gate.clear()
+        wait_until(lambda: engine.idle)
+        gate.set()
+        assert engine.state().counts.cancelled == 8
+        numbers = httpx.get(f"{live.url}/metrics").text
+        assert 'finished_reason="abort",model_name="fake-llama"} 8.0' in numbers

@@ -1,0 +1,375 @@
+"""The app over a real socket, with httpx: exact answers of every endpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.http.live import MODEL, Live, serving
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving() as running:
+        yield running
+        running.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=live.url, timeout=20) as made:
+        yield made
+
+
+def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def refused(client: httpx.Client, status: int = 400, path: str = "completions", **body: Any) -> Any:
+    response = client.post(f"/v1/{path}", json=body)
+    assert response.status_code == status, response.text
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream, exactly as they are to be written."""
+    parts = text.split("\n\n")
+    assert parts.pop() == ""
+    assert all(part.startswith("data: ") and "\n" not in part for part in parts)
+    assert parts.pop() == "data: [DONE]"
+    return [json.loads(part[6:]) for part in parts]
+
+
+def test_a_completion(live: Live, client: httpx.Client) -> None:
+    answer = complete(client, model=MODEL, prompt="hello", max_tokens=8, seed=3)
+    assert re.fullmatch("cmpl-[0-9a-f]{32}", answer.pop("id"))
+    assert abs(answer.pop("created") - time.time()) < 60
+    assert answer == {
+        "object": "text_completion",
+        "model": MODEL,
+        "choices": [
+            {
+                "index": 0,
+                "text": live.alone("hello", 8, 3),
+                "logprobs": None,
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13},
+    }
+
+
+def test_the_bytes_of_a_stream(live: Live, client: httpx.Client) -> None:
+    body = {"prompt": "hello", "max_tokens": 3, "seed": 3, "stream": True}
+    response = client.post("/v1/completions", json=body)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    first = json.loads(response.text.split("\n")[0][6:])
+    head = f'"id":"{first["id"]}","object":"text_completion","created":{first["created"]}'
+    expected = ""
+    for i, letter in enumerate(live.alone("hello", 3, 3)):
+        finish = '"length"' if i == 2 else "null"
+        expected += (
+            f'data: {{{head},"model":"{MODEL}","choices":[{{"index":0,"text":"{letter}",'
+            f'"logprobs":null,"finish_reason":{finish}}}]}}\n\n'
+        )
+    assert response.text == expected + "data: [DONE]\n\n"
+
+
+def test_a_chat(live: Live, client: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_completion_tokens": 6}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    text = live.alone("User: hi\n\nAssistant:", 6, 1)
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": "length",
+        }
+    ]
+    assert answer["usage"] == {"prompt_tokens": 20, "completion_tokens": 6, "total_tokens": 26}
+
+
+def test_a_chat_as_a_stream(live: Live, client: httpx.Client) -> None:
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "seed": 1, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    response = client.post("/v1/chat/completions", json=body)
+    chunks = events(response.text)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    letters = live.alone("User: hi\n\nAssistant:", 3, 1)
+    deltas = [{"role": "assistant", "content": ""}, *({"content": c} for c in letters), {}]
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == deltas
+    finish = [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]]
+    assert finish == [None] * 4 + ["length"]
+    usage = {"prompt_tokens": 20, "completion_tokens": 3, "total_tokens": 23}
+    assert [chunk["usage"] for chunk in chunks] == [None] * 5 + [usage]
+    assert chunks[-1]["choices"] == []
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(client.post("/v1/chat/completions", json=body).text)
+    made = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert made == sorted(made) and made[1] == 1 and chunks[-1]["usage"] == usage
+
+
+def test_many_prompts_and_choices(live: Live, client: httpx.Client) -> None:
+    answer = complete(client, prompt=["ab", "cd"], n=2, max_tokens=5, seed=7)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == [live.alone(prompt, 5, seed) for prompt in ("ab", "cd") for seed in (7, 8)]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 4
+    assert answer["usage"]["completion_tokens"] == 20
+
+
+def test_a_stream_of_many_choices_keeps_them_apart(live: Live, client: httpx.Client) -> None:
+    body = {"prompt": ["ab", "cd", "ef"], "max_tokens": 9, "seed": 0, "stream": True}
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in events(client.post("/v1/completions", json=body).text):
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == {i: live.alone(p, 9) for i, p in enumerate(["ab", "cd", "ef"])}
+
+
+@pytest.mark.parametrize("prompt", [[104, 105], [[104, 105]], ["hi"], "hi"])
+def test_the_forms_of_a_prompt(live: Live, client: httpx.Client, prompt: Any) -> None:
+    answer = complete(client, prompt=prompt, max_tokens=4, seed=0)
+    assert answer["choices"][0]["text"] == live.alone("hi", 4)
+
+
+def test_an_empty_prompt_begins_a_document(live: Live, client: httpx.Client) -> None:
+    answer = complete(client, prompt="", max_tokens=4, seed=0, echo=True)
+    assert answer["choices"][0]["text"] == live.alone("\0", 4)
+
+
+def test_stops(live: Live, client: httpx.Client) -> None:
+    whole = live.alone("hello", 30)
+    for stop in (whole[5:8], [whole[5:8], "never"]):
+        (choice,) = complete(client, prompt="hello", max_tokens=30, seed=0, stop=stop)["choices"]
+        assert choice["text"] == whole[: whole.index(whole[5:8])]
+        assert choice["finish_reason"] == "stop"
+    body = {"prompt": "hello", "max_tokens": 30, "seed": 0, "stop": whole[5:8], "stream": True}
+    streamed = events(client.post("/v1/completions", json=body).text)
+    text = "".join(chunk["choices"][0]["text"] for chunk in streamed)
+    assert text == whole[: whole.index(whole[5:8])]
+
+
+def test_stop_token_ids_and_the_end_of_sequence(live: Live, client: httpx.Client) -> None:
+    whole = live.alone("hello", 30)
+    answer = complete(client, prompt="hello", max_tokens=30, seed=0, stop_token_ids=[ord(whole[7])])
+    assert answer["choices"][0]["text"] == whole[: whole.index(whole[7])]
+    assert answer["usage"]["completion_tokens"] == whole.index(whole[7]) + 1
+
+
+def test_log_probabilities(live: Live, client: httpx.Client) -> None:
+    (choice,) = complete(client, prompt="hé", max_tokens=2, seed=0, logprobs=2)["choices"]
+    a, b = choice["text"]
+    assert choice["logprobs"] == {
+        "text_offset": [0, 1],
+        "token_logprobs": [-0.5, -0.5],
+        "tokens": [a, b],
+        "top_logprobs": [{a: -0.5, chr(ord(a) + 1): -1.5}, {b: -0.5, chr(ord(b) + 1): -1.5}],
+    }
+
+
+def test_echo_with_log_probabilities(live: Live, client: httpx.Client) -> None:
+    body: dict[str, Any] = {"prompt": "hé", "seed": 0, "logprobs": 0, "echo": True}
+    (choice,) = complete(client, **body, max_tokens=1)["choices"]
+    a = live.alone("hé", 1)
+    assert choice["text"] == "hé" + a
+    assert choice["logprobs"] == {
+        "text_offset": [0, 1, 1, 2],
+        "token_logprobs": [None, -0.5, -0.5, -0.5],
+        "tokens": ["h", "", "é", a],
+        "top_logprobs": None,
+    }
+    answer = complete(client, **body, max_tokens=0)
+    assert answer["choices"][0]["text"] == "hé"
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["h", "", "é"]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_log_probabilities_of_a_chat(client: httpx.Client) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 1,
+        "logprobs": True, "top_logprobs": 2,
+    }  # fmt: skip
+    (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+    a = choice["message"]["content"]
+    other = chr(ord(a) + 1)
+    first = {"token": a, "logprob": -0.5, "bytes": [ord(a)]}
+    second = {"token": other, "logprob": -1.5, "bytes": [ord(other)]}
+    assert choice["logprobs"]["content"] == [{**first, "top_logprobs": [first, second]}]
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("prompt", {}),
+        ("prompt", {"prompt": []}),
+        ("prompt", {"prompt": [[]]}),
+        ("prompt", {"prompt": [["a"]]}),
+        ("prompt", {"prompt": [256]}),
+        ("prompt", {"prompt": [-1]}),
+        ("prompt", {"prompt": [1.5]}),
+        ("prompt", {"prompt": [True]}),
+        ("prompt", {"prompt": {"a": 1}}),
+        ("prompt", {"prompt": ["a"] * 40}),
+        ("prompt", {"prompt": "\ud800"}),
+        ("max_tokens", {"prompt": "a", "max_tokens": -1}),
+        ("max_tokens", {"prompt": "a", "max_tokens": "5"}),
+        ("max_tokens", {"prompt": "a", "max_tokens": 10**100}),
+        ("max_tokens", {"prompt": "a", "max_tokens": 1.5}),
+        ("max_tokens", {"prompt": "a", "max_tokens": True}),
+        ("temperature", {"prompt": "a", "temperature": -0.1}),
+        ("temperature", {"prompt": "a", "temperature": "hot"}),
+        ("temperature", {"prompt": "a", "temperature": 1e300}),
+        ("top_p", {"prompt": "a", "top_p": 0}),
+        ("top_p", {"prompt": "a", "top_p": 1.1}),
+        ("top_k", {"prompt": "a", "top_k": -2}),
+        ("min_p", {"prompt": "a", "min_p": 2}),
+        ("repetition_penalty", {"prompt": "a", "repetition_penalty": 0}),
+        ("n", {"prompt": "a", "n": 0}),
+        ("n", {"prompt": "a", "n": 33}),
+        ("n", {"prompt": ["a"] * 8, "n": 8}),
+        ("seed", {"prompt": "a", "seed": 2**63}),
+        ("stop", {"prompt": "a", "stop": ["x"] * 17}),
+        ("stop", {"prompt": "a", "stop": ""}),
+        ("stop", {"prompt": "a", "stop": [1]}),
+        ("stop", {"prompt": "a", "stop": "x" * 257}),
+        ("logprobs", {"prompt": "a", "logprobs": 6}),
+        ("logprobs", {"prompt": "a", "logprobs": True}),
+        ("stream", {"prompt": "a", "stream": 1}),
+        ("stream_options", {"prompt": "a", "stream_options": {}}),
+        ("stream_options", {"prompt": "a", "stream": True, "stream_options": 3}),
+        ("stop_token_ids", {"prompt": "a", "stop_token_ids": [256]}),
+        ("user", {"prompt": "a", "user": 7}),
+        ("best_of", {"prompt": "a", "best_of": 2}),
+        ("suffix", {"prompt": "a", "suffix": "b"}),
+        ("logit_bias", {"prompt": "a", "logit_bias": {"1": 2}}),
+        ("presence_penalty", {"prompt": "a", "presence_penalty": 2.5}),
+        ("frequency_penalty", {"prompt": "a", "frequency_penalty": -3}),
+        ("response_format", {"prompt": "a", "response_format": {"type": "json_object"}}),
+        ("min_tokens", {"prompt": "a", "min_tokens": 3}),
+        ("guided_json", {"prompt": "a", "guided_json": {"type": "object"}}),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(client: httpx.Client, param: str, body: Any) -> None:
+    content = json.dumps(body).encode()  # httpx itself would refuse halves of surrogate pairs
+    response = client.post(
+        "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+    )
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(param)
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("messages", {"messages": None}),
+        ("messages", {"messages": []}),
+        ("messages", {"messages": ["hi"]}),
+        ("messages", {"messages": [{"role": "robot", "content": "hi"}]}),
+        ("messages", {"messages": [{"role": "user"}]}),
+        ("messages", {"messages": [{"role": "user", "content": 3}]}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("messages", {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}),
+        ("tools", {"tools": [{"type": "function"}]}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("chat_template", {"chat_template": "{{ 1 }}"}),
+        ("max_tokens", {"max_tokens": 0}),
+    ],
+)
+def test_what_a_chat_refuses(client: httpx.Client, param: str, body: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]} | body
+    assert refused(client, path="chat/completions", **body)["param"] == param
+
+
+def test_fields_that_nobody_knows_and_those_that_ask_for_nothing(client: httpx.Client) -> None:
+    complete(
+        client, prompt="a", max_tokens=1, banana=3, best_of=1, tools=[], logit_bias={},
+        presence_penalty=0.0, frequency_penalty=0, response_format={"type": "text"}, suffix=None,
+        stop=None, stop_token_ids=[], min_tokens=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [{}, {"stream": True}])
+def test_what_is_too_long_is_never_cut(client: httpx.Client, extra: Any) -> None:
+    error = refused(client, prompt="a" * 60, max_tokens=5, **extra)
+    assert error["code"] == "context_length_exceeded"
+    assert "64 tokens" in error["message"]
+    assert "60 in the prompt and 5 in the completion" in error["message"]
+    chat = [{"role": "user", "content": "a" * 100}]
+    error = refused(client, path="chat/completions", messages=chat, **extra)
+    assert "118 in the messages" in error["message"]
+
+
+def test_models(client: httpx.Client) -> None:
+    (card,) = client.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 64)
+    assert client.get(f"/v1/models/{MODEL}").json() == card
+    assert client.get("/v1/models/other").status_code == 404
+    assert refused(client, 404, model="other", prompt="a")["code"] == "model_not_found"
+
+
+def test_what_is_not_there(client: httpx.Client) -> None:
+    response = client.get("/v1/nothing")
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "not_found_error"
+    assert client.get("/v1/completions").status_code == 405
+    assert client.get("/static/../app.py").status_code == 404
+
+
+def test_metrics(live: Live, client: httpx.Client) -> None:
+    def numbers() -> dict[str, float]:
+        response = client.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = [line for line in response.text.splitlines() if line[0] != "#"]
+        pairs = [line.rsplit(" ", 1) for line in lines]
+        assert all('model_name="fake-llama"' in name for name, _ in pairs)
+        return {name: float(value) for name, value in pairs}
+
+    label = '{model_name="fake-llama"}'
+    live.wait_idle()
+    before = numbers()
+    complete(client, prompt="metrics", max_tokens=12, seed=0)
+    live.wait_idle()
+    after = numbers()
+    grown = {name: after[name] - before[name] for name in before}
+    assert grown[f"vllm:prompt_tokens_total{label}"] == 7
+    assert grown[f"vllm:generation_tokens_total{label}"] == 12
+    assert grown[f"vllm:prefix_cache_queries_total{label}"] == 7
+    assert grown[f"spmd:wasted_tokens_total{label}"] == 0
+    reason = '{finished_reason="length",model_name="fake-llama"}'
+    assert grown[f"vllm:request_success_total{reason}"] == 1
+    for name in (
+        "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+        "time_per_output_token_seconds", "request_prefill_time_seconds",
+        "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+    ):  # fmt: skip
+        assert grown[f"vllm:{name}_count{label}"] == 1, name
+    assert grown[f"vllm:inter_token_latency_seconds_count{label}"] == 11
+    assert grown[f"vllm:iteration_tokens_total_count{label}"] == 4  # a chunk; 5, 5 and 1
+    assert after[f"vllm:num_requests_running{label}"] == 0
+    assert after[f"vllm:kv_cache_usage_perc{label}"] == 0
+    assert after[f"spmd:compile_total{label}"] == 3
+    assert after[f"spmd:roofline_fraction{label}"] > 0
+    assert any(name.startswith("vllm:cache_config_info{") for name in after)

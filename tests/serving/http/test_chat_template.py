@@ -1,0 +1,119 @@
+"""Chat templates: the same texts as transformers makes, and no way out of the sandbox."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+
+from serving.errors import ApiError, ServingError
+from serving.http.chat_template import ChatTemplate
+
+MESSAGES = [
+    {"role": "system", "content": "Be  kind."},
+    {"role": "user", "content": " Hé <b>&amp;</b> {{ 1 + 1 }} "},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "And?\n"},
+]
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+LLAMA_3 = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Today Date: " + strftime_now("%d %b %Y") + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not message.role in ['user', 'assistant'] %}
+        {{- raise_exception("Only user and assistant!") }}
+    {%- endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""  # noqa: E501 (as it comes with the model)
+
+CHATML = """\
+{% for message in messages %}
+{{'<|im_start|>' + message['role'] + '\\n'}}
+{% generation %}{{ message['content'] + '<|im_end|>' + '\\n' }}{% endgeneration %}
+    {% if loop.index == 3 %}{% continue %}{% endif %}
+{{ message | tojson(indent=2) }}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def test_the_plain_template() -> None:
+    template = ChatTemplate()
+    assert template.render(MESSAGES) == (
+        "System: Be  kind.\n\nUser: Hé <b>&amp;</b> {{ 1 + 1 }}\n\nAssistant: Yes.\n\n"
+        "User: And?\n\nAssistant:"
+    )
+    assert template.render(MESSAGES[:1], generation_prompt=False) == "System: Be  kind.\n\n"
+    assert "\nUser:" in template.stops
+    assert ChatTemplate(CHATML).stops == ()
+
+
+@pytest.mark.parametrize("source", [LLAMA_3, CHATML])
+@pytest.mark.parametrize("generation", [True, False])
+def test_texts_are_those_of_transformers(source: str, generation: bool) -> None:
+    pytest.importorskip("transformers")
+    from transformers.utils import chat_template_utils
+
+    render: Any = chat_template_utils.render_jinja_template
+    ours = ChatTemplate(source, TOKENS).render(MESSAGES, generation)
+    (theirs,), _ = render(
+        [MESSAGES], chat_template=source, add_generation_prompt=generation, **TOKENS
+    )
+    assert ours == theirs
+    assert "{{ 1 + 1 }}" in ours and "<b>" in ours
+
+
+def test_the_date() -> None:
+    today = datetime.datetime.now().strftime("%d %b %Y")
+    assert f"Today Date: {today}" in ChatTemplate(LLAMA_3, TOKENS).render(MESSAGES)
+
+
+def test_messages_that_a_template_refuses() -> None:
+    with pytest.raises(ApiError, match="refuses them: Only user and assistant!"):
+        ChatTemplate(LLAMA_3, TOKENS).render([*MESSAGES, MESSAGES[0]])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ raise_exception.__globals__.keys() }}",
+        "{% include '/etc/passwd' %}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].nothing.nothing }}",
+    ],
+)
+def test_templates_that_go_wrong_or_too_far(source: str) -> None:
+    with pytest.raises(ApiError, match="the chat template fails: "):
+        ChatTemplate(source).render(MESSAGES)
+
+
+@pytest.mark.parametrize("source", ["{% if", "{% endif %}", "{{ a | nothing }}", "\n\n{% what %}"])
+def test_what_is_no_template(source: str) -> None:
+    with pytest.raises(ServingError, match=r"^chat template, line \d: .+"):
+        ChatTemplate(source)
+
+
+def test_messages_are_not_changed() -> None:
+    messages: list[Any] = [{"role": "user", "content": "x"}]
+    ChatTemplate("{% set messages = [] %}{{ messages }}").render(messages)
+    assert messages == [{"role": "user", "content": "x"}]

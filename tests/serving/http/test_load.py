@@ -1,0 +1,123 @@
+"""Many clients at once over real sockets: every answer is what its prompt alone would have got."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.http.service import Options
+from tests.serving.engine.fake_backend import LIMITS, FakeBackend
+from tests.serving.http.live import Live, serving
+
+
+async def read_stream(
+    client: httpx.AsyncClient, body: dict[str, Any], leave_after: int
+) -> tuple[str, bool]:
+    """The text of a stream, and whether we stayed to its end."""
+    text, count = "", 0
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return text, True
+            if line:
+                text += json.loads(line[6:])["choices"][0]["text"]
+                count += 1
+            if count == leave_after:
+                return text, False
+    raise AssertionError("a stream without an end")
+
+
+async def one(client: httpx.AsyncClient, live: Live, rng: random.Random) -> str:
+    """Ask for something, maybe leave early, and check what came; says what became of it."""
+    shared = rng.choice(["", "the quick brown fox ", "once upon a time, "])
+    prompt = shared + "".join(rng.choices("abc", k=rng.randint(1, 20)))
+    tokens, seed = rng.randint(1, LIMITS.max_length - len(prompt)), rng.randrange(2)
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "seed": seed}
+    body["user"] = rng.choice("xyz")
+    whole = live.alone(prompt, tokens, seed)
+    kind = rng.choice(["whole", "stream", "leave the stream", "leave"])
+    if kind == "whole":
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert answer["choices"][0]["text"] == whole
+        assert answer["usage"]["completion_tokens"] == tokens
+    elif kind == "leave":
+        try:
+            await client.post("/v1/completions", json=body, timeout=rng.uniform(0.01, 0.1))
+        except httpx.TimeoutException:
+            return "left"
+    else:
+        leave_after = rng.randint(1, 5) if kind == "leave the stream" else -1
+        text, stayed = await read_stream(client, body, leave_after)
+        assert text == whole if stayed else whole.startswith(text)
+        return "done" if stayed else "left"
+    return "done"
+
+
+def crowd(live: Live, count: int, at_once: int, seed: int) -> list[str]:
+    async def go() -> list[str]:
+        gate = asyncio.Semaphore(at_once)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=live.url, timeout=60, limits=limits) as client:
+
+            async def enter(number: int) -> str:
+                async with gate:
+                    return await one(client, live, random.Random(f"{seed} {number}"))
+
+            return await asyncio.gather(*map(enter, range(count)))
+
+    results = asyncio.run(go())
+    live.wait_idle()
+    return results
+
+
+def check_load(count: int, at_once: int, rounds: int) -> None:
+    with serving(FakeBackend(latency=0.0005), Options(max_waiting=1000)) as live:
+        results = crowd(live, count, at_once, 0)
+        assert len(results) == count
+        assert min(results.count("done"), results.count("left")) > count / 10
+        gc.collect()
+        before = len(gc.get_objects())
+        for seed in range(1, 1 + rounds):
+            crowd(live, count, at_once, seed)
+        gc.collect()
+        assert len(gc.get_objects()) - before < 20 * count
+        counts = live.service.language().engine.state().counts
+        numbers = httpx.get(f"{live.url}/metrics").text
+        assert (
+            f'vllm:generation_tokens_total{{model_name="fake-llama"}} {counts.drawn}.0' in numbers
+        )
+
+
+def test_a_crowd() -> None:
+    check_load(150, 60, rounds=1)
+
+
+@pytest.mark.heavy
+def test_a_large_crowd() -> None:
+    check_load(1000, 300, rounds=2)
+
+
+def test_more_than_the_queue_takes_are_told_to_come_back() -> None:
+    async def go(live: Live) -> list[int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=live.url, timeout=60, limits=limits) as client:
+            body = {"prompt": "hello", "max_tokens": 30, "seed": 0}
+            asked = (client.post("/v1/completions", json=body) for _ in range(60))
+            answers = await asyncio.gather(*asked)
+        whole = live.alone("hello", 30)
+        served = [answer for answer in answers if answer.status_code == 200]
+        assert all(answer.json()["choices"][0]["text"] == whole for answer in served)
+        return [answer.status_code for answer in answers]
+
+    with serving(FakeBackend(latency=0.02), Options(max_waiting=5)) as live:
+        codes = asyncio.run(go(live))
+        assert set(codes) == {200, 429}
+        assert codes.count(200) >= 9
+        live.wait_idle()

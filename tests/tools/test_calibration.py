@@ -1,0 +1,105 @@
+"""Calibration: the fit finds what made the times, and the command writes a topology that loads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmd.mesh.chips import Link, Measured
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+from spmd.reshard.comm import collective_seconds
+from tools.calibration import KINDS, Sample, axis_sets, calibrated, fit_link
+
+ROOT = Path(__file__).parents[2]
+MESH = Mesh(None, (4, 2), ("data", "model"))
+
+
+def samples(topology: Topology) -> list[Sample]:
+    """Times as the model has them on a machine."""
+    found = []
+    for axes in axis_sets(MESH):
+        atoms = MESH.atoms_of(axes)
+        count = MESH.extent(atoms)
+        for kind in KINDS:
+            for size in (1 << 12, 1 << 20, 1 << 28):
+                ends = {
+                    "all_gather": (size // count, size),
+                    "reduce_scatter": (size, size // count),
+                }
+                local_in, local_out = ends.get(kind, (size, size))
+                seconds = collective_seconds(kind, atoms, local_in, local_out, MESH, topology)
+                found.append(Sample(kind, axes, local_in, local_out, seconds))
+    return found
+
+
+@pytest.mark.parametrize("link", [Link(300e9, 7e-6), Link(1e9, 1e-4)])
+def test_the_fit_finds_the_link_behind_the_times(link: Link) -> None:
+    known = Topology("a100:8")
+    truth = Topology("a100:8", known.chip.__class__(**{**vars(known.chip), "ici": link}))
+    found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 8e14}, 4e12)
+    assert found.chip.ici.bandwidth == pytest.approx(link.bandwidth, rel=1e-3)
+    assert found.chip.ici.latency == pytest.approx(link.latency, rel=1e-3)
+    assert found.chip.dcn == known.chip.dcn
+    assert found.peak_flops("bf16") == 8e14
+    assert found.peak_flops("i8") == pytest.approx(1.6e15, 1e-3)
+
+
+def test_on_a_torus_an_axis_has_several_links() -> None:
+    known = Topology("v5p:2x2x2")
+    link = Link(60e9, 3e-6)
+    truth = Topology("v5p:2x2x2", known.chip.__class__(**{**vars(known.chip), "ici": link}))
+    found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 4e14}, 2e12)
+    assert found.chip.ici.bandwidth == pytest.approx(link.bandwidth, rel=1e-3)
+
+
+def test_every_kind_behind_a_switch_has_figures_of_its_own(tmp_path: Path) -> None:
+    known = Topology("a100:8")
+    chip = known.chip.__class__(
+        **{
+            **vars(known.chip),
+            "measured": tuple(
+                Measured(kind, devices, (10 + devices) * 1e-6, (100 + 10 * number) * 1e9)
+                for number, kind in enumerate(KINDS)
+                for devices in (2, 4, 8)
+            ),
+        }
+    )
+    truth = Topology("a100:8", chip)
+    found = calibrated(known, MESH, samples(truth), {"f32": 4e14, "bf16": 8e14}, 4e12)
+    assert len(found.chip.measured) == len(chip.measured)
+    for m in chip.measured:
+        again = found.measured(m.kind, m.devices)
+        assert again is not None
+        assert again.latency == pytest.approx(m.latency, rel=1e-3)
+        assert again.bandwidth == pytest.approx(m.bandwidth, rel=1e-3)
+    found.save(tmp_path / "topology.json")
+    assert Topology.load(tmp_path / "topology.json") == found
+
+
+def test_noise_never_makes_a_link_impossible() -> None:
+    noisy = [s._replace(seconds=1e-3) for s in samples(Topology("a100:8"))]
+    link = fit_link(noisy, MESH)
+    assert link.bandwidth > 0 and link.latency > 0
+
+
+def test_the_command_measures_this_machine(tmp_path: Path) -> None:
+    out = tmp_path / "topology.json"
+    command = [
+        sys.executable, "tools/calibrate.py", f"--out={out}", "--mesh=data=4,model=2",
+        "--smallest=4096", "--largest=65536", "--shapes=64", "--repeat=2",
+    ]  # fmt: skip
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    topology = Topology.load(out)
+    assert topology.name == "cpu:8"
+    assert topology.chip.ici != Topology("cpu:8").chip.ici
+    assert 0 < topology.hbm_bandwidth < 1e12
+    rows = [line for line in result.stdout.splitlines() if line.startswith("| all_reduce |")]
+    assert len(rows) == 3 * 3  # each axis and both, three sizes

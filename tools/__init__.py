@@ -1,0 +1,1 @@
+"""What generates the tables of docs/, compares with other libraries, and calibrates a machine."""

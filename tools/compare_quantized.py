@@ -1,0 +1,169 @@
+"""What quantizing a Llama costs in quality: perplexity and error of the logits, beside bfloat16.
+
+Text is cut into sequences; each model reads the same ones. `bfloat16` is the unquantized model as
+it is served, `float32` what it is compared with. The error of the logits is the root of their mean
+squared difference to float32's, over the standard deviation of these; agreement is the share of
+positions at which the likeliest token is the same.
+
+Examples:
+    tools/run compare_quantized --init_from Llama-3.2-1B --text wiki.txt
+    tools/run compare_quantized --run_dir runs/a
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from models.llama import decode, quantize
+from models.llama.config import ConfigError, LlamaConfig
+from models.llama.decode import ServingShape
+from models.llama.weights.files import WeightsError
+from models.llama.weights.sources import Source
+from models.training.checkpoints.store import CheckpointError
+from models.training.data import source as data
+from models.training.data.tokenizer import BYTES, load_tokenizer
+from models.training.errors import DataError
+from scripts.export_llama import open_source
+from scripts.user_errors import ending_on_interrupt, one_message
+from serving.bundle.function import BundleError
+from serving.llama_bundle import serving_weights
+
+USER_ERRORS = (
+    BundleError, CheckpointError, ConfigError, DataError, WeightsError, OSError
+)  # fmt: skip
+
+
+class Form(NamedTuple):
+    """One way to store a model."""
+
+    name: str
+    quantization: str
+    dtype: str
+    cache_dtype: str
+
+
+FORMS = (
+    Form("float32", "none", "float32", "float32"),
+    Form("bfloat16", "none", "bfloat16", "bfloat16"),
+    Form("int8", "int8", "bfloat16", "bfloat16"),
+    Form("fp8", "fp8", "bfloat16", "bfloat16"),
+    Form("int4", "int4", "bfloat16", "bfloat16"),
+    Form("bfloat16, int8 cache", "none", "bfloat16", "int8"),
+    Form("int8, int8 cache", "int8", "bfloat16", "int8"),
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="tools/compare_quantized.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--init_from", help="folder in Hugging Face's format")
+    add("--run_dir", help="folder of a training run")
+    add("--step", default="auto", help="of its checkpoint (default: the latest whole one)")
+    add("--model", help="a named configuration, with random weights")
+    add("--seed", type=int, default=0, help="of the random weights")
+    add("--text", type=Path, help="file (default: Python's standard library)")
+    add("--sequences", type=int, default=16, help="read by each model (%(default)s)")
+    add("--seq_len", type=int, default=128, help="tokens of each (%(default)s)")
+    return parser
+
+
+def logits(source: Source, form: Form, tokens_BS: Any) -> Any:
+    """(B, S, V) of a model stored in one way, through the functions that serve it."""
+    config = dataclasses.replace(source.config, dtype=form.dtype, param_dtype=form.dtype)
+    tree = serving_weights(source, form.dtype, form.quantization)
+    weights = jax.tree.map(lambda tensor: jnp.asarray(np.asarray(tensor)), tree)
+    length = tokens_BS.shape[1]
+    shape = ServingShape(1, length, (length,), (length,), 1, 0, form.cache_dtype)
+    leaves = decode.state_leaves(config, shape)
+    state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, leaf.fill, leaf.dtype), leaves)
+    read = jax.jit(functools.partial(decode.chunk_logits, length=length, config=config))
+    zero = np.int32(0)
+    rows = [read(weights, state, tokens_S, zero, zero)[0] for tokens_S in tokens_BS]
+    return np.stack([np.asarray(row, np.float32) for row in rows])
+
+
+def perplexity(logits_BSV: Any, tokens_BS: Any) -> float:
+    """Of every token after the first."""
+    log_probabilities = jax.nn.log_softmax(logits_BSV[:, :-1], axis=-1)
+    said = np.take_along_axis(np.asarray(log_probabilities), tokens_BS[:, 1:, None], axis=-1)
+    return math.exp(-float(np.mean(said)))
+
+
+def gigabytes(config: LlamaConfig, form: Form) -> float:
+    """Of the stored weights."""
+    stored = dataclasses.replace(config, param_dtype=form.dtype, scan_layers=False)
+    types = quantize.quantized_types(stored, form.quantization)
+    leaves = jax.tree.leaves(types)
+    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)) / 1e9
+
+
+def read_tokens(source: Source, given: argparse.Namespace) -> Any:
+    """Sequences (B, S) of the text."""
+    folder = source.tokenizer_from
+    tokenizer = load_tokenizer(BYTES if folder is None else str(folder))
+    needed = given.sequences * given.seq_len
+    files = [given.text] if given.text else data.standard_library_files()
+    text = ""
+    for file in files:  # a token is rarely more than sixteen characters
+        text += file.read_text(encoding="utf-8", errors="replace")[: 16 * needed - len(text)]
+    ids = np.asarray(tokenizer.encode_batch([text])[0], np.int32)
+    if len(ids) < needed:
+        raise DataError(f"the text has {len(ids)} tokens; {needed} are to be read")
+    return ids[:needed].reshape(given.sequences, given.seq_len)
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    """Print the table."""
+    with open_source(given) as source:
+        tokens_BS = read_tokens(source, given)
+        config = source.config
+        console.print(f"{source.about}, {given.sequences} x {given.seq_len} tokens")
+        console.print("| form | weights, GB | perplexity | to float32 | logit error | agreement |")
+        console.print("| --- | --- | --- | --- | --- | --- |")
+        exact: Any = None
+        base = 1.0
+        for form in track(FORMS, "comparing", console=console, transient=True):
+            try:
+                found = logits(source, form, tokens_BS)
+            except ConfigError as error:
+                console.print(f"| {form.name} | {error} | | | | |")
+                continue
+            score = perplexity(found, tokens_BS)
+            if exact is None:
+                exact, base = found, score
+            error_size = float(np.sqrt(np.mean(np.square(found - exact))) / np.std(exact))
+            same = float(np.mean(found.argmax(-1) == exact.argmax(-1)))
+            console.print(
+                f"| {form.name} | {gigabytes(config, form):.4g} | {score:.4f} | "
+                f"{score / base:.4f} | {error_size:.2%} | {same:.2%} |"
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, and turn what a user can mend into one message instead of a traceback."""
+    given = make_parser().parse_args(arguments)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    with ending_on_interrupt(), one_message(*USER_ERRORS):
+        run(given, console)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The long fuzz: many cases from many seeds, every failure shrunk and written to a file of its own.
+
+    tools/run fuzz --minutes 10 --seed 7 --out /tmp/failures
+
+A worker process runs the cases, so that one that aborts or hangs is a failure like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from absl import app, flags
+
+_MINUTES = flags.DEFINE_float("minutes", 5.0, "How long to run.", lower_bound=0.0)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the first batch of cases.", lower_bound=0)
+_OUT = flags.DEFINE_string("out", "fuzz_failures", "Directory for the reproducers.")
+_UNEVEN = flags.DEFINE_bool("uneven_marks", False, "Also mark dims with axes that don't divide.")
+_WORKER = flags.DEFINE_bool("worker", False, "Run cases in this process (the script's own use).")
+
+BATCH = 25
+HANGS_AFTER = 240.0
+SHRINK_SECONDS = 60.0
+SHRUNK_PER_CAUSE = 3
+ROOT = Path(__file__).parent.parent
+
+
+# ---------------------------------------------------------------------------------------------
+# The worker.
+
+
+class Worker:
+    """Runs batches of cases until the time is up; keeps the tally in a file."""
+
+    def __init__(self, out: Path, seed: int, end: float, uneven: bool) -> None:
+        self.out = out
+        self.seed = seed
+        self.end = end
+        self.uneven = uneven
+        self.tally: Counter[str] = Counter()
+        self.causes: Counter[str] = Counter()
+        self.unsupported: Counter[str] = Counter()
+
+    def run(self) -> None:
+        """Explores until the time is over, batch by batch."""
+        while time.time() < self.end:
+            self.batch()
+            self.seed += 1
+            print(self.progress(), flush=True)
+
+    def batch(self) -> None:
+        """One batch of examples from hypothesis."""
+        import hypothesis
+
+        from tests.fuzz.cases import Case
+        from tests.fuzz.programs import Settings, cases
+
+        @hypothesis.seed(self.seed)
+        @hypothesis.settings(
+            max_examples=BATCH,
+            phases=[hypothesis.Phase.generate],
+            database=None,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(cases(Settings(most_lines=16, uneven_marks=self.uneven)))
+        def explore(case: Case) -> None:
+            if time.time() < self.end:
+                self.one(case)
+
+        explore()
+
+    def one(self, case: object) -> None:
+        """Runs one case and counts what came of it."""
+        from tests.fuzz.cases import Case, source
+        from tests.fuzz.check import FAILED, UNSUPPORTED, run
+
+        assert isinstance(case, Case)
+        running = self.out / "running.py"
+        running.write_text(source(case, "The process ended in the middle of this case."))
+        outcome = run(case)
+        running.unlink()
+        self.tally[outcome.status] += 1
+        if outcome.status == UNSUPPORTED:
+            self.unsupported[outcome.key] += 1
+        if outcome.status == FAILED:
+            self.causes[outcome.key] += 1
+            if self.causes[outcome.key] <= SHRUNK_PER_CAUSE:
+                self.report(case, outcome.key)
+        self.save()
+
+    def report(self, case: object, key: str) -> None:
+        """Shrinks a case that failed, and writes it down."""
+        from tests.fuzz.cases import Case, source
+        from tests.fuzz.check import run
+        from tests.fuzz.shrink import shrink
+
+        assert isinstance(case, Case)
+        small = shrink(case, lambda c: run(c).key == key, SHRINK_SECONDS)
+        message = run(small).message.replace('"""', "'''").replace("\\", "\\\\")
+        number = len(list(self.out.glob("failure_*.py")))
+        path = self.out / f"failure_{number}.py"
+        path.write_text(source(small, f"Found by tools/fuzz.\n\n{message}\n"))
+        print(f"fuzz: {path}: {message.partition(chr(10))[0]}", flush=True)
+
+    def progress(self) -> str:
+        """How many cases had which outcome, and the time left."""
+        left = max(0, int(self.end - time.time()))
+        counts = ", ".join(f"{n} {status}" for status, n in sorted(self.tally.items()))
+        return f"fuzz: seed {self.seed}: {counts}; {left // 60}:{left % 60:02} left"
+
+    def save(self) -> None:
+        """Keeps the tally, for another run to go on."""
+        text = json.dumps([self.seed, self.tally, self.causes, self.unsupported])
+        (self.out / "tally.json").write_text(text)
+
+
+# ---------------------------------------------------------------------------------------------
+# The parent.
+
+
+def supervise(out: Path, seed: int, minutes: float, uneven: bool) -> list[Counter[str]]:
+    """Runs workers one after the other, the next one where the last one died."""
+    totals: list[Counter[str]] = [Counter(), Counter(), Counter()]
+    end = time.time() + 60 * minutes
+    while time.time() < end:
+        left = (end - time.time()) / 60
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "tools.fuzz", "--worker", f"--out={out}", f"--seed={seed}",
+             f"--minutes={left}", f"--uneven_marks={uneven}"],
+            cwd=ROOT, env=_environment(),
+        )  # fmt: skip
+        problem = _wait(worker, out / "running.py")
+        reached, *counts = _tally(out)
+        for total, count in zip(totals, counts, strict=True):
+            total.update(count)
+        seed = max(seed, reached) + 1
+        if problem:
+            totals[0]["failed"] += 1
+            totals[1][problem] += 1
+            _keep_running(out, problem)
+    return totals
+
+
+def _environment() -> dict[str, str]:
+    flags_ = (
+        "--xla_force_host_platform_device_count=8",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    )
+    given = os.environ.get("XLA_FLAGS", "")
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{given} {' '.join(flags_)}"}
+
+
+def _wait(worker: subprocess.Popen[bytes], running: Path) -> str:
+    """How a worker went wrong: its exit status, or that it hung; an empty string if it did not."""
+    while worker.poll() is None:
+        time.sleep(0.5)
+        try:
+            hangs = time.time() - running.stat().st_mtime > HANGS_AFTER
+        except FileNotFoundError:
+            continue
+        if hangs:
+            worker.kill()
+            worker.wait()
+            return "hangs"
+    return f"exit status {worker.returncode}" if worker.returncode else ""
+
+
+def _tally(out: Path) -> tuple[int, Counter[str], Counter[str], Counter[str]]:
+    path = out / "tally.json"
+    if not path.exists():
+        return 0, Counter(), Counter(), Counter()
+    seed, *counts = json.loads(path.read_text())
+    path.unlink()
+    first, second, third = (Counter(c) for c in counts)
+    return seed, first, second, third
+
+
+def _keep_running(out: Path, problem: str) -> None:
+    running = out / "running.py"
+    if running.exists():
+        number = len(list(out.glob("failure_*.py")))
+        running.rename(out / f"failure_{number}.py")
+        print(f"fuzz: {out / f'failure_{number}.py'}: {problem}", flush=True)
+
+
+def main(argv: list[str]) -> None:
+    """Explores with the flags of the command line."""
+    if len(argv) > 1:
+        sys.exit(f"error: {argv[1]!r} is no flag of tools/run fuzz")
+    out = Path(_OUT.value).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    if _WORKER.value:
+        Worker(out, _SEED.value, time.time() + 60 * _MINUTES.value, _UNEVEN.value).run()
+        return
+    outcomes, causes, unsupported = supervise(out, _SEED.value, _MINUTES.value, _UNEVEN.value)
+    print(f"fuzz: {sum(outcomes.values())} cases: {dict(sorted(outcomes.items()))}")
+    for title, counts in (("failed", causes), ("unsupported", unsupported)):
+        for cause, n in counts.most_common():
+            print(f"  {title} {n} times: {cause}")
+    if outcomes["failed"]:
+        sys.exit(f"error: {outcomes['failed']} cases failed; reproducers are in {out}")
+
+
+if __name__ == "__main__":
+    app.run(main)

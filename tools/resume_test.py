@@ -1,0 +1,280 @@
+"""Kill a training run at random moments, resume it each time, and compare with one left alone.
+
+The last signal is a SIGTERM, which has to save and exit with 75; all others are SIGKILLs, most of
+them during a save, since there is nearly always one going on. At the end parameters, optimizer
+state and the losses of all steps have to equal, bit for bit, those of the run left alone.
+
+Every run is a process of its own. All are forked from one that has imported everything and has
+done nothing else, and share a cache of compiled programs: a run starts in two seconds.
+
+Example:
+    tools/run resume_test --kills 30
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import app, flags, logging
+
+from models.training.checkpoints.manifest import find_damage
+from models.training.run.stop import STOPPED_EXIT_CODE
+from scripts.user_errors import one_message
+from spmd.launch.local import with_device_count
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TEXT = "text.txt"
+"""What is trained on, beside the runs' folders."""
+
+SAVE_EVERY = 4
+STEPS_A_KILL = 12
+SPARE_STEPS = 48
+"""For the few runs that get further than most before they are killed."""
+
+LONGEST_WAIT = 0.8
+"""Seconds between a run's first step and its kill, at most: two or three saves."""
+
+LONGEST_RUN = 300.0
+"""Seconds after which a run hangs."""
+
+CACHED = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": 0,
+}
+
+
+class Failed(RuntimeError):
+    """The resumed run differs from the one left alone."""
+
+
+def command(folder: Path, steps: int, devices: int, save_every: int = SAVE_EVERY) -> list[str]:
+    """A run of a tiny model that saves often."""
+    return [
+        str(ROOT / "scripts/train_llama.py"),
+        *("--model=tiny", "--layers=1", "--noscan", f"--mesh=data={devices}", "--seq_len=16"),
+        *("--global_batch=4", f"--data={folder.parent / TEXT}", f"--steps={steps}"),
+        *("--log_every=1", "--eval_batches=0", "--sample_tokens=0", f"--save_every={save_every}"),
+        *(f"--run_dir={folder}", "--resume=auto"),
+    ]
+
+
+def write_text(folder: Path) -> None:
+    """Some text to train on: a copy, for files here may change while the test runs."""
+    sources = sorted((ROOT / "models").rglob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    (folder / TEXT).write_text(text, encoding="utf-8")
+
+
+def environment(devices: int) -> dict[str, str]:
+    """That of the runs: virtual CPU devices."""
+    given = os.environ.get("XLA_FLAGS", "")
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": with_device_count(given, devices),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class Runs:
+    """Starts runs, forked from a process that has imported the training script.
+
+    Args:
+        env: variables of theirs.
+        cache: folder of compiled programs.
+    """
+
+    def __init__(self, env: Mapping[str, str], cache: Path) -> None:
+        self.env, self.cache = dict(env), cache
+        # What tensorboardX leaves of runs that were killed is cleaned up, and no news.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["scripts.train_llama"])
+
+    def start(self, words: Sequence[str], log: Path) -> multiprocessing.process.BaseProcess:
+        """A new run, which writes what it says to a file."""
+        log.unlink(missing_ok=True)
+        process = self._context.Process(target=_train, args=(words, self.env, self.cache, log))
+        process.start()
+        return process
+
+    def to_end(self, words: Sequence[str], log: Path) -> None:
+        """Run, and show what it said if it failed."""
+        process = self.start(words, log)
+        status = _status(process)
+        if status:
+            raise Failed(f"a run ended with {status}:\n{log.read_text()}")
+
+    def until_signal(
+        self, words: Sequence[str], log: Path, number: int, wait: float
+    ) -> tuple[int, int, bool]:
+        """Start a run, wait after its first step, send a signal.
+
+        Returns:
+            Its exit status, the last step that it told of, and whether a save was cut off.
+        """
+        process = self.start(words, log)
+        while process.is_alive() and not _told(log):
+            time.sleep(0.01)
+        time.sleep(wait)
+        if process.is_alive():
+            assert process.pid is not None
+            os.kill(process.pid, number)
+        status = _status(process)
+        if not _told(log):
+            raise Failed(f"a run ended with {status} before its first step:\n{log.read_text()}")
+        return status, max(_told(log)), _is_saving(words)
+
+
+def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path) -> None:
+    """In the run's own process: the script's main."""
+    import jax
+
+    from scripts import train_llama
+
+    file = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(env)
+    settings = {"jax_platforms": "cpu", "jax_compilation_cache_dir": str(cache), **CACHED}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    app.run(train_llama.main, argv=list(words))
+
+
+def _status(process: multiprocessing.process.BaseProcess) -> int:
+    process.join(LONGEST_RUN)
+    if process.exitcode is None:
+        process.kill()
+        raise Failed(f"a run hung for {LONGEST_RUN:.0f} s")
+    return process.exitcode
+
+
+def _told(log: Path) -> list[int]:
+    """The steps that a run has told of."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
+
+
+def _is_saving(words: Sequence[str]) -> bool:
+    (folder,) = (word.partition("=")[2] for word in words if word.startswith("--run_dir="))
+    return any(Path(folder).glob("checkpoints/*.orbax-checkpoint-tmp*"))
+
+
+def steps_for(kills: int) -> int:
+    """So many that the run is not over before it is killed for the last time."""
+    return STEPS_A_KILL * kills + SPARE_STEPS
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> loss, each step once.
+
+    Raises:
+        Failed: a step is there twice.
+    """
+    found: dict[int, float] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "loss" not in record:
+            continue
+        if record["step"] in found:
+            raise Failed(f"step {record['step']} is twice in {folder / 'metrics.jsonl'}")
+        found[record["step"]] = record["loss"]
+    return found
+
+
+def arrays(folder: Path, step: int) -> dict[str, Any]:
+    """Every array of a checkpoint, by path, as numpy arrays."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    from models.training.checkpoints import tables
+
+    checkpoint = folder / "checkpoints" / str(step)
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise Failed(f"{checkpoint}: {damage}")
+    table = json.loads((checkpoint / "meta.json").read_text())["arrays"]
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    structs = {
+        path: jax.ShapeDtypeStruct(array["shape"], array["dtype"], sharding=device)
+        for path, array in table.items()
+    }
+    with ocp.StandardCheckpointer() as reader:
+        restored = reader.restore(checkpoint / "state", tables.nested(structs))
+    return {path: np.asarray(leaf) for path, leaf in tables.by_path(restored).items()}
+
+
+def compare(alone: Path, killed: Path, steps: int) -> None:
+    """Raise `Failed` unless both runs are the same, to the bit."""
+    if losses(alone) != losses(killed):
+        raise Failed("the losses differ")
+    ours, theirs = arrays(alone, steps), arrays(killed, steps)
+    different = [path for path in ours if ours[path].tobytes() != theirs[path].tobytes()]
+    if different or ours.keys() != theirs.keys():
+        raise Failed(f"{len(different)} arrays differ, {different[:3]} among them")
+
+
+def resume_test(folder: Path, kills: int, steps: int, devices: int, seed: int) -> None:
+    """Run alone, run with kills, compare.
+
+    Raises:
+        Failed: they differ, or a run did what it must not.
+    """
+    runs = Runs(environment(devices), folder / "cache")
+    alone, killed, log = folder / "alone", folder / "killed", folder / "log.txt"
+    write_text(folder)
+    runs.to_end(command(alone, steps, devices, save_every=0), log)
+    words = command(killed, steps, devices)
+    moments = random.Random(seed)
+    during_saves = 0
+    for number in range(1, kills + 1):
+        kind = signal.SIGTERM if number == kills else signal.SIGKILL
+        wait = moments.uniform(0, LONGEST_WAIT)
+        status, step, was_saving = runs.until_signal(words, log, kind, wait)
+        during_saves += was_saving
+        then = ", during a save" if was_saving else ""
+        print(f"{number}/{kills}: {kind.name} after step {step} of {steps}{then}", flush=True)
+        expected = STOPPED_EXIT_CODE if kind == signal.SIGTERM else -kind
+        if status != expected:
+            raise Failed(f"{kind.name}: the run ended with {status}, not {expected}")
+    runs.to_end(words, log)
+    compare(alone, killed, steps)
+    print(f"{kills} kills, {during_saves} of them during a save: the same run, bit for bit")
+
+
+def define_flags() -> None:
+    """Here and not at import: tests import more than one script, and flags are global."""
+    flags.DEFINE_integer("kills", 30, "How often the run is killed.")
+    flags.DEFINE_integer("steps", None, "Steps of the run. Default: enough for the kills.")
+    flags.DEFINE_integer("seed", 0, "Of the moments.")
+    flags.DEFINE_integer("devices", 2, "Virtual CPU devices.")
+    flags.DEFINE_string("folder", None, "Where the runs are kept. Default: nowhere.")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the test in a folder of its own."""
+    del argv
+    asked = flags.FLAGS
+    logging.set_verbosity(logging.WARNING)
+    steps = asked.steps or steps_for(asked.kills)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(asked.folder or temporary).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        with one_message(Failed):
+            resume_test(folder, asked.kills, steps, asked.devices, asked.seed)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)
