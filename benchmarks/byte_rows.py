@@ -7,7 +7,6 @@ out how to split the optimizer state.
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections import Counter
@@ -18,6 +17,7 @@ import jax
 from jax.sharding import NamedSharding
 
 import spmd
+from benchmarks.programs.conditions import forget
 from benchmarks.programs.program import Built, Program
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
@@ -118,14 +118,6 @@ def measure(program: Program, options: spmd.Options) -> Row:
     given = attempt("given", lambda: compile_with_xla(built, placed)) if is_open else alone
     moved, predicted, planning, explained = found
     return Row(program.name, moved, alone, given, predicted, planning, explained, errors)
-
-
-def forget() -> None:
-    """Empties what planning remembers of one program for the next."""
-    for module in [module for name, module in sys.modules.items() if name.startswith("spmd.")]:
-        for value in vars(module).values():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
 
 
 def placed_arguments(lowered: spmd.Lowered, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -19,7 +19,6 @@ Example:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -49,6 +48,7 @@ from benchmarks.byte_table import (
     program_lines,
 )
 from benchmarks.programs.catalog import programs
+from benchmarks.programs.conditions import small_machine
 from benchmarks.programs.program import Program
 from benchmarks.shardy_bytes import Peer, partition_all
 
@@ -62,19 +62,6 @@ _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "plan for it, as in h200:8; default: H200s, scaled down"
 )
 _PLANNER = flags.DEFINE_enum("planner", "exact", ["exact", "greedy"], "our planner")
-
-
-def small_machine() -> spmd.Topology:
-    """Eight devices as much slower than H200s as a benchmark's programs are smaller than real ones.
-
-    Matrix products of a test's size do some 20 operations for each byte that is sent, real ones
-    thousands; memory is 20 times as fast as the links on both; and what bounds small programs on
-    real machines, the number of messages, costs next to nothing: this is about bytes.
-    """
-    cpu = spmd.Topology("cpu:8")
-    ici = cpu.chip.ici._replace(latency=1e-9)
-    chip = dataclasses.replace(cpu.chip, hbm_bandwidth=20 * ici.bandwidth, ici=ici)
-    return spmd.Topology(cpu.name, chip)
 
 
 def measure_all(found: Sequence[Program], options: spmd.Options) -> list[Row]:

@@ -14,7 +14,6 @@ Example:
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import sys
@@ -26,14 +25,10 @@ from typing import NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-import optax
 from absl import app, flags
 
-import spmd
 from benchmarks import shardy
-from models.llama import sharding
-from models.llama.config import named_config
-from models.llama.training import argument_types, train_step
+from benchmarks.programs.step import Step, lower
 
 _MODEL = flags.DEFINE_string("model", "llama2-7b", "named config")
 _MESHES = flags.DEFINE_list("meshes", ["data=4:model=2"], "meshes; they need no devices")
@@ -53,17 +48,6 @@ MORE_LAYERS = (8, 16, 32, 64, 128)
 MORE_DEVICES = ("data=4:model=2", "data=16:model=4", "data=64:model=8", "data=512:model=8")
 
 
-class Row(NamedTuple):
-    """One program: how many layers, whether scanned, on which mesh (axes joined by `:`)."""
-
-    layers: int
-    scan: bool
-    mesh: str
-    model: str
-    optimizer: str
-    chip: str
-
-
 class Run(NamedTuple):
     """What one process saw: devices, ops, seconds of our stages and of Shardy's propagation."""
 
@@ -78,26 +62,7 @@ class Run(NamedTuple):
         return sum(self.seconds[name] for name in COMPILER)
 
 
-def lower(row: Row) -> spmd.Lowered:
-    """The whole compiler once on one training step."""
-    axes = {name: int(size) for name, size in (p.split("=") for p in row.mesh.split(":"))}
-    mesh = spmd.Mesh(None, tuple(axes.values()), tuple(axes))
-    config = dataclasses.replace(
-        named_config(row.model),
-        num_hidden_layers=row.layers,
-        scan_layers=row.scan,
-        attention="einsum",  # ops that the peer knows, too
-    )
-    optimizer = optax.adamw(1e-4) if row.optimizer == "adamw" else optax.adafactor(1e-4)
-    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    types = argument_types(config, optimizer, mesh, (2 * mesh.size, 1024))
-    topology = spmd.Topology(f"{row.chip}:{mesh.size}")
-    options = spmd.Options(memory_limit=1 << 50)
-    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options)
-    return jitted.lower(*types, topology=topology)
-
-
-def measure(row: Row, peer: bool) -> Run:
+def measure(row: Step, peer: bool) -> Run:
     """One run, after a program of another shape has made Python import what it imports late."""
     small = row._replace(model="tiny", layers=1, mesh="data=2")
     for warm in (small, row):
@@ -107,7 +72,7 @@ def measure(row: Row, peer: bool) -> Run:
     return Run(lowered.mesh.size, ops, dict(lowered.stages.seconds), seconds)
 
 
-def table_row(row: Row) -> str:
+def table_row(row: Step) -> str:
     """Seconds of each stage in the fastest of several runs, and Shardy's fastest."""
     alone = multiprocessing.get_context("spawn")
     runs = []
@@ -122,16 +87,16 @@ def table_row(row: Row) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def tables() -> Iterator[list[Row]]:
+def tables() -> Iterator[list[Step]]:
     """The rows of each table that the flags ask for."""
     rest = (_MODEL.value, _OPTIMIZER.value, _CHIP.value)
     if not _GROWTH.value:
         counts = [int(n) for n in _LAYERS.value]
-        yield [Row(n, _SCAN.value, mesh, *rest) for mesh in _MESHES.value for n in counts]
+        yield [Step(n, _SCAN.value, mesh, *rest) for mesh in _MESHES.value for n in counts]
         return
-    yield [Row(layers, False, _MESHES.value[0], *rest) for layers in MORE_LAYERS]
-    yield [Row(32, True, mesh, *rest) for mesh in MORE_DEVICES]
-    yield [Row(8, False, mesh, *rest) for mesh in MORE_DEVICES]
+    yield [Step(layers, False, _MESHES.value[0], *rest) for layers in MORE_LAYERS]
+    yield [Step(32, True, mesh, *rest) for mesh in MORE_DEVICES]
+    yield [Step(8, False, mesh, *rest) for mesh in MORE_DEVICES]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,0 +1,43 @@
+"""Llama training steps of any size, lowered by our compiler alone: they need no devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import optax
+
+import spmd
+from models.llama import sharding
+from models.llama.config import named_config
+from models.llama.training import argument_types, train_step
+
+
+class Step(NamedTuple):
+    """One program: how many layers, whether scanned, on which mesh (axes joined by `:`)."""
+
+    layers: int
+    scan: bool
+    mesh: str = "data=4:model=2"
+    model: str = "llama2-7b"
+    optimizer: str = "adamw"
+    chip: str = "h200"
+
+
+def lower(step: Step) -> spmd.Lowered:
+    """The whole compiler once on one training step; memory is not limited."""
+    axes = {name: int(size) for name, size in (p.split("=") for p in step.mesh.split(":"))}
+    mesh = spmd.Mesh(None, tuple(axes.values()), tuple(axes))
+    config = dataclasses.replace(
+        named_config(step.model),
+        num_hidden_layers=step.layers,
+        scan_layers=step.scan,
+        attention="einsum",  # ops that Shardy, the peer, knows, too
+    )
+    optimizer = optax.adamw(1e-4) if step.optimizer == "adamw" else optax.adafactor(1e-4)
+    fn = train_step(config, optimizer, sharding.activation_marks(mesh, config))
+    types = argument_types(config, optimizer, mesh, (2 * mesh.size, 1024))
+    topology = spmd.Topology(f"{step.chip}:{mesh.size}")
+    options = spmd.Options(memory_limit=1 << 50)
+    jitted = spmd.jit(fn, mesh=mesh, donate_argnums=(0, 1), options=options)
+    return jitted.lower(*types, topology=topology)

@@ -1,0 +1,99 @@
+"""Lowers benchmark programs with one checkout's `spmd`, as another process asks for them by name.
+
+`tools/compare_checkouts.py` starts this once for each checkout. Only public names of `spmd` are
+used here and in `benchmarks/programs`, so that `spmd` may be of any age.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import spmd
+from benchmarks.programs.catalog import programs
+from benchmarks.programs.conditions import forget, small_machine
+from benchmarks.programs.program import Program
+from benchmarks.programs.step import Step, lower
+from tools.checkout_table import Measured
+
+TEXTS = ("propagated", "planned", "optimized", "emitted")
+"""The stages whose texts are compared."""
+
+STEPS = {
+    f"step/{step.model}-{step.layers}-{'scanned' if step.scan else 'unrolled'}": step
+    for model, layers in (("tiny", 2), ("llama2-7b", 4), ("llama2-7b", 8))
+    for scan in (True, False)
+    for step in [Step(layers, scan, model=model)]
+}
+
+SPMD = Path(spmd.__file__).parent
+
+
+def everything() -> dict[str, Callable[[], spmd.Lowered]]:
+    """Every program by name, to be lowered when called."""
+    small = {program.name: partial(lower_small, program) for program in programs()}
+    return {**small, **{name: partial(lower, step) for name, step in STEPS.items()}}
+
+
+def lower_small(program: Program) -> spmd.Lowered:
+    """A program of the catalog, planned for a machine as small."""
+    mesh, built = program.make()
+    options = spmd.Options(topology=small_machine())
+    jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate, options=options)
+    return jitted.lower(*built.args)
+
+
+def measure(lowering: Callable[[], spmd.Lowered]) -> Measured:
+    """What lowering a program comes to; an error is a result, too."""
+    forget()
+    try:
+        lowered = lowering()
+    except Exception as error:
+        return Measured(error=f"{type(error).__name__}: {error}".splitlines()[0])
+    return Measured(
+        {stage: fingerprint(lowered.as_text(stage)) for stage in TEXTS},
+        lowered.stages.plan.seconds,
+        lowered.cost,
+        sum(c.bytes * c.count for c in lowered.collectives),
+        dict(lowered.stages.seconds),
+    )
+
+
+def fingerprint(text: str, package: Path = SPMD) -> str:
+    """A hash that does not depend on where `spmd` is, nor on which of its lines an op is from."""
+    own = re.escape(str(package)) + r'/[^":]*("?)(:\d+)*'
+    return hashlib.sha256(re.sub(own, r"spmd\1", text).encode()).hexdigest()
+
+
+def check_origin(modules: Mapping[str, str]) -> None:
+    """Holds each of these modules to the folder that it has to come from.
+
+    Raises:
+      RuntimeError: a module comes from another place.
+    """
+    for name, folder in modules.items():
+        found = Path(str(sys.modules[name].__file__)).resolve()
+        if not found.is_relative_to(Path(folder).resolve()):
+            raise RuntimeError(f"{name} is {found}, not from {folder}")
+
+
+def main(checkout: str, other: str) -> None:
+    """Says which programs there are, then measures each that standard input names.
+
+    Args:
+      checkout: where `spmd` has to come from.
+      other: where the programs have to come from.
+    """
+    check_origin({"spmd": checkout, "models": other, "benchmarks.programs.catalog": other})
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    sys.stdout = sys.stderr  # what a library prints is no answer
+    known = everything()
+    print(json.dumps(list(known)), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(measure(known[line.strip()])._asdict()), file=answers, flush=True)
