@@ -4,14 +4,13 @@ The layers are those of docs/design.md, section 3. Every import counts: at the t
 a function, under TYPE_CHECKING, and as a constant handed to `importlib.import_module`.
 """
 
-import ast
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+
+from tools.imports import imports_of, module_graph, module_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,52 +67,6 @@ READ_TESTS = ("tools/compare_shardy.py", "tools/coverage.py", "tools/fuzz.py")
 """Tools that write down what the tests run, or run more of it."""
 
 
-class Import(NamedTuple):
-    """One import: the line it is on and the dotted name it reaches for."""
-
-    line: int
-    name: str
-
-
-def module_name(path: Path) -> str:
-    """The dotted name of a file, relative to the repository: spmd/ir/__init__.py is spmd.ir."""
-    parts = path.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def dotted(node: ast.expr) -> str | None:
-    """`a.b.c` of an attribute chain, or None where it starts from anything but a name."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (prefix := dotted(node.value)):
-        return f"{prefix}.{node.attr}"
-    return None
-
-
-@cache
-def imports_of(source: str, path: Path) -> tuple[Import, ...]:
-    """Every import in a file; `from a import b` counts as `a.b`, whether or not b is a module."""
-    return tuple(_imports(source, path))
-
-
-def _imports(source: str, path: Path) -> Iterator[Import]:
-    # The package that a relative import starts from.
-    package = path.parent.parts
-    for node in ast.walk(ast.parse(source, str(path))):
-        match node:
-            case ast.Import():
-                yield from (Import(node.lineno, alias.name) for alias in node.names)
-            case ast.ImportFrom():
-                base = package[: len(package) - node.level + 1] if node.level else ()
-                prefix = ".".join((*base, *filter(None, [node.module])))
-                yield from (Import(node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
-            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
-                if dotted(function) in ("importlib.import_module", "import_module", "__import__"):
-                    yield Import(node.lineno, name)
-            case ast.Attribute() if (chain := dotted(node)) and chain in MLIR_BINDINGS:
-                yield Import(node.lineno, chain)
-
-
 def package_of(name: str) -> str | None:
     """The entry of LAYERS that a dotted name belongs to; None for the world outside.
 
@@ -150,7 +103,7 @@ def violations(source: str, path: Path) -> list[str]:
     if package not in LEVEL:
         return [f"{path}: {package} has no layer yet; give it one in tests/test_layering.py"]
     found = []
-    for line, name in imports_of(source, path):
+    for line, name in imports_of(source, path, MLIR_BINDINGS):
         if is_mlir(name) and path.as_posix() not in MLIR_FILES and package != "tests":
             found.append(f"{path}:{line}: {name}: MLIR belongs to {', '.join(MLIR_FILES)}")
         target = package_of(name)
@@ -161,22 +114,6 @@ def violations(source: str, path: Path) -> list[str]:
         if target is not None and LEVEL.get(target, -1) > LEVEL[package]:
             found.append(f"{path}:{line}: {package} imports {name}, of the layer {target} above it")
     return sorted(set(found))
-
-
-def module_graph(sources: Mapping[Path, str]) -> dict[str, set[str]]:
-    """Module -> those of the other modules that it imports, itself or what is in them."""
-    modules = {module_name(path) for path in sources}
-
-    def module_of(name: str) -> str:
-        while name and name not in modules:
-            name = name.rpartition(".")[0]
-        return name
-
-    return {
-        (module := module_name(path)): {module_of(name) for _, name in imports_of(source, path)}
-        - {module, ""}
-        for path, source in sources.items()
-    }
 
 
 def circle_of(graph: Mapping[str, set[str]]) -> str:

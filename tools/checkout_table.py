@@ -33,6 +33,11 @@ class Measured(NamedTuple):
     error: str = ""
 
     @property
+    def result(self) -> Measured:
+        """All but the time it took."""
+        return self._replace(stages={})
+
+    @property
     def cost(self) -> tuple[float, float, float]:
         """What decides which of two is cheaper: later parts, where earlier ones are the same."""
         return self.plan, self.run, self.bytes
@@ -49,23 +54,24 @@ class Pair(NamedTuple):
 def fastest(runs: Sequence[Measured]) -> Measured:
     """One of several runs of the same program, with each stage's shortest time.
 
-    Raises:
-      ValueError: the runs had different results.
+    Runs that come to different results are an error of the program's.
     """
     first = runs[0]
-    if any(run._replace(stages={}) != first._replace(stages={}) for run in runs):
-        raise ValueError("lowered twice, a program has two results")
+    if any(run.result != first.result for run in runs):
+        return Measured(error="lowered twice, it has two results")
     return first._replace(stages={n: min(run.stages[n] for run in runs) for n in first.stages})
 
 
 def verdict(pair: Pair) -> Verdict:
     """Whether the new plan is the old one, and if not, which of them costs less.
 
+    What cannot be lowered is dearer than anything, and never counts as equal.
+
     >>> verdict(Pair("p", Measured({}, 2.0, 2.0, 8), Measured({}, 1.0, 3.0, 9)))
     'cheaper'
     """
     base, new = pair.base, pair.new
-    if base._replace(stages={}) == new._replace(stages={}):
+    if base.result == new.result and not base.error:
         return "equal"
     for before, after in zip(base.cost, new.cost, strict=True):
         if not math.isclose(before, after, rel_tol=TOLERANCE):

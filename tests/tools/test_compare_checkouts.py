@@ -1,0 +1,112 @@
+"""Two checkouts side by side: what counts as equal, cheaper and dearer, and one real run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools.checkout_plans import fingerprint
+from tools.checkout_table import (
+    Measured,
+    Pair,
+    Verdict,
+    fastest,
+    last_line,
+    plan_lines,
+    stage_lines,
+    verdict,
+)
+from tools.compare_checkouts import HERE, compare
+from tools.imports import imports_of
+
+OLD = Measured({"planned": "a", "emitted": "b"}, 2.0, 1.0, 8, {"plan": 3.0, "emit": 1.0})
+TEXT = OLD._replace(texts={"planned": "a", "emitted": "c"})
+BROKEN = Measured(error="PlanError: no")
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "expected"),
+    [
+        (OLD, OLD._replace(stages={"plan": 9.0}), "equal"),
+        (OLD, TEXT, "as dear"),
+        (OLD, TEXT._replace(plan=2.0 * (1 + 1e-12)), "as dear"),
+        (OLD, OLD._replace(plan=1.0, run=5.0, bytes=99), "cheaper"),
+        (OLD, TEXT._replace(plan=2.1, bytes=1), "dearer"),
+        (OLD, TEXT._replace(run=0.5, bytes=99), "cheaper"),
+        (OLD, TEXT._replace(bytes=9), "dearer"),
+        (OLD, BROKEN, "dearer"),
+        (BROKEN, OLD, "cheaper"),
+        (BROKEN, BROKEN, "as dear"),
+    ],
+)
+def test_verdict(base: Measured, new: Measured, expected: Verdict) -> None:
+    assert verdict(Pair("p", base, new)) == expected
+
+
+def test_the_fastest_run_of_each_stage_counts() -> None:
+    other = OLD._replace(stages={"plan": 2.0, "emit": 4.0})
+    assert fastest([OLD, other]) == OLD._replace(stages={"plan": 2.0, "emit": 1.0})
+    assert fastest([OLD, TEXT]).error == "lowered twice, it has two results"
+
+
+def test_only_what_differs_is_shown() -> None:
+    pairs = [Pair("same", OLD, OLD), Pair("other", OLD, TEXT._replace(bytes=6))]
+    assert list(plan_lines(pairs))[2:] == ["| other | emitted | 2 | 1 | 8 -> 6 | cheaper |"]
+    assert list(plan_lines(pairs[:1])) == []
+    assert last_line(pairs) == "2 programs, 1 equal, 1 cheaper, 0 dearer"
+    assert last_line([Pair("p", OLD, TEXT)]).endswith("0 cheaper, 0 dearer, 1 others as dear")
+
+
+def test_seconds_of_all_programs_together() -> None:
+    new = OLD._replace(stages={"plan": 1.0, "check": 1.0})
+    assert list(stage_lines([Pair("p", OLD, new), Pair("q", OLD, new)]))[2:] == [
+        "| plan | 6.000 | 2.000 | 0.33 |",
+        "| emit | 2.000 | 0.000 | 0.00 |",
+        "| check | 0.000 | 2.000 | - |",
+        "| all | 8.000 | 4.000 | 0.50 |",
+    ]
+
+
+def test_where_spmd_is_does_not_matter() -> None:
+    here, there = Path("/here/spmd"), Path("/there/spmd")
+    one = fingerprint('#loc1 = loc("/here/spmd/ops/attention.py":10:0)', here)
+    assert one == fingerprint('#loc1 = loc("/there/spmd/ops/kernels/attention.py":12:4)', there)
+    assert one != fingerprint('#loc1 = loc("/here/models/attention.py":10:0)', here)
+    assert fingerprint("%1 = add", here) != fingerprint("%1 = sub", here)
+
+
+def test_programs_use_public_names_alone() -> None:
+    files = [*(HERE / "benchmarks" / "programs").glob("*.py"), HERE / "tools" / "checkout_plans.py"]
+    names = {
+        name
+        for path in files
+        for _, name in imports_of(path.read_text(encoding="utf-8"), path.relative_to(HERE))
+    }
+    assert {name for name in names if name.split(".")[0] == "spmd"} == {"spmd"}
+
+
+@pytest.fixture
+def greedy(tmp_path: Path) -> Path:
+    """A checkout of which `spmd.Options` asks for the greedy planner."""
+    shutil.copytree(HERE / "spmd", tmp_path / "spmd", ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "spmd" / "options.py"
+    text = path.read_text(encoding="utf-8")
+    assert '= "exact"' in text
+    path.write_text(text.replace('= "exact"', '= "greedy"'), encoding="utf-8")
+    return tmp_path
+
+
+def test_a_checkout_that_plans_otherwise(greedy: Path) -> None:
+    (pair,) = compare(greedy, HERE, "^moe/forward@4x2$", 1)
+    assert verdict(pair) == "cheaper"
+    assert pair.base.plan > pair.new.plan
+    assert pair.base.texts["propagated"] == pair.new.texts["propagated"]
+    assert pair.base.texts["planned"] != pair.new.texts["planned"]
+
+
+def test_a_checkout_is_its_own_equal() -> None:
+    (pair,) = compare(HERE, HERE, "^moe/forward@8x1$", 2)
+    assert verdict(pair) == "equal"
+    assert min(pair.new.plan, pair.new.run, pair.new.bytes, *pair.new.stages.values()) > 0

@@ -1,0 +1,188 @@
+"""Prints how large and how tidy checkouts are, one column each, as a markdown table.
+
+Usage: tools/run house [CHECKOUT ...]
+
+A checkout is a folder, or a git revision of this repository; this repository if left out. Only
+Python files count, and a folder is one that holds such a file itself. Functions count with their
+docstrings, inner ones on their own as well. An op's name is a whole string like
+`"stablehlo.dot_general"`, outside docstrings.
+
+Example:
+    tools/run house main~20 .
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import math
+import re
+import subprocess
+import sys
+import tarfile
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from statistics import median
+
+from tools.imports import module_graph, module_name
+
+HERE = Path(__file__).resolve().parent.parent
+
+GROUPS = (("spmd",), ("models",), ("serving",), ("scripts", "benchmarks", "tools"), ("tests",))
+"""Folders that are counted together."""
+
+OP_NAME = re.compile(r"(stablehlo|chlo|spmd|sdy|mhlo)\.[a-z_0-9]+")
+
+HOMES = ("spmd/ir/dialect/", "spmd/frontend/", "spmd/lowering/local/", "spmd/lowering/emit.py")
+"""Where names of ops belong: they are what these files are about."""
+
+Sources = Mapping[str, str]
+"""Path of a Python file, relative to the checkout and with slashes -> what is in it."""
+
+
+def facts(sources: Sources) -> dict[str, str]:
+    """All that is said of a checkout: what -> how much."""
+    spmd = within(sources, "spmd")
+    files = [len(text.splitlines()) for text in spmd.values()]
+    ops = {path: count for path, text in spmd.items() if (count := op_names(text))}
+    away = [path for path in ops if not path.startswith(HOMES)]
+    return {
+        **{f"{' + '.join(group)}: lines, files, folders": size(sources, group) for group in GROUPS},
+        "spmd: folder of most files": largest_folder(spmd),
+        "spmd: lines of a file, median and 90%": spread(files),
+        "spmd: lines of a function, median and 90%": spread(function_lines(spmd.values())),
+        "spmd: names of ops": f"{sum(ops.values()):,}",
+        "spmd: files that name ops, and elsewhere than they belong": f"{len(ops)}, {len(away)}",
+        "spmd: modules that one other imports": f"{len(imported_once(sources))}",
+        "spmd: lines that are comments": share(sum(map(comment_lines, spmd.values())), sum(files)),
+    }
+
+
+def within(sources: Sources, *folders: str) -> Sources:
+    """The files in any of these folders, at any depth."""
+    return {path: text for path, text in sources.items() if path.split("/")[0] in folders}
+
+
+def size(sources: Sources, group: Sequence[str]) -> str:
+    """Lines, files and folders of a group."""
+    found = within(sources, *group)
+    lines = sum(len(text.splitlines()) for text in found.values())
+    return f"{lines:,}, {len(found):,}, {len(set(map(folder_of, found)))}"
+
+
+def folder_of(path: str) -> str:
+    """The folder that a file is in."""
+    return str(PurePosixPath(path).parent)
+
+
+def largest_folder(sources: Sources) -> str:
+    """The folder that holds the most files itself, and how many."""
+    ((folder, count),) = Counter(map(folder_of, sources)).most_common(1) or [("none", 0)]
+    return f"{folder}, {count}"
+
+
+def spread(values: Iterable[int]) -> str:
+    """Median and 90th percentile, the smallest value that 90% do not exceed.
+
+    >>> spread(range(1, 11))
+    '5.5, 9'
+    """
+    ordered = sorted(values)
+    if not ordered:
+        return "none"
+    return f"{median(ordered):g}, {ordered[math.ceil(0.9 * len(ordered)) - 1]}"
+
+
+def function_lines(texts: Iterable[str]) -> Iterator[int]:
+    """How long every function is, from its `def` on."""
+    for node in (node for text in texts for node in ast.walk(ast.parse(text))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def op_names(text: str) -> int:
+    """How many string literals are an op's name; strings that are statements document."""
+    tree = ast.parse(text)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return sum(
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in prose
+        and OP_NAME.fullmatch(node.value) is not None
+        for node in ast.walk(tree)
+    )
+
+
+def imported_once(sources: Sources) -> list[str]:
+    """The modules of spmd, packages aside, that one module imports, tests aside."""
+    files = {Path(path): text for path, text in sources.items() if not path.startswith("tests/")}
+    importers = Counter(name for names in module_graph(files).values() for name in names)
+    modules = {module_name(p) for p in files if p.parts[0] == "spmd" and p.name != "__init__.py"}
+    return sorted(module for module in modules if importers[module] == 1)
+
+
+def comment_lines(text: str) -> int:
+    """How many lines hold a comment and nothing else."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(t.type == tokenize.COMMENT and t.line.lstrip().startswith("#") for t in tokens)
+
+
+def share(part: int, whole: int) -> str:
+    """A part of a whole in percent."""
+    return f"{part / max(whole, 1):.1%}"
+
+
+def read(checkout: str) -> Sources:
+    """The Python files of a folder or of a git revision.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    found = files_of(Path(checkout)) if Path(checkout).is_dir() else revision_files(checkout)
+    tops = {folder for group in GROUPS for folder in group}
+    return {path: text for path, text in sorted(found) if path.split("/")[0] in tops}
+
+
+def files_of(folder: Path) -> Iterator[tuple[str, str]]:
+    """Every Python file of the groups' folders."""
+    for path in (
+        path for group in GROUPS for top in group for path in (folder / top).rglob("*.py")
+    ):
+        yield path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")
+
+
+def revision_files(revision: str) -> Iterator[tuple[str, str]]:
+    """Every Python file of a revision of this repository.
+
+    Raises:
+      ValueError: there is no such revision.
+    """
+    git = ["git", "-C", str(HERE), "archive", "--format=tar", "--end-of-options", revision]
+    done = subprocess.run(git, capture_output=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{revision!r} is no folder and no revision: {done.stderr.decode()}")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        for member in archive:
+            if member.name.endswith(".py") and (file := archive.extractfile(member)):
+                yield member.name, file.read().decode()
+
+
+def table(columns: Mapping[str, Mapping[str, str]]) -> str:
+    """A column for each checkout, a row for each fact."""
+    rows = [("", *columns), ("---", *("---:" for _ in columns))]
+    for fact in next(iter(columns.values())):
+        rows.append((fact, *(column[fact] for column in columns.values())))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(checkouts: Sequence[str]) -> None:
+    """Prints the table."""
+    if any(name.startswith("-") for name in checkouts):
+        sys.exit(str(__doc__))
+    print(table({name: facts(read(name)) for name in checkouts or (str(HERE),)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
