@@ -99,7 +99,7 @@ def greedy(tmp_path: Path) -> Path:
 
 
 def test_a_checkout_that_plans_otherwise(greedy: Path) -> None:
-    (pair,) = compare(greedy, HERE, "^moe/forward@4x2$", 1)
+    (pair,) = compare(greedy, HERE, "^moe/forward-own-axis@4x2$", 1)
     assert verdict(pair) == "cheaper"
     assert pair.base.plan > pair.new.plan
     assert pair.base.texts["propagated"] == pair.new.texts["propagated"]
