@@ -8,14 +8,14 @@ import pytest
 from scripts.user_errors import INTERRUPTED_EXIT_CODE, ending_on_interrupt, one_message
 
 MAINS = (
-    "compare_quantized",
-    "export_llama",
-    "generate_text",
-    "reshard_checkpoints",
-    "resume_test_runs",
-    "serve_bundle",
-    "tokenize_data",
-    "train_llama",
+    "tools.compare_quantized",
+    "scripts.export_llama",
+    "scripts.generate_text",
+    "scripts.convert_checkpoints",
+    "tools.resume_test",
+    "scripts.serve_bundle",
+    "scripts.tokenize_data",
+    "scripts.train_llama",
 )
 
 
@@ -43,7 +43,8 @@ def test_ctrl_c_ends_in_one_word(capsys):
 @pytest.mark.parametrize("name", MAINS)
 def test_scripts_use_it(name):
     """None of them turns errors into messages by itself."""
-    text = (Path(__file__).parent.parent / "scripts" / f"{name}.py").read_text(encoding="utf-8")
+    path = Path(__file__).parent.parent.joinpath(*name.split("."))
+    text = path.with_suffix(".py").read_text(encoding="utf-8")
     assert "with one_message(" in text or ", one_message(" in text
     assert 'sys.exit(f"error' not in text
 

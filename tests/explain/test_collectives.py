@@ -1,8 +1,11 @@
 """Collectives of a report: rows and totals."""
 
+from typing import Any
+
 import pytest
 
 from spmd.explain.collectives import Collective, collective_rows, traffic
+from spmd.hlo.collectives import hlo_collectives
 
 
 def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
@@ -16,3 +19,12 @@ def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
     (total,) = traffic([one, other, one])
     assert (total.ops, total.runs, total.bytes) == (3, 12, 4800)
     assert total.seconds == pytest.approx(12e-6)
+
+
+def test_xla_moves_the_bytes_that_the_plan_says(compiled: Any) -> None:
+    totals: dict[str, int] = {}
+    for c in compiled.collectives:
+        totals[c.kind] = totals.get(c.kind, 0) + c.bytes * c.count
+    for c in hlo_collectives(compiled.as_text("hlo")):
+        totals[c.kind] -= c.bytes * c.count
+    assert totals == dict.fromkeys(totals, 0)

@@ -90,7 +90,7 @@ def test_noise_never_makes_a_link_impossible() -> None:
 def test_the_command_measures_this_machine(tmp_path: Path) -> None:
     out = tmp_path / "topology.json"
     command = [
-        sys.executable, "tools/calibrate.py", f"--out={out}", "--mesh=data=4,model=2",
+        sys.executable, "-m", "tools.calibrate", f"--out={out}", "--mesh=data=4,model=2",
         "--smallest=4096", "--largest=65536", "--shapes=64", "--repeat=2",
     ]  # fmt: skip
     result = subprocess.run(

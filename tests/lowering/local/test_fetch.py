@@ -183,7 +183,7 @@ def test_a_large_image_exchanges_its_borders() -> None:
     for c in compiled.collectives:
         assert c.bytes == 8 * 1 * 512 * 64 * 4
         assert c.reason == "convolution reads its neighbours' pieces of dim 1 of operand 0"
-        assert "test_window.py" in c.source
+        assert "test_fetch.py" in c.source
     assert compiled.out_shardings.spec[1] == "data"
 
 
