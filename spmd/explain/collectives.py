@@ -6,21 +6,18 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
-from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Op, Region
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds, group_size, wire_bytes
 
-KINDS = tuple(name.removeprefix("stablehlo.") for name in COLLECTIVES)
-
 
 class Collective(NamedTuple):
     """One collective of the program.
 
     Attributes:
-      kind: one of `KINDS`.
+      kind: as in `spmd.reshard.comm.KINDS`.
       axes: the mesh axes (or sub-axes) along which devices exchange.
       bytes: bytes that one device sends in one execution.
       count: executions in one run of the program (loops multiply).
@@ -48,16 +45,16 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
         for op in region.ops:
             if op.regions:
                 trips = None
-                if op.name == "stablehlo.while":
+                if op.is_loop:
                     trips = trip_count(program, op, producers)
                     trips = UNKNOWN_TRIPS if trips is None else trips
                 for inner in op.regions:
                     visit(inner, times * (1 if trips is None else trips))
-            elif op.name.removeprefix("stablehlo.") in KINDS and "axes" in op.kind.attrs:
+            elif op.collective and "axes" in op.kind.attrs:
                 found.append(record(op, times))
 
     def record(op: Op, times: int) -> Collective:
-        kind = op.name.removeprefix("stablehlo.")
+        kind = op.collective
         axes = op.kind.attrs["axes"]
         sent = sum(t.bytes for t in op.kind.operands)
         received = sum(t.bytes for t in op.kind.results)

@@ -218,7 +218,7 @@ def _without_mark_ops(program: Program, drop: frozenset[Value]) -> Program:
     instead: dict[Value, Value] = {}
     for value in sorted(drop):
         op = producers.get(value)
-        if op is not None and op.name == "spmd.mark":
+        if op is not None and op.is_mark:
             instead[value] = op.operands[0]
 
     def root(value: Value) -> Value:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from spmd.errors import MeshError, SpecError
 from spmd.frontend.importer.module import Imported
-from spmd.ir.control_flow import MANUAL
+from spmd.ir.dialect.manual import MANUAL
 from spmd.ir.program import Value
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh

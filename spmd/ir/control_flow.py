@@ -8,19 +8,8 @@ import numpy as np
 
 from spmd.ir.program import Op, Program, Region, Value
 
-MANUAL = "spmd.manual"
-"""A region that is written for one device along some axes, the `axes` of the op. It has no
-operands: `TO_MANUAL` brings values in, `FROM_MANUAL` makes the results, at the types outside."""
-
-TO_MANUAL = "spmd.to_manual"
-"""One device's piece, along all manual axes here (`axes`), of a value from outside, whose `dims`
-are split over the axes of its own region first."""
-
-FROM_MANUAL = "spmd.from_manual"
-"""The inverse: the value outside, each device's piece of which is the operand."""
-
-ALONE = "spmd.alone"
-"""Attribute of a custom call where all axes of the mesh are manual."""
+_DIRECTION = "comparison_direction"
+"""The attribute of comparisons that says which one it is."""
 
 UNKNOWN_TRIPS = 16
 """How often a loop is taken to run when its condition doesn't tell."""
@@ -46,7 +35,7 @@ def ties(op: Op) -> tuple[Tie, ...]:
     `while`: the initial value, the arguments of both regions, the body's result and the loop's
     result. `case` and `if`: every branch's result and the op's result; `spmd.manual` likewise.
     """
-    if op.name == "stablehlo.while":
+    if op.is_loop:
         cond, body = op.regions
         return tuple(
             Tie(op.operands[i], (cond.args[i], body.args[i], body.results[i]), op.results[i])
@@ -70,13 +59,13 @@ def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
         for op in region.ops:
             if not held and not op.regions:
                 continue
-            is_manual = op.kind.name == MANUAL
+            is_manual = op.kind.about.region == "manual"
             for inner in op.regions:
                 if is_manual:
                     visit(inner, held + op.kind.attrs["axes"], held)
                 else:
                     visit(inner, held, outer)
-            own = outer if op.name == FROM_MANUAL else held
+            own = outer if op.kind.about.is_exit else held
             found.update((v, own) for v in op.results if own)
 
     visit(program.body, (), ())
@@ -98,11 +87,11 @@ def trip_count(program: Program, op: Op, producers: dict[Value, Op]) -> int | No
     if len(cond.results) != 1:
         return None
     test = producers.get(cond.results[0])
-    if test is None or test.name != "stablehlo.compare" or test.operands[0] not in cond.args:
+    if test is None or _DIRECTION not in test.kind.attrs or test.operands[0] not in cond.args:
         return None
     index = cond.args.index(test.operands[0])
     step_op = producers.get(body.results[index])
-    if step_op is None or step_op.name != "stablehlo.add":
+    if step_op is None or step_op.kind.about.reducer != "add":
         return None
     others = [v for v in step_op.operands if v != body.args[index]]
     start = _scalar(producers, op.operands[index])
@@ -110,7 +99,7 @@ def trip_count(program: Program, op: Op, producers: dict[Value, Op]) -> int | No
     step = _scalar(producers, others[0]) if len(others) == 1 else None
     if start is None or end is None or not step:
         return None
-    direction = str(test.kind.attrs["comparison_direction"])
+    direction = str(test.kind.attrs[_DIRECTION])
     if "LT" not in direction and "NE" not in direction:
         return None
     return max(0, -(-(end - start) // step))
@@ -120,9 +109,9 @@ def _scalar(producers: dict[Value, Op], value: Value) -> int | None:
     op = producers.get(value)
     if op is None:
         return None
-    if op.name == "stablehlo.convert":
+    if op.kind.about.is_convert:
         return _scalar(producers, op.operands[0])
-    if op.name != "stablehlo.constant" or op.kind.results[0].rank:
+    if not op.kind.about.is_constant or op.kind.results[0].rank:
         return None
     element = op.kind.attrs["value"].array()
     return int(element) if np.issubdtype(element.dtype, np.integer) else None

@@ -10,34 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from spmd.errors import LegalityError
-from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Op, Program, Region, Value
 from spmd.ir.text import format_op
 from spmd.ir.types import TensorType
 
 DIALECTS = ("stablehlo", "chlo", "spmd")
-
-COLLECTIVES = tuple(
-    f"stablehlo.{name}"
-    for name in (
-        "all_gather",
-        "all_reduce",
-        "all_to_all",
-        "collective_broadcast",
-        "collective_permute",
-        "reduce_scatter",
-    )
-)
-"""Collectives; they carry the atoms that they run over as `axes`."""
-
-DEVICE_IDS = ("stablehlo.partition_id", "stablehlo.replica_id")
-"""Ops that tell the devices apart."""
-
-LOCAL_OPS = ("spmd.axis_index", "spmd.local_slice")
-"""Ops that only the program of one device knows."""
-
-GLOBAL_OPS = ("spmd.mark", MANUAL, TO_MANUAL, FROM_MANUAL)
-"""Ops that only the whole program knows."""
 
 
 def fail(stage: str, check: str, problem: str, op: Op | None = None) -> NoReturn:
@@ -57,7 +34,7 @@ class View(NamedTuple):
       types: type of every value.
       defined: values that have a definition so far, visible or not.
       visible: values that the op may read.
-      around: names of the region ops around it, outermost first.
+      around: what the regions around it are (`Description.region`), outermost first.
     """
 
     types: Sequence[TensorType]
@@ -99,7 +76,7 @@ def kind_has_types(view: View, op: Op) -> str | None:
 
 def regions_fit(view: View, op: Op) -> str | None:
     """Control flow has the regions that it needs, and only control flow has regions."""
-    check = _REGIONS.get(op.name)
+    check = _REGIONS.get(op.kind.about.region)
     if check is not None:
         return check(view, op)
     return "it has regions and is not control flow" if op.regions else None
@@ -120,10 +97,10 @@ def _while_fits(view: View, op: Op) -> str | None:
 
 
 def _branches_fit(view: View, op: Op) -> str | None:
-    wanted = _PREDICATE if op.name == "stablehlo.if" else _BRANCH_INDEX
+    wanted = TensorType((), op.kind.about.selector)
     if op.kind.operands != (wanted,):
         return f"its operands are not one {wanted}"
-    if not op.regions or (op.name == "stablehlo.if" and len(op.regions) != 2):
+    if not op.regions or (wanted == _PREDICATE and len(op.regions) != 2):
         return f"{len(op.regions)} branches"
     for i, branch in enumerate(op.regions):
         problem = _same(view, f"arguments of branch {i}", branch.args, ()) or _same(
@@ -151,22 +128,23 @@ def dialect_known(view: View, op: Op) -> str | None:
 
 def is_global(view: View, op: Op) -> str | None:
     """Ops of one device's program are in manual regions only, ops of the compiler's own nowhere."""
-    if op.name in LOCAL_OPS:
+    if op.kind.about.is_local:
         return "an op of one device's program in the whole program"
-    if op.name in _IN_MANUAL and MANUAL not in view.around:
+    if op.kind.about.is_manual and "manual" not in view.around:
         return "an op of one device's program outside any manual region"
-    if op.name in COLLECTIVES and "axes" not in op.kind.attrs:
-        return "a collective without axes"
-    return None
+    return _axes_known(op)
 
 
 def is_local(view: View, op: Op) -> str | None:
     """One device's program has no marks or manual regions; collectives say over which axes."""
-    if op.name in GLOBAL_OPS:
+    if op.kind.about.is_global:
         return "an op of the whole program in one device's program"
-    if op.name in COLLECTIVES and "axes" not in op.kind.attrs:
-        return "a collective without axes"
-    return None
+    return _axes_known(op)
+
+
+def _axes_known(op: Op) -> str | None:
+    lacks = op.collective and "axes" not in op.kind.attrs
+    return "a collective without axes" if lacks else None
 
 
 def is_expanded(view: View, op: Op) -> str | None:
@@ -175,13 +153,10 @@ def is_expanded(view: View, op: Op) -> str | None:
 
 
 _PREDICATE = TensorType((), "i1")
-_BRANCH_INDEX = TensorType((), "i32")
-_IN_MANUAL = (*COLLECTIVES, *DEVICE_IDS, TO_MANUAL, FROM_MANUAL)
 _REGIONS: Mapping[str, OpCheck] = {
-    MANUAL: _manual_fits,
-    "stablehlo.while": _while_fits,
-    "stablehlo.case": _branches_fit,
-    "stablehlo.if": _branches_fit,
+    "branches": _branches_fit,
+    "loop": _while_fits,
+    "manual": _manual_fits,
 }
 
 
@@ -275,7 +250,7 @@ class _Walk:
         for attr in op.kind.attrs.values():
             if isinstance(attr, Body):
                 self.body(attr, op)
-        self.view.around.append(op.name)
+        self.view.around.append(op.kind.about.region)
         for region in op.regions:
             self.region(region, op)
         self.view.around.pop()

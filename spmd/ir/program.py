@@ -11,6 +11,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
+from spmd.ir.description import (
+    COMPOSITE,
+    CUSTOM_CALL,
+    DESCRIPTIONS,
+    UNKNOWN,
+    UNKNOWN_CALL,
+    Description,
+    key_of,
+)
 from spmd.ir.types import Attribute, TensorType
 
 Value = int
@@ -76,12 +85,13 @@ class OpKind:
     by it. That is what makes repeated layers cheap.
     """
 
-    __slots__ = ("__weakref__", "_cache", "attrs", "name", "operands", "results")
+    __slots__ = ("__weakref__", "_about", "_cache", "attrs", "name", "operands", "results")
 
     name: str
     operands: tuple[TensorType, ...]
     results: tuple[TensorType, ...]
     attrs: Mapping[str, Attribute]
+    _about: Description | None
     _cache: dict[str, Any]
 
     _interned: ClassVar[dict[Any, OpKind]] = {}
@@ -103,9 +113,20 @@ class OpKind:
             kind.operands = operands
             kind.results = results
             kind.attrs = dict(items)
+            kind._about = None
             kind._cache = {}
             cls._interned[key] = kind
         return kind
+
+    @property
+    def about(self) -> Description:
+        """What is known of such an op; an op that nobody described may be described later."""
+        if self._about is None:
+            key = key_of(self.name, self.attrs)
+            if key not in DESCRIPTIONS:
+                return UNKNOWN_CALL if self.name == CUSTOM_CALL else UNKNOWN
+            self._about = DESCRIPTIONS[key]
+        return self._about
 
     def __repr__(self) -> str:
         return f"OpKind({self.name}, {list(map(str, self.operands))})"
@@ -139,9 +160,24 @@ class Op(NamedTuple):
 
         A composite has a name of its own.
         """
-        if self.kind.name == "stablehlo.composite":
+        if self.kind.name == COMPOSITE:
             return str(self.kind.attrs["name"])
         return self.kind.name.removeprefix("stablehlo.").removeprefix("chlo.")
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it runs its regions (condition and body) again and again."""
+        return self.kind.about.region == "loop"
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether it stands where the user said how a value is split."""
+        return self.kind.about.is_mark
+
+    @property
+    def collective(self) -> str:
+        """The kind of a collective, as `all_gather`; empty for other ops."""
+        return self.kind.about.collective
 
 
 class Region(NamedTuple):
@@ -204,27 +240,3 @@ def free_values(region: Region) -> tuple[Value, ...]:
 
     visit(region)
     return tuple(v for v in free if v not in defined)
-
-
-def body_reducer(body: Body) -> str:
-    """`add`, `max`, ... when a body is that one op over its two arguments, else an empty string."""
-    region = body.region
-    if len(region.ops) != 1 or len(region.args) != 2 or len(region.results) != 1:
-        return ""
-    op = region.ops[0]
-    if sorted(op.operands) != sorted(region.args) or region.results != op.results:
-        return ""
-    return _REDUCERS.get(op.name, "")
-
-
-_REDUCERS = {
-    "stablehlo.add": "add",
-    "stablehlo.multiply": "mul",
-    "stablehlo.maximum": "max",
-    "stablehlo.minimum": "min",
-    "stablehlo.and": "and",
-    "stablehlo.or": "or",
-    "stablehlo.xor": "xor",
-}
-REDUCER_OPS = {kind: name for name, kind in _REDUCERS.items()}
-"""Reduction kind -> the op that combines two terms."""

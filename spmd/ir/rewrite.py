@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from spmd.ir.builder import Builder
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 
 Rewrite = Callable[[Builder, Op, tuple[Value, ...]], "Sequence[Value] | None"]
@@ -38,7 +38,7 @@ def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
         b.loc = op.loc
         results = None if op.regions else rewrite(b, op, operands)
         if results is None:
-            is_loop = op.name == "stablehlo.while"
+            is_loop = op.is_loop
             regions = tuple(region(r, is_loop) for r in op.regions)
             results = bind(op.results)
             b.append(Op(op.kind, operands, tuple(results), regions, op.loc))
@@ -79,7 +79,7 @@ def edit_ops(program: Program, edit: Edit) -> Program:
         return b.end(old.args, [now(v) for v in old.results])
 
     def visit(op: Op) -> None:
-        regions = tuple(region(r, op.name == "stablehlo.while") for r in op.regions)
+        regions = tuple(region(r, op.is_loop) for r in op.regions)
         operands = tuple([now(v) for v in op.operands])
         if operands != op.operands or regions:
             op = op._replace(operands=operands, regions=regions)

@@ -20,8 +20,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from spmd.errors import SpecError
-from spmd.ir.builder import reducer_body
-from spmd.ir.program import Body, Loc, Op, Program, Region, Value, body_reducer, walk_region
+from spmd.ir.dialect.reducers import body_reducer, reducer_body
+from spmd.ir.program import Body, Loc, Op, Program, Region, Value, walk_region
 from spmd.ir.text_dense import dense_text
 from spmd.ir.text_tokens import ATTR_NAME, OP_NAME, STRUCTS, SYMBOL, quote
 from spmd.ir.types import Attribute, Dense, Opaque, TensorType

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from spmd.ir.builder import Builder, identity_element, reducer_body
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
-from spmd.lowering.device_ops import axis_index, collective
 from spmd.lowering.local.padding import cut, join
 from spmd.mesh.mesh import Mesh
 from spmd.reshard.paths import Step, permute_pairs
@@ -28,39 +28,38 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
     count = mesh.extent(step.axes)
     if step.kind == "slice":
         x = cut(b, x, step.dims[0], step.axes, mesh)
-        attrs = {"axes": step.axes, "dim": step.dims[0]}
-        return b.op("spmd.local_slice", (x,), (type_,), attrs)[0]
+        return b.local_slice(x, type_, step.axes, step.dims[0])
     if step.kind == "mask":
-        first = b.compare("EQ", axis_index(b, step.axes), b.constant(0, "i32"))
+        first = b.compare("EQ", b.axis_index(step.axes), b.constant(0, "i32"))
         return b.select(first, x, b.splat(0, type_))
     if step.kind == "all_gather":
         (dim,) = step.dims
         pieces = _scaled(b.types[x], dim, count)
-        x = collective(b, step.kind, x, pieces, step.axes, all_gather_dim=dim)
+        x = b.collective(step.kind, x, pieces, step.axes, all_gather_dim=dim)
         return join(b, x, dim, type_.shape[dim], step.axes, mesh)
     if step.kind == "all_to_all":
         source, target = step.dims
         x = cut(b, x, target, step.axes, mesh)
         pieces = _scaled(b.types[x], source, count)
         pieces = pieces.with_shape(_replaced(pieces.shape, target, type_.shape[target]))
-        x = collective(
-            b, step.kind, x, pieces, step.axes, concat_dimension=source, split_dimension=target
+        x = b.collective(
+            step.kind, x, pieces, step.axes, concat_dimension=source, split_dimension=target
         )
         return join(b, x, source, type_.shape[source], step.axes, mesh)
     if step.kind == "collective_permute":
         pairs = permute_pairs(step.before, step.after, mesh)
-        return collective(b, step.kind, x, type_, step.axes, pairs=pairs)
+        return b.collective(step.kind, x, type_, step.axes, pairs=pairs)
     if step.kind == "reduce_scatter":
         x = cut(b, x, step.dims[0], step.axes, mesh)
     if not _has_collective(step.before.kind, type_.dtype):
         return _reduce_gathered(b, x, type_, step, mesh.extent(step.axes))
     body = reducer_body(step.before.kind, type_.dtype)
     if step.kind == "reduce_scatter":
-        return collective(
-            b, step.kind, x, type_, step.axes, scatter_dimension=step.dims[0], body=body
+        return b.collective(
+            step.kind, x, type_, step.axes, scatter_dimension=step.dims[0], body=body
         )
     assert step.kind == "all_reduce", step.kind
-    return collective(b, step.kind, x, type_, step.axes, body=body)
+    return b.collective(step.kind, x, type_, step.axes, body=body)
 
 
 def _scaled(type_: TensorType, dim: int, count: int) -> TensorType:
@@ -89,15 +88,8 @@ def _reduce_gathered(b: Builder, x: Value, result: TensorType, step: Step, count
     local, kind = b.types[x], step.before.kind
     stacked = b.reshape(x, (1, *local.shape))
     gathered_type = local.with_shape((count, *local.shape))
-    gathered = collective(b, "all_gather", stacked, gathered_type, step.axes, all_gather_dim=0)
-    attrs = {
-        "dimensions": (0,),
-        "body": reducer_body(kind, local.dtype),
-        "reducer": kind,
-    }
-    init = b.constant(identity_element(kind, local.dtype), local.dtype)
-    (reduced,) = b.op("stablehlo.reduce", (gathered, init), (local,), attrs)
+    gathered = b.collective("all_gather", stacked, gathered_type, step.axes, all_gather_dim=0)
+    reduced = b.reduce(kind, gathered, (0,))
     if step.kind == "all_reduce":
         return reduced
-    own = {"axes": step.axes, "dim": step.dims[0]}
-    return b.op("spmd.local_slice", (reduced,), (result,), own)[0]
+    return b.local_slice(reduced, result, step.axes, step.dims[0])

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd.ir.builder import Builder
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import rewrite_ops
-from spmd.lowering.device_ops import axis_index, collective
 from spmd.mesh.mesh import Mesh
 
 HELD = "spmd.held"
@@ -33,7 +32,7 @@ def without_permutes(program: Program, mesh: Mesh) -> Program:
         for op in region.ops:
             for inner in op.regions:
                 visit(inner, held.union(op.kind.attrs.get(HELD, ())))
-            permutes = op.name == "stablehlo.collective_permute"
+            permutes = op.collective == "collective_permute"
             if held and permutes and held.isdisjoint(op.kind.attrs["axes"]):
                 found.add(op.results[0])
 
@@ -54,11 +53,11 @@ def _gathered(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
     count, shape = mesh.extent(axes), type_.shape
     stacked = b.reshape(x, (1, *shape))
     everyone = type_.with_shape((count, *shape))
-    gathered = collective(b, "all_gather", stacked, everyone, axes, all_gather_dim=0)
+    gathered = b.collective("all_gather", stacked, everyone, axes, all_gather_dim=0)
     sender = dict.fromkeys(range(mesh.size), -1)
     sender |= {to: mesh.coordinate(source, axes) for source, to in op.kind.attrs["pairs"]}
     table = b.constant(np.array(list(sender.values()), np.int32), "i32")
-    position = axis_index(b, tuple(range(len(mesh.atoms))))
+    position = b.axis_index(tuple(range(len(mesh.atoms))))
     mine = b.reshape(b.dynamic_slice(table, (position,), (1,)), ())
     zero = b.constant(0, "i32")
     start = b.binary("maximum", mine, zero)

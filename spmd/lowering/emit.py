@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL
-from spmd.ir.dialect.composites import COMPOSITE
-from spmd.ir.legality import COLLECTIVES
+from spmd.ir.description import COMPOSITE
+from spmd.ir.dialect.collectives import COLLECTIVES
+from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Loc, Op, Program, Region, Value
 from spmd.ir.types import (
     Attribute,
@@ -201,7 +201,7 @@ class _Emitter:
         handle = f"#stablehlo.channel_handle<handle = {self.channels}, type = 1>"
         attrs = [f"channel_handle = {handle}"]
         axes = op.kind.attrs["axes"]
-        if op.name == "stablehlo.collective_permute":
+        if op.collective == "collective_permute":
             pairs = op.kind.attrs["pairs"]
             text = ", ".join(f"[{a}, {b}]" for a, b in pairs)
             return [*attrs, f"source_target_pairs = dense<[{text}]> : tensor<{len(pairs)}x2xi64>"]

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd.ir.builder import Builder
 from spmd.ir.control_flow import producers_of
-from spmd.ir.program import Op, Program, Value
+from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE, Builder
+from spmd.ir.dialect.collectives import DEVICE_IDS
+from spmd.ir.program import Op, OpKind, Program, Value
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.mesh.mesh import Mesh
@@ -33,9 +34,9 @@ def expand(program: Program, mesh: Mesh) -> Program:
     sliced = _sliced_again(program)
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        if op.name == "spmd.axis_index":
+        if op.name == AXIS_INDEX:
             return (_axis_index(b, op.kind.attrs["axes"], mesh),)
-        if op.name == "spmd.local_slice":
+        if op.name == LOCAL_SLICE:
             return (_local_slice(b, op, operands[0], mesh),)
         if op.results and op.results[0] in sliced:
             return _with_starts_in_range(b, op, operands)
@@ -65,7 +66,7 @@ def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
 
 
 def _partition_id(b: Builder) -> Value:
-    (raw,) = b.op("stablehlo.partition_id", (), (TensorType((), "ui32"),))
+    (raw,) = b.op(DEVICE_IDS[0], (), (TensorType((), "ui32"),))
     return b.convert(raw, "i32")
 
 
@@ -91,28 +92,25 @@ def _local_slice(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
     return b.dynamic_slice(x, starts, shape)
 
 
-_MOVES = {
-    "stablehlo.broadcast_in_dim",
-    "stablehlo.convert",
-    "stablehlo.reshape",
-    "stablehlo.transpose",
-}
-"""Ops that XLA moves a slice across."""
-
-
 def _sliced_again(program: Program) -> frozenset[Value]:
     """Results of dynamic slices that another slice is taken from."""
     producers = producers_of(program)
     found = set()
     for op in program.walk():
-        if op.name not in ("spmd.local_slice", "stablehlo.dynamic_slice"):
+        if op.name != LOCAL_SLICE and not op.kind.about.is_dynamic_slice:
             continue
         source = producers.get(op.operands[0])
-        while source is not None and source.name in _MOVES:
+        while source is not None and _slice_moves_across(source.kind):
             source = producers.get(source.operands[0])
-        if source is not None and source.name == "stablehlo.dynamic_slice":
+        if source is not None and source.kind.about.is_dynamic_slice:
             found.add(source.results[0])
     return frozenset(found)
+
+
+def _slice_moves_across(kind: OpKind) -> bool:
+    """Whether XLA takes a slice of the operand instead of the result."""
+    about = kind.about
+    return about.is_broadcast or about.is_convert or about.is_reshape or about.is_transpose
 
 
 def _with_starts_in_range(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value]:

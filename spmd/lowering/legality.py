@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from spmd.ir.legality import COLLECTIVES, check_program, fail
+from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE
+from spmd.ir.legality import check_program, fail
 from spmd.ir.program import Body, Op, Program
 from spmd.ir.types import TensorType, local_type
 from spmd.lowering.partition import Partitioned
@@ -28,7 +29,7 @@ def check_local(partitioned: Partitioned, stage: str, whole: Program | None = No
     """
     check_program(partitioned.program, stage)
     for op in partitioned.program.walk():
-        for check in OP_CHECKS.get(op.name, ()):
+        for check in OP_CHECKS.get(op.collective or op.name, ()):
             problem = check(partitioned.mesh, op)
             if problem is not None:
                 fail(stage, check.__name__, problem, op)
@@ -79,7 +80,7 @@ def axes_are_valid(mesh: Mesh, op: Op) -> str | None:
         return f"axes = {axes!r} is not a tuple of atoms"
     if len(set(axes)) != len(axes) or not all(0 <= a < len(mesh.atoms) for a in axes):
         return f"axes = {axes} repeats an atom or has one that the mesh ({mesh}) lacks"
-    return None if axes or op.name == "spmd.axis_index" else "axes are empty"
+    return None if axes or op.name == AXIS_INDEX else "axes are empty"
 
 
 def groups_are_equal(mesh: Mesh, op: Op) -> str | None:
@@ -182,17 +183,16 @@ def _dims(sizes: Sequence[int | None]) -> str:
 # The table.
 
 _ONE_RESULT_CHECK: Mapping[str, tuple[OpCheck, ...]] = {
-    "stablehlo.all_gather": (gather_grows,),
-    "stablehlo.all_reduce": (keeps_types, reduces_pairs),
-    "stablehlo.all_to_all": (all_to_all_moves,),
-    "stablehlo.collective_broadcast": (keeps_types,),
-    "stablehlo.collective_permute": (keeps_types, pairs_permute),
-    "stablehlo.reduce_scatter": (scatter_shrinks, reduces_pairs),
-    "spmd.local_slice": (slice_shrinks,),
-    "spmd.axis_index": (indexes,),
+    "all_gather": (gather_grows,),
+    "all_reduce": (keeps_types, reduces_pairs),
+    "all_to_all": (all_to_all_moves,),
+    "collective_broadcast": (keeps_types,),
+    "collective_permute": (keeps_types, pairs_permute),
+    "reduce_scatter": (scatter_shrinks, reduces_pairs),
+    LOCAL_SLICE: (slice_shrinks,),
+    AXIS_INDEX: (indexes,),
 }
 OP_CHECKS: Mapping[str, tuple[OpCheck, ...]] = {
     name: (axes_are_valid, groups_are_equal, *checks) for name, checks in _ONE_RESULT_CHECK.items()
 }
-"""Op -> the checks that it must pass."""
-assert set(COLLECTIVES) <= set(OP_CHECKS)
+"""Kind of a collective, or name of another op that knows of devices -> its checks."""

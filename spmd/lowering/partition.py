@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spmd.ir.builder import Builder
-from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL, held_atoms, producers_of
+from spmd.ir.control_flow import held_atoms, producers_of
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value, numberless
 from spmd.ir.types import TensorType, local_type
@@ -35,7 +36,7 @@ _REDUCED = {
 
 def _returned(op: Op, index: int) -> str:
     """A result of a region, for people."""
-    if op.name == "stablehlo.while":
+    if op.is_loop:
         return f"carry {index} of the loop, at the end of each iteration,"
     return f"result {index} of a branch of {op.label}"
 
@@ -217,7 +218,7 @@ class _Partitioner:
         op = self.producers.get(value)
         if op is None:
             return "the loop's carry"
-        return "the marked value" if op.name == "spmd.mark" else f"the result of {op.label}"
+        return "the marked value" if op.is_mark else f"the result of {op.label}"
 
     def partial_source(self, value: Value) -> Op | None:
         """The op whose split left a value partial; ops that only carried it on are passed over."""
@@ -275,9 +276,9 @@ class _Partitioner:
         op, index, text = self.user
         if op is None:
             return text
-        if op.name == "spmd.mark":
+        if op.is_mark:
             return f"mark_sharding at {op.loc.trail}" if op.loc.frames else "the mark"
-        if op.name == "stablehlo.while":
+        if op.is_loop:
             return f"carry {index} of the loop, before its first iteration,"
         return _USES.get(op.name) or f"operand {index} of {op.label}"
 
@@ -300,7 +301,7 @@ class _Partitioner:
             self.operand(op, i, v, s)
             for i, (v, s) in enumerate(zip(op.operands, choice.operands, strict=True))
         ]
-        is_loop = op.name == "stablehlo.while"
+        is_loop = op.is_loop
         regions = []
         for number, region in enumerate(op.regions):
             states = choice.results
@@ -328,7 +329,7 @@ class _Partitioner:
     ) -> Region:
         self.copies.append({})
         args = [self.bind(v, s) for v, s in zip(region.args, arguments, strict=True)]
-        self.b.begin(isolated=op.name == "stablehlo.while")
+        self.b.begin(isolated=op.is_loop)
         for inner in region.ops:
             self.op(inner)
         self.b.loc = op.loc

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from spmd.errors import SpmdError
-from spmd.ir.builder import identity_element
+from spmd.ir.dialect import registry
 from spmd.ir.dialect.composites import Composite, Function, add_composite
-from spmd.ir.dialect.registry import rule as register
+from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import Rule, parse_rule
 from spmd.ir.program import OpKind, Value
 from spmd.lowering.local.composite import lower_composite
@@ -51,7 +51,7 @@ def register_rule(
     def lowered(op: LocalOp) -> tuple[Value, ...]:
         return tuple(lower(op) if lower is not None else _masked(op))
 
-    register(name)(made)
+    registry.op(name)(made)
     local(name)(lowered)
 
 
@@ -102,8 +102,8 @@ def register_composite(
             fix="pass decomposition= or kernels=",
         )
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
-    add_composite(Composite(name, decomposition, dict(kernels or {}), flops))
-    register(f"composite:{name}")(made)
+    add_composite(Composite(name, decomposition, dict(kernels or {})))
+    registry.op(f"composite:{name}", flops=flops)(made)
     local(f"composite:{name}")(_lower_masked)
 
 

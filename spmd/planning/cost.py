@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from spmd.ir.dialect.composites import COMPOSITE, composite_flops
-from spmd.ir.dialect.elementwise import CHLO, LINEAR, NONLINEAR
+from spmd.ir.description import Passes, Traffic
 from spmd.ir.dialect.halo import Halo, exchange, reads_of
 from spmd.ir.dialect.merge import rounds
 from spmd.ir.dialect.rule import Rule
-from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import OpKind
 from spmd.ir.types import dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
@@ -18,17 +16,6 @@ from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
 from spmd.propagation.projection import Assignment, project
 from spmd.reshard.comm import collective_seconds
-
-_CONTRACTIONS = {"stablehlo.dot_general", "stablehlo.convolution"}
-
-
-def op_flops(kind: OpKind, rule: Rule) -> int:
-    """Floating-point operations of the whole op: two for each point of a contraction's space."""
-    if kind.name == COMPOSITE:
-        return int(composite_flops(kind))
-    if kind.name in _CONTRACTIONS:
-        return 2 * math.prod(factor.size for factor in rule.factors)
-    return max((t.size for t in (*kind.operands, *kind.results)), default=0)
 
 
 def op_seconds(
@@ -40,8 +27,8 @@ def op_seconds(
     compute = 0.0
     exchanges = halo_seconds(kind, rule, assignment, mesh, topology)
     exchanges += merge_seconds(rule, assignment, mesh, topology)
-    if kind.name in _CONTRACTIONS or kind.name == COMPOSITE:
-        compute = op_flops(kind, rule) / split / topology.peak_flops(dtype)
+    if kind.about.flops is not None:
+        compute = kind.about.flops(kind) / split / topology.peak_flops(dtype)
     memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth * passes(kind)
     return max(compute, memory) + exchanges + own_seconds(kind, rule, assignment, mesh, topology)
 
@@ -50,14 +37,14 @@ def own_seconds(
     kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology
 ) -> float:
     """Time on the links of an op that is a collective itself."""
-    if kind.name not in COLLECTIVES:
+    if not kind.about.collective:
         return 0.0
     before, after = (
         local_type(type_, project(rule, dims, assignment, mesh.atom_sizes), mesh)
         for type_, dims in zip((*kind.operands, *kind.results), rule.values, strict=True)
     )
-    name = kind.name.removeprefix("stablehlo.")
-    return collective_seconds(name, kind.attrs["axes"], before.bytes, after.bytes, mesh, topology)
+    name, axes = kind.about.collective, kind.attrs["axes"]
+    return collective_seconds(name, axes, before.bytes, after.bytes, mesh, topology)
 
 
 def halo_seconds(
@@ -92,36 +79,20 @@ def halo_moves(halo: Halo, size: int, axes: Axes, mesh: Mesh) -> tuple[tuple[str
     return tuple(("collective_permute", length, length) for length in plan.lengths)
 
 
-_LINEAR_ALGEBRA = {"stablehlo.cholesky", "stablehlo.triangular_solve", "stablehlo.custom_call"}
-_LOGARITHMIC = {"stablehlo.sort", "stablehlo.fft", "chlo.top_k"}
-
-
 def passes(kind: OpKind) -> float:
     """How often an op goes through its operands: factorisations once for each column."""
     shape = max((t.shape for t in kind.operands), key=math.prod, default=())
     longest = max(shape[-2:], default=1)
-    if kind.name in _LINEAR_ALGEBRA:
+    if kind.about.passes == Passes.COLUMNS:
         return max(1, longest)
-    if kind.name in _LOGARITHMIC:
+    if kind.about.passes == Passes.LOGARITHMIC:
         return 1 + math.log2(max(2, max(shape, default=2)))
     return 1
 
 
-_IN_PLACE = {"stablehlo.dynamic_update_slice": (1, 1), "stablehlo.scatter": (2, 2)}
-"""Ops that write over an operand, and the positions of what they read and then write."""
-
-_PIECES = {"stablehlo.dynamic_slice", "stablehlo.slice", "stablehlo.gather"}
-"""Ops that read no more of their operand than they write."""
-
-_FREE = {"stablehlo.reshape", "stablehlo.bitcast_convert", "spmd.mark"}
-_FUSED = {f"stablehlo.{name}" for name in (*NONLINEAR, *LINEAR, "broadcast_in_dim", "iota")}
-_FUSED |= {f"chlo.{name}" for name in CHLO}
-"""Ops that a compiler computes where their operands are made: they write, and read nothing."""
-
-
 def is_fused(kind: OpKind) -> bool:
     """Whether a compiler computes an op where its result is used, if that is one place."""
-    return kind.name in _FUSED or kind.name in _FREE
+    return kind.about.traffic in (Traffic.RESULTS, Traffic.NOTHING)
 
 
 def merge_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topology) -> float:
@@ -146,22 +117,24 @@ def merge_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topo
 
 def local_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> float:
     """Bytes that one device reads and writes."""
-    count = len(kind.operands)
-    results = range(count, count + len(kind.results))
-    moved: Iterable[int]
-    if kind.name in _FREE:
-        return 0.0
-    if kind.name in _IN_PLACE and len(kind.results) == 1:
-        moved = _IN_PLACE[kind.name]
-    elif kind.name in _PIECES:
-        moved = (count, count)
-    elif kind.name in _FUSED:
-        moved = results
-    else:
-        moved = range(results.stop)
     types, dims = (*kind.operands, *kind.results), rule.values
     total = 0.0
-    for i in moved:
+    for i in _moved(kind):
         split = mesh.extent(a for dim in dims[i] for f in dim for a in assignment[f])
         total += types[i].size * dtype_bits(types[i].dtype) / 8 / split
     return total
+
+
+def _moved(kind: OpKind) -> Iterable[int]:
+    """Positions among operands and results of what goes through memory, in so many bytes."""
+    count, traffic = len(kind.operands), kind.about.traffic
+    if traffic == Traffic.NOTHING:
+        return ()
+    if traffic == Traffic.RESULTS:
+        return range(count, count + len(kind.results))
+    if traffic == Traffic.PIECE:
+        return (count, count)
+    if traffic == Traffic.UPDATE and len(kind.results) == 1:
+        piece = count - 1 if kind.about.is_scatter else 1
+        return (piece, piece)
+    return range(count + len(kind.results))

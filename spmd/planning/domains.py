@@ -130,7 +130,7 @@ class _Spread:
     def op_choices(self, number: int, unit: Unit) -> tuple[Choice, ...]:
         op = unit.op
         assert op is not None
-        if op.kind.name == "spmd.mark":
+        if op.is_mark:
             wanted = Sharding(self.propagated.proposals[op.results[0]])
             return (Choice(wanted.dims, (wanted,), (wanted,)),)
         operands: list[States] = [()] * len(op.operands)

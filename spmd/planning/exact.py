@@ -205,7 +205,7 @@ class CostNetwork:
         key = (id(op.kind), options)
         found = self.own.get(key)
         if found is None:
-            if op.kind.name == "spmd.mark":
+            if op.is_mark:
                 found = np.zeros(1)
             else:
                 rule = rule_of(op.kind, op.loc)

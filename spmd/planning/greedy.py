@@ -45,7 +45,7 @@ class _Greedy(Walk):
         return users_of(self.program)
 
     def choose(self, op: Op) -> tuple[Choice, float]:
-        if op.kind.name == "spmd.mark":
+        if op.is_mark:
             return self.mark_choice(op), 0.0
         copies_of = self.copies.get
         copies = tuple([copies_of(v, ()) for v in op.operands])  # nothing for cheap values
@@ -106,7 +106,7 @@ class _Greedy(Walk):
     def can_stay_partial(self, value: Value) -> bool:
         """Whether every use of a value is an op that is linear in it."""
         for op, index in self.users.get(value, ()):
-            if op is None or op.regions or op.name == "spmd.mark":
+            if op is None or op.regions or op.is_mark:
                 return False
             if not any(index in group for group in rule_of(op.kind).linear):
                 return False

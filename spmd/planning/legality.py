@@ -101,7 +101,7 @@ def marks_hold(plan: Plan) -> str | None:
     A result's mark speaks of what is returned, not of the value: that may be returned twice.
     """
     program = plan.program
-    owners = {v for op in program.walk() if op.name == "spmd.mark" for v in op.results}
+    owners = {v for op in program.walk() if op.is_mark for v in op.results}
     owners |= set(program.body.args)
     for value, mark in plan.propagated.marks.items():
         if value in owners:
@@ -257,7 +257,7 @@ def _assignment(plan: Plan, choice: Choice) -> str:
 
 def carries_agree(plan: Plan, op: Op, choice: Choice) -> str | None:
     """A loop's carry has one state: the operand's, the region arguments' and the result's."""
-    if op.name != "stablehlo.while":
+    if not op.is_loop:
         return None
     for i in range(len(op.results)):
         if choice.operands[i] != choice.results[i]:

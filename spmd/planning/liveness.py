@@ -111,7 +111,7 @@ class _Liveness:
                     first.setdefault((value, wanted), i)
                     last[value, wanted] = i
             for number, inside in enumerate(op.regions):
-                is_condition = number == 0 and op.name == "stablehlo.while"
+                is_condition = number == 0 and op.is_loop
                 results = () if is_condition else zip(inside.results, choice.results, strict=True)
                 peak = self.region(inside, dict(results))
                 if i not in inner or peak.bytes > inner[i].bytes:
@@ -120,7 +120,7 @@ class _Liveness:
                 fused[value] = is_fused(op.kind)
                 first.setdefault((value, state), i)
                 last.setdefault((value, state), i)
-                if op.name == "stablehlo.while":
+                if op.is_loop:
                     source = (op.operands[k], choice.operands[k])
                     body = op.regions[1]
                     if body.results[k] == body.args[k]:

@@ -59,7 +59,7 @@ def open_domains(problem: Problem, units: Units) -> Domains:
         elif unit.role == OP:
             assert unit.op is not None
             kind = unit.op.kind
-            if kind.name == "spmd.mark":
+            if kind.about.is_mark:
                 wanted = Sharding(problem.propagated.proposals[unit.op.results[0]])
                 options = (Choice(wanted.dims, (wanted,), (wanted,)),)
             else:

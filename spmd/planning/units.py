@@ -144,7 +144,7 @@ class _Collector:
                     self.uses.append((value, unit, i, trips))
 
     def control_flow(self, op: Op, trips: int) -> None:
-        inner, is_loop = trips, op.name == "stablehlo.while"
+        inner, is_loop = trips, op.is_loop
         bound = ties(op)
         if is_loop:
             count = trip_count(self.program, op, self.producers)

@@ -231,7 +231,7 @@ class Walk:
         """Settles a region op: its carries, then what is inside."""
         bound = ties(op)
         inner_trips = 1
-        if op.kind.name == "stablehlo.while":
+        if op.is_loop:
             count = trip_count(self.program, op, self.producers)
             self.trips[op.results[0]] = count
             inner_trips = UNKNOWN_TRIPS if count is None else count
@@ -240,8 +240,7 @@ class Walk:
             if tie.source is not None:
                 self.seconds += trips * self.demand(tie.source, state)
         operands = tuple(
-            carries[i] if op.kind.name == "stablehlo.while" else self.full_state(v)
-            for i, v in enumerate(op.operands)
+            carries[i] if op.is_loop else self.full_state(v) for i, v in enumerate(op.operands)
         )
         for value, state in zip(op.operands, operands, strict=True):
             self.seconds += trips * self.demand(value, state)
@@ -251,7 +250,7 @@ class Walk:
                 self.define(value, state)
             self.region(region, trips * inner_trips)
             wanted = carries if len(region.results) == len(carries) else None
-            if wanted is None or (region is op.regions[0] and op.kind.name == "stablehlo.while"):
+            if wanted is None or (region is op.regions[0] and op.is_loop):
                 wanted = tuple(replicated(self.types[v].rank) for v in region.results)
             for value, state in zip(region.results, wanted, strict=True):
                 self.seconds += trips * inner_trips * self.demand(value, state)

@@ -7,71 +7,12 @@ that is expensive. Contractions, reductions, collectives and library calls read 
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
-from spmd.ir.dialect.elementwise import CHLO, LINEAR, NONLINEAR
-from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
+from spmd.ir.description import Role
+from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.predict.backends import Backend
 from spmd.predict.operands import is_library_reduce, transposed_operands
-
-
-class Role(IntEnum):
-    """What XLA makes of an op.
-
-    Attributes:
-      INSIDE: computed inside its readers, again for each.
-      ONCE: computed inside its only reader; stored where there are several.
-      ALIAS: another name for its operand's memory.
-      UPDATE: writes a piece into its first operand's memory.
-      FOLD: reads what is computed inside it, and stores its result.
-      CALL: reads stored operands and stores its results.
-      REGION: control flow.
-    """
-
-    INSIDE = 0
-    ONCE = 1
-    ALIAS = 2
-    UPDATE = 3
-    FOLD = 4
-    CALL = 5
-    REGION = 6
-
-
-_EXPENSIVE = (
-    "atan2", "cbrt", "cosine", "exponential", "exponential_minus_one", "log", "log_plus_one",
-    "logistic", "power", "rsqrt", "sine", "sqrt", "tan", "tanh", "divide", "remainder",
-)  # fmt: skip
-_MOVES = (
-    "broadcast_in_dim", "concatenate", "constant", "dynamic_slice", "iota", "pad", "reverse",
-    "slice", "transpose",
-)  # fmt: skip
-
-_ROLES: dict[str, Role] = {
-    **{f"stablehlo.{name}": Role.INSIDE for name in (*NONLINEAR, *LINEAR, *_MOVES)},
-    **{f"chlo.{name}": Role.ONCE for name in CHLO},
-    "chlo.square": Role.INSIDE,
-    **{f"stablehlo.{name}": Role.ONCE for name in _EXPENSIVE},
-    **{f"spmd.{name}": Role.INSIDE for name in ("axis_index", "local_slice", "neutral")},
-    **{f"stablehlo.{name}": Role.ALIAS for name in ("reshape", "optimization_barrier")},
-    "stablehlo.bitcast_convert": Role.ALIAS,
-    "stablehlo.dynamic_update_slice": Role.UPDATE,
-    "stablehlo.scatter": Role.UPDATE,
-    "stablehlo.reduce": Role.FOLD,
-    "stablehlo.reduce_window": Role.FOLD,
-    "stablehlo.gather": Role.ONCE,
-    "stablehlo.while": Role.REGION,
-    "stablehlo.case": Role.REGION,
-    "stablehlo.if": Role.REGION,
-}
-
-
-def role(kind: OpKind) -> Role:
-    """What XLA makes of an op; one that is not known is a call."""
-    found: Role | None = kind._cache.get("fusion.role")
-    if found is None:
-        found = kind._cache["fusion.role"] = _ROLES.get(kind.name, Role.CALL)
-    return found
 
 
 class Fused(NamedTuple):
@@ -109,11 +50,8 @@ def is_untouched(loop: Op, position: int) -> bool:
 def wants_stored(op: Op, what: Role, position: int) -> bool:
     """Whether an op wants an operand in memory, and not computed inside."""
     if what == Role.UPDATE:
-        return position < len(op.results) or op.name == "stablehlo.scatter"
+        return position < len(op.results) or op.kind.about.is_scatter
     return what == Role.CALL
-
-
-_PRODUCTS = ("stablehlo.multiply", "chlo.square")
 
 
 class _Fusion:
@@ -144,7 +82,7 @@ class _Fusion:
 
     def region(self, region: Region) -> None:
         for op in reversed(region.ops):
-            what = role(op.kind)
+            what = op.kind.about.role
             if what == Role.REGION:
                 self.control_flow(op)
             elif not op.results:
@@ -156,7 +94,7 @@ class _Fusion:
                 self.alias(op)
             elif what <= Role.ONCE and self.is_inside(op, what):
                 self.inside(op)
-            elif op.name != "stablehlo.constant":  # that comes with the executable
+            elif not op.kind.about.is_constant:  # that comes with the executable
                 self.store(op, what)
 
     def alias(self, op: Op) -> None:
@@ -171,8 +109,8 @@ class _Fusion:
         result = op.results[0]
         if self.needed[result]:
             return False
-        if self.summed[result] and op.name != "stablehlo.constant":
-            return op.name in _PRODUCTS and self.readers[result] == 1
+        if self.summed[result] and not op.kind.about.is_constant:
+            return op.kind.about.is_product and self.readers[result] == 1
         return what == Role.INSIDE or self.readers[result] == 1
 
     def inside(self, op: Op) -> None:
@@ -192,7 +130,7 @@ class _Fusion:
                 self.summed[value] = True
 
     def control_flow(self, op: Op) -> None:
-        is_loop = op.name == "stablehlo.while"
+        is_loop = op.is_loop
         for i, value in enumerate(op.operands):
             if is_loop and is_untouched(op, i):
                 self.root[op.results[i]] = value

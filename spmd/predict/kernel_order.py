@@ -76,7 +76,7 @@ def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, kernel in enumerate(kernels):
         here = max((depth.get(v, 0) for v in (*kernel.reads, *kernel.handed)), default=0)
-        if kernel.op.name == "stablehlo.all_reduce" and not kernel.is_copy:
+        if kernel.op.collective == "all_reduce" and not kernel.is_copy:
             attrs = kernel.op.kind.attrs
             groups.setdefault((attrs.get("axes"), attrs.get("body"), here), []).append(i)
             here += 1

@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from spmd.ir.description import Role
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.types import TensorType
 from spmd.predict.backends import Backend
-from spmd.predict.fusion import Fused, Role, fuse, is_untouched, role, wants_stored
+from spmd.predict.fusion import Fused, fuse, is_untouched, wants_stored
 from spmd.predict.kernel_order import Dependence, Kernel, breadth_first, combined
 from spmd.predict.operands import is_library_reduce, transposed_operands, transposed_results
-
-_SCATTER = "stablehlo.scatter"
-_WHILE = "stablehlo.while"
 
 
 class Kernels(NamedTuple):
@@ -106,9 +104,9 @@ class _Builder:
         op = kernel.op
         if kernel.is_copy:
             return ()
-        if role(op.kind) == Role.UPDATE:
+        if op.kind.about.role == Role.UPDATE:
             return self.read(op.operands[: len(op.results)])
-        return kernel.handed if op.name == _WHILE else ()
+        return kernel.handed if op.is_loop else ()
 
     def copy_of(self, value: Value) -> Value:
         """The number of a new copy."""
@@ -117,7 +115,7 @@ class _Builder:
         return len(self.types) - 1
 
     def op(self, op: Op, kernels: list[Kernel]) -> None:
-        what = role(op.kind)
+        what = op.kind.about.role
         if what == Role.REGION:
             kernels.append(self.control_flow(op))
         elif what == Role.ALIAS:
@@ -157,7 +155,7 @@ class _Builder:
                 operands[position] = self.copy(op, operands[position], order, kernels)
         for value in op.results:
             self.inputs[value] = (value,)
-        over = what <= Role.UPDATE and not (self.backend.breadth_first and op.name == _SCATTER)
+        over = what <= Role.UPDATE and not (self.backend.breadth_first and op.kind.about.is_scatter)
         kernels.append(Kernel(op, self.operands(op, what, operands), op.results, over))
         if self.backend.transposes and (order := transposed_results(op.kind)):
             for value in op.results:
@@ -190,7 +188,7 @@ class _Builder:
         return found
 
     def control_flow(self, op: Op) -> Kernel:
-        is_loop = op.name == _WHILE
+        is_loop = op.is_loop
         free = [value for region in op.regions for value in free_values(region)]
         kept = [v for i, v in enumerate(op.operands) if is_loop and is_untouched(op, i)]
         handed = [v for v in op.operands if v not in kept]

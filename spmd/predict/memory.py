@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from spmd.ir.description import Role
 from spmd.ir.dialect.composites import WORKSPACE
 from spmd.ir.program import Op, Program, Value
 from spmd.predict.backends import Backend, backend_of
-from spmd.predict.fusion import Role, role
 from spmd.predict.kernel_order import Kernel
 from spmd.predict.kernels import Kernels, kernels_of
 
@@ -201,7 +201,7 @@ class _Simulation:
     def region(self, kernels: Sequence[Kernel]) -> None:
         for kernel in kernels:
             if (
-                role(kernel.op.kind) == Role.UPDATE
+                kernel.op.kind.about.role == Role.UPDATE
                 and not kernel.is_copy
                 and self.is_at_home(kernel)
             ):
@@ -274,7 +274,7 @@ class _Simulation:
     def control_flow(self, kernel: Kernel) -> None:
         if not kernel.regions:
             return
-        if kernel.op.name == "stablehlo.while":
+        if kernel.op.is_loop:
             body, end = kernel.op.regions[1], self.end_of(kernel)
             for argument, value in zip(body.args, body.results, strict=True):
                 if value != argument:

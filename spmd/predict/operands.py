@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmd.ir.program import Body, OpKind, body_reducer
+from spmd.ir.dialect.reducers import body_reducer
+from spmd.ir.program import Body, OpKind
 from spmd.ir.types import ConvDims, DotDims, TensorType
 
 Order = tuple[int, ...]
@@ -26,20 +27,18 @@ def transposed_operands(kind: OpKind) -> Mapping[int, Order]:
 
 def _transposed_operands(kind: OpKind) -> dict[int, Order]:
     wanted: dict[int, Order] = {}
-    if kind.name == "stablehlo.dot_general":
+    if kind.about.reads == "matrices":
         wanted = _dot(kind)
-    elif kind.name == "stablehlo.convolution":
+    elif kind.about.reads == "images":
         wanted = _convolution(kind.attrs["dimension_numbers"])
-    elif kind.name == "stablehlo.all_gather" and "axes" in kind.attrs:
-        wanted = _along(kind.operands, kind.attrs["all_gather_dim"])
-    elif kind.name == "stablehlo.reduce_scatter" and "axes" in kind.attrs:
-        wanted = _along(kind.operands, kind.attrs["scatter_dimension"])
+    elif kind.about.collective and kind.about.along:
+        wanted = _along(kind.operands, kind.attrs[kind.about.along])
     return {i: order for i, order in wanted.items() if not _is_same(order, kind.operands[i])}
 
 
 def transposed_results(kind: OpKind) -> Order:
     """The order of dims in which results have to be copied; empty if they are as they should be."""
-    if kind.name == "stablehlo.all_gather" and "axes" in kind.attrs:
+    if kind.about.collective == "all_gather":
         order = _along(kind.results, kind.attrs["all_gather_dim"])[0]
         return () if _is_same(order, kind.results[0]) else tuple(range(kind.results[0].rank))
     return ()
@@ -47,7 +46,7 @@ def transposed_results(kind: OpKind) -> Order:
 
 def is_library_reduce(kind: OpKind) -> bool:
     """Whether a reduction is a library call: sum, maximum or minimum of one float32 tensor."""
-    if kind.name != "stablehlo.reduce" or len(kind.results) != 1:
+    if not kind.about.is_reduce or len(kind.results) != 1:
         return False
     body = kind.attrs.get("body")
     known = isinstance(body, Body) and body_reducer(body) in ("add", "max", "min")

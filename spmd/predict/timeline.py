@@ -14,19 +14,17 @@ where they are stored (`spmd.predict.fusion`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
-from spmd.ir.dialect.composites import COMPOSITE, composite_flops
-from spmd.ir.program import Op, OpKind, Program, Region, Value
-from spmd.ir.types import ConvDims, DotDims
+from spmd.ir.description import Role, Traffic
+from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
-from spmd.predict.fusion import Role, role, stored_values
-from spmd.reshard.comm import KINDS, collective_seconds
+from spmd.predict.fusion import stored_values
+from spmd.reshard.comm import collective_seconds
 
 COMPUTE = "compute"
 
@@ -132,8 +130,8 @@ class _Schedule:
 
     def cost(self, op: Op) -> tuple[str, float]:
         """The lane of an op and its seconds there."""
-        kind = op.name.removeprefix("stablehlo.")
-        if kind in KINDS and "axes" in op.kind.attrs:
+        kind = op.collective
+        if kind and "axes" in op.kind.attrs:
             axes = op.kind.attrs["axes"]
             sent = sum(t.bytes for t in op.kind.operands)
             received = sum(t.bytes for t in op.kind.results)
@@ -148,7 +146,7 @@ class _Schedule:
         """
         begin = max([start, *self.free.values(), *(self.ready.get(v, start) for v in op.operands)])
         place = len(self.slots)
-        is_loop = op.name == "stablehlo.while"
+        is_loop = op.is_loop
         runs = trip_count(self.program, op, self.producers) if is_loop else 1
         inner = UNKNOWN_TRIPS if runs is None else runs
         once = self.iteration(op, begin, trips * inner, depth) if is_loop else 0.0
@@ -179,10 +177,6 @@ class _Schedule:
         return longest
 
 
-_CONTRACTIONS = {"stablehlo.dot_general", "stablehlo.convolution"}
-_PIECES = {"stablehlo.dynamic_slice", "stablehlo.slice", "stablehlo.gather", "spmd.local_slice"}
-
-
 def local_seconds(
     op: Op, stored: frozenset[Value], topology: Topology, producers: Mapping[Value, Op]
 ) -> float:
@@ -197,16 +191,14 @@ def local_seconds(
     if not any(v in stored for v in op.results):
         return 0.0
     written = sum(t.bytes for t in op.kind.results)
-    if role(op.kind) == Role.UPDATE:
+    if op.kind.about.role == Role.UPDATE:
         read = written = sum(t.bytes for t in op.kind.operands[len(op.results) :])
     else:
         read = sum(_bytes_read(op, stored, producers).values())
-    flops = 0.0
-    if op.name in _CONTRACTIONS:
-        flops = local_flops(op.kind) / topology.peak_flops(op.kind.operands[0].dtype)
-    if op.name == COMPOSITE:
-        flops = composite_flops(op.kind) / topology.peak_flops(op.kind.operands[0].dtype)
-    return max(flops, (read + written) / topology.hbm_bandwidth)
+    flops, seconds = op.kind.about.flops, 0.0
+    if flops is not None:
+        seconds = flops(op.kind) / topology.peak_flops(op.kind.operands[0].dtype)
+    return max(seconds, (read + written) / topology.hbm_bandwidth)
 
 
 def _bytes_read(
@@ -217,7 +209,7 @@ def _bytes_read(
     waiting, seen = [op], {id(op)}
     while waiting:
         reader = waiting.pop()
-        is_piece = reader.name in _PIECES
+        is_piece = reader.kind.about.traffic == Traffic.PIECE
         for value, type_ in zip(reader.operands, reader.kind.operands, strict=True):
             inside = producers.get(value)
             if inside is None or value in stored or inside.regions:
@@ -227,14 +219,3 @@ def _bytes_read(
                 seen.add(id(inside))
                 waiting.append(inside)
     return found
-
-
-def local_flops(kind: OpKind) -> int:
-    """Two for each point of a contraction's iteration space."""
-    lhs, rhs = kind.operands[:2]
-    if kind.name == "stablehlo.dot_general":
-        dot: DotDims = kind.attrs["dot_dimension_numbers"]
-        return 2 * kind.results[0].size * math.prod(lhs.shape[d] for d in dot.lhs_contract)
-    conv: ConvDims = kind.attrs["dimension_numbers"]
-    taps = rhs.size // max(1, rhs.shape[conv.kernel_output_feature])
-    return 2 * kind.results[0].size * taps

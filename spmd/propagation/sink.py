@@ -18,7 +18,7 @@ from spmd.propagation.cheap import cheap_values
 
 def sink_invariants(program: Program) -> Program:
     """Takes cheap values that do not change out of the carries of every loop, outermost first."""
-    if not any(op.name == "stablehlo.while" for op in program.walk()):
+    if not any(op.is_loop for op in program.walk()):
         return program
     return _Sink(program).run()
 
@@ -42,7 +42,7 @@ class _Sink:
         ops = []
         for op in region.ops:
             op = op._replace(operands=self.values(op.operands))
-            if op.name == "stablehlo.while":
+            if op.is_loop:
                 op = self.loop(op)
             regions = tuple(self.region(inner) for inner in op.regions)
             ops.append(op._replace(regions=regions))
@@ -93,7 +93,7 @@ class _Sink:
             if v in found:
                 return True
             op = self.producers.get(v)
-            if op is None or not (v in self.cheap or op.name == "stablehlo.constant"):
+            if op is None or not (v in self.cheap or op.kind.about.is_constant):
                 return False
             if not all(visit(operand) for operand in self.values(op.operands)):
                 return False

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.ir.builder import Builder
-from spmd.ir.control_flow import MANUAL, producers_of
+from spmd.ir.control_flow import producers_of
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.manual import MANUAL
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
 from spmd.ir.rewrite import rewrite_ops
@@ -100,7 +101,7 @@ def host_arrays(arrays: Sequence[Any]) -> Arrays:
 
 
 def _is_mark(op: Op) -> bool:
-    return op.name == "spmd.mark"
+    return op.is_mark
 
 
 class _Search:
@@ -170,7 +171,7 @@ class _Search:
     # Control flow.
 
     def descend(self, index: int, op: Op, wrong: tuple[Comparison, ...]) -> Culprit | None:
-        if op.name == "stablehlo.while":
+        if op.is_loop:
             return self.descend_loop(index, op, wrong)
         if op.name == MANUAL:  # what is inside has no value on the whole program's side
             return self.culprit(op, wrong, f"{_place(op)}, taken as one op")
@@ -227,7 +228,7 @@ class _Search:
 
 
 def _branch(op: Op, selector: int) -> int:
-    if op.name == "stablehlo.if":
+    if op.kind.about.selector == "i1":
         return 0 if selector else 1
     return selector if 0 <= selector < len(op.regions) else len(op.regions) - 1
 

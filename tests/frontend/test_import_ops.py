@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd.ir.builder import reducer_body
+from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Frame, Loc
 from spmd.ir.types import numpy_dtype
 from tests.frontend.imported import X, assert_source, imported, inner_call, line_of, ops, parsed

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd.errors import FrontendError
-from spmd.ir.builder import Builder, reducer_body
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region
 from spmd.ir.text import format_op, format_program
 from spmd.ir.types import Dense, DotDims, GatherDims, Opaque, ShardingAttr, TensorType, numpy_dtype

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from spmd.errors import SpecError
-from spmd.ir.builder import reducer_body
-from spmd.ir.program import REDUCER_OPS, Body, Loc, Op, OpKind, Program, Region, Value
+from spmd.ir.dialect.reducers import REDUCER_OPS, reducer_body
+from spmd.ir.program import Body, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.text_dense import parse_dense
 from spmd.ir.text_tokens import ATTR_NAME, OP_NAME, STRUCTS, SYMBOL, TICKED, WORD, Scanner
 from spmd.ir.types import Attribute, Dense, Opaque, TensorType

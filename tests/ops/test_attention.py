@@ -14,7 +14,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 import spmd
-from spmd.ir.dialect.composites import COMPOSITE
+from spmd.ir.description import COMPOSITE
 from spmd.mesh.sharding import local_shape
 from spmd.ops import attention
 from spmd.ops import attention_cudnn as cudnn

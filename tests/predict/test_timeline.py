@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spmd.ir.builder import Builder
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region
 from spmd.ir.types import DotDims, TensorType
 from spmd.mesh.mesh import Mesh

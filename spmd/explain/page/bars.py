@@ -111,7 +111,7 @@ def _bars(waiting: list[Slot], mesh: Mesh, depth: int, begin: float, seconds: fl
         if not slot.op.regions:
             segments.append(_segment(slot, mesh, begin))
             continue
-        is_loop = slot.op.name == "stablehlo.while"
+        is_loop = slot.op.is_loop
         place = slot.op.loc.trail or "an unknown place"
         label = f"{'loop' if is_loop else 'branches'} at {place}"
         once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)

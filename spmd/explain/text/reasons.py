@@ -73,7 +73,7 @@ def _others(plan: Plan, value: Value, prices: Prices) -> list[str]:
     """Why not otherwise: other shardings and what they would cost."""
     is_argument = value in plan.program.body.args
     producer = _producer(plan.program, value)
-    if producer is not None and producer.name == "spmd.mark":
+    if producer is not None and producer.is_mark:
         relief = prices.without_mark(value)
         more = len(relief.marks.values) - 1
         alike = f" and the {more} made with it" if more else ""

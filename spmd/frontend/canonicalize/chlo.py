@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from spmd.frontend.canonicalize.site import Canonical, Site
-from spmd.ir.bodies import inline_elementwise, is_elementwise
-from spmd.ir.builder import Builder
+from spmd.ir.dialect.bodies import inline_elementwise, is_elementwise
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Body, Value
 from spmd.ir.types import Attribute, Dense, Opaque, TensorType, dtype_bits, numpy_dtype
 
@@ -174,21 +174,11 @@ class _Scan:
         return self.cut(x, 0, size - count) if self.is_reverse else self.cut(x, count, size)
 
     def cut(self, x: Value, start: int, limit: int) -> Value:
-        shape = self.b.types[x].shape
-        starts = tuple(start if d == self.dim else 0 for d in range(len(shape)))
-        limits = tuple(limit if d == self.dim else n for d, n in enumerate(shape))
-        type_ = self.b.types[x].with_shape(
-            tuple(b - a for a, b in zip(starts, limits, strict=True))
-        )
-        attrs = {"start_indices": starts, "limit_indices": limits, "strides": (1,) * len(shape)}
-        return self.b.op("stablehlo.slice", (x,), (type_,), attrs)[0]
+        return self.b.slice_dim(x, self.dim, start, limit)
 
     def join(self, first: Value, rest: Value) -> Value:
         parts = (rest, first) if self.is_reverse else (first, rest)
-        shape = list(self.b.types[first].shape)
-        shape[self.dim] += self.b.types[rest].shape[self.dim]
-        type_ = self.b.types[first].with_shape(tuple(shape))
-        return self.b.op("stablehlo.concatenate", parts, (type_,), {"dimension": self.dim})[0]
+        return self.b.concatenate(parts, self.dim)
 
 
 CHLO: Mapping[str, Canonical] = {

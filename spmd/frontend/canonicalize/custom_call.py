@@ -47,9 +47,8 @@ def _approx_top_k(site: Site) -> Sequence[Value]:
     attrs = {"dimension": dim, "is_stable": True, "body": site.attrs["body"]}
     ordered = b.op("stablehlo.sort", tensors, [b.types[v] for v in tensors], attrs)
     starts = (0,) * site.result.rank
-    cut = {"start_indices": starts, "strides": (1,) * site.result.rank}
     return [
-        b.op("stablehlo.slice", (v,), (type_,), {**cut, "limit_indices": type_.shape})[0]
+        b.slice(v, starts, type_.shape)
         for v, type_ in zip(ordered, site.op.kind.results, strict=True)
     ]
 

@@ -83,9 +83,7 @@ def _slice(site: Site) -> Sequence[Value]:
     dtype = b.types[site.operands[1]].dtype
     scalars = []
     for d in range(len(shape)):
-        attrs = {"start_indices": (d,), "limit_indices": (d + 1,), "strides": (1,)}
-        one = b.types[site.operands[1]].with_shape((1,))
-        (part,) = b.op("stablehlo.slice", site.operands[1:2], (one,), attrs)
+        part = b.slice(site.operands[1], (d,), (d + 1,))
         scalars.append(b.convert(b.reshape(part, ()), "i32" if dtype == "index" else dtype))
     return (b.dynamic_slice(site.operands[0], scalars, shape),)
 

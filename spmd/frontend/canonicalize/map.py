@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spmd.frontend.canonicalize.site import Canonical, Site
-from spmd.ir.bodies import inline_elementwise, is_elementwise
+from spmd.ir.dialect.bodies import inline_elementwise, is_elementwise
 from spmd.ir.program import Body, Value
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spmd.frontend.canonicalize.site import Canonical, Site, reduce_add
-from spmd.ir.builder import Builder
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 

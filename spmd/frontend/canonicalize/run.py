@@ -19,8 +19,8 @@ from spmd.frontend.canonicalize.dynamic import DYNAMIC
 from spmd.frontend.canonicalize.map import MAP
 from spmd.frontend.canonicalize.norm import NORM
 from spmd.frontend.canonicalize.site import Canonical, Site
-from spmd.ir.builder import Builder
 from spmd.ir.control_flow import producers_of
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import rewrite_ops
 

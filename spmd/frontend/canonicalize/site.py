@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from spmd.errors import UnsupportedOpError
-from spmd.ir.builder import Builder, identity_element, reducer_body
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, TensorType
 
@@ -76,13 +76,4 @@ def reduce_add(b: Builder, x: Value, dims: Sequence[int]) -> Value:
     """The sum over some dims; `x` itself for none."""
     if not dims:
         return x
-    type_ = b.types[x]
-    shape = tuple(n for d, n in enumerate(type_.shape) if d not in dims)
-    attrs = {
-        "dimensions": tuple(sorted(dims)),
-        "body": reducer_body("add", type_.dtype),
-        "reducer": "add",
-        "spmd.neutral": True,
-    }
-    zero = b.constant(identity_element("add", type_.dtype), type_.dtype)
-    return b.op("stablehlo.reduce", (x, zero), (type_.with_shape(shape),), attrs)[0]
+    return b.reduce("add", x, tuple(sorted(dims)), **{"spmd.neutral": True})

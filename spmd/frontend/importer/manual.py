@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from spmd.errors import UnsupportedOpError
 from spmd.frontend.importer.unsupported import refuse
-from spmd.ir.legality import COLLECTIVES
+from spmd.ir.dialect.collectives import COLLECTIVES
 from spmd.ir.program import Loc
 from spmd.ir.types import Attribute, ShardingAttr
 from spmd.mesh.mesh import Mesh

@@ -17,10 +17,10 @@ from spmd.frontend.importer.attributes import (
 from spmd.frontend.importer.contents import Contents
 from spmd.frontend.importer.manual import Scope
 from spmd.frontend.importer.unsupported import refuse
-from spmd.ir.builder import identity_element
-from spmd.ir.control_flow import ALONE
-from spmd.ir.legality import DEVICE_IDS
-from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, body_reducer, walk_region
+from spmd.ir.dialect.collectives import DEVICE_IDS
+from spmd.ir.dialect.reducers import body_reducer, identity_element
+from spmd.ir.dialect.registry import ALONE
+from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, walk_region
 from spmd.ir.types import Attribute, Dense, TensorType
 
 DEEPEST_REGIONS = 64

@@ -15,8 +15,8 @@ from spmd.frontend.importer.manual import (
     scope_of,
 )
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
-from spmd.ir.control_flow import FROM_MANUAL, MANUAL, TO_MANUAL
-from spmd.ir.legality import COLLECTIVES
+from spmd.ir.dialect.collectives import COLLECTIVES
+from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Loc, Op, OpKind, Region, Value
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh

@@ -1,14 +1,14 @@
-"""Every op, described once. Importing this package fills the registry with all descriptions."""
+"""Every op, described once, by family. Importing this package fills the table of descriptions."""
 
 from spmd.ir.dialect import (  # noqa: F401
+    calls,
+    collectives,
     contract,
+    control,
     elementwise,
     index,
     linalg,
     manual,
-    misc,
-    ragged,
-    random,
     shape,
     sort,
     window,

@@ -13,9 +13,6 @@ from spmd.errors import SpmdError
 from spmd.ir.program import OpKind
 from spmd.ir.types import Dense, Opaque
 
-COMPOSITE = "stablehlo.composite"
-"""The op; its attribute `name` says which composite it is."""
-
 PREFIX = "with."
 """In front of the names of a composite's own attributes, among those of the op."""
 
@@ -40,13 +37,11 @@ class Composite(NamedTuple):
       decomposition: what it computes, at any shapes; None if only the module says that.
       kernels: platform -> what computes it there. One that returns NotImplemented has none for
         these shapes.
-      flops: floating-point operations of an op of this kind; None if they do not matter.
     """
 
     name: str
     decomposition: Function | None
     kernels: Mapping[str, Function]
-    flops: Callable[[OpKind], float] | None
 
 
 _COMPOSITES: dict[str, Composite] = {}
@@ -93,9 +88,3 @@ def arguments_of(kind: OpKind) -> dict[str, Any]:
                     fix="pass anything else as an operand",
                 )
     return found
-
-
-def composite_flops(kind: OpKind) -> float:
-    """Floating-point operations of a composite at the shapes that it has; 0 if nobody says."""
-    flops = composite_of(kind).flops
-    return flops(kind) if flops else 0.0

@@ -1,15 +1,35 @@
-"""Rules of ops that sum factors away: dot_general, reduce, and their kin."""
+"""Ops that sum factors away: products of matrices, plain and ragged, and reductions."""
 
 from __future__ import annotations
 
+import math
+import re
+from typing import NamedTuple
+
+from spmd.ir.description import Role
 from spmd.ir.dialect.merge import Merge
-from spmd.ir.dialect.registry import rule
-from spmd.ir.dialect.rule import MERGE, PASS, REDUCE, DimFactors, Rule, RuleBuilder
+from spmd.ir.dialect.registry import op
+from spmd.ir.dialect.rule import (
+    MERGE,
+    PASS,
+    REDUCE,
+    REPLICATE,
+    DimFactors,
+    Rule,
+    RuleBuilder,
+)
 from spmd.ir.program import OpKind
 from spmd.ir.types import DotDims
 
 
-@rule("stablehlo.dot_general")
+def dot_flops(kind: OpKind) -> int:
+    """Two for each point of the iteration space."""
+    dims: DotDims = kind.attrs["dot_dimension_numbers"]
+    contracted = (kind.operands[0].shape[d] for d in dims.lhs_contract)
+    return 2 * kind.results[0].size * math.prod(contracted)
+
+
+@op("stablehlo.dot_general", flops=dot_flops, reads="matrices")
 def _dot_general(kind: OpKind) -> Rule:
     """`b i k, b j k -> b i j {k: reduce add}`; linear in each operand alone."""
     build = RuleBuilder()
@@ -31,7 +51,7 @@ def _dot_general(kind: OpKind) -> Rule:
     return build.build([lhs, rhs], [result], reduction="add", linear=((0,), (1,)))
 
 
-@rule("stablehlo.reduce")
+@op("stablehlo.reduce", is_reduce=True, role=Role.FOLD)
 def _reduce(kind: OpKind) -> Rule:
     """`i k, -> i {k: reduce}`; a body that is not one known op merges the results of pieces of `k`.
 
@@ -70,3 +90,75 @@ def _partial_results(kind: OpKind, operand: list[DimFactors]) -> list[Merge]:
         tensors = tuple((type_.with_shape(shape), dims) for type_ in types)
         merges.append(Merge(operand[d][0], tensors))
     return merges
+
+
+class RaggedDims(NamedTuple):
+    """`#chlo.ragged_dot`: dims of each operand by their role; `ragged` and `group` are one each."""
+
+    lhs_batch: tuple[int, ...]
+    rhs_batch: tuple[int, ...]
+    lhs_contract: tuple[int, ...]
+    rhs_contract: tuple[int, ...]
+    ragged: int
+    group: int | None
+
+    @staticmethod
+    def of(kind: OpKind) -> RaggedDims:
+        """The dimension numbers of a `chlo.ragged_dot`."""
+        text = kind.attrs["ragged_dot_dimension_numbers"].text
+
+        def dims(name: str) -> tuple[int, ...]:
+            found = re.search(rf"{name} = \[([\d, ]*)\]", text)
+            return tuple(map(int, found[1].replace(",", " ").split())) if found else ()
+
+        group = dims("rhs_group_dimensions")
+        return RaggedDims(
+            dims("lhs_batching_dimensions"),
+            dims("rhs_batching_dimensions"),
+            dims("lhs_contracting_dimensions"),
+            dims("rhs_contracting_dimensions"),
+            dims("lhs_ragged_dimensions")[0],
+            group[0] if group else None,
+        )
+
+
+@op("chlo.ragged_dot")
+def _ragged_dot(kind: OpKind) -> Rule:
+    """`m k, g k n, g -> m n {k: reduce add, g: reduce add}` for ragged rows.
+
+    Ragged rows may be split: each device finds out where its rows lie in the groups. The groups
+    of the right operand may be: a device's term is zero in rows of groups that it lacks. The
+    group sizes are whole on every device, and so are the groups of a result (ragged contraction).
+    """
+    build, dims = RuleBuilder(), RaggedDims.of(kind)
+    lhs_shape, rhs_shape, sizes_shape = (t.shape for t in kind.operands)
+    lhs: list[DimFactors] = [()] * len(lhs_shape)
+    rhs: list[DimFactors] = [()] * len(rhs_shape)
+    for i, j in zip(dims.lhs_batch, dims.rhs_batch, strict=True):
+        lhs[i] = rhs[j] = build.factor(lhs_shape[i])
+    for i, j in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
+        lhs[i] = rhs[j] = build.factor(lhs_shape[i], REDUCE)
+    if dims.group is not None:
+        rhs[dims.group] = build.factor(rhs_shape[dims.group], REDUCE)
+    lhs = [dim or build.factor(size, PASS) for dim, size in zip(lhs, lhs_shape, strict=True)]
+    rhs = [dim or build.factor(size, PASS) for dim, size in zip(rhs, rhs_shape, strict=True)]
+    result = [lhs[i] for i in dims.lhs_batch]
+    result += [d for i, d in enumerate(lhs) if i not in (*dims.lhs_batch, *dims.lhs_contract)]
+    gone = (*dims.rhs_batch, *dims.rhs_contract, dims.group)
+    result += [d for j, d in enumerate(rhs) if j not in gone]
+    if dims.ragged in dims.lhs_contract:
+        result = [build.factor(sizes_shape[-1], REPLICATE), *result]
+    outer = _outer_dims(dims, len(lhs_shape)) if len(sizes_shape) > 1 else ()
+    sizes = [lhs[i] for i in outer] + [build.factor(sizes_shape[-1], REPLICATE)]
+    return build.build([lhs, rhs, sizes], [result], reduction="add", linear=((0,), (1,)))
+
+
+def _outer_dims(dims: RaggedDims, rank: int) -> tuple[int, ...]:
+    """Dims of the left operand for each of which there are other group sizes."""
+    if dims.ragged in dims.lhs_batch:
+        return dims.lhs_batch[: dims.lhs_batch.index(dims.ragged)]
+    if dims.ragged in dims.lhs_contract:
+        before = dims.lhs_contract[: dims.lhs_contract.index(dims.ragged)]
+        return (*dims.lhs_batch, *before)
+    taken = (*dims.lhs_batch, *dims.lhs_contract)
+    return (*dims.lhs_batch, *(i for i in range(dims.ragged) if i not in taken))

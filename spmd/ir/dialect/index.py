@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from spmd.ir.dialect.registry import rule
+from spmd.ir.description import Role, Traffic
+from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import GatherDims, ScatterDims
 
 
-@rule("stablehlo.gather")
+@op("stablehlo.gather", traffic=Traffic.PIECE, role=Role.ONCE)
 def _gather(kind: OpKind) -> Rule:
     """`v h, b -> b h {v: reduce add}`: a device looks up only what lies in its piece of `v`."""
     build = RuleBuilder()
@@ -41,7 +42,7 @@ def _gather(kind: OpKind) -> Rule:
     return build.build([operand, indices], [result], reduction="add", linear=((0,),))
 
 
-@rule("stablehlo.scatter")
+@op("stablehlo.scatter", traffic=Traffic.UPDATE, role=Role.UPDATE, is_scatter=True)
 def _scatter(kind: OpKind) -> Rule:
     """`v h, b, b h -> v h {b: reduce add}`: each device scatters its updates into its piece."""
     build = RuleBuilder()

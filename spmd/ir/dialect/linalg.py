@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from spmd.ir.dialect.registry import BATCHED_CALL, batch_rank, rule
+from spmd.ir.description import Passes
+from spmd.ir.dialect.registry import BATCHED_CALL, batch_rank, op
 from spmd.ir.dialect.rule import PASS, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import TensorType
@@ -19,32 +20,32 @@ MATRIX_CALLS = (
 """Targets that XLA itself expands, with a matrix as first operand."""
 
 
-@rule("stablehlo.fft")
+@op("stablehlo.fft", is_same_locally=True, passes=Passes.LOGARITHMIC)
 def _fft(kind: OpKind) -> Rule:
     """All dims but the transformed ones, which are the last, pass."""
     return _batched(kind, kind.operands[0].rank - len(kind.attrs["fft_length"]))
 
 
-@rule("stablehlo.cholesky")
+@op("stablehlo.cholesky", is_same_locally=True, passes=Passes.COLUMNS)
 def _cholesky(kind: OpKind) -> Rule:
     """`b i j -> b i j`, with `i` and `j` whole."""
     return _batched(kind, kind.operands[0].rank - 2)
 
 
-@rule("stablehlo.triangular_solve")
+@op("stablehlo.triangular_solve", is_same_locally=True, passes=Passes.COLUMNS)
 def _triangular_solve(kind: OpKind) -> Rule:
     """`b i j, b j c -> b j c`: the right-hand sides `c` pass too; linear in them."""
     free = -1 if kind.attrs["left_side"] else -2
     return _solve(kind, kind.operands[0].rank - 2, 1, free)
 
 
-@rule(*(f"custom_call:{target}" for target in MATRIX_CALLS))
+@op(*(f"custom_call:{target}" for target in MATRIX_CALLS), is_same_locally=True)
 def _matrix_call(kind: OpKind) -> Rule:
     """`b i j -> b i j, b k`: the leading dims of the matrix are those of every result."""
     return _batched(kind, kind.operands[0].rank - 2)
 
 
-@rule(BATCHED_CALL)
+@op(BATCHED_CALL, is_same_locally=True)
 def _batched_call(kind: OpKind) -> Rule:
     """The leading dims that the call says are batch pass; so do the columns that a solve has."""
     batch = batch_rank(kind)

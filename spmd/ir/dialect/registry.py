@@ -1,4 +1,4 @@
-"""The table op name -> rule. A duplicate or an unknown op is an error."""
+"""Descriptions are added here, and rules asked for. A duplicate or an unknown op is an error."""
 
 from __future__ import annotations
 
@@ -7,33 +7,59 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.errors import SpmdError, UnsupportedOpError
-from spmd.ir.control_flow import ALONE
-from spmd.ir.dialect.composites import COMPOSITE
+from spmd.ir.description import (
+    CUSTOM_CALL,
+    DESCRIPTIONS,
+    UNKNOWN,
+    UNKNOWN_CALL,
+    Description,
+    key_of,
+)
 from spmd.ir.dialect.rule import Rule
 from spmd.ir.program import Loc, OpKind
 
 RuleFunction = Callable[[OpKind], Rule]
 
-_RULES: dict[str, RuleFunction] = {}
+
+def describe(description: Description, *names: str, dialect: str = "stablehlo") -> None:
+    """Describes some ops of a dialect, all alike.
+
+    Raises:
+      SpmdError: one of them has a description already.
+    """
+    for name in names:
+        _add(f"{dialect}.{name}", description)
 
 
-def rule(*names: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Decorator: the function gives the rule of these ops from their kind."""
+def op(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
+    """Decorator: the function gives the rule of these ops from their kind; they have these traits.
+
+    Raises:
+      SpmdError: one of them has a description already.
+    """
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
-            if name in _RULES:
-                raise SpmdError(f"op {name} already has a rule", fix="keep one of them")
-            _RULES[name] = function
+            base = UNKNOWN_CALL if name.startswith("custom_call:") else UNKNOWN
+            _add(name, base._replace(rule=function, **traits))
         return function
 
     return register
 
 
+def _add(name: str, description: Description) -> None:
+    if name in DESCRIPTIONS:
+        raise SpmdError(f"op {name} already has a rule", fix="keep one of them")
+    DESCRIPTIONS[name] = description
+
+
 def registered_ops() -> tuple[str, ...]:
     """Names of all ops with a rule, sorted."""
-    return tuple(sorted(_RULES))
+    return tuple(sorted(name for name, about in DESCRIPTIONS.items() if about.rule))
 
+
+ALONE = "spmd.alone"
+"""Attribute of a custom call where all axes of the mesh are manual."""
 
 BATCHED_CALL = "custom_call:num_batch_dims"
 """Where custom calls without a rule of their own, but with batch dims, find theirs."""
@@ -52,12 +78,8 @@ def rule_name(kind: OpKind) -> str:
 
     Of a custom call its target, of a composite its name, of any other op its own.
     """
-    if kind.name == COMPOSITE:
-        return f"composite:{kind.attrs['name']}"
-    if kind.name != "stablehlo.custom_call":
-        return kind.name
-    name = f"custom_call:{kind.attrs.get('call_target_name', '')}"
-    if name in _RULES:
+    name = key_of(kind.name, kind.attrs)
+    if kind.name != CUSTOM_CALL or name in DESCRIPTIONS:
         return name
     if kind.attrs.get(ALONE):
         return LONE_CALL
@@ -67,7 +89,7 @@ def rule_name(kind: OpKind) -> str:
 def is_known_call(target: str) -> bool:
     """Whether a custom call of this target has a rule, or is one of linear algebra libraries'."""
     is_library = _LIBRARY_CALL.match(target) or _VECTOR_CALL.match(target)
-    return f"custom_call:{target}" in _RULES or is_library is not None
+    return f"custom_call:{target}" in DESCRIPTIONS or is_library is not None
 
 
 def batch_rank(kind: OpKind) -> int | None:
@@ -98,7 +120,7 @@ def rule_of(kind: OpKind, loc: Loc | None = None) -> Rule:
     found = cache.get("rule")
     if found is None:
         name = rule_name(kind)
-        function = _RULES.get(name)
+        function = DESCRIPTIONS.get(name, UNKNOWN).rule
         if function is None:
             types = ", ".join(map(str, kind.operands))
             raise UnsupportedOpError(

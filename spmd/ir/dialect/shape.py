@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 
-from spmd.ir.dialect.registry import rule
+from spmd.ir.description import Role, Traffic
+from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 
 
-@rule("stablehlo.constant", "stablehlo.iota")
+@op("stablehlo.constant", is_source=True, is_constant=True, role=Role.INSIDE)
+@op("stablehlo.iota", is_source=True, traffic=Traffic.RESULTS, role=Role.INSIDE)
 def _source(kind: OpKind) -> Rule:
     """`-> i j`: any piece can be made locally."""
     build = RuleBuilder()
     return build.build([], [[build.factor(size) for size in kind.results[0].shape]])
 
 
-@rule("stablehlo.broadcast_in_dim")
+@op(
+    "stablehlo.broadcast_in_dim",
+    is_same_locally=True,
+    is_broadcast=True,
+    traffic=Traffic.RESULTS,
+    role=Role.INSIDE,
+)
 def _broadcast_in_dim(kind: OpKind) -> Rule:
     """`i -> i j`: new and expanded dims belong to the result alone."""
     build = RuleBuilder()
@@ -28,7 +36,7 @@ def _broadcast_in_dim(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@rule("stablehlo.transpose")
+@op("stablehlo.transpose", is_same_locally=True, is_transpose=True, role=Role.INSIDE)
 def _transpose(kind: OpKind) -> Rule:
     """`i j -> j i`."""
     build = RuleBuilder()
@@ -37,7 +45,13 @@ def _transpose(kind: OpKind) -> Rule:
     return build.build([operand], [result], linear=((0,),), moves=True)
 
 
-@rule("stablehlo.reshape")
+@op(
+    "stablehlo.reshape",
+    is_same_locally=True,
+    is_reshape=True,
+    traffic=Traffic.NOTHING,
+    role=Role.ALIAS,
+)
 def _reshape(kind: OpKind) -> Rule:
     """`(i j) k -> i (j k)`: factors are the common refinement of both shapes, major to minor.
 
@@ -102,7 +116,7 @@ def _skip_unrelated(
             n *= size
 
 
-@rule("stablehlo.bitcast_convert")
+@op("stablehlo.bitcast_convert", is_same_locally=True, traffic=Traffic.NOTHING, role=Role.ALIAS)
 def _bitcast_convert(kind: OpKind) -> Rule:
     """Equal widths are elementwise; otherwise the minor dim that appears or goes stays whole."""
     build = RuleBuilder()
@@ -111,3 +125,19 @@ def _bitcast_convert(kind: OpKind) -> Rule:
     operand = shared + [build.factor(n, REPLICATE) for n in source[len(shared) :]]
     result = shared + [build.factor(n, REPLICATE) for n in target[len(shared) :]]
     return build.build([operand], [result])
+
+
+@op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
+def _optimization_barrier(kind: OpKind) -> Rule:
+    """Each operand is its own result: no factor is shared between them."""
+    build = RuleBuilder()
+    values = [[build.factor(size) for size in t.shape] for t in kind.operands]
+    return build.build(values, values)
+
+
+@op("spmd.mark", is_mark=True, is_global=True, vanishes=True, traffic=Traffic.NOTHING)
+def _mark(kind: OpKind) -> Rule:
+    """A mark passes open dims through; the closed ones are fixed where the program is read."""
+    build = RuleBuilder()
+    dims = [build.factor(size) for size in kind.results[0].shape]
+    return build.build([dims], [dims], linear=((0,),), moves=True)

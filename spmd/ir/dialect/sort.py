@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from spmd.ir.bodies import is_elementwise
+from spmd.ir.description import Passes
+from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.merge import Merge
-from spmd.ir.dialect.registry import rule
+from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import MERGE, PASS, REPLICATE, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import TensorType
@@ -18,7 +19,7 @@ never holds more than two pieces. For this many bytes that is nothing, and laten
 """
 
 
-@rule("chlo.top_k")
+@op("chlo.top_k", passes=Passes.LOGARITHMIC)
 def _top_k(kind: OpKind) -> Rule:
     """`i j -> i k, i k {j: merge}`: the largest are among the largest `k` of each piece."""
     build = RuleBuilder()
@@ -30,7 +31,7 @@ def _top_k(kind: OpKind) -> Rule:
     return build.build([[*shared, along]], [found, found], merges=[merge])
 
 
-@rule("stablehlo.sort")
+@op("stablehlo.sort", passes=Passes.LOGARITHMIC)
 def _sort(kind: OpKind) -> Rule:
     """All dims but the sorted one pass; pieces of that meet in a sorting network.
 

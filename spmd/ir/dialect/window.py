@@ -6,9 +6,10 @@ rule's halos say what every device reads of the operand.
 
 from __future__ import annotations
 
-from spmd.ir.bodies import is_elementwise
+from spmd.ir.description import Role, Traffic
+from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Halo, Window
-from spmd.ir.dialect.registry import rule
+from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import REDUCE, REPLICATE, WINDOW, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import ConvDims
@@ -48,7 +49,7 @@ class _Windows:
         self.halos.append(Halo(operand, dim, factor[0], window))
 
 
-@rule("stablehlo.slice")
+@op("stablehlo.slice", traffic=Traffic.PIECE, role=Role.INSIDE)
 def _slice(kind: OpKind) -> Rule:
     """Dims taken whole pass; one element comes from the device that holds it, as a term of a sum.
 
@@ -80,7 +81,7 @@ def _slice(kind: OpKind) -> Rule:
     )
 
 
-@rule("stablehlo.reverse")
+@op("stablehlo.reverse", role=Role.INSIDE)
 def _reverse(kind: OpKind) -> Rule:
     """A reversed dim's tile comes from the device at the other end.
 
@@ -98,7 +99,7 @@ def _reverse(kind: OpKind) -> Rule:
     return build.build([dims], [dims], linear=((0,),), moves=True, halos=windows.halos)
 
 
-@rule("stablehlo.pad")
+@op("stablehlo.pad", role=Role.INSIDE)
 def _pad(kind: OpKind) -> Rule:
     """Dims without padding pass; linear in the operand when it pads with zeros.
 
@@ -122,7 +123,7 @@ def _pad(kind: OpKind) -> Rule:
     return build.build([operand, []], [result], linear=linear, halos=windows.halos)
 
 
-@rule("stablehlo.concatenate")
+@op("stablehlo.concatenate", role=Role.INSIDE)
 def _concatenate(kind: OpKind) -> Rule:
     """Each operand is read as if it were padded to the result; the other dims pass.
 
@@ -151,7 +152,7 @@ def _concatenate(kind: OpKind) -> Rule:
     return build.build(operands, [result], linear=(every,), moves=True, halos=windows.halos)
 
 
-@rule("stablehlo.dynamic_slice")
+@op("stablehlo.dynamic_slice", is_dynamic_slice=True, traffic=Traffic.PIECE, role=Role.INSIDE)
 def _dynamic_slice(kind: OpKind) -> Rule:
     """Dims taken whole pass (their start can only be 0).
 
@@ -173,7 +174,7 @@ def _dynamic_slice(kind: OpKind) -> Rule:
     )
 
 
-@rule("stablehlo.dynamic_update_slice")
+@op("stablehlo.dynamic_update_slice", traffic=Traffic.UPDATE, role=Role.UPDATE)
 def _dynamic_update_slice(kind: OpKind) -> Rule:
     """Every device updates the part that falls into its piece; what it updates with is whole.
 
@@ -232,7 +233,7 @@ def running_dim(kind: OpKind) -> tuple[int, bool] | None:
     return d, backwards
 
 
-@rule("stablehlo.reduce_window")
+@op("stablehlo.reduce_window", role=Role.FOLD)
 def _reduce_window(kind: OpKind) -> Rule:
     """Dims with windows of one element pass; one window over a whole dim is a reduction.
 
@@ -294,7 +295,7 @@ def _pooled(windows: _Windows, kind: OpKind, sliding: Sliding, d: int) -> Pair:
     return windows.dim(0, d, kind.operands[0].shape[d], window)
 
 
-@rule("stablehlo.select_and_scatter")
+@op("stablehlo.select_and_scatter")
 def _select_and_scatter(kind: OpKind) -> Rule:
     """A piece reads all windows that touch it, and the sources of these windows.
 
@@ -357,7 +358,15 @@ def result_window(kind: OpKind, i: int, sliding: Sliding) -> Window:
     return Window(out, sliding.strides[i], sliding.padding[i][0], sliding.base[i], span)
 
 
-@rule("stablehlo.convolution")
+def convolution_flops(kind: OpKind) -> int:
+    """Two for each point of the iteration space."""
+    dims: ConvDims = kind.attrs["dimension_numbers"]
+    kernel = kind.operands[1]
+    taps = kernel.size // max(1, kernel.shape[dims.kernel_output_feature])
+    return 2 * kind.results[0].size * taps
+
+
+@op("stablehlo.convolution", flops=convolution_flops, reads="images")
 def _convolution(kind: OpKind) -> Rule:
     """`b (g i) y, i (g o) k -> b (g o) y {i: reduce add, y: window, k: replicate}`.
 

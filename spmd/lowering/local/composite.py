@@ -22,9 +22,9 @@ from spmd.errors import SpmdError
 from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
-from spmd.ir.builder import Builder
+from spmd.ir.description import COMPOSITE
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.composites import (
-    COMPOSITE,
     KERNEL,
     PLATFORM,
     WORKSPACE,
@@ -110,7 +110,7 @@ def _inlined(b: Builder, program: Program, operands: Sequence[Value]) -> tuple[V
 
     def append(op: Op) -> None:
         given = tuple(env[v] for v in op.operands)
-        regions = tuple(region(r, op.name == "stablehlo.while") for r in op.regions)
+        regions = tuple(region(r, op.is_loop) for r in op.regions)
         b.append(Op(op.kind, given, bind(op.results), regions, b.loc))
 
     for op in program.body.ops:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spmd.ir.builder import identity_element
-from spmd.ir.program import REDUCER_OPS, Value
+from spmd.ir.dialect.reducers import REDUCER_OPS, identity_element
+from spmd.ir.program import Value
 from spmd.lowering.local.merge import merged_dims, reduce_merged
 from spmd.lowering.local.table import LocalOp, local
 from spmd.propagation.projection import reduced_axes

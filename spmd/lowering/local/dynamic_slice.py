@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.expand import clamped_index
-from spmd.lowering.local.dims import dynamic_take_dim, pad_dim
+from spmd.lowering.local.dims import dynamic_take_dim
 from spmd.lowering.local.padding import own_count, start_of
 from spmd.lowering.local.table import LocalOp, local
 from spmd.mesh.sharding import Axes
@@ -45,7 +45,7 @@ def _shifted(op: LocalOp, x: Value, dim: int, by: Value, length: int) -> Value:
     have = b.types[x].shape[dim]
     if have == 1 and length == 1:
         return x
-    x = pad_dim(b, x, dim, length, length, b.splat(0, b.types[x].with_shape(())))
+    x = b.pad_dim(x, dim, length, length, b.splat(0, b.types[x].with_shape(())))
     start = b.binary("add", by, b.constant(length, "i32"))
     return dynamic_take_dim(b, x, dim, clamped_index(b, start, have + length), length)
 

@@ -15,20 +15,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from spmd.ir.builder import Builder
+from spmd.ir.dialect.builder import Builder, resized
 from spmd.ir.dialect.halo import Need, Transfer, exchange
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
-from spmd.lowering.device_ops import collective
-from spmd.lowering.local.dims import (
-    concatenate,
-    gather_dim,
-    pad_dim,
-    per_device,
-    resized,
-    slice_dim,
-    take_dim,
-)
+from spmd.lowering.local.dims import gather_dim, per_device, take_dim
 from spmd.lowering.local.padding import join
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, piece_sizes, tile
@@ -157,7 +148,7 @@ def _round(
     pairs = tuple(
         sorted((group[t.source], group[t.target]) for group in mesh.groups(axes) for t in transfers)
     )
-    got = collective(b, "collective_permute", sent, b.types[sent], axes, pairs=pairs)
+    got = b.collective("collective_permute", sent, b.types[sent], axes, pairs=pairs)
     return _part(got, transfers, firsts, need, zeroed=True)
 
 
@@ -194,13 +185,13 @@ def assemble(
         if at < low:
             pieces.append(_filler(b, type_.with_shape(resized(type_.shape, dim, low - at)), fill))
         offset = part.offsets[part.used[0]]
-        piece = slice_dim(b, part.value, dim, low - offset, high - offset)
+        piece = b.slice_dim(part.value, dim, low - offset, high - offset)
         pieces.append(_masked(b, piece, part, dim, axes, low, fill))
         at = high
     if at < type_.shape[dim]:
         rest = resized(type_.shape, dim, type_.shape[dim] - at)
         pieces.append(_filler(b, type_.with_shape(rest), fill))
-    return concatenate(b, pieces, dim)
+    return b.concatenate(pieces, dim)
 
 
 def _segments(parts: Sequence[Part]) -> list[tuple[int, int, Part]] | None:
@@ -229,7 +220,7 @@ def _overlay(
         offsets = [part.offsets[i if i in used else used[0]] for i in range(len(part.offsets))]
         have = b.types[part.value].shape[dim]
         low, high = max(0, *offsets), max(0, *(length - have - o for o in offsets))
-        padded = pad_dim(b, part.value, dim, low, high, padding)
+        padded = b.pad_dim(part.value, dim, low, high, padding)
         shifted = take_dim(b, padded, dim, axes, [low - o for o in offsets], length)
         result = _select(b, shifted, result, part, dim, axes, 0)
     return result

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd.ir.builder import Builder, identity_element, reducer_body
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.program import Value
-from spmd.ir.types import GatherDims, ScatterDims, TensorType
+from spmd.ir.types import GatherDims, ScatterDims
 from spmd.lowering.local.padding import own_count, start_of
 from spmd.lowering.local.table import LocalOp, local
 from spmd.propagation.projection import reduced_axes
@@ -153,11 +154,7 @@ class _VectorDim:
         """One i32 scalar a component, in the shape and type of the indices."""
         b = self.b
         parts = [b.reshape(b.convert(s, self.type.dtype), (1,)) for s in scalars]
-        joined = parts[0]
-        if len(parts) > 1:
-            result = TensorType((len(parts),), self.type.dtype)
-            (joined,) = b.op("stablehlo.concatenate", parts, (result,), {"dimension": 0})
-        return self.spread(joined)
+        return self.spread(b.concatenate(parts, 0))
 
     def spread(self, vector: Value) -> Value:
         b = self.b
@@ -170,11 +167,4 @@ class _VectorDim:
         b = self.b
         if self.dim == self.type.rank:
             return flags
-        shape = self.type.shape[: self.dim] + self.type.shape[self.dim + 1 :]
-        attrs = {
-            "dimensions": (self.dim,),
-            "body": reducer_body("and", "i1"),
-            "reducer": "and",
-        }
-        true = b.constant(True, "i1")
-        return b.op("stablehlo.reduce", (flags, true), (TensorType(shape, "i1"),), attrs)[0]
+        return b.reduce("and", flags, (self.dim,))

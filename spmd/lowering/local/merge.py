@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from spmd.ir.bodies import inline_elementwise
-from spmd.ir.builder import Builder, identity_element
+from spmd.ir.dialect.bodies import inline_elementwise
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.halo import Need
 from spmd.ir.dialect.merge import rounds
+from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import MERGE
 from spmd.ir.program import Body, Value
 from spmd.ir.types import GatherDims, TensorType, numpy_dtype
-from spmd.lowering.device_ops import collective
-from spmd.lowering.local.dims import concatenate, gather_dim, per_device, slice_dim
+from spmd.lowering.local.dims import gather_dim, per_device
 from spmd.lowering.local.fetch import assemble, parts_of
 from spmd.lowering.local.padding import mask, own_count, replace_padding, start_of
 from spmd.lowering.local.table import LocalOp, local
@@ -151,7 +151,7 @@ def _without_padding(op: LocalOp, x: Value, dim: int, count: int) -> Value:
             start = runs.pop()[0]
         if start < stop:
             runs.append((start, stop))
-    return concatenate(op.b, [slice_dim(op.b, x, dim, *run) for run in runs], dim)
+    return op.b.concatenate([op.b.slice_dim(x, dim, *run) for run in runs], dim)
 
 
 def _picked(b: Builder, x: Value, positions: Value) -> Value:
@@ -271,7 +271,7 @@ def _met(
     sent = tuple(sorted((group[i], group[j]) for group in mesh.groups(axes) for i, j in both))
     theirs = []
     for x in xs:
-        got = collective(b, "collective_permute", x, b.types[x], axes, pairs=sent)
+        got = b.collective("collective_permute", x, b.types[x], axes, pairs=sent)
         theirs.append(b.op("stablehlo.reverse", (got,), (b.types[x],), {"dimensions": (dim,)})[0])
     shape = b.types[xs[0]].shape
     first = _comes_first(b, op, xs, theirs, shape)

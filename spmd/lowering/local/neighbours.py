@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from spmd.ir.dialect.builder import resized
 from spmd.ir.dialect.halo import Need, Reads, Window, reads_of
 from spmd.ir.program import Value
-from spmd.lowering.local.dims import pad_dim, resized, take_dim
+from spmd.lowering.local.dims import take_dim
 from spmd.lowering.local.fetch import assemble, parts_of
 from spmd.lowering.local.table import LocalOp
 from spmd.mesh.sharding import Axes
@@ -84,5 +85,5 @@ def base_of(
         filled = reads.low + (reads.need.length - 1) * dilation + 1
         return _Base(x, reads.low, reads.base - filled, dilation)
     scalar = fill if fill is not None else b.splat(0, b.types[x].with_shape(()))
-    x = pad_dim(b, x, dim, 0, 0, scalar, dilation - 1)
+    x = b.pad_dim(x, dim, 0, 0, scalar, dilation - 1)
     return _Base(take_dim(b, x, dim, axes, reads.skips, reads.base), 0, 0, 1)

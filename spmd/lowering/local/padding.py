@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spmd.ir.builder import Builder
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
-from spmd.lowering.device_ops import axis_index
-from spmd.lowering.local.dims import pad_dim, slice_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, is_even, piece_sizes
 
@@ -71,9 +69,9 @@ def _resize(b: Builder, x: Value, dim: int, size: int) -> Value:
     """Pads a dim with zeros at its end, or cuts it there."""
     have = b.types[x].shape[dim]
     if size <= have:
-        return slice_dim(b, x, dim, 0, size)
+        return b.slice_dim(x, dim, 0, size)
     zero = b.splat(0, b.types[x].with_shape(()))
-    return pad_dim(b, x, dim, 0, size - have, zero)
+    return b.pad_dim(x, dim, 0, size - have, zero)
 
 
 def start_of(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:
@@ -82,10 +80,10 @@ def start_of(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:
 
     def make() -> Value:
         if is_even(size, axes, mesh):
-            return b.binary("multiply", axis_index(b, axes), b.constant(pieces[-1], "i32"))
+            return b.binary("multiply", b.axis_index(axes), b.constant(pieces[-1], "i32"))
         start = b.constant(0, "i32")
         for level, a in enumerate(axes):
-            step = b.binary("multiply", axis_index(b, (a,)), b.constant(pieces[level + 1], "i32"))
+            step = b.binary("multiply", b.axis_index((a,)), b.constant(pieces[level + 1], "i32"))
             start = b.binary("add", start, step)
         return start
 
@@ -102,7 +100,7 @@ def own_count(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:
             return b.constant(pieces[-1], "i32")
         for level, a in enumerate(axes):
             piece = b.constant(pieces[level + 1], "i32")
-            before = b.binary("multiply", axis_index(b, (a,)), piece)
+            before = b.binary("multiply", b.axis_index((a,)), piece)
             own = b.binary("minimum", piece, b.binary("subtract", own, before))
             own = b.binary("maximum", own, b.constant(0, "i32"))
         return own

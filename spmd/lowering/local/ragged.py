@@ -7,8 +7,9 @@ against zeros, so that its term of the sum is zero there.
 
 from __future__ import annotations
 
-from spmd.ir.builder import Builder, identity_element, reducer_body
-from spmd.ir.dialect.ragged import RaggedDims
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.contract import RaggedDims
+from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local.padding import cut, start_of
@@ -46,15 +47,7 @@ def _running_sum(b: Builder, sizes: Value) -> Value:
     spread = b.broadcast(sizes, square.shape, (*range(rank - 2), rank - 1))
     counts = [b.iota(TensorType(square.shape, "i32"), d) for d in (rank - 1, rank - 2)]
     masked = b.select(b.compare("LE", *counts), spread, b.splat(0, square))
-    return _sum(b, masked, rank - 1)
-
-
-def _sum(b: Builder, x: Value, dim: int) -> Value:
-    type_ = b.types[x]
-    result = type_.with_shape(type_.shape[:dim] + type_.shape[dim + 1 :])
-    attrs = {"dimensions": (dim,), "body": reducer_body("add", type_.dtype), "reducer": "add"}
-    zero = b.constant(identity_element("add", type_.dtype), type_.dtype)
-    return b.op("stablehlo.reduce", (x, zero), (result,), attrs)[0]
+    return b.reduce("add", masked, (rank - 1,))
 
 
 def _clip(b: Builder, ends: Value, start: Value, count: int) -> Value:
@@ -69,9 +62,9 @@ def _clip(b: Builder, ends: Value, start: Value, count: int) -> Value:
 def _shifted(b: Builder, ends: Value) -> Value:
     """Where each group starts: where the one before it ends."""
     shape = b.types[ends].shape
-    before = _slice_last(b, ends, 0, shape[-1] - 1)
+    before = b.slice_dim(ends, len(shape) - 1, 0, shape[-1] - 1)
     zero = b.splat(0, b.types[ends].with_shape((*shape[:-1], 1)))
-    return _join_last(b, [zero, before])
+    return b.concatenate([zero, before], len(shape) - 1)
 
 
 def _piece(op: LocalOp, bounds: Value, groups: Axes) -> Value:
@@ -81,47 +74,21 @@ def _piece(op: LocalOp, bounds: Value, groups: Axes) -> Value:
     whole = cut(b, bounds, last, groups, op.mesh)
     shape = b.types[whole].shape
     type_ = b.types[bounds].with_shape((*shape[:-1], shape[-1] // op.mesh.extent(groups)))
-    return b.op("spmd.local_slice", (whole,), (type_,), {"axes": groups, "dim": last})[0]
+    return b.local_slice(whole, type_, groups, last)
 
 
 def _own_groups(b: Builder, starts: Value, ends: Value, count: int) -> Value:
     """Rows before this device's groups, in each of them, and after them."""
-    before = _slice_last(b, starts, 0, 1)
+    last = b.types[starts].rank - 1
+    before = b.slice_dim(starts, last, 0, 1)
     sizes = b.binary("subtract", ends, starts)
-    total = b.reshape(_sum(b, sizes, b.types[sizes].rank - 1), b.types[before].shape)
+    total = b.reshape(b.reduce("add", sizes, (last,)), b.types[before].shape)
     done = b.binary("add", before, total)
     after = b.binary("subtract", b.splat(count, b.types[done]), done)
-    return _join_last(b, [before, sizes, after])
+    return b.concatenate([before, sizes, after], last)
 
 
 def _between_zeros(b: Builder, rhs: Value, dim: int) -> Value:
     """The right operand with a group of zeros before and after its own."""
-    type_ = b.types[rhs]
-    one = tuple(int(d == dim) for d in range(type_.rank))
-    shape = tuple(n + 2 * extra for n, extra in zip(type_.shape, one, strict=True))
-    attrs = {
-        "edge_padding_low": one,
-        "edge_padding_high": one,
-        "interior_padding": (0,) * type_.rank,
-    }
-    zero = b.constant(identity_element("add", type_.dtype), type_.dtype)
-    return b.op("stablehlo.pad", (rhs, zero), (type_.with_shape(shape),), attrs)[0]
-
-
-def _slice_last(b: Builder, x: Value, start: int, limit: int) -> Value:
-    type_ = b.types[x]
-    last = type_.rank - 1
-    attrs = {
-        "start_indices": (*(0,) * last, start),
-        "limit_indices": (*type_.shape[:-1], limit),
-        "strides": (1,) * type_.rank,
-    }
-    shape = (*type_.shape[:-1], limit - start)
-    return b.op("stablehlo.slice", (x,), (type_.with_shape(shape),), attrs)[0]
-
-
-def _join_last(b: Builder, parts: list[Value]) -> Value:
-    types = [b.types[v] for v in parts]
-    shape = (*types[0].shape[:-1], sum(t.shape[-1] for t in types))
-    attrs = {"dimension": types[0].rank - 1}
-    return b.op("stablehlo.concatenate", parts, (types[0].with_shape(shape),), attrs)[0]
+    zero = b.constant(identity_element("add", b.types[rhs].dtype), b.types[rhs].dtype)
+    return b.pad_dim(rhs, dim, 1, 1, zero)

@@ -5,14 +5,7 @@ from __future__ import annotations
 from spmd.ir.program import Value
 from spmd.ir.types import Dense
 from spmd.lowering.local.padding import cut, start_of
-from spmd.lowering.local.table import LocalOp, local, same_op
-
-local(
-    "stablehlo.broadcast_in_dim",
-    "stablehlo.transpose",
-    "stablehlo.reshape",
-    "stablehlo.bitcast_convert",
-)(same_op)
+from spmd.lowering.local.table import LocalOp, local
 
 
 @local("stablehlo.constant")

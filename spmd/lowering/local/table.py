@@ -2,7 +2,7 @@
 
 A sharding rule says what an op's pieces look like; its local lowering, registered beside it under
 the same name, says how one device computes its piece from pieces. Most ops are themselves at
-local shapes (`same_op`).
+local shapes, and their description says so.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmd.errors import SpmdError, UnsupportedOpError
-from spmd.ir.builder import Builder
+from spmd.ir.description import DESCRIPTIONS, UNKNOWN
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.registry import rule_name, rule_of
 from spmd.ir.dialect.rule import REDUCE, Rule
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, TensorType, local_type
-from spmd.lowering.device_ops import axis_index
 from spmd.lowering.local.padding import mask
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
@@ -74,7 +74,7 @@ class LocalOp:
 
     def index(self, axes: Axes) -> Value:
         """This device's coordinate along some atoms, an i32 scalar."""
-        return axis_index(self.b, axes)
+        return self.b.axis_index(axes)
 
     def masked(self, number: int, fill: Any, dims: Sequence[int]) -> Value:
         """An operand with the padding along some of its dims replaced by `fill`."""
@@ -110,8 +110,9 @@ def local(*names: str) -> Callable[[LocalFunction], LocalFunction]:
 
 
 def registered_ops() -> tuple[str, ...]:
-    """Names of all ops with a local lowering, sorted."""
-    return tuple(sorted(_LOCAL))
+    """Names of all ops that one device can compute, sorted."""
+    described = (n for n, a in DESCRIPTIONS.items() if a.is_same_locally or a.vanishes)
+    return tuple(sorted({*_LOCAL, *described}))
 
 
 def lower_op(local_op: LocalOp) -> tuple[Value, ...]:
@@ -121,14 +122,14 @@ def lower_op(local_op: LocalOp) -> tuple[Value, ...]:
       UnsupportedOpError: the op has a rule but no local lowering.
     """
     name = rule_name(local_op.op.kind)
+    about = DESCRIPTIONS.get(name, UNKNOWN)
+    if about.vanishes:
+        return local_op.operands
+    if about.is_same_locally:
+        return local_op.emit()
     function = _LOCAL.get(name)
     if function is None:
         raise UnsupportedOpError(
             f"no local lowering for op {name}", op=name, source=local_op.op.loc.source
         )
     return function(local_op)
-
-
-def same_op(op: LocalOp) -> tuple[Value, ...]:
-    """The op itself: its local piece depends on the local pieces of its operands alone."""
-    return op.emit()

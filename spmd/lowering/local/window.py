@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd.ir.bodies import inline_elementwise
-from spmd.ir.builder import identity_element
+from spmd.ir.dialect.bodies import inline_elementwise
+from spmd.ir.dialect.builder import resized
 from spmd.ir.dialect.halo import Need, Window
+from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import REDUCE, WINDOW
 from spmd.ir.dialect.window import Sliding, covers, running_dim
 from spmd.ir.program import Value
 from spmd.ir.types import Attribute
-from spmd.lowering.local.dims import gather_dim, resized, slice_dim, take_dim
+from spmd.lowering.local.dims import gather_dim, take_dim
 from spmd.lowering.local.neighbours import Dims, base_of, fetched
 from spmd.lowering.local.table import LocalOp, local
 from spmd.mesh.sharding import Axes, piece_sizes, tile
@@ -84,7 +85,7 @@ def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
     piece = need.length
     totals = _windows_of(op, xs, inits, dim, piece, piece - 1, backwards)
     last = 0 if backwards else piece - 1
-    edges = [slice_dim(b, t, dim, last, last + 1) for t in totals]
+    edges = [b.slice_dim(t, dim, last, last + 1) for t in totals]
     with b.noted(f"{op.op.label} along dim {dim} needs the totals of the pieces before"):
         gathered = [gather_dim(b, edge, dim, axes, op.mesh) for edge in edges]
     sums = _windows_of(op, gathered, inits, dim, devices, devices, backwards)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
-from spmd.ir.legality import COLLECTIVES
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
@@ -39,7 +38,7 @@ class Clock:
 
     def arithmetic(self, op: Op) -> float:
         """Seconds of an op's arithmetic, and of all that is inside it."""
-        if op.name in COLLECTIVES or not op.results:
+        if op.collective or not op.results:
             return 0.0
         seconds = self._known.get(op.results[0])
         if seconds is None:
@@ -49,7 +48,7 @@ class Clock:
     def _arithmetic(self, op: Op) -> float:
         if op.regions:
             trips = 1
-            if op.name == "stablehlo.while":
+            if op.is_loop:
                 count = trip_count(self.program, op, self.producers)
                 trips = UNKNOWN_TRIPS if count is None else count
             return trips * sum(self.arithmetic(inner) for r in op.regions for inner in r.ops)

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spmd.ir.builder import Builder
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.lowering.rewrites.clock import Clock
-from spmd.lowering.rewrites.flat import DIMS, combined
+from spmd.lowering.rewrites.flat import COMBINED, combined
 
 MEMBERS = 4
 """A bucket has room for at least so many: larger collectives are worth their own start."""
@@ -104,7 +104,7 @@ class _Combiner:
                 flush(key)
             if op.regions:
                 self.b.append(op._replace(regions=inside[id(op)]))
-            elif self.is_small(op) and op.name != "stablehlo.all_gather":
+            elif self.is_small(op) and op.collective != "all_gather":
                 key = _key(op)
                 if key in waiting and waiting[key].bytes + _bytes(op) > self.target:
                     flush(key)
@@ -120,7 +120,7 @@ class _Combiner:
 
     def is_small(self, op: Op) -> bool:
         """Whether a collective's start costs more than the copies that save it."""
-        if op.name not in DIMS or len(op.operands) != 1 or "axes" not in op.kind.attrs:
+        if op.collective not in COMBINED or len(op.operands) != 1 or "axes" not in op.kind.attrs:
             return False
         if not 0 < _bytes(op) <= self.target // MEMBERS:
             return False
@@ -132,7 +132,7 @@ class _Combiner:
         made_at = {v: i for i, op in enumerate(region.ops) for v in op.results}
         places: dict[_Key, list[int]] = {}
         for i, op in enumerate(region.ops):
-            if op.name == "stablehlo.all_gather" and self.is_small(op):
+            if op.collective == "all_gather" and self.is_small(op):
                 places.setdefault(_key(op), []).append(i)
         together: dict[int, list[Op]] = {}
         for alike in places.values():
@@ -158,7 +158,7 @@ class _Combiner:
         early: dict[Value, list[Op]] = {}
         made = {result for op in region.ops for result in op.results}
         for op in region.ops:
-            reduces = op.name != "stablehlo.all_gather"
+            reduces = op.collective != "all_gather"
             if reduces and self.is_small(op) and op.operands[0] in made:
                 early.setdefault(op.operands[0], []).append(op)
         moved = {id(op) for ops in early.values() for op in ops}

@@ -16,7 +16,7 @@ def remove_dead(program: Program) -> Program:
         needed |= set(old.results)
         kept = []
         for op in reversed(old.ops):
-            effect = op.name == "stablehlo.custom_call" or not op.results
+            effect = op.kind.about.has_effect or not op.results
             if not effect and not any(v in needed for v in op.results):
                 continue
             if op.regions:

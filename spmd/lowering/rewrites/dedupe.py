@@ -13,8 +13,6 @@ from typing import Any
 
 from spmd.ir.program import Op, Program, Region, Value
 
-_KEEP = ("stablehlo.custom_call", "stablehlo.rng", "stablehlo.optimization_barrier")
-
 
 def dedupe(program: Program) -> Program:
     """Removes ops that repeat a visible one; the first stays where it is."""
@@ -26,11 +24,11 @@ def dedupe(program: Program) -> Program:
         for op in old.ops:
             operands = tuple([same.get(v, v) for v in op.operands])
             if op.regions:
-                outer = {} if op.name == "stablehlo.while" else seen
+                outer = {} if op.is_loop else seen
                 op = op._replace(
                     operands=operands, regions=tuple(region(r, outer) for r in op.regions)
                 )
-            elif op.name not in _KEEP:
+            elif op.kind.about.is_repeatable:
                 first = seen.setdefault((op.kind, operands), op)
                 if first is not op:
                     same.update(

@@ -14,15 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from spmd.ir.builder import Builder
-from spmd.ir.program import Op, OpKind, Value
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.program import Op, Value
 
-DIMS = {
-    "stablehlo.all_gather": "all_gather_dim",
-    "stablehlo.all_reduce": "",
-    "stablehlo.reduce_scatter": "scatter_dimension",
-}
-"""What can be combined, and the attribute that says along which dim devices have their parts."""
+COMBINED = ("all_gather", "all_reduce", "reduce_scatter")
+"""Kinds of collectives that can be combined."""
 
 
 def combined(b: Builder, group: Sequence[Op]) -> None:
@@ -30,18 +26,19 @@ def combined(b: Builder, group: Sequence[Op]) -> None:
 
     Args:
       b: where to.
-      group: collectives of one kind of `DIMS`, over the same groups, of one dtype and reduction.
+      group: collectives of one of the `COMBINED` kinds, over the same groups, of one dtype and
+        reduction.
     """
     if len(group) == 1:
         b.append(group[0])
         return
-    first, attr = group[0], DIMS[group[0].name]
+    first, attr = group[0], group[0].kind.about.along
     b.loc = first.loc._replace(note=f"{first.loc.note} (and {len(group) - 1} more with it)".strip())
     rows = [_rows(b, op) for op in group]
     joined = _joined(b, rows)
     count, width = b.types[joined].shape
     parts = _parts(first) if attr else 1
-    after = parts * count if first.name == "stablehlo.all_gather" else count // parts
+    after = parts * count if first.collective == "all_gather" else count // parts
     attrs = {**first.kind.attrs, attr: 0} if attr else first.kind.attrs
     type_ = b.types[joined].with_shape((after, width))
     (moved,) = b.op(first.name, (joined,), (type_,), attrs)
@@ -55,7 +52,7 @@ def combined(b: Builder, group: Sequence[Op]) -> None:
 
 def _parts(op: Op) -> int:
     """How many devices' parts a gather joins, or a reduce-scatter takes apart."""
-    dim = op.kind.attrs[DIMS[op.name]]
+    dim = op.kind.attrs[op.kind.about.along]
     sizes = op.kind.operands[0].shape[dim], op.kind.results[0].shape[dim]
     return max(sizes) // min(sizes)
 
@@ -64,7 +61,7 @@ def _rows(b: Builder, op: Op) -> Value:
     """An operand with one row for each device that gets one, or just one."""
     (x,) = op.operands
     type_ = op.kind.operands[0]
-    if op.name != "stablehlo.reduce_scatter":
+    if op.collective != "reduce_scatter":
         return b.reshape(x, (1, type_.size))
     dim, parts = op.kind.attrs["scatter_dimension"], _parts(op)
     before, after = type_.shape[:dim], type_.shape[dim + 1 :]
@@ -78,23 +75,17 @@ def _turned(b: Builder, x: Value, shape: tuple[int, int, int]) -> Value:
 
 
 def _joined(b: Builder, rows: Sequence[Value]) -> Value:
-    types = [b.types[row] for row in rows]
-    type_ = types[0].with_shape((types[0].shape[0], sum(t.shape[1] for t in types)))
-    return b.op("stablehlo.concatenate", rows, (type_,), {"dimension": 1})[0]
+    return b.concatenate(rows, 1)
 
 
 def _columns(b: Builder, x: Value, start: int, end: int) -> Value:
-    type_ = b.types[x]
-    rows = type_.shape[0]
-    attrs = {"start_indices": (0, start), "limit_indices": (rows, end), "strides": (1, 1)}
-    return b.op("stablehlo.slice", (x,), (type_.with_shape((rows, end - start)),), attrs)[0]
+    return b.slice(x, (0, start), (b.types[x].shape[0], end))
 
 
 def _unpacked(b: Builder, op: Op, part: Value) -> None:
     """What a collective would have made, of its columns of the common one."""
-    if op.name == "stablehlo.all_gather":
+    if op.collective == "all_gather":
         type_, dim = op.kind.operands[0], op.kind.attrs["all_gather_dim"]
         before = math.prod(type_.shape[:dim])
         part = _turned(b, part, (_parts(op), before, math.prod(type_.shape[dim:])))
-    kind = OpKind("stablehlo.reshape", (b.types[part],), op.kind.results, {})
-    b.append(Op(kind, (part,), op.results, (), op.loc))
+    b.append(b.reshape_op(part, op))

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from spmd.ir.builder import Builder
 from spmd.ir.control_flow import producers_of, trip_count
-from spmd.ir.legality import COLLECTIVES
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
-from spmd.lowering.rewrites.moves import MOVES
+from spmd.lowering.rewrites.moves import is_move
 from spmd.lowering.rewrites.room import Room
 from spmd.predict.fusion import is_untouched
 
@@ -30,7 +29,7 @@ def hoist(program: Program, room: Room) -> Program:
       program: a local program.
       room: the memory of one device.
     """
-    if not any(op.name == "stablehlo.while" for op in program.walk()):
+    if not any(op.is_loop for op in program.walk()):
         return program
     run = _Hoist(program, room)
     body = run.region(program.body)
@@ -56,7 +55,7 @@ class _Hoist:
         for op in old.ops:
             if op.regions:
                 op = op._replace(regions=tuple(map(self.region, op.regions)))
-            if op.name == "stablehlo.while" and self.runs_again(op):
+            if op.is_loop and self.runs_again(op):
                 op = self.relieved(op)
             self.b.append(op)
         return self.b.end(old.args, old.results)
@@ -81,9 +80,9 @@ class _Hoist:
             (operand,), (result,) = op.operands, op.results
             if operand not in outside and operand not in moves:
                 continue
-            if op.name in MOVES:
+            if is_move(op.kind):
                 moves[result] = op
-            elif op.name in COLLECTIVES and self.fits(op):
+            elif op.collective and self.fits(op):
                 outside[result] = hoisted[result] = self.outside(op, outside, moves)
         return self.carrying(loop, hoisted) if hoisted else loop
 
@@ -101,7 +100,7 @@ class _Hoist:
         source = known.get(operand)
         if source is None:
             source = self.outside(moves[operand], known, moves)
-        note = f"{op.loc.note} (once, not in each iteration)" if op.name in COLLECTIVES else ""
+        note = f"{op.loc.note} (once, not in each iteration)" if op.collective else ""
         self.b.loc = op.loc._replace(note=note.strip())
         (result,) = self.b.repeat(op.kind, (source,))
         return result
@@ -132,6 +131,6 @@ def _read(ops: Sequence[Op], results: Sequence[Value]) -> set[Value]:
     """What is read by some ops, but for those whose results are not."""
     read = set(results)
     for op in reversed(ops):
-        if op.regions or not read.isdisjoint(op.results) or op.name == "stablehlo.custom_call":
+        if op.regions or not read.isdisjoint(op.results) or op.kind.about.has_effect:
             read.update(op.operands, *(free_values(region) for region in op.regions))
     return read

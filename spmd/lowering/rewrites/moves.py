@@ -10,40 +10,37 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from spmd.ir.builder import Builder
-from spmd.ir.dialect.elementwise import CHLO, LINEAR, NONLINEAR
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import TensorType
 
-MOVES = ("stablehlo.convert", "stablehlo.transpose", "stablehlo.reshape")
-"""Ops of one operand that move its elements around, or change their type."""
 
-_ELEMENTWISE = frozenset(
-    [f"stablehlo.{name}" for name in (*NONLINEAR, *LINEAR)] + [f"chlo.{name}" for name in CHLO]
-)
+def is_move(kind: OpKind) -> bool:
+    """Whether an op moves the elements of its one operand around, or changes their type."""
+    return kind.about.is_convert or kind.about.is_transpose or kind.about.is_reshape
 
 
 def is_elementwise(kind: OpKind) -> bool:
     """Whether an element of the one result depends on the same elements of the operands alone."""
-    return kind.name in _ELEMENTWISE and len(kind.results) == 1
+    return kind.about.is_elementwise and len(kind.results) == 1
 
 
 def operand_dim(kind: OpKind, dim: int) -> int | None:
     """The operands' dim that is cut (or joined) where the result's dim is; None if none is."""
-    if kind.name == "stablehlo.transpose":
+    if kind.about.is_transpose:
         found: int = kind.attrs["permutation"][dim]
         return found
-    if kind.name == "stablehlo.reshape":
+    if kind.about.is_reshape:
         return _same_place(kind.results[0].shape, dim, kind.operands[0].shape)
     return dim if is_elementwise(kind) else None
 
 
 def result_dim(kind: OpKind, dim: int) -> int | None:
     """The result's dim that is cut (or joined) where the operands' dim is; None if none is."""
-    if kind.name == "stablehlo.transpose":
+    if kind.about.is_transpose:
         found: int = kind.attrs["permutation"].index(dim)
         return found
-    if kind.name == "stablehlo.reshape":
+    if kind.about.is_reshape:
         return _same_place(kind.operands[0].shape, dim, kind.results[0].shape)
     return dim if is_elementwise(kind) else None
 

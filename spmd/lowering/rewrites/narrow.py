@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd.ir.builder import Builder
 from spmd.ir.control_flow import producers_of, users_of
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType, dtype_bits
 from spmd.lowering.rewrites.moves import again
 
-_EXCHANGES = ("stablehlo.all_gather", "stablehlo.all_to_all", "stablehlo.collective_permute")
-_SHAPES = ("stablehlo.transpose", "stablehlo.reshape")
+_EXCHANGES = ("all_gather", "all_to_all", "collective_permute")
+"""Collectives that hand elements on as they are."""
 
 
 def narrow(program: Program) -> Program:
@@ -35,9 +35,17 @@ def _is_narrower(dtype: str, other: str) -> bool:
     return 8 <= dtype_bits(dtype) < dtype_bits(other)
 
 
+def _exchanges(op: Op) -> bool:
+    return op.collective in _EXCHANGES
+
+
+def _reshapes(op: Op) -> bool:
+    return op.kind.about.is_transpose or op.kind.about.is_reshape
+
+
 def _passes_on(op: Op) -> bool:
     """Whether an op hands the elements of its one operand on, as they are."""
-    return len(op.results) == 1 and (op.name in _EXCHANGES or op.name in _SHAPES)
+    return len(op.results) == 1 and (_exchanges(op) or _reshapes(op))
 
 
 def _widened_last(program: Program) -> Program:
@@ -51,16 +59,16 @@ def _widened_last(program: Program) -> Program:
         op = made.get(value)
         if op is None:
             return None
-        if op.name == "stablehlo.convert":
+        if op.kind.about.is_convert:
             before, after = (types[0].dtype for types in (op.kind.operands, op.kind.results))
             return op.operands[0] if _is_narrower(before, after) else None
-        if op.name not in _SHAPES or (inner := narrow_of(b, op.operands[0])) is None:
+        if not _reshapes(op) or (inner := narrow_of(b, op.operands[0])) is None:
             return None
         return _retyped(b, op, inner)
 
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         made.update((result, op) for result in op.results)
-        if op.name not in _EXCHANGES or len(op.results) != 1:
+        if not _exchanges(op) or len(op.results) != 1:
             return None
         source = narrow_of(b, op.operands[0])
         if source is None:
@@ -81,7 +89,7 @@ def _narrowed_first(program: Program) -> Program:
 
     def narrowed(b: Builder, value: Value, dtype: str) -> Value:
         op = made.get(value)
-        widened = op is not None and op.name == "stablehlo.convert"
+        widened = op is not None and op.kind.about.is_convert
         if op is not None and widened and op.kind.operands[0].dtype == dtype:
             return op.operands[0]
         return b.once(("narrowed", value, dtype), lambda: b.convert(value, dtype))
@@ -91,7 +99,7 @@ def _narrowed_first(program: Program) -> Program:
         if len(op.results) != 1:
             return None
         (result,) = op.results
-        if op.name == "stablehlo.convert" and op.kind.results[0] == b.types[op.operands[0]]:
+        if op.kind.about.is_convert and op.kind.results[0] == b.types[op.operands[0]]:
             return op.operands
         if result not in wanted:
             return None
@@ -108,7 +116,7 @@ def _wanted_types(program: Program) -> dict[Value, str]:
     def wanted(use: Op | None, have: str) -> str | None:
         if use is None:
             return None
-        if use.name == "stablehlo.convert":
+        if use.kind.about.is_convert:
             dtype = use.kind.results[0].dtype
             return dtype if _is_narrower(dtype, have) else None
         return found.get(use.results[0]) if _passes_on(use) else None
@@ -122,7 +130,7 @@ def _wanted_types(program: Program) -> dict[Value, str]:
                 found[op.results[0]] = dtype
     moved: dict[Value, str] = {}
     for op in ops:  # without exchange in front there is nothing to be gained
-        behind = op.name in _EXCHANGES or (op.operands and op.operands[0] in moved)
+        behind = _exchanges(op) or (op.operands and op.operands[0] in moved)
         if behind and _passes_on(op) and op.results[0] in found:
             moved[op.results[0]] = found[op.results[0]]
     return moved

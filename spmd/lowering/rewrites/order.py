@@ -21,11 +21,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-from spmd.ir.legality import COLLECTIVES
+from spmd.ir.description import Role
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.room import Room
-from spmd.predict.fusion import Role, role
 
 _NEVER = float("inf")
 
@@ -40,7 +39,7 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
       room: the memory of one device; an order that needs more is not taken, unless the one that is
         given needs more still.
     """
-    if prefetch == 0 or not any(op.name in COLLECTIVES for op in program.walk()):
+    if prefetch == 0 or not any(op.collective for op in program.walk()):
         return program
 
     def region(old: Region) -> Region:
@@ -115,7 +114,7 @@ class _Places:
         op = self.ops[i]
         place = min([self.found[i], *(self.needed.get(v, _NEVER) for v in op.results)])
         used = min((self.used.get(v, _NEVER) for v in op.results), default=_NEVER)
-        if op.name in COLLECTIVES:
+        if op.collective:
             wanted = self._of_gather(i, used) if _is_gather(op) else self._of_reduction(i)
             place = min(place, max(wanted, self.ready[i] + 0.5))
         self.found[i] = place
@@ -139,15 +138,15 @@ class _Places:
 
 def _is_gather(op: Op) -> bool:
     """Whether a collective makes more than it takes."""
-    return op.name in COLLECTIVES and op.kind.results[0].bytes > op.kind.operands[0].bytes
+    return bool(op.collective) and op.kind.results[0].bytes > op.kind.operands[0].bytes
 
 
 def _is_cheap(op: Op) -> bool:
-    return role(op.kind) in (Role.INSIDE, Role.ALIAS)
+    return op.kind.about.role in (Role.INSIDE, Role.ALIAS)
 
 
 def _can_move(op: Op) -> bool:
-    return _is_cheap(op) or op.name in COLLECTIVES
+    return _is_cheap(op) or bool(op.collective)
 
 
 def _links(op: Op) -> frozenset[int]:

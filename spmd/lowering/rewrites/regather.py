@@ -20,17 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmd.ir.builder import Builder
 from spmd.ir.control_flow import producers_of, users_of
+from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.lowering.rewrites.dead import remove_dead
 from spmd.lowering.rewrites.moves import again, operand_dim, resized
-
-_APART = {"stablehlo.reduce_scatter": "scatter_dimension", "spmd.local_slice": "dim"}
-"""Ops that leave each device with a piece, and the attribute that says along which dim."""
-
-_BETWEEN = ("stablehlo.transpose", "stablehlo.reshape")
 
 
 def regather(program: Program) -> Program:
@@ -38,9 +33,9 @@ def regather(program: Program) -> Program:
     made, users = producers_of(program), users_of(program)
     ways: dict[Value, list[Op]] = {}
     for op in program.walk():
-        if op.name == "stablehlo.all_gather" and len(op.results) == 1:
+        if op.collective == "all_gather" and len(op.results) == 1:
             way = _way_back(op, made)
-            if way and (way[-1].name == "spmd.local_slice" or _alone(way, users)):
+            if way and (way[-1].name == LOCAL_SLICE or _alone(way, users)):
                 ways[op.results[0]] = way
     if not ways:
         return program
@@ -58,16 +53,21 @@ def _way_back(gather: Op, made: Mapping[Value, Op]) -> list[Op]:
     way, dim = [], gather.kind.attrs["all_gather_dim"]
     attrs = gather.kind.attrs
     op = made.get(gather.operands[0])
-    while op is not None and op.name in _BETWEEN:
+    while op is not None and (op.kind.about.is_transpose or op.kind.about.is_reshape):
         way.append(op)
         before = operand_dim(op.kind, dim)
         if before is None:
             return []
         dim, op = before, made.get(op.operands[0])
-    if op is None or op.name not in _APART or "groups" in attrs or "groups" in op.kind.attrs:
+    if op is None or not _is_apart(op) or "groups" in attrs or "groups" in op.kind.attrs:
         return []
-    same = op.kind.attrs["axes"] == attrs["axes"] and op.kind.attrs[_APART[op.name]] == dim
+    same = op.kind.attrs["axes"] == attrs["axes"] and op.kind.attrs[op.kind.about.along] == dim
     return [*way, op] if same else []
+
+
+def _is_apart(op: Op) -> bool:
+    """Whether an op leaves each device with a piece along a dim."""
+    return op.collective == "reduce_scatter" or op.name == LOCAL_SLICE
 
 
 def _alone(way: Sequence[Op], users: Mapping[Value, Sequence[object]]) -> bool:
@@ -78,11 +78,11 @@ def _alone(way: Sequence[Op], users: Mapping[Value, Sequence[object]]) -> bool:
 def _whole(b: Builder, gather: Op, x: Value, way: Sequence[Op]) -> Value:
     """What the gather would have made of `x`, which was taken apart at the end of the way."""
     *between, apart = way
-    if apart.name == "stablehlo.reduce_scatter":
+    if apart.collective == "reduce_scatter":
         note = f"{apart.loc.note} (and gathered: {gather.loc.note})"
         b.loc = apart.loc._replace(note=note if gather.loc.note else apart.loc.note)
-        attrs = {name: apart.kind.attrs[name] for name in ("axes", "body")}
-        (x,) = b.op("stablehlo.all_reduce", (x,), (b.types[x],), attrs)
+        attrs = apart.kind.attrs
+        x = b.collective("all_reduce", x, b.types[x], attrs["axes"], body=attrs["body"])
     dims = [gather.kind.attrs["all_gather_dim"]]
     for op in between[:-1]:
         found = operand_dim(op.kind, dims[-1])

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spmd.ir.builder import Builder
 from spmd.ir.control_flow import producers_of
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType
-from spmd.lowering.rewrites.moves import MOVES, again, operand_dim, resized
+from spmd.lowering.rewrites.moves import again, is_move, operand_dim, resized
 
 
 class _Form(NamedTuple):
@@ -58,7 +58,7 @@ def share_gathers(program: Program) -> Program:
         for op in region.ops:
             for inner in op.regions:
                 visit(inner)
-            if op.name == "stablehlo.all_gather" and len(op.results) == 1:
+            if op.collective == "all_gather" and len(op.results) == 1:
                 form = _form(op, made)
                 attrs = op.kind.attrs
                 root = (form.values[-1], form.dims[-1], attrs["axes"], attrs.get("groups"))
@@ -88,7 +88,7 @@ def share_gathers(program: Program) -> Program:
 def _form(gather: Op, made: dict[Value, Op]) -> _Form:
     value, dim = gather.operands[0], gather.kind.attrs["all_gather_dim"]
     form = _Form(gather, [value], [dim], [])
-    while (op := made.get(value)) is not None and op.name in MOVES:
+    while (op := made.get(value)) is not None and is_move(op.kind):
         before = operand_dim(op.kind, dim)
         if before is None:
             break
@@ -119,7 +119,7 @@ def _common(forms: Sequence[_Form], types: Sequence[TensorType]) -> _Source | No
 
 
 def _converts(form: _Form, source: Value) -> int:
-    return sum(op.name == "stablehlo.convert" for op in form.ops[: form.values.index(source)])
+    return sum(op.kind.about.is_convert for op in form.ops[: form.values.index(source)])
 
 
 def _times(gather: Op) -> int:
@@ -143,7 +143,7 @@ def _formed(b: Builder, form: _Form, source: Value, x: Value) -> Value:
     times = _times(form.gather)
     count = form.values.index(source)
     for move, dim in zip(reversed(form.ops[:count]), reversed(form.dims[:count]), strict=True):
-        if move.name == "stablehlo.convert":
+        if move.kind.about.is_convert:
             x = b.convert(x, move.kind.results[0].dtype)
         else:
             shape = resized(move.kind.results[0], dim, times).shape

@@ -29,19 +29,14 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from spmd.ir.builder import Builder
 from spmd.ir.control_flow import users_of
+from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
-from spmd.lowering.device_ops import collective
 from spmd.lowering.divergence import HELD
-from spmd.lowering.rewrites.moves import MOVES, again, is_elementwise, operand_dim, resized
+from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim, resized
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
-
-SLICE = "spmd.local_slice"
-_SUM = "stablehlo.all_reduce"
-_GATHER = "stablehlo.all_gather"
 
 
 class _Cut(NamedTuple):
@@ -65,15 +60,15 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
         if not op.results:
             return None
         whole = operands_of[op.results]
-        if op.name == SLICE and whole[0] in sliced:
+        if op.name == LOCAL_SLICE and whole[0] in sliced:
             axes, dim = op.kind.attrs["axes"], op.kind.attrs["dim"]
             return (cut(b, op.operands[0], whole[0], axes, dim),)
         if op.results[0] not in sliced:
             return None
         axes, dim = cuts[op.results[0]]
-        if op.name == _SUM and whole[0] not in sliced:
+        if op.collective == "all_reduce" and whole[0] not in sliced:
             return (_scattered(b, op, axes, dim, mesh),)
-        if op.name == _GATHER and not _passes(op, cuts[op.results[0]]):
+        if op.collective == "all_gather" and not _passes(op, cuts[op.results[0]]):
             return (_ungathered(b, op, axes, dim, mesh),)
         operands = [
             x if inside is None else cut(b, x, was, axes, inside)
@@ -95,14 +90,13 @@ def _sliced(b: Builder, x: Value, axes: Axes, dim: int, mesh: Mesh) -> Value:
     if not axes:
         return x
     type_ = resized(b.types[x], dim, 1, mesh.extent(axes))
-    attrs = {"axes": axes, "dim": dim}
-    return b.once((SLICE, x, axes, dim), lambda: b.op(SLICE, (x,), (type_,), attrs)[0])
+    return b.once((LOCAL_SLICE, x, axes, dim), lambda: b.local_slice(x, type_, axes, dim))
 
 
 def _operand_dims(op: Op, dim: int) -> list[int | None]:
     """The dim of each operand that is cut with the result's; None for scalars beside others."""
-    found = dim if op.name in (_SUM, _GATHER) else operand_dim(op.kind, dim)
-    if op.name in MOVES or op.name == _GATHER:
+    found = dim if op.collective else operand_dim(op.kind, dim)
+    if is_move(op.kind) or op.collective == "all_gather":
         return [found]
     shape = op.kind.results[0].shape
     return [found if type_.shape == shape else None for type_ in op.kind.operands]
@@ -118,11 +112,11 @@ def _scattered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
         if is_summed:
             type_ = resized(b.types[x], dim, 1, mesh.extent(atoms))
             how = {"scatter_dimension": dim, "body": attrs["body"]}
-            x = collective(b, "reduce_scatter", x, type_, atoms, **how)
+            x = b.collective("reduce_scatter", x, type_, atoms, **how)
         else:
             x = _sliced(b, x, atoms, dim, mesh)
     left = tuple(a for a in attrs["axes"] if a not in axes)
-    return collective(b, "all_reduce", x, b.types[x], left, body=attrs["body"]) if left else x
+    return b.collective("all_reduce", x, b.types[x], left, body=attrs["body"]) if left else x
 
 
 def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Cut]:
@@ -131,7 +125,7 @@ def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Cut]:
     cuts: dict[Value, _Cut] = {}
 
     def wanted(use: Op, index: int) -> _Cut | None:
-        if use.name == SLICE:
+        if use.name == LOCAL_SLICE:
             return _Cut(use.kind.attrs["axes"], use.kind.attrs["dim"])
         found = cuts.get(use.results[0]) if len(use.results) == 1 else None
         if found is None or not _passes(use, found):
@@ -161,13 +155,13 @@ def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Cut]:
 
 def _passes(op: Op, cut: _Cut) -> bool:
     """Whether a slice of what an op makes is the op of slices."""
-    if op.name == _GATHER:
+    if op.collective == "all_gather":
         attrs = op.kind.attrs
         apart = "groups" not in attrs and set(cut.axes).isdisjoint(attrs["axes"])
         return apart and cut.dim != attrs["all_gather_dim"]
-    if op.name == _SUM:
+    if op.collective == "all_reduce":
         return "groups" not in op.kind.attrs and set(cut.axes).isdisjoint(op.kind.attrs["axes"])
-    return op.name in MOVES or is_elementwise(op.kind)
+    return is_move(op.kind) or is_elementwise(op.kind)
 
 
 def _shared(cuts: Sequence[_Cut | None]) -> _Cut | None:
@@ -194,7 +188,9 @@ def _sliced_values(
             continue
         if "groups" in op.kind.attrs:
             continue
-        is_source = op.name == _SUM or (op.name == _GATHER and _gains(op, cut, permutes))
+        is_source = op.collective == "all_reduce" or (
+            op.collective == "all_gather" and _gains(op, cut, permutes)
+        )
         if is_source or (_passes(op, cut) and not found.isdisjoint(op.operands)):
             found.add(op.results[0])
     return frozenset(found)
@@ -220,12 +216,12 @@ def _ungathered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
             parts = mesh.extent(have)
             type_ = resized(resized(b.types[x], joined, parts), dim, 1, parts)
             how = {"concat_dimension": joined, "split_dimension": dim}
-            x = collective(b, "all_to_all", x, type_, have, **how)
+            x = b.collective("all_to_all", x, type_, have, **how)
         return _sliced(b, x, axes[len(have) :], dim, mesh)
     if have[: len(axes)] == axes:
         rest = have[len(axes) :]
         type_ = resized(b.types[x], dim, mesh.extent(rest))
-        return collective(b, "all_gather", x, type_, rest, all_gather_dim=dim)
+        return b.collective("all_gather", x, type_, rest, all_gather_dim=dim)
     wanted = mesh.coordinates(axes).tolist()
     pairs = sorted((group[wanted[p]], p) for group in mesh.groups(have) for p in group)
-    return collective(b, "collective_permute", x, b.types[x], have, pairs=tuple(pairs))
+    return b.collective("collective_permute", x, b.types[x], have, pairs=tuple(pairs))

@@ -26,20 +26,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from spmd.ir.builder import Builder
 from spmd.ir.control_flow import users_of
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType
-from spmd.lowering.device_ops import collective
 from spmd.lowering.rewrites.dead import remove_dead
 from spmd.lowering.rewrites.moves import resized
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds
-
-_SUM = "stablehlo.all_reduce"
 
 
 def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
@@ -52,7 +49,7 @@ def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
     chains = _chains(program)
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        way = _WAYS.get(op.name)
+        way = _WAYS.get(op.collective)
         if way is None or len(op.operands) != 1 or "groups" in op.kind.attrs:
             return None
         chain = chains.get(op.results[0], [op])
@@ -72,7 +69,7 @@ def _chains(program: Program) -> dict[Value, list[Op]]:
     users = users_of(program)
     chains: dict[Value, list[Op]] = {}
     for op in program.walk():
-        if op.name == _SUM and len(op.results) == 1 and "groups" not in op.kind.attrs:
+        if op.collective == "all_reduce" and len(op.results) == 1 and "groups" not in op.kind.attrs:
             before = chains.get(op.operands[0], []) if len(users[op.operands[0]]) == 1 else []
             fits = all(_reduce_alike(other, op) for other in before)
             chains[op.results[0]] = [*before, op] if fits else [op]
@@ -122,7 +119,7 @@ class _Parts:
         links = "between hosts" if axes == self.slow else "within hosts"
         note = f"{self.op.loc.note} ({links}, part {self.done} of {self.count})".strip()
         self.b.loc = self.op.loc._replace(note=note)
-        return collective(self.b, kind, x, type_, axes, **attrs)
+        return self.b.collective(kind, x, type_, axes, **attrs)
 
 
 def _all_reduce(
@@ -194,9 +191,9 @@ _Way = Callable[[Builder, Op, Value, Axes, float, _Machine], "Value | None"]
 its result made in parts, or None where that takes longer."""
 
 _WAYS: dict[str, _Way] = {
-    _SUM: _all_reduce,
-    "stablehlo.all_gather": _all_gather,
-    "stablehlo.reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
 }
 
 
@@ -219,16 +216,9 @@ def _flat(b: Builder, x: Value, size: int) -> Value:
     type_ = b.types[x]
     x = b.reshape(x, (type_.size,))
     zero = b.splat(0, TensorType((), type_.dtype))
-    attrs = {
-        "edge_padding_low": (0,),
-        "edge_padding_high": (size - type_.size,),
-        "interior_padding": (0,),
-    }
-    return b.op("stablehlo.pad", (x, zero), (type_.with_shape((size,)),), attrs)[0]
+    return b.pad_dim(x, 0, 0, size - type_.size, zero)
 
 
 def _unflat(b: Builder, x: Value, type_: TensorType) -> Value:
     """The inverse of `_flat`."""
-    attrs = {"start_indices": (0,), "limit_indices": (type_.size,), "strides": (1,)}
-    flat = type_.with_shape((type_.size,))
-    return b.reshape(b.op("stablehlo.slice", (x,), (flat,), attrs)[0], type_.shape)
+    return b.reshape(b.slice_dim(x, 0, 0, type_.size), type_.shape)

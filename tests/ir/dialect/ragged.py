@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import spmd
-from spmd.ir.builder import Builder
-from spmd.ir.dialect.ragged import RaggedDims
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.contract import RaggedDims
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.types import DotDims, TensorType

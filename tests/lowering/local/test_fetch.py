@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.ir.builder import Builder
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.halo import Need, Window, exchange, reads_of
 from spmd.ir.program import Program
 from spmd.ir.types import TensorType

@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from spmd.ir.builder import Builder, reducer_body
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
-from spmd.lowering.device_ops import collective
 from spmd.lowering.rewrites.moves import resized
 from spmd.lowering.rewrites.optimize import optimize
 from spmd.lowering.rewrites.room import Room
@@ -89,7 +89,7 @@ class _Maker:
         return self.r.randrange(self.b.types[x].rank)
 
     def exchange(self, kind: str, x: Value, axes: Axes, out: TensorType, **attrs: object) -> None:
-        made = collective(self.b, kind, x, out, axes, **attrs)
+        made = self.b.collective(kind, x, out, axes, **attrs)
         same = self.same[x]
         gives_all = kind in ("all_gather", "all_reduce")
         self.last = axes

@@ -1,4 +1,4 @@
-"""Scalar functions of reduces, sorts and maps: which are elementwise, and writing them out."""
+"""Scalar functions of reductions, sorts and maps: which are elementwise, and writing them out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd.ir.builder import Builder
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Body, Value
 
 _SCALAR_ATTRS = {
@@ -24,11 +24,10 @@ def is_elementwise(body: Body) -> bool:
     """Whether a body computes each element by itself: all of one shape, no op that knows dims."""
     shape = body.types[body.region.args[0]].shape
     return all(
-        not op.regions
+        op.kind.about.rule is not None
         and set(op.kind.attrs) <= _SCALAR_ATTRS
-        and op.name != "stablehlo.dot"
         and all(t.shape == shape for t in (*op.kind.operands, *op.kind.results))
-        and (op.name != "stablehlo.constant" or op.kind.attrs["value"].splat or not shape)
+        and (not op.kind.about.is_constant or op.kind.attrs["value"].splat or not shape)
         for op in body.region.ops
     )
 
@@ -50,7 +49,7 @@ def inline_elementwise(
     env = dict(zip(body.region.args, args, strict=True))
     for op in body.region.ops:
         results = [type_.with_shape(shape) for type_ in op.kind.results]
-        if op.name == "stablehlo.constant":
+        if op.kind.about.is_constant:
             element = op.kind.attrs["value"].array().reshape(-1)[0]
             env[op.results[0]] = b.splat(np.asarray(element), results[0])
         else:

@@ -8,10 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from spmd.ir.program import REDUCER_OPS, Body, Loc, Op, OpKind, Region, Value
+from spmd.ir.dialect.reducers import identity_element, reducer_body
+from spmd.ir.program import Loc, Op, OpKind, Region, Value
 from spmd.ir.types import Attribute, Dense, Opaque, TensorType, numpy_dtype
+from spmd.mesh.sharding import Axes
 
 SCALAR_I32 = TensorType((), "i32")
+
+AXIS_INDEX = "spmd.axis_index"
+"""One device's coordinate along the atoms `axes`, major to minor: an i32 scalar."""
+
+LOCAL_SLICE = "spmd.local_slice"
+"""One device's piece of a value that is whole: its dim `dim` is split over the atoms `axes`."""
 
 
 class Builder:
@@ -155,6 +163,11 @@ class Builder:
             return x
         return self.op("stablehlo.reshape", (x,), (type_.with_shape(tuple(shape)),))[0]
 
+    def reshape_op(self, x: Value, like: Op) -> Op:
+        """A reshape that makes the results of another op instead of it."""
+        kind = OpKind("stablehlo.reshape", (self.types[x],), like.kind.results, {})
+        return Op(kind, (x,), like.results, (), like.loc)
+
     def transpose(self, x: Value, permutation: Sequence[int]) -> Value:
         """`stablehlo.transpose`, nothing for the identity."""
         if list(permutation) == list(range(len(permutation))):
@@ -180,29 +193,76 @@ class Builder:
         attrs = {"slice_sizes": tuple(sizes)}
         return self.op("stablehlo.dynamic_slice", (x, *starts), (type_,), attrs)[0]
 
+    def slice(self, x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
+        """`stablehlo.slice` with strides of 1."""
+        shape = tuple(limit - start for start, limit in zip(starts, limits, strict=True))
+        attrs = {
+            "start_indices": tuple(starts),
+            "limit_indices": tuple(limits),
+            "strides": (1,) * len(shape),
+        }
+        return self.op("stablehlo.slice", (x,), (self.types[x].with_shape(shape),), attrs)[0]
 
-def reducer_body(kind: str, dtype: str) -> Body:
-    """The body of a reduction: one op of `kind` over two scalars."""
-    scalar = TensorType((), dtype)
-    op_kind = OpKind(REDUCER_OPS[kind], (scalar, scalar), (scalar,), {})
-    return Body((scalar,) * 3, Region((0, 1), (Op(op_kind, (0, 1), (2,)),), (2,)))
+    def slice_dim(self, x: Value, dim: int, start: int, limit: int) -> Value:
+        """`slice` of one dim, nothing if it takes all."""
+        shape = self.types[x].shape
+        if (start, limit) == (0, shape[dim]):
+            return x
+        return self.slice(x, resized((0,) * len(shape), dim, start), resized(shape, dim, limit))
+
+    def pad_dim(
+        self, x: Value, dim: int, low: int, high: int, fill: Value, interior: int = 0
+    ) -> Value:
+        """`stablehlo.pad` of one dim with a scalar, nothing if there is nothing to pad."""
+        if (low, high, interior) == (0, 0, 0):
+            return x
+        type_ = self.types[x]
+        none, size = (0,) * type_.rank, type_.shape[dim]
+        attrs = {
+            "edge_padding_low": resized(none, dim, low),
+            "edge_padding_high": resized(none, dim, high),
+            "interior_padding": resized(none, dim, interior),
+        }
+        size += low + high + max(0, size - 1) * interior
+        result = type_.with_shape(resized(type_.shape, dim, size))
+        return self.op("stablehlo.pad", (x, fill), (result,), attrs)[0]
+
+    def concatenate(self, values: Sequence[Value], dim: int) -> Value:
+        """`stablehlo.concatenate`, nothing for one value."""
+        if len(values) == 1:
+            return values[0]
+        type_ = self.types[values[0]]
+        size = sum(self.types[v].shape[dim] for v in values)
+        result = type_.with_shape(resized(type_.shape, dim, size))
+        return self.op("stablehlo.concatenate", values, (result,), {"dimension": dim})[0]
+
+    def reduce(self, kind: str, x: Value, dims: Sequence[int], **attrs: Attribute) -> Value:
+        """`stablehlo.reduce` over some dims: `add`, `max`, ..., from the reduction's identity."""
+        type_ = self.types[x]
+        shape = tuple(n for d, n in enumerate(type_.shape) if d not in dims)
+        init = self.constant(identity_element(kind, type_.dtype), type_.dtype)
+        body = {"body": reducer_body(kind, type_.dtype), "reducer": kind}
+        attrs = {"dimensions": tuple(dims), **body, **attrs}
+        return self.op("stablehlo.reduce", (x, init), (type_.with_shape(shape),), attrs)[0]
+
+    # Ops of one device's program.
+
+    def collective(
+        self, kind: str, x: Value, type_: TensorType, axes: Axes, **attrs: Attribute
+    ) -> Value:
+        """A collective over some atoms; `emit` writes its replica groups out."""
+        return self.op(f"stablehlo.{kind}", (x,), (type_,), {"axes": axes, **attrs})[0]
+
+    def axis_index(self, axes: Axes) -> Value:
+        """`spmd.axis_index`: this device's coordinate along some atoms, major to minor."""
+        scalar, attrs = TensorType((), "i32"), {"axes": axes}
+        return self.once((AXIS_INDEX, axes), lambda: self.op(AXIS_INDEX, (), (scalar,), attrs)[0])
+
+    def local_slice(self, x: Value, type_: TensorType, axes: Axes, dim: int) -> Value:
+        """`spmd.local_slice`: this device's piece, of the given type, of a dim."""
+        return self.op(LOCAL_SLICE, (x,), (type_,), {"axes": axes, "dim": dim})[0]
 
 
-def identity_element(kind: str, dtype: str) -> Any:
-    """The element that leaves a reduction of `kind` unchanged, as a numpy scalar of `dtype`."""
-    np_dtype = numpy_dtype(dtype)
-    if kind in ("add", "or", "xor"):
-        return np.zeros((), np_dtype)
-    if kind == "mul":
-        return np.ones((), np_dtype)
-    if kind == "and":
-        return np.asarray(True) if dtype == "i1" else np.invert(np.zeros((), np_dtype))
-    largest = kind == "min"
-    if dtype == "i1":
-        return np.asarray(largest)
-    if np_dtype.kind in "iu" or dtype in ("i2", "i4", "ui2", "ui4"):
-        import ml_dtypes
-
-        limits = ml_dtypes.iinfo(np_dtype)
-        return np.asarray(limits.max if largest else limits.min, np_dtype)
-    return np.asarray(np.inf if largest else -np.inf, np_dtype)
+def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """A shape with another size of one dim."""
+    return (*shape[:dim], size, *shape[dim + 1 :])

@@ -1,0 +1,151 @@
+"""What the compiler knows of an op, as data: one `Description` for each.
+
+The descriptions are written in `spmd.ir.dialect`, by family. Algorithms ask an op's kind for a
+trait (`op.kind.about.is_elementwise`), and name no op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+COMPOSITE = "stablehlo.composite"
+"""A call of a function that stays whole; its attribute `name` says which."""
+
+CUSTOM_CALL = "stablehlo.custom_call"
+"""A call of a library; its attribute `call_target_name` says which."""
+
+
+class Traffic(IntEnum):
+    """What of an op's operands and results goes through memory, to the planner.
+
+    Attributes:
+      ALL: operands are read, results are written.
+      RESULTS: compilers compute it where its operands are made: only results are written.
+      PIECE: it reads no more of its operand than it writes.
+      UPDATE: it writes a piece over its first operand; reads that piece, and writes it.
+      NOTHING: the result is the operand.
+    """
+
+    ALL = 0
+    RESULTS = 1
+    PIECE = 2
+    UPDATE = 3
+    NOTHING = 4
+
+
+class Passes(IntEnum):
+    """How often an op goes through its operands: once, log2(size) times, or once a column."""
+
+    ONCE = 0
+    LOGARITHMIC = 1
+    COLUMNS = 2
+
+
+class Role(IntEnum):
+    """What XLA's fusion makes of an op.
+
+    Attributes:
+      INSIDE: computed inside its readers, again for each.
+      ONCE: computed inside its only reader; stored where there are several.
+      ALIAS: another name for its operand's memory.
+      UPDATE: writes a piece into its first operand's memory.
+      FOLD: reads what is computed inside it, and stores its result.
+      CALL: reads stored operands and stores its results.
+      REGION: control flow.
+    """
+
+    INSIDE = 0
+    ONCE = 1
+    ALIAS = 2
+    UPDATE = 3
+    FOLD = 4
+    CALL = 5
+    REGION = 6
+
+
+class Description(NamedTuple):
+    """All that is known of an op by its name.
+
+    Attributes:
+      rule: from the op's kind to its sharding `Rule`; None for control flow.
+      is_same_locally: one device computes its piece by the op itself, at the pieces' shapes.
+      vanishes: one device's piece of the result is its piece of the operand.
+      is_elementwise: each element of the results depends on the same elements of the operands.
+      linear: of an elementwise op, the groups of operands in which it is linear.
+      reducer: the reduction whose terms it combines: `add`, `max`, ...
+      is_constant: its elements are an attribute.
+      is_source: it has no operands, and any piece of it can be made anywhere.
+      is_broadcast, is_convert, is_dynamic_slice, is_product, is_reduce, is_reshape, is_scatter,
+        is_transpose: as named; a product multiplies its operands, or its operand by itself.
+      is_mark: the user said how its result is split.
+      is_repeatable: equal ops over equal operands may be done once.
+      has_effect: it is kept even if nobody reads its results.
+      flops: floating-point operations of an op of this kind, where arithmetic decides its time.
+      reads: what a library reads its operands as, where their order in memory matters to it:
+        `matrices` or `images`.
+      traffic: what goes through memory.
+      passes: how often.
+      role: what XLA's fusion makes of it.
+      collective: of a collective, its kind: `all_gather`, `all_reduce`, ...
+      along: the attribute that says along which dim devices have their pieces.
+      region: of control flow, what its regions are: `loop`, `branches` or `manual`.
+      selector: dtype of the scalar that chooses among its branches.
+      is_exit: it hands a value of a manual region to the region around it.
+      is_global: only the whole program has it, never one device's.
+      is_local: only one device's program has it.
+      is_manual: in the whole program only manual regions have it.
+    """
+
+    rule: Callable[[Any], Any] | None = None
+    is_same_locally: bool = False
+    vanishes: bool = False
+    is_elementwise: bool = False
+    linear: tuple[tuple[int, ...], ...] = ()
+    reducer: str = ""
+    is_constant: bool = False
+    is_source: bool = False
+    is_broadcast: bool = False
+    is_convert: bool = False
+    is_dynamic_slice: bool = False
+    is_product: bool = False
+    is_reduce: bool = False
+    is_reshape: bool = False
+    is_scatter: bool = False
+    is_transpose: bool = False
+    is_mark: bool = False
+    is_repeatable: bool = True
+    has_effect: bool = False
+    flops: Callable[[Any], float] | None = None
+    reads: str = ""
+    traffic: Traffic = Traffic.ALL
+    passes: Passes = Passes.ONCE
+    role: Role = Role.CALL
+    collective: str = ""
+    along: str = ""
+    region: str = ""
+    selector: str = ""
+    is_exit: bool = False
+    is_global: bool = False
+    is_local: bool = False
+    is_manual: bool = False
+
+
+UNKNOWN = Description()
+"""Of ops that nobody described: nothing is known of them, and they have no rule."""
+
+UNKNOWN_CALL = Description(is_repeatable=False, has_effect=True, passes=Passes.COLUMNS)
+"""Of custom calls that nobody described: whatever they do, they do it as often as it is written."""
+
+DESCRIPTIONS: dict[str, Description] = {}
+"""Name of an op, `custom_call:<target>` or `composite:<name>` -> its description."""
+
+
+def key_of(name: str, attrs: Mapping[str, Any]) -> str:
+    """What an op is described under: of a custom call its target, of a composite its name."""
+    if name == COMPOSITE:
+        return f"composite:{attrs['name']}"
+    if name == CUSTOM_CALL:
+        return f"custom_call:{attrs.get('call_target_name', '')}"
+    return name

@@ -1,0 +1,10 @@
+"""Control flow: ops whose regions run again and again, or one of them."""
+
+from __future__ import annotations
+
+from spmd.ir.description import Description, Role
+from spmd.ir.dialect.registry import describe
+
+describe(Description(region="loop", role=Role.REGION), "while")
+describe(Description(region="branches", selector="i32", role=Role.REGION), "case")
+describe(Description(region="branches", selector="i1", role=Role.REGION), "if")

@@ -1,0 +1,57 @@
+"""Reductions by name (`add`, `max`, ...): the op that combines two terms, and its identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spmd.ir.description import DESCRIPTIONS
+from spmd.ir.dialect.elementwise import elementwise_rule
+from spmd.ir.program import Body, Op, OpKind, Region
+from spmd.ir.types import TensorType, numpy_dtype
+
+REDUCER_OPS = {
+    about.reducer: name
+    for name, about in DESCRIPTIONS.items()
+    if about.reducer and about.rule is elementwise_rule
+}
+"""Reduction kind (`add`, `max`, ...) -> the op that combines two terms."""
+
+
+def body_reducer(body: Body) -> str:
+    """`add`, `max`, ... when a body is that one op over its two arguments, else an empty string."""
+    region = body.region
+    if len(region.ops) != 1 or len(region.args) != 2 or len(region.results) != 1:
+        return ""
+    op = region.ops[0]
+    if sorted(op.operands) != sorted(region.args) or region.results != op.results:
+        return ""
+    return op.kind.about.reducer
+
+
+def reducer_body(kind: str, dtype: str) -> Body:
+    """The body of a reduction: one op of `kind` over two scalars."""
+    scalar = TensorType((), dtype)
+    op_kind = OpKind(REDUCER_OPS[kind], (scalar, scalar), (scalar,), {})
+    return Body((scalar,) * 3, Region((0, 1), (Op(op_kind, (0, 1), (2,)),), (2,)))
+
+
+def identity_element(kind: str, dtype: str) -> Any:
+    """The element that leaves a reduction of `kind` unchanged, as a numpy scalar of `dtype`."""
+    np_dtype = numpy_dtype(dtype)
+    if kind in ("add", "or", "xor"):
+        return np.zeros((), np_dtype)
+    if kind == "mul":
+        return np.ones((), np_dtype)
+    if kind == "and":
+        return np.asarray(True) if dtype == "i1" else np.invert(np.zeros((), np_dtype))
+    largest = kind == "min"
+    if dtype == "i1":
+        return np.asarray(largest)
+    if np_dtype.kind in "iu" or dtype in ("i2", "i4", "ui2", "ui4"):
+        import ml_dtypes
+
+        limits = ml_dtypes.iinfo(np_dtype)
+        return np.asarray(limits.max if largest else limits.min, np_dtype)
+    return np.asarray(np.inf if largest else -np.inf, np_dtype)

@@ -1,0 +1,83 @@
+"""An op is described once, in `spmd.ir.dialect`: no algorithm names one."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import spmd  # noqa: F401 (describes all ops)
+from spmd.errors import SpmdError
+from spmd.ir.description import DESCRIPTIONS, UNKNOWN, UNKNOWN_CALL, Description, Role
+from spmd.ir.dialect.registry import describe, op
+from spmd.ir.program import OpKind
+
+ROOT = Path(__file__).parents[3]
+OP_NAME = re.compile(r"(stablehlo|chlo|sdy|mhlo|func)\.\w+|custom_call:\w+")
+OUR_OPS = {name for name in DESCRIPTIONS if name.startswith("spmd.")}
+
+AT_HOME = (
+    "spmd/ir/description.py",  # the two ops that call what has a name of its own
+    "spmd/ir/dialect/",  # the descriptions
+    "spmd/frontend/",  # the importer, and what it writes with other ops
+    "spmd/lowering/local/",  # what becomes of an op on one device
+    "spmd/lowering/emit.py",
+    "spmd/lowering/execute.py",  # the emitted module joins jax's
+    "spmd/ops/",  # composites of ours: they register themselves
+)
+
+
+def named_ops(path: Path) -> list[str]:
+    """Whole strings of a file that are names of ops, with their lines."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if OP_NAME.fullmatch(node.value) or node.value in OUR_OPS:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}")
+        elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            if re.match(r"(stablehlo|chlo)\.", str(node.values[0].value)):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.values[0].value}...")
+    return found
+
+
+def test_no_algorithm_names_an_op():
+    files = [
+        path
+        for path in sorted((ROOT / "spmd").rglob("*.py"))
+        if not path.relative_to(ROOT).as_posix().startswith(AT_HOME)
+    ]
+    assert len(files) > 100
+    found = [line for path in files for line in named_ops(path)]
+    assert not found, "ask for a trait of `spmd.ir.description` instead:\n" + "\n".join(found)
+
+
+def test_names_are_found_where_they_are_at_home():
+    assert len(named_ops(ROOT / "spmd/ir/dialect/window.py")) > 8
+
+
+def test_every_op_with_a_rule_says_what_becomes_of_it():
+    for name, about in DESCRIPTIONS.items():
+        assert about.rule or about.region or about.is_local, name
+        assert not (about.is_same_locally and about.vanishes), name
+        assert bool(about.selector) == (about.region == "branches"), name
+        if about.linear:
+            assert about.is_elementwise, name
+
+
+def test_what_nobody_described():
+    call = OpKind("stablehlo.custom_call", (), (), {"call_target_name": "test.nobody_knows"})
+    assert OpKind("stablehlo.nobody_knows", (), (), {}).about == UNKNOWN
+    assert call.about == UNKNOWN_CALL
+    assert call.about.has_effect and call.about.role == Role.CALL
+
+
+def test_an_op_described_late_is_known_from_then_on():
+    kind = OpKind("test.late", (), (), {})
+    assert kind.about == UNKNOWN
+    describe(Description(is_source=True), "late", dialect="test")
+    try:
+        assert kind.about.is_source
+        with pytest.raises(SpmdError, match=r"test\.late already has a rule"):
+            op("test.late")(lambda _: None)
+    finally:
+        del DESCRIPTIONS["test.late"]
