@@ -9,6 +9,7 @@ import pytest
 import spmd  # noqa: F401 (describes all ops)
 from spmd.errors import SpmdError
 from spmd.ir.description import DESCRIPTIONS, UNKNOWN, UNKNOWN_CALL, Description, Role
+from spmd.ir.dialect.elementwise import elementwise_rule
 from spmd.ir.dialect.registry import describe, op
 from spmd.ir.program import OpKind
 
@@ -34,10 +35,14 @@ def named_ops(path: Path) -> list[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if OP_NAME.fullmatch(node.value) or node.value in OUR_OPS:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}")
-        elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
-            if re.match(r"(stablehlo|chlo)\.", str(node.values[0].value)):
-                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.values[0].value}...")
+        elif isinstance(node, ast.JoinedStr) and _begins_with_a_dialect(node):
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno}: an f-string")
     return found
+
+
+def _begins_with_a_dialect(text: ast.JoinedStr) -> bool:
+    first = text.values[0]
+    return isinstance(first, ast.Constant) and str(first.value).startswith(("stablehlo.", "chlo."))
 
 
 def test_no_algorithm_names_an_op():
@@ -78,6 +83,6 @@ def test_an_op_described_late_is_known_from_then_on():
     try:
         assert kind.about.is_source
         with pytest.raises(SpmdError, match=r"test\.late already has a rule"):
-            op("test.late")(lambda _: None)
+            op("test.late")(elementwise_rule)
     finally:
         del DESCRIPTIONS["test.late"]
