@@ -122,14 +122,14 @@ def lower_op(local_op: LocalOp) -> tuple[Value, ...]:
       UnsupportedOpError: the op has a rule but no local lowering.
     """
     name = rule_name(local_op.op.kind)
+    function = _LOCAL.get(name)
+    if function is not None:
+        return function(local_op)
     about = DESCRIPTIONS.get(name, UNKNOWN)
     if about.vanishes:
         return local_op.operands
     if about.is_same_locally:
         return local_op.emit()
-    function = _LOCAL.get(name)
-    if function is None:
-        raise UnsupportedOpError(
-            f"no local lowering for op {name}", op=name, source=local_op.op.loc.source
-        )
-    return function(local_op)
+    raise UnsupportedOpError(
+        f"no local lowering for op {name}", op=name, source=local_op.op.loc.source
+    )
