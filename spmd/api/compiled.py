@@ -123,8 +123,10 @@ class Compiled(Lowered):
         """Runs the unpartitioned program too, on one device, and compares every result.
 
         Args:
-          *args, **kwargs: as for calling it; they are copied, never donated.
-          rtol, atol: tolerances of floats; by dtype when left out.
+          *args: the positional arguments of a call; they are copied, never donated.
+          rtol: relative tolerance of floats; by dtype when left out.
+          atol: absolute tolerance of floats; by dtype when left out.
+          **kwargs: the keyword arguments of a call.
 
         Returns:
           A report to print, true if all results agree; else it names the first op that differs.

@@ -31,7 +31,10 @@ def jit(
       mesh: the mesh; taken from marked arguments or from the marks inside `fn` when left out.
       in_specs: for each positional argument a spec, a pytree of specs, or None (open).
       out_specs: a spec, or a pytree of specs that matches the result (or a prefix of it).
-      static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
+      static_argnums: numbers of the positional arguments that are constants of the program, as for
+        `jax.jit`.
+      static_argnames: names of the keyword arguments that are.
+      donate_argnums: numbers of the positional arguments whose memory the results may take over.
       options: compile options.
 
     Returns:
@@ -78,11 +81,15 @@ class Jitted:
         """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running.
 
         Args:
-          *args, **kwargs: as for `fn`.
+          *args: the positional arguments of `fn`, arrays or `ShapeDtypeStruct`s.
           topology: the machine to plan and compile for, which need not be here: libtpu compiles for
             TPUs anywhere (`pip install "spmd[tpu]"`), and jax's plugin for CUDA for NVIDIA GPUs
             (`spmd[cuda]`). Such a program cannot be called; its memory and its optimized HLO are
             those of the machine. The mesh's devices if left out.
+          **kwargs: the keyword arguments of `fn`.
+
+        Returns:
+          The compiled program. Calling this object with such arguments runs it, too.
 
         Raises:
           MeshError: no compiler for the machine is here; `lower` plans for it without one.
@@ -98,9 +105,10 @@ class Jitted:
         """Runs our own compiler only: no device is needed, XLA is not called.
 
         Args:
-          *args, **kwargs: as for `fn`.
+          *args: the positional arguments of `fn`, arrays or `ShapeDtypeStruct`s.
           topology: the machine to plan for, which need not be here; guessed from the mesh when left
             out.
+          **kwargs: the keyword arguments of `fn`.
         """
         return self._lower(take_apart(self.recipe, args, kwargs), topology)
 

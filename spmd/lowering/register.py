@@ -80,8 +80,10 @@ def register_composite(
       kernels: platform (`cpu`, `cuda`, `tpu`) -> a JAX function with the same arguments, whose
         custom calls reach XLA as they are. It may return `NotImplemented` for shapes that are not
         for it: then the decomposition is taken.
-      kinds, reduction, linear: as for `register_rule`. A result that has a `reduce` factor in one
-        of its own dims is not partial over it.
+      kinds: as for `register_rule`. A result that has a `reduce` factor in one of its own dims is
+        not partial over it.
+      reduction: as for `register_rule`.
+      linear: as for `register_rule`.
       flops: floating-point operations of an op of this kind, for the planner.
 
     On a platform without a kernel and with no `decomposition`, the composite is inlined.

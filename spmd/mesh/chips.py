@@ -101,7 +101,8 @@ _NVLINK_LATENCY = 4e-6
 #   What H200s behind one switch take was measured with `tools/run calibrate` on four of them, jax
 #   0.11.2: the latency is the median of all. H100s have the same links. Of the data sheet's peaks,
 #   large products reach 80% there and copies 90%, and of what could be hidden behind arithmetic a
-#   fifth is: so eleven plans of one training step are predicted within 7% (docs/benchmarks.md).
+#   fifth is: so eleven plans of one training step are predicted within 8%
+#   (docs/benchmarks/plans.md).
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
 _IN_PROGRAM = 55e-6  # the spread among kinds and numbers of devices is that of the measurement
 _HOPPER = (

@@ -42,6 +42,8 @@ class Mesh:
       device_ids: one id for each device, in row-major order of `shape`; `None` for `0, 1, 2, ...`.
       shape: size of each axis.
       axis_names: name of each axis, major first.
+      dcn_shape: how much of each axis crosses slices of machines, as `HybridMesh` says; 1 for each
+        if left out.
 
     Raises:
       MeshError: sizes and names that don't match, a repeated name or a repeated device.

@@ -71,7 +71,8 @@ def attention(
 
     Args:
       q_BSND: queries.
-      k_BTKD, v_BTKD: keys and values; each of the K heads serves N / K query heads in a row.
+      k_BTKD: keys; each of the K heads serves N / K query heads in a row.
+      v_BTKD: values, with the heads of the keys.
       causal: whether query `i` sees the keys up to `i` alone.
       positions: integers (S,): up to which key each query sees instead, for queries that are a part
         of a sequence.

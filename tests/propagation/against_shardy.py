@@ -157,22 +157,22 @@ RESULT, OPERAND, CONSTANT, NO_RULE = "result", "mark", "constant", "rule"
 FOLLOWS, UNEXPLAINED = "behind", "unexplained"
 
 REASONS = {
-    TIE: "Two dims of the value may get the axis. We hold both claims back until the rest is "
-    "settled, Shardy decides at the op that it looks at.",
-    CONFLICT: "Claims may reach the dim of which neither continues the other; the first one wins. "
-    "Shardy lets axes through broadcasts late, we do so at once.",
+    TIE: "Two dims of the value may get the axis. We decide when everything else is settled, "
+    "Shardy decides at the op that it looks at.",
+    CONFLICT: "Different claims may reach the dim, and the first one wins. Shardy lets axes "
+    "through broadcasts late, we do so at once.",
     NEIGHBOUR: "An op beside the value may be split over the axis in two ways. Shardy gives the "
-    "value nothing, we give it what it gets from its other side.",
-    FOLLOWS: "Reached through ops from a value that differs for another reason.",
-    BOUNDARY: "The axes do not divide an argument or result: we take the part that does, Shardy "
-    "none.",
+    "value nothing, we give it what comes from its other side.",
+    FOLLOWS: "The value gets its sharding from one that differs for another reason.",
+    BOUNDARY: "The axes do not divide an argument or result. We take the part that does, Shardy "
+    "takes none.",
     SUB_AXIS: "Shardy takes sub-axes off arguments and results at once, we do so in the plan.",
     SHORT: "Shardy splits dims over more devices than they have elements, we do not.",
     WHOLE: "An op needs the dim whole (the sorted dim of a sort). Shardy lets the axes through.",
     WINDOW_DIM: "The op reads beyond its piece of the dim. Shardy reshards before some of these "
     "ops, we exchange halos.",
     RESULT: "A mark on a result is for us the value's own, for Shardy that of what is returned.",
-    OPERAND: "Shardy puts a mark on the producer of what is marked too; ours begins at the mark.",
+    OPERAND: "A mark makes a new value. Shardy gives its sharding to the value before it, too.",
     CONSTANT: "Made of constants alone: Shardy makes a copy for each use.",
     NO_RULE: "Shardy lets nothing through CHLO ops and `if` (XLA rewrites them before it comes).",
     UNEXPLAINED: "Nothing of the above.",

@@ -1,0 +1,59 @@
+"""The documentation site: where links lead, and that the reference has every public name.
+
+`scripts/check` builds the site strictly, so that a link to nowhere fails there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import spmd
+from spmd import launch, ops
+from tools import site_links
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "wanted"),
+    [
+        ("design.md", "../CHANGELOG.md", "CHANGELOG.md"),
+        ("design.md", "shardy.md", "shardy.md"),
+        ("design.md", "../README.md", "index.md"),
+        ("benchmarks/bytes.md", "../../CONTRIBUTING.md", "../CONTRIBUTING.md"),
+        ("benchmarks/bytes.md", "../design.md", "../design.md"),
+        ("benchmarks/bytes.md", "../../tests/conftest.py", "../source/tests/conftest.py.md"),
+        ("CHANGELOG.md", "docs/launch.md", "launch.md"),
+        ("CHANGELOG.md", "LICENSE", "source/LICENSE.md"),
+        ("explain.md", "explain.png", "explain.png"),
+    ],
+)
+def test_links_lead_to_pages_of_the_site(page: str, link: str, wanted: str) -> None:
+    text = "See [this]({}#part), or [that](https://example.org/a.md) or [here](#here)."
+    assert site_links.rewrite(text.format(link), page) == text.format(wanted)
+
+
+def test_a_link_to_nowhere_is_left_for_mkdocs_to_report() -> None:
+    assert site_links.rewrite("[x](../tests/gone.py)", "design.md") == "[x](../tests/gone.py)"
+
+
+def test_a_linked_file_gets_a_page_with_its_text() -> None:
+    text = "[a](../tests/conftest.py) [b](training.md) [c](../CHANGELOG.md) [d](../gone.py)"
+    assert list(site_links.linked_files(text, "design.md")) == ["tests/conftest.py"]
+    page = site_links.source_page("tests/conftest.py")
+    assert page.startswith("# tests/conftest.py\n\n~~~~~~python\n")
+    assert (site_links.ROOT / "tests/conftest.py").read_text().rstrip() in page
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
+    entries = {line.split()[1] for line in pages.splitlines() if line.startswith("::: ")}
+    entries = {"spmd.auto" if entry == "spmd.auto.auto" else entry for entry in entries}
+    codes = {name for name in launch.__all__ if name.startswith("EXIT_")}
+    wanted = {f"spmd.{name}" for name in spmd.__all__ if name != "ops"}
+    wanted |= {f"spmd.ops.{name}" for name in ops.__all__}
+    wanted |= {f"spmd.launch.{name}" for name in {*launch.__all__} - codes - {"initialize"}}
+    assert entries == wanted
+    assert all(f"spmd.launch.{code}" in pages for code in codes)
