@@ -24,7 +24,7 @@ Every op of StableHLO and CHLO, and what the compiler does with it. No op is sil
 | what the table says | what it means |
 | --- | --- |
 | rule + local lowering | the rule says how the op may be split, the lowering what one device does |
-| canonicalized | when the program is read, this module of `spmd/frontend/canonicalize` rewrites it |
+| canonicalized | when the program is read, a module of `spmd/frontend/canonicalize` rewrites it |
 | refused | a program with it is an error that names the op, its source line and the reason |
 | executed | a test runs it under random shardings and compares with the whole program or numpy |
 
