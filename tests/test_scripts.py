@@ -13,6 +13,7 @@ SHELL_SCRIPTS = [
     "scripts/quickstart",
     "scripts/test",
     "scripts/check",
+    "scripts/docs",
     "tools/run",
     "scripts/plan_llama",
     "scripts/verify",
