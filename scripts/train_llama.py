@@ -45,14 +45,8 @@ from models.training.run.profile import ProfileError, Profiler
 from models.training.run.sinks import JsonLines, Sinks, TensorBoard, Terminal
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from scripts.flags import weights as weight_flags
-from scripts.flags.train import (
-    format_axes,
-    heartbeat_timeout,
-    make_mesh,
-    make_parser,
-    make_run,
-    wanted_step,
-)
+from scripts.flags.run import format_axes, heartbeat_timeout, make_mesh, make_run, wanted_step
+from scripts.flags.train import make_parser
 from scripts.flags.user_errors import one_message
 from spmd import launch
 

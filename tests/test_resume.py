@@ -5,7 +5,8 @@ import re
 import pytest
 
 from scripts import train_llama
-from scripts.flags.train import make_parser, make_run, wanted_step
+from scripts.flags.run import make_run, wanted_step
+from scripts.flags.train import make_parser
 from tools.resume_test import Failed, compare, resume_test, steps_for
 
 BAD_FLAGS = {
