@@ -50,14 +50,13 @@ find_python() {
 Install Python 3.11 or newer, or name one: PYTHON=/path/to/python3.12 $0"
 }
 
-# Everything that decides what an installation contains: the requirements, the pins, the interpreter, the packages.
+# Everything that decides what an installation contains: the requirements, the pins, the interpreter.
 # Called with the extra's name; prints a hash.
 wanted_stamp() {
   (cd "$REPO_ROOT" && "$VENV_PYTHON" - "$1" <<'PY'
 import hashlib, pathlib, sys
 parts = [sys.argv[1], sys.version, sys.prefix]
 parts += [pathlib.Path(name).read_text() for name in ("pyproject.toml", "constraints.txt")]
-parts += [name for name in ("spmd", "models", "serving") if pathlib.Path(name).is_dir()]
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PY
   )

@@ -39,39 +39,31 @@ from models.llama.weights.sources import Source, checkpoint_source, hf_source
 from models.training.checkpoints.relayout import relayout
 from models.training.checkpoints.store import AUTO, CheckpointError
 from models.training.run.description import RunFolder
-from scripts.user_errors import one_message
+from scripts.flags.user_errors import one_message
+from spmd.cli.flags import Parser, Switch
+from spmd.cli.specs import mesh_axes
 
 USER_ERRORS = (CheckpointError, ConfigError, WeightsError, OSError)
 """What a user can mend: one message instead of a traceback."""
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/convert_checkpoints",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("scripts/convert_checkpoints", __doc__)
     add = parser.add_argument
     add("--from", required=True, type=Path, dest="source", help="the folder to read")
-    add("--step", default=AUTO, help="of a training run; auto (default): the latest whole one")
+    add("--step", default=AUTO, help="of a training run; auto: the latest whole one")
     add("--out", required=True, type=Path, help="the folder to make")
     add("--ranks", type=int, help="files to make, one for each device; none: one whole model")
-    add("--mesh", type=axes, help="axes and sizes: a run's checkpoint for the devices of this mesh")
+    add(
+        "--mesh",
+        type=mesh_axes,
+        help="axes and sizes: a run's checkpoint for the devices of this mesh",
+    )
     add("--sharding", choices=sorted(TABLES), help="what --mesh splits of weights (default: 2d)")
-    add("--noscan", action="store_true", help="with --mesh: weights of layers are kept apart")
+    add("--scan", action=Switch, default=True, help="with --mesh: weights of layers are stacked")
     add("--dtype", choices=DTYPES, help="what to convert to (default: nothing is converted)")
     return parser
-
-
-def axes(text: str) -> dict[str, int]:
-    """`data=4,model=2` as axis -> size."""
-    pairs = [item.partition("=") for item in text.split(",")]
-    found = {name.strip(): int(size) for name, _, size in pairs}
-    if len(found) != len(pairs) or min(found.values()) < 1:
-        raise ValueError
-    return found
 
 
 def copy_run(given: argparse.Namespace, console: Console) -> None:
@@ -80,7 +72,7 @@ def copy_run(given: argparse.Namespace, console: Console) -> None:
     Raises:
         WeightsError: flags that do not go with it.
     """
-    if given.dtype or given.sharding or given.noscan:
+    if given.dtype or given.sharding or not given.scan:
         raise WeightsError(
             "--mesh copies a run's checkpoint as it is: --dtype, --sharding and --noscan do not go "
             "with it"
@@ -134,7 +126,7 @@ def check_flags(given: argparse.Namespace) -> None:
         raise WeightsError(f"--step: {given.step!r} is no number, and not {AUTO}")
     if given.mesh and given.ranks is not None:
         raise WeightsError("--mesh makes a training run's checkpoint, --ranks files: give one")
-    if not given.mesh and (given.sharding or given.noscan):
+    if not given.mesh and (given.sharding or not given.scan):
         raise WeightsError("--sharding and --noscan say how --mesh lays weights out; give --mesh")
 
 
@@ -146,7 +138,7 @@ def write(source: Source, given: argparse.Namespace, console: Console) -> None:
             given.out,
             given.mesh,
             table=given.sharding or "2d",
-            scan_layers=not given.noscan,
+            scan_layers=given.scan,
             dtype=given.dtype,
             console=console,
         )

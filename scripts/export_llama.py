@@ -27,10 +27,11 @@ from models.llama.weights.sources import Source, checkpoint_source, fresh_source
 from models.training.checkpoints.store import AUTO, CheckpointError
 from models.training.data.tokenizer import BYTES, load_tokenizer
 from models.training.errors import DataError
-from scripts.user_errors import ending_on_interrupt, one_message
+from scripts.flags.user_errors import ending_on_interrupt, one_message
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import PLATFORMS
 from serving.llama_bundle import export_llama
+from spmd.cli.flags import Parser, positive, words
 from spmd.errors import SpmdError
 
 USER_ERRORS = (
@@ -39,24 +40,19 @@ USER_ERRORS = (
 """What a user can mend: one message instead of a traceback."""
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/export_llama",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("scripts/export_llama", __doc__)
     add = parser.add_argument
     add("--out", required=True, type=Path, help="the folder to make")
     add("--init_from", help="folder in Hugging Face's format")
     add("--run_dir", help="folder of a training run")
-    add("--step", default=AUTO, help="of its checkpoint; auto (default): the latest whole one")
+    add("--step", default=AUTO, help="of its checkpoint; auto: the latest whole one")
     add("--model", help="a named configuration, with random weights")
     add("--seed", type=int, default=0, help="of the random weights")
     add("--tokenizer", type=Path, help="folder with tokenizer files (default: --init_from)")
     add("--name", help="what the bundle is called (default: like --out)")
-    add("--slots", type=positive, default=8, help="sequences decoded together (default: 8)")
+    add("--slots", type=positive, default=8, help="sequences decoded together")
     add("--max_length", type=positive, help="of a sequence (default: the model's, at most 4096)")
     add(
         "--prefill",
@@ -69,37 +65,24 @@ def make_parser() -> argparse.ArgumentParser:
         help="lengths that functions read of sequences, ascending, the last is --max_length "
         "(default: it, and half and a quarter of it from 512 on)",
     )
-    add("--decode_steps", type=positive, default=10, help="tokens of one call at most (10)")
-    add("--top_logprobs", type=positive, default=20, help="alternatives that are reported (20)")
+    add("--decode_steps", type=positive, default=10, help="tokens of one call at most")
+    add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
-    add("--kv_cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (--dtype)")
+    add("--kv_cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
     add(
         "--golden_prompts",
         type=Path,
         help="file with a prompt a line; what the model goes on with is computed on the devices "
         "that are here, and kept in the bundle for servers to compare with",
     )
-    add("--platforms", type=words, default=PLATFORMS, help=f"default: {','.join(PLATFORMS)}")
+    add("--platforms", type=words, default=",".join(PLATFORMS), help="that it can be served on")
     return parser
-
-
-def positive(text: str) -> int:
-    """A number from 1 on."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 def numbers(text: str) -> tuple[int, ...]:
     """Numbers joined by commas."""
-    return tuple(positive(word) for word in text.split(","))
-
-
-def words(text: str) -> tuple[str, ...]:
-    """Words joined by commas."""
-    return tuple(text.split(","))
+    return tuple(positive(word) for word in words(text))
 
 
 def open_source(given: argparse.Namespace) -> contextlib.AbstractContextManager[Source]:

@@ -19,42 +19,44 @@ from pathlib import Path
 from rich.console import Console
 
 from models.training.data.tokenizer import Tokenizer
-from scripts import bundle_flags
-from scripts.user_errors import ending_on_interrupt, one_message
+from scripts.flags import bundle as bundle_flags
+from scripts.flags.user_errors import ending_on_interrupt, one_message
 from serving.bundle.function import BundleError
 from serving.engine.backend import Backend, Sampling
 from serving.engine.model_backend import generate
 from serving.errors import ServingError
 from serving.load import load_model
+from spmd.cli.flags import Parser, Switch
 from spmd.errors import SpmdError
 
 USER_ERRORS = (BundleError, ServingError, SpmdError, OSError, UnicodeDecodeError)
 """What a user can mend: one message instead of a traceback."""
 
 
-def make_parser() -> argparse.ArgumentParser:
+PENALTIES = {
+    "repetition_penalty": "above 1: tokens that were there are less likely",
+    "frequency_penalty": "is subtracted for each time that a token was there",
+    "presence_penalty": "is subtracted once for a token that was there",
+}
+
+
+def make_parser() -> Parser:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("scripts/generate", __doc__)
     bundle_flags.add_flags(parser)
     default = Sampling()
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="a text to go on with (repeatable)")
     add("--file", type=Path, help="a prompt a line")
-    add("--max_tokens", type=int, default=100, help="to add (%(default)s)")
-    add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
-    add("--top_k", type=int, default=default.top_k, help="0: all (%(default)s)")
-    add("--top_p", type=float, default=default.top_p, help="(%(default)s)")
-    add("--min_p", type=float, default=default.min_p, help="(%(default)s)")
-    add("--repetition_penalty", type=float, default=default.repetition_penalty, help="(1.0)")
-    add("--frequency_penalty", type=float, default=default.frequency_penalty, help="(0.0)")
-    add("--presence_penalty", type=float, default=default.presence_penalty, help="(0.0)")
-    add("--seed", type=int, default=0, help="of the draws (%(default)s)")
-    add("--ignore_eos", action="store_true", help="go on behind the end of a text")
+    add("--max_tokens", type=int, default=100, help="to add")
+    add("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    add("--top_k", type=int, default=default.top_k, help="0: all")
+    add("--top_p", type=float, default=default.top_p, help="share of the likeliest tokens")
+    add("--min_p", type=float, default=default.min_p, help="least share of the likeliest one's")
+    for name, says in PENALTIES.items():
+        add(f"--{name}", type=float, default=getattr(default, name), help=says)
+    add("--seed", type=int, default=0, help="of the draws")
+    add("--ignore_eos", action=Switch, help="go on behind the end of a text")
     return parser
 
 

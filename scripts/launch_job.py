@@ -1,8 +1,24 @@
-"""Starts a program as several processes of one job: on this machine, or by an engine.
+r"""Starts a program as several processes of one job: on this machine, or by an engine.
 
 The program calls `spmd.initialize()` first and is otherwise the same everywhere. Engines are
 Slurm (`sbatch`), Kubernetes (a JobSet, `kubectl`), TPU VMs (`gcloud`) and MPI (`mpirun`);
-`--dry-run` prints what would be handed to them.
+`--dry_run` prints what would be handed to them.
+
+Examples:
+    scripts/launch local --processes 2 --devices_per_process 4 -- \
+        python scripts/train_llama.py --mesh data=4,model=2
+    scripts/launch local --processes 8 --max_restarts 3 -- \
+        python scripts/train_llama.py --mesh data=8
+    scripts/launch slurm --nodes 4 --gpus_per_node 8 --time 8:00:00 --partition h200 --requeue -- \
+        python scripts/train_llama.py --model llama2-7b --mesh data=32
+    scripts/launch jobset --tpu v5e-16 --image registry/image:tag --name llama --dry_run -- \
+        python scripts/train_llama.py --mesh data=16
+    scripts/launch tpu-vm --tpu_name my-pod --zone us-east5-a --folder spmd -- \
+        .venv/bin/python scripts/train_llama.py --mesh data=16
+    scripts/launch mpi --hosts a,b --nodes 2 --gpus_per_node 8 -- \
+        python scripts/train_llama.py --mesh data=16
+
+Exit code of `local`: that of the process that failed first, 128 + n if signal n killed it.
 """
 
 from __future__ import annotations
@@ -15,6 +31,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
+from spmd.cli.flags import Add, Parser, Switch
 from spmd.errors import LaunchError
 from spmd.launch.job import COORDINATOR_PORT, Job, parse_env
 from spmd.launch.jobset import JobSet, jobset_yaml
@@ -23,45 +40,17 @@ from spmd.launch.mpi import mpi_command
 from spmd.launch.slurm import Slurm, slurm_script
 from spmd.launch.tpu import parse_tpu, tpu_vm_command
 
-EXAMPLES = """examples:
-  scripts/launch local --processes 2 --devices_per_process 4 -- \\
-      python scripts/train_llama.py --mesh data=4,model=2
-  scripts/launch local --processes 8 --max_restarts 3 -- \\
-      python scripts/train_llama.py --mesh data=8
-  scripts/launch slurm --nodes 4 --gpus_per_node 8 --time 8:00:00 --partition h200 --requeue -- \\
-      python scripts/train_llama.py --model llama2-7b --mesh data=32
-  scripts/launch jobset --tpu v5e-16 --image registry/image:tag --name llama --dry-run -- \\
-      python scripts/train_llama.py --mesh data=16
-  scripts/launch tpu-vm --tpu-name my-pod --zone us-east5-a --folder spmd -- \\
-      .venv/bin/python scripts/train_llama.py --mesh data=16
-  scripts/launch mpi --hosts a,b --nodes 2 --gpus_per_node 8 -- \\
-      python scripts/train_llama.py --mesh data=16
-
-exit code of `local`: that of the process that failed first, 128 + n if signal n killed it
-"""
-
 Handler = Callable[[argparse.Namespace, tuple[str, ...]], int]
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """All flags."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/launch",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("scripts/launch", __doc__)
     engines = parser.add_subparsers(dest="engine", required=True, metavar="ENGINE")
 
-    def engine(name: str, says: str, handler: Handler) -> argparse.ArgumentParser:
-        added = engines.add_parser(
-            name,
-            help=says,
-            description=says,
-            usage=f"scripts/launch {name} [flags] -- command ...",
-            allow_abbrev=False,
-        )
+    def engine(name: str, says: str, handler: Handler) -> Add:
+        usage = f"scripts/launch {name} [flags] -- command ..."
+        added = engines.add_parser(name, help=says, about=says, usage=usage)
         added.set_defaults(handler=handler)
         added.add_argument(
             "--env",
@@ -70,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
             metavar="NAME[=VALUE]",
             help="a variable of every process; without a value, the one set here (repeatable)",
         )
-        return added
+        return added.add_argument
 
     _add_local(engine("local", "processes on this machine", launch_local))
     _add_slurm(engine("slurm", "a batch job of Slurm's", launch_slurm))
@@ -80,8 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_local(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _add_local(add: Add) -> None:
     add("--processes", type=int, required=True, metavar="N", help="how many")
     add(
         "--devices_per_process",
@@ -89,20 +77,19 @@ def _add_local(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="virtual CPU devices, or GPUs, of each; GPUs are divided evenly if left out",
     )
-    add("--platform", choices=("cpu", "cuda"), help="default: GPUs where there are some")
+    add("--platform", choices=("cpu", "cuda"), help="(default: GPUs where there are some)")
     add("--max_restarts", type=int, default=0, metavar="N", help="start again after a failure")
     add(
         "--grace_s",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="time between asking a process to end and killing it (default 30)",
+        help="time between asking a process to end and killing it",
     )
 
 
-def _add_common(parser: argparse.ArgumentParser, *, nodes: bool = True) -> None:
-    add = parser.add_argument
-    add("--dry-run", action="store_true", help="print it, start nothing")
+def _add_common(add: Add, *, nodes: bool = True) -> None:
+    add("--dry_run", action=Switch, help="print it, start nothing")
     add("--folder", help="where the command runs")
     if not nodes:
         return
@@ -113,22 +100,20 @@ def _add_common(parser: argparse.ArgumentParser, *, nodes: bool = True) -> None:
     add("--port", type=int, default=COORDINATOR_PORT, help="where process 0 listens")
 
 
-def _add_slurm(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser)
-    add = parser.add_argument
+def _add_slurm(add: Add) -> None:
+    _add_common(add)
     for name in ("time", "partition", "account", "qos", "constraint", "reservation"):
         add(f"--{name}", help="as sbatch's")
     add("--cpus_per_process", type=int, metavar="N", help="CPU cores of each process")
-    add("--output", default="%x-%j.out", help="file of the output (default %%x-%%j.out)")
+    add("--output", default="%x-%j.out", help="file of the output")
     add("--image", help="container image, for srun's container plugin")
-    add("--requeue", action="store_true", help="queue again after preemption and saved SIGTERM")
-    add("--exclusive", action="store_true", help="no other job on its nodes")
+    add("--requeue", action=Switch, help="queue again after preemption and saved SIGTERM")
+    add("--exclusive", action=Switch, help="no other job on its nodes")
     add("--warn_s", type=int, default=120, metavar="SECONDS", help="SIGTERM before the time's end")
 
 
-def _add_jobset(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser)
-    add = parser.add_argument
+def _add_jobset(add: Add) -> None:
+    _add_common(add)
     add("--image", required=True, help="container image")
     add("--tpu", metavar="KIND-SIZE", help="a slice of TPUs, as v5e-16; sets the number of nodes")
     add("--slices", type=int, default=1, metavar="N", help="how many of them")
@@ -142,17 +127,15 @@ def _add_jobset(parser: argparse.ArgumentParser) -> None:
     add("--service_account")
 
 
-def _add_tpu_vm(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser, nodes=False)
-    add = parser.add_argument
-    add("--tpu-name", required=True, help="the TPU VM")
+def _add_tpu_vm(add: Add) -> None:
+    _add_common(add, nodes=False)
+    add("--tpu_name", required=True, help="the TPU VM")
     add("--zone", required=True)
     add("--project")
 
 
-def _add_mpi(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser)
-    add = parser.add_argument
+def _add_mpi(add: Add) -> None:
+    _add_common(add)
     add("--hosts", default="", metavar="A,B,...", help="machines, process 0's first")
     add("--hostfile", help="a file of machines instead")
 
@@ -269,7 +252,7 @@ def hand_over(call: Sequence[str], dry_run: bool, text: str | None = None) -> in
     if shutil.which(call[0]) is None:
         raise LaunchError(
             f"{call[0]} is not on this machine",
-            fix="run this where it is, or print what it would get with --dry-run",
+            fix="run this where it is, or print what it would get with --dry_run",
         )
     return subprocess.run(call, input=text, text=True, check=False).returncode
 

@@ -27,23 +27,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
 
 import spmd
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig, named_config
+from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.memory import Memory
 from spmd.hlo.schedule import Schedule, read_schedule
 
-_ROWS = flags.DEFINE_list("rows", ["7b", "13b", "70b"], "which configurations")
-_SEQ_LENS = flags.DEFINE_list("seq_lens", ["1024", "2048"], "tokens in a sequence")
-_ACCUMULATE = flags.DEFINE_integer(
-    "accumulate", 0, "microbatches in a step; 0: the fewest for which the prediction fits"
-)
-_COMPILE = flags.DEFINE_bool("compile", True, "run the TPU compiler")
-_CACHE = flags.DEFINE_string("cache", "", "folder that keeps what the TPU compiler made")
-
-FLAGS = {
+COMPILER_OPTIONS = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
@@ -96,6 +88,23 @@ class Built(NamedTuple):
     seconds: float
 
 
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("scripts/plan_llama", __doc__)
+    add = parser.add_argument
+    add("--rows", type=words, default=",".join(ROWS), help="which configurations")
+    add("--seq_lens", type=words, default="1024,2048", help="tokens in a sequence")
+    add(
+        "--accumulate",
+        type=int,
+        default=0,
+        help="microbatches in a step; 0: the fewest for which the prediction fits",
+    )
+    add("--compile", action=Switch, default=True, help="run the TPU compiler")
+    add("--cache", type=Path, help="folder that keeps what the TPU compiler made")
+    return parser
+
+
 def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
     """Plans one training step: Adafactor, bf16 compute, layers scanned and recomputed.
 
@@ -111,7 +120,7 @@ def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
     params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((accumulate, row.batch // accumulate, seq_len), np.int32)
     tokens = spmd.mark_sharding(tokens, mesh, (None, "data", None))
-    options = spmd.Options(compiler_options=FLAGS)
+    options = spmd.Options(compiler_options=COMPILER_OPTIONS)
     return spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options).lower(
         sharding.mark_params(params, mesh, config),
         jax.eval_shape(optimizer.init, params),
@@ -146,9 +155,13 @@ def make_step(config: LlamaConfig, mesh: spmd.Mesh, optimizer: Any, accumulate: 
     return step
 
 
-def build(lowered: spmd.Lowered, name: str) -> Built:
-    """Runs the TPU compiler, or reads what it made last time."""
-    cached = Path(_CACHE.value) / name if _CACHE.value else None
+def build(lowered: spmd.Lowered, cached: Path | None) -> Built:
+    """Runs the TPU compiler, or reads what it made last time.
+
+    Args:
+      lowered: the plan.
+      cached: where that is kept, less the files' suffixes.
+    """
     if cached is not None and cached.with_suffix(".json").exists():
         data = json.loads(cached.with_suffix(".json").read_text(encoding="utf-8"))
         text = cached.with_suffix(".hlo").read_text(encoding="utf-8")
@@ -164,13 +177,13 @@ def build(lowered: spmd.Lowered, name: str) -> Built:
     return Built(compiled.memory, read_schedule(text), seconds)
 
 
-def fewest_microbatches(row: Row, seq_len: int) -> tuple[int, spmd.Lowered]:
+def fewest_microbatches(row: Row, seq_len: int, wanted: int) -> tuple[int, spmd.Lowered]:
     """The fewest microbatches, a power of two, for which the prediction fits; and the plan."""
-    accumulate = _ACCUMULATE.value or 1
+    accumulate = wanted or 1
     while True:
         lowered = lower(row, seq_len, accumulate)
         fits = lowered.predicted_memory.peak < HEADROOM * spmd.Topology(row.topology).hbm_bytes
-        if _ACCUMULATE.value or fits or accumulate * row.mesh[0] >= row.batch:
+        if wanted or fits or accumulate * row.mesh[0] >= row.batch:
             return accumulate, lowered
         accumulate *= 2
 
@@ -236,21 +249,22 @@ HEADER = (
 )
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
-    del argv
+    given = make_parser().parse_args(arguments)
     print(f"jax {jax.__version__}, Adafactor, bf16 compute, layers scanned and recomputed")
     print("| " + " | ".join(HEADER) + " |")
     print("|" + " --- |" * len(HEADER))
-    for seq_len in map(int, _SEQ_LENS.value):
-        for name in _ROWS.value:
+    for seq_len in map(int, given.seq_lens):
+        for name in given.rows:
             row = ROWS[name]
-            accumulate, lowered = fewest_microbatches(row, seq_len)
+            accumulate, lowered = fewest_microbatches(row, seq_len, given.accumulate)
             cells = plan_cells(row, seq_len, accumulate, lowered)
-            built = build(lowered, f"{name}_{seq_len}_{accumulate}") if _COMPILE.value else None
+            cached = given.cache and given.cache / f"{name}_{seq_len}_{accumulate}"
+            built = build(lowered, cached) if given.compile else None
             cells += built_cells(built, spmd.Topology(row.topology))
             print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

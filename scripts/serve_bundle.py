@@ -18,13 +18,14 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from scripts import bundle_flags
-from scripts.user_errors import ending_on_interrupt, one_message
+from scripts.flags import bundle as bundle_flags
+from scripts.flags.user_errors import ending_on_interrupt, one_message
 from serving.bundle.function import BundleError
 from serving.errors import ServingError
 from serving.http.server import serve
 from serving.http.service import Loaded, Options
 from serving.load import load_model
+from spmd.cli.flags import Parser
 from spmd.errors import SpmdError
 
 USER_ERRORS = (BundleError, ServingError, SpmdError, OSError)
@@ -33,20 +34,15 @@ USER_ERRORS = (BundleError, ServingError, SpmdError, OSError)
 KEYS = "SPMD_API_KEYS"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("scripts/serve", __doc__)
     bundle_flags.add_flags(parser)
     default = Options()
     add = parser.add_argument
     add("--name", help="of the model in requests (default: the bundle's)")
-    add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere (%(default)s)")
-    add("--port", type=int, default=8000, help="0: any free one (%(default)s)")
+    add("--host", default="127.0.0.1", help="to listen on; 0.0.0.0 is everywhere")
+    add("--port", type=int, default=8000, help="0: any free one")
     add(
         "--api_key",
         action="append",
@@ -57,21 +53,26 @@ def make_parser() -> argparse.ArgumentParser:
         "--max_waiting",
         type=int,
         default=default.max_waiting,
-        help="requests that wait for a slot at most; then 429 (%(default)s)",
+        help="requests that wait for a slot at most; then 429",
     )
     add(
         "--decode_steps",
         type=int,
         default=default.decode_steps,
-        help="tokens between two looks for the end of a text, where nobody watches (%(default)s)",
+        help="tokens between two looks for the end of a text, where nobody watches",
     )
     add(
         "--drain_seconds",
         type=float,
         default=default.drain_seconds,
-        help="that requests have to finish after SIGTERM (%(default)s)",
+        help="that requests have to finish after SIGTERM",
     )
-    add("--log_level", default="info", choices=("debug", "info", "warning", "error"))
+    add(
+        "--log_level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="least important lines to log",
+    )
     return parser
 
 

@@ -13,13 +13,13 @@ Examples:
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from absl import app, flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -29,61 +29,65 @@ from models.training.data.files import find_files
 from models.training.data.tokenize import ON_ERROR, PIECE_BYTES, OnError, Options, tokenize
 from models.training.data.tokenizer import BYTES
 from models.training.errors import DataError
-from scripts.user_errors import one_message
-
-_OUT = flags.DEFINE_string("out", None, "The folder to make.")
-_TOKENIZER = flags.DEFINE_string(
-    "tokenizer", BYTES, "A tokenizer.json, a folder with one, or `bytes`."
-)
-_EOS = flags.DEFINE_string("eos_token", None, "Token that ends a document. Default: found out.")
-_BOS = flags.DEFINE_string(
-    "bos_token", None, "Token that begins a document, '' for none. Default: found out."
-)
-_FORMAT = flags.DEFINE_enum("format", "auto", FORMATS, "What the files are. Default: by name.")
-_FIELD = flags.DEFINE_string("field", "text", "JSONL field or Parquet column with the text.")
-_SEPARATOR = flags.DEFINE_string(
-    "document_separator",
-    "",
-    r"What stands between the documents of a text file, \n is a line end. Default: a file is one.",
-)
-_ON_ERROR = flags.DEFINE_enum(
-    "on_error", "stop", ON_ERROR, "What to do with a document that cannot be read."
-)
-_WORKERS = flags.DEFINE_integer(
-    "workers", None, "Processes. Default: one for each CPU.", lower_bound=1
-)
-_PIECE_MIB = flags.DEFINE_integer(
-    "piece_mib", PIECE_BYTES // 2**20, "MiB of a file that become one shard.", lower_bound=1
-)
-_OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace a folder of other tokens.")
-_VERIFY = flags.DEFINE_string("verify", None, "Check this folder, reading all of it, and be done.")
+from scripts.flags.user_errors import one_message
+from spmd.cli.flags import Parser, Switch, positive
 
 
-def make_options() -> Options:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("scripts/tokenize_data", __doc__)
+    add = parser.add_argument
+    add("files", nargs="*", help="files, directories or glob patterns of text")
+    add("--out", type=Path, help="the folder to make")
+    add("--tokenizer", default=BYTES, help="a tokenizer.json, a folder with one, or `bytes`")
+    add("--eos_token", help="token that ends a document (default: found out)")
+    add("--bos_token", help="token that begins a document, '' for none (default: found out)")
+    add("--format", default="auto", choices=FORMATS, help="what the files are; auto: by name")
+    add("--field", default="text", help="JSONL field or Parquet column with the text")
+    add(
+        "--document_separator",
+        default="",
+        help=r"what stands between the documents of a text file, \n is a line end (default: a file "
+        "is one)",
+    )
+    add("--on_error", default="stop", choices=ON_ERROR, help="for a document that cannot be read")
+    add("--workers", type=positive, help="processes (default: one for each CPU)")
+    add(
+        "--piece_mib",
+        type=positive,
+        default=PIECE_BYTES // 2**20,
+        help="MiB of a file that become one shard",
+    )
+    add("--overwrite", action=Switch, help="replace a folder of other tokens")
+    add("--verify", type=Path, metavar="FOLDER", help="check this folder, reading all of it")
+    return parser
+
+
+def make_options(given: argparse.Namespace) -> Options:
     """What the flags ask for."""
     return Options(
-        tokenizer=_TOKENIZER.value,
-        eos_token=_EOS.value,
-        bos_token=_BOS.value,
+        tokenizer=given.tokenizer,
+        eos_token=given.eos_token,
+        bos_token=given.bos_token,
         source=Source(
-            format=cast(Format, _FORMAT.value),
-            field=_FIELD.value,
-            separator=_SEPARATOR.value.replace(r"\n", "\n").replace(r"\t", "\t"),
+            format=cast(Format, given.format),
+            field=given.field,
+            separator=given.document_separator.replace(r"\n", "\n").replace(r"\t", "\t"),
         ),
-        on_error=cast(OnError, _ON_ERROR.value),
-        piece_bytes=_PIECE_MIB.value * 2**20,
+        on_error=cast(OnError, given.on_error),
+        piece_bytes=given.piece_mib * 2**20,
     )
 
 
-def run_tokenize(patterns: Sequence[str], console: Console) -> None:
+def run_tokenize(given: argparse.Namespace, console: Console) -> None:
     """Tokenise, with a bar on a terminal, and say what came of it."""
-    if not _OUT.value:
+    if not given.out:
         raise DataError("name the folder to make with --out")
-    if not patterns:
+    if not given.files:
         raise DataError(
             "name the files to tokenise, as in scripts/tokenize_data --out tokens a.txt"
         )
-    workers = _WORKERS.value or os.cpu_count() or 1
+    workers = given.workers or os.cpu_count() or 1
     started = time.perf_counter()
     columns = (
         TextColumn("tokenising"),
@@ -105,26 +109,33 @@ def run_tokenize(patterns: Sequence[str], console: Console) -> None:
             bar.update(task, total=total, advance=1, rate=f"{rate:,.0f} tokens/s")
 
         manifest = tokenize(
-            find_files(patterns),
-            Path(_OUT.value),
-            make_options(),
+            find_files(given.files),
+            given.out,
+            make_options(given),
             workers=workers,
-            overwrite=_OVERWRITE.value,
+            overwrite=given.overwrite,
             report=report,
         )
-    print_manifest(manifest, time.perf_counter() - started, console)
+    seconds = time.perf_counter() - started
+    console.print(f"{given.out}: {summary(manifest)}, {seconds:.1f} s")
+    print_skipped(manifest, console)
 
 
-def print_manifest(manifest: dict[str, Any], seconds: float, console: Console) -> None:
+def summary(manifest: dict[str, Any]) -> str:
     """What a folder holds."""
     totals = manifest["totals"]
-    console.print(
-        f"{_OUT.value}: {totals['tokens']:,} tokens of {totals['documents']:,} documents from "
-        f"{len(manifest['files'])} files in {len(manifest['shards'])} shards, {seconds:.1f} s"
+    return (
+        f"{totals['tokens']:,} tokens of {totals['documents']:,} documents from "
+        f"{len(manifest['files'])} files in {len(manifest['shards'])} shards"
     )
-    if not totals["skipped"]:
+
+
+def print_skipped(manifest: dict[str, Any], console: Console) -> None:
+    """How many documents a folder lacks, and why the first of them."""
+    skipped = manifest["totals"]["skipped"]
+    if not skipped:
         return
-    console.print(f"{totals['skipped']:,} documents were skipped, among them:")
+    console.print(f"{skipped:,} documents were skipped, among them:")
     examples = [text for shard in manifest["shards"] for text in shard["examples"]]
     for text in examples[:5]:
         console.print(f"  {text}")
@@ -139,15 +150,16 @@ def run_verify(folder: Path, console: Console) -> None:
     console.print(f"{folder}: every file is as it was written")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
+    given = make_parser().parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
     with one_message(DataError, OSError):
-        if _VERIFY.value:
-            run_verify(Path(_VERIFY.value), console)
+        if given.verify:
+            run_verify(given.verify, console)
         else:
-            run_tokenize(argv[1:], console)
+            run_tokenize(given, console)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -12,11 +12,12 @@ Examples:
     python scripts/train_llama.py --init_from Llama-3.2-1B --export_hf Llama-3.2-1B-tuned
     scripts/launch local --processes 2 --devices_per_process 4 -- python scripts/train_llama.py
 
-Exit codes: 0 all steps were taken; 1 an error, in one line; 75 saved and stopped by SIGTERM or
-SIGINT, --resume goes on; 76 another process was lost; 77 a step took longer than
---watchdog_timeout.
+Exit codes: 0 all steps were taken; 1 an error, in one line; 2 flags that cannot be read; 75 saved
+and stopped by SIGTERM or SIGINT, --resume goes on; 76 another process was lost; 77 a step took
+longer than --watchdog_timeout.
 """
 
+import argparse
 import contextlib
 import logging
 import sys
@@ -24,8 +25,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import jax
-from absl import app
 from absl import logging as absl_logging
 from rich.console import Console
 
@@ -42,21 +44,11 @@ from models.training.run.optimizer import OptimizerError
 from models.training.run.profile import ProfileError, Profiler
 from models.training.run.sinks import JsonLines, Sinks, TensorBoard, Terminal
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
+from scripts.flags import weights as weight_flags
+from scripts.flags.run import format_axes, heartbeat_timeout, make_mesh, make_run, wanted_step
+from scripts.flags.train import make_parser
+from scripts.flags.user_errors import one_message
 from spmd import launch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from scripts import weight_flags
-from scripts.train_flags import (
-    FLAGS,
-    format_axes,
-    heartbeat_timeout,
-    help_text,
-    make_mesh,
-    make_run,
-    wanted_step,
-    with_resume_value,
-)
-from scripts.user_errors import one_message
 
 PROMPT = "def "
 
@@ -110,16 +102,17 @@ def open_checkpoints(run: RunConfig, folder: RunFolder, text: str) -> Checkpoint
     )
 
 
-def find_checkpoint(run: RunConfig, checkpoints: Checkpoints, console: Console) -> Found | None:
+def find_checkpoint(
+    run: RunConfig, wanted: int | str | None, checkpoints: Checkpoints, console: Console
+) -> Found | None:
     """Where `--resume` goes on; None to start anew."""
-    wanted = wanted_step()
     if wanted is None:
         steps = checkpoints.steps()
         if not steps:
             return None
         raise RunError(
-            f"--run_dir: {FLAGS.run_dir} holds a run that has come to step {steps[0]}; go on from "
-            "there with --resume, or name another folder"
+            f"--run_dir: {checkpoints.folder.parent} holds a run that has come to step {steps[0]}; "
+            "go on from there with --resume, or name another folder"
         )
     found = checkpoints.find(wanted)
     for note in checkpoints.notes:
@@ -137,12 +130,17 @@ def find_checkpoint(run: RunConfig, checkpoints: Checkpoints, console: Console) 
 
 
 def start(
-    trainer: Trainer, checkpoints: Checkpoints | None, found: Found | None, console: Console
+    given: argparse.Namespace,
+    trainer: Trainer,
+    checkpoints: Checkpoints | None,
+    found: Found | None,
+    console: Console,
 ) -> TrainState:
     """The state to go on from: a checkpoint's, or a fresh one, perhaps with weights of others."""
     if checkpoints is None or found is None:
         shardings = trainer.step.in_shardings[0]
-        return trainer.fresh_state(weight_flags.load_params(trainer.model, shardings, console))
+        params = weight_flags.load_params(given, trainer.model, shardings, console)
+        return trainer.fresh_state(params)
     started = time.perf_counter()
     state = checkpoints.restore(found, trainer.targets())
     seconds = time.perf_counter() - started
@@ -177,6 +175,7 @@ def train_model(
     sinks: Sinks,
     checkpoints: Checkpoints | None,
     folder: RunFolder | None,
+    watchdog_timeout: float,
 ) -> Outcome:
     """Train to the end, or until a signal comes."""
     run = trainer.run
@@ -187,7 +186,7 @@ def train_model(
         max_skipped=run.max_skipped,
     )
     with (
-        watched(folder) as beat,
+        watched(folder, watchdog_timeout) as beat,
         data.Loader(
             train_data, shardings=trainer.step.in_shardings[2], start_step=state.step
         ) as batches,
@@ -208,24 +207,24 @@ def train_model(
 
 
 @contextlib.contextmanager
-def watched(folder: RunFolder | None) -> Iterator[Callable[[int], None]]:
+def watched(folder: RunFolder | None, timeout: float) -> Iterator[Callable[[int], None]]:
     """Gives a function to call after each step; too long without a call ends the job."""
-    if not FLAGS.watchdog_timeout:
+    if not timeout:
         yield lambda step: None
         return
     where = Path("watchdog") if folder is None else folder.path / "watchdog"
-    with launch.Watchdog(FLAGS.watchdog_timeout, where) as dog:
+    with launch.Watchdog(timeout, where) as dog:
         yield lambda step: dog.beat(step=step)
 
 
 # Printing
 
 
-def print_run(run: RunConfig, mesh: spmd.Mesh, tokens: int, console: Console) -> None:
+def print_run(run: RunConfig, name: str, mesh: spmd.Mesh, tokens: int, console: Console) -> None:
     """What runs on what."""
     model = run.model
     console.print(
-        f"{weight_flags.model_name(FLAGS['model'])}: {model.parameter_count():,} parameters, "
+        f"{name}: {model.parameter_count():,} parameters, "
         f"{model.num_hidden_layers} layers {'scanned' if model.scan_layers else 'unrolled'}, "
         f"{model.dtype}, {run.optimizer.name}"
     )
@@ -276,26 +275,26 @@ def write_report(trainer: Trainer, path: Path, console: Console, *, prices: bool
         console.print(f"report: {path.absolute()}")
 
 
-def by_flag(run: RunConfig) -> dict[str, str]:
+def by_flag(run: RunConfig, given: argparse.Namespace) -> dict[str, str]:
     """What all processes have to agree on, by the flag that says it where there is one."""
     flags = {"optimizer.name": "--optimizer", "optimizer.total_steps": "--steps"}
-    flags |= {f"optimizer.{name}": f"--{name}" for name in FLAGS}
-    flags |= {name: f"--{name}" for name in FLAGS}
+    flags |= {f"optimizer.{name}": f"--{name}" for name in vars(given)}
+    flags |= {name: f"--{name}" for name in vars(given)}
     return {flags.get(name, name): str(value) for name, value in run.flat().items()}
 
 
-def run_training() -> int:
+def run_training(given: argparse.Namespace) -> int:
     """Everything that the flags ask for, in order; the exit code."""
     console = Console(
         markup=False, highlight=False, soft_wrap=True, quiet=not launch.is_main_process()
     )
     devices = jax.devices()
-    run = make_run(devices[0].platform)
+    run = make_run(given, devices[0].platform)
     mesh = make_mesh(run, devices)
     train_data, held_out = load_data(run)
-    launch.check_same(by_flag(run) | {"training text (hash)": train_data.fingerprint})
-    folder = RunFolder(Path(FLAGS.run_dir)) if FLAGS.run_dir else None
-    print_run(run, mesh, train_data.token_count, console)
+    launch.check_same(by_flag(run, given) | {"training text (hash)": train_data.fingerprint})
+    folder = RunFolder(Path(given.run_dir)) if given.run_dir else None
+    print_run(run, weight_flags.model_name(given), mesh, train_data.token_count, console)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignals())
         checkpoints, found = None, None
@@ -303,16 +302,16 @@ def run_training() -> int:
             folder.make()
             checkpoints = open_checkpoints(run, folder, train_data.fingerprint)
             stack.enter_context(checkpoints)
-            found = find_checkpoint(run, checkpoints, console)
+            found = find_checkpoint(run, wanted_step(given), checkpoints, console)
             if launch.is_main_process():
                 folder.write_config(run)
         started = time.perf_counter()
         trainer = Trainer(run, mesh, train_data.struct())
         console.print(f"partitioned and compiled in {time.perf_counter() - started:.1f} s")
-        console.print(trainer.step.explain() if FLAGS.verbose else trainer.step.summary())
+        console.print(trainer.step.explain() if given.verbose else trainer.step.summary())
         if folder is not None:
             write_report(trainer, folder.report, console, prices=False)
-        state = start(trainer, checkpoints, found, console)
+        state = start(given, trainer, checkpoints, found, console)
         sinks = stack.enter_context(open_sinks(run, folder, console, state.step))
         outcome = train_model(
             trainer,
@@ -323,17 +322,18 @@ def run_training() -> int:
             sinks=sinks,
             checkpoints=checkpoints,
             folder=folder,
+            watchdog_timeout=given.watchdog_timeout,
         )
     print_outcome(run, outcome, console)
     if outcome.is_stopped:
         return print_stopped(stop, outcome, folder, console)
-    weight_flags.export_params(outcome.state.params, run.model, console)
-    if FLAGS.sample_tokens:
+    weight_flags.export_params(given, outcome.state.params, run.model, console)
+    if given.sample_tokens:
         tokenizer = data.tokenizer_of(data_config(run))
-        text = trainer.sample_text(outcome.state.params, PROMPT, FLAGS.sample_tokens, tokenizer)
+        text = trainer.sample_text(outcome.state.params, PROMPT, given.sample_tokens, tokenizer)
         console.print(f"--- a sample\n{text}\n---")
-    if FLAGS.report:
-        write_report(trainer, Path(FLAGS.report), console, prices=True)
+    if given.report:
+        write_report(trainer, Path(given.report), console, prices=True)
     return 0
 
 
@@ -351,19 +351,15 @@ def print_stopped(
     return STOPPED_EXIT_CODE
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
+    given = make_parser(__doc__).parse_args(arguments)
     absl_logging.set_verbosity(absl_logging.FATAL)  # orbax's tracebacks; we say it in one line
     logging.getLogger("jax").setLevel(logging.ERROR)
     with launch.stopping_peers(), one_message(*USER_ERRORS):
-        if len(argv) > 1:
-            raise RunError(f"{argv[1]!r} is no flag; lists are given as --data a,b")
-        spmd.initialize(heartbeat_timeout_s=heartbeat_timeout())
-        sys.exit(run_training())
+        spmd.initialize(heartbeat_timeout_s=heartbeat_timeout(given))
+        sys.exit(run_training(given))
 
 
 if __name__ == "__main__":
-    if {"--help", "-h", "-help"} & set(sys.argv[1:]):
-        print(help_text(__doc__))
-        sys.exit(0)
-    app.run(main, argv=with_resume_value(sys.argv))
+    main()

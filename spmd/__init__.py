@@ -30,6 +30,8 @@ from spmd.mesh.spec import OPEN
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 
+__version__ = "0.1.0"
+
 __all__ = [
     "OPEN",
     "ArgumentError",

@@ -55,7 +55,7 @@ class AutoSharding:
     specs: Mapping[str, tuple[Any, ...]]
     seconds: float
     considered: tuple[Considered, ...]
-    jitted: Jitted
+    jitted: Jitted[..., Any]
     _names: tuple[str, ...]
     _inferred: frozenset[str]
 
@@ -178,7 +178,7 @@ def auto(
 
 
 def _on_mesh(
-    jitted: Jitted, mesh: Mesh, args: Sequence[Any], memory_limit: int | None
+    jitted: Jitted[..., Any], mesh: Mesh, args: Sequence[Any], memory_limit: int | None
 ) -> AutoSharding:
     request = jitted.request(*args)
     plan = _open_plan(request, memory_limit)

@@ -32,6 +32,7 @@ LAYERS = (
         "spmd.auto",
         "spmd",
     ),  # "spmd" is spmd/__init__.py, and importing it is using the public names
+    ("spmd.cli",),
     ("models",),
     ("serving",),
     ("scripts",),
@@ -211,7 +212,7 @@ def test_a_circle_is_found_wherever_it_is_closed(inside: str):
         ("spmd/ir/text.py", "from jax.interpreters import mlir"),
         ("spmd/ir/text.py", "import jax\nx = jax.extend.mlir.ir"),
         ("models/llama/model.py", "import jax.interpreters.mlir as m"),
-        ("scripts/explain.py", "from jax.extend import mlir"),
+        ("spmd/cli/explain.py", "from jax.extend import mlir"),
         ("spmd/ir/__init__.py", "from ..planning import solve"),
     ],
 )

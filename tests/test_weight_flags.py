@@ -8,15 +8,14 @@ import json
 import jax
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 from rich.console import Console
 
 from models.llama import model
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
-from scripts import weight_flags
+from scripts.flags import weights as weights_flags
+from scripts.flags.train import make_parser
 
 TINY = CONFIGS["tiny"]
 
@@ -31,41 +30,29 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def model_flag(given=None):
-    """The flag --model, as it is after parsing."""
-    values = flags.FlagValues()
-    flags.DEFINE_enum("model", "quickstart", sorted(CONFIGS), "", flag_values=values)
-    values(["", *([f"--model={given}"] if given else [])])
-    return values["model"]
+PARSER = make_parser("")
 
 
-def given(**values):
-    """The flags set as on a command line."""
-    return flagsaver.as_parsed(**{name: str(value) for name, value in values.items()})
-
-
-@pytest.fixture(autouse=True)
-def parsed():
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
+def given(*flags):
+    return PARSER.parse_args(flags)
 
 
 def test_model_by_name():
-    assert weight_flags.chosen_config(model_flag()) == CONFIGS["quickstart"]
-    assert weight_flags.chosen_config(model_flag("tiny")) == TINY
-    assert weight_flags.model_name(model_flag("tiny")) == "tiny"
+    assert weights_flags.chosen_config(given()) == CONFIGS["quickstart"]
+    assert weights_flags.chosen_config(given("--model=tiny")) == TINY
+    assert weights_flags.model_name(given("--model=tiny")) == "tiny"
 
 
 def test_from_a_checkpoint_to_a_checkpoint(checkpoint, tmp_path):
     out = tmp_path / "out"
     printed = io.StringIO()
     console = Console(file=printed, soft_wrap=True)
-    with given(init_from=checkpoint, export_hf=out, export_dtype="bfloat16"):
-        config = weight_flags.chosen_config(model_flag())
-        assert config == read_config(checkpoint)
-        assert weight_flags.model_name(model_flag()) == "checkpoint"
-        params = weight_flags.load_params(config, None, console)
-        weight_flags.export_params(params, config, console)
+    flags = given(f"--init_from={checkpoint}", f"--export_hf={out}", "--export_dtype=bfloat16")
+    config = weights_flags.chosen_config(flags)
+    assert config == read_config(checkpoint)
+    assert weights_flags.model_name(flags) == "checkpoint"
+    params = weights_flags.load_params(flags, config, None, console)
+    weights_flags.export_params(flags, params, config, console)
     assert (out / "tokenizer.json").exists()
     assert printed.getvalue() == f"weights: {checkpoint}\nexported: {out}\n"
     again = weights.load(out, dataclasses.replace(config, param_dtype="bfloat16"))
@@ -76,25 +63,25 @@ def test_from_a_checkpoint_to_a_checkpoint(checkpoint, tmp_path):
     )
 
 
-def test_without_flags_nothing_is_read_or_written(tmp_path):
-    assert weight_flags.load_params(TINY, None, Console()) is None
-    weight_flags.export_params(None, TINY, Console())
+def test_without_flags_nothing_is_read_or_written():
+    assert weights_flags.load_params(given(), TINY, None, Console()) is None
+    weights_flags.export_params(given(), None, TINY, Console())
 
 
 def test_config_file(checkpoint, tmp_path):
     file = tmp_path / "config.json"
     values = json.loads((checkpoint / "config.json").read_text())
     file.write_text(json.dumps({**values, "num_hidden_layers": 5, "odd": 1}))
-    with given(config=file), pytest.raises(ConfigError, match="--ignore_config_keys odd"):
-        weight_flags.chosen_config(model_flag())
-    with given(config=file, ignore_config_keys="odd"):
-        assert weight_flags.chosen_config(model_flag()).num_hidden_layers == 5
-        with pytest.raises(ConfigError, match="--config and --model both name a model"):
-            weight_flags.chosen_config(model_flag("tiny"))
+    with pytest.raises(ConfigError, match="--ignore_config_keys odd"):
+        weights_flags.chosen_config(given(f"--config={file}"))
+    known = (f"--config={file}", "--ignore_config_keys=odd")
+    assert weights_flags.chosen_config(given(*known)).num_hidden_layers == 5
+    with pytest.raises(ConfigError, match="--config and --model both name a model"):
+        weights_flags.chosen_config(given(*known, "--model=tiny"))
 
 
 def test_what_cannot_work_is_said_before_training(checkpoint):
-    with given(init_from=checkpoint), pytest.raises(weights.WeightsError, match="of another shape"):
-        weight_flags.chosen_config(model_flag("quickstart"))
-    with given(export_hf=checkpoint), pytest.raises(weights.WeightsError, match="exists already"):
-        weight_flags.chosen_config(model_flag())
+    with pytest.raises(weights.WeightsError, match="of another shape"):
+        weights_flags.chosen_config(given(f"--init_from={checkpoint}", "--model=quickstart"))
+    with pytest.raises(weights.WeightsError, match="exists already"):
+        weights_flags.chosen_config(given(f"--export_hf={checkpoint}"))

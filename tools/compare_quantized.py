@@ -36,9 +36,10 @@ from models.training.data import source as data
 from models.training.data.tokenizer import BYTES, load_tokenizer
 from models.training.errors import DataError
 from scripts.export_llama import open_source
-from scripts.user_errors import ending_on_interrupt, one_message
+from scripts.flags.user_errors import ending_on_interrupt, one_message
 from serving.bundle.function import BundleError
 from serving.llama_bundle import serving_weights
+from spmd.cli.flags import Parser
 
 USER_ERRORS = (
     BundleError, CheckpointError, ConfigError, DataError, WeightsError, OSError
@@ -65,23 +66,18 @@ FORMS = (
 )
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="tools/compare_quantized.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("tools/run compare_quantized", __doc__)
     add = parser.add_argument
     add("--init_from", help="folder in Hugging Face's format")
     add("--run_dir", help="folder of a training run")
-    add("--step", default="auto", help="of its checkpoint (default: the latest whole one)")
+    add("--step", default="auto", help="of its checkpoint; auto: the latest whole one")
     add("--model", help="a named configuration, with random weights")
     add("--seed", type=int, default=0, help="of the random weights")
     add("--text", type=Path, help="file (default: Python's standard library)")
-    add("--sequences", type=int, default=16, help="read by each model (%(default)s)")
-    add("--seq_len", type=int, default=128, help="tokens of each (%(default)s)")
+    add("--sequences", type=int, default=16, help="read by each model")
+    add("--seq_len", type=int, default=128, help="tokens of each")
     return parser
 
 

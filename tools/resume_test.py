@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags, logging
+from absl import logging
 
 from models.training.checkpoints.manifest import find_damage
 from models.training.run.stop import STOPPED_EXIT_CODE
-from scripts.user_errors import one_message
+from scripts.flags.user_errors import one_message
+from spmd.cli.flags import Parser, positive
 from spmd.launch.local import with_device_count
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,7 +150,7 @@ def _train(words: Sequence[str], env: Mapping[str, str], cache: Path, log: Path)
     settings = {"jax_platforms": "cpu", "jax_compilation_cache_dir": str(cache), **CACHED}
     for name, value in settings.items():
         jax.config.update(name, value)
-    app.run(train_llama.main, argv=list(words))
+    train_llama.main(words[1:])
 
 
 def _status(process: multiprocessing.process.BaseProcess) -> int:
@@ -253,28 +254,29 @@ def resume_test(folder: Path, kills: int, steps: int, devices: int, seed: int) -
     print(f"{kills} kills, {during_saves} of them during a save: the same run, bit for bit")
 
 
-def define_flags() -> None:
-    """Here and not at import: tests import more than one script, and flags are global."""
-    flags.DEFINE_integer("kills", 30, "How often the run is killed.")
-    flags.DEFINE_integer("steps", None, "Steps of the run. Default: enough for the kills.")
-    flags.DEFINE_integer("seed", 0, "Of the moments.")
-    flags.DEFINE_integer("devices", 2, "Virtual CPU devices.")
-    flags.DEFINE_string("folder", None, "Where the runs are kept. Default: nowhere.")
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("tools/run resume_test", __doc__)
+    add = parser.add_argument
+    add("--kills", type=positive, default=30, help="how often the run is killed")
+    add("--steps", type=positive, help="steps of the run (default: enough for the kills)")
+    add("--seed", type=int, default=0, help="of the moments")
+    add("--devices", type=positive, default=2, help="virtual CPU devices")
+    add("--folder", type=Path, help="where the runs are kept (default: nowhere)")
+    return parser
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the test in a folder of its own."""
-    del argv
-    asked = flags.FLAGS
+    given = make_parser().parse_args(arguments)
     logging.set_verbosity(logging.WARNING)
-    steps = asked.steps or steps_for(asked.kills)
+    steps = given.steps or steps_for(given.kills)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(asked.folder or temporary).absolute()
+        folder = (given.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         with one_message(Failed):
-            resume_test(folder, asked.kills, steps, asked.devices, asked.seed)
+            resume_test(folder, given.kills, steps, given.devices, given.seed)
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    main()

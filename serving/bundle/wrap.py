@@ -7,7 +7,6 @@ Arguments of the module that have a tensor's name are weights, all others are in
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from serving.bundle.manifest import (
 )
 from serving.bundle.tensors import lazy_tensors, write_weights
 from serving.bundle.write import check_manifest, finish, leaves_of, plain_specs, producer
+from spmd.cli.flags import Parser
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, module_artifact
 from spmd.frontend.importer.module import boundary_names, parse_module, signature
@@ -158,9 +158,7 @@ def _check_weights(leaves: Sequence[Leaf], arrays: Sequence[Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
-    parser = argparse.ArgumentParser(
-        prog="python -m serving.bundle.wrap", description="Make a bundle of a StableHLO module."
-    )
+    parser = Parser("python -m serving.bundle.wrap", "Make a bundle of a StableHLO module.")
     parser.add_argument("module", help="text, bytecode or portable artifact")
     parser.add_argument("--out", required=True, help="the folder to make")
     parser.add_argument("--weights", help="a file of safetensors: names are those of arguments")

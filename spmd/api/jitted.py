@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
@@ -12,9 +12,12 @@ from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Request, compile_module
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def jit(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     *,
     mesh: Any = None,
     in_specs: Any = None,
@@ -23,7 +26,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     options: Options | None = None,
-) -> Jitted:
+) -> Jitted[P, R]:
     """Compiles a single-device function for a mesh.
 
     Args:
@@ -63,7 +66,7 @@ def jit(
     )
 
 
-class Jitted:
+class Jitted(Generic[P, R]):
     """What `jit` returns: call it, or `lower` / `compile` it for given arguments."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -72,10 +75,11 @@ class Jitted:
         self.__name__ = getattr(recipe.fn, "__name__", "fn")
         self.__doc__ = recipe.fn.__doc__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the program, compiled on first use for these shapes and shardings."""
         call = take_apart(self.recipe, args, kwargs)
-        return self._compiled(call).run(call.leaves)
+        result: R = self._compiled(call).run(call.leaves)
+        return result
 
     def compile(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Compiled:
         """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running.

@@ -6,7 +6,7 @@ import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,8 +19,10 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
 from spmd.mesh.spec import OPEN, as_mesh, dims_of, has_devices, jax_mesh, spec_entries
 
+T = TypeVar("T")
 
-def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
+
+def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
     """Promises how a tensor lies on a mesh.
 
     Inside traced code it is jax's own sharding constraint, so the same program runs under plain
@@ -45,6 +47,11 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
     Example:
       >>> w = mark_sharding(w, mesh, ("data", "model"))
     """
+    marked: T = _mark(t, mesh, spec)
+    return marked
+
+
+def _mark(t: Any, mesh: Any, spec: Any) -> Any:
     own = as_mesh(mesh)
     shape = tuple(t.shape) if hasattr(t, "shape") else np.shape(t)
     what, source = f"a tensor of shape {shape}", _caller()
@@ -57,7 +64,7 @@ def mark_sharding(t: Any, mesh: Any, spec: Any) -> Any:
     return jax.device_put(t, NamedSharding(jax_mesh(own), _jax_spec(entries, None)))
 
 
-def mark_tree(tree: Any, mesh: Any, rules: Mapping[str, Any]) -> Any:
+def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
     """Marks the leaves of a pytree by path.
 
     Args:
@@ -86,7 +93,8 @@ def mark_tree(tree: Any, mesh: Any, rules: Mapping[str, Any]) -> Any:
     for path, (_, leaf) in zip(paths, leaves, strict=True):
         found = next((p for p in rules if fnmatch.fnmatchcase(path, p)), None)
         marked.append(leaf if found is None else mark_sharding(leaf, mesh, rules[found]))
-    return jax.tree_util.tree_unflatten(treedef, marked)
+    result: T = jax.tree_util.tree_unflatten(treedef, marked)
+    return result
 
 
 def path_name(path: Sequence[Any]) -> str:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,14 +12,12 @@ import pytest
 from jax import lax
 
 import spmd
-from scripts import specs, verify_module
-from spmd.ir.types import TensorType, numpy_dtype
+from spmd.ir.types import TensorType
 from spmd.lowering.local import table as local
 from spmd.verify.compare import Tolerance, compare, default_rtol
 from spmd.verify.run import Verification
 
 HERE = __file__
-ROOT = Path(HERE).parent.parent.parent
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
 X = np.random.RandomState(0).rand(8, 16).astype(np.float32)
 W = np.random.RandomState(1).rand(16, 16).astype(np.float32)
@@ -230,71 +224,3 @@ def test_tolerance_by_the_narrowest_type() -> None:
     assert default_rtol([I32]) == default_rtol([F32])
     assert default_rtol([F32, TensorType((), "f8E4M3FN")]) > default_rtol([BF16])
     assert default_rtol([TensorType((), "complex<f64>")]) < default_rtol([F32])
-
-
-# ---------------------------------------------------------------------------------------------
-# scripts/verify
-
-MODULE = """
-func.func @main(%x: tensor<8x4xf32>, %i: tensor<4xi32>, %p: tensor<4xi1>) -> tensor<8x4xf32> {
-  %f = stablehlo.convert %i : (tensor<4xi32>) -> tensor<4xf32>
-  %z = stablehlo.select %p, %f, %f : tensor<4xi1>, tensor<4xf32>
-  %b = stablehlo.broadcast_in_dim %z, dims = [1] : (tensor<4xf32>) -> tensor<8x4xf32>
-  %y = stablehlo.multiply %x, %b : tensor<8x4xf32>
-  return %y : tensor<8x4xf32>
-}"""
-
-
-def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    script = str(ROOT / "scripts" / "verify_module.py")
-    return subprocess.run(
-        [sys.executable, script, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_the_script(tmp_path: Path) -> None:
-    path = tmp_path / "model.mlir"
-    path.write_text(MODULE)
-    found = run_script(str(path), "--mesh=data=4,model=2", "--arg_spec=0=data,model", "--seed=1")
-    assert found.returncode == 0, found.stderr
-    assert "1 results agree" in found.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "give one StableHLO file"),
-        (("missing.mlir",), "no file"),
-        (("missing.mlir", "--mesh=data=0"), "'data=0' is not of the form"),
-    ],
-)
-def test_the_script_says_what_is_wrong(arguments: tuple[str, ...], words: str) -> None:
-    found = run_script(*arguments)
-    assert found.returncode == 2
-    assert words in found.stderr
-    assert "Traceback" not in found.stderr
-
-
-def test_specs_of_the_script() -> None:
-    found = specs.parse_specs("arg_spec", ["1=data,-", "0=data+model,..."], 3)
-    assert found == [(("data", "model"), ...), (("data",), None), None]
-    for wrong in ("data", "x=data", "3=data", "-1=data"):
-        with pytest.raises(specs.UsageError):
-            specs.parse_specs("arg_spec", [wrong], 3)
-    assert specs.parse_mesh("data=4, model=2") == {"data": 4, "model": 2}
-    for wrong in ("data", "data=4,data=2", "=3", "data=x"):
-        with pytest.raises(specs.UsageError):
-            specs.parse_mesh(wrong)
-
-
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "i32", "ui8", "i1", "complex<f32>", "f8E4M3FN"])
-def test_random_arguments(dtype: str) -> None:
-    made = verify_module.random_argument(TensorType((8, 8), dtype), np.random.default_rng(0), 5)
-    assert made.shape == (8, 8)
-    assert made.dtype == numpy_dtype(dtype)
-    if dtype in ("i32", "ui8"):
-        assert set(np.unique(made)) <= set(range(5))

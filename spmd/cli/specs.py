@@ -1,47 +1,59 @@
-"""Meshes and specs as the scripts' flags spell them."""
+"""Meshes and specs as flags spell them."""
 
 from __future__ import annotations
 
+import os
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 
-class UsageError(ValueError):
-    """Flags that make no sense; the message is one line."""
+from spmd.errors import SpmdError
 
 
-def parse_mesh(text: str) -> dict[str, int]:
+class UsageError(SpmdError):
+    """Flags that do not fit the program or each other."""
+
+
+def add_module_flags(parser: ArgumentParser) -> None:
+    """Adds what says which module is meant, on which mesh, with which specs."""
+    add = parser.add_argument
+    add("module", help="the StableHLO file")
+    add("--mesh", type=mesh_axes, default="data=4,model=2", help="axes and their sizes")
+    spec: dict[str, Any] = {"action": "append", "default": [], "metavar": "WHICH=SPEC"}
+    add(
+        "--arg_spec",
+        help="spec of an argument, by its number from 0, its name, or a pattern of names; "
+        "arguments without one are open (repeatable)",
+        **spec,
+    )
+    add("--result_spec", help="the same for a result (repeatable)", **spec)
+
+
+def default_to_cpus(count: int | None = None) -> None:
+    """Lets jax take the CPU where nobody chose a platform, with so many virtual devices."""
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
+    if count and "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def mesh_axes(text: str) -> dict[str, int]:
     """`"data=4,model=2"` -> `{"data": 4, "model": 2}`.
 
     Raises:
-        UsageError: not of that form, or a repeated axis.
+        ArgumentTypeError: not of that form, or a repeated axis.
     """
     axes: dict[str, int] = {}
     for item in text.split(","):
         name, _, size = (part.strip() for part in item.partition("="))
         if not name or not size.isdecimal() or int(size) < 1:
-            raise UsageError(f"--mesh: {item!r} is not of the form axis=size, as in data=4,model=2")
+            raise ArgumentTypeError(f"{item!r} is not of the form axis=size, as in data=4,model=2")
         if name in axes:
-            raise UsageError(f"--mesh: axis {name!r} is given twice")
+            raise ArgumentTypeError(f"axis {name!r} is given twice")
         axes[name] = int(size)
     return axes
-
-
-def parse_specs(flag: str, texts: Sequence[str], count: int) -> list[Any]:
-    """`["0=data,-"]` -> `[("data", None), None, ...]`, one for each argument or result.
-
-    Raises:
-        UsageError: not of that form, or a number that does not exist.
-    """
-    specs: list[Any] = [None] * count
-    for text in texts:
-        number, equals, spec = text.partition("=")
-        if not equals or not number.strip().isdecimal():
-            raise UsageError(f"--{flag}: {text!r} is not of the form NUMBER=SPEC, as in 0=data,-")
-        if int(number) >= count:
-            raise UsageError(f"--{flag}: there is no {number.strip()} among {count}, from 0")
-        specs[int(number)] = parse_spec(spec)
-    return specs
 
 
 def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:

@@ -11,58 +11,45 @@ from rich.console import Console
 import spmd
 from serving.bundle.bundle import Bundle, load_bundle
 from serving.bundle.cache import default_cache_dir
-from serving.bundle.function import BundleError
+from spmd.cli.flags import Parser, Switch
+from spmd.cli.specs import mesh_axes
 
 NO_CACHE = "none"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: Parser) -> None:
     """Adds them."""
     add = parser.add_argument
     add("bundle", type=Path, help="folder made by scripts/export_llama or serving.bundle.write")
     add(
         "--mesh",
+        type=mesh_axes,
         help="axes and sizes, as in data=2,model=4: tensor parallelism over model, slots over "
         "data (default: all devices along model)",
     )
     add(
         "--cache_dir",
         default=str(default_cache_dir()),
-        help=f"keeps plans and executables for the next start; {NO_CACHE}: nothing "
-        "(default: %(default)s)",
+        help=f"keeps plans and executables for the next start; {NO_CACHE}: nothing",
     )
-    add("--no_verify", action="store_true", help="do not compare the files' hashes")
-
-
-def make_mesh(text: str | None) -> spmd.Mesh:
-    """`"data=2,model=4"` as a mesh.
-
-    Raises:
-      BundleError: not of that form.
-      MeshError: more devices than there are.
-    """
-    if text is None:
-        return spmd.make_mesh(data=1, model=len(jax.devices()))
-    axes = {}
-    for item in text.split(","):
-        name, _, size = (part.strip() for part in item.partition("="))
-        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in axes:
-            raise BundleError(
-                f"--mesh: {item!r} is not of the form axis=size, as in data=2,model=4"
-            )
-        axes[name] = int(size)
-    return spmd.make_mesh(**axes)
+    add("--verify", action=Switch, default=True, help="compare the files' hashes")
 
 
 def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
-    """The bundle that the flags name, on its mesh."""
+    """The bundle that the flags name, on its mesh.
+
+    Raises:
+      BundleError: it is none.
+      MeshError: more devices than there are.
+    """
     cache = None if given.cache_dir == NO_CACHE else Path(given.cache_dir)
+    axes = given.mesh or {"data": 1, "model": len(jax.devices())}
     bundle = load_bundle(
         given.bundle,
-        make_mesh(given.mesh),
+        spmd.make_mesh(**axes),
         cache_dir=cache,
         console=console,
-        verify=not given.no_verify,
+        verify=given.verify,
     )
     if console is not None:
         for note in bundle.notes:

@@ -1,4 +1,4 @@
-"""`scripts/explain`: a StableHLO file in, an explanation out, on no device at all."""
+"""`spmd-explain`: a StableHLO file in, an explanation out, on no device at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from scripts import explain_module, specs
+from spmd.cli import explain
 from spmd.errors import SpecError
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def module(request: Any, tmp_path_factory: Any) -> str:
 
 
 def explained(capsys: Any, *arguments: str) -> str:
-    assert explain_module.main([*arguments, *FLAGS]) == 0
+    assert explain.main([*arguments, *FLAGS]) == 0
     return str(capsys.readouterr().out)
 
 
@@ -69,7 +69,7 @@ def test_specs_by_name_pattern_and_position(module: str, capsys: Any) -> None:
     assert '("data", None)' in rows["x"]
     assert "replicated" in rows["params/w_out"]
     assert "topology     h200:8" in text
-    assert "test_script.py" in text  # the user's lines
+    assert "test_explain.py" in text  # the user's lines
 
 
 def test_one_value_and_a_source_line(module: str, capsys: Any) -> None:
@@ -78,11 +78,11 @@ def test_one_value_and_a_source_line(module: str, capsys: Any) -> None:
     assert "argument params/w_in (%0)" in text
     assert "instead (planned again with each):" in text
     line = two_layers.__code__.co_firstlineno + 1
-    text = explained(capsys, module, "--arg-spec=2=data,None", f"--value=test_script.py:{line}")
+    text = explained(capsys, module, "--arg-spec=2=data,None", f"--value=test_explain.py:{line}")
     assert "dot_general" in text
 
 
-@pytest.mark.parametrize("stage", explain_module.STAGES)
+@pytest.mark.parametrize("stage", explain.STAGES)
 def test_stages(module: str, capsys: Any, stage: str) -> None:
     assert "dot_general" in explained(capsys, module, "--arg-spec=2=data,None", f"--stage={stage}")
 
@@ -99,20 +99,29 @@ def test_report(module: str, capsys: Any, tmp_path: Path) -> None:
         (("--arg-spec=params/win=data",), "there is no argument 'params/win'"),
         (("--arg-spec=9=data",), "there is no 9 among 3"),
         (("--arg-spec=data",), "is not of the form"),
-        (("--mesh=data",), "is not of the form axis=size"),
         (("--value=nothing",), "no value 'nothing'"),
         (("--topology=abacus:8",), "abacus"),
     ],
 )
 def test_what_is_wrong_is_said(module: str, capsys: Any, arguments: Any, words: str) -> None:
-    assert explain_module.main([module, *FLAGS[:1], *arguments]) == 2
+    assert explain.main([module, *FLAGS[:1], *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_flags_that_cannot_be_read_end_it(module: str, capsys: Any) -> None:
+    for flags in (["--mesh=data"], ["--mesh=data=2,data=2"], ["--stage=none"], ["--meshes=data=2"]):
+        with pytest.raises(SystemExit) as stop:
+            explain.main([module, *flags])
+        assert stop.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert error.endswith("; spmd-explain --help lists the flags\n")
 
 
 def test_it_needs_no_devices(module: str) -> None:
     """A process of its own, with one CPU device, plans for 256 chips."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "scripts.explain_module", module, "--mesh=data=16,model=16"]
+    command = [sys.executable, "-m", "spmd.cli.explain", module, "--mesh=data=16,model=16"]
     command += ["--topology=v5e:16x16", "--arg-spec=2=data,None"]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
@@ -121,17 +130,11 @@ def test_it_needs_no_devices(module: str) -> None:
 
 def test_help_shows_examples(capsys: Any) -> None:
     with pytest.raises(SystemExit) as stop:
-        explain_module.main(["--help"])
+        explain.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert "--arg-spec params/w=None,model" in text
+    assert "--arg_spec params/w=None,model" in text
     assert "data+model" in text
-
-
-def test_named_specs() -> None:
-    names = ("params/w", "x")
-    found = specs.parse_named_specs("arg-spec", ["1=data,None", "params/*=...,data+model"], names)
-    assert found == {"x": (("data",), None), "params/*": (..., ("data", "model"))}
 
 
 def test_lower_stablehlo_takes_specs_by_name_and_runs_nothing(module: str) -> None:

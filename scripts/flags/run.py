@@ -1,0 +1,168 @@
+"""The run that the flags of scripts/train_llama.py ask for, and the mesh that it is on."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import spmd
+from models.llama import sharding
+from models.llama.config import LlamaConfig
+from models.llama.model import MARK_POINTS
+from models.llama.remat import check_can_offload, checkpoint_policy
+from models.training.checkpoints.store import AUTO
+from models.training.run.description import RunConfig, RunError
+from models.training.run.optimizer import OptimizerConfig, default_learning_rate
+from models.training.run.profile import ProfileRange
+from scripts.flags import weights
+
+
+def make_run(given: argparse.Namespace, platform: str) -> RunConfig:
+    """The run that the flags ask for.
+
+    Args:
+        given: the flags.
+        platform: of the devices it is for; chooses the default dtype.
+    """
+    _check_axes(given)
+    _check_paths(given)
+    model = _make_model(given, platform)
+    rate = given.learning_rate
+    if rate is None:
+        rate = default_learning_rate(given.optimizer, model.parameter_count())
+    optimizer = OptimizerConfig(
+        name=given.optimizer,
+        total_steps=given.steps,
+        learning_rate=rate,
+        warmup_steps=given.warmup_steps,
+        weight_decay=given.weight_decay,
+        clip_norm=given.clip_norm or None,
+    )
+    values = vars(given)
+    same = {field.name for field in dataclasses.fields(RunConfig)} & set(values)
+    same -= {"model", "optimizer", "profile"}
+    return RunConfig(
+        model=model,
+        optimizer=optimizer,
+        profile=ProfileRange.parse(given.profile) if given.profile else None,
+        **{name: values[name] for name in same},
+    )
+
+
+def _make_model(given: argparse.Namespace, platform: str) -> LlamaConfig:
+    default_dtype = "float32" if platform == "cpu" else "bfloat16"
+    changes: dict[str, Any] = {"num_hidden_layers": given.layers} if given.layers else {}
+    checkpoint_policy(given.remat, MARK_POINTS)
+    check_can_offload(given.remat, platform)
+    return dataclasses.replace(
+        weights.chosen_config(given),
+        scan_layers=given.scan,
+        attention=given.attention,
+        dtype=given.dtype or default_dtype,
+        param_dtype=given.param_dtype,
+        remat=given.remat,
+        remat_every=given.remat_every,
+        **changes,
+    )
+
+
+def heartbeat_timeout(given: argparse.Namespace) -> float:
+    """What `--heartbeat_timeout` asks for, in seconds.
+
+    Raises:
+        RunError: it is not positive.
+    """
+    seconds: float = given.heartbeat_timeout
+    if not seconds > 0:
+        raise RunError(f"--heartbeat_timeout must be positive, not {seconds:g}")
+    return seconds
+
+
+def wanted_step(given: argparse.Namespace) -> int | str | None:
+    """What `--resume` asks for: a step, `"auto"`, or None."""
+    text: str | None = given.resume
+    if text is None or text == AUTO:
+        return text
+    if not text.isdecimal():
+        raise RunError(f"--resume: {text!r} is no step, and not {AUTO}")
+    return int(text)
+
+
+def _check_paths(given: argparse.Namespace) -> None:
+    """Raise `RunError` for paths that cannot work, before anything is loaded."""
+    if given.run_dir is None:
+        for name in ("resume", "save_every", "profile"):
+            if getattr(given, name):
+                raise RunError(f"--{name} needs --run_dir, the folder that keeps what is written")
+    wanted_step(given)
+    if not given.report:
+        return
+    path = Path(given.report).absolute()
+    if path.is_dir():
+        raise RunError(f"--report: {path} is a directory; name a file")
+    if not path.parent.is_dir():
+        raise RunError(f"--report: the directory {path.parent} does not exist")
+
+
+def _check_axes(given: argparse.Namespace) -> None:
+    """Raise `RunError` for axes that the model does not know, or that --dcn does not divide."""
+    for flag, axes in (("mesh", given.mesh), ("dcn", given.dcn)):
+        unknown = [name for name in axes if name not in sharding.MESH_AXES]
+        if unknown:
+            known = ", ".join(sharding.MESH_AXES)
+            raise RunError(
+                f"--{flag}: no axis is called {unknown[0]!r}; the model splits over {known}"
+            )
+    for name, size in given.dcn.items():
+        if given.mesh.get(name, 1) % size:
+            raise RunError(
+                f"--dcn: {size} does not divide {name}={given.mesh.get(name, 1)} of --mesh, of "
+                "which it is the part that crosses slices"
+            )
+
+
+def make_mesh(run: RunConfig, devices: Sequence[Any]) -> spmd.Mesh:
+    """The mesh of a run, on as many of the devices as it needs."""
+    chosen = pick_devices(run.mesh, devices)
+    if not run.dcn:
+        return spmd.make_mesh(devices=chosen, **run.mesh)
+    ici = {name: size // run.dcn.get(name, 1) for name, size in run.mesh.items()}
+    return spmd.HybridMesh(ici, run.dcn, devices=chosen)
+
+
+def pick_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Sequence[Any]:
+    """As many of the visible devices as the mesh needs.
+
+    Raises:
+        RunError: there are fewer; says how to get virtual CPU devices.
+    """
+    needed = math.prod(axes.values())
+    if needed <= len(devices):
+        _check_every_process_computes(axes, devices, devices[:needed])
+        return devices[:needed]
+    raise RunError(
+        f"--mesh: {format_axes(axes)} needs {needed} devices, and {len(devices)} of the kind "
+        f"{devices[0].device_kind} can be seen; give a smaller mesh or, for "
+        "virtual CPU devices, set JAX_PLATFORMS=cpu "
+        f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+    )
+
+
+def _check_every_process_computes(
+    axes: Mapping[str, int], devices: Sequence[Any], used: Sequence[Any]
+) -> None:
+    idle = {d.process_index for d in devices} - {d.process_index for d in used}
+    if idle:
+        raise RunError(
+            f"--mesh: {format_axes(axes)} leaves process {min(idle)} without a device: there are "
+            f"{len(devices)} in all; give a larger mesh or start fewer processes"
+        )
+
+
+def format_axes(axes: Mapping[str, int]) -> str:
+    """`{"data": 4, "model": 2}` -> `"data=4,model=2"`, as flags spell it."""
+    return ",".join(f"{name}={size}" for name, size in axes.items())

@@ -1,0 +1,116 @@
+"""The flags of scripts/train_llama.py on models and weights in Hugging Face's format."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from models.llama.config import CONFIGS, DTYPES, ConfigError, LlamaConfig, named_config
+from models.llama.weights import load as weights
+from models.llama.weights.config import read_config
+from spmd.cli.flags import Add, words
+
+DEFAULT_MODEL = "quickstart"
+
+
+def add_model_flags(add: Add) -> None:
+    """Adds what says which Llama it is."""
+    known = sorted(CONFIGS)
+    add(
+        "--model",
+        choices=known,
+        metavar="NAME",
+        help=f"which Llama: {', '.join(known)} (default: {DEFAULT_MODEL})",
+    )
+    add("--config", help="a config.json in Hugging Face's format, instead of --model")
+    add(
+        "--ignore_config_keys",
+        type=words,
+        default=(),
+        help="keys of the config.json that are unknown and change nothing",
+    )
+
+
+def add_weight_flags(add: Add) -> None:
+    """Adds where weights come from and go to."""
+    add(
+        "--init_from",
+        help="folder of safetensors in Hugging Face's format to start from; its config.json says "
+        "which Llama, unless --config or --model does",
+    )
+    add("--export_hf", help="new folder that transformers can load, written at the end")
+    add(
+        "--export_dtype",
+        choices=DTYPES,
+        help="what --export_hf stores weights in (default: as in training)",
+    )
+
+
+def chosen_config(given: argparse.Namespace) -> LlamaConfig:
+    """The model that --config, --model or --init_from names; all folders are checked here, early.
+
+    Raises:
+        ConfigError: both --config and --model, or a file that describes no Llama.
+        WeightsError: --init_from does not fit the model, or --export_hf cannot be made.
+    """
+    if given.export_hf:
+        weights.check_can_save(given.export_hf)
+    if given.config and given.model:
+        raise ConfigError("--config and --model both name a model; give one of them")
+    file = _config_file(given)
+    if file:
+        config = read_config(file, given.ignore_config_keys)
+    else:
+        config = named_config(given.model or DEFAULT_MODEL)
+    if given.init_from:
+        weights.check_can_load(given.init_from, config)
+    return config
+
+
+def model_name(given: argparse.Namespace) -> str:
+    """What to call the model in print."""
+    file = _config_file(given)
+    return Path(file).name if file else given.model or DEFAULT_MODEL
+
+
+def _config_file(given: argparse.Namespace) -> str | None:
+    """The file, or the folder of the file, that describes the model; None if --model names it."""
+    return None if given.model else given.config or given.init_from
+
+
+def load_params(
+    given: argparse.Namespace, config: LlamaConfig, shardings: Any, console: Console
+) -> Any:
+    """The parameters in --init_from, or None without the flag.
+
+    Args:
+        given: the flags.
+        config: the model that is trained.
+        shardings: where its parameters go, a tree like them.
+        console: for the progress bar.
+    """
+    if not given.init_from:
+        return None
+    params = weights.load(given.init_from, config, shardings, console=console)
+    console.print(f"weights: {Path(given.init_from).absolute()}")
+    return params
+
+
+def export_params(
+    given: argparse.Namespace, params: Any, config: LlamaConfig, console: Console
+) -> None:
+    """Write --export_hf, with the tokenizer of --init_from, if asked for."""
+    if not given.export_hf:
+        return
+    weights.save(
+        params,
+        config,
+        given.export_hf,
+        dtype=given.export_dtype,
+        tokenizer_from=given.init_from,
+        console=console,
+    )
+    console.print(f"exported: {Path(given.export_hf).absolute()}")

@@ -1,0 +1,100 @@
+"""Plans a StableHLO file for a mesh, and says what is sharded how, why, and what it costs.
+
+The file is text, bytecode or a portable artifact. Nothing is run and no device is needed: the mesh
+and the machine are made up. A spec has an entry for each dim, separated by commas: an axis, several
+as `data+model`, `None` (or `-`) for a dim that is not split, `...` for one that is up to the
+compiler.
+
+Examples:
+    spmd-explain model.mlir --mesh data=4,model=2
+    spmd-explain model.mlir --arg_spec 0=data,None --arg_spec params/w=None,model
+    spmd-explain model.mlir --mesh data=16,model=16 --topology v5e:16x16 --report report.html
+    spmd-explain model.mlir --mesh data=8 --value params/w     # why is it so, and what else costs
+    spmd-explain model.mlir --mesh data=8 --value model.py:12  # all that this line makes
+    spmd-explain model.mlir --mesh data=8 --stage local        # the program of one device
+
+Exit status: 0, or 2 for flags, files and specs that cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import spmd
+from spmd.cli.flags import Parser, Switch
+from spmd.cli.specs import add_module_flags, default_to_cpus, parse_named_specs
+from spmd.errors import SpmdError
+from spmd.frontend.importer.module import boundary_names, parse_module
+
+STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    made = Parser("spmd-explain", __doc__)
+    add_module_flags(made)
+    add = made.add_argument
+    add("--topology", help="the machine to plan for, as v5e:4x4, v4:4x4x8 or h200:8 (CPUs)")
+    add("--planner", choices=("exact", "greedy"), default="exact", help="which one plans")
+    add(
+        "--value",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="explain one value instead: an argument's or result's name (or a pattern), a number "
+        "as in %%12, or a source line as in model.py:12 (repeatable)",
+    )
+    add("--stage", choices=STAGES, help="print the program after a stage instead")
+    add("--report", metavar="FILE", help="also write the report as an HTML page")
+    add(
+        "--prices",
+        action=Switch,
+        default=True,
+        help="say what other decisions would have cost, which takes longest",
+    )
+    return made
+
+
+def lower(given: argparse.Namespace) -> spmd.Lowered:
+    """Our compiler's stages for the file, up to the local program."""
+    module = parse_module(given.module)
+    arguments, results = boundary_names(module)
+    topology = spmd.Topology(given.topology) if given.topology else None
+    return spmd.lower_stablehlo(
+        module,
+        spmd.Mesh(None, tuple(given.mesh.values()), tuple(given.mesh)),
+        parse_named_specs("arg_spec", given.arg_spec, arguments),
+        parse_named_specs("result_spec", given.result_spec, results),
+        spmd.Options(planner=given.planner, topology=topology),
+    )
+
+
+def text(lowered: spmd.Lowered, given: argparse.Namespace) -> str:
+    """What is asked for, to print."""
+    if given.stage:
+        return lowered.as_text(given.stage)
+    if given.value:
+        return "\n".join(lowered.explain(name, prices=given.prices) for name in given.value)
+    return lowered.explain(prices=given.prices)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, and turn what a user can mend into one message instead of a traceback."""
+    given = make_parser().parse_args(arguments)
+    default_to_cpus()
+    try:
+        lowered = lower(given)
+        print(text(lowered, given).rstrip())
+        if given.report:
+            lowered.report(given.report, prices=given.prices)
+            print(f"\nreport: {given.report}", file=sys.stderr)
+    except (SpmdError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""How programs read their flags: argparse, with the same spelling and the same help everywhere.
+
+A flag's words are joined by underscores; dashes are read as underscores. A switch `--scan` has its
+opposite `--noscan`, or `--no_scan`. Flags that cannot be read end a program with one line and exit
+code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+Add = Callable[..., argparse.Action]
+"""`add_argument` of a parser or of a group of flags."""
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of one program.
+
+    Args:
+      prog: how the program is called.
+      about: what `--help` says first; the program's docstring, with examples.
+
+    Example:
+      >>> flags = Parser("spmd-explain", "Explains a program.")
+      >>> _ = flags.add_argument("--dry_run", action=Switch, help="start nothing")
+      >>> flags.parse_args(["--dry-run"]).dry_run
+      True
+    """
+
+    def __init__(self, prog: str, about: str | None, **more: Any) -> None:
+        super().__init__(prog, description=about, formatter_class=_Help, allow_abbrev=False, **more)
+
+    def parse_known_args(  # type: ignore[override]  # typeshed has overloads for other namespaces
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's, after dashes within flags have become underscores."""
+        given = list(sys.argv[1:] if args is None else args)
+        end = given.index("--") if "--" in given else len(given)  # what follows are no flags
+        given[:end] = map(_underscored, given[:end])
+        return super().parse_known_args(given, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with one line, as the list of all flags would hide it."""
+        self.exit(2, f"error: {message}; {self.prog} --help lists the flags\n")
+
+
+class Switch(argparse.Action):
+    """`--name` and `--noname` (or `--no_name`): True and False."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, default: bool = False, help: str = ""
+    ) -> None:
+        name = option_strings[0].removeprefix("--")
+        names = [f"--{name}", f"--no{name}", f"--no_{name}"]
+        super().__init__(names, dest, nargs=0, default=default, help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Notes which of them was given."""
+        setattr(namespace, self.dest, option_string == self.option_strings[0])
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description, and ends a flag's help with its default."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=100)
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None = None,
+    ) -> None:
+        """One line: the flags are listed below it."""
+        rest = [str(a.metavar or a.dest) for a in actions if not a.option_strings]
+        super().add_usage(usage or " ".join(["%(prog)s [flags]", *rest]), actions, groups, prefix)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        names = {"int": "N", "positive": "N", "float": "X", "Path": "PATH"}
+        return names.get(getattr(action.type, "__name__", ""), "TEXT")
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, Switch):
+            return f"--[no]{action.option_strings[0].removeprefix('--')}"
+        return super()._format_action_invocation(action)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if default is None or default is False or default in ("", [], (), {}, argparse.SUPPRESS):
+            return text
+        shown = str(default).lower() if default is True else str(default)
+        return f"{text} [{shown.replace('%', '%%')}]"
+
+
+def positive(text: str) -> int:
+    """A number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words joined by commas; none of an empty text."""
+    return tuple(text.split(",")) if text else ()
+
+
+def _underscored(word: str) -> str:
+    """`--dry-run=a-b` -> `--dry_run=a-b`; other words as they are."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"

@@ -1,0 +1,34 @@
+"""Meshes and specs as flags spell them."""
+
+from argparse import ArgumentTypeError
+
+import pytest
+
+from spmd.cli.specs import UsageError, mesh_axes, parse_named_specs
+
+NAMES = ("params/w", "x")
+
+
+def test_specs_by_number_name_and_pattern():
+    given = ["1=data,None", "params/*=...,data+model", "0=-"]
+    assert parse_named_specs("arg_spec", given, NAMES) == {
+        "x": (("data",), None),
+        "params/*": (..., ("data", "model")),
+        "params/w": (None,),
+    }
+
+
+@pytest.mark.parametrize("wrong", ["data", "=data", "2=data"])
+def test_specs_that_cannot_be_read(wrong: str):
+    with pytest.raises(UsageError, match="--arg_spec: "):
+        parse_named_specs("arg_spec", [wrong], NAMES)
+
+
+def test_meshes():
+    assert mesh_axes("data=4, model=2") == {"data": 4, "model": 2}
+
+
+@pytest.mark.parametrize("wrong", ["data", "data=4,data=2", "=3", "data=x", "data=0", ""])
+def test_meshes_that_cannot_be_read(wrong: str):
+    with pytest.raises(ArgumentTypeError):
+        mesh_axes(wrong)

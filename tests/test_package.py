@@ -1,0 +1,236 @@
+"""What an installation is to its users: a package called spmd, its programs, and its types.
+
+Environments here borrow the packages of the one that runs the tests, so nothing is downloaded.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from email.parser import BytesParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+import spmd
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "spmd")
+"""What building needs."""
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+import spmd
+
+def double(x, w):
+    return jnp.tanh(x @ w) * 2
+
+mesh = spmd.make_mesh(data=4, model=2)
+x, w = np.ones((8, 16), np.float32), np.ones((16, 4), np.float32) / 16
+result = spmd.jit(double, mesh=mesh)(spmd.mark_sharding(x, mesh, ("data", "model")), w)
+np.testing.assert_allclose(result, jax.jit(double)(x, w), rtol=1e-6)
+"""
+
+TYPED = """
+import jax
+import jax.numpy as jnp
+import spmd
+
+mesh = spmd.make_mesh(data=4, model=2)
+x = spmd.mark_sharding(jnp.ones((4, 4)), mesh, ("data", None))
+reveal_type(x)
+reveal_type(spmd.mark_tree({"w": x}, mesh, {"w": ("data",)}))
+
+def step(x: jax.Array, scale: float = 1.0) -> tuple[jax.Array, int]:
+    return x * scale, 1
+
+jitted = spmd.jit(step, mesh=mesh)
+reveal_type(jitted(x, scale=2.0))
+jitted("no array")
+jitted(x, rate=2.0)
+"""
+
+REVEALED = """
+7: note: Revealed type is "Array"
+8: note: Revealed type is "dict[str, Array]"
+14: note: Revealed type is "tuple[Array, int]"
+15: error: Argument 1 to "__call__" of "Jitted" has incompatible type "str"; expected "Array"
+16: error: Unexpected keyword argument "rate" for "__call__" of "Jitted"
+""".strip()
+
+
+class Environment:
+    """A virtual environment that has what this one has, but for spmd."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, symlinks=True)
+        self.bin = folder / "bin"
+        (packages,) = folder.glob("lib/python*/site-packages")
+        # As lines of a .pth file: such folders lie behind, and their own .pth files are not read.
+        borrowed = [path for path in sys.path if Path(path).name == "site-packages"]
+        (packages / "borrowed.pth").write_text("\n".join(borrowed))
+
+    def run(self, program: str, *arguments: str, cwd: Path) -> str:
+        """What a program of the environment prints; it has to end well."""
+        flags = "--xla_force_host_platform_device_count=8"
+        given = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        given.pop("PYTHONPATH", None)
+        done = subprocess.run(
+            [self.bin / program, *arguments], cwd=cwd, env=given, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def install(self, *what: str) -> None:
+        offline = ("--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed")
+        self.run("python", "-m", "pip", "install", "-q", *offline, *what, cwd=self.bin)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources in a folder called spmd, as a clone is."""
+    folder = tmp_path_factory.mktemp("work") / "spmd"
+    folder.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    for name in ("models", "serving"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("OURS = True\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "--wheel-dir", folder, checkout], check=True)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    made = Environment(tmp_path_factory.mktemp("installed"))
+    made.install(str(wheel))
+    return made
+
+
+def write_user_program(folder: Path) -> None:
+    """A user's script, with a package of the user's beside it that we have one of, too."""
+    (folder / "models").mkdir()
+    (folder / "models" / "__init__.py").write_text("THEIRS = True\n")
+    (folder / "program.py").write_text(f"{PROGRAM}\nfrom models import THEIRS\nprint(spmd)\n")
+
+
+# The wheel
+
+
+def test_the_wheel_holds_spmd_alone(wheel: Path):
+    names = zipfile.ZipFile(wheel).namelist()
+    ours = {name for name in names if ".dist-info/" not in name}
+    assert {name.split("/")[0] for name in ours} == {"spmd"}
+    assert {Path(name).suffix for name in ours} == {".py", ".css", ".js", ".typed"}
+    assert {"spmd/py.typed", "spmd/explain/report.css", "spmd/explain/report.js"} <= ours
+    assert ours == {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "spmd").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+
+
+def test_metadata(wheel: Path):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    about = BytesParser().parsebytes(archive.read(name))
+    assert about["Version"] == spmd.__version__
+    assert about["Author"] == "The spmd developers"
+    assert about["License-Expression"] == "Apache-2.0"
+    needed = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert {line.split("<")[0].split(">")[0] for line in needed} == {
+        "jax", "jaxlib", "ml-dtypes", "numpy"
+    }  # fmt: skip
+
+
+def test_installed_it_runs_a_program(installed: Environment, tmp_path: Path):
+    write_user_program(tmp_path)
+    printed = installed.run("python", "program.py", cwd=tmp_path)
+    assert str(installed.bin.parent) in printed
+    absent = "import importlib.util as u; print(u.find_spec('models'), u.find_spec('serving'))"
+    assert installed.run("python", "-c", absent, cwd=installed.bin) == "None None\n"
+
+
+@pytest.mark.parametrize("program", ["spmd-explain", "spmd-verify"])
+def test_programs_help(installed: Environment, program: str, tmp_path: Path):
+    text = installed.run(program, "--help", cwd=tmp_path)
+    assert text.startswith(f"usage: {program} [flags] module\n")
+    assert "Examples:" in text and "Exit status: " in text
+
+
+def test_an_editor_knows_the_types(installed: Environment, tmp_path: Path):
+    (tmp_path / "user.py").write_text(TYPED.lstrip())
+    python = ["--python-executable", str(installed.bin / "python")]
+    call = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", *python, "user.py"]
+    found = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True).stdout
+    lines = found.replace("jax._src.basearray.", "").replace("user.py:", "").splitlines()
+    kept = [line.rpartition("  [")[0] or line for line in lines if 'note: "' not in line]
+    assert "\n".join(kept[:-1]) == REVEALED, found
+
+
+# An editable install
+
+
+def test_editable_beside_a_folder_called_spmd(checkout: Path, tmp_path: Path):
+    """The clone lies beside the user's script: it is no package, and hides none."""
+    made = Environment(tmp_path / "environment")
+    made.install("--editable", str(checkout))
+    write_user_program(checkout.parent)
+    printed = made.run("python", "program.py", cwd=checkout.parent)
+    assert str(checkout / "spmd" / "__init__.py") in printed
+    assert made.run("python", "-c", "import models; print(models.OURS)", cwd=tmp_path) == "True\n"
+
+
+# Files that others read
+
+
+YAML_FILES = sorted([*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"])
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: path.name)
+def test_yaml_is_valid(path: Path):
+    assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict)
+
+
+def test_citation():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)  # CFF requires these
+    assert cited["cff-version"] == "1.2.0"
+    assert cited["version"] == spmd.__version__
+    assert cited["authors"] == [{"name": "The spmd developers"}]
+
+
+FORMS = [path for path in YAML_FILES if path.parent.name == "ISSUE_TEMPLATE"]
+
+
+@pytest.mark.parametrize("path", [p for p in FORMS if p.stem != "config"], ids=lambda p: p.stem)
+def test_issue_forms_have_what_github_requires(path: Path):
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert {"name", "description", "body"} <= set(form) <= {"name", "description", "body", "labels"}
+    ids = [part["id"] for part in form["body"]]
+    assert len(ids) == len(set(ids))
+    for part in form["body"]:
+        assert part["type"] in ("textarea", "dropdown")
+        assert part["attributes"]["label"]
+
+
+def test_ci_runs_what_contributors_run():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    (job,) = jobs.values()
+    assert ".ci/run" in [step.get("run") for step in job["steps"]]
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    for version in job["strategy"]["matrix"]["python"]:
+        assert f"Programming Language :: Python :: {version}" in classifiers
