@@ -30,6 +30,7 @@ from serving.bundle.manifest import WEIGHTS, Entrypoint, Filled, Leaf, Manifest
 from serving.bundle.programs import Program, compile_functions, compile_threads, plan_functions
 from serving.bundle.tensors import check_stored, read_weights
 from serving.bundle.trees import fill
+from spmd.lowering.execute import x64_if
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, jax_mesh, platform_of
 from spmd.options import Options
@@ -236,7 +237,7 @@ class _Call:
                 f"{len(leaves)}"
             )
         arrays = [as_leaf(x, leaf) for x, leaf in zip(leaves, self.inputs, strict=True)]
-        with jax.enable_x64(jax.config.read("jax_enable_x64") or self.program.stage.is_wide):
+        with x64_if(self.program.emitted.needs_x64):
             placed: list[jax.Array] = jax.device_put(arrays, self.shardings)
         return placed
 

@@ -20,7 +20,6 @@ from serving.bundle.cache import Cache
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import PLATFORMS, Entrypoint, Leaf, Manifest
 from serving.bundle.placement import Spec, spec_for
-from serving.bundle.stage import Stage, compile_stage, stage_of
 from spmd.api import lower_stablehlo
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, is_artifact
@@ -28,6 +27,8 @@ from spmd.frontend.bytecode import BytecodeError, bytecode_to_text, bytecodes_to
 from spmd.frontend.importer.module import parse_module, signature
 from spmd.ir.dialect.registry import is_known_call
 from spmd.ir.types import numpy_dtype
+from spmd.lowering.emitted import Emitted
+from spmd.lowering.execute import compile_emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh, platform_of
 from spmd.options import Options
@@ -39,13 +40,13 @@ class Program:
 
     Attributes:
       entry: what the manifest says of it.
-      stage: what is compiled.
+      emitted: what is compiled.
       executable: takes and returns flat arrays.
       arguments, results: their shardings.
     """
 
     entry: Entrypoint
-    stage: Stage
+    emitted: Emitted
     executable: Any
     arguments: tuple[NamedSharding, ...]
     results: tuple[NamedSharding, ...]
@@ -63,11 +64,11 @@ def plan_functions(
     options: Options,
     cache: Cache | None,
     say: Say,
-) -> tuple[dict[str, Stage], list[str]]:
+) -> tuple[dict[str, Emitted], list[str]]:
     """The primary function and those that are wanted, planned and partitioned in this order.
 
     Returns:
-      Name -> stage, and a sentence on each part of a spec that does not fit the mesh.
+      Name -> emitted program, and a sentence on each part of a spec that does not fit the mesh.
 
     Raises:
       BundleError: a module that cannot be read or compiled, or is not what the manifest says.
@@ -76,23 +77,23 @@ def plan_functions(
     names = list(dict.fromkeys([manifest.primary, *wanted]))
     planner = _Planner(folder, manifest, mesh, options, cache, platform)
     planner.read(names)
-    stages = {}
+    emitted = {}
     for number, name in enumerate(names, start=1):
         say(f"planning {name} ({number} of {len(names)})")
-        stages[name] = planner.plan(manifest.functions[name])
-    return stages, list(dict.fromkeys(planner.notes))
+        emitted[name] = planner.plan(manifest.functions[name])
+    return emitted, list(dict.fromkeys(planner.notes))
 
 
 def compile_functions(
     manifest: Manifest,
-    stages: Mapping[str, Stage],
+    emitted: Mapping[str, Emitted],
     options: Options,
     pool: concurrent.futures.Executor,
 ) -> dict[str, concurrent.futures.Future[Program]]:
     """Starts compiling every function; name -> what will be its program."""
     return {
-        name: pool.submit(_compile, manifest.functions[name], stage, options)
-        for name, stage in stages.items()
+        name: pool.submit(_compile, manifest.functions[name], program, options)
+        for name, program in emitted.items()
     }
 
 
@@ -101,15 +102,15 @@ def compile_threads() -> int:
     return 1 if jax.process_count() > 1 else max(2, min(8, os.cpu_count() or 1))
 
 
-def _compile(entry: Entrypoint, stage: Stage, options: Options) -> Program:
+def _compile(entry: Entrypoint, emitted: Emitted, options: Options) -> Program:
     try:
-        executable = compile_stage(stage, options)
+        executable = compile_emitted(emitted, options.compiler_options)
     except (RuntimeError, SpmdError) as error:
         raise BundleError(f"function {entry.name} cannot be compiled: {one_line(error)}") from error
-    mesh = jax_mesh(stage.mesh)
-    arguments = tuple(NamedSharding(mesh, spec) for spec in stage.argument_specs)
-    results = tuple(NamedSharding(mesh, spec) for spec in stage.result_specs)
-    return Program(entry, stage, executable, arguments, results)
+    mesh = jax_mesh(emitted.mesh)
+    arguments = tuple(NamedSharding(mesh, spec) for spec in emitted.argument_specs)
+    results = tuple(NamedSharding(mesh, spec) for spec in emitted.result_specs)
+    return Program(entry, emitted, executable, arguments, results)
 
 
 class _Planner:
@@ -147,18 +148,18 @@ class _Planner:
             )
         return entry.modules[self.platform]
 
-    def plan(self, entry: Entrypoint) -> Stage:
+    def plan(self, entry: Entrypoint) -> Emitted:
         leaves = [leaf for argument in entry.arguments for leaf in argument.leaves]
         given = [self.spec(leaf) for leaf in leaves]
         updates = _updates(entry)
         results = [None] * len(updates) + [self.output(leaf) for leaf in entry.outputs]
         data = self.files[self.file(entry)]
-        stage = self.cached(data, given, results, updates, entry)
+        emitted = self.cached(data, given, results, updates, entry)
         owned = [a.role != "input" for a in entry.arguments for _ in a.leaves]
-        for leaf, spec, is_owned in zip(leaves, stage.argument_specs, owned, strict=True):
+        for leaf, spec, is_owned in zip(leaves, emitted.argument_specs, owned, strict=True):
             if is_owned:
                 self.decided.setdefault(leaf.path, tuple(spec))
-        return stage
+        return emitted
 
     def spec(self, leaf: Leaf) -> Spec:
         if leaf.path in self.decided:
@@ -174,17 +175,17 @@ class _Planner:
 
     def cached(
         self, data: bytes, given: Any, results: Any, updates: Any, entry: Entrypoint
-    ) -> Stage:
-        def make() -> Stage:
-            return self.stage(data, given, results, updates, entry)
+    ) -> Emitted:
+        def make() -> Emitted:
+            return self.emitted(data, given, results, updates, entry)
 
         if self.cache is None:
             return make()
-        return self.cache.stage(data, self.refined, self.options, (given, results, updates), make)
+        return self.cache.emitted(data, self.refined, self.options, (given, results, updates), make)
 
-    def stage(
+    def emitted(
         self, data: bytes, given: Any, results: Any, updates: Any, entry: Entrypoint
-    ) -> Stage:
+    ) -> Emitted:
         what = f"{self.folder / self.file(entry)} (function {entry.name})"
         try:
             module = parse_module(self.text(data))
@@ -193,7 +194,7 @@ class _Planner:
             lowered = lower_stablehlo(module, self.refined, given, results, self.options, updates)
         except (SpmdError, BytecodeError) as error:
             raise BundleError(f"{what} cannot be used: {one_line(error)}") from error
-        return stage_of(lowered)
+        return lowered.stages.emitted
 
     def text(self, data: bytes) -> str:
         """The text of a module; the first one in bytecode has all others read along with it."""

@@ -262,7 +262,7 @@ def test_second_start_neither_plans_nor_compiles(folder, mesh_of, tmp_path, monk
 
 def test_a_damaged_cache_is_made_anew(folder, mesh_of, tmp_path):
     load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
-    stages = list((tmp_path / "stages").iterdir())
+    stages = list((tmp_path / "plans").iterdir())
     for path in stages:
         path.write_bytes(path.read_bytes()[:-5])
     before = stages[0].stat().st_size
