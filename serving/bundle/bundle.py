@@ -51,7 +51,7 @@ def load_bundle(
     """Check a bundle, partition its functions for a mesh, and read its weights onto it.
 
     Args:
-      folder: as `export_bundle` made it; every process of a job has to see it.
+      folder: as `write_bundle` made it; every process of a job has to see it.
       mesh: a `spmd.Mesh`, or jax's.
       options: of the compiler.
       cache_dir: where plans and executables are kept for the next start, as

@@ -58,7 +58,7 @@ def wrap_stablehlo(
       arg_names: of the module's arguments; as the module has them (`arg0`, ... where it has none)
         if left out.
       result_names: the same of its results.
-      specs: as for `export_bundle`; weights are called `weights/<name>`.
+      specs: as for `write_bundle`; weights are called `weights/<name>`.
       contract: what callers have to know, for JSON.
       name: what the bundle is called.
       console: progress bars go here.

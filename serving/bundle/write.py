@@ -49,7 +49,7 @@ GENERATION_FILES = (*TOKENIZER_FILES, "generation_config.json", "config.json")
 Goldens = Callable[[Path], Sequence[Mapping[str, Any]]]
 
 
-def export_bundle(
+def write_bundle(
     folder: str | Path,
     functions: Sequence[Function],
     *,
@@ -99,7 +99,7 @@ def export_bundle(
     Example:
       >>> step = Function("step", lambda w, s, x: (s + 1, x @ w["k"]), (w_structs, count, x),
       ...                 ("weights", "state", "x"), ("weights", "state", "input"))
-      >>> export_bundle("linear", [step], weights={"k": kernel},
+      >>> write_bundle("linear", [step], weights={"k": kernel},
       ...               state=StateLeaf((), "int32"), specs={"weights/k": (None, "model")})
     """
     if jax.process_count() > 1:

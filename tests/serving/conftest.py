@@ -8,7 +8,7 @@ import pytest
 import spmd
 from serving.bundle import programs
 from serving.bundle.function import Function, StateLeaf
-from serving.bundle.write import export_bundle
+from serving.bundle.write import write_bundle
 from spmd.frontend import bytecode
 
 
@@ -105,7 +105,7 @@ def write(folder, **changes):
         "goldens": [{"prompt": [1, 2], "tokens": [3]}],
         **changes,
     }
-    export_bundle(folder, given.pop("functions", None) or make_functions(), **given)
+    write_bundle(folder, given.pop("functions", None) or make_functions(), **given)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from models.llama.weights import files as hf_files
 from serving.bundle.bundle import load_bundle
 from serving.bundle.folder import new_folder
 from serving.bundle.function import BundleError, Function, StateLeaf
-from serving.bundle.write import export_bundle
+from serving.bundle.write import write_bundle
 from serving.tensor_backend import BundleInfer
 from tests.serving.conftest import (
     STATE,
@@ -343,7 +343,7 @@ def test_dtypes_and_lazy_weights(tmp_path, mesh_of):
         "all", lambda w, s: (s, {name: x.astype(jnp.float32) for name, x in w.items()}),
         (structs, struct(2, dtype="bfloat16")), ("weights", "s"), ("weights", "state"),
     )  # fmt: skip
-    export_bundle(
+    write_bundle(
         tmp_path / "b", [function], weights=weights,
         state=StateLeaf((2,), "bfloat16", -float("inf")), specs={"weights/lazy": "model"},
         max_file_bytes=16,
@@ -415,7 +415,7 @@ def test_tokenizer_files(tmp_path, mesh_of):
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "model.bin").write_text("not this")
     function = make_functions()[0]
-    export_bundle(tmp_path / "b", [function], tokenizer_from=source)
+    write_bundle(tmp_path / "b", [function], tokenizer_from=source)
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["tokenizer"] == ["tokenizer/tokenizer.json", "tokenizer/chat_template.jinja"]
     assert not (tmp_path / "b" / "weights").exists()

@@ -33,7 +33,7 @@ CONFIG = dataclasses.replace(
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A checkpoint in Hugging Face's format, in several files."""
-    folder = tmp_path_factory.mktemp("reshard") / "whole"
+    folder = tmp_path_factory.mktemp("convert") / "whole"
     with fresh_source(CONFIG, 0) as source:
         write_hf(source, folder, max_file_bytes=20_000)
     (folder / "tokenizer.json").write_text("{}")
@@ -238,12 +238,12 @@ def test_another_run_starts_anew(whole, cut, tmp_path):
 LIMITED = """
 import resource, sys
 import jax
-from scripts import reshard_checkpoints
+from scripts import convert_checkpoints
 jax.random.key(0)  # what jax itself needs is not counted
 held = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
 limit = held * 1024 + int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-reshard_checkpoints.main(sys.argv[2:])
+convert_checkpoints.main(sys.argv[2:])
 try:
     bytearray(int(sys.argv[1]))
 except MemoryError:

@@ -228,7 +228,7 @@ def test_of_writes_that_fail_none_goes_on():
 
 PEAK = """
 import sys, threading, time
-from scripts import reshard_checkpoints
+from scripts import convert_checkpoints
 import jax
 jax.random.key(0)  # what jax itself needs is not counted
 def held():
@@ -241,7 +241,7 @@ def watch():
         peak = max(peak, held())
         time.sleep(0.005)
 threading.Thread(target=watch, daemon=True).start()
-reshard_checkpoints.main(sys.argv[1:])
+convert_checkpoints.main(sys.argv[1:])
 print("peak", peak - begin)
 """
 
@@ -337,17 +337,17 @@ def test_what_is_half_written_is_removed(error, expected, whole, tmp_path):
 
 SLOW = """
 import sys, time
-from models.llama import ranks, sources
-from scripts import reshard_checkpoints
+from models.llama.weights import ranks, sources
+from scripts import convert_checkpoints
 print("ready", flush=True)
-from models.training import pieces
+from models.training.checkpoints import pieces
 write = pieces._write
 def slow(*arguments):
     write(*arguments)
     print("wrote", flush=True)
     time.sleep(60)
 pieces._write = slow
-reshard_checkpoints.main(sys.argv[1:])
+convert_checkpoints.main(sys.argv[1:])
 """
 
 
@@ -370,10 +370,10 @@ def test_killed_it_is_no_checkpoint(whole, tmp_path):
 
 NO_SPACE = """
 import resource, signal, sys
-from scripts import reshard_checkpoints
+from scripts import convert_checkpoints
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, resource.RLIM_INFINITY))
-reshard_checkpoints.main(sys.argv[1:])
+convert_checkpoints.main(sys.argv[1:])
 """
 
 
