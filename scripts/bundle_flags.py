@@ -9,9 +9,10 @@ import jax
 from rich.console import Console
 
 import spmd
-from serving.bundle.bundle import Bundle, load_bundle
+from serving.bundle.bundle import Bundle
 from serving.bundle.cache import default_cache_dir
 from serving.bundle.function import BundleError
+from serving.bundle.read import load_bundle
 
 NO_CACHE = "none"
 

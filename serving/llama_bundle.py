@@ -20,9 +20,9 @@ from models.llama.config import LlamaConfig
 from models.llama.decode import ServingShape
 from models.llama.weights.files import Array, Index
 from models.llama.weights.sources import Source, Tensor
-from serving.bundle.bundle import load_bundle
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import PLATFORMS
+from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
 from serving.engine.model_backend import generate
 from serving.llama_backend import KIND, model_backend

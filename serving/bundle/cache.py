@@ -64,6 +64,16 @@ class Cache:
         self.hits = self.misses = 0
         self.problem: str | None = None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to tell people of the cache, if it could not keep all."""
+        if self.problem is None:
+            return ()
+        return (
+            f"{self.folder} cannot keep all that was made ({self.problem}): the next start takes "
+            "as long as this one; name another folder as the cache, or make room",
+        )
+
     def emitted(
         self,
         module: bytes,

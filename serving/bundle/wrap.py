@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from serving.bundle.describe import check_manifest, leaves_of, plain_specs
 from serving.bundle.folder import new_folder
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import (
@@ -27,7 +28,7 @@ from serving.bundle.manifest import (
     Manifest,
 )
 from serving.bundle.tensors import lazy_tensors, write_weights
-from serving.bundle.write import check_manifest, finish, leaves_of, plain_specs, producer
+from serving.bundle.write import finish, producer
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, module_artifact
 from spmd.frontend.importer.module import boundary_names, parse_module, signature
@@ -105,10 +106,6 @@ def wrap_stablehlo(
         state=(),
         specs=plain_specs(specs or {}),
         contract=dict(contract or {}),
-        goldens=(),
-        quantization=None,
-        tokenizer=(),
-        files={},
     )
     ordered = [arrays[leaf.path.removeprefix(f"{WEIGHTS}/")] for leaf in manifest.weights]
     _check_weights(manifest.weights, ordered)

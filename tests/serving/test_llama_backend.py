@@ -13,7 +13,7 @@ from models.llama.weights.sources import hf_source
 from scripts import export_llama as script
 from serving import llama_backend as llama
 from serving import llama_bundle
-from serving.bundle.bundle import load_bundle
+from serving.bundle.read import load_bundle
 from serving.engine.backend import Limits, Sampling
 from serving.engine.model_backend import generate
 from tests.models.llama.weights import checkpoints

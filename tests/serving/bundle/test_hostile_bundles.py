@@ -9,9 +9,9 @@ import shutil
 import numpy as np
 import pytest
 
-from serving.bundle.bundle import load_bundle
 from serving.bundle.function import BundleError, Function
 from serving.bundle.manifest import MANIFEST
+from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
 from spmd.frontend.artifact import module_artifact
 from spmd.frontend.importer.module import parse_module
