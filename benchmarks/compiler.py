@@ -40,8 +40,11 @@ _CHIP = flags.DEFINE_string("chip", "h200", "chip to plan for")
 _SHARDY = flags.DEFINE_bool("shardy", True, "time Shardy's propagation on the same module too")
 _REPEAT = flags.DEFINE_integer("repeat", 3, "runs; the fastest is shown")
 
-STAGES = ("import", "propagate", "plan", "partition", "optimize", "emit")
-COMPILER = STAGES[:4]
+STAGES = (
+    "import", "canonicalize", "sink", "propagate", "plan",
+    "partition", "optimize", "expand", "emit",
+)  # fmt: skip
+COMPILER = STAGES[: STAGES.index("partition") + 1]
 """The stages that are set beside Shardy's propagation and summed up."""
 
 MORE_LAYERS = (8, 16, 32, 64, 128)
@@ -68,7 +71,7 @@ def measure(row: Step, peer: bool) -> Run:
     for warm in (small, row):
         lowered = lower(warm)
         seconds = shardy.run(shardy.marked_module(lowered)) if peer else float("nan")
-    ops = sum(1 for _ in lowered.stages.imported.program.walk())
+    ops = sum(1 for _ in lowered.stages.program.walk())
     return Run(lowered.mesh.size, ops, dict(lowered.stages.seconds), seconds)
 
 

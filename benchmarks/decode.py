@@ -26,10 +26,13 @@ import numpy as np
 from absl import app, flags
 
 import spmd
-from models.compiled import Programs
+from models.function import Function
 from models.llama import decode
 from models.llama.config import LlamaConfig, named_config
 from models.llama.quantize import QUANTIZATIONS, quantized_types
+from serving.bundle.bundle import Bundle
+from serving.bundle.memory import compile_bundle
+from serving.llama_backend import info
 
 _MODEL = flags.DEFINE_string("model", "quickstart", "named config")
 _LAYERS = flags.DEFINE_integer("layers", 0, "overrides the number of layers; 0 keeps it")
@@ -71,15 +74,10 @@ def random_weights(types: Any, shardings: Any, config: LlamaConfig) -> Any:
     )
 
 
-def device_bytes(tree: Any) -> int:
-    """Bytes that the first device holds."""
-    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
-
-
-def floor_seconds(programs: Programs) -> float:
+def floor_seconds(bundle: Bundle) -> float:
     """Seconds of reading what a step reads once."""
-    read = {k: v for k, v in programs.weights.items() if k != "embed_tokens"}
-    return (device_bytes(read) + device_bytes(programs.state["cache"])) / _BANDWIDTH.value
+    facts = info(bundle)
+    return float(facts["read_weight_bytes"] + facts["cache_bytes"]) / float(_BANDWIDTH.value)
 
 
 def timed(run: Any, calls: int) -> float:
@@ -105,24 +103,25 @@ def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
     only = [function for function in functions if function.name == primary]
     mesh = spmd.make_mesh(data=1, model=_AXIS.value, devices=jax.devices()[: _AXIS.value])
     start = time.perf_counter()
-    programs = Programs(
+    bundle = compile_bundle(
         only,
         mesh,
-        functools.partial(random_weights, types, config=config),
-        state,
-        specs,
-        primary,
-        spmd.Options(compiler_options=dict(option.split("=", 1) for option in _XLA.value)),
+        weights=types,
+        make_weights=functools.partial(random_weights, types, config=config),
+        specs=specs,
+        state=state,
+        primary=primary,
+        options=spmd.Options(compiler_options=dict(option.split("=", 1) for option in _XLA.value)),
     )
     compile_seconds = time.perf_counter() - start
-    least = floor_seconds(programs)
+    least = floor_seconds(bundle)
     rows = []
     for steps in per_call:
         calls = max(3, _TOKENS.value // steps)
         begin = np.full(batch, length - (calls + WARM_UP) * steps, np.int32)
         if begin[0] < 0:
             raise app.UsageError(f"--tokens {_TOKENS.value} do not fit into --context {length}")
-        programs.state["lengths"] = jax.device_put(begin, programs.state["lengths"].sharding)
+        bundle.put_state({"state/lengths": begin})
         control = {
             "active": np.ones(batch, np.bool_),
             "alternatives": np.bool_(False),
@@ -130,7 +129,7 @@ def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
         }
 
         def run(control: Any = control) -> Any:
-            return programs.run(primary, control).ids
+            return bundle.run(primary, control).ids
 
         seconds = timed(run, calls) / steps
         rows.append(
@@ -139,21 +138,31 @@ def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
             f"{least / seconds:.0%} | {batch / seconds:,.0f} | {compile_seconds:.0f} |"
         )
     if _PEER.value and _AXIS.value == 1:
-        rows.append(_peer(programs, only[0].fn, control, per_call[-1], least, quantize, batch))
+        rows.append(_peer(bundle, only[0], control, per_call[-1], least, quantize, batch))
     return rows
 
 
 def _peer(
-    programs: Programs, fn: Any, control: Any, steps: int, least: float, quantize: str, batch: int
+    bundle: Bundle,
+    function: Function,
+    control: Any,
+    steps: int,
+    least: float,
+    quantize: str,
+    batch: int,
 ) -> str:
-    plain = jax.jit(fn, donate_argnums=1)
+    plain = jax.jit(function.fn, donate_argnums=1)
+    weights, state = (
+        jax.tree.unflatten(jax.tree.structure(struct), list(arrays.values()))
+        for struct, arrays in zip(function.args, (bundle.weights, bundle.state), strict=False)
+    )
     calls = max(3, _TOKENS.value // steps)
     begin = np.full(batch, _CONTEXT.value - (calls + WARM_UP) * steps, np.int32)
-    state = {**programs.state, "lengths": jnp.asarray(begin)}
+    state = {**state, "lengths": jnp.asarray(begin)}
 
     def run() -> Any:
         nonlocal state
-        state, made = plain(programs.weights, state, control)
+        state, made = plain(weights, state, control)
         return made.ids
 
     seconds = timed(run, calls) / steps

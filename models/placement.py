@@ -2,67 +2,117 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import EllipsisType
+from typing import NamedTuple
 
 import spmd
+from spmd.mesh.spec import first_match
 
 OPEN = "..."
-"""An entry that leaves a dim to the compiler."""
+"""An entry that leaves a dim to the compiler, where specs are JSON; elsewhere it is `...`."""
 
-Entry = str | tuple[str, ...] | None
-"""Of a dim: an axis, several of them, none, or `OPEN`."""
+Entry = str | tuple[str, ...] | EllipsisType | None
+"""Of a dim: an axis, several of them, none, or open."""
 
-
-def first_match(path: str, specs: Mapping[str, Sequence[Entry]]) -> str | None:
-    """The first pattern that matches a path."""
-    return next((pattern for pattern in specs if fnmatch.fnmatchcase(path, pattern)), None)
+Spec = tuple[Entry, ...]
+"""One entry for each dim, as `spmd.mark_sharding` takes it."""
 
 
-def on_mesh(
+class Fitted(NamedTuple):
+    """A spec for the axes that a mesh has.
+
+    Attributes:
+        spec: an axis that the mesh lacks is not in it, nor one that does not divide its dim.
+        notes: a sentence on each dim that its axes do not divide.
+    """
+
+    spec: Spec
+    notes: tuple[str, ...]
+
+
+def fitted(
     path: str,
-    shape: Sequence[int],
-    specs: Mapping[str, Sequence[Entry]],
-    mesh: spmd.Mesh,
-    notes: list[str],
-) -> tuple[Any, ...] | None:
-    """The spec of the first pattern that matches a path, for the parts of this mesh's axes.
-
-    Programs are made for `mesh.refined()`, on which arrays may be split over a part of an axis. An
-    axis that the mesh lacks counts as one of size 1. A dim that its axes do not divide is left
-    open, and `notes` gets a sentence on that.
+    spec: Sequence[Entry],
+    sizes: Sequence[int],
+    mesh_shape: Mapping[str, int],
+    otherwise: EllipsisType | None = ...,
+) -> Fitted:
+    """A spec on a mesh; an axis that the mesh lacks counts as one of size 1.
 
     Args:
-      path, shape: of an array.
-      specs: pattern -> entries, not more than the array's rank; missing ones are None.
-      mesh: as it is, not refined.
-      notes: gets sentences.
+        path: of the tensor, for notes.
+        spec: an entry for each dim, or fewer: dims beyond it are not split.
+        sizes: into how many equal parts each dim may be split at most: its size, mostly.
+        mesh_shape: axis -> size.
+        otherwise: the entry of dims that their axes do not divide: open, or not split.
+
+    Example:
+        >>> fitted("w", ("data", "model"), (8, 6), {"model": 3}).spec
+        (None, 'model')
+        >>> fitted("w", ("data", "model"), (8, 6), {"model": 4}).notes
+        ('w: model=4 does not divide 6 (dim 1), which is left to the compiler',)
+    """
+    entries = [present(entry, mesh_shape) for entry in spec]
+    entries += [None] * (len(sizes) - len(entries))
+    misfits = [
+        size % math.prod(mesh_shape[name] for name in axes_of(entry)) != 0
+        for entry, size in zip(entries, sizes, strict=True)
+    ]
+    outcome = "stays whole" if otherwise is None else "is left to the compiler"
+    return Fitted(
+        tuple(otherwise if bad else entry for entry, bad in zip(entries, misfits, strict=True)),
+        tuple(
+            f"{path}: {_sizes(entries[dim], mesh_shape)} does not divide {sizes[dim]} (dim {dim}), "
+            f"which {outcome}"
+            for dim, bad in enumerate(misfits)
+            if bad
+        ),
+    )
+
+
+def _sizes(entry: Entry, mesh_shape: Mapping[str, int]) -> str:
+    return " x ".join(f"{name}={mesh_shape[name]}" for name in axes_of(entry))
+
+
+def present(entry: Entry, mesh_shape: Mapping[str, int]) -> Entry:
+    """An entry without the axes that a mesh lacks."""
+    if entry in (..., OPEN):
+        return ...
+    names = tuple(name for name in axes_of(entry) if name in mesh_shape)
+    return names if len(names) > 1 else (names[0] if names else None)
+
+
+def axes_of(entry: Entry) -> tuple[str, ...]:
+    """The axes that an entry names."""
+    if isinstance(entry, str):
+        return () if entry == OPEN else (entry,)
+    return entry if isinstance(entry, tuple) else ()
+
+
+def on_refined(
+    path: str, shape: Sequence[int], specs: Mapping[str, Sequence[Entry]], mesh: spmd.Mesh
+) -> Fitted | None:
+    """The spec of the first pattern that matches a path, for `mesh.refined()`.
+
+    Programs are made for that mesh, on which arrays may be split over a part of an axis.
+
+    Args:
+        path, shape: of an array.
+        specs: pattern -> entries, not more than the array's rank.
+        mesh: as it is, not refined.
 
     Returns:
-      One entry for each dim, as `spmd.mark_sharding` takes it; None if no pattern matches.
+        The spec with the refined mesh's axes; None if no pattern matches.
     """
     pattern = first_match(path, specs)
     if pattern is None:
         return None
-    spec = (*specs[pattern], *(None,) * (len(shape) - len(specs[pattern])))
-    return tuple(
-        _entry(entry, dim, path, shape[dim], mesh, notes) for dim, entry in enumerate(spec)
-    )
-
-
-def _entry(entry: Entry, dim: int, path: str, size: int, mesh: spmd.Mesh, notes: list[str]) -> Any:
-    if entry == OPEN:
-        return ...
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    present = tuple(name for name in names if name in mesh.axis_names)
-    if size % math.prod(mesh.shape[name] for name in present):
-        axes = " x ".join(f"{name}={mesh.shape[name]}" for name in present)
-        notes.append(
-            f"{path}: {axes} does not divide dim {dim} of size {size}, which is left to the "
-            "compiler"
-        )
-        return ...
+    spec, notes = fitted(path, specs[pattern], shape, mesh.shape)
     pieces = mesh.pieces()
-    return tuple(piece for name in present for piece in pieces[name]) or None
+    refined = (
+        entry if entry is ... else tuple(p for name in axes_of(entry) for p in pieces[name]) or None
+        for entry in spec
+    )
+    return Fitted(tuple(refined), notes)

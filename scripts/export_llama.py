@@ -30,7 +30,7 @@ from models.training.errors import DataError
 from scripts.flags.user_errors import ending_on_interrupt, one_message
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import PLATFORMS
-from serving.llama_bundle import export_llama
+from serving.llama_bundle import write_llama_bundle
 from spmd.cli.flags import Parser, positive, words
 from spmd.errors import SpmdError
 
@@ -156,7 +156,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
                 f"note: --max_length {shape.max_length} is more than the {trained} positions of "
                 "the model; what it says behind them is likely to make no sense"
             )
-        export_llama(
+        write_llama_bundle(
             source,
             given.out,
             shape,

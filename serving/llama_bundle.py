@@ -20,10 +20,10 @@ from models.llama.config import LlamaConfig
 from models.llama.decode import ServingShape
 from models.llama.weights.files import Array, Index
 from models.llama.weights.sources import Source, Tensor
-from serving.bundle.bundle import load_bundle
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import PLATFORMS
-from serving.bundle.write import export_bundle
+from serving.bundle.read import load_bundle
+from serving.bundle.write import write_bundle
 from serving.engine.model_backend import generate
 from serving.llama_backend import KIND, model_backend
 
@@ -46,7 +46,7 @@ def check_shape(shape: ServingShape) -> None:
         )
 
 
-def export_llama(
+def write_llama_bundle(
     source: Source,
     folder: str | Path,
     shape: ServingShape,
@@ -69,7 +69,7 @@ def export_llama(
       name: of the bundle.
       golden_prompts: token ids; what the model goes on with is computed here, on all devices, and
         kept for servers to try.
-      platforms: as for `export_bundle`.
+      platforms: as for `write_bundle`.
       console: progress bars go here.
 
     Raises:
@@ -92,7 +92,7 @@ def export_llama(
         "sampler": {"fields": list(sampling.FIELDS), "temperature_0": "takes the likeliest token"},
     }
     goldens = functools.partial(_goldens, prompts=golden_prompts, shape=shape, config=config)
-    export_bundle(
+    write_bundle(
         folder,
         functions,
         weights=weights,

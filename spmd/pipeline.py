@@ -1,6 +1,6 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> propagate -> plan -> partition -> optimize -> emit
+    import -> canonicalize -> sink -> propagate -> plan -> partition -> optimize -> expand -> emit
 
 Each stage is a pure function from a frozen value to a frozen value.
 """
@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import Imported, import_module
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.legality import check_program
-from spmd.ir.program import Value
-from spmd.lowering.emit import emit
+from spmd.ir.program import Program, Value
+from spmd.lowering.emitted import Emitted, emit_local
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
 from spmd.lowering.partition import Partitioned, partition
@@ -41,6 +41,7 @@ from spmd.propagation.propagate import propagate
 from spmd.propagation.propagated import Propagated
 from spmd.propagation.sink import sink_invariants
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -58,6 +59,7 @@ class Request:
       result_entries: the same for results.
       arg_reasons: for each argument, why it has the spec it has, where the user did not give it.
       links: (result index, argument index) of donated arguments and their updates.
+      donated: flat indices of all donated arguments.
       platform: what it is compiled for, `cpu`, `cuda` or `tpu`: composites get its kernels.
     """
 
@@ -70,19 +72,30 @@ class Request:
     result_entries: tuple[Entries | None, ...] = ()
     arg_reasons: tuple[str | None, ...] = ()
     links: tuple[tuple[int, int], ...] = ()
+    donated: tuple[int, ...] = ()
     platform: str = ""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Every stage's result, and how long each took in seconds."""
+    """What the stages made, and how long each took.
 
-    imported: Imported
+    Attributes:
+      program: the whole program, imported, canonicalized and sunk.
+      propagated: its proposals.
+      plan: its plan.
+      partitioned: the local program.
+      optimized: the local program after its rewrites.
+      emitted: the local program as text, to be compiled.
+      seconds: stage -> seconds, in order.
+    """
+
+    program: Program
     propagated: Propagated
     plan: Plan
     partitioned: Partitioned
     optimized: Partitioned
-    emitted: str
+    emitted: Emitted
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -92,72 +105,40 @@ def compile_module(request: Request, options: Options) -> Stages:
     Raises:
       SpmdError: whatever a stage cannot do, named with its op and source line.
     """
+    clock = _Clock(options.verbose)
     with _no_garbage_collection():
-        return _compile(request, options)
+        imported, propagated = _front(request, clock)
+        plan = clock("plan", _plan, request, options, imported, propagated)
+        local = lower_plan(plan, options, request.donated, clock)
+        stages = Stages(imported.program, propagated, plan, *local, clock.seconds)
+        if options.check:
+            check_stages(stages)
+    return stages
 
 
 def propagated_of(request: Request) -> Propagated:
     """The stages in front of the plan alone."""
     with _no_garbage_collection():
-        return _propagate(request, _import(request))
+        return _front(request, _Clock())[1]
 
 
-def _compile(request: Request, options: Options) -> Stages:
-    clock = _Clock(options.verbose)
-    imported = clock("import", lambda: _import(request))
-    propagated = clock("propagate", lambda: _propagate(request, imported))
-    wanted = _result_shardings(request, imported)
-    plan = clock("plan", lambda: _plan(request, options, propagated, wanted))
-    partitioned, optimized, emitted = lower_plan(plan, options, clock)
-    stages = Stages(imported, propagated, plan, partitioned, optimized, emitted, clock.seconds)
-    if options.check:
-        check_stages(stages)
-    return stages
-
-
-def _plan(
-    request: Request,
-    options: Options,
-    propagated: Propagated,
-    results: Sequence[Sharding | None],
-) -> Plan:
-    problem = problem_of(propagated, request.topology, results, request.links)
-    if options.planner == "greedy":
-        return plan_greedily(problem)
-    return plan_exactly(problem, options.memory_limit)
+def _front(request: Request, clock: _Clock) -> tuple[Imported, Propagated]:
+    """The stages in front of the plan: what a module says, and what follows from its marks."""
+    imported = clock("import", _import, request)
+    canonical = clock("canonicalize", canonicalize, imported.program)
+    imported = imported._replace(program=clock("sink", sink_invariants, canonical))
+    return imported, clock("propagate", _propagate, request, imported)
 
 
 def lower_plan(
-    plan: Plan, options: Options, clock: _Clock | None = None
-) -> tuple[Partitioned, Partitioned, str]:
+    plan: Plan, options: Options, donated: tuple[int, ...] = (), clock: _Clock | None = None
+) -> tuple[Partitioned, Partitioned, Emitted]:
     """The stages behind the plan: the local program as partitioned, optimized and emitted."""
-    clock = clock or _Clock(False)
-    mesh = plan.mesh
-    partitioned = clock("partition", lambda: partition(plan))
-    optimized = clock("optimize", lambda: _optimize(partitioned, plan, options))
-    emitted = clock("emit", lambda: emit(expand(optimized.program, mesh), mesh))
-    return partitioned, optimized, emitted
-
-
-def _optimize(partitioned: Partitioned, plan: Plan, options: Options) -> Partitioned:
-    topology, limit = plan.topology, options.memory_limit
-    donated = tuple(argument for _, argument in plan.links)
-    room = Room(topology.hbm_bytes if limit is None else limit, donated)
-    program, mesh = partitioned.program, partitioned.mesh
-    program = optimize(program, mesh, topology, options.combine_bytes, options.prefetch, room)
-    return partitioned._replace(program=program)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Stages make many small tuples that all live on: looking for cycles only costs time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    clock = clock or _Clock()
+    partitioned = clock("partition", partition, plan)
+    optimized = clock("optimize", _optimize, partitioned, plan, options)
+    expanded = clock("expand", _expand, optimized)
+    return partitioned, optimized, clock("emit", emit_local, expanded, donated)
 
 
 def check_stages(stages: Stages) -> None:
@@ -166,17 +147,20 @@ def check_stages(stages: Stages) -> None:
     Raises:
       LegalityError: a stage broke its contract.
     """
-    check_program(stages.imported.program)
+    check_program(stages.program)
     check_plan(stages.plan)
     check_local(stages.partitioned, "local")
     check_local(stages.optimized, "optimized")
+
+
+# ---------------------------------------------------------------------------------------------
+# Stages that take more than the result of the one before.
 
 
 def _import(request: Request) -> Imported:
     platform = request.platform
     composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
     imported = import_module(request.module, request.arg_names, composites)
-    imported = imported._replace(program=sink_invariants(canonicalize(imported.program)))
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=program)
@@ -195,6 +179,14 @@ def _propagate(request: Request, imported: Imported) -> Propagated:
     return propagate(program, request.mesh, marks, cheap_values(program), links)
 
 
+def _plan(request: Request, options: Options, imported: Imported, propagated: Propagated) -> Plan:
+    results = _result_shardings(request, imported)
+    problem = problem_of(propagated, request.topology, results, request.links)
+    if options.planner == "greedy":
+        return plan_greedily(problem)
+    return plan_exactly(problem, options.memory_limit)
+
+
 def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding | None]:
     """What each result must look like, where it is marked; a mark with open dims only wishes."""
     count = len(imported.program.body.results)
@@ -203,17 +195,45 @@ def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding
     return [None if mark is None or any(mark.open) else Sharding(mark.dims) for mark in marks]
 
 
+def _optimize(partitioned: Partitioned, plan: Plan, options: Options) -> Partitioned:
+    topology, limit = plan.topology, options.memory_limit
+    donated = tuple(argument for _, argument in plan.links)
+    room = Room(topology.hbm_bytes if limit is None else limit, donated)
+    program, mesh = partitioned.program, partitioned.mesh
+    program = optimize(program, mesh, topology, options.combine_bytes, options.prefetch, room)
+    return partitioned._replace(program=program)
+
+
+def _expand(optimized: Partitioned) -> Partitioned:
+    return optimized._replace(program=expand(optimized.program, optimized.mesh))
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Stages make many small tuples that all live on: looking for cycles only costs time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class _Clock:
     """Times stages; prints them when verbose."""
 
-    def __init__(self, verbose: bool) -> None:
+    def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
         self.seconds: dict[str, float] = {}
 
-    def __call__(self, stage: str, run: Callable[[], T]) -> T:
+    def __call__(self, stage: str, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         start = time.perf_counter()
-        result = run()
+        result = run(*args, **kwargs)
         self.seconds[stage] = time.perf_counter() - start
         if self.verbose:
-            print(f"spmd: {stage:<10} {self.seconds[stage] * 1e3:9.1f} ms", file=sys.stderr)
+            print(f"spmd: {stage:<12} {self.seconds[stage] * 1e3:9.1f} ms", file=sys.stderr)
         return result

@@ -13,9 +13,8 @@ them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from types import EllipsisType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +22,7 @@ import jax
 import spmd
 from models.llama.config import ConfigError, LlamaConfig
 from models.llama.model import Mark
-
-Entry = str | tuple[str, ...] | EllipsisType | None
-Spec = tuple[Entry, ...]
+from models.placement import Entry, Fitted, Spec, fitted, present
 
 MESH_AXES = ("replica", "data", "model")
 
@@ -146,7 +143,7 @@ def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: Table 
 
 def mark_batch(batch: Any, mesh: spmd.Mesh, table: Table = TWO_D) -> Any:
     """A tree of token ids (B, S), or `ShapeDtypeStruct`s, with the table's spec of a batch."""
-    spec = _present(table.batch, mesh.shape)
+    spec = tuple(present(entry, mesh.shape) for entry in table.batch)
     return jax.tree.map(lambda leaf: spmd.mark_sharding(leaf, mesh, spec), batch)
 
 
@@ -174,8 +171,7 @@ def parameter_rules(
         (None, 'model', 'data')
     """
     rules = {}
-    for path, shape in config.parameter_shapes().items():
-        spec = _fit(table.parameters[path], shape, mesh_shape, otherwise=None)
+    for path, (spec, _) in _parameters(config, mesh_shape, table).items():
         if not path.startswith("layers/"):
             rules[path] = spec
         elif config.scan_layers:
@@ -193,26 +189,35 @@ def activation_specs(
     `q`, `k`, `v` and the attention weights are split between heads, never inside one, so
     there the number of heads has to divide.
     """
-    units = _split_units(config)
-    return {
-        name: _fit(table.activations[name], sizes, mesh_shape, otherwise=...)
-        for name, sizes in units.items()
-    }
+    found = _activations(config, mesh_shape, table)
+    return {name: activation.spec for name, activation in found.items()}
 
 
 def dropped_marks(
     config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table = TWO_D
 ) -> tuple[str, ...]:
     """One sentence for each entry of a table that does not fit `config` on this mesh."""
-    parameters = {
-        path: (table.parameters[path], shape) for path, shape in config.parameter_shapes().items()
+    parameters = _parameters(config, mesh_shape, table).values()
+    activations = _activations(config, mesh_shape, table).values()
+    return tuple(note for found in (*parameters, *activations) for note in found.notes)
+
+
+def _parameters(
+    config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table
+) -> dict[str, Fitted]:
+    return {
+        path: fitted(path, table.parameters[path], shape, mesh_shape, otherwise=None)
+        for path, shape in config.parameter_shapes().items()
     }
-    units = _split_units(config)
-    activations = {name: (table.activations[name], sizes) for name, sizes in units.items()}
-    return (
-        *_misfits(parameters, mesh_shape, "it stays whole along that dim"),
-        *_misfits(activations, mesh_shape, "that dim is left to the compiler"),
-    )
+
+
+def _activations(
+    config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table
+) -> dict[str, Fitted]:
+    return {
+        name: fitted(name, table.activations[name], sizes, mesh_shape)
+        for name, sizes in _split_units(config).items()
+    }
 
 
 def _split_units(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -232,49 +237,3 @@ def _split_units(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         "mlp_output": (0, 0, hidden),
         "logits": (0, 0, config.vocab_size),
     }
-
-
-def _fit(
-    spec: Spec, sizes: tuple[int, ...], mesh_shape: Mapping[str, int], otherwise: Entry
-) -> Spec:
-    return tuple(
-        entry if size % _axis_size(entry, mesh_shape) == 0 else otherwise
-        for entry, size in zip(_present(spec, mesh_shape), sizes, strict=True)
-    )
-
-
-def _misfits(
-    table: Mapping[str, tuple[Spec, tuple[int, ...]]], mesh_shape: Mapping[str, int], outcome: str
-) -> list[str]:
-    return [
-        f"{name}: {_named(entry)} of size {_axis_size(entry, mesh_shape)} does not divide {size} "
-        f"(dim {dim}); {outcome}"
-        for name, (spec, sizes) in table.items()
-        for dim, (entry, size) in enumerate(zip(spec, sizes, strict=True))
-        if size % _axis_size(entry, mesh_shape)
-    ]
-
-
-def _named(entry: Entry) -> str:
-    if isinstance(entry, tuple):
-        return f"axes {' x '.join(entry)}"
-    return f"axis {entry!r}"
-
-
-def _present(spec: Spec, mesh_shape: Mapping[str, int]) -> Spec:
-    """A spec without the axes that a mesh lacks."""
-    return tuple(_present_entry(entry, mesh_shape) for entry in spec)
-
-
-def _present_entry(entry: Entry, mesh_shape: Mapping[str, int]) -> Entry:
-    if not isinstance(entry, str | tuple):
-        return entry
-    names = (entry,) if isinstance(entry, str) else entry
-    present = tuple(name for name in names if name in mesh_shape)
-    return present if len(present) > 1 else (present[0] if present else None)
-
-
-def _axis_size(entry: Entry, mesh_shape: Mapping[str, int]) -> int:
-    if isinstance(entry, tuple):
-        return math.prod(mesh_shape.get(name, 1) for name in entry)
-    return mesh_shape.get(entry, 1) if isinstance(entry, str) else 1

@@ -9,8 +9,9 @@ import jax
 from rich.console import Console
 
 import spmd
-from serving.bundle.bundle import Bundle, load_bundle
+from serving.bundle.bundle import Bundle
 from serving.bundle.cache import default_cache_dir
+from serving.bundle.read import load_bundle
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes
 

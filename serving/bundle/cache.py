@@ -1,8 +1,8 @@
 """What starting again need not do again: plans, and XLA's executables, in the user's cache folder.
 
-A stage (`stage.py`) is kept as JSON of ours, an executable by jax's own compilation cache.
-Nothing is pickled, and nothing that a bundle brings along is read from here or written to it: the
-key is a digest of all that decides the result.
+A plan is kept as the emitted program that came of it, as JSON of ours; an executable by jax's own
+compilation cache. Nothing is pickled, and nothing that a bundle brings along is read from here or
+written to it: the key is a digest of all that decides the result.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
-from serving.bundle.stage import Stage
 from spmd.ir.types import TensorType
+from spmd.lowering.emitted import Emitted
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh
 from spmd.options import Options
 
@@ -48,13 +49,13 @@ def default_cache_dir() -> Path:
 
 
 class Cache:
-    """Stages and executables in a folder; what cannot be read is made anew.
+    """Emitted programs and executables in a folder; what cannot be read is made anew.
 
     Args:
       folder: made if it is not there.
 
     Attributes:
-      hits, misses: stages that were there, and that were not.
+      hits, misses: emitted programs that were there, and that were not.
       problem: why something could not be kept; None if everything could.
     """
 
@@ -63,15 +64,25 @@ class Cache:
         self.hits = self.misses = 0
         self.problem: str | None = None
 
-    def stage(
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to tell people of the cache, if it could not keep all."""
+        if self.problem is None:
+            return ()
+        return (
+            f"{self.folder} cannot keep all that was made ({self.problem}): the next start takes "
+            "as long as this one; name another folder as the cache, or make room",
+        )
+
+    def emitted(
         self,
         module: bytes,
         mesh: Mesh,
         options: Options,
         asked: Any,
-        make: Callable[[], Stage],
-    ) -> Stage:
-        """The stage of a module, from the folder or made and put there.
+        make: Callable[[], Emitted],
+    ) -> Emitted:
+        """What a module becomes, from the folder or made and put there.
 
         Args:
           module: the function's file.
@@ -79,7 +90,7 @@ class Cache:
           asked: whatever else decides the result; its repr counts.
           make: makes it.
         """
-        path = self.folder / "stages" / f"{_key(module, mesh, options, asked)}.json"
+        path = self.folder / "plans" / f"{_key(module, mesh, options, asked)}.json"
         found = _read(path, mesh)
         if found is not None:
             self.hits += 1
@@ -170,9 +181,9 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, stage: Stage) -> None:
+def _write(path: Path, emitted: Emitted) -> None:
     """Whole or not at all, also with several processes at once."""
-    content = dataclasses.asdict(stage)
+    content = dataclasses.asdict(emitted)
     content["mesh"] = None  # it is in the key
     payload = json.dumps(content)
     digest = hashlib.sha256(payload.encode()).hexdigest()
@@ -187,8 +198,8 @@ def _write(path: Path, stage: Stage) -> None:
         raise
 
 
-def _read(path: Path, mesh: Mesh) -> Stage | None:
-    """A stage that was written; None if there is none, or a damaged one."""
+def _read(path: Path, mesh: Mesh) -> Emitted | None:
+    """A program that was written; None if there is none, or a damaged one."""
     try:
         digest, _, payload = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, ValueError):
@@ -196,21 +207,22 @@ def _read(path: Path, mesh: Mesh) -> Stage | None:
     if hashlib.sha256(payload.encode()).hexdigest() != digest:
         return None
     content = json.loads(payload)
-    return Stage(
+    return Emitted(
         name=content["name"],
         mesh=mesh,
         module=content["module"],
-        arguments=_axes(content["arguments"]),
-        results=_axes(content["results"]),
+        arguments=_shardings(content["arguments"]),
+        results=_shardings(content["results"]),
         argument_types=_types(content["argument_types"]),
         result_types=_types(content["result_types"]),
         donated=tuple(content["donated"]),
-        is_wide=content["is_wide"],
+        needs_x64=content["needs_x64"],
     )
 
 
-def _axes(content: Any) -> tuple[Any, ...]:
-    return tuple(tuple(tuple(atoms) for atoms in dims) for dims in content)
+def _shardings(content: Any) -> tuple[Sharding, ...]:
+    """Shardings of whole values: at the boundary nothing is partial."""
+    return tuple(Sharding(tuple(map(tuple, dims))) for dims, _, _ in content)
 
 
 def _types(content: Any) -> tuple[TensorType, ...]:

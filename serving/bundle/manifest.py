@@ -127,11 +127,11 @@ class Manifest:
     weights: tuple[Leaf, ...]
     state: tuple[Filled, ...]
     specs: Mapping[str, tuple[Entry, ...]]
-    contract: Mapping[str, Any]
-    goldens: tuple[Mapping[str, Any], ...]
-    quantization: Mapping[str, Any] | None
-    tokenizer: tuple[str, ...]
-    files: Mapping[str, StoredFile]
+    contract: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    goldens: tuple[Mapping[str, Any], ...] = ()
+    quantization: Mapping[str, Any] | None = None
+    tokenizer: tuple[str, ...] = ()
+    files: Mapping[str, StoredFile] = dataclasses.field(default_factory=dict)
 
 
 def check_name(name: str, what: str) -> str:

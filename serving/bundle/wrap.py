@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from serving.bundle.describe import check_manifest, leaves_of, plain_specs
 from serving.bundle.folder import new_folder
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import (
@@ -26,7 +27,7 @@ from serving.bundle.manifest import (
     Manifest,
 )
 from serving.bundle.tensors import lazy_tensors, write_weights
-from serving.bundle.write import check_manifest, finish, leaves_of, plain_specs, producer
+from serving.bundle.write import finish, producer
 from spmd.cli.flags import Parser
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, module_artifact
@@ -58,7 +59,7 @@ def wrap_stablehlo(
       arg_names: of the module's arguments; as the module has them (`arg0`, ... where it has none)
         if left out.
       result_names: the same of its results.
-      specs: as for `export_bundle`; weights are called `weights/<name>`.
+      specs: as for `write_bundle`; weights are called `weights/<name>`.
       contract: what callers have to know, for JSON.
       name: what the bundle is called.
       console: progress bars go here.
@@ -105,10 +106,6 @@ def wrap_stablehlo(
         state=(),
         specs=plain_specs(specs or {}),
         contract=dict(contract or {}),
-        goldens=(),
-        quantization=None,
-        tokenizer=(),
-        files={},
     )
     ordered = [arrays[leaf.path.removeprefix(f"{WEIGHTS}/")] for leaf in manifest.weights]
     _check_weights(manifest.weights, ordered)

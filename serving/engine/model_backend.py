@@ -15,7 +15,7 @@ NEUTRAL = Sampling(temperature=0.0)
 
 
 class Functions(Protocol):
-    """Compiled functions over a state that they own: a bundle, or `models.compiled.Programs`.
+    """Compiled functions over a state that they own: a bundle.
 
     Attributes:
       functions: by name, each with `tags`.

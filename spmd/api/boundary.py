@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 
 from spmd.api.arguments import key_dtype, mesh_sharding
 from spmd.api.tracing import Traced
-from spmd.lowering.partition import Partitioned
-from spmd.mesh.spec import partition_spec
+from spmd.lowering.emitted import Emitted
+from spmd.lowering.execute import x64_if
 
 
 class Boundary:
@@ -25,19 +25,13 @@ class Boundary:
 
     Attributes:
       arguments, results: their shardings.
-      x64: whether elements of 64 bits go through.
     """
 
-    def __init__(
-        self, traced: Traced, partitioned: Partitioned, mesh: JaxMesh, *, x64: bool
-    ) -> None:
-        own, given = partitioned.mesh, traced.given_mesh
-        specs = [partition_spec(s, own) for s in partitioned.results]
-        self.arguments = tuple(
-            NamedSharding(mesh, partition_spec(s, own)) for s in partitioned.arguments
-        )
+    def __init__(self, traced: Traced, emitted: Emitted, mesh: JaxMesh) -> None:
+        specs, given = emitted.result_specs, traced.given_mesh
+        self.arguments = tuple(NamedSharding(mesh, spec) for spec in emitted.argument_specs)
         self.results = tuple(NamedSharding(mesh, spec) for spec in specs)
-        self.x64 = x64
+        self._needs_x64 = emitted.needs_x64
         self._key_dtypes = traced.key_dtypes
         is_other = isinstance(given, JaxMesh) and given != mesh
         self._handed_back = [NamedSharding(given, spec) for spec in specs] if is_other else None
@@ -103,6 +97,6 @@ class Boundary:
     def _placed(self, leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Some of the arguments, put to where the program wants them."""
         data = [self._data(i, leaves[i]) for i in indices]
-        with jax.enable_x64(self.x64):  # else jax narrows 64-bit elements on the way in
+        with x64_if(self._needs_x64):  # else jax narrows 64-bit elements on the way in
             placed = jax.device_put(data, [self.arguments[i] for i in indices])
         return list(placed)

@@ -13,20 +13,16 @@ from spmd.api.planned import Planned
 from spmd.api.tracing import Traced
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
-from spmd.ir.types import numpy_dtype
-from spmd.launch.agree import check_same_program, digest
+from spmd.ir.types import needs_x64
 from spmd.lowering.ahead import devices_ahead, is_here
-from spmd.lowering.execute import executable
-from spmd.lowering.partition import Partitioned
+from spmd.lowering.emitted import Emitted
+from spmd.lowering.execute import compile_emitted, x64_if
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Stages, lower_plan
 from spmd.planning.plan import Plan
 from spmd.verify.run import Verification, verify
-
-_NARROWED = ("i64", "ui64", "f64", "complex<f64>")
-"""Element types that jax narrows unless it is told not to."""
 
 
 class Lowered(Planned):
@@ -47,7 +43,7 @@ class Lowered(Planned):
         return Compiled(self)
 
 
-class Compiled(Lowered):
+class Compiled(Planned):
     """A compiled program: call it with arguments like those that it was compiled for.
 
     Attributes:
@@ -55,21 +51,12 @@ class Compiled(Lowered):
     """
 
     def __init__(self, lowered: Lowered) -> None:
-        super().__init__(lowered.traced, lowered.stages, lowered.options, lowered.target)
-        target, program = self.target, self.stages.imported.program
-        self._is_ahead = target is not None and not is_here(self.mesh, target)
-        devices = devices_ahead(self.mesh, target) if target and self._is_ahead else None
-        on_mesh = jax_mesh(self.mesh, devices)
-        if not self._is_ahead:
-            self._check_processes(on_mesh)
-        x64 = jax.config.read("jax_enable_x64") or any(t.dtype in _NARROWED for t in program.types)
-        self._boundary = Boundary(self.traced, self.stages.optimized, on_mesh, x64=x64)
-        jitted = executable(self.stages.optimized, self.stages.emitted, self.donated, devices)
-        types = [program.types[value] for value in program.body.args]
-        structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in types]
-        with jax.enable_x64(x64):
-            lowered_jax = jitted.lower(*structs)
-            self.executable = lowered_jax.compile(dict(self.options.compiler_options) or None)
+        super().__init__(lowered.traced, lowered.stages, lowered.options)
+        target, emitted = lowered.target, self.stages.emitted
+        self._ahead = None if target is None or is_here(self.mesh, target) else target
+        devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
+        self._boundary = Boundary(self.traced, emitted, jax_mesh(self.mesh, devices))
+        self.executable = compile_emitted(emitted, self.options.compiler_options, devices)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program (without its static arguments)."""
@@ -77,8 +64,7 @@ class Compiled(Lowered):
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat arguments, placing those that lie elsewhere."""
-        if self._is_ahead:
-            raise self._not_here()
+        self._check_here()
         results = self.executable(*self._boundary.take(leaves))
         return jax.tree.unflatten(self.traced.out_tree, self._boundary.hand_back(list(results)))
 
@@ -108,8 +94,7 @@ class Compiled(Lowered):
         Returns:
           `fn(*args)`, computed shard by shard, never whole on one device.
         """
-        if self._is_ahead:
-            raise self._not_here()
+        self._check_here()
         wanted = jax.tree.unflatten(self.traced.in_tree, self._boundary.arguments)[0][argnum]
         # XLA's partitioner does here: there is nothing to exchange. Compiled by ours, on eight CPU
         # devices, the parameters and AdamW state of small Llamas came out the same to the bit, in
@@ -135,19 +120,17 @@ class Compiled(Lowered):
           >>> assert compiled.verify(params, opt_state, batch)
         """
 
-        def lower(plan: Plan) -> tuple[Partitioned, str]:
-            _, optimized, emitted = lower_plan(plan, self.options)
-            return optimized, emitted
+        def lower(plan: Plan) -> Emitted:
+            return lower_plan(plan, self.options)[-1]
 
         def run(arrays: Sequence[Any]) -> Sequence[Any]:
             placed = jax.device_put(list(arrays), list(self._boundary.arguments))
             return list(self.executable(*placed))
 
-        if self._is_ahead:
-            raise self._not_here()
-        given = self._boundary.data(self._flat(args, kwargs))
-        with jax.enable_x64(self._boundary.x64):
-            return verify(self.stages, self.request.module, run, given, lower, rtol, atol)
+        self._check_here()
+        given, plan = self._boundary.data(self._flat(args, kwargs)), self.stages.plan
+        with x64_if(needs_x64(plan.program.types)):
+            return verify(plan, self.request.module, run, given, lower, rtol, atol)
 
     @cached_property
     def _memory(self) -> Memory:
@@ -178,20 +161,10 @@ class Compiled(Lowered):
             )
         return leaves
 
-    def _not_here(self) -> ArgumentError:
-        return ArgumentError(
-            f"a program compiled for {self.target} cannot run here",
-            actual=f"it is for {self.mesh.size} devices that are not here",
-            fix="compile without topology= to run it on the mesh's devices",
-        )
-
-    def _check_processes(self, on_mesh: jax.sharding.Mesh) -> None:
-        """Every process of the mesh has this program: a collective of two programs hangs."""
-        optimized = self.stages.optimized
-        more = {
-            "shardings": digest(f"{optimized.arguments} {optimized.results}"),
-            "donated arguments": str(self.donated),
-            **{f"compiler option {k}": str(v) for k, v in self.options.compiler_options.items()},
-        }
-        name = self.stages.imported.program.name
-        check_same_program(name, self.stages.emitted, self.mesh, on_mesh, more)
+    def _check_here(self) -> None:
+        if self._ahead:
+            raise ArgumentError(
+                f"a program compiled for {self._ahead} cannot run here",
+                actual=f"it is for {self.mesh.size} devices that are not here",
+                fix="compile without topology= to run it on the mesh's devices",
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -17,7 +16,15 @@ from spmd.frontend.marks import Entries
 from spmd.frontend.trace import mark_uneven, seen_meshes
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
-from spmd.mesh.spec import OPEN, as_mesh, dims_of, has_devices, jax_mesh, spec_entries
+from spmd.mesh.spec import (
+    OPEN,
+    as_mesh,
+    dims_of,
+    has_devices,
+    jax_mesh,
+    match_patterns,
+    spec_entries,
+)
 
 T = TypeVar("T")
 
@@ -81,18 +88,11 @@ def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path_name(path) for path, _ in leaves]
-    for pattern in rules:
-        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
-            raise SpecError(
-                f"pattern {pattern!r} matches no leaf of the tree",
-                source=_caller(),
-                actual=f"paths: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}",
-                fix="correct the pattern or remove it",
-            )
-    marked = []
-    for path, (_, leaf) in zip(paths, leaves, strict=True):
-        found = next((p for p in rules if fnmatch.fnmatchcase(path, p)), None)
-        marked.append(leaf if found is None else mark_sharding(leaf, mesh, rules[found]))
+    found = match_patterns(rules, paths, what="leaf of the tree", source=_caller())
+    marked = [
+        leaf if pattern is None else mark_sharding(leaf, mesh, rules[pattern])
+        for pattern, (_, leaf) in zip(found, leaves, strict=True)
+    ]
     result: T = jax.tree_util.tree_unflatten(treedef, marked)
     return result
 

@@ -47,7 +47,7 @@ class Planned:
     @property
     def donated(self) -> tuple[int, ...]:
         """Flat indices of the donated arguments."""
-        return self.traced.donated
+        return self.request.donated
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -141,7 +141,7 @@ class Planned:
 def _propagated(planned: Planned) -> str:
     mesh, proposals = planned.mesh, planned.stages.propagated.proposals
     return format_program(
-        planned.stages.imported.program,
+        planned.stages.program,
         lambda value: format_sharding(Sharding(proposals[value]), mesh),
         mesh,
     )
@@ -154,19 +154,19 @@ def _planned(planned: Planned) -> str:
         state = states[value]
         return "made for each use" if state is None else format_sharding(state, mesh)
 
-    return format_program(planned.stages.imported.program, describe, mesh)
+    return format_program(planned.stages.program, describe, mesh)
 
 
 _TEXTS: dict[str, Callable[[Planned], str]] = {
     "stablehlo": lambda planned: str(planned.request.module),
-    "program": lambda planned: format_program(planned.stages.imported.program),
+    "program": lambda planned: format_program(planned.stages.program),
     "propagated": _propagated,
     "planned": _planned,
     "local": lambda planned: format_program(planned.stages.partitioned.program, None, planned.mesh),
     "optimized": lambda planned: format_program(
         planned.stages.optimized.program, None, planned.mesh
     ),
-    "emitted": lambda planned: planned.stages.emitted,
+    "emitted": lambda planned: planned.stages.emitted.module,
 }
 
 STAGES = (*_TEXTS, "hlo")

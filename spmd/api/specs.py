@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from spmd.errors import SpecError
 from spmd.frontend.marks import Entries
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import OPEN, dims_of, spec_entries
+from spmd.mesh.spec import OPEN, dims_of, match_patterns, spec_entries
 
 Specs = Sequence[Any] | Mapping[str, Any] | None
 """For each argument or result a spec, or None (open); or names (or patterns of them) -> specs."""
@@ -135,7 +133,8 @@ def flat_entries(
     if specs is None:
         return (None,) * len(types)
     if isinstance(specs, Mapping):
-        specs = _by_name(specs, names, what)
+        found = match_patterns(specs, names, what=what)
+        specs = [None if pattern is None else specs[pattern] for pattern in found]
     if len(specs) != len(types):
         raise SpecError(
             f"{len(specs)} {what} specs for a module with {len(types)} {what}s",
@@ -145,19 +144,3 @@ def flat_entries(
         None if spec is None else spec_entries(spec, t.rank, mesh, what=f"{what} {name}")
         for spec, t, name in zip(specs, types, names, strict=True)
     )
-
-
-def _by_name(specs: Mapping[str, Any], names: Sequence[str], what: str) -> Sequence[Any]:
-    """Specs by name, or by pattern, as one for each name; the first pattern that matches counts."""
-    for pattern in specs:
-        if not any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in names):
-            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or list(names[:8])
-            raise SpecError(
-                f"there is no {what} {pattern!r}",
-                actual=f"{what}s: {', '.join(close)}{', ...' if len(names) > len(close) else ''}",
-                fix="correct the name or remove the spec",
-            )
-    return [
-        specs.get(name, next((s for p, s in specs.items() if fnmatch.fnmatchcase(name, p)), None))
-        for name in names
-    ]

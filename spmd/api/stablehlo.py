@@ -86,6 +86,7 @@ def lower_stablehlo(
         flat_entries(arg_specs, args, arg_names, own, "argument"),
         flat_entries(result_specs, results, result_names, own, "result"),
         links=tuple(updates),
+        donated=tuple(sorted(argument for _, argument in updates)),
         platform=platform_of(own),
     )
     return Lowered(_traced(request, args, results, mesh), compile_module(request, options), options)
@@ -101,7 +102,6 @@ def _traced(
         jax.tree.structure((tuple(range(len(args))), {})),
         jax.tree.structure(structs),
         structs,
-        tuple(sorted(argument for _, argument in request.links)),
         mesh,
         (None,) * len(args),
     )

@@ -88,7 +88,6 @@ class Traced(NamedTuple):
       in_tree: the structure of ((positional, ...), {name: ...}), static arguments left out.
       out_tree: the structure of the result.
       out_structs: its leaves.
-      donated: flat indices of the donated arguments.
       given_mesh: the mesh as the user gave it or placed arguments on it, if so.
       key_dtypes: for each flat argument its dtype if it is a key array.
     """
@@ -97,7 +96,6 @@ class Traced(NamedTuple):
     in_tree: Any
     out_tree: Any
     out_structs: tuple[Any, ...]
-    donated: tuple[int, ...]
     given_mesh: Any
     key_dtypes: tuple[Any, ...]
 
@@ -155,6 +153,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         out_entries(recipe.out_specs, out_tree, result_names, mesh),
         reasons,
         updates_of(structs[0], call.argnums, out_tree, donate),
+        _donated(call, structs[0], donate),
         platform,
     )
     return Traced(
@@ -162,7 +161,6 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         call.tree,
         out_def,
         tuple(out_leaves),
-        _donated(call, structs[0], donate),
         given,
         tuple(map(key_dtype, call.leaves)),
     )

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from spmd.explain.alternatives import Price
 from spmd.explain.prices import MOST_CONFLICTS, Prices
-from spmd.explain.stages import Stages
 from spmd.explain.words import (
     arguments_text,
     axes_text,
@@ -19,6 +18,7 @@ from spmd.explain.words import (
 from spmd.ir.program import numberless
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
+from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
 from spmd.propagation.propagated import Conflict
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from spmd.explain.stages import Stages
 from spmd.ir.program import Op, Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.sharding import Sharding
+from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
 
 

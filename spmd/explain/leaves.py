@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from spmd.explain.stages import Stages
 from spmd.explain.words import source_text
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.sharding import Sharding
+from spmd.pipeline import Stages
 from spmd.propagation.propagated import Propagated
 
 

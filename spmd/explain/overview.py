@@ -8,8 +8,8 @@ from typing import NamedTuple
 from spmd.explain.collectives import Collective
 from spmd.explain.leaves import argument_leaves, result_leaves
 from spmd.explain.memory import Memory
-from spmd.explain.stages import Stages
 from spmd.explain.words import bytes_text, seconds_text
+from spmd.pipeline import Stages
 from spmd.predict.timeline import Timeline, predict_timeline
 
 CLOSE = 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -108,6 +109,14 @@ def dtype_bits(dtype: str) -> int:
     if dtype.startswith("!quant"):
         return 8
     raise KeyError(f"unknown element type {dtype}")
+
+
+_X64 = frozenset({"i64", "ui64", "f64", "complex<f64>"})
+
+
+def needs_x64(types: Iterable[TensorType]) -> bool:
+    """Whether some elements are of 64 bits, which jax narrows unless x64 is enabled."""
+    return any(t.dtype in _X64 for t in types)
 
 
 def is_float(dtype: str) -> bool:

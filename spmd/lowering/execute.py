@@ -6,20 +6,22 @@ jax's own. The module is merged into the surrounding one when jax lowers the pri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
 from spmd.ir.types import TensorType, numpy_dtype
-from spmd.lowering.partition import Partitioned
+from spmd.launch.agree import check_same_program, digest
+from spmd.lowering.emitted import Emitted
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding
-from spmd.mesh.spec import jax_mesh, partition_spec
+from spmd.mesh.spec import jax_mesh
 
 _program = Primitive("spmd_program")
 _program.multiple_results = True
@@ -50,45 +52,71 @@ def _symbol(op: Any) -> str:
 mlir.register_lowering(_program, _lower)
 
 
-def executable(
-    partitioned: Partitioned, module: str, donate: Sequence[int], devices: Any = None
+def compile_emitted(
+    emitted: Emitted, compiler_options: Mapping[str, Any], devices: Sequence[Any] | None = None
 ) -> Any:
-    """A jitted function of the flat global arguments that runs the emitted module.
+    """Hands an emitted program to XLA, once all processes of the mesh have shown the same one.
 
     Args:
-      partitioned: gives the boundary shardings and local result types.
-      module: emitted StableHLO text.
-      donate: flat indices of donated arguments.
-      devices: the mesh's jax devices in order; the process's own by id when left out.
+      emitted: the program.
+      compiler_options: passed to XLA as they are.
+      devices: descriptions of devices that are not here, in the mesh's order; the process's own by
+        id when left out.
 
     Returns:
-      A `jax.jit` function; lower and compile it, or call it.
+      jax's compiled program: it takes and returns flat global arrays.
+
+    Raises:
+      LaunchError: another process of the job has another program.
+      RuntimeError: XLA refuses it.
     """
-    mesh = jax_mesh(partitioned.mesh, devices)
-    types = partitioned.program.types
-    out_types = tuple(types[v] for v in partitioned.program.body.results)
+    if devices is None:
+        _check_processes(emitted, compiler_options)
+    structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in emitted.argument_types]
+    with x64_if(emitted.needs_x64):
+        lowered = executable(emitted, devices).lower(*structs)
+        return lowered.compile(dict(compiler_options) or None)
+
+
+def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> None:
+    """Every process of the mesh has this program: a collective of two programs hangs."""
+    more = {
+        "shardings": digest(f"{emitted.arguments} {emitted.results}"),
+        "donated arguments": str(emitted.donated),
+        **{f"compiler option {k}": str(v) for k, v in compiler_options.items()},
+    }
+    mesh = emitted.mesh
+    check_same_program(emitted.name, emitted.module, mesh, jax_mesh(mesh), more)
+
+
+def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
+    """A context in which jax keeps elements of 64 bits, if needed; else all is as configured."""
+    return jax.enable_x64(True) if needed else contextlib.nullcontext()
+
+
+def executable(emitted: Emitted, devices: Sequence[Any] | None = None) -> Any:
+    """A jitted function of the flat global arguments that runs an emitted program.
+
+    Args:
+      emitted: the program.
+      devices: as for `compile_emitted`.
+    """
+    mesh = jax_mesh(emitted.mesh, devices)
+    module, out_types = emitted.module, emitted.result_types
+    arguments, results = emitted.argument_specs, emitted.result_specs
 
     def run(*args: Any) -> Any:
         return tuple(_program.bind(*args, module=module, out_types=out_types))
 
-    def specs(shardings: Sequence[Sharding]) -> tuple[Any, ...]:
-        return tuple(partition_spec(s, partitioned.mesh) for s in shardings)
+    def named(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-    def named(shardings: Sequence[Sharding]) -> tuple[Any, ...]:
-        return tuple(jax.sharding.NamedSharding(mesh, spec) for spec in specs(shardings))
-
-    mapped = jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=specs(partitioned.arguments),
-        out_specs=specs(partitioned.results),
-        check_vma=False,
-    )
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)
     return jax.jit(
         mapped,
-        in_shardings=named(partitioned.arguments),
-        out_shardings=named(partitioned.results),
-        donate_argnums=tuple(donate),
+        in_shardings=named(arguments),
+        out_shardings=named(results),
+        donate_argnums=emitted.donated,
         keep_unused=True,
     )
 
@@ -123,7 +151,7 @@ def executable_on_mesh(module: str, out_types: Sequence[TensorType], mesh: Mesh)
     def run(*args: Any) -> Any:
         return tuple(_program.bind(*args, module=module, out_types=tuple(out_types)))
 
-    everywhere = jax.sharding.NamedSharding(jax_mesh(mesh), jax.sharding.PartitionSpec())
+    everywhere = NamedSharding(jax_mesh(mesh), PartitionSpec())
     jitted = jax.jit(run, keep_unused=True, out_shardings=everywhere)
     return lambda *args: jitted(*jax.device_put(args, everywhere))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import fnmatch
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -89,6 +91,42 @@ def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
         names = tuple(ref.name for ref in axis_refs(axes, mesh))
         entries.append(None if not names else names[0] if len(names) == 1 else names)
     return PartitionSpec(*entries)
+
+
+def first_match(name: str, patterns: Iterable[str]) -> str | None:
+    """The first of several patterns that is a name, or matches it as a glob does.
+
+    Example:
+      >>> first_match("layers/0/w", ["layers/*/b", "layers/*"])
+      'layers/*'
+    """
+    return next((p for p in patterns if p == name or fnmatch.fnmatchcase(name, p)), None)
+
+
+def match_patterns(
+    patterns: Iterable[str], names: Sequence[str], *, what: str, source: str | None = None
+) -> list[str | None]:
+    """For each name the first pattern that matches it, or None.
+
+    Args:
+      patterns: names, or globs over them; `*` also crosses `/`.
+      names: of arguments, leaves of a tree, ...
+      what: what has these names, for errors.
+      source: the user's source line, for errors.
+
+    Raises:
+      SpecError: a pattern that matches no name.
+    """
+    for pattern in patterns:
+        if not any(first_match(name, (pattern,)) for name in names):
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:8]
+            raise SpecError(
+                f"{pattern!r} matches no {what}",
+                source=source,
+                actual=f"there are {', '.join(close)}{', ...' if len(names) > len(close) else ''}",
+                fix="correct the name or the pattern, or remove its spec",
+            )
+    return [first_match(name, patterns) for name in names]
 
 
 def spec_entries(

@@ -22,8 +22,8 @@ from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.text import format_op
 from spmd.ir.types import TensorType
 from spmd.lowering.emit import emit
+from spmd.lowering.emitted import Emitted
 from spmd.lowering.execute import executable, executable_on_mesh, executable_on_one_device
-from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding
 from spmd.mesh.spec import jax_mesh
@@ -32,8 +32,8 @@ from spmd.propagation.projection import project
 from spmd.verify.compare import Comparison, Tolerance, compare
 
 Arrays = list[Any]
-Lower = Callable[[Plan], tuple[Partitioned, str]]
-"""The stages from the plan to the emitted module."""
+Lower = Callable[[Plan], Emitted]
+"""The stages from the plan to the emitted program."""
 
 _SCALAR = Sharding(())
 _I32 = TensorType((), "i32")
@@ -71,7 +71,7 @@ def find_culprit(
     Args:
       plan: of the whole program.
       arguments: for each argument of the program a host array.
-      lower: how a plan becomes a module.
+      lower: how a plan becomes a program to run.
       tolerance: how far apart is different.
     """
     return _Search(plan, arguments, lower, tolerance, ()).run()
@@ -152,8 +152,7 @@ class _Search:
 
     def differing(self, plan: Plan, arguments: Arrays) -> tuple[Comparison, ...]:
         program = plan.program
-        partitioned, text = self.lower(plan)
-        got = host_arrays(executable(partitioned, text, ())(*arguments))
+        got = host_arrays(executable(self.lower(plan))(*arguments))
         want = run_whole(program, arguments, plan.mesh)
         values = program.body.results
         compared = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from spmd.errors import ArgumentError
 from spmd.ir.program import Program
@@ -58,16 +58,8 @@ class Verification(NamedTuple):
         return "\n".join(lines)
 
 
-class Stages(Protocol):
-    """What is read of the pipeline's results."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan."""
-
-
 def verify(
-    stages: Stages,
+    plan: Plan,
     module: Any,
     run: Callable[[Arrays], Sequence[Any]],
     arguments: Sequence[Any],
@@ -82,7 +74,7 @@ def verify(
     runs on all of the mesh, partitioned by XLA, and every device has to have room for it.
 
     Args:
-      stages: gives the plan.
+      plan: of the program.
       module: the StableHLO module that was compiled, in memory.
       run: the compiled program, from flat arguments to flat results.
       arguments: flat arguments; they are copied, so donation does not reach them.
@@ -93,7 +85,6 @@ def verify(
     Raises:
       ArgumentError: an argument that this process does not hold whole.
     """
-    plan = stages.plan
     program = plan.program
     given = host_arrays([_local(a, n) for a, n in zip(arguments, program.arg_names, strict=True)])
     tolerance = Tolerance.of(program, rtol, atol)

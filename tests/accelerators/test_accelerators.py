@@ -82,7 +82,7 @@ def test_llama_steps(number: int, scan: bool) -> None:
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, (8, 32)).astype(np.int32)
     batch = {"inputs": tokens, "targets": np.roll(tokens, -1, 1)}
     plain = jax.jit(train_step(config, optimizer))
-    ours = spmd.jit(
+    ours: Any = spmd.jit(
         train_step(config, optimizer, sharding.activation_marks(mesh, config)), mesh=mesh
     )
     want: Any = (params, optimizer.init(params))

@@ -36,7 +36,7 @@ def test_key_arrays(mesh: spmd.Mesh, impl: str) -> None:
 
 
 def test_arguments_are_placed_wherever_they_lie_at_the_time(mesh: spmd.Mesh) -> None:
-    x = spmd.mark_sharding(jnp.arange(64.0).reshape(8, 8), mesh, ("data", "model"))
+    x: Any = spmd.mark_sharding(jnp.arange(64.0).reshape(8, 8), mesh, ("data", "model"))
     y, key = jnp.ones(8), jax.random.key(0)
     compiled = spmd.jit(lambda x, y, key: (x + y, key), mesh=mesh).compile(x, y, key)
     other = jax.device_put(x, NamedSharding(x.sharding.mesh, P("model")))

@@ -32,3 +32,11 @@ def test_created_arguments_are_those_of_one_device(sizes: tuple[int, int]) -> No
             whole[name].shape
         )
         np.testing.assert_array_equal(created[name], whole[name])
+
+
+def test_what_is_compiled_is_not_compiled_again(mesh: spmd.Mesh) -> None:
+    lowered = spmd.jit(lambda x: x * 2, mesh=mesh).lower(np.ones(8, np.float32))
+    compiled = lowered.compile()
+    assert not hasattr(compiled, "compile")
+    assert not isinstance(compiled, spmd.Lowered)
+    assert compiled.collectives == lowered.collectives == ()

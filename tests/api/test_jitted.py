@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +60,7 @@ def test_mesh_is_taken_from_arguments_or_marks(mesh: spmd.Mesh) -> None:
     x = spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",))
     assert spmd.jit(lambda x: x * 2)(x).sharding.spec == P("data", None)
 
-    def fn(x: jax.Array) -> jax.Array:
+    def fn(x: Any) -> Any:
         return spmd.mark_sharding(x * 2, mesh, (None, "model"))
 
     assert spmd.jit(fn)(np.ones((8, 8), np.float32)).sharding.spec == P(None, "model")

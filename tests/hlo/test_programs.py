@@ -66,9 +66,9 @@ def test_planned_values_are_pieces(compiled: tuple[Training, spmd.Compiled]) -> 
     """Nothing that the plan splits is ever whole in the local program's boundary."""
     _, program = compiled
     stages = program.stages
-    types = stages.imported.program.types
+    types = stages.program.types
     for value, sharding, local in zip(
-        stages.imported.program.body.args,
+        stages.program.body.args,
         stages.optimized.arguments,
         stages.optimized.program.body.args,
         strict=True,

@@ -259,7 +259,7 @@ def stages(name):
 @pytest.mark.parametrize("name", STEPS)
 def test_every_stage_is_legal(name):
     made = stages(name)
-    whole = made.imported.program
+    whole = made.program
     legality.check_program(whole)
     check_plan(made.plan)
     check_local(made.partitioned, "local", whole)

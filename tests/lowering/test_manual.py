@@ -259,7 +259,7 @@ def test_text_reads_back(name: str) -> None:
 
     mesh = spmd.make_mesh(x=4, y=2)
     fn = next(p for p in PROGRAMS if p.name == name).make(jax_mesh(mesh))
-    program = spmd.jit(fn, mesh=mesh).lower(X, W).stages.imported.program
+    program = spmd.jit(fn, mesh=mesh).lower(X, W).stages.program
     for given in (None, mesh):
         text = format_program(program, mesh=given)
         assert parse_program(text, given) == without_locs(program)

@@ -226,7 +226,7 @@ def compiled_split(split: Split, implementation: Any = "auto") -> tuple[spmd.api
     return spmd.jit(step, mesh=mesh, options=EVERY_FLOP_COUNTS).compile(*args), args
 
 
-def locally(lowered: spmd.Lowered) -> dict[str, list[tuple[int, ...]]]:
+def locally(lowered: spmd.Lowered | spmd.Compiled) -> dict[str, list[tuple[int, ...]]]:
     """The composites as planned: name -> the shapes of the operands on one device."""
     plan = lowered.stages.plan
     return {

@@ -115,7 +115,7 @@ def _planned(stages: Stages, key: Key, value: int) -> Dims | None:
 
 def our_values(stages: Stages) -> dict[Key, int]:
     """Arguments, op results and results of our program, those with a place of their own."""
-    program = stages.imported.program
+    program = stages.program
     keys: list[tuple[Key, int]] = []
     for what, values in (("argument", program.body.args), ("result", program.body.results)):
         keys += [(((), what, i), value) for i, value in enumerate(values)]
@@ -250,7 +250,7 @@ def _contest(needs: Necessity, place: Place) -> str:
 
 
 def _facts(stages: Stages) -> _Facts:
-    program = stages.imported.program
+    program = stages.program
     every = list(nodes(program))
     kinds: dict[Place, set[str]] = {}
     for node in every:
@@ -275,7 +275,7 @@ def _groups(comparison: Comparison, values: list[int]) -> dict[int, int]:
             value = group[value]
         return value
 
-    for node in nodes(comparison.stages.imported.program):
+    for node in nodes(comparison.stages.program):
         together = [root(v) for v in node.values if v in group]
         for value in together:
             group[value] = together[0]

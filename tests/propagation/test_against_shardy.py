@@ -63,13 +63,13 @@ def comparison(case: Case) -> Comparison:
 @every_case
 def test_values_find_each_other(case: Case) -> None:
     found = comparison(case)
-    body = found.stages.imported.program.body
+    body = found.stages.program.body
     keys = [pair.key for pair in found.pairs]
     assert len(set(keys)) == len(keys)
     for what, values in (("argument", body.args), ("result", body.results)):
         cheap = sum(value in found.stages.propagated.cheap for value in values)
         assert sum(op == what for _, op, _ in keys) == len(values) - cheap
-    ops = [op for op in found.stages.imported.program.walk() if not op.name.endswith("constant")]
+    ops = [op for op in found.stages.program.walk() if not op.name.endswith("constant")]
     inside = [pair for pair in found.pairs if pair.key[0]]
     assert len(inside) >= len(ops) // 3
 
@@ -102,7 +102,7 @@ def test_every_difference_has_a_reason(case: Case) -> None:
 @every_case
 def test_no_axis_splits_a_value_twice(case: Case) -> None:
     found = comparison(case)
-    program, mesh = found.stages.imported.program, found.stages.plan.mesh
+    program, mesh = found.stages.program, found.stages.plan.mesh
     for pair in found.pairs:
         shape = program.types[pair.value].shape
         for dims in (pair.ours, pair.theirs, pair.planned or ()):
@@ -145,7 +145,7 @@ def test_values_that_are_one_are_split_alike(case: Case) -> None:
 def test_barriers_pass_everything(case: Case) -> None:
     found = comparison(case)
     theirs = {pair.value: pair.theirs for pair in found.pairs}
-    for op in found.stages.imported.program.walk():
+    for op in found.stages.program.walk():
         if op.name != "stablehlo.optimization_barrier":
             continue
         for operand, result in zip(op.operands, op.results, strict=True):

@@ -269,7 +269,7 @@ def test_many_reshards_in_one_program(sizes: tuple[int, ...]):
     full = 2 * mesh.size
     args = [rng.integers(0, 9, (full,) * (len(src) + 1)).astype(np.float32) for src, _, _ in cases]
 
-    def fn(*values: jax.Array) -> list[jax.Array]:
+    def fn(*values: Any) -> list[jax.Array]:
         """Sums over a split dim are partial; the marks before and after say from where to where."""
         out = []
         for x, (src, dst, owed) in zip(values, cases, strict=True):

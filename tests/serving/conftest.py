@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import spmd
-from serving.bundle import programs
+from serving.bundle import modules
 from serving.bundle.function import Function, StateLeaf
-from serving.bundle.write import export_bundle
+from serving.bundle.write import write_bundle
 from spmd.frontend import bytecode
 
 
@@ -23,8 +23,8 @@ def _one_reader_for_all():
         return [texts[data] for data in group]
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(programs, "bytecodes_to_texts", read)
-    patch.setattr(programs, "bytecode_to_text", lambda data: read([data])[0])
+    patch.setattr(modules, "bytecodes_to_texts", read)
+    patch.setattr(modules, "bytecode_to_text", lambda data: read([data])[0])
     yield
     patch.undo()
 
@@ -105,7 +105,7 @@ def write(folder, **changes):
         "goldens": [{"prompt": [1, 2], "tokens": [3]}],
         **changes,
     }
-    export_bundle(folder, given.pop("functions", None) or make_functions(), **given)
+    write_bundle(folder, given.pop("functions", None) or make_functions(), **given)
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ from models.llama.decode import ServingShape
 from models.llama.weights.sources import hf_source
 from scripts import export_llama as script
 from serving import llama_backend as llama
-from serving import llama_bundle as llama_export
-from serving.bundle.bundle import load_bundle
+from serving import llama_bundle
+from serving.bundle.read import load_bundle
 from serving.engine.backend import Limits, Sampling
 from serving.engine.model_backend import generate
 from tests.models.llama.weights import checkpoints
@@ -105,7 +105,7 @@ def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):
 @pytest.mark.parametrize("kind", ["none", "int8", "fp8"])
 def test_weights_are_read_one_by_one(kind, hf_folder):
     with hf_source(hf_folder) as source:
-        tree = llama_export.serving_weights(source, "bfloat16", kind)
+        tree = llama_bundle.serving_weights(source, "bfloat16", kind)
         found = {
             name: np.asarray(tree["layers"]["0"]["mlp"]["up_proj"][name])
             for name in tree["layers"]["0"]["mlp"]["up_proj"]

@@ -1,7 +1,7 @@
 """Weights of a Llama from and to Hugging Face checkpoints, shard by shard.
 
 Loading, a process reads the slices that its own devices hold, and has one of them in memory at a
-time. Saving is in `export.py`.
+time. Saving is in `save.py`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from spmd.explain.page import parts as h
 from spmd.explain.page.bars import Bars, Loop, bars_of
 from spmd.explain.page.parts import Cell
 from spmd.explain.prices import Prices
-from spmd.explain.stages import Stages
 from spmd.explain.words import bytes_text, seconds_text, source_text, spec_text, type_text
+from spmd.pipeline import Stages
 from spmd.predict.memory import MemoryUse
 from spmd.predict.timeline import COMPUTE
 

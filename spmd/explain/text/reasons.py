@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmd.explain.prices import Prices
-from spmd.explain.stages import Stages
 from spmd.explain.text.layout import Lines, table
 from spmd.explain.words import (
     arguments_text,
@@ -20,6 +19,7 @@ from spmd.ir.control_flow import held_atoms
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.types import local_type
 from spmd.mesh.sharding import Sharding
+from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
 from spmd.reshard.comm import wire_bytes
 from spmd.reshard.paths import reshard

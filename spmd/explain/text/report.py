@@ -12,9 +12,9 @@ from spmd.explain.leaves import Group, Leaf, argument_leaves, group_leaves, resu
 from spmd.explain.memory import Memory
 from spmd.explain.overview import Overview, memory_rows, overview, quality_rows
 from spmd.explain.prices import Prices
-from spmd.explain.stages import Stages
 from spmd.explain.text.layout import Lines, counted, section, table
 from spmd.explain.words import bytes_text, seconds_text, source_text, spec_text, type_text
+from spmd.pipeline import Stages
 
 
 def explain_program(

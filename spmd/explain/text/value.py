@@ -8,10 +8,10 @@ import re
 
 from spmd.errors import ArgumentError
 from spmd.explain.prices import Prices
-from spmd.explain.stages import Stages
 from spmd.explain.text.reasons import value_lines
 from spmd.explain.words import value_name
 from spmd.ir.program import Op, Program, Value
+from spmd.pipeline import Stages
 
 
 def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> str:

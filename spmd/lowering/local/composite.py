@@ -33,11 +33,9 @@ from spmd.ir.dialect.composites import (
     composite_of,
 )
 from spmd.ir.program import Op, OpKind, Program, Region, Value
-from spmd.ir.types import TensorType, numpy_dtype
+from spmd.ir.types import TensorType, needs_x64, numpy_dtype
 from spmd.lowering.local.table import LocalOp
 from spmd.predict.memory import peak_memory
-
-_WIDE = ("i64", "ui64", "f64", "complex<f64>")
 
 
 class Traced(NamedTuple):
@@ -151,7 +149,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
 
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
     try:
-        with jax.enable_x64(any(t.dtype in _WIDE for t in (*kind.operands, *kind.results))):
+        with jax.enable_x64(needs_x64((*kind.operands, *kind.results))):
             module, _, _ = trace(run, structs, {}, platform=platform)
     except _Declined:
         return None

@@ -47,7 +47,7 @@ def executed_ops() -> set[str]:
     names = set(ONLY_IN_MODULES)
     for case in CASES:
         lowered = spmd.jit(case.fn, mesh=mesh).lower(*case.args)
-        names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.imported.program)
+        names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.program)
     for text in (*(module.text for module in MODULES), *manual_programs.MODULES):
         program = import_module(parse_module(text)).program
         names |= _in_text(text) | _rules(canonicalize(program))
@@ -55,7 +55,7 @@ def executed_ops() -> set[str]:
     for example in manual_programs.PROGRAMS:
         step = spmd.jit(example.make(jax_mesh(manual)), mesh=manual)
         lowered = step.lower(manual_programs.X, manual_programs.W)
-        names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.imported.program)
+        names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.program)
     return names
 
 

@@ -16,7 +16,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.halo import Need, Window, exchange, reads_of
 from spmd.ir.program import Program
 from spmd.ir.types import TensorType
-from spmd.lowering.emit import emit
+from spmd.lowering.emitted import emit_local
 from spmd.lowering.execute import executable
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
@@ -96,7 +96,7 @@ def fetching(size: int, axes: Axes, mesh: spmd.Mesh, needs: list[Need], fill: fl
     partitioned = Partitioned(program, mesh, (split,), (split,) * len(outs))
     check_local(partitioned, "local")
     expanded = partitioned._replace(program=expand(program, mesh))
-    return executable(expanded, emit(expanded.program, mesh), ())
+    return executable(emit_local(expanded))
 
 
 @pytest.mark.parametrize("size", [2, 5, 16, 21])

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.ir.program import Program
 from spmd.ir.types import numpy_dtype
-from spmd.lowering.emit import emit
+from spmd.lowering.emitted import emit_local
 from spmd.lowering.execute import executable
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
@@ -56,8 +56,7 @@ def arguments(program: Program, mesh: Mesh) -> list[np.ndarray[Any, Any]]:
 def run(program: Program, mesh: Mesh, args: Sequence[Any]) -> list[Any]:
     """Every result of every device, one device behind the other along dim 0."""
     check_local(partitioned(program, mesh), "optimized")
-    split = partitioned(program, mesh)
-    fn = executable(split, emit(expand(program, mesh), mesh), ())
+    fn = executable(emit_local(partitioned(expand(program, mesh), mesh)))
     return [jax.device_get(result) for result in fn(*args)]
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import spmd
-from models.compiled import Programs
 from models.llama import decode, model, quantize
 from models.llama.config import LlamaConfig
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
+from serving.bundle.bundle import Bundle
+from serving.bundle.memory import compile_bundle
 from serving.engine.backend import Limits, Sampling
 from serving.engine.model_backend import ModelBackend, generate
 from tests.models.llama.weights import checkpoints
@@ -67,11 +68,14 @@ class Plain:
 
 def on_mesh(
     params: Any, config: LlamaConfig, mesh: Any, shape: decode.ServingShape = FULL
-) -> Programs:
+) -> Bundle:
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     functions, leaves, specs, primary = decode.functions(config, shape, types)
     used = [f for f in functions if f.tags["kind"] in ("decode", "score")]
-    return Programs(used, mesh, params, leaves, specs, primary, spmd.Options(check=True))
+    return compile_bundle(
+        used, mesh, weights=params, specs=specs, state=leaves, primary=primary,
+        options=spmd.Options(check=True),
+    )  # fmt: skip
 
 
 def distribution(tokens: Any, row: Any) -> np.ndarray[Any, Any]:
@@ -177,9 +181,9 @@ def test_more_devices_than_key_heads(devices8):
     mesh = spmd.make_mesh(data=1, model=8, devices=devices8)
     programs = on_mesh(params, config, mesh, SHAPE)
     check_against_forward(ModelBackend(programs, LIMITS), params, config)
-    cache = programs.state["cache"]["0"]["values"]
+    cache = programs.state["state/cache/0/values"]
     assert cache.addressable_shards[0].data.shape[2] == 1  # one key head of the two
-    projection = programs.weights["layers"]["0"]["self_attn"]["q_proj"]["weight"]
+    projection = programs.weights["weights/layers/0/self_attn/q_proj/weight"]
     assert projection.addressable_shards[0].data.shape[0] == config.head_width
 
 

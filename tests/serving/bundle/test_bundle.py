@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from models.llama.weights import files as hf_files
-from serving.bundle.bundle import load_bundle
 from serving.bundle.folder import new_folder
 from serving.bundle.function import BundleError, Function, StateLeaf
-from serving.bundle.write import export_bundle
+from serving.bundle.memory import compile_bundle
+from serving.bundle.read import load_bundle
+from serving.bundle.write import write_bundle
 from serving.tensor_backend import BundleInfer
 from tests.serving.conftest import (
+    SPECS,
     STATE,
     attend,
     make_functions,
@@ -113,8 +115,46 @@ def test_a_mesh_that_the_specs_do_not_fit(bundle_on):
     shapes = shard_shapes(bundle)
     assert shapes["state/h"] == (4, 2)
     assert bundle.notes == (
-        "weights/heads: model=8 does not divide dim 1 of size 4, which is left to the compiler",
+        "weights/heads: model=8 does not divide 4 (dim 1), which is left to the compiler",
     )
+
+
+def test_without_a_folder_it_is_the_same(bundle_on, mesh_of):
+    loaded = bundle_on(2, 4)
+    memory = compile_bundle(
+        make_functions(), mesh_of(2, 4), weights=make_weights(), specs=SPECS, state=STATE,
+        primary="step",
+    )  # fmt: skip
+    assert shard_shapes(memory) == shard_shapes(loaded)
+    for number in range(2):
+        jax.tree.map(close, memory.run("step", X * number), loaded.run("step", X * number))
+    held = {path: np.asarray(x) for path, x in memory.state.items()}
+    jax.tree.map(close, held, dict(loaded.state))
+    memory.reset_state()
+    memory.put_state(held)
+    close(memory.run("peek", 2), loaded.run("peek", 2))
+    assert memory.state["state/h"].sharding == loaded.state["state/h"].sharding
+
+
+def test_64_bits_inside_that_jax_would_narrow(tmp_path, mesh_of):
+    """Outside of a module there are no complex numbers; inside, they keep their precision."""
+
+    def fn(x):
+        wide = jax.lax.convert_element_type(x, jnp.complex128) + 1e-12j
+        return jnp.imag(wide * 1e12).astype(jnp.float32)
+
+    x = np.arange(8, dtype=np.float32)
+    with jax.enable_x64(True):
+        function = Function("f", fn, (struct(8),), ("x",), ("input",))
+        write_bundle(tmp_path / "b", [function], platforms=("cpu",))
+    bundle = load_bundle(tmp_path / "b", mesh_of(2))
+    assert bundle.programs["f"].emitted.needs_x64
+    np.testing.assert_allclose(bundle.run("f", x), np.ones(8), rtol=1e-6)
+    with pytest.raises(BundleError, match="x is complex128, not one of"):
+        write_bundle(
+            tmp_path / "c",
+            [Function("f", fn, (struct(8, dtype="complex128"),), ("x",), ("input",))],
+        )
 
 
 def test_the_state_is_donated(bundle_on):
@@ -252,7 +292,7 @@ def test_second_start_neither_plans_nor_compiles(folder, mesh_of, tmp_path, monk
     first = load_bundle(folder, mesh_of(2), cache_dir=tmp_path)
     entries = {path: path.read_bytes() for path in tmp_path.rglob("*-cache")}
     assert len(entries) == 5
-    monkeypatch.setattr("serving.bundle.programs.lower_stablehlo", None)
+    monkeypatch.setattr("serving.bundle.modules.lower_stablehlo", None)
     second = load_bundle(folder, mesh_of(2), cache_dir=tmp_path)
     assert {path for path in tmp_path.rglob("*-cache")} == set(entries)
     close(second.run("step", X)["y"], first.run("step", X)["y"])
@@ -262,7 +302,7 @@ def test_second_start_neither_plans_nor_compiles(folder, mesh_of, tmp_path, monk
 
 def test_a_damaged_cache_is_made_anew(folder, mesh_of, tmp_path):
     load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
-    stages = list((tmp_path / "stages").iterdir())
+    stages = list((tmp_path / "plans").iterdir())
     for path in stages:
         path.write_bytes(path.read_bytes()[:-5])
     before = stages[0].stat().st_size
@@ -343,7 +383,7 @@ def test_dtypes_and_lazy_weights(tmp_path, mesh_of):
         "all", lambda w, s: (s, {name: x.astype(jnp.float32) for name, x in w.items()}),
         (structs, struct(2, dtype="bfloat16")), ("weights", "s"), ("weights", "state"),
     )  # fmt: skip
-    export_bundle(
+    write_bundle(
         tmp_path / "b", [function], weights=weights,
         state=StateLeaf((2,), "bfloat16", -float("inf")), specs={"weights/lazy": "model"},
         max_file_bytes=16,
@@ -415,7 +455,7 @@ def test_tokenizer_files(tmp_path, mesh_of):
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "model.bin").write_text("not this")
     function = make_functions()[0]
-    export_bundle(tmp_path / "b", [function], tokenizer_from=source)
+    write_bundle(tmp_path / "b", [function], tokenizer_from=source)
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["tokenizer"] == ["tokenizer/tokenizer.json", "tokenizer/chat_template.jinja"]
     assert not (tmp_path / "b" / "weights").exists()

@@ -9,10 +9,10 @@ import shutil
 import numpy as np
 import pytest
 
-from serving.bundle.bundle import load_bundle
 from serving.bundle.function import BundleError, Function
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.write import export_bundle
+from serving.bundle.read import load_bundle
+from serving.bundle.write import write_bundle
 from spmd.frontend.artifact import module_artifact
 from spmd.frontend.importer.module import parse_module
 from tests.serving.conftest import struct
@@ -42,7 +42,7 @@ def whole(tmp_path_factory):
         "f", lambda w, x: x @ w["k"], ({"k": struct(4, 4)}, struct(2, 4)), ("weights", "x"),
         ("weights", "input"),
     )  # fmt: skip
-    export_bundle(path, [function], weights={"k": np.eye(4, dtype=np.float32)})
+    write_bundle(path, [function], weights={"k": np.eye(4, dtype=np.float32)})
     return path
 
 

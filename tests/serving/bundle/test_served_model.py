@@ -22,10 +22,10 @@ from models.llama.config import named_config
 from models.llama.decode import ServingShape
 from models.llama.weights.sources import fresh_source
 from scripts import generate_text
-from serving.bundle.bundle import load_bundle
+from serving.bundle.read import load_bundle
 from serving.engine.model_backend import generate
 from serving.llama_backend import model_backend
-from serving.llama_bundle import export_llama
+from serving.llama_bundle import write_llama_bundle
 from tools import compare_quantized
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +38,7 @@ def bundle_folder(tmp_path_factory: Any) -> Path:
     """A tiny Llama of bytes, with random weights and a golden prompt."""
     folder: Path = tmp_path_factory.mktemp("bundles") / "tiny"
     with fresh_source(named_config("tiny"), 0) as source:
-        export_llama(source, folder, SHAPE, dtype="float32", golden_prompts=[list(b"def f(")])
+        write_llama_bundle(source, folder, SHAPE, dtype="float32", golden_prompts=[list(b"def f(")])
     return folder
 
 
@@ -160,7 +160,7 @@ def test_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     byte_tokenizer(tmp_path / "tokenizer")
     with fresh_source(named_config("tiny"), 0) as source:
-        export_llama(
+        write_llama_bundle(
             source.with_tokenizer(tmp_path / "tokenizer"), tmp_path / "tiny", SHAPE, dtype="float32"
         )
     questions = [

@@ -6,8 +6,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from serving.bundle import wrap
-from serving.bundle.bundle import load_bundle
 from serving.bundle.function import BundleError
+from serving.bundle.read import load_bundle
 from serving.bundle.wrap import wrap_stablehlo
 from serving.tensor_backend import BundleInfer
 

@@ -11,8 +11,8 @@ import numpy as np
 
 import spmd
 from models.llama.weights import files as hf_files
-from serving.bundle.bundle import load_bundle
 from serving.bundle.function import BundleError
+from serving.bundle.read import load_bundle
 
 
 def main() -> None:

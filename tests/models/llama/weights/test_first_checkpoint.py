@@ -337,10 +337,10 @@ def test_what_is_half_written_is_removed(error, expected, whole, tmp_path):
 
 SLOW = """
 import sys, time
-from models.llama import ranks, sources
+from models.llama.weights import ranks, sources
 from scripts import convert_checkpoints
 print("ready", flush=True)
-from models.training import pieces
+from models.training.checkpoints import pieces
 write = pieces._write
 def slow(*arguments):
     write(*arguments)

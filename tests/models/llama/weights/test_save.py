@@ -22,7 +22,7 @@ import spmd
 from models.llama import model, sharding
 from models.llama.config import CONFIGS, LlamaConfig, RopeScaling
 from models.llama.weights import load as weights
-from models.llama.weights import save as export
+from models.llama.weights import save
 from models.llama.weights.config import read_config
 from models.llama.weights.files import WeightsError
 
@@ -182,7 +182,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         (folder / "model.safetensors").write_bytes(next(arrays).tobytes())
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "write_files", write_files)
+    monkeypatch.setattr(save, "write_files", write_files)
     with pytest.raises(WeightsError, match=r"could not be written to .*No space left on device"):
         weights.save(fresh(TINY), TINY, tmp_path / "exported")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""One of two processes that load and save a checkpoint together; run by `test_export.py`.
+"""One of two processes that load and save a checkpoint together; run by `test_save.py`.
 
 Arguments: port, rank, folder. The last line printed is a JSON object.
 """

@@ -1,0 +1,189 @@
+"""Functions, trees and specs as a manifest describes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.placement import OPEN, Entry
+from serving.bundle.function import ROLES, BundleError, Function, StateLeaf
+from serving.bundle.manifest import (
+    STORED_AS,
+    Argument,
+    Entrypoint,
+    Filled,
+    Leaf,
+    Manifest,
+    StoredFile,
+    check,
+    check_fill,
+    check_name,
+)
+from serving.bundle.placement import check_specs
+from serving.bundle.trees import template_of
+from spmd.api import path_name
+from spmd.frontend.artifact import Calls
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """What can be said before weights are written: everything fits.
+
+    Raises:
+      BundleError: something does not.
+    """
+    entrypoints = manifest.functions.values()
+    given = [leaf for entry in entrypoints for leaf in entry.inputs]
+    made = [
+        dataclasses.replace(leaf, path=f"outputs/{leaf.path}")
+        for entry in entrypoints
+        for leaf in entry.outputs
+    ]
+    check_specs(manifest.specs, [*manifest.weights, *manifest.state, *given, *made])
+    later = StoredFile(0, "")  # of files nothing is known yet
+    names = [*manifest.tokenizer, *(f for e in entrypoints for f in e.modules.values())]
+    check(dataclasses.replace(manifest, files=dict.fromkeys(names, later)), "the bundle")
+
+
+def entrypoint(
+    function: Function, out: Any, modules: Mapping[str, str], calls: Sequence[Calls]
+) -> Entrypoint:
+    """What a manifest says of a function.
+
+    Args:
+      function: the function.
+      out: structs of what it returns, a state included.
+      modules: platform -> file.
+      calls: what its modules call.
+
+    Raises:
+      BundleError: arguments, outputs or a state that no bundle can have.
+    """
+    arguments = arguments_of(function)
+    outputs = outputs_of(function, arguments, out)
+    return Entrypoint(
+        name=function.name,
+        tags=dict(function.tags),
+        modules=modules,
+        arguments=arguments,
+        outputs=leaves_of(outputs, ""),
+        tree=template_of(outputs),
+        custom_calls=_most([c.custom_calls for c in calls]),
+        composites=_most([c.composites for c in calls]),
+    )
+
+
+def _most(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = sorted({name for count in counts for name in count})
+    return {name: max(count.get(name, 0) for count in counts) for name in names}
+
+
+def arguments_of(function: Function) -> tuple[Argument, ...]:
+    """The arguments of a function.
+
+    Raises:
+      BundleError: names or roles that cannot be.
+    """
+    check_name(function.name, "a function")
+    names, roles = function.arg_names, function.roles
+    if not len(names) == len(roles) == len(function.args):
+        raise BundleError(
+            f"function {function.name} has {len(function.args)} arguments, {len(names)} names and "
+            f"{len(roles)} roles"
+        )
+    if len(set(names)) != len(names) or not set(roles) <= set(ROLES):
+        raise BundleError(
+            f"function {function.name}: names of arguments have to differ, and roles are "
+            f"{', '.join(ROLES)}; they are {names} and {roles}"
+        )
+    arguments = []
+    for name, role, struct in zip(names, roles, function.args, strict=True):
+        # What the bundle owns has one name in all functions.
+        leaves = leaves_of(struct, name if role == "input" else role)
+        arguments.append(Argument(name, role, leaves))
+    return tuple(arguments)
+
+
+def outputs_of(function: Function, arguments: Sequence[Argument], out: Any) -> Any:
+    """What a function returns besides the state.
+
+    Raises:
+      BundleError: another state than it takes, or none.
+    """
+    held = next((i for i, a in enumerate(arguments) if a.role == "state"), None)
+    if held is None:
+        return out
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise BundleError(
+            f"function {function.name} has a state and has to return (state, outputs)"
+        )
+    state, outputs = out
+    given = arguments[held].leaves
+    if leaves_of(state, "state") != given:
+        both = zip(leaves_of(state, "state"), given, strict=False)
+        differing = next((f"{b.path}: {a} for {b}" for a, b in both if a != b), "another structure")
+        raise BundleError(
+            f"function {function.name} returns another state than it takes: {differing}"
+        )
+    return outputs
+
+
+# Leaves
+
+
+def leaves_of(tree: Any, name: str) -> tuple[Leaf, ...]:
+    """The leaves of an argument or result; paths begin with its name, if it has one.
+
+    Raises:
+      BundleError: a leaf that no bundle can hold.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths = ("/".join(filter(None, (name, path_name(path)))) for path, _ in flat)
+    return tuple(_leaf(path or "result", x) for path, (_, x) in zip(paths, flat, strict=True))
+
+
+def _leaf(path: str, x: Any) -> Leaf:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise BundleError(f"{path} is {type(x).__name__}, which has no shape and dtype")
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        raise BundleError(f"{path} is a key of jax.random; pass jax.random.key_data(key) instead")
+    dtype = jnp.dtype(x.dtype).name
+    if dtype not in STORED_AS:
+        raise BundleError(f"{path} is {dtype}, not one of {', '.join(STORED_AS)}")
+    return Leaf(path, tuple(map(int, x.shape)), dtype)
+
+
+def state_leaves(state: Any) -> tuple[Filled, ...]:
+    """The leaves of a tree of `StateLeaf`s, or of `ShapeDtypeStruct`s: zeros."""
+    arrays = jax.tree.leaves(state)
+    fills = [x.fill if isinstance(x, StateLeaf) else 0 for x in arrays]
+    leaves = tuple(
+        Filled(leaf.path, leaf.shape, leaf.dtype, fill)
+        for leaf, fill in zip(leaves_of(state, "state"), fills, strict=True)
+    )
+    for leaf in leaves:
+        check_fill(leaf)
+    return leaves
+
+
+def plain_specs(specs: Mapping[str, Any]) -> dict[str, tuple[Entry, ...]]:
+    """Specs as `spmd.mark_sharding` takes them, for JSON."""
+    return {pattern: _plain_spec(pattern, spec) for pattern, spec in specs.items()}
+
+
+def _plain_spec(pattern: str, spec: Any) -> tuple[Entry, ...]:
+    entries = (spec,) if isinstance(spec, str) else tuple(() if spec is None else spec)
+    plain: list[Entry] = []
+    for entry in entries:
+        if entry is ... or entry is jax.sharding.PartitionSpec.UNCONSTRAINED:
+            plain.append(OPEN)
+        elif entry is None or isinstance(entry, str):
+            plain.append(entry)
+        elif isinstance(entry, tuple | list) and all(isinstance(name, str) for name in entry):
+            plain.append(tuple(entry))
+        else:
+            raise BundleError(f"the spec of {pattern!r} has the entry {entry!r}; name the axis")
+    return tuple(plain)

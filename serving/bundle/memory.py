@@ -1,0 +1,98 @@
+"""Functions over weights and a state, compiled for a mesh in this process, with no folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from models.gpu_graphs import with_gpu_graphs
+from serving.bundle.bundle import Bundle
+from serving.bundle.describe import (
+    arguments_of,
+    check_manifest,
+    entrypoint,
+    leaves_of,
+    plain_specs,
+    state_leaves,
+)
+from serving.bundle.function import Function
+from serving.bundle.manifest import WEIGHTS, Entrypoint, Manifest
+from serving.bundle.programs import (
+    Asked,
+    Placed,
+    compile_functions,
+    plan_functions,
+    with_primary,
+)
+from spmd.api import lower_stablehlo
+from spmd.frontend.artifact import calls_of
+from spmd.frontend.trace import trace
+from spmd.lowering.emitted import Emitted
+from spmd.mesh.spec import as_mesh, platform_of
+from spmd.options import Options
+
+
+def compile_bundle(
+    functions: Sequence[Function],
+    mesh: Any,
+    *,
+    weights: Any = None,
+    make_weights: Callable[[Any], Any] | None = None,
+    specs: Mapping[str, Any] | None = None,
+    state: Any = None,
+    primary: str | None = None,
+    options: Options | None = None,
+) -> Bundle:
+    """What `load_bundle` makes of the bundle that `write_bundle` would write.
+
+    Args:
+      functions, specs, state, primary: as for `write_bundle`.
+      mesh: a `spmd.Mesh`, or jax's.
+      weights: a pytree of arrays; or of `ShapeDtypeStruct`s, with `make_weights`.
+      make_weights: makes the weights of the pytree of their shardings.
+      options: of the compiler.
+
+    Raises:
+      BundleError: functions, state and specs that do not fit each other, or that XLA refuses.
+      SpmdError: a function that cannot be lowered.
+    """
+    mesh = as_mesh(mesh)
+    platform = platform_of(mesh)
+    options = with_gpu_graphs(options or Options(), platform)
+    traced = {function.name: _trace(function, platform) for function in functions}
+    manifest = Manifest(
+        name="memory",
+        producer={},
+        primary=primary or functions[0].name,
+        functions={name: entry for name, (entry, _) in traced.items()},
+        weights=leaves_of(weights, WEIGHTS),
+        state=state_leaves(state),
+        specs=plain_specs(specs or {}),
+    )
+    check_manifest(manifest)
+
+    def lower(entry: Entrypoint, asked: Asked) -> Emitted:
+        module = traced[entry.name][1]
+        return lower_stablehlo(
+            module, mesh.refined(), asked.arguments, asked.results, options, asked.updates
+        ).stages.emitted
+
+    def put(placed: Placed) -> Mapping[str, jax.Array]:
+        shardings = {leaf.path: placed[leaf.path] for leaf in manifest.weights}
+        tree = jax.tree.unflatten(jax.tree.structure(weights), list(shardings.values()))
+        made = jax.device_put(weights, tree) if make_weights is None else make_weights(tree)
+        return dict(zip(shardings, jax.tree.leaves(made), strict=True))
+
+    names = with_primary(manifest, traced)
+    emitted, notes = plan_functions(manifest, names, mesh, lower)
+    parts = compile_functions(manifest, mesh, emitted, names, options, put)
+    return Bundle(manifest, mesh, parts, notes)
+
+
+def _trace(function: Function, platform: str) -> tuple[Entrypoint, Any]:
+    """What a function is, and its module."""
+    arguments_of(function)  # before it is traced
+    module, out, _ = trace(function.fn, function.args, {}, platform=platform)
+    return entrypoint(function, out, {}, [calls_of(module)]), module

@@ -1,0 +1,136 @@
+"""Loading a bundle for whatever mesh there is.
+
+    files and hashes -> plans -> executables, in parallel with weights read onto the mesh -> state
+
+No code of the bundle runs, and nothing is written but the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from models.gpu_graphs import with_gpu_graphs
+from serving.bundle.bundle import Bundle
+from serving.bundle.cache import Cache
+from serving.bundle.folder import check_hashes, read_manifest
+from serving.bundle.function import BundleError, one_line
+from serving.bundle.manifest import WEIGHTS, Manifest
+from serving.bundle.modules import Modules
+from serving.bundle.programs import Placed, Say, compile_functions, plan_functions, with_primary
+from serving.bundle.tensors import check_stored, read_weights
+from spmd.mesh.spec import as_mesh, platform_of
+from spmd.options import Options
+
+_LOG = logging.getLogger("serving")
+
+
+def load_bundle(
+    folder: str | Path,
+    mesh: Any,
+    *,
+    options: Options | None = None,
+    cache_dir: str | Path | None = None,
+    console: Console | None = None,
+    verify: bool = True,
+    functions: Collection[str] | None = None,
+) -> Bundle:
+    """Check a bundle, partition its functions for a mesh, and read its weights onto it.
+
+    Args:
+      folder: as `write_bundle` made it; every process of a job has to see it.
+      mesh: a `spmd.Mesh`, or jax's.
+      options: of the compiler.
+      cache_dir: where plans and executables are kept for the next start, as
+        `serving.bundle.cache.default_cache_dir()`; None keeps nothing.
+      console: progress goes here if it is a terminal, else to the log.
+      verify: whether to compare every file's SHA-256; sizes are compared in any case.
+      functions: names of those to compile; all if left out.
+
+    Returns:
+      The bundle, ready to run: nothing is compiled later.
+
+    Raises:
+      BundleError: a bundle that is damaged, does not fit together, or cannot be compiled for this
+        mesh. Nothing is left behind then.
+
+    Example:
+      >>> bundle = load_bundle("llama-bundle", spmd.make_mesh(data=1, model=8))
+      >>> bundle.run("decode_t512", control)
+    """
+    folder, mesh = Path(folder), as_mesh(mesh)
+    options = with_gpu_graphs(options or Options(), platform_of(mesh))
+    manifest = read_manifest(folder)
+    if manifest.weights:
+        check_stored(folder / WEIGHTS, manifest.weights)
+    wanted = _wanted(manifest, functions)
+    if verify:
+        size = sum(stored.size for stored in manifest.files.values())
+        _tell(console, f"checking {len(manifest.files)} files, {size / 1e9:.2f} GB")
+        check_hashes(folder, manifest, console)
+    cache = Cache(cache_dir) if cache_dir is not None else None
+    caching = cache.executables() if cache else contextlib.nullcontext()
+    with _fitting(folder), caching:
+        _tell(console, f"planning {len(wanted)} functions for {mesh}")
+        names = with_primary(manifest, wanted)
+        modules = Modules(folder, manifest, names, mesh.refined(), options, cache)
+        with _status(console) as say:
+            emitted, notes = plan_functions(manifest, names, mesh, modules.lower, say)
+        _tell(console, f"compiling {len(wanted)} functions, and reading weights meanwhile")
+
+        def weights(placed: Placed) -> Mapping[str, jax.Array]:
+            arrays = read_weights(folder / WEIGHTS, manifest.weights, placed, console)
+            _tell(console, "the weights are read")
+            return arrays
+
+        @contextlib.contextmanager
+        def waiting() -> Iterator[None]:
+            with _status(console) as say:
+                say(f"compiling {len(wanted)} functions")
+                yield
+
+        parts = compile_functions(manifest, mesh, emitted, wanted, options, weights, waiting)
+        if cache is not None:
+            notes += cache.notes
+        return Bundle(manifest, mesh, parts, notes)
+
+
+def _wanted(manifest: Manifest, functions: Collection[str] | None) -> list[str]:
+    names = list(manifest.functions) if functions is None else list(functions)
+    unknown = [name for name in names if name not in manifest.functions]
+    if unknown:
+        raise BundleError(
+            f"there is no function {unknown[0]!r}; there are {', '.join(manifest.functions)}"
+        )
+    return names
+
+
+@contextlib.contextmanager
+def _fitting(folder: Path) -> Iterator[None]:
+    """What devices say of their memory, as an error of ours."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise BundleError(f"{folder} cannot be put on the devices: {one_line(error)}") from error
+
+
+def _tell(console: Console | None, text: str) -> None:
+    """Says in the log what goes on, where there is no terminal to see a bar on."""
+    if (console is None or not console.is_terminal) and not jax.process_index():
+        _LOG.info(text)
+
+
+@contextlib.contextmanager
+def _status(console: Console | None) -> Iterator[Say]:
+    """Says what goes on in one line of a terminal, or not at all."""
+    if console is None or not console.is_terminal or jax.process_index():
+        yield lambda text: None
+        return
+    with console.status("") as status:
+        yield status.update

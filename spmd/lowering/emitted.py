@@ -1,0 +1,81 @@
+"""`Emitted`: one device's program as text, and all else that is needed to compile it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from spmd.ir.types import TensorType, needs_x64
+from spmd.lowering.emit import emit
+from spmd.lowering.partition import Partitioned
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding
+from spmd.mesh.spec import partition_spec
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A local program as plain data: it can be kept, compared and compiled later.
+
+    Attributes:
+      name: the program's.
+      mesh: the mesh.
+      module: StableHLO text with a function `main`, to be run on every device.
+      arguments, results: shardings of the global arguments and results.
+      argument_types: of the global arguments.
+      result_types: of one device's pieces.
+      donated: flat indices of donated arguments.
+      needs_x64: whether some value has elements of 64 bits.
+    """
+
+    name: str
+    mesh: Mesh
+    module: str
+    arguments: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+    argument_types: tuple[TensorType, ...]
+    result_types: tuple[TensorType, ...]
+    donated: tuple[int, ...]
+    needs_x64: bool
+
+    @property
+    def argument_specs(self) -> tuple[PartitionSpec, ...]:
+        """How each argument is split, for jax."""
+        return tuple(partition_spec(sharding, self.mesh) for sharding in self.arguments)
+
+    @property
+    def result_specs(self) -> tuple[PartitionSpec, ...]:
+        """How each result is split, for jax."""
+        return tuple(partition_spec(sharding, self.mesh) for sharding in self.results)
+
+
+def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
+    """Emits an expanded local program.
+
+    Args:
+      local: the program and its boundary.
+      donated: flat indices of donated arguments.
+    """
+    program, mesh = local.program, local.mesh
+    types, body = program.types, program.body
+    return Emitted(
+        name=program.name,
+        mesh=mesh,
+        module=emit(program, mesh),
+        arguments=local.arguments,
+        results=local.results,
+        argument_types=tuple(
+            _global_type(types[value], sharding, mesh)
+            for value, sharding in zip(body.args, local.arguments, strict=True)
+        ),
+        result_types=tuple(types[value] for value in body.results),
+        donated=donated,
+        needs_x64=needs_x64(types),
+    )
+
+
+def _global_type(piece: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:
+    """The type of a whole value whose dims its axes divide, as they do at the boundary."""
+    sizes = zip(piece.shape, sharding.dims, strict=True)
+    return piece.with_shape(tuple(size * mesh.extent(axes) for size, axes in sizes))

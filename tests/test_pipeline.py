@@ -1,0 +1,26 @@
+"""The compiler's list of stages."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import spmd
+from spmd import pipeline
+
+STAGES = (
+    "import", "canonicalize", "sink", "propagate", "plan",
+    "partition", "optimize", "expand", "emit",
+)  # fmt: skip
+
+
+def test_every_stage_is_timed_and_printed_in_order(capfd: pytest.CaptureFixture[str]) -> None:
+    mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
+    options = spmd.Options(verbose=True)
+    lowered = spmd.jit(lambda x: x * 2, mesh=mesh, options=options).lower(np.ones(8, np.float32))
+    assert tuple(lowered.stages.seconds) == STAGES
+    assert tuple(re.findall(r"^spmd: (\w+) +[\d.]+ ms$", capfd.readouterr().err, re.M)) == STAGES
+    assert all(seconds > 0 for seconds in lowered.stages.seconds.values())
+    assert " -> ".join(STAGES) in (pipeline.__doc__ or "")
