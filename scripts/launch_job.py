@@ -31,14 +31,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
+from scripts.jobs.job import COORDINATOR_PORT, Job, parse_env
+from scripts.jobs.jobset import JobSet, jobset_yaml
+from scripts.jobs.local import LocalJob, run_local
+from scripts.jobs.mpi import mpi_command
+from scripts.jobs.slurm import Slurm, slurm_script
+from scripts.jobs.tpu import parse_tpu, tpu_vm_command
 from spmd.cli.flags import Add, Parser, Switch
 from spmd.errors import LaunchError
-from spmd.launch.job import COORDINATOR_PORT, Job, parse_env
-from spmd.launch.jobset import JobSet, jobset_yaml
-from spmd.launch.local import LocalJob, run_local
-from spmd.launch.mpi import mpi_command
-from spmd.launch.slurm import Slurm, slurm_script
-from spmd.launch.tpu import parse_tpu, tpu_vm_command
 
 Handler = Callable[[argparse.Namespace, tuple[str, ...]], int]
 

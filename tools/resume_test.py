@@ -30,8 +30,8 @@ from absl import logging
 from models.training.checkpoints.manifest import find_damage
 from models.training.run.stop import STOPPED_EXIT_CODE
 from scripts.flags.user_errors import one_message
+from scripts.jobs.local import with_device_count
 from spmd.cli.flags import Parser, positive
-from spmd.launch.local import with_device_count
 
 ROOT = Path(__file__).resolve().parent.parent
 

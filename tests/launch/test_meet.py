@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from scripts.jobs.local import free_port
 from spmd.errors import LaunchError
-from spmd.launch.local import free_port
 from spmd.launch.meet import Seat, meet
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.jobs.local import free_port, with_device_count
 from spmd.launch import EXIT_PEER_LOST
-from spmd.launch.local import free_port, with_device_count
 from tools.resume_test import TEXT, compare, losses, write_text
 
 ROOT = Path(__file__).parents[2]

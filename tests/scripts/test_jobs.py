@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from scripts import launch_job
+from scripts.jobs.tpu import KINDS, parse_tpu
 from spmd.errors import LaunchError
-from spmd.launch.tpu import KINDS, parse_tpu
 
 HARD = ["prog", "a b", "it's", 'say "hi"', "$HOME", "`x`", "$(y)", "back\\slash", "*", "", "é;&|"]
 """Arguments that a shell would take apart."""

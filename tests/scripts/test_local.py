@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from scripts import launch_job
-from spmd.errors import LaunchError
-from spmd.launch import EXIT_PEER_LOST
-from spmd.launch.local import (
+from scripts.jobs.local import (
     LocalJob,
     describe_code,
     environment_of_devices,
     run_local,
     with_device_count,
 )
+from spmd.errors import LaunchError
+from spmd.launch import EXIT_PEER_LOST
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,9 +6,9 @@ import re
 import shlex
 from dataclasses import dataclass
 
+from scripts.jobs.job import Job, exports
 from spmd.errors import LaunchError
 from spmd.launch.exit_codes import EXIT_PREEMPTED
-from spmd.launch.job import Job, exports
 
 _TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 _WORD = re.compile(r"[^\s\"'`$\\]+")

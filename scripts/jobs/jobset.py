@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from scripts.jobs.job import Job, check_dns_label
+from scripts.jobs.tpu import TpuSlice
 from spmd.errors import LaunchError
 from spmd.launch.exit_codes import EXIT_PREEMPTED
 from spmd.launch.initialize import ENV_COORDINATOR, ENV_DEVICES, ENV_PROCESS, ENV_PROCESSES
-from spmd.launch.job import Job, check_dns_label
-from spmd.launch.tpu import TpuSlice
 
 WORKERS = "workers"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"

@@ -7,8 +7,8 @@ import shlex
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scripts.jobs.job import Job, exports
 from spmd.errors import LaunchError
-from spmd.launch.job import Job, exports
 
 
 @dataclass(frozen=True)
