@@ -78,8 +78,9 @@ class Chip:
     overlap: float = 1.0
 
 
-def _peaks(*teraflops: float) -> tuple[tuple[str, float], ...]:
-    return tuple(zip(DTYPES, (t * 1e12 for t in teraflops), strict=True))
+def _peaks(teraflops: tuple[float, ...]) -> tuple[tuple[str, float], ...]:
+    f32, half, i8, fp8 = (t * 1e12 for t in teraflops)
+    return tuple(zip(DTYPES, (f32, half, half, i8, fp8), strict=True))
 
 
 _TPU_DCN_LATENCY = 20e-6
@@ -105,118 +106,53 @@ _NVLINK_LATENCY = 4e-6
 #   (docs/benchmarks/plans.md).
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
 _IN_PROGRAM = 55e-6  # the spread among kinds and numbers of devices is that of the measurement
-_HOPPER = (
-    Measured("all_gather", 2, _IN_PROGRAM, 178e9),
-    Measured("all_reduce", 2, _IN_PROGRAM, 250e9),
-    Measured("all_to_all", 2, _IN_PROGRAM, 181e9),
-    Measured("collective_permute", 2, _IN_PROGRAM, 195e9),
-    Measured("reduce_scatter", 2, _IN_PROGRAM, 183e9),
-    Measured("all_gather", 4, _IN_PROGRAM, 227e9),
-    Measured("all_reduce", 4, _IN_PROGRAM, 280e9),
-    Measured("all_to_all", 4, _IN_PROGRAM, 208e9),
-    Measured("collective_permute", 4, _IN_PROGRAM, 196e9),
-    Measured("reduce_scatter", 4, _IN_PROGRAM, 262e9),
-)
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            "v4",
-            _peaks(275, 275, 275, 275, 275),
-            32 * 2**30,
-            1.2e12,
-            Link(50e9, _ICI_LATENCY),
-            Link(6.25e9, _TPU_DCN_LATENCY),
-            torus_dims=3,
-            wrap=4,
-            per_host=4,
-        ),
-        Chip(
-            "v5e",
-            _peaks(197, 197, 197, 393, 197),
-            16 * 2**30,
-            819e9,
-            Link(50e9, _ICI_LATENCY),
-            Link(3.125e9, _TPU_DCN_LATENCY),
-            torus_dims=2,
-            wrap=16,
-            per_host=8,
-        ),
-        Chip(
-            "v5p",
-            _peaks(459, 459, 459, 918, 459),
-            95 * 2**30,
-            2.765e12,
-            Link(100e9, _ICI_LATENCY),
-            Link(6.25e9, _TPU_DCN_LATENCY),
-            torus_dims=3,
-            wrap=4,
-            per_host=4,
-        ),
-        Chip(
-            "v6e",
-            _peaks(918, 918, 918, 1836, 918),
-            32 * 2**30,
-            1.64e12,
-            Link(100e9, _ICI_LATENCY),
-            Link(12.5e9, _TPU_DCN_LATENCY),
-            torus_dims=2,
-            wrap=16,
-            per_host=8,
-        ),
-        Chip(
-            "tpu7x",
-            _peaks(1153.5, 1153.5, 1153.5, 1153.5, 2307),
-            96 * 10**9,
-            3.69e12,
-            Link(50e9, _ICI_LATENCY),
-            Link(6.25e9, _TPU_DCN_LATENCY),
-            torus_dims=3,
-            wrap=4,
-            per_host=8,
-            cores=2,
-            core=Link(600e9, _ICI_LATENCY),
-        ),
-        Chip(
-            "a100",
-            _peaks(156, 312, 312, 624, 312),
-            80 * 10**9,
-            2.039e12,
-            Link(300e9, _NVLINK_LATENCY),
-            Link(25e9, _GPU_DCN_LATENCY),
-            overlap=0.2,
-        ),
-        Chip(
-            "h100",
-            _peaks(395.8, 791.5, 791.5, 1583, 1583),
-            80 * 10**9,
-            3.02e12,
-            Link(450e9, _NVLINK_LATENCY),
-            Link(50e9, _GPU_DCN_LATENCY),
-            measured=_HOPPER,
-            overlap=0.2,
-        ),
-        Chip(
-            "h200",
-            _peaks(395.8, 791.5, 791.5, 1583, 1583),
-            141 * 10**9,
-            4.32e12,
-            Link(450e9, _NVLINK_LATENCY),
-            Link(50e9, _GPU_DCN_LATENCY),
-            measured=_HOPPER,
-            overlap=0.2,
-        ),
-        Chip(
-            "cpu",
-            _peaks(0.1, 0.1, 0.1, 0.1, 0.1),
-            8 * 2**30,
-            20e9,
-            Link(5e9, 10e-6),
-            Link(1e9, 50e-6),
-            per_host=64,
-        ),
+_HOPPER = tuple(
+    Measured(kind, devices, _IN_PROGRAM, rate * 1e9)
+    for devices, *rates in ((2, 178, 250, 181, 195, 183), (4, 227, 280, 208, 196, 262))
+    for kind, rate in zip(
+        ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter"),
+        rates,
+        strict=True,
     )
-}
+)
+_GIB, _GB = 2**30, 10**9
+_Teraflops = tuple[float, float, float, float]
+"""Peaks of f32, of bf16 and f16, of i8, and of fp8 products."""
+
+
+def _tpu(
+    name: str, teraflops: _Teraflops, memory: int, rate: float, port: float, dcn: float,
+    torus_dims: int, wrap: int, per_host: int, **more: Any,
+) -> Chip:  # fmt: skip
+    links = Link(port, _ICI_LATENCY), Link(dcn, _TPU_DCN_LATENCY)
+    return Chip(name, _peaks(teraflops), memory, rate, *links, torus_dims, wrap, per_host, **more)
+
+
+def _gpu(
+    name: str, teraflops: _Teraflops, memory: int, rate: float, nvlink: float, dcn: float,
+    **more: Any,
+) -> Chip:  # fmt: skip
+    links = Link(nvlink, _NVLINK_LATENCY), Link(dcn, _GPU_DCN_LATENCY)
+    return Chip(name, _peaks(teraflops), memory, rate, *links, overlap=0.2, **more)
+
+
+_HALVES = {"cores": 2, "core": Link(600e9, _ICI_LATENCY)}
+_ALL = (
+    _tpu("v4", (275, 275, 275, 275), 32 * _GIB, 1.2e12, 50e9, 6.25e9, 3, 4, 4),
+    _tpu("v5e", (197, 197, 393, 197), 16 * _GIB, 819e9, 50e9, 3.125e9, 2, 16, 8),
+    _tpu("v5p", (459, 459, 918, 459), 95 * _GIB, 2.765e12, 100e9, 6.25e9, 3, 4, 4),
+    _tpu("v6e", (918, 918, 1836, 918), 32 * _GIB, 1.64e12, 100e9, 12.5e9, 2, 16, 8),
+    _tpu(
+        "tpu7x", (1153.5, 1153.5, 1153.5, 2307), 96 * _GB, 3.69e12, 50e9, 6.25e9, 3, 4, 8, **_HALVES
+    ),
+    _gpu("a100", (156, 312, 624, 312), 80 * _GB, 2.039e12, 300e9, 25e9),
+    _gpu("h100", (395.8, 791.5, 1583, 1583), 80 * _GB, 3.02e12, 450e9, 50e9, measured=_HOPPER),
+    _gpu("h200", (395.8, 791.5, 1583, 1583), 141 * _GB, 4.32e12, 450e9, 50e9, measured=_HOPPER),
+    Chip(
+        "cpu", _peaks((0.1,) * 4), 8 * _GIB, 20e9, Link(5e9, 10e-6), Link(1e9, 50e-6), per_host=64
+    ),
+)
+CHIPS = {chip.name: chip for chip in _ALL}
 
 
 # Patterns of `device.device_kind`, most specific first.
