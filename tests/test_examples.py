@@ -1,0 +1,88 @@
+"""The programs under examples: they run as they stand, and print what their page shows."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.markdown import ROOT, blocks_of
+
+PAGE = ROOT / "docs" / "examples.md"
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+HEAD = """
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+"""
+
+
+def sections() -> dict[str, str]:
+    """The page's sections by the program that their heading names."""
+    parts = re.split(r"(?m)^(?=## )", PAGE.read_text(encoding="utf-8"))[1:]
+    return {re.findall(r"`(\w+\.py)`", part)[0]: part for part in parts}
+
+
+def show(section: str, printed: str) -> None:
+    """Writes what a program prints now into its section of the page."""
+    changed = re.sub(r"(?s)```text\n.*?```", lambda _: f"```text\n{printed}```", section)
+    PAGE.write_text(PAGE.read_text(encoding="utf-8").replace(section, changed), encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_prints_what_the_page_shows(
+    path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out.rstrip() + "\n"
+    if request.config.getoption("--update-golden"):
+        show(sections()[path.name], printed)
+    shown = [block.text for block in blocks_of(sections()[path.name]) if block.language == "text"]
+    assert [printed] == shown, "--update-golden writes what is printed now; read the diff"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_page_shows_lines_of_the_program(path: Path) -> None:
+    program = path.read_text(encoding="utf-8")
+    shown = [block for block in blocks_of(sections()[path.name]) if block.language == "python"]
+    assert shown
+    for block in shown:
+        assert f"\n{block.text}" in program, block.text
+
+
+def test_every_program_has_its_section() -> None:
+    assert sorted(sections()) == [path.name for path in EXAMPLES]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_can_be_copied(path: Path) -> None:
+    """A short program that sets its devices up before jax is there, and needs no checkout."""
+    program = path.read_text(encoding="utf-8")
+    assert HEAD in program
+    assert 20 <= len(program.splitlines()) <= 80
+    imported = set()
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module).partition(".")[0])
+    assert imported <= {"os", "jax", "numpy", "spmd", "optax", "flax"}
+
+
+def test_runs_elsewhere(tmp_path: Path) -> None:
+    """From another folder, in an environment that says nothing about devices."""
+    given = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    environment = {**given, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", ROOT / "examples" / "serve_module.py"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout in sections()["serve_module.py"]
