@@ -82,7 +82,7 @@ def test_runs_elsewhere(tmp_path: Path) -> None:
     """From another folder, in an environment that says nothing about devices."""
     given = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     environment = {**given, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", ROOT / "examples" / "serve_module.py"]
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "serve_module.py")]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout in sections()["serve_module.py"]

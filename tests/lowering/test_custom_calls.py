@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +17,14 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.mesh.spec import jax_mesh
 from tests.lowering.manual_programs import manual
+from tests.markdown import ROOT, blocks_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "custom_calls.md"
+PAGE = ROOT / "docs" / "custom_calls.md"
 
 
 def block(language: str, number: int = 0) -> str:
-    found = re.findall(rf"(?s)```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"))
-    return str(found[number])
+    blocks = blocks_of(PAGE.read_text(encoding="utf-8"))
+    return [block.text for block in blocks if block.language == language][number]
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
