@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-PATIENCE = 300.0
+PATIENCE = 1200.0
 """Seconds after which something that should have happened never will. Only a failing test waits
 this long, however loaded the machine is."""
 

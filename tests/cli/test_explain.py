@@ -15,6 +15,7 @@ import pytest
 import spmd
 from spmd.cli import explain
 from spmd.errors import SpecError
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--mesh=data=4,model=2", "--topology=h200:8")
@@ -123,7 +124,9 @@ def test_it_needs_no_devices(module: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "spmd.cli.explain", module, "--mesh=data=16,model=16"]
     command += ["--topology=v5e:16x16", "--arg-spec=2=data,None"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    found = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert found.returncode == 0, found.stderr
     assert "256 devices" in found.stdout
 
