@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, local_offset, local_shape
+from spmd.mesh.sharding import Sharding, local_shape
 from spmd.reshard.paths import Path, Step, permute_pairs
+from tests.mesh.shardings import local_offset
 
 Array = np.ndarray[Any, Any]
 

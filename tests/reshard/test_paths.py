@@ -9,11 +9,12 @@ import pytest
 from spmd.errors import LegalityError
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, is_legal, local_shape, parse_sharding
+from spmd.mesh.sharding import Sharding, is_legal, local_shape
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds
 from spmd.reshard.paths import Path, permute_pairs, reshard, routes
 from spmd.reshard.search import answers, direct_answers
+from tests.mesh.shardings import parse_sharding
 from tests.reshard.oracle import Oracle
 from tests.reshard.simulate import COMBINE, check
 

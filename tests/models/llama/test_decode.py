@@ -20,6 +20,7 @@ from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
 from serving.engine.backend import Limits, Sampling
 from serving.engine.model_backend import ModelBackend, generate
+from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
 
 VOCABULARY = 128
@@ -300,7 +301,7 @@ def test_quantized_weights(kind, most):
     params, config = random_model(2)
     packed = quantize.quantize(params, kind)
     rounded = jax.tree.map(
-        lambda leaf: {"weight": quantize.dequantize(leaf)} if _is_quantized(leaf) else leaf,
+        lambda leaf: {"weight": dequantize(leaf)} if _is_quantized(leaf) else leaf,
         packed,
         is_leaf=_is_quantized,
     )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +69,7 @@ def test_draining() -> None:
         with stream(live, body) as response:
             lines = response.iter_lines()
             text = next(lines)
-            live.server.begin_to_end()
+            live.server.handle_exit(signal.SIGTERM, None)
             wait_until(lambda: live.service.status == "draining")
             assert get(f"{live.url}/health").status_code == 503
             refusal = post(live)
@@ -88,7 +89,7 @@ def test_draining_has_an_end() -> None:
         with stream(live, body) as response:
             lines = response.iter_lines()
             next(lines)
-            live.server.begin_to_end()
+            live.server.handle_exit(signal.SIGTERM, None)
             rest = list(lines)
         live.backend.gate.open()
         error = json.loads(rest[-4][6:])["error"]
@@ -105,7 +106,7 @@ def test_what_is_not_finished_at_the_end_may_be_asked_for_elsewhere() -> None:
         thread = threading.Thread(target=lambda: answers.append(post(live, body)))
         thread.start()
         wait_until(lambda: live.service.language().engine.state().running == 1)
-        live.server.begin_to_end()
+        live.server.handle_exit(signal.SIGTERM, None)
         thread.join()
         live.backend.gate.open()
     assert answers[0].status_code == 503
