@@ -155,13 +155,10 @@ def folders(tmp_path_factory):
     return folder
 
 
-QUICK_VARIANTS = ("heads", "llama3")
-
-
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(v, marks=() if v in QUICK_VARIANTS else pytest.mark.heavy)
+        pytest.param(v, marks=() if v == "heads" else pytest.mark.heavy)
         for v in checkpoints.VARIANTS
     ],
 )
