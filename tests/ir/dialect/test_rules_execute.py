@@ -29,7 +29,7 @@ def jitted(case: Case, mesh: spmd.Mesh, rng: np.random.RandomState, with_results
     if with_results:
         shapes = jax.eval_shape(case.fn, *case.args)
         out_specs = jax.tree.map(lambda s: random_spec(rng, s.shape, mesh), shapes)
-    options = spmd.Options(check=True)
+    options = spmd.Options(check=True, planner="exact" if with_results else "greedy")
     return spmd.jit(case.fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, options=options), (
         in_specs,
         out_specs,
