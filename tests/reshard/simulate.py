@@ -30,6 +30,11 @@ COMBINE: dict[str, Any] = {
 """Reduction kind -> the numpy function that combines two terms."""
 
 
+def mesh_of(*sizes: int, dcn: tuple[int, ...] = ()) -> Mesh:
+    """A mesh of no devices, its axes called x, y, z and w."""
+    return Mesh(None, sizes, "xyzw"[: len(sizes)], dcn)
+
+
 def terms(shape: Sequence[int], sharding: Sharding, mesh: Mesh, seed: int = 0) -> list[Array]:
     """Global terms of a value, one for each coordinate along the partial atoms."""
     rng = np.random.default_rng(seed)

@@ -140,21 +140,6 @@ def random_model(key_heads: int, **changes: Any) -> tuple[Any, LlamaConfig]:
     return model.init(jax.random.key(0), config), config
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Variant -> its checkpoint."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-
-    @functools.cache
-    def folder(variant):
-        path = tmp_path_factory.mktemp("checkpoints") / variant
-        checkpoints.write(variant, path)
-        return path
-
-    return folder
-
-
 @pytest.mark.parametrize(
     "variant",
     [

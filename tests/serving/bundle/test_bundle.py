@@ -32,7 +32,6 @@ from tests.serving.conftest import (
     struct,
     write,
 )
-from tests.waiting import PATIENCE
 
 X = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
 MESHES = [(1,), (2,), (8,), (2, 4)]
@@ -230,7 +229,7 @@ def test_two_processes(folder, tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in started]
+    outputs = [process.communicate(timeout=240)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
     said = [json.loads(output.splitlines()[-1]) for output in outputs]
     x = np.arange(32, dtype=np.float32).reshape(4, 8) / 32

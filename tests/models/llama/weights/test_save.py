@@ -18,14 +18,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-import spmd
 from models.llama import model, sharding
 from models.llama.config import CONFIGS, LlamaConfig, RopeScaling
 from models.llama.weights import load as weights
 from models.llama.weights import save
 from models.llama.weights.config import read_config
 from models.llama.weights.files import WeightsError
-from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[4]
 TINY = CONFIGS["tiny"]
@@ -61,11 +59,6 @@ def fresh(config):
     return jax.tree.map(
         lambda struct: jnp.asarray(rng.normal(scale=0.3, size=struct.shape), struct.dtype), structs
     )
-
-
-@pytest.fixture(scope="module")
-def mesh(devices8):
-    return spmd.make_mesh(data=4, model=2, devices=devices8)
 
 
 def all_tensors(folder):
@@ -221,7 +214,7 @@ def test_two_processes(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in started]
+    outputs = [process.communicate(timeout=240)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
     said = [json.loads(output.splitlines()[-1]) for output in outputs]
     norms = 4 * 32 * (2 * TINY.num_hidden_layers + 1)  # these are whole on every device
