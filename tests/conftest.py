@@ -121,3 +121,11 @@ def devices8():
             pytrace=False,
         )
     return devices[:DEVICE_COUNT]
+
+
+@pytest.fixture(scope="session")
+def mesh(devices8):
+    """The mesh of tests for which any will do."""
+    import spmd
+
+    return spmd.make_mesh(data=4, model=2, devices=devices8)

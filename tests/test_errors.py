@@ -15,11 +15,6 @@ import spmd
 THIS_FILE = "test_errors.py"
 
 
-@pytest.fixture
-def mesh() -> spmd.Mesh:
-    return spmd.make_mesh(data=4, model=2)
-
-
 def message(error: type[spmd.SpmdError], run: Any) -> str:
     with pytest.raises(error) as caught:
         run()

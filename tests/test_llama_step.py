@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from tests.programs import Training, llama
 
 STEPS = 3
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
+OPTIMIZERS = ("adamw", "adafactor")
 
 
 def make_mesh(shape: tuple[int, int]) -> spmd.Mesh:
@@ -58,9 +61,16 @@ def assert_trees_close(actual: Any, expected: Any) -> None:
     jax.tree_util.tree_map_with_path(check, actual, expected)
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-@pytest.mark.parametrize("shape", MESHES, ids=lambda s: f"{s[0]}x{s[1]}")
+def cases() -> Iterator[Any]:
+    """Every mesh with both optimizers and both forms; with all pairs of these if heavy."""
+    for (number, shape), optimizer, scan in product(enumerate(MESHES), OPTIMIZERS, (True, False)):
+        is_quick = (number % 2 == 0) == ((optimizer == "adamw") == scan)
+        name = f"{shape[0]}x{shape[1]}-{optimizer}-{'scan' if scan else 'unrolled'}"
+        marks = () if is_quick else pytest.mark.heavy
+        yield pytest.param(shape, optimizer, scan, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("shape", "optimizer", "scan"), cases())
 def test_partitioned_step_equals_unpartitioned(
     shape: tuple[int, int], optimizer: str, scan: bool
 ) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 ROOT = Path(__file__).parents[1]
 WRAPPERS = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix]
 SHELL_SCRIPTS = [*(f"scripts/{path.name}" for path in sorted(WRAPPERS)), "benchmarks/run"]
@@ -31,7 +33,7 @@ def bash(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 

@@ -133,13 +133,6 @@ def _insert(params: Params, path: str, leaf: jax.Array) -> None:
     params[last] = leaf
 
 
-def stack_layers(params: Params) -> Params:
-    """Parameters of an unrolled model -> those of a scanned one."""
-    layers = params["layers"]
-    ordered = [layers[str(index)] for index in range(len(layers))]
-    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *ordered)}
-
-
 def unstack_layers(params: Params) -> Params:
     """Parameters of a scanned model -> those of an unrolled one."""
     count = jax.tree.leaves(params["layers"])[0].shape[0]

@@ -74,17 +74,6 @@ def _scales(rows: Array, largest: float) -> Array:
     return safe
 
 
-def dequantize(weight: Mapping[str, Any]) -> Array:
-    """The matrix (O, I) in float32 that `values` and `scales` stand for."""
-    values, scales = np.asarray(weight["values"]), np.asarray(weight["scales"])
-    if values.ndim == 2:
-        rows: Array = values.astype(np.float32) * scales[:, None]
-        return rows
-    both_OQI = np.concatenate([values & 15, values >> 4], axis=-1).astype(np.float32) - 8
-    whole: Array = (both_OQI * scales[..., None]).reshape(values.shape[0], -1)
-    return whole
-
-
 def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_weight) -> Any:
     """The weights of a model with layers unrolled, quantized.
 

@@ -109,10 +109,6 @@ class Server(uvicorn.Server):
         if self._signals > 1:
             self.should_exit = self.force_exit = True
 
-    def begin_to_end(self) -> None:
-        """What the first signal does."""
-        self.handle_exit(signal.SIGTERM, None)
-
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: see whether it is time to end."""
         if self._signals and self._deadline is None:

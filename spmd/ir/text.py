@@ -1,4 +1,4 @@
-"""Writes the text form of a program: an op a line, deterministic, and `text_parse` reads it.
+"""Writes the text form of a program: an op a line, deterministic, and it reads back.
 
     program @step(
       %0: tensor<4x8xf32> "params/w",
@@ -48,7 +48,7 @@ def format_program(
       locs: whether to say behind each op which line of the user's code it comes from.
 
     Returns:
-      Text that `parse_program` reads back, but for the ops' locations.
+      Text that stands for the same program, but for the ops' locations.
     """
     return "\n".join(_Printer(mesh, annotate, locs).program(program)) + "\n"
 

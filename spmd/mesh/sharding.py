@@ -1,4 +1,4 @@
-"""`Sharding`: how one value lies on a mesh, in atoms; local shapes and offsets; its text form."""
+"""`Sharding`: how one value lies on a mesh, in atoms; local shapes; its text form."""
 
 from __future__ import annotations
 
@@ -125,18 +125,8 @@ def is_even(size: int, axes: Axes, mesh: Mesh) -> bool:
     return size % mesh.extent(axes) == 0
 
 
-def local_offset(
-    shape: Sequence[int], sharding: Sharding, mesh: Mesh, position: int
-) -> tuple[int, ...]:
-    """Where the piece of the device at `position` (row-major in the mesh) starts, for each dim."""
-    return tuple(
-        tile(size, axes, mesh, mesh.coordinate(position, axes))[0]
-        for size, axes in zip(shape, sharding.dims, strict=True)
-    )
-
-
 # ---------------------------------------------------------------------------------------------
-# Text. `[{data}, {model, data:(2)2}] partial add {x}` reads back with `parse_sharding`.
+# Text: `[{data}, {model, data:(2)2}] partial add {x}`.
 
 
 class AxisRef(NamedTuple):
@@ -197,13 +187,3 @@ def parse_axes(text: str, mesh: Mesh) -> Axes:
             raise SpecError(f"{item!r} is not a sub-axis of the mesh ({mesh})")
         atoms += part
     return tuple(atoms)
-
-
-def parse_sharding(text: str, mesh: Mesh) -> Sharding:
-    """Reads what `format_sharding` writes."""
-    dims_text = r"\[((?:\{[^{}]*\}(?:, *(?=\{))?)*)\]"
-    match = re.fullmatch(dims_text + r"(?: partial (\w+) \{([^{}]+)\})?", text.strip())
-    if match is None:
-        raise SpecError(f"{text!r} is not a sharding", fix="write it like [{data}, {}]")
-    dims = tuple(parse_axes(part, mesh) for part in re.findall(r"\{(.*?)\}", match[1]))
-    return Sharding(dims).with_partial(parse_axes(match[3] or "", mesh), match[2] or "")

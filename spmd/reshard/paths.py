@@ -96,7 +96,8 @@ def reshard(
 
     Example:
       >>> mesh = Mesh(None, (4, 2), ("data", "model"))
-      >>> src, dst = (parse_sharding(text, mesh) for text in ("[{data}, {}]", "[{}, {data}]"))
+      >>> data = mesh.axis_atoms["data"]
+      >>> src, dst = Sharding((data, ())), Sharding(((), data))
       >>> [step.kind for step in reshard(src, dst, type_, mesh, Topology("h200:8")).steps]
       ['all_to_all']
     """

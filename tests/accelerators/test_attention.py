@@ -1,6 +1,6 @@
 """Attention's kernels on real accelerators: as the reference, alone and partitioned.
 
-Left out on CPUs. On GPUs:
+On GPUs:
 
     SPMD_TEST_PLATFORM=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false pytest tests/accelerators/test_attention.py
 """  # noqa: E501
@@ -16,14 +16,10 @@ import pytest
 
 import spmd
 from spmd.ops import attention, attention_cudnn, attention_reference, attention_splash
+from tests.accelerators.devices import COUNT, DEVICES, PLATFORM
 
-DEVICES = jax.devices()
-COUNT = 1 << (len(DEVICES).bit_length() - 1)
-PLATFORM = DEVICES[0].platform
 KERNEL: Any = attention_splash if PLATFORM == "tpu" else attention_cudnn
 CALL = "tpu_custom_call" if PLATFORM == "tpu" else "__cudnn$fmha"
-
-pytestmark = pytest.mark.skipif(PLATFORM == "cpu", reason="no accelerators: see SPMD_TEST_PLATFORM")
 
 
 def tensors(b: int, s: int, n: int, k: int, t: int, d: int = 64) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """What decoding runs on real accelerators: as the references, alone and partitioned.
 
-Left out on CPUs; see `test_attention.py` for the command.
+See `test_attention.py` for the command.
 """
 
 from __future__ import annotations
@@ -15,16 +15,9 @@ import pytest
 import spmd
 from models.llama.quantize import quantize_weight
 from spmd.ops import cache_update, decode_attention, linear
+from tests.accelerators.devices import COUNT, DEVICES
 
-DEVICES = jax.devices()
-COUNT = 1 << (len(DEVICES).bit_length() - 1)
-
-pytestmark = [
-    pytest.mark.skipif(
-        DEVICES[0].platform == "cpu", reason="no accelerators: see SPMD_TEST_PLATFORM"
-    ),
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 
 
 def compare(function: Any, *args: Any, specs: Any = None, tolerance: float = 2e-2) -> Any:

@@ -29,6 +29,7 @@ from benchmarks.load_client import (
 from serving.http.service import Options
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 LOAD = Load(requests=40, concurrency=12, words=(1, 3), tokens=(1, 20))
@@ -42,13 +43,13 @@ def live() -> Iterator[Live]:
 
 def bench(url: str, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "benchmarks/serve.py", f"--url={url}", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def answers_of(url: str, load: Load) -> list[Answer]:
     async def go() -> list[Answer]:
         headers = {"Authorization": "Bearer secret"}
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE) as client:
             return await run_load(client, load, MODEL, make_asks(load))
 
     return asyncio.run(go())

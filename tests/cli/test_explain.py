@@ -15,6 +15,7 @@ import pytest
 import spmd
 from spmd.cli import explain
 from spmd.errors import SpecError
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--mesh=data=4,model=2", "--topology=h200:8")
@@ -33,16 +34,21 @@ def lowered_by_jax() -> Any:
     return jax.jit(two_layers).lower(params, struct(32, 64)).compiler_ir("stablehlo")
 
 
-@pytest.fixture(scope="module", params=["text", "bytecode", "portable"])
-def module(request: Any, tmp_path_factory: Any) -> str:
-    """The program as a file, in each of the forms that modules come in; all keep names."""
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: Any) -> str:
+    """The program as a file."""
+    return written("text", tmp_path_factory.mktemp("module"))
+
+
+def written(form: str, folder: Path) -> str:
+    """The program in one of the forms that modules come in; all keep names."""
     from jaxlib.mlir.dialects import stablehlo
 
     found = lowered_by_jax()
-    path: Path = tmp_path_factory.mktemp("module") / "model.mlir"
-    if request.param == "text":
+    path = folder / "model.mlir"
+    if form == "text":
         path.write_text(found.operation.get_asm(enable_debug_info=True))
-    elif request.param == "bytecode":
+    elif form == "bytecode":
         with open(path, "wb") as file:
             found.operation.write_bytecode(file)
     else:
@@ -56,14 +62,15 @@ def explained(capsys: Any, *arguments: str) -> str:
     return str(capsys.readouterr().out)
 
 
-def test_specs_by_name_pattern_and_position(module: str, capsys: Any) -> None:
+@pytest.mark.parametrize("form", ["text", "bytecode", "portable"])
+def test_specs_by_name_pattern_and_position(form: str, capsys: Any, tmp_path: Path) -> None:
     given = (
         "--arg-spec=params/w_in=None,model",
         "--arg-spec",
         "2=data,None",
         "--arg_spec=*out=-,-",
     )
-    text = explained(capsys, module, *given)
+    text = explained(capsys, written(form, tmp_path), *given)
     rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert '(None, "model")' in rows["params/w_in"]
     assert '("data", None)' in rows["x"]
@@ -123,7 +130,9 @@ def test_it_needs_no_devices(module: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "spmd.cli.explain", module, "--mesh=data=16,model=16"]
     command += ["--topology=v5e:16x16", "--arg-spec=2=data,None"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    found = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert found.returncode == 0, found.stderr
     assert "256 devices" in found.stdout
 
@@ -137,7 +146,9 @@ def test_help_shows_examples(capsys: Any) -> None:
     assert "data+model" in text
 
 
-def test_lower_stablehlo_takes_specs_by_name_and_runs_nothing(module: str) -> None:
+@pytest.mark.parametrize("form", ["text", "bytecode", "portable"])
+def test_lower_stablehlo_takes_specs_by_name_and_runs_nothing(form: str, tmp_path: Path) -> None:
+    module = written(form, tmp_path)
     mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
     lowered = spmd.lower_stablehlo(module, mesh, {"x": ("data", None)})
     assert lowered.stages.plan.program.arg_names == ("params/w_in", "params/w_out", "x")

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE, wait_until
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-PATIENCE = 60.0
-"""Seconds to wait for an answer."""
 
 
 def find_browser() -> str | None:
@@ -102,11 +102,8 @@ class Browser:
     def open(self, path: Path) -> None:
         """Loads a file and waits until its scripts have run."""
         self.call("Page.navigate", url=path.as_uri())
-        deadline = time.monotonic() + PATIENCE
-        while self.run("document.readyState + location.href") != f"complete{path.as_uri()}":
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{path} does not load")
-            time.sleep(0.05)
+        loaded = f"complete{path.as_uri()}"
+        wait_until(lambda: self.run("document.readyState + location.href") == loaded)
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression.

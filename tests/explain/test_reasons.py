@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
+from spmd.explain import decisions, prices
 from spmd.ir.program import Frame, Loc, numberless
 from tests.programs import llama
 
@@ -79,14 +80,6 @@ def training(request: Any) -> spmd.Lowered:
     return trained(request.param)
 
 
-@pytest.fixture(
-    params=[True, pytest.param(False, marks=pytest.mark.heavy)], ids=["scan", "unrolled"]
-)
-def priced(request: Any) -> spmd.Lowered:
-    """Prices of an unrolled step take a minute."""
-    return trained(request.param)
-
-
 def test_every_collective_of_a_training_step_reads_well(training: Any) -> None:
     assert training.collectives
     for c in training.collectives:
@@ -121,14 +114,19 @@ def test_numberless() -> None:
 # The whole text.
 
 
-def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(priced: Any) -> None:
-    text = priced.explain()
+def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prices, "MOST_TRIES", 1)
+    monkeypatch.setattr(decisions, "MOST_CONFLICTS", 2)
+    program = trained(True)
+    text = program.explain()
     assert re.search(r"greedy plan +\S+ \w+, [\d.]+% slower than this one", text)
     assert re.search(r"lower bound +\S+ \w+: of the plans weighed, ", text)
     assert re.search(r"conflicts: \d+, of \d+ kinds", text)
     assert re.search(r"(no axis|model|data) instead: .* more", text)
     assert "marks that forbid something cheaper" in text
-    quick = priced.explain(prices=False)
+    quick = program.explain(prices=False)
     assert "instead:" not in quick
     assert "conflicts: " in quick
 
@@ -147,7 +145,8 @@ def test_the_text_names_the_mark_that_forbids_something_cheaper() -> None:
     assert re.search(r"\S+ us less, \S+ \w+ less sent", section)
 
 
-def test_one_value_says_why_not_otherwise(training: Any) -> None:
+def test_one_value_says_why_not_otherwise() -> None:
+    training = trained(True)
     program = training.stages.plan.program
     value = next(op.results[0] for op in program.walk() if op.label == "dot_general")
     text = training.explain(f"%{value}")

@@ -18,7 +18,8 @@ from spmd.explain.text.value import explain_value
 from spmd.explain.words import source_text
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, parse_sharding
+from spmd.mesh.sharding import Sharding
+from tests.mesh.shardings import parse_sharding
 
 # ---------------------------------------------------------------------------------------------
 # Text.

@@ -4,7 +4,7 @@ import pytest
 
 from spmd.explain.words import bytes_text, price_text, seconds_text, source_text, spec_text
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import parse_sharding
+from tests.mesh.shardings import parse_sharding
 
 
 def test_numbers_and_sources_as_text() -> None:

@@ -18,11 +18,6 @@ X = np.linspace(-2, 2, 64, dtype=np.float32).reshape(8, 8)
 SAME = jax.ShapeDtypeStruct(X.shape, X.dtype)
 
 
-@pytest.fixture
-def mesh() -> spmd.Mesh:
-    return spmd.make_mesh(data=4, model=2)
-
-
 # ---------------------------------------------------------------------------------------------
 # Callbacks.
 

@@ -20,11 +20,12 @@ from spmd.lowering import legality as local_legality
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, parse_sharding
+from spmd.mesh.sharding import Sharding
 from spmd.planning import legality as plan_legality
 from spmd.planning.legality import check_plan
 from tests.ir.examples import FUNCTIONS, example
 from tests.ir.text_parse import parse_program
+from tests.mesh.shardings import parse_sharding
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
 DATA, MODEL = MESH.atoms_of(["data"]), MESH.atoms_of(["model"])

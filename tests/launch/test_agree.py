@@ -1,7 +1,6 @@
 """Comparing: who differs and in what, without processes."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,9 +15,10 @@ from spmd.launch.agree import (
     without_locations,
 )
 from tests.launch.memory import Memory
+from tests.waiting import PATIENCE
 
 
-def compare(values: dict[int, dict[str, str]], timeout_s: float = 20.0) -> list[str]:
+def compare(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> list[str]:
     """What each process is told, all of them at once."""
     store, members = Memory(), sorted(values)
 
@@ -48,10 +48,8 @@ def test_everyone_hears_who_differs():
 
 def test_a_process_that_does_not_come_is_named():
     store = Memory()
-    start = time.monotonic()
     with pytest.raises(LaunchError, match=r"process 1 did not come to compare flags within 0\.2 s"):
         Round(store, "x", (0, 1), 0, 0.2).run({"checked": "flags"})
-    assert time.monotonic() - start < 10
     with pytest.raises(LaunchError, match="process 0 did not come"):
         Round(Memory(), "x", (0, 1), 1, 0.2).run({"checked": "flags"})
 

@@ -1,7 +1,7 @@
 """Meeting: who is missing, who is too many and who differs is said to everyone at once."""
 
+import contextlib
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,11 +9,12 @@ import pytest
 from scripts.jobs.local import free_port
 from spmd.errors import LaunchError
 from spmd.launch.meet import Seat, meet
+from tests.waiting import PATIENCE, wait_until
 
 
 def told(
     seats: list[tuple[int, int]],
-    timeout_s: float = 20.0,
+    host_waits_s: float = PATIENCE,
     about: dict[int, str] | None = None,
     stranger: bytes | None = None,
 ) -> list[str]:
@@ -23,6 +24,7 @@ def told(
     def run(seat: tuple[int, int]) -> str:
         process, processes = seat
         versions = {"version of jax": (about or {}).get(process, "0.10.2")}
+        timeout_s = PATIENCE if process else host_waits_s
         try:
             meet(Seat(f"localhost:{port}", processes, process), versions, timeout_s)
         except LaunchError as error:
@@ -38,14 +40,16 @@ def told(
 
 
 def _say(port: int, text: bytes) -> None:
-    for _ in range(500):
-        try:
-            with socket.create_connection(("localhost", port)) as line:
-                line.sendall(text)
-                return
-        except OSError:
-            time.sleep(0.02)
-    pytest.fail("process 0 does not listen")
+    def is_said() -> bool:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("localhost", port)) as line,
+        ):
+            line.sendall(text)
+            return True
+        return False
+
+    wait_until(is_said, lambda: "process 0 does not listen")
 
 
 def test_all_come_in_any_order():
@@ -57,7 +61,7 @@ def test_alone_there_is_nobody_to_meet():
 
 
 def test_who_is_missing_is_named():
-    answers = told([(0, 4), (2, 4)], timeout_s=0.5)
+    answers = told([(2, 4), (0, 4)], host_waits_s=2.0)
     for answer in answers:
         assert answer.startswith("processes 1, 3 did not come to localhost:")
         assert "actual: 2 of 4 processes came" in answer
@@ -79,7 +83,7 @@ def test_another_number_of_processes():
 
 
 def test_a_number_given_twice():
-    answers = told([(0, 3), (1, 3), (1, 3)], timeout_s=5)
+    answers = told([(0, 3), (1, 3), (1, 3)])
     assert "two processes of this job have process_id 1" in answers[0]
     assert all(answers)
 

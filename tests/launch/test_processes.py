@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +16,9 @@ import spmd
 from scripts.jobs.local import free_port, with_device_count
 from spmd.launch import EXIT_HUNG, EXIT_PEER_LOST, EXIT_PREEMPTED
 from tests.launch.programs import train
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-HEARTBEAT_S = 2.0
-"""Of tests/launch/programs/steps.py."""
 
 
 def launch(processes: int, devices: int, *command: str) -> subprocess.CompletedProcess[str]:
@@ -33,7 +31,7 @@ def launch(processes: int, devices: int, *command: str) -> subprocess.CompletedP
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
 
 
@@ -85,11 +83,10 @@ def test_four_processes_lose_as_one_does(expected):
 
 
 class Outcome(NamedTuple):
-    """How each process ended, what it said, and how long the others outlived the victim."""
+    """How each process ended, and what it said."""
 
     codes: list[int]
     outputs: list[str]
-    seconds: float
 
 
 def grieve(victim: int, how: str, folder: Path) -> Outcome:
@@ -111,15 +108,13 @@ def grieve(victim: int, how: str, folder: Path) -> Outcome:
                 subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=subprocess.STDOUT)
             )
     try:
-        started[victim].wait(timeout=120)
-        ended = time.monotonic()
-        started[1 - victim].wait(timeout=60)
-        seconds = time.monotonic() - ended
+        for each in started:
+            each.wait(PATIENCE)
     finally:
         for each in started:
             each.kill()
     outputs = [(folder / f"{process}.log").read_text() for process in range(2)]
-    return Outcome([each.returncode for each in started], outputs, seconds)
+    return Outcome([each.returncode for each in started], outputs)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +130,6 @@ def test_stops_when_another_is_killed(victim: int, says: str, tmp_path: Path):
     assert outcome.codes[1 - victim] == EXIT_PEER_LOST, outcome.outputs
     assert "step 2" in outcome.outputs[1 - victim]
     assert re.search(says, outcome.outputs[1 - victim].splitlines()[-1]), outcome.outputs
-    assert outcome.seconds < 10 * HEARTBEAT_S  # 2 to 4 s on a machine that has nothing else to do
 
 
 def test_stops_when_another_exits_with_an_error(tmp_path: Path):

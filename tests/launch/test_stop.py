@@ -1,5 +1,6 @@
 """All stop at one step, wherever they are when one is asked to."""
 
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import pytest
 from spmd.launch import stop_agreed
 from spmd.launch.stop import StopVote
 from tests.launch.memory import Memory
+from tests.waiting import PATIENCE
 
 
 @pytest.mark.parametrize("asked", [(1,), (0, 2)])
@@ -17,7 +19,7 @@ def test_all_stop_at_one_step(asked: tuple[int, ...], steps_ahead: int):
     """Steps are barriers, as collectives are; a host may run some steps ahead of the others."""
     store, count = Memory(), 3
     votes = [StopVote(store, process, count) for process in range(count)]
-    barriers = [threading.Barrier(count) for _ in range(2000)]
+    barriers = [threading.Barrier(count) for _ in range(4 * (steps_ahead + 1))]
     over = threading.Event()
 
     def look() -> None:
@@ -26,15 +28,16 @@ def test_all_stop_at_one_step(asked: tuple[int, ...], steps_ahead: int):
                 vote.look()
 
     def run(process: int) -> int:
-        for step in range(2000):
+        for step in itertools.count():
+            barrier = barriers[step % len(barriers)]
             if votes[process].reached(step, wanted=process in asked and step >= 5 + process):
                 return step
             if process != 0 or step % (steps_ahead + 1) == 0:
-                barriers[step].wait(timeout=20)
+                barrier.wait(PATIENCE)
             else:  # its work is done in time, but it does not wait
-                threading.Thread(target=barriers[step].wait, args=(20,), daemon=True).start()
+                threading.Thread(target=barrier.wait, args=(PATIENCE,), daemon=True).start()
             time.sleep(0.001)
-        return -1
+        raise AssertionError
 
     looker = threading.Thread(target=look)
     looker.start()

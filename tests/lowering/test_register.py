@@ -39,11 +39,6 @@ def call(target: str, shape: tuple[int, ...], *args: Any) -> Any:
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))(*args)
 
 
-@pytest.fixture
-def mesh() -> spmd.Mesh:
-    return spmd.make_mesh(data=4, model=2)
-
-
 def test_a_custom_call_is_split_like_its_rule(mesh: spmd.Mesh) -> None:
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     step = spmd.jit(

@@ -14,11 +14,10 @@ from spmd.mesh.sharding import (
     axis_refs,
     format_sharding,
     is_legal,
-    local_offset,
     local_shape,
-    parse_sharding,
     replicated,
 )
+from tests.mesh.shardings import local_offset, parse_sharding
 
 MESH = Mesh(None, (4, 6, 2), ("data", "model", "x"))
 randoms = st.randoms(use_true_random=False)

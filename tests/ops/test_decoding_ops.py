@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama.quantize import dequantize, quantize_weight
+from models.llama.quantize import quantize_weight
 from spmd.errors import ArgumentError
 from spmd.ops import cache_update, decode_attention, decode_attention_triton, linear
 from spmd.ops.cache import _rows
+from tests.models.llama.inverse import dequantize
 
 CHECKED = spmd.Options(check=True)
 ATTENTION = importlib.import_module("spmd.ops.decode_attention")

@@ -108,7 +108,9 @@ def training(name: str) -> spmd.Lowered:
     return programs.llama(mesh, "adamw", scan=name == "scanned").lower()
 
 
-@pytest.mark.parametrize("name", ["mlp", "scanned", "unrolled"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "scanned", pytest.param("unrolled", marks=pytest.mark.heavy)]
+)
 def test_the_network_costs_what_the_plan_costs(name: str) -> None:
     request, stages = inputs(training(name))
     problem = problem_of(stages.propagated, request.topology, (), request.links)

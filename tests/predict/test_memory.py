@@ -212,23 +212,27 @@ def test_independent_all_reduces_are_one() -> None:
     assert len(combined) < ops == sum(len(k.makes) for k in combined)
 
 
+QUICK = (
+    "mlp 4x2",
+    "llama scan 8x1 bf16",
+    "llama scan 8x1 remat",
+    "resnet 8x1",
+    "moe 4x2",
+    "decode 4x2",
+    "recommender/rows@8x1",
+)
+LONGER = (
+    "llama scan 8x1",
+    "llama unrolled 4x2",
+    "llama-serve/prefill-2d@4x2",
+    "llama-serve/decode-tp@4x2",
+    "moe/train-own-axis@4x2",
+    "resnet/data-parallel@8x1",
+)
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "mlp 4x2",
-        "llama scan 8x1",
-        "llama scan 8x1 bf16",
-        "llama scan 8x1 remat",
-        "llama unrolled 4x2",
-        "resnet 8x1",
-        "moe 4x2",
-        "decode 4x2",
-        "llama-serve/prefill-2d@4x2",
-        "llama-serve/decode-tp@4x2",
-        "moe/train-own-axis@4x2",
-        "resnet/data-parallel@8x1",
-        "recommender/rows@8x1",
-    ],
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.heavy) for name in LONGER)]
 )
 def test_predictions_are_near_what_xla_reports(name: str) -> None:
     lowered = programs(re.escape(name) + "$", 1)[name](None)

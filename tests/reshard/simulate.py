@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, local_offset, local_shape
+from spmd.mesh.sharding import Sharding, local_shape
 from spmd.reshard.paths import Path, Step, permute_pairs
+from tests.mesh.shardings import local_offset
 
 Array = np.ndarray[Any, Any]
 
@@ -27,6 +28,11 @@ COMBINE: dict[str, Any] = {
     "xor": np.bitwise_xor,
 }
 """Reduction kind -> the numpy function that combines two terms."""
+
+
+def mesh_of(*sizes: int, dcn: tuple[int, ...] = ()) -> Mesh:
+    """A mesh of no devices, its axes called x, y, z and w."""
+    return Mesh(None, sizes, "xyzw"[: len(sizes)], dcn)
 
 
 def terms(shape: Sequence[int], sharding: Sharding, mesh: Mesh, seed: int = 0) -> list[Array]:

@@ -24,7 +24,7 @@ from spmd.mesh.topology import Topology
 from spmd.reshard.paths import Path, reshard, torn_dims
 from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, ask
 from tests.reshard.oracle import Oracle, all_shardings
-from tests.reshard.simulate import reduced, run_step, terms, tiles
+from tests.reshard.simulate import mesh_of, reduced, run_step, terms, tiles
 
 Pair = tuple[Sharding, Sharding]
 
@@ -33,10 +33,6 @@ SIZES = [(2, 2), (4, 2), (2, 2, 2), (8,), (3, 2)]
 LONGER = (1, 2**8 + 1, 2**20 + 1)
 """Values are planned for as if their last dim were so many times longer (it divides by no more than
 before): latency decides, it is a trade, and bytes decide."""
-
-
-def mesh_of(sizes: Sequence[int], dcn: tuple[int, ...] = ()) -> Mesh:
-    return Mesh(None, sizes, "xyzw"[: len(sizes)], dcn)
 
 
 def shapes_of(mesh: Mesh, rank: int) -> list[tuple[int, ...]]:
@@ -104,14 +100,14 @@ def check_mesh(mesh: Mesh, chip: Topology, rank: int, count: int | None) -> None
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_pairs_are_delivered_cheapest_and_within_memory(sizes: tuple[int, ...], rank: int):
-    check_mesh(mesh_of(sizes), A100, rank, 60)
+    check_mesh(mesh_of(*sizes), A100, rank, 60)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_pair_is_delivered_cheapest_and_within_memory(sizes: tuple[int, ...], rank: int):
-    check_mesh(mesh_of(sizes), A100, rank, None)
+    check_mesh(mesh_of(*sizes), A100, rank, None)
 
 
 UNEQUAL = [("v5e:2x2", (2, 1)), ("v5e:2x2", (1, 2)), ("v5e:2x4", ()), ("v4:2x2x2", ())]
@@ -120,14 +116,14 @@ UNEQUAL = [("v5e:2x2", (2, 1)), ("v5e:2x2", (1, 2)), ("v5e:2x4", ()), ("v4:2x2x2
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize(("chip", "dcn"), UNEQUAL, ids=str)
 def test_pairs_over_unequal_links(chip: str, dcn: tuple[int, ...], rank: int):
-    check_mesh(mesh_of((4, 2), dcn), Topology(chip), rank, 40)
+    check_mesh(mesh_of(4, 2, dcn=dcn), Topology(chip), rank, 40)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize(("chip", "dcn"), UNEQUAL, ids=str)
 def test_every_pair_over_unequal_links(chip: str, dcn: tuple[int, ...], rank: int):
-    check_mesh(mesh_of((4, 2), dcn), Topology(chip), rank, None)
+    check_mesh(mesh_of(4, 2, dcn=dcn), Topology(chip), rank, None)
 
 
 def masked(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Pair]:
@@ -141,7 +137,7 @@ def masked(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Pair]:
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_what_becomes_partial_adds_up_to_the_value(sizes: tuple[int, ...], rank: int):
-    mesh = mesh_of(sizes)
+    mesh = mesh_of(*sizes)
     shape = shapes_of(mesh, rank)[0]
     for src, dst in sampled(masked(mesh, shape), 150):
         path = planned(src, dst, TensorType(shape, "f32"), mesh, A100)
@@ -161,7 +157,7 @@ def test_what_becomes_partial_adds_up_to_the_value(sizes: tuple[int, ...], rank:
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 2, 3)], ids=str)
 @pytest.mark.parametrize("shape", [(10,), (10, 10), (7, 12)], ids=str)
 def test_no_permute_tears_a_padded_piece(sizes: tuple[int, ...], shape: tuple[int, ...]):
-    mesh = mesh_of(sizes)
+    mesh = mesh_of(*sizes)
     nodes = all_shardings(TensorType((36,) * len(shape), "f32"), mesh, partial=len(sizes) < 3)
     pairs = (p for p in product(nodes, nodes) if set(p[1].partial) <= set(p[0].partial))
     for src, dst in sampled(pairs, 400):
@@ -188,14 +184,14 @@ def named_pairs(mesh: Mesh, rank: int) -> Iterator[Pair]:
 
 @pytest.mark.parametrize("chip", ["a100:4096", "v4:16x16x16"])
 def test_paths_on_4096_devices_stay_within_memory(chip: str):
-    large = mesh_of((64, 64))
+    large = mesh_of(64, 64)
     type_ = TensorType((2**14, 2**13), "f32")
     for src, dst in named_pairs(large, 2):
         planned(src, dst, type_, large, Topology(chip))
 
 
 def test_twelve_atoms_ask_no_more_than_two():
-    large, small = mesh_of((64, 64)), mesh_of((2, 2))
+    large, small = mesh_of(64, 64), mesh_of(2, 2)
     for many, few in zip(named_pairs(large, 2), named_pairs(small, 2), strict=True):
         counts = [
             len(ask(*pair, (2**14, 2**13), (), mesh, Topology("v4:16x16x16"))[0].digits)
@@ -209,7 +205,7 @@ def test_twelve_atoms_ask_no_more_than_two():
 
 
 def test_equal_questions_whatever_axes_and_dims_are_called():
-    mesh, other = mesh_of((4, 2)), mesh_of((2, 4))
+    mesh, other = mesh_of(4, 2), mesh_of(2, 4)
     first, _ = ask(
         Sharding(((0, 1), (), ())), Sharding(((), (0, 1), ())), (8, 8, 1), (), mesh, A100
     )
@@ -218,7 +214,7 @@ def test_equal_questions_whatever_axes_and_dims_are_called():
 
 
 def test_what_stays_is_no_part_of_the_question():
-    mesh = mesh_of((2, 2, 2))
+    mesh = mesh_of(2, 2, 2)
     src, dst = Sharding(((0, 1), ()), (2,), "add"), Sharding(((0,), (1,)), (2,), "add")
     question, names = ask(src, dst, (8, 8), (), mesh, A100)
     assert [digit.sizes for digit in question.digits] == [(2,)]
@@ -228,7 +224,7 @@ def test_what_stays_is_no_part_of_the_question():
 
 
 def test_atoms_that_play_the_same_part_are_one_digit():
-    mesh = mesh_of((64, 64))
+    mesh = mesh_of(64, 64)
     x, y = mesh.axis_atoms.values()
     assert len(mesh.atoms) > EXACT_ATOMS
     src, dst = Sharding((x, ()), y, "add"), Sharding(((), x))

@@ -9,13 +9,14 @@ import pytest
 from spmd.errors import LegalityError
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, is_legal, local_shape, parse_sharding
+from spmd.mesh.sharding import Sharding, is_legal, local_shape
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds
 from spmd.reshard.paths import Path, permute_pairs, reshard, routes
 from spmd.reshard.search import answers, direct_answers
+from tests.mesh.shardings import parse_sharding
 from tests.reshard.oracle import Oracle
-from tests.reshard.simulate import COMBINE, check
+from tests.reshard.simulate import COMBINE, check, mesh_of
 
 A100 = Topology("a100:8")
 MESH = Mesh(None, (4, 2), ("data", "model"))
@@ -25,10 +26,6 @@ def forget() -> None:
     """Nothing is remembered of what was asked before."""
     for cache in (reshard, routes, answers, direct_answers):
         cache.cache_clear()
-
-
-def mesh_of(*sizes: int, dcn: tuple[int, ...] = ()) -> Mesh:
-    return Mesh(None, sizes, "xyzw"[: len(sizes)], dcn)
 
 
 def held_bytes(sharding: Sharding, type_: TensorType, mesh: Mesh) -> int:

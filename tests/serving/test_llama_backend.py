@@ -16,6 +16,7 @@ from serving import llama_bundle
 from serving.bundle.read import load_bundle
 from serving.engine.backend import Limits, Sampling
 from serving.engine.model_backend import generate
+from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
 
 pytest.importorskip("torch")
@@ -112,7 +113,7 @@ def test_weights_are_read_one_by_one(kind, hf_folder):
         }
         exact = np.asarray(source.tensors["model.layers.0.mlp.up_proj.weight"])
         assert np.asarray(tree["norm"]["weight"]).dtype.name == "bfloat16"
-    whole = found["weight"] if kind == "none" else quantize.dequantize(found)
+    whole = found["weight"] if kind == "none" else dequantize(found)
     np.testing.assert_allclose(whole.astype(np.float32), exact, rtol=0.07, atol=0.02)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from spmd.mesh.chips import Link, Measured
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds
+from tests.waiting import PATIENCE
 from tools.calibration import KINDS, Sample, axis_sets, calibrated, fit_link
 
 ROOT = Path(__file__).parents[2]
@@ -93,9 +93,7 @@ def test_the_command_measures_this_machine(tmp_path: Path) -> None:
         sys.executable, "-m", "tools.calibrate", f"--out={out}", "--mesh=data=4,model=2",
         "--smallest=4096", "--largest=65536", "--shapes=64", "--repeat=2",
     ]  # fmt: skip
-    result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ, check=False
-    )
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     topology = Topology.load(out)
     assert topology.name == "cpu:8"

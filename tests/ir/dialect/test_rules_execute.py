@@ -18,15 +18,9 @@ from tests.ir.dialect.cases_module import MODULES, ModuleCase
 from tests.ir.dialect.executed import NOT_ON_CPU, ONLY_IN_MODULES, executed_ops
 from tests.ir.dialect.ragged import expand_for_cpu
 
-SHARDINGS = 3
-
 
 def meshes() -> list[spmd.Mesh]:
-    return [
-        spmd.make_mesh(data=4, model=2),
-        spmd.make_mesh(data=2, model=4),
-        spmd.make_mesh(data=2, x=2, model=2),
-    ]
+    return [spmd.make_mesh(data=4, model=2), spmd.make_mesh(data=2, x=2, model=2)]
 
 
 def jitted(case: Case, mesh: spmd.Mesh, rng: np.random.RandomState, with_results: bool) -> Any:
@@ -35,7 +29,7 @@ def jitted(case: Case, mesh: spmd.Mesh, rng: np.random.RandomState, with_results
     if with_results:
         shapes = jax.eval_shape(case.fn, *case.args)
         out_specs = jax.tree.map(lambda s: random_spec(rng, s.shape, mesh), shapes)
-    options = spmd.Options(check=True)
+    options = spmd.Options(check=True, planner="exact" if with_results else "greedy")
     return spmd.jit(case.fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, options=options), (
         in_specs,
         out_specs,
@@ -46,9 +40,8 @@ def jitted(case: Case, mesh: spmd.Mesh, rng: np.random.RandomState, with_results
 def test_partitioned_equals_unpartitioned(case: Case) -> None:
     rng = np.random.RandomState(zlib.crc32(case.name.encode()))
     want = jax.jit(case.fn)(*case.args)
-    for number in range(SHARDINGS):
-        mesh = meshes()[0] if case.name == "mark" else meshes()[number]
-        step, specs = jitted(case, mesh, rng, with_results=number > 0 and case.name != "mark")
+    for number, mesh in enumerate(meshes()[:1] if case.name == "mark" else meshes()):
+        step, specs = jitted(case, mesh, rng, with_results=number > 0)
         got = step(*case.args)
 
         def check(a: Any, b: Any, specs: Any = specs, mesh: Any = mesh) -> None:

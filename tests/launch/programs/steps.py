@@ -3,6 +3,7 @@
 Arguments: the process, what happens to it (kill, raise, exit, hang, term), a folder for a watchdog.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -13,8 +14,9 @@ import numpy as np
 
 import spmd
 from spmd import launch
+from tests.waiting import PATIENCE
 
-HEARTBEAT_S = 2.0
+HEARTBEAT_S = 5.0
 
 
 def come_to_grief(how: str) -> None:
@@ -28,21 +30,21 @@ def come_to_grief(how: str) -> None:
     if how == "term":
         os.kill(os.getpid(), signal.SIGTERM)
         return
-    time.sleep(60)
+    time.sleep(PATIENCE)
 
 
 def main() -> None:
-    """Steps until the end of the world, or for a minute."""
+    """Steps until somebody ends them."""
     victim, how, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    spmd.initialize(timeout_s=60, heartbeat_timeout_s=HEARTBEAT_S)
+    spmd.initialize(timeout_s=PATIENCE, heartbeat_timeout_s=HEARTBEAT_S)
     mesh = spmd.make_mesh(data=jax.device_count())
     step = spmd.jit(lambda x: x + x.sum(), mesh=mesh, in_specs=[("data",)], out_specs=("data",))
     x = spmd.mark_sharding(np.ones(8, np.float32), mesh, ("data",))
     x = jax.block_until_ready(step(x))  # compiled before the watchdog counts
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    with launch.stopping_peers(), launch.Watchdog(3 if how == "hang" else 60, folder) as dog:
-        for number in range(600):
+    with launch.stopping_peers(), launch.Watchdog(3 if how == "hang" else PATIENCE, folder) as dog:
+        for number in itertools.count():
             if launch.stop_agreed(number, wanted=bool(asked)):
                 print(f"stopped before step {number}", flush=True)
                 time.sleep(0.0 if jax.process_index() == victim else 2.0)  # it takes longer to save

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import spmd
 from spmd import launch
 from tests.programs import llama
+from tests.waiting import PATIENCE
 
 STEPS = 3
 
@@ -66,7 +67,7 @@ def mismatches(mesh: spmd.Mesh) -> dict[str, str]:
 
 def main() -> None:
     """Trains, and tries mismatches if there are two processes."""
-    spmd.initialize(timeout_s=60, heartbeat_timeout_s=20)
+    spmd.initialize(timeout_s=PATIENCE, heartbeat_timeout_s=60)
     spmd.initialize()  # a second time does nothing
     data = int(sys.argv[1])
     mesh = spmd.make_mesh(data=data, model=jax.device_count() // data)

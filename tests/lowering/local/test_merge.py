@@ -118,8 +118,7 @@ def log_sum_exp(x: Any) -> Any:
 
 
 @each_split
-@pytest.mark.parametrize("make", [floats, ints, lowest])
-@pytest.mark.parametrize("size", [17, 96])
+@pytest.mark.parametrize(("size", "make"), [(17, floats), (17, lowest), (96, ints)])
 def test_argmax_takes_the_first(size: int, make: Any, name: str, axes: Any) -> None:
     x = make(3, size)
     for spec in ((None, axes), (axes, None)):
@@ -130,9 +129,8 @@ def test_argmax_takes_the_first(size: int, make: Any, name: str, axes: Any) -> N
 
 
 @each_split
-@pytest.mark.parametrize("shape", [(5, 21), (6, 24)])
-def test_terms_stay_in_order(shape: tuple[int, int], name: str, axes: Any) -> None:
-    args = ints(*shape), ints(*shape, seed=1)
+def test_terms_stay_in_order(name: str, axes: Any) -> None:
+    args = ints(5, 21), ints(5, 21, seed=1)
     for spec in ((None, axes), (axes, None)):
         for dims in ((0,), (1,)):
             run_marked(composed(dims), args, name, spec)
@@ -178,8 +176,10 @@ def test_argmax_gathers_one_element_a_piece() -> None:
 
 
 @each_split
-@pytest.mark.parametrize("make", [floats, ints, lowest])
-@pytest.mark.parametrize(("size", "k"), [(17, 1), (96, 3), (21, 11), (21, 21), (1, 1)])
+@pytest.mark.parametrize(
+    ("size", "k", "make"),
+    [(17, 1, lowest), (96, 3, ints), (21, 11, floats), (21, 21, floats), (1, 1, ints)],
+)
 def test_top_k(size: int, k: int, make: Any, name: str, axes: Any) -> None:
     run_marked(lambda x: lax.top_k(x, k), (make(3, size),), name, (None, axes))
 
@@ -215,7 +215,7 @@ def test_approximate_top_k(name: str, axes: Any, fn: Any) -> None:
 
 
 @each_split
-@pytest.mark.parametrize("shape", [(16, 24), (7, 17), (3, 24)])
+@pytest.mark.parametrize("shape", [(7, 17), (3, 24)])
 def test_sort_rows(shape: tuple[int, int], name: str, axes: Any) -> None:
     x, y = floats(*shape), ints(*shape)
     run_marked(lambda x: (jnp.sort(x, 1), jnp.argsort(x, 1)), (x,), name, (None, axes))
@@ -276,15 +276,15 @@ def swapped(x: Any, y: Any) -> Any:
 
 
 @each_split
-@pytest.mark.parametrize("size", [LONG // 48 * 48, LONG // 48 * 48 + 5])
-def test_sort_a_vector(size: int, name: str, axes: Any) -> None:
+def test_sort_a_vector(name: str, axes: Any) -> None:
+    size = LONG // 48 * 48 + (0 if axes == "a" else 5)
     x, y = floats(size), ints(size)
     run_marked(lambda x: (jnp.sort(x), jnp.argsort(x)), (x,), name, (axes,))
     run_marked(swapped, (x, y), name, (axes,))
 
 
 @pytest.mark.parametrize(("name", "axes"), [SPLITS[0], *SPLITS[3:]], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 24])
+@pytest.mark.parametrize("size", [1, 3, 8, 13])
 def test_pieces_of_nothing_but_padding(
     size: int, name: str, axes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,8 +344,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("size", [24, 21])
-@pytest.mark.parametrize(("name", "axes"), SPLITS[1:4:2], ids=str)
+@pytest.mark.parametrize(("size", "name", "axes"), [(21, *SPLITS[1]), (24, *SPLITS[3])], ids=str)
 def test_uses(use: str, size: int, name: str, axes: Any) -> None:
     x = np.random.RandomState(0).uniform(size=(5, size)).astype(np.float32)
     mesh = MESHES[name]
@@ -364,10 +363,9 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("size", [24, 21])
 @each_split
-def test_gradients(gradient: str, size: int, name: str, axes: Any) -> None:
-    x = np.random.RandomState(0).uniform(size=(5, size)).astype(np.float32)
+def test_gradients(gradient: str, name: str, axes: Any) -> None:
+    x = np.random.RandomState(0).uniform(size=(5, 24 if axes == "a" else 21)).astype(np.float32)
     mesh = MESHES[name]
     fn = GRADIENTS[gradient]
     step = spmd.jit(jax.grad(marked(fn, mesh, (None, axes))), mesh=mesh, options=CHECKED)

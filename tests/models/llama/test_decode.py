@@ -20,6 +20,7 @@ from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
 from serving.engine.backend import Limits, Sampling
 from serving.engine.model_backend import ModelBackend, generate
+from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
 
 VOCABULARY = 128
@@ -139,28 +140,10 @@ def random_model(key_heads: int, **changes: Any) -> tuple[Any, LlamaConfig]:
     return model.init(jax.random.key(0), config), config
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Variant -> its checkpoint."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-
-    @functools.cache
-    def folder(variant):
-        path = tmp_path_factory.mktemp("checkpoints") / variant
-        checkpoints.write(variant, path)
-        return path
-
-    return folder
-
-
-QUICK_VARIANTS = ("heads", "llama3")
-
-
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(v, marks=() if v in QUICK_VARIANTS else pytest.mark.heavy)
+        pytest.param(v, marks=() if v == "heads" else pytest.mark.heavy)
         for v in checkpoints.VARIANTS
     ],
 )
@@ -300,7 +283,7 @@ def test_quantized_weights(kind, most):
     params, config = random_model(2)
     packed = quantize.quantize(params, kind)
     rounded = jax.tree.map(
-        lambda leaf: {"weight": quantize.dequantize(leaf)} if _is_quantized(leaf) else leaf,
+        lambda leaf: {"weight": dequantize(leaf)} if _is_quantized(leaf) else leaf,
         packed,
         is_leaf=_is_quantized,
     )

@@ -9,6 +9,7 @@ import pytest
 
 from models.llama import model
 from models.llama.config import CONFIGS
+from tests.models.llama.inverse import stack_layers
 
 TINY = CONFIGS["tiny"]
 UNROLLED = dataclasses.replace(TINY, scan_layers=False)
@@ -47,7 +48,7 @@ def test_parameter_count_is_that_of_the_parameters(config, tied):
 
 def test_scanned_and_unrolled_parameters_are_the_same_numbers(tiny_params):
     unrolled = jax.jit(functools.partial(model.init, config=UNROLLED))(jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, model.stack_layers(unrolled), tiny_params)
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(unrolled), tiny_params)
     jax.tree.map(np.testing.assert_array_equal, model.unstack_layers(tiny_params), unrolled)
 
 
@@ -81,7 +82,7 @@ def test_gradients_of_scan_equal_those_of_unrolled(tiny_params):
         return jax.jit(jax.grad(loss))(params, TOKENS_BS, targets_BS)
 
     scanned = gradients(tiny_params, TINY)
-    unrolled = model.stack_layers(gradients(model.unstack_layers(tiny_params), UNROLLED))
+    unrolled = stack_layers(gradients(model.unstack_layers(tiny_params), UNROLLED))
     assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(assert_close, scanned, unrolled)
 

@@ -11,6 +11,7 @@ from models.llama import model
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.model import MARK_POINTS
 from models.llama.remat import check_can_offload, checkpoint_policy
+from tests.models.llama.inverse import stack_layers
 
 TINY = dataclasses.replace(CONFIGS["tiny"], num_hidden_layers=4)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 17), 0, 256)
@@ -44,7 +45,7 @@ def test_loss_and_gradients_are_equal(params, expected, changes):
     is_scanned = changes.get("scan_layers", True)
     given = params if is_scanned else model.unstack_layers(params)
     loss, grads = jax.jit(jax.value_and_grad(loss_of(changes)))(given)
-    grads = grads if is_scanned else model.stack_layers(grads)
+    grads = grads if is_scanned else stack_layers(grads)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), grads, expected[1]

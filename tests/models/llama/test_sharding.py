@@ -18,11 +18,6 @@ UNROLLED = dataclasses.replace(TINY, scan_layers=False)
 SHAPE = {"data": 4, "model": 2}
 
 
-@pytest.fixture(scope="module")
-def mesh(devices8):
-    return spmd.make_mesh(data=4, model=2, devices=devices8)
-
-
 def structs(config):
     return jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
 

@@ -16,6 +16,7 @@ from models.training.data import source as data
 from models.training.run.description import RunConfig
 from models.training.run.loop import Schedule, train
 from models.training.run.optimizer import OptimizerConfig
+from tests.models.llama.inverse import stack_layers
 
 SMALL = dataclasses.replace(CONFIGS["tiny"], hidden_size=16, intermediate_size=32, vocab_size=256)
 STEPS, HALF = 4, 2
@@ -128,7 +129,7 @@ def test_on_another_mesh_and_with_layers_unrolled(whole, half_way, mesh, scan_la
     trainer = make_trainer(mesh, scan_layers=scan_layers)
     state, losses = go_on(trainer, half_way)
     np.testing.assert_allclose(losses, whole.losses[HALF:], rtol=1e-5)
-    params = state.params if scan_layers else model.stack_layers(state.params)
+    params = state.params if scan_layers else stack_layers(state.params)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), params, whole.params
     )
@@ -158,7 +159,7 @@ def test_fresh_parameters_are_those_of_init_stacked_or_unrolled(whole):
     layers = {str(i): without_layers for i in range(config.num_hidden_layers)}
     params = init_params(config, jax.random.key(0), {**stacked, "layers": layers})
     fresh = whole.trainer.fresh_state().params
-    jax.tree.map(np.testing.assert_array_equal, model.stack_layers(params), fresh)
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(params), fresh)
     expected = jax.jit(lambda key: model.init(key, SMALL))(jax.random.key(0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), fresh, expected)
     assert params["layers"]["1"]["mlp"]["up_proj"]["weight"].sharding.spec[0] == "model"

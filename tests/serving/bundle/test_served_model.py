@@ -26,6 +26,7 @@ from serving.bundle.read import load_bundle
 from serving.engine.model_backend import generate
 from serving.llama_backend import model_backend
 from serving.llama_bundle import write_llama_bundle
+from tests.waiting import PATIENCE, wait_until
 from tools import compare_quantized
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,24 +74,21 @@ def served(folder: Path, mesh: str, work: Path, *flags: str) -> Iterator[Served]
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(PATIENCE)
         finally:
             process.kill()
 
 
 def _wait_ready(process: subprocess.Popen[str], log: Path) -> str:
-    end = time.monotonic() + 240
-    while time.monotonic() < end and process.poll() is None:
-        text = log.read_text()
-        if "ready:" in text:
-            line = next(line for line in text.splitlines() if "listening on " in line)
-            return line.split("listening on ")[1].split(",")[0]
-        time.sleep(0.1)
-    raise AssertionError(f"the server did not come up:\n{log.read_text()}")
+    wait_until(lambda: "ready:" in log.read_text() or process.poll() is not None, log.read_text)
+    text = log.read_text()
+    assert "ready:" in text, text
+    line = next(line for line in text.splitlines() if "listening on " in line)
+    return line.split("listening on ")[1].split(",")[0]
 
 
 def metrics(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
@@ -100,7 +98,7 @@ def test_clients(bundle_folder: Path, tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     with served(bundle_folder, "data=2,model=4", tmp_path) as server:
         compiled = metrics(server.url)["spmd:compile_total"]
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=60) as client:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=PATIENCE) as client:
             ask = {"model": "llama", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
             ask["model"] = client.models.list().data[0].id
             whole = client.completions.create(**ask)
@@ -123,7 +121,7 @@ def test_clients(bundle_folder: Path, tmp_path: Path) -> None:
                 client.completions.create(**{**ask, "prompt": "x" * 100})
         assert metrics(server.url)["spmd:compile_total"] == compiled
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE) == 0
         assert "1 golden prompts come out as they should" in server.log.read_text()
 
 

@@ -7,6 +7,7 @@ and what is active are checked in every call.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import zlib
@@ -16,12 +17,35 @@ from typing import Any, TypeVar
 import numpy as np
 
 from serving.engine.backend import Limits, Prefilled, Sampling, Tokens
+from tests.waiting import PATIENCE
 
 LIMITS = Limits(
     slots=4, max_length=64, chunks=(4, 8), decode_steps=10, top_logprobs=5, vocab_size=256
 )
 
 T = TypeVar("T")
+
+
+class Gate:
+    """What results wait behind: it stands open, or lets only so many more through."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._left = math.inf
+
+    def open(self) -> None:
+        self.close(after=math.inf)
+
+    def close(self, after: float = 0) -> None:
+        """Lets `after` more results through, and then none."""
+        with self._changed:
+            self._left = after
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._left > 0, PATIENCE)
+            self._left -= 1
 
 
 def next_token(tokens: Sequence[int], seed: int, vocab_size: int, letters: bool = False) -> int:
@@ -44,7 +68,7 @@ def require(condition: bool, text: str) -> None:
 class FakeBackend:
     """Deterministic; results take `latency` seconds; after `fail_after` calls it raises.
 
-    While its gate is closed (`gate.clear()`) results do not come.
+    While its gate is closed results do not come.
     """
 
     def __init__(
@@ -65,8 +89,7 @@ class FakeBackend:
             "read_weight_bytes": 1_000_000, "cache_bytes": 256_000,
         }  # fmt: skip
         self.calls = 0
-        self.gate = threading.Event()
-        self.gate.set()
+        self.gate = Gate()
         self.prefilled = 0
         self.held: list[list[int]] = [[] for _ in range(limits.slots)]
         self.latest: list[int | None] = [None] * limits.slots
@@ -162,7 +185,7 @@ class FakeBackend:
 
     def _later(self, made: T) -> Callable[[], T]:
         def wait() -> T:
-            self.gate.wait(20)
+            self.gate.wait()
             if self.latency:
                 time.sleep(self.latency)
             return made

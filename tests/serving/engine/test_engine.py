@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from serving.engine.choice import Delta, Job
 from serving.engine.engine import Engine
 from serving.engine.stream import Failed, Finished, Unavailable
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
+from tests.waiting import PATIENCE, wait_until
 
 DECODE = ByteTokenizer().decode
 
@@ -62,13 +62,6 @@ def running(backend: FakeBackend | None = None, **options: Any) -> Iterator[Engi
         engine.stop()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.002)
-
-
 def job(prompt: bytes = b"hello", max_tokens: int = 20, seed: int = 0, **more: Any) -> Job:
     return Job(tuple(prompt), max_tokens, Sampling(seed=seed), **more)
 
@@ -87,7 +80,7 @@ def alone(prompt: bytes, tokens: int, seed: int = 0) -> str:
 
 def ask(engine: Engine, *jobs: Job, **options: Any) -> list[Delta]:
     async def go() -> list[Delta]:
-        return await asyncio.wait_for(read(engine.submit(jobs, **options)), 20)
+        return await asyncio.wait_for(read(engine.submit(jobs, **options)), PATIENCE)
 
     return asyncio.run(go())
 
@@ -239,9 +232,12 @@ def test_a_reader_that_closes_frees_its_slot() -> None:
         stream.close()
         assert [delta async for delta in stream] == []
 
-    with running(FakeBackend(latency=0.005), observer=notes) as engine:
+    backend = FakeBackend()
+    backend.gate.close(after=5)
+    with running(backend, observer=notes) as engine:
         asyncio.run(go(engine))
         assert engine.idle
+        backend.gate.open()
         assert engine.state().counts.cancelled == 2
     assert [record.reason for record in notes.records] == ["abort", "abort"]
 
@@ -252,10 +248,13 @@ def test_a_queue_that_is_full_takes_none() -> None:
         streams += [engine.submit([job()]) for _ in range(2)]
         with pytest.raises(QueueFull):
             engine.submit([job()])
+        backend.gate.open()
         results = await asyncio.gather(*(read(stream) for stream in streams))
         assert all(deltas[-1].finish == "length" for deltas in results)
 
-    with running(FakeBackend(latency=0.01), max_waiting=2) as engine:
+    backend = FakeBackend()
+    backend.gate.close()
+    with running(backend, max_waiting=2) as engine:
         asyncio.run(go(engine))
 
 
@@ -266,9 +265,12 @@ def test_draining_finishes_what_was_taken() -> None:
         engine.drain()
         with pytest.raises(Unavailable, match="shutting down"):
             engine.submit([job()])
+        backend.gate.open()
         return await read(stream)
 
-    with running(FakeBackend(latency=0.001)) as engine:
+    backend = FakeBackend()
+    backend.gate.close(after=3)
+    with running(backend) as engine:
         assert asyncio.run(go(engine))[-1].finish == "length"
 
 
@@ -276,11 +278,15 @@ def test_stopping_fails_what_is_not_finished() -> None:
     async def go(engine: Engine) -> None:
         stream = engine.submit([job(max_tokens=50)], interactive=True)
         await anext(stream)
-        await asyncio.to_thread(engine.stop)
+        stopped = asyncio.create_task(asyncio.to_thread(engine.stop))
         with pytest.raises(Failed, match="shutting down"):
             await read(stream)
+        backend.gate.open()
+        await stopped
 
-    with running(FakeBackend(latency=0.01)) as engine:
+    backend = FakeBackend()
+    backend.gate.close(after=3)
+    with running(backend) as engine:
         asyncio.run(go(engine))
 
 
@@ -321,21 +327,25 @@ def test_numbers_that_are_none_fail_only_their_request(caplog: Any) -> None:
     assert good[-1].finish == good_too[-1].finish == "length"
 
 
-class SlowBackend(FakeBackend):
+class HungBackend(FakeBackend):
+    """Beginning a call hangs, not only its results."""
+
     def prefill(self, *args: Any, **more: Any) -> Callable[[], Prefilled]:
-        time.sleep(0.2)
+        self.gate.wait()
         return super().prefill(*args, **more)
 
 
 def test_a_call_that_hangs_is_seen() -> None:
     async def go(engine: Engine) -> None:
         stream = engine.submit([job(max_tokens=1)])
-        await asyncio.sleep(0.1)
-        assert 0.05 < engine.stalled() < 1
+        await asyncio.to_thread(wait_until, lambda: engine.stalled() > 0)
+        backend.gate.open()
         await read(stream)
         assert engine.stalled() == 0
 
-    with running(SlowBackend()) as engine:
+    backend = HungBackend()
+    backend.gate.close()
+    with running(backend) as engine:
         assert engine.stalled() == 0
         asyncio.run(go(engine))
 

@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
+import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import httpx
-import pytest
 
 from serving.http.service import Options
 from tests.serving.engine.fake_backend import FakeBackend
-from tests.serving.http.live import MODEL, Live, serving, wait_until
+from tests.serving.http.live import MODEL, Live, get, serving
+from tests.waiting import PATIENCE, wait_until
 
 
 def post(
     live: Live, body: Any = None, path: str = "/v1/completions", **more: Any
 ) -> httpx.Response:
     body = {"prompt": "hello", "max_tokens": 4} if body is None else body
-    return httpx.post(f"{live.url}{path}", json=body, timeout=20, **more)
+    return httpx.post(f"{live.url}{path}", json=body, timeout=PATIENCE, **more)
+
+
+def stream(live: Live, body: Any) -> contextlib.AbstractContextManager[httpx.Response]:
+    return httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=PATIENCE)
 
 
 def test_loading() -> None:
     with serving(load=False) as live:
-        response = httpx.get(f"{live.url}/health")
+        response = get(f"{live.url}/health")
         assert (response.status_code, response.text) == (503, "the model is still loading\n")
         response = post(live)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "5"
         assert response.json()["error"]["code"] == "loading"
-        assert httpx.get(f"{live.url}/v2/health/live").json() == {"live": True}
-        assert httpx.get(f"{live.url}/v2/health/ready").status_code == 503
-        assert httpx.get(f"{live.url}/metrics").status_code == 200
+        assert get(f"{live.url}/v2/health/live").json() == {"live": True}
+        assert get(f"{live.url}/v2/health/ready").status_code == 503
+        assert get(f"{live.url}/metrics").status_code == 200
 
 
 def test_a_full_queue() -> None:
     with serving(options=Options(max_waiting=1)) as live:
-        live.backend.gate.clear()
+        live.backend.gate.close()
         body = {"prompt": "hello", "max_tokens": 50}
         threads = [threading.Thread(target=post, args=(live, body)) for _ in range(5)]
         for thread in threads:
@@ -48,26 +56,26 @@ def test_a_full_queue() -> None:
         assert response.status_code == 429
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["type"] == "rate_limit_error"
-        live.backend.gate.set()
+        live.backend.gate.open()
         for thread in threads:
             thread.join()
         assert post(live).status_code == 200
 
 
 def test_draining() -> None:
-    with serving(FakeBackend(latency=0.001)) as live:
+    with serving() as live:
+        live.backend.gate.close(after=3)
         body = {"prompt": "hello", "max_tokens": 40, "stream": True, "seed": 0}
-        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=20) as response:
+        with stream(live, body) as response:
             lines = response.iter_lines()
             text = next(lines)
-            live.backend.gate.clear()
-            live.server.begin_to_end()
+            live.server.handle_exit(signal.SIGTERM, None)
             wait_until(lambda: live.service.status == "draining")
-            assert httpx.get(f"{live.url}/health").status_code == 503
+            assert get(f"{live.url}/health").status_code == 503
             refusal = post(live)
             assert refusal.status_code == 503
             assert refusal.headers["retry-after"] == "5"
-            live.backend.gate.set()
+            live.backend.gate.open()
             text += "".join(f"{line}\n" for line in lines)
         got = [json.loads(part) for part in re.findall(r"data: (\{.*\})", text)]
         assert "".join(c["choices"][0]["text"] for c in got) == live.alone("hello", 40)
@@ -75,13 +83,15 @@ def test_draining() -> None:
 
 
 def test_draining_has_an_end() -> None:
-    with serving(FakeBackend(latency=0.1), Options(drain_seconds=0.3)) as live:
+    with serving(options=Options(drain_seconds=0.1)) as live:
+        live.backend.gate.close(after=3)
         body = {"prompt": "hello", "max_tokens": 50, "stream": True}
-        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=20) as response:
+        with stream(live, body) as response:
             lines = response.iter_lines()
             next(lines)
-            live.server.begin_to_end()
+            live.server.handle_exit(signal.SIGTERM, None)
             rest = list(lines)
+        live.backend.gate.open()
         error = json.loads(rest[-4][6:])["error"]
         assert error["message"] == "the server is shutting down"
         assert (error["type"], error["code"]) == ("service_unavailable_error", "draining")
@@ -89,14 +99,16 @@ def test_draining_has_an_end() -> None:
 
 
 def test_what_is_not_finished_at_the_end_may_be_asked_for_elsewhere() -> None:
-    with serving(FakeBackend(latency=0.1), Options(drain_seconds=0.1)) as live:
+    with serving(options=Options(drain_seconds=0.1)) as live:
+        live.backend.gate.close()
         answers: list[httpx.Response] = []
         body = {"prompt": "hello", "max_tokens": 50}
         thread = threading.Thread(target=lambda: answers.append(post(live, body)))
         thread.start()
         wait_until(lambda: live.service.language().engine.state().running == 1)
-        live.server.begin_to_end()
+        live.server.handle_exit(signal.SIGTERM, None)
         thread.join()
+        live.backend.gate.open()
     assert answers[0].status_code == 503
     assert answers[0].headers["retry-after"] == "5"
 
@@ -108,18 +120,20 @@ def test_a_model_that_fails() -> None:
         message = response.json()["error"]["message"]
         assert message == "the model failed: RuntimeError: the device is gone"
         assert post(live).status_code == 500
-        response = httpx.get(f"{live.url}/health")
+        response = get(f"{live.url}/health")
         assert (response.status_code, response.text) == (503, message + "\n")
 
 
 def test_a_model_that_hangs() -> None:
-    with serving(FakeBackend(latency=0.6), Options(stall_seconds=0.2)) as live:
+    with serving(options=Options(stall_seconds=0.1)) as live:
+        live.backend.gate.close()
         thread = threading.Thread(target=post, args=(live, {"prompt": "a", "max_tokens": 1}))
         thread.start()
         url = f"{live.url}/health"
-        wait_until(lambda: "under way" in httpx.get(url).text)
+        wait_until(lambda: "under way" in get(url).text)
+        live.backend.gate.open()
         thread.join()
-        assert httpx.get(url).status_code == 200
+        assert get(url).status_code == 200
 
 
 def test_keys() -> None:
@@ -132,12 +146,22 @@ def test_keys() -> None:
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
-        assert httpx.get(f"{live.url}/v1/models").status_code == 401
+        assert get(f"{live.url}/v1/models").status_code == 401
         url = f"{live.url}/v2/models/{MODEL}"
-        assert httpx.get(url).status_code == httpx.post(f"{url}/infer").status_code == 401
-        assert httpx.get(f"{live.url}/health").status_code == 200
+        assert get(url).status_code == httpx.post(f"{url}/infer").status_code == 401
+        assert get(f"{live.url}/health").status_code == 200
         for key in (b"other", "sésame".encode()):
             assert post(live, headers={"Authorization": b"Bearer " + key}).status_code == 200
+
+
+async def leave(url: str, body: Any, asked: Callable[[], bool]) -> None:
+    """Asks, and goes away once the request has come."""
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        answer = asyncio.create_task(client.post(url, json=body))
+        await asyncio.to_thread(wait_until, asked)
+        answer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await answer
 
 
 def test_readers_that_go_away_free_their_slots() -> None:
@@ -147,16 +171,14 @@ def test_readers_that_go_away_free_their_slots() -> None:
         url = f"{live.url}/v1/completions"
         body = {"prompt": "hello", "max_tokens": 59, "n": 4, "seed": 0}
         # Behind a closed gate nothing would ever end by itself.
-        gate.clear()
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url, json=body, timeout=0.5)
+        gate.close()
+        asyncio.run(leave(url, body, lambda: sum(engine.state()[:2]) == 4))
         wait_until(lambda: engine.idle)
-        gate.set()
-        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=20) as response:
+        gate.close(after=10)
+        with stream(live, {**body, "stream": True}) as response:
             next(response.iter_lines())
-            gate.clear()
         wait_until(lambda: engine.idle)
-        gate.set()
+        gate.open()
         assert engine.state().counts.cancelled == 8
-        numbers = httpx.get(f"{live.url}/metrics").text
+        numbers = get(f"{live.url}/metrics").text
         assert 'finished_reason="abort",model_name="fake-llama"} 8.0' in numbers

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+import httpx
 
 from models.training.data.tokenizer import ByteTokenizer
 from serving.http.server import Server, listen
 from serving.http.service import Loaded, Options, Service
 from tests.serving.engine.fake_backend import FakeBackend
+from tests.waiting import PATIENCE, wait_until
 
 MODEL = "fake-llama"
 TEXT = ByteTokenizer().decode
@@ -38,11 +40,14 @@ class Live(NamedTuple):
         assert not engine._entries
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
+def get(url: str, **more: Any) -> httpx.Response:
+    """An answer, however long it takes."""
+    return httpx.get(url, timeout=PATIENCE, **more)
+
+
+def post(url: str, **more: Any) -> httpx.Response:
+    """An answer, however long it takes."""
+    return httpx.post(url, timeout=PATIENCE, **more)
 
 
 @contextmanager
@@ -68,6 +73,6 @@ def serving(
         yield live
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE)
         service.stop()
         assert not thread.is_alive()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from serving.engine.backend import Prefilled
 from serving.http.service import Options
 from tests.explain.browser import Browser, find_browser
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
-from tests.serving.http.live import MODEL, Live, serving
+from tests.serving.http.live import MODEL, Live, get, serving
+from tests.waiting import wait_until
 
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(
@@ -35,10 +34,10 @@ w = spmd.mark_sharding(w, mesh, ("data", "model"))
 
 
 class Speaker(FakeBackend):
-    """Says the same thing to everybody, at a pace."""
+    """Says the same thing to everybody."""
 
     def __init__(self) -> None:
-        super().__init__(dataclasses.replace(LIMITS, max_length=4096), latency=0.002)
+        super().__init__(dataclasses.replace(LIMITS, max_length=4096))
         self.prompts = [0] * LIMITS.slots
 
     def prefill(self, slot: int, tokens: Any, start: int, **more: Any) -> Callable[[], Prefilled]:
@@ -83,12 +82,9 @@ def visit(page: Browser, live: Live) -> None:
     wait(page, f"document.title === '{MODEL}'")
 
 
-def wait(page: Browser, script: str, seconds: float = 20.0) -> None:
+def wait(page: Browser, script: str) -> None:
     """Until a JavaScript expression is true."""
-    end = time.monotonic() + seconds
-    while not page.run(script):
-        assert time.monotonic() < end, f"never true: {script}"
-        time.sleep(0.02)
+    wait_until(lambda: page.run(script), lambda: script)
 
 
 def say(page: Browser, text: str) -> None:
@@ -105,9 +101,11 @@ FACTS = "[...document.querySelectorAll('.assistant .facts')].at(-1).textContent"
 
 def test_a_conversation(page: Browser, live: Live, tmp_path: Path) -> None:
     question = "How is <script>w</script> split?"
+    live.backend.gate.close(after=20)
     say(page, question)
     wait(page, "document.querySelector('.live .bubble')?.textContent.length > 5")
     assert page.run("document.getElementById('send').textContent") == "Stop"
+    live.backend.gate.open()
     wait(page, DONE + "1")
     asked, answered = page.run(TURNS)
     assert asked == question
@@ -136,6 +134,7 @@ def test_a_conversation(page: Browser, live: Live, tmp_path: Path) -> None:
 def test_stopping(page: Browser, live: Live, way: str) -> None:
     engine = live.service.language().engine
     before = engine.state().counts.cancelled
+    live.backend.gate.close(after=20)
     say(page, "Tell me.")
     wait(page, "document.querySelector('.live .bubble')?.textContent.length > 5")
     if way == "Escape":
@@ -144,6 +143,7 @@ def test_stopping(page: Browser, live: Live, way: str) -> None:
         page.run(f"document.getElementById('{'send' if way == 'click' else 'new'}').click()")
     wait(page, "document.getElementById('send').textContent === 'Send'")
     live.wait_idle()
+    live.backend.gate.open()
     assert engine.state().counts.cancelled == before + 1
     if way == "new":
         assert page.run(TURNS) == []
@@ -176,14 +176,14 @@ def test_enter_with_shift_begins_a_line(page: Browser) -> None:
 
 
 def test_the_page_may_load_nothing_from_elsewhere(live: Live) -> None:
-    response = httpx.get(f"{live.url}/")
+    response = get(f"{live.url}/")
     policy = response.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
     assert "unsafe" not in policy
     assert response.headers["x-content-type-options"] == "nosniff"
     assert response.headers["content-type"].startswith("text/html")
     for path, kind in (("chat.js", "text/javascript"), ("chat.css", "text/css")):
-        file = httpx.get(f"{live.url}/static/{path}")
+        file = get(f"{live.url}/static/{path}")
         assert file.headers["content-type"].startswith(kind)
         assert "http" not in file.text
 

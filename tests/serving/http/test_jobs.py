@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from models.training.data.tokenizer import ByteTokenizer
@@ -15,7 +14,7 @@ from serving.http.jobs import Work, chat_work, completion_work
 from serving.http.protocol import parse_chat, parse_completion
 from serving.http.service import Language, Loaded, Options, Service
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
-from tests.serving.http.live import serving
+from tests.serving.http.live import post, serving
 
 BOS = 1
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -109,7 +108,7 @@ def test_an_echo_leaves_the_beginning_out() -> None:
 
     with serving(tokenizer=Beginner()) as live:
         body = {"prompt": "hé", "max_tokens": 1, "seed": 0, "echo": True, "logprobs": 0}
-        answer = httpx.post(f"{live.url}/v1/completions", json=body).json()
+        answer = post(f"{live.url}/v1/completions", json=body).json()
         (choice,) = answer["choices"]
         assert choice["logprobs"]["tokens"][:3] == ["h", "", "é"]
         assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2]
@@ -121,7 +120,7 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
     backend = FakeBackend(dataclasses.replace(LIMITS, vocab_size=300), letters=False)
     with serving(backend) as live:
         body = {"prompt": [299, 97], "max_tokens": 40, "seed": 0, "echo": True, "logprobs": 5}
-        answer = httpx.post(f"{live.url}/v1/completions", json=body)
+        answer = post(f"{live.url}/v1/completions", json=body)
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["text"].startswith("a")
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import httpx
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from serving.engine.infer import Array, TensorSpec
 from serving.errors import ServingError
 from serving.http.service import Loaded, Service
-from tests.serving.http.live import Live, serving
+from tests.serving.http.live import Live, get, post, serving
 
 
 class Scaler:
@@ -52,7 +51,7 @@ def scale(data: Any = 2, datatype: str = "INT8") -> dict[str, Any]:
 def infer(live: Live, *inputs: Any, status: int = 200, **more: Any) -> Any:
     body = json.dumps({"inputs": list(inputs), **more})
     url = f"{live.url}/v2/models/scaler/infer"
-    response = httpx.post(url, content=body, headers={"Content-Type": "application/json"})
+    response = post(url, content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text
     return response.json()
 
@@ -122,11 +121,11 @@ def test_numbers_that_json_has_not(live: Live) -> None:
 
 
 def test_what_the_model_says_of_itself(live: Live) -> None:
-    assert httpx.get(f"{live.url}/v2/health/live").status_code == 200
-    assert httpx.get(f"{live.url}/v2/health/ready").json() == {"ready": True}
-    assert httpx.get(f"{live.url}/v2/models/scaler/ready").json()["ready"] is True
-    assert httpx.get(f"{live.url}/v2/models/other/ready").status_code == 404
-    answer = httpx.get(f"{live.url}/v2/models/scaler").json()
+    assert get(f"{live.url}/v2/health/live").status_code == 200
+    assert get(f"{live.url}/v2/health/ready").json() == {"ready": True}
+    assert get(f"{live.url}/v2/models/scaler/ready").json()["ready"] is True
+    assert get(f"{live.url}/v2/models/other/ready").status_code == 404
+    answer = get(f"{live.url}/v2/models/scaler").json()
     assert answer["inputs"] == [
         {"name": "x", "datatype": "FP32", "shape": [-1, 3]},
         {"name": "scale", "datatype": "INT8", "shape": []},
@@ -135,17 +134,17 @@ def test_what_the_model_says_of_itself(live: Live) -> None:
 
 
 def test_it_is_no_language_model(live: Live) -> None:
-    response = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a"})
+    response = post(f"{live.url}/v1/completions", json={"prompt": "a"})
     assert response.status_code == 404
     assert "no language model" in response.json()["error"]["message"]
 
 
 def test_a_language_model_has_no_tensors() -> None:
     with serving() as live:
-        response = httpx.post(f"{live.url}/v2/models/fake-llama/infer", json={"inputs": []})
+        response = post(f"{live.url}/v2/models/fake-llama/infer", json={"inputs": []})
         assert response.status_code == 404
         assert "use /v1/completions" in response.json()["error"]
-        assert httpx.get(f"{live.url}/v2/models/fake-llama").json()["inputs"] == []
+        assert get(f"{live.url}/v2/models/fake-llama").json()["inputs"] == []
 
 
 def test_dtypes_that_have_no_name() -> None:

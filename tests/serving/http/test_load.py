@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import random
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 
 from serving.http.service import Options
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
-from tests.serving.http.live import Live, serving
+from tests.serving.http.live import Live, get, serving
+from tests.waiting import PATIENCE
 
 
 async def read_stream(
@@ -64,7 +66,7 @@ def crowd(live: Live, count: int, at_once: int, seed: int) -> list[str]:
     async def go() -> list[str]:
         gate = asyncio.Semaphore(at_once)
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=live.url, timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE, limits=limits) as client:
 
             async def enter(number: int) -> str:
                 async with gate:
@@ -89,7 +91,7 @@ def check_load(count: int, at_once: int, rounds: int) -> None:
         gc.collect()
         assert len(gc.get_objects()) - before < 20 * count
         counts = live.service.language().engine.state().counts
-        numbers = httpx.get(f"{live.url}/metrics").text
+        numbers = get(f"{live.url}/metrics").text
         assert (
             f'vllm:generation_tokens_total{{model_name="fake-llama"}} {counts.drawn}.0' in numbers
         )
@@ -104,20 +106,27 @@ def test_a_large_crowd() -> None:
     check_load(1000, 300, rounds=2)
 
 
+TAKEN = LIMITS.slots + 5
+
+
 def test_more_than_the_queue_takes_are_told_to_come_back() -> None:
-    async def go(live: Live) -> list[int]:
+    async def go(live: Live) -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=live.url, timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE, limits=limits) as client:
             body = {"prompt": "hello", "max_tokens": 30, "seed": 0}
-            asked = (client.post("/v1/completions", json=body) for _ in range(60))
+            asked = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(60)
+            ]
+            for refusal in itertools.islice(asyncio.as_completed(asked), 60 - TAKEN):
+                assert (await refusal).status_code == 429
+            live.backend.gate.open()
             answers = await asyncio.gather(*asked)
         whole = live.alone("hello", 30)
         served = [answer for answer in answers if answer.status_code == 200]
+        assert len(served) == TAKEN
         assert all(answer.json()["choices"][0]["text"] == whole for answer in served)
-        return [answer.status_code for answer in answers]
 
-    with serving(FakeBackend(latency=0.02), Options(max_waiting=5)) as live:
-        codes = asyncio.run(go(live))
-        assert set(codes) == {200, 429}
-        assert codes.count(200) >= 9
+    with serving(options=Options(max_waiting=5)) as live:
+        live.backend.gate.close()
+        asyncio.run(go(live))
         live.wait_idle()

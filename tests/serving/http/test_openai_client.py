@@ -10,6 +10,7 @@ import pytest
 from serving.http.service import Options
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import MODEL, Live, serving
+from tests.waiting import PATIENCE
 
 openai = pytest.importorskip("openai")
 
@@ -26,7 +27,7 @@ def live() -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[Any]:
     url = f"{live.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=20) as made:
+    with openai.OpenAI(base_url=url, api_key="secret", max_retries=0, timeout=PATIENCE) as made:
         yield made
 
 
@@ -99,7 +100,7 @@ def test_errors_are_of_its_own_kinds(live: Live, client: Any) -> None:
 def test_an_error_in_the_midst_of_a_stream() -> None:
     with serving(FakeBackend(fail_after=4)) as live:
         url = f"{live.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=20) as client:
+        with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=PATIENCE) as client:
             stream = client.completions.create(model=MODEL, prompt="a", max_tokens=40, stream=True)
             with pytest.raises(openai.APIError, match="the device is gone"):
                 list(stream)

@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,41 +19,47 @@ import pytest
 from serving.errors import ServingError
 from serving.http.server import listen
 from serving.http.service import Options
-from tests.serving.http.live import wait_until
+from tests.serving.http.live import get, post
+from tests.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
-import sys, time
+import sys
+from pathlib import Path
 from models.training.data.tokenizer import ByteTokenizer
 from serving.http.server import serve
 from serving.http.service import Loaded, Options
 from tests.serving.engine.fake_backend import FakeBackend
+from tests.waiting import PATIENCE, wait_until
+
+FOLDER = Path(sys.argv[1])
 
 def load():
-    time.sleep({loading})
+    wait_until((FOLDER / "load").exists)
     {extra}
-    return Loaded("fake", FakeBackend(latency={latency}), ByteTokenizer())
+    backend = FakeBackend()
+    backend.gate.wait = lambda: wait_until((FOLDER / "run").exists)
+    return Loaded("fake", backend, ByteTokenizer())
 
 try:
-    serve(load, port=0, options=Options(drain_seconds=20))
+    serve(load, port=0, options=Options(drain_seconds=PATIENCE))
 except (ValueError, RuntimeError) as error:
     sys.exit(f"error: {{error}}")
 """
 
 
 class Process:
-    """A server in a process of its own."""
+    """A server in a process of its own: it loads, and the model runs, when we say so."""
 
-    def __init__(self, loading: float, latency: float, extra: str) -> None:
-        program = PROGRAM.format(loading=loading, latency=latency, extra=extra)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
+    def __init__(self, folder: Path, extra: str = "") -> None:
+        command = [sys.executable, "-c", PROGRAM.format(extra=extra), str(folder)]
+        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        self.folder = folder
         self.lines: list[str] = []
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
-        wait_until(lambda: self.lines != [], 30)
+        wait_until(lambda: self.lines != [])
         found = re.search(r"listening on (http://127.0.0.1:\d+), loading", self.lines[0])
         assert found, self.lines
         self.url = found[1]
@@ -63,53 +68,75 @@ class Process:
         assert self.process.stderr is not None
         self.lines.extend(self.process.stderr)
 
-    def ready(self) -> None:
-        wait_until(lambda: httpx.get(f"{self.url}/health").status_code == 200, 30)
+    def let(self, what: str) -> None:
+        """Let it `load`, or its model `run`."""
+        (self.folder / what).touch()
 
-    def end(self, seconds: float = 20) -> str:
+    def wait_health(self, status: int) -> None:
+        wait_until(lambda: get(f"{self.url}/health").status_code == status)
+
+    def is_closed(self) -> bool:
+        try:
+            get(self.url)
+        except httpx.TransportError:
+            return True
+        return False
+
+    def end(self) -> str:
         """Wait for its end; what it has written."""
-        self.process.wait(seconds)
-        self.reader.join(5)
+        self.process.wait(PATIENCE)
+        self.reader.join(PATIENCE)
         return "".join(self.lines)
 
 
-@contextmanager
-def started(loading: float = 0.0, latency: float = 0.0, extra: str = "") -> Iterator[Process]:
-    process = Process(loading, latency, extra)
-    try:
-        yield process
-    finally:
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start(extra: str = "") -> Process:
+        started.append(Process(tmp_path, extra))
+        return started[-1]
+
+    yield start
+    for process in started:
         process.process.kill()
-        process.process.wait()
-        process.reader.join(5)
+        process.end()
         assert process.process.stderr is not None
         process.process.stderr.close()
 
 
-def ask(url: str, answers: list[Any]) -> None:
-    body = {"prompt": "hello", "max_tokens": 40, "stream": True}
-    try:
-        answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30).text)
-    except httpx.TransportError as error:
-        answers.append(error)
+@contextmanager
+def asking(url: str) -> Iterator[list[Any]]:
+    """While a request is under way; in the list is what came of it, when it is over."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        body = {"prompt": "hello", "max_tokens": 40, "stream": True}
+        try:
+            answers.append(post(f"{url}/v1/completions", json=body).text)
+        except httpx.TransportError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: 'requests_running{model_name="fake"} 1.0' in get(f"{url}/metrics").text)
+    yield answers
+    thread.join()
 
 
-def test_a_gentle_end() -> None:
-    with started(loading=0.3, latency=0.08) as process:
-        assert httpx.get(f"{process.url}/health").status_code == 503
-        process.ready()
-        answers: list[Any] = []
-        thread = threading.Thread(target=ask, args=(process.url, answers))
-        thread.start()
-        metrics = f"{process.url}/metrics"
-        wait_until(lambda: 'requests_running{model_name="fake"} 1.0' in httpx.get(metrics).text)
+def test_a_gentle_end(start: Callable[..., Process]) -> None:
+    process = start()
+    assert get(f"{process.url}/health").status_code == 503
+    process.let("load")
+    process.wait_health(200)
+    with asking(process.url) as answers:
         process.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{process.url}/health").status_code == 503)
-        thread.join(20)
-        assert answers[0].endswith("data: [DONE]\n\n")
-        assert '"finish_reason":"length"' in answers[0]
-        log = process.end()
-        assert process.process.returncode == 0
+        process.wait_health(503)
+        process.let("run")
+    assert answers[0].endswith("data: [DONE]\n\n")
+    assert '"finish_reason":"length"' in answers[0]
+    log = process.end()
+    assert process.process.returncode == 0
     assert "ready: fake, 4 slots of 64 tokens, 3 programs compiled, mesh fake" in log
     assert "draining" in log and log.rstrip().endswith("stopped")
     assert "Traceback" not in log
@@ -117,29 +144,26 @@ def test_a_gentle_end() -> None:
     assert "uvicorn.error" not in log  # what libraries tell of themselves
 
 
-def test_two_signals_end_at_once() -> None:
-    with started(latency=0.3) as process:
-        process.ready()
-        answers: list[Any] = []
-        thread = threading.Thread(target=ask, args=(process.url, answers))
-        thread.start()
-        metrics = f"{process.url}/metrics"
-        wait_until(lambda: 'requests_running{model_name="fake"} 1.0' in httpx.get(metrics).text)
-        before = time.monotonic()
+def test_two_signals_end_at_once(start: Callable[..., Process]) -> None:
+    process = start()
+    process.let("load")
+    process.wait_health(200)
+    with asking(process.url) as answers:
         process.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        process.wait_health(503)
         process.process.send_signal(signal.SIGINT)
-        process.end(8)
-        assert time.monotonic() - before < 8  # forty tokens would take twelve seconds
-        thread.join(20)
+        wait_until(process.is_closed)  # though the request is not over
+        process.let("run")  # else it waits ten seconds for the model
+        process.end()
+    assert isinstance(answers[0], httpx.TransportError) or "[DONE]" not in answers[0]
 
 
-def test_a_signal_while_it_loads() -> None:
-    with started(loading=30) as process:
-        process.process.send_signal(signal.SIGTERM)
-        log = process.end(10)
-        assert process.process.returncode == 0
-        assert "Traceback" not in log
+def test_a_signal_while_it_loads(start: Callable[..., Process]) -> None:
+    process = start()
+    process.process.send_signal(signal.SIGTERM)
+    log = process.end()
+    assert process.process.returncode == 0
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize(
@@ -153,12 +177,13 @@ def test_a_signal_while_it_loads() -> None:
         ),
     ],
 )
-def test_what_cannot_be_loaded(extra: str, message: str) -> None:
-    with started(extra=extra) as process:
-        log = process.end()
-        assert process.process.returncode == 1
-        assert message in log
-        assert "Traceback" not in log
+def test_what_cannot_be_loaded(start: Callable[..., Process], extra: str, message: str) -> None:
+    process = start(extra)
+    process.let("load")
+    log = process.end()
+    assert process.process.returncode == 1
+    assert message in log
+    assert "Traceback" not in log
 
 
 def test_a_port_that_is_taken() -> None:

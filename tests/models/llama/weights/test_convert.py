@@ -24,6 +24,7 @@ from models.llama.weights.sources import checkpoint_source, fresh_source, hf_sou
 from models.training.checkpoints.store import CheckpointError, Checkpoints
 from models.training.run.loop import TrainState
 from scripts import convert_checkpoints as script
+from tests.models.llama.weights.conversion import failure
 
 CONFIG = dataclasses.replace(
     CONFIGS["tiny"], num_attention_heads=8, num_key_value_heads=2, head_dim=8, scan_layers=False
@@ -278,16 +279,6 @@ def zeros_of(index):
 
 
 # What cannot be done
-
-
-def failure(capsys, *arguments):
-    with pytest.raises(SystemExit) as caught:
-        script.main([*map(str, arguments)])
-    capsys.readouterr()
-    message = str(caught.value.code)
-    assert message.startswith("error: ")
-    assert "\n" not in message
-    return message
 
 
 @pytest.fixture

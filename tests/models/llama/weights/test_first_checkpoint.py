@@ -35,6 +35,7 @@ from models.training.run.description import RunConfig, RunError, check_same_mode
 from models.training.run.loop import TrainState
 from models.training.run.optimizer import OptimizerConfig
 from scripts import convert_checkpoints as script
+from tests.models.llama.weights.conversion import failure
 
 ROOT = Path(__file__).parents[4]
 CONFIG = dataclasses.replace(CONFIGS["tiny"], vocab_size=256, num_key_value_heads=2)
@@ -271,16 +272,6 @@ def test_memory_is_bounded(tmp_path):
 
 
 # What cannot be done
-
-
-def failure(capsys, *arguments):
-    with pytest.raises(SystemExit) as caught:
-        script.main([*map(str, arguments)])
-    capsys.readouterr()
-    message = str(caught.value.code)
-    assert message.startswith("error: ")
-    assert "\n" not in message
-    return message
 
 
 def test_errors(whole, tmp_path, capsys):

@@ -24,24 +24,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Variant -> its checkpoint."""
-
-    @functools.cache
-    def folder(variant):
-        path = tmp_path_factory.mktemp("checkpoints") / variant
-        checkpoints.write(variant, path)
-        return path
-
-    return folder
-
-
-@pytest.fixture(scope="module")
-def mesh(devices8):
-    return spmd.make_mesh(data=4, model=2, devices=devices8)
-
-
 def compile_forward(config, mesh):
     """The partitioned forward pass, with the marks that training has."""
     mark = sharding.activation_marks(mesh, config)

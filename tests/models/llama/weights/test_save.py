@@ -18,7 +18,6 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-import spmd
 from models.llama import model, sharding
 from models.llama.config import CONFIGS, LlamaConfig, RopeScaling
 from models.llama.weights import load as weights
@@ -60,11 +59,6 @@ def fresh(config):
     return jax.tree.map(
         lambda struct: jnp.asarray(rng.normal(scale=0.3, size=struct.shape), struct.dtype), structs
     )
-
-
-@pytest.fixture(scope="module")
-def mesh(devices8):
-    return spmd.make_mesh(data=4, model=2, devices=devices8)
 
 
 def all_tensors(folder):

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models.training.checkpoints.manifest import write_manifest
 from models.training.checkpoints.store import CheckpointError, Checkpoints
 from models.training.run.loop import TrainState
+from tests.waiting import PATIENCE
 
 LAYERS = 3
 P = PartitionSpec
@@ -348,7 +349,7 @@ def test_files_that_cannot_grow(tmp_path):
         [sys.executable, "-c", script, str(tmp_path / "c")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     errors, after = result.stdout.splitlines()

@@ -1,6 +1,5 @@
 import dataclasses
 import threading
-import time
 from typing import Any, cast
 
 import jax
@@ -15,6 +14,7 @@ from models.training.data import corpus
 from models.training.data.loader import Loader, _HostRows, place, rows_of_host
 from models.training.data.samples import PackedTokens
 from models.training.data.tokenize import Options, tokenize
+from tests.waiting import wait_until
 
 SPEC = P("data", None)
 
@@ -66,10 +66,7 @@ def test_closing_ends_the_threads(devices8):
     next(loader)
     loader.close()
     loader.close()
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
+    wait_until(lambda: threading.active_count() <= before)
 
 
 def test_shardings_of_other_leaves(devices8):

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from models.training.data.documents import Bad, Source, Text
 from models.training.data.tokenize import Options, tokenize
 from models.training.data.tokenizer import load_tokenizer
 from models.training.errors import DataError
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[4]
 TEXTS = [f"the quick brown fox {i} jumping over naïve dogs ∑ \n" * (i % 7 + 1) for i in range(60)]
@@ -252,19 +252,17 @@ def test_killed_and_resumed(tmp_path, bpe):
     run = [sys.executable, "-m", "scripts.tokenize_data", *arguments]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run([*run, "--out", whole, "--workers", "1"], cwd=ROOT, check=True)
-    process = subprocess.Popen([*run, "--out", killed, "--workers", "2"], cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while not list(killed.glob("*.shard.json")) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    again = [*run, "--out", killed, "--workers", "2"]
+    process = subprocess.Popen(again, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_until(lambda: list(killed.glob("*.shard.json")))
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()  # its processes are gone too: nobody holds the pipe any more
     done = list(killed.glob("*.shard.json"))
     assert done and not (killed / "manifest.json").exists()
     with pytest.raises(DataError, match=r"there is no manifest.json.*run it again"):
         token_folder.open_folder(killed)
     stamps = {path.name: path.stat().st_mtime_ns for path in killed.glob("*.tokens.bin")}
-    time.sleep(0.5)  # its processes see that it is gone
-    subprocess.run([*run, "--out", killed, "--workers", "2"], cwd=ROOT, check=True)
+    subprocess.run(again, cwd=ROOT, check=True)
     assert content(killed) == content(whole)
     first = done[0].name.split(".")[0] + ".tokens.bin"
     assert (killed / first).stat().st_mtime_ns == stamps[first]
