@@ -110,9 +110,9 @@ class AutoSharding:
 def auto(
     fn: Callable[..., Any],
     mesh: Any,
+    *args: Any,
     topology: Topology | None = None,
     memory_limit: int | None = None,
-    *args: Any,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
 ) -> AutoSharding:
@@ -123,9 +123,9 @@ def auto(
     Args:
       fn: a function for one device.
       mesh: a mesh, or several to choose from.
+      *args: arrays or `ShapeDtypeStruct`s, marked or not.
       topology: the machine to plan for; guessed from the mesh when left out.
       memory_limit: bytes that one device may use; the topology's memory when left out.
-      *args: arrays or `ShapeDtypeStruct`s, marked or not.
       donate_argnums: as for `spmd.jit`: donated arguments and their updates look alike.
       static_argnums: as for `spmd.jit`.
 
@@ -133,11 +133,11 @@ def auto(
       An `AutoSharding`; printed, it is code to paste and edit.
 
     Raises:
+      MeshError: there is no mesh to choose from.
       PlanError: no mesh has a plan that keeps to the memory limit.
 
     Example:
-      >>> found = spmd.auto(train_step, mesh, spmd.Topology("h200:8"), None, params, state, batch,
-      ...                   donate_argnums=(0, 1))
+      >>> found = spmd.auto(train_step, mesh, params, state, batch, donate_argnums=(0, 1))
       >>> print(found)
     """
     meshes = list(mesh) if isinstance(mesh, list | tuple) else [mesh]

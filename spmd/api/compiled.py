@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from spmd.api.boundary import Boundary
+from spmd.api.mistakes import check_alive, check_concrete, check_types
 from spmd.api.planned import Planned
 from spmd.api.tracing import Traced
 from spmd.errors import ArgumentError
@@ -65,8 +66,21 @@ class Compiled(Planned):
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat arguments, placing those that lie elsewhere."""
         self._check_here()
-        results = self.executable(*self._boundary.take(leaves))
+        taken = self._boundary.take(leaves)
+        try:
+            check_alive(self.request.arg_names, taken)
+            results = self.executable(*taken)
+        except TypeError:
+            self._check_types(leaves)
+            raise
         return jax.tree.unflatten(self.traced.out_tree, self._boundary.hand_back(list(results)))
+
+    def _check_types(self, leaves: Sequence[Any]) -> None:
+        """Says which argument has a type that the program was not compiled for."""
+        program = self.stages.program
+        types = [program.types[value] for value in program.body.args]
+        check_concrete(program.name, leaves)
+        check_types(self.request.arg_names, types, self._boundary.data(leaves))
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments placed on a mesh lie as this program wants them."""

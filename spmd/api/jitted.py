@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from spmd.api.arguments import function_name
 from spmd.api.compiled import Compiled, Lowered
+from spmd.api.mistakes import check_jit
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
 from spmd.mesh.spec import as_mesh
 from spmd.mesh.topology import Topology
@@ -17,7 +19,7 @@ R = TypeVar("R")
 
 
 def jit(
-    fn: Callable[P, R],
+    fn: Callable[P, R] | None = None,
     *,
     mesh: Any = None,
     in_specs: Any = None,
@@ -44,12 +46,14 @@ def jit(
       An object to call like `fn`; see `Jitted`.
 
     Raises:
+      ArgumentError: `fn` is not a function, or `options` are not `Options`.
       MeshError: the mesh is not one.
 
     Example:
       >>> step = jit(train_step, mesh=mesh, donate_argnums=(0, 1))
       >>> params, opt_state, loss = step(params, opt_state, batch)
     """
+    check_jit(fn, options)
     if mesh is not None:
         as_mesh(mesh)
     return Jitted(
@@ -72,7 +76,7 @@ class Jitted(Generic[P, R]):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._cache: dict[Any, list[Compiled]] = {}
-        self.__name__ = getattr(recipe.fn, "__name__", "fn")
+        self.__name__ = function_name(recipe.fn)
         self.__doc__ = recipe.fn.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from spmd.errors import bytes_text as bytes_text
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
@@ -30,15 +31,6 @@ def _entry_text(axes: Axes, mesh: Mesh) -> str:
 def axes_text(axes: Axes, mesh: Mesh) -> str:
     """`data, model`."""
     return ", ".join(str(ref) for ref in axis_refs(axes, mesh))
-
-
-def bytes_text(count: float) -> str:
-    """`1.5 KiB`: three digits or so, in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
 
 
 def seconds_text(seconds: float) -> str:
