@@ -9,6 +9,7 @@ from spmd.api.arguments import function_name
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.mistakes import check_jit
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
+from spmd.explain.words import plural
 from spmd.mesh.spec import as_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -84,6 +85,12 @@ class Jitted(Generic[P, R]):
         call = take_apart(self.recipe, args, kwargs)
         result: R = self._compiled(call).run(call.leaves)
         return result
+
+    def __repr__(self) -> str:
+        mesh = self.recipe.mesh
+        where = f"on {as_mesh(mesh)}" if mesh is not None else "on the mesh of its arguments"
+        kinds = plural(sum(map(len, self._cache.values())), "kind")
+        return f"<spmd.jit of {self.__name__} {where}: compiled for {kinds} of call>"
 
     def compile(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Compiled:
         """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running.

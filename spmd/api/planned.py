@@ -45,6 +45,11 @@ class Planned:
         return self.request.mesh
 
     @property
+    def name(self) -> str:
+        """What the function is called."""
+        return self.traced.name or self.stages.plan.program.name
+
+    @property
     def donated(self) -> tuple[int, ...]:
         """Flat indices of the donated arguments."""
         return self.request.donated
@@ -83,6 +88,17 @@ class Planned:
 
     # Reports are loaded when asked for: training and serving go without.
 
+    def __repr__(self) -> str:
+        from spmd.explain.brief import brief
+
+        facts = (self.stages, self.collectives, self.memory, self.cost)
+        return brief(type(self).__name__, self.name, *facts)
+
+    def _repr_html_(self) -> str:
+        from spmd.explain.page.first import notebook_cell
+
+        return notebook_cell(self.name, self.stages, self.collectives, self.memory)
+
     def explain(self, value: str | None = None, *, prices: bool = True) -> str:
         """What is sharded how, why, and what it costs, as text; or all about one value.
 
@@ -101,7 +117,7 @@ class Planned:
         asked = self.prices if prices else None
         if value is not None:
             return explain_value(self.stages, value, asked)
-        return explain_program(self.stages, self.collectives, self.memory, asked)
+        return explain_program(self.stages, self.collectives, self.memory, asked, self.name)
 
     def summary(self) -> str:
         """The short form of `explain`, for a terminal."""
@@ -119,7 +135,8 @@ class Planned:
         from spmd.explain.page.page import write_report
 
         asked = self.prices if prices else None
-        write_report(path, self.stages, self.collectives, self.memory, self.predicted_memory, asked)
+        facts = (self.stages, self.collectives, self.memory, self.predicted_memory)
+        write_report(path, *facts, asked, self.name)
 
     def as_text(self, stage: str = "planned") -> str:
         """The program after a stage, as deterministic text; stages are `spmd.api.STAGES`.

@@ -93,6 +93,7 @@ class Traced(NamedTuple):
       out_structs: its leaves.
       given_mesh: the mesh as the user gave it or placed arguments on it, if so.
       key_dtypes: for each flat argument its dtype if it is a key array.
+      name: the function's, or none.
     """
 
     request: Request
@@ -101,6 +102,7 @@ class Traced(NamedTuple):
     out_structs: tuple[Any, ...]
     given_mesh: Any
     key_dtypes: tuple[Any, ...]
+    name: str = ""
 
 
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -174,6 +176,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         tuple(out_leaves),
         given,
         tuple(map(key_dtype, call.leaves)),
+        function_name(recipe.fn),
     )
 
 

@@ -27,6 +27,7 @@ class Overview(NamedTuple):
       timeline: what runs when in one run, communication hidden where it can be.
       greedy_seconds: what the greedy plan costs, nothing hidden.
       lower_seconds: what no plan that was weighed undercuts, nothing hidden; 0 if unknown.
+      collectives: how many collective ops there are.
       comm_bytes: bytes that one device sends.
       argument_bytes, result_bytes: per device.
       whole_argument_bytes, whole_result_bytes: unpartitioned.
@@ -41,6 +42,7 @@ class Overview(NamedTuple):
     timeline: Timeline
     greedy_seconds: float
     lower_seconds: float
+    collectives: int
     comm_bytes: int
     argument_bytes: int
     result_bytes: int
@@ -82,6 +84,7 @@ def overview(stages: Stages, collectives: Sequence[Collective], memory: Memory |
         predict_timeline(stages.optimized.program, plan.mesh, plan.topology),
         plan.greedy_seconds,
         plan.lower_seconds,
+        len(collectives),
         sum(c.bytes * c.count for c in collectives),
         sum(leaf.local.bytes for leaf in arguments),
         sum(leaf.local.bytes for leaf in results),

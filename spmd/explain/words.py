@@ -41,6 +41,16 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def share_text(part: float, whole: float) -> str:
+    """`12.5%`."""
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def plural(count: int, what: str) -> str:
+    """`1 op`, `2 ops`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def price_text(seconds: float, count: int) -> str:
     """A difference: `1.2 ms more, 30 MiB more sent`, `1.2 ms less, but 3 MiB more sent`."""
     time, sent = seconds_text(abs(seconds)), bytes_text(abs(count))
