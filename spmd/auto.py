@@ -28,6 +28,7 @@ from spmd.planning.open_domains import every_state, open_domains
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem, problem_of
 from spmd.planning.units import units_of
+from spmd.progress import doing, progress
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ def auto(
             options=options,
         )
         try:
-            found = _on_mesh(jitted, as_mesh(given), args, memory_limit)
+            with progress(f"specs of {jitted.__name__} on {as_mesh(given)}", options.shows_progress):
+                found = _on_mesh(jitted, as_mesh(given), args, memory_limit)
             tried.append((Considered(found.mesh, found.seconds), found))
         except PlanError as error:
             tried.append((Considered(as_mesh(given), None, error.what), None))
@@ -194,6 +196,7 @@ def _on_mesh(
 def _open_plan(request: Request, memory_limit: int | None) -> Plan:
     """The plan in which arguments without a spec may lie in any way."""
     propagated = propagated_of(request)
+    doing("plan")
     fixed = problem_of(propagated, request.topology, (), request.links)
     types, mesh = propagated.program.types, propagated.mesh
     entries = request.arg_entries or (None,) * len(fixed.arguments)

@@ -23,6 +23,7 @@ from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Stages, lower_plan
 from spmd.planning.plan import Plan
+from spmd.progress import doing, progress
 from spmd.verify.run import Verification, verify
 
 
@@ -41,7 +42,8 @@ class Lowered(Planned):
         Raises:
           MeshError: as for `Jitted.compile`.
         """
-        return Compiled(self)
+        with progress(self.name, self.options.shows_progress):
+            return Compiled(self)
 
 
 class Compiled(Planned):
@@ -57,6 +59,7 @@ class Compiled(Planned):
         self._ahead = None if target is None or is_here(self.mesh, target) else target
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
         self._boundary = Boundary(self.traced, emitted, jax_mesh(self.mesh, devices))
+        doing("XLA")
         self.executable = compile_emitted(emitted, self.options.compiler_options, devices)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from spmd.api.arguments import function_name
@@ -14,6 +15,7 @@ from spmd.mesh.spec import as_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Request, compile_module
+from spmd.progress import doing, progress
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,11 +138,17 @@ class Jitted(Generic[P, R]):
         for compiled in self._cache.get(key, ()):
             if compiled.accepts(call.leaves):
                 return compiled
-        compiled = self._lower(call, None).compile()
+        with self._progress():
+            compiled = self._lower(call, None).compile()
         self._cache.setdefault(key, []).append(compiled)
         return compiled
 
     def _lower(self, call: Call, topology: Topology | None) -> Lowered:
-        traced = trace_call(self.recipe, call, topology)
         options = self.recipe.options
-        return Lowered(traced, compile_module(traced.request, options), options, topology)
+        with self._progress():
+            doing("trace")
+            traced = trace_call(self.recipe, call, topology)
+            return Lowered(traced, compile_module(traced.request, options), options, topology)
+
+    def _progress(self) -> AbstractContextManager[None]:
+        return progress(self.__name__, self.recipe.options.shows_progress)
