@@ -155,7 +155,8 @@ def auto(
             options=options,
         )
         try:
-            with progress(f"specs of {jitted.__name__} on {as_mesh(given)}", options.shows_progress):
+            what = f"specs of {jitted.__name__} on {as_mesh(given)}"
+            with progress(what, options.shows_progress):
                 found = _on_mesh(jitted, as_mesh(given), args, memory_limit)
             tried.append((Considered(found.mesh, found.seconds), found))
         except PlanError as error:

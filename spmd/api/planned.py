@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable
 from functools import cached_property
@@ -145,14 +146,17 @@ class Planned:
           ArgumentError: there is no such stage.
         """
         if stage not in _TEXTS:
-            raise ArgumentError(
-                f"unknown stage {stage!r}",
-                required=f"one of {', '.join(STAGES)}",
-                fix="`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
-                if stage == "hlo"
-                else None,
-            )
+            raise _unknown_stage(stage)
         return _TEXTS[stage](self)
+
+
+def _unknown_stage(stage: str) -> ArgumentError:
+    close = difflib.get_close_matches(stage, STAGES, n=1)
+    fix = f"write {close[0]!r}" if close else "name a stage"
+    if stage == "hlo":
+        fix = "`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
+    required = f"one of {', '.join(STAGES)}"
+    return ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)
 
 
 def _propagated(planned: Planned) -> str:

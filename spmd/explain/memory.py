@@ -1,7 +1,7 @@
 """Memory of a program, per device: as XLA reports it, or as predicted.
 
-`memory_curve` shows the prediction over time: the bytes that are held at each op of a run, what they
-are held for, and which values are alive at the peak.
+`memory_curve` shows the prediction over time: the bytes that are held at each op of a run, what
+they are held for, and which values are alive at the peak.
 """
 
 from __future__ import annotations
