@@ -93,7 +93,9 @@ def check_concrete(name: str, leaves: Sequence[Any]) -> None:
 
 
 def check_alive(names: Sequence[str], arrays: Sequence[Any]) -> None:
-    """Holds that no argument was deleted: on CPUs the process would end with a segmentation fault.
+    """Holds that no argument was deleted.
+
+    jax's runtime for CPUs ends the process with a segmentation fault at one that was.
 
     Raises:
       ArgumentError: one was, as donated arguments are.
