@@ -72,7 +72,12 @@ def main(argv: Sequence[str]) -> None:
         )
         start = time.perf_counter()
         found = spmd.auto(
-            train_step(config, optimizer), meshes, topology, limit, *args, donate_argnums=(0, 1)
+            train_step(config, optimizer),
+            meshes,
+            *args,
+            topology=topology,
+            memory_limit=limit,
+            donate_argnums=(0, 1),
         )
         took = time.perf_counter() - start
         hand, where = min((by_hand(config, mesh, topology), str(mesh)) for mesh in meshes)

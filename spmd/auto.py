@@ -28,6 +28,7 @@ from spmd.planning.open_domains import every_state, open_domains
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem, problem_of
 from spmd.planning.units import units_of
+from spmd.progress import doing, progress
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ class AutoSharding:
 def auto(
     fn: Callable[..., Any],
     mesh: Any,
+    *args: Any,
     topology: Topology | None = None,
     memory_limit: int | None = None,
-    *args: Any,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
 ) -> AutoSharding:
@@ -123,9 +124,9 @@ def auto(
     Args:
       fn: a function for one device.
       mesh: a mesh, or several to choose from.
+      *args: arrays or `ShapeDtypeStruct`s, marked or not.
       topology: the machine to plan for; guessed from the mesh when left out.
       memory_limit: bytes that one device may use; the topology's memory when left out.
-      *args: arrays or `ShapeDtypeStruct`s, marked or not.
       donate_argnums: as for `spmd.jit`: donated arguments and their updates look alike.
       static_argnums: as for `spmd.jit`.
 
@@ -133,11 +134,11 @@ def auto(
       An `AutoSharding`; printed, it is code to paste and edit.
 
     Raises:
+      MeshError: there is no mesh to choose from.
       PlanError: no mesh has a plan that keeps to the memory limit.
 
     Example:
-      >>> found = spmd.auto(train_step, mesh, spmd.Topology("h200:8"), None, params, state, batch,
-      ...                   donate_argnums=(0, 1))
+      >>> found = spmd.auto(train_step, mesh, params, state, batch, donate_argnums=(0, 1))
       >>> print(found)
     """
     meshes = list(mesh) if isinstance(mesh, list | tuple) else [mesh]
@@ -154,7 +155,9 @@ def auto(
             options=options,
         )
         try:
-            found = _on_mesh(jitted, as_mesh(given), args, memory_limit)
+            what = f"specs of {jitted.__name__} on {as_mesh(given)}"
+            with progress(what, options.shows_progress):
+                found = _on_mesh(jitted, as_mesh(given), args, memory_limit)
             tried.append((Considered(found.mesh, found.seconds), found))
         except PlanError as error:
             tried.append((Considered(as_mesh(given), None, error.what), None))
@@ -194,6 +197,7 @@ def _on_mesh(
 def _open_plan(request: Request, memory_limit: int | None) -> Plan:
     """The plan in which arguments without a spec may lie in any way."""
     propagated = propagated_of(request)
+    doing("plan")
     fixed = problem_of(propagated, request.topology, (), request.links)
     types, mesh = propagated.program.types, propagated.mesh
     entries = request.arg_entries or (None,) * len(fixed.arguments)

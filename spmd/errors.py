@@ -6,6 +6,8 @@ sharding with sizes, and how to fix it. Fields that do not apply are left out.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SpmdError(Exception):
     """Base of every error that `spmd` raises on purpose.
@@ -80,3 +82,25 @@ class LaunchError(SpmdError):
 
 class LegalityError(SpmdError):
     """A stage broke its contract: a bug in `spmd`, never the user's fault."""
+
+
+# ---------------------------------------------------------------------------------------------
+# How errors and reports write things.
+
+
+def bytes_text(count: float) -> str:
+    """`1.5 KiB`: about three digits, in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def described(thing: Any) -> str:
+    """What a user passed, in a few words: `a float32 array of shape (8, 16)`, else its repr."""
+    shape, dtype = getattr(thing, "shape", None), getattr(thing, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"a {dtype} array of shape {shape}"
+    text = repr(thing)
+    return text if len(text) <= 100 else f"{text[:97]}..."

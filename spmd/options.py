@@ -24,6 +24,8 @@ class Options:
         each takes memory. 0 leaves collectives where they are wanted.
       check: verify every stage's result against its legality table.
       verbose: print the time of every stage.
+      progress: say what a compilation of more than a second or two is doing, in one line that is
+        erased at the end; on terminals and in notebooks alone, never in logs.
       compiler_options: passed to XLA as they are.
     """
 
@@ -34,4 +36,10 @@ class Options:
     prefetch: int = 2
     check: bool = False
     verbose: bool = False
+    progress: bool = True
     compiler_options: Mapping[str, str | bool | int] = field(default_factory=dict)
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether the line of `progress` is shown; what `verbose` prints would break it."""
+        return self.progress and not self.verbose

@@ -36,6 +36,7 @@ from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
 from spmd.planning.problem import problem_of
+from spmd.progress import doing
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import propagate
 from spmd.propagation.propagated import Propagated
@@ -231,6 +232,7 @@ class _Clock:
         self.seconds: dict[str, float] = {}
 
     def __call__(self, stage: str, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        doing(stage)
         start = time.perf_counter()
         result = run(*args, **kwargs)
         self.seconds[stage] = time.perf_counter() - start

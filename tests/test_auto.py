@@ -40,7 +40,7 @@ def structs(batch: int, size: int) -> Any:
 
 def test_a_large_batch_is_split_over_everything() -> None:
     mesh = spmd.make_mesh(data=4, model=2)
-    found = spmd.auto(step, mesh, H200, None, *structs(1 << 16, 1024), donate_argnums=(0, 1))
+    found = spmd.auto(step, mesh, *structs(1 << 16, 1024), topology=H200, donate_argnums=(0, 1))
     assert found.specs["x"][0] == ("data", "model")
     plan = found.jitted.lower(*found.mark(*structs(1 << 16, 1024)), topology=H200).stages.plan
     assert plan.seconds <= found.seconds * 1.02
@@ -53,23 +53,25 @@ def test_a_large_batch_is_split_over_everything() -> None:
 def test_a_memory_limit_splits_parameters() -> None:
     mesh = spmd.make_mesh(data=8)
     args = structs(1 << 14, 2048)
-    free = spmd.auto(step, mesh, H200, None, *args, donate_argnums=(0, 1))
-    tight = spmd.auto(step, mesh, H200, 250 << 20, *args, donate_argnums=(0, 1))
+    free = spmd.auto(step, mesh, *args, topology=H200, donate_argnums=(0, 1))
+    tight = spmd.auto(
+        step, mesh, *args, topology=H200, memory_limit=250 << 20, donate_argnums=(0, 1)
+    )
     assert tight.specs["params/layers/0/up"] != (None, None)
     assert tight.seconds >= free.seconds
     with pytest.raises(spmd.PlanError, match="auto found no plan"):
-        spmd.auto(step, mesh, H200, 1 << 20, *args, donate_argnums=(0, 1))
+        spmd.auto(step, mesh, *args, topology=H200, memory_limit=1 << 20, donate_argnums=(0, 1))
 
 
 def test_marks_are_kept_and_the_mesh_is_chosen() -> None:
     meshes = [spmd.make_mesh(data=8), spmd.make_mesh(data=2, model=4)]
     params, state, x = structs(64, 256)
     x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    found = spmd.auto(step, meshes, H200, None, params, state, x, donate_argnums=(0, 1))
+    found = spmd.auto(step, meshes, params, state, x, topology=H200, donate_argnums=(0, 1))
     assert len(found.considered) == 2
     assert found.seconds == min(entry.seconds for entry in found.considered if entry.seconds)
     marked = spmd.mark_sharding(x, meshes[0], (None, "data"))
-    kept = spmd.auto(step, meshes[0], H200, None, params, state, marked, donate_argnums=(0, 1))
+    kept = spmd.auto(step, meshes[0], params, state, marked, topology=H200, donate_argnums=(0, 1))
     assert kept.specs["x"] == (None, "data")
 
 
@@ -78,7 +80,7 @@ def test_manual_axes_are_left_alone(name: str) -> None:
     mesh = spmd.make_mesh(x=2, y=2, z=2)
     fn = next(p for p in manual_programs.PROGRAMS if p.name == name).make(jax_mesh(mesh))
     args = (manual_programs.X, manual_programs.W)
-    found = spmd.auto(fn, mesh, H200, None, *args)
+    found = spmd.auto(fn, mesh, *args, topology=H200)
     got = found.jitted(*found.mark(*args))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -91,7 +93,7 @@ def test_what_is_chosen_runs() -> None:
         lambda s: jnp.asarray(rng.normal(size=s.shape) / 8, s.dtype), structs(32, 64)[0]
     )
     state, x = OPTIMIZER.init(params), jnp.asarray(rng.normal(size=(32, 64)), jnp.float32)
-    found = spmd.auto(step, mesh, H200, None, params, state, x)
+    found = spmd.auto(step, mesh, params, state, x, topology=H200)
     partitioned = found.jitted(*found.mark(params, state, x))
     plain = jax.jit(step)(params, state, x)
     for a, b in zip(jax.tree.leaves(partitioned), jax.tree.leaves(plain), strict=True):

@@ -1,6 +1,6 @@
 """A hook of mkdocs: what the documentation links to outside of docs/ becomes a page of the site.
 
-Links are written as the repository has them (`../tests/test_errors.py`), and work in an editor
+Links are written as the repository has them (`../tests/test_newcomers.py`), and work in an editor
 and in a code browser. The site has pages of docs/ only, so the hook
 
 - makes a page of each Markdown file that the navigation names and that lies beside docs/;

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spmd.api.marks import path_name
-from spmd.errors import ArgumentError, MeshError
+from spmd.api.marks import caller, path_name
+from spmd.errors import MeshError
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import as_mesh, spec_entries
+from spmd.mesh.spec import as_mesh, dims_of, spec_entries
 
 Aval = tuple[tuple[int, ...], Any, bool]
 """(shape, dtype, weak type) of an argument leaf."""
@@ -25,23 +25,12 @@ def aval_of(leaf: Any) -> Aval:
     """The type of an argument leaf.
 
     Raises:
-      ArgumentError: it is not an array.
+      TypeError: it is not an array.
     """
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
-        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _typeof(leaf)
+        aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     return (tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False)))
-
-
-def _typeof(leaf: Any) -> Any:
-    try:
-        return jax.typeof(leaf)
-    except TypeError as error:
-        raise ArgumentError(
-            f"an argument of type {type(leaf).__name__} is not an array",
-            actual=repr(leaf)[:80],
-            fix="name it in static_argnums or static_argnames, or pass an array",
-        ) from error
 
 
 # ---------------------------------------------------------------------------------------------
@@ -89,13 +78,16 @@ def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
       SpecError: a spec that does not fit it.
     """
     what = f"argument {name}"
-    rank = len(leaf.shape) if hasattr(leaf, "shape") else np.ndim(leaf)
+    shape = leaf.shape if hasattr(leaf, "shape") else np.shape(leaf)
     if spec is None:
         placed = mesh_sharding(leaf)
         if placed is None or _is_elsewhere(placed, what, mesh):
             return None
         spec = placed.spec
-    return with_key_dims(spec_entries(spec, rank, mesh, what=what), leaf)
+    source = caller()
+    entries = spec_entries(spec, len(shape), mesh, what=what, source=source)
+    dims_of(entries, shape, mesh, what=what, source=source)
+    return with_key_dims(entries, leaf)
 
 
 def _is_elsewhere(placed: NamedSharding, what: str, mesh: Mesh) -> bool:
@@ -107,10 +99,10 @@ def _is_elsewhere(placed: NamedSharding, what: str, mesh: Mesh) -> bool:
         return True
     raise MeshError(
         "two different meshes in one program",
-        op=what,
+        source=caller(),
         actual=f"{what} is placed on the mesh ({other}) with spec {placed.spec}",
         required=f"the mesh that the program is compiled for ({mesh})",
-        fix="place the argument with mark_sharding on that mesh",
+        fix="mark all arguments on one mesh, and compile for it",
     )
 
 
@@ -146,6 +138,20 @@ def like_parameters(
 # What arguments are to the function.
 
 
+def function_name(fn: Any) -> str:
+    """What a function is called; `fn` if it has no name."""
+    return str(getattr(fn, "__name__", "fn"))
+
+
+def parameter_names(fn: Any, count: int) -> tuple[str, ...]:
+    """The names of the positional arguments of a call; `arg2` where a function does not tell."""
+    try:
+        found = list(inspect.signature(fn).parameters)[:count]
+    except (TypeError, ValueError):
+        found = []
+    return (*found, *(f"arg{number}" for number in range(len(found), count)))
+
+
 def argument_names(fn: Any, structs: Any, argnums: Sequence[int]) -> tuple[str, ...]:
     """`params/w_in`: the parameter's name, then the path within the argument.
 
@@ -154,16 +160,12 @@ def argument_names(fn: Any, structs: Any, argnums: Sequence[int]) -> tuple[str, 
       structs: its arguments without the static ones: positional ones, then a dict of the others.
       argnums: the number of each positional argument, static ones counted.
     """
-    try:
-        names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        names = []
+    names = parameter_names(fn, max(argnums, default=-1) + 1)
     found = []
     for path, _ in jax.tree_util.tree_flatten_with_path(structs)[0]:
         kind, first, *rest = path
         if kind.idx == 0:
-            number = argnums[first.idx]
-            head = names[number] if number < len(names) else f"arg{number}"
+            head = names[argnums[first.idx]]
         else:
             head = str(first.key)
         found.append("/".join(filter(None, (head, path_name(rest)))))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from spmd.api.boundary import Boundary
+from spmd.api.mistakes import check_alive, check_concrete, check_types
 from spmd.api.planned import Planned
 from spmd.api.tracing import Traced
 from spmd.errors import ArgumentError
@@ -22,6 +23,7 @@ from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Stages, lower_plan
 from spmd.planning.plan import Plan
+from spmd.progress import doing, progress
 from spmd.verify.run import Verification, verify
 
 
@@ -40,7 +42,8 @@ class Lowered(Planned):
         Raises:
           MeshError: as for `Jitted.compile`.
         """
-        return Compiled(self)
+        with progress(self.name, self.options.shows_progress):
+            return Compiled(self)
 
 
 class Compiled(Planned):
@@ -56,6 +59,7 @@ class Compiled(Planned):
         self._ahead = None if target is None or is_here(self.mesh, target) else target
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
         self._boundary = Boundary(self.traced, emitted, jax_mesh(self.mesh, devices))
+        doing("XLA")
         self.executable = compile_emitted(emitted, self.options.compiler_options, devices)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,8 +69,23 @@ class Compiled(Planned):
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat arguments, placing those that lie elsewhere."""
         self._check_here()
-        results = self.executable(*self._boundary.take(leaves))
+        taken = self._boundary.take(leaves)
+        try:
+            if self.request.platform == "cpu":  # whose runtime crashes; others raise
+                check_alive(self.request.arg_names, taken)
+            results = self.executable(*taken)
+        except (TypeError, RuntimeError):
+            self._check_call(leaves, taken)
+            raise
         return jax.tree.unflatten(self.traced.out_tree, self._boundary.hand_back(list(results)))
+
+    def _check_call(self, leaves: Sequence[Any], taken: Sequence[Any]) -> None:
+        """Says which argument the program cannot take, if it is that."""
+        program, names = self.stages.program, self.request.arg_names
+        check_concrete(self.name, leaves)
+        check_alive(names, taken)
+        types = [program.types[value] for value in program.body.args]
+        check_types(names, types, self._boundary.data(leaves))
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments placed on a mesh lie as this program wants them."""

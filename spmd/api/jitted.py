@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from spmd.api.arguments import function_name
 from spmd.api.compiled import Compiled, Lowered
+from spmd.api.mistakes import check_jit
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
+from spmd.explain.words import plural
 from spmd.mesh.spec import as_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Request, compile_module
+from spmd.progress import doing, progress
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def jit(
-    fn: Callable[P, R],
+    fn: Callable[P, R] | None = None,
     *,
     mesh: Any = None,
     in_specs: Any = None,
@@ -44,12 +49,14 @@ def jit(
       An object to call like `fn`; see `Jitted`.
 
     Raises:
+      ArgumentError: `fn` is not a function, or `options` are not `Options`.
       MeshError: the mesh is not one.
 
     Example:
       >>> step = jit(train_step, mesh=mesh, donate_argnums=(0, 1))
       >>> params, opt_state, loss = step(params, opt_state, batch)
     """
+    check_jit(fn, options)
     if mesh is not None:
         as_mesh(mesh)
     return Jitted(
@@ -72,7 +79,7 @@ class Jitted(Generic[P, R]):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._cache: dict[Any, list[Compiled]] = {}
-        self.__name__ = getattr(recipe.fn, "__name__", "fn")
+        self.__name__ = function_name(recipe.fn)
         self.__doc__ = recipe.fn.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -80,6 +87,12 @@ class Jitted(Generic[P, R]):
         call = take_apart(self.recipe, args, kwargs)
         result: R = self._compiled(call).run(call.leaves)
         return result
+
+    def __repr__(self) -> str:
+        mesh = self.recipe.mesh
+        where = f"on {as_mesh(mesh)}" if mesh is not None else "on the mesh of its arguments"
+        kinds = plural(sum(map(len, self._cache.values())), "kind")
+        return f"<spmd.jit of {self.__name__} {where}: compiled for {kinds} of call>"
 
     def compile(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Compiled:
         """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running.
@@ -125,11 +138,17 @@ class Jitted(Generic[P, R]):
         for compiled in self._cache.get(key, ()):
             if compiled.accepts(call.leaves):
                 return compiled
-        compiled = self._lower(call, None).compile()
+        with self._progress():
+            compiled = self._lower(call, None).compile()
         self._cache.setdefault(key, []).append(compiled)
         return compiled
 
     def _lower(self, call: Call, topology: Topology | None) -> Lowered:
-        traced = trace_call(self.recipe, call, topology)
         options = self.recipe.options
-        return Lowered(traced, compile_module(traced.request, options), options, topology)
+        with self._progress():
+            doing("trace")
+            traced = trace_call(self.recipe, call, topology)
+            return Lowered(traced, compile_module(traced.request, options), options, topology)
+
+    def _progress(self) -> AbstractContextManager[None]:
+        return progress(self.__name__, self.recipe.options.shows_progress)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from spmd.errors import SpecError
+from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
 from spmd.frontend.trace import mark_uneven, seen_meshes
 from spmd.mesh.mesh import Mesh
@@ -46,9 +46,9 @@ def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
       The marked tensor.
 
     Raises:
-      SpecError: an unknown axis, an axis used twice, a spec longer than the rank, an axis that is
-        manual in the `jax.shard_map` around, or, outside of traced code, a dim that its axes don't
-        divide (inside, its pieces are padded).
+      SpecError: not one tensor (`mark_tree` marks pytrees), an unknown axis, an axis used twice, a
+        spec longer than the rank, an axis that is manual in the `jax.shard_map` around, or, outside
+        of traced code, a dim that its axes don't divide (inside, its pieces are padded).
       MeshError: an array to be placed on devices that are not there.
 
     Example:
@@ -59,9 +59,11 @@ def mark_sharding(t: T, mesh: Any, spec: Any) -> T:
 
 
 def _mark(t: Any, mesh: Any, spec: Any) -> Any:
+    source = caller()
+    _check_tensor(t, spec, source)
     own = as_mesh(mesh)
     shape = tuple(t.shape) if hasattr(t, "shape") else np.shape(t)
-    what, source = f"a tensor of shape {shape}", _caller()
+    what = f"a tensor of shape {shape}"
     entries = spec_entries(spec, len(shape), own, what=what, source=source)
     if isinstance(t, jax.core.Tracer):
         return _constrain(t, own, entries, what, source)
@@ -88,7 +90,7 @@ def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path_name(path) for path, _ in leaves]
-    found = match_patterns(rules, paths, what="leaf of the tree", source=_caller())
+    found = match_patterns(rules, paths, what="leaf of the tree", source=caller())
     marked = [
         leaf if pattern is None else mark_sharding(leaf, mesh, rules[pattern])
         for pattern, (_, leaf) in zip(found, leaves, strict=True)
@@ -100,6 +102,32 @@ def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
 def path_name(path: Sequence[Any]) -> str:
     """A pytree path as text: `layers/0/weight`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def _check_tensor(t: Any, spec: Any, source: str | None) -> None:
+    """Holds that what is to be marked is one tensor."""
+    if isinstance(t, Mesh | AbstractMesh | jax.sharding.Mesh):
+        raise MeshError(
+            "a mesh stands where the tensor belongs",
+            source=source,
+            fix="write mark_sharding(tensor, mesh, spec), in this order",
+        )
+    if hasattr(t, "shape") or isinstance(t, complex | float | int):
+        return
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(t)[0]]
+    if paths in ([], [""]):
+        raise SpecError(f"{described(t)} is not a tensor", source=source, fix="mark an array")
+    raise SpecError(
+        f"mark_sharding marks one tensor, and this {type(t).__name__} holds {len(paths)}",
+        source=source,
+        actual=f"leaves: {some_of(paths)}",
+        fix=f"mark leaves by path: mark_tree(tree, mesh, {{{paths[0]!r}: {described(spec)}}})",
+    )
+
+
+def some_of(names: Sequence[str], most: int = 8) -> str:
+    """Names for an error, the first few of them."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:
@@ -160,8 +188,8 @@ def _jax_spec(entries: Entries, open_entry: Any) -> PartitionSpec:
     )
 
 
-def _caller() -> str | None:
-    """The innermost frame outside this package and jax."""
+def caller() -> str | None:
+    """The user's line that is running: the innermost frame outside this package and jax."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

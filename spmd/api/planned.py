@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable
 from functools import cached_property
@@ -45,6 +46,11 @@ class Planned:
         return self.request.mesh
 
     @property
+    def name(self) -> str:
+        """What the function is called."""
+        return self.traced.name or self.stages.plan.program.name
+
+    @property
     def donated(self) -> tuple[int, ...]:
         """Flat indices of the donated arguments."""
         return self.request.donated
@@ -83,6 +89,17 @@ class Planned:
 
     # Reports are loaded when asked for: training and serving go without.
 
+    def __repr__(self) -> str:
+        from spmd.explain.brief import brief
+
+        facts = (self.stages, self.collectives, self.memory, self.cost)
+        return brief(type(self).__name__, self.name, *facts)
+
+    def _repr_html_(self) -> str:
+        from spmd.explain.page.first import notebook_cell
+
+        return notebook_cell(self.name, self.stages, self.collectives, self.memory)
+
     def explain(self, value: str | None = None, *, prices: bool = True) -> str:
         """What is sharded how, why, and what it costs, as text; or all about one value.
 
@@ -101,7 +118,7 @@ class Planned:
         asked = self.prices if prices else None
         if value is not None:
             return explain_value(self.stages, value, asked)
-        return explain_program(self.stages, self.collectives, self.memory, asked)
+        return explain_program(self.stages, self.collectives, self.memory, asked, self.name)
 
     def summary(self) -> str:
         """The short form of `explain`, for a terminal."""
@@ -119,7 +136,8 @@ class Planned:
         from spmd.explain.page.page import write_report
 
         asked = self.prices if prices else None
-        write_report(path, self.stages, self.collectives, self.memory, self.predicted_memory, asked)
+        facts = (self.stages, self.collectives, self.memory, self.predicted_memory)
+        write_report(path, *facts, asked, self.name)
 
     def as_text(self, stage: str = "planned") -> str:
         """The program after a stage, as deterministic text; stages are `spmd.api.STAGES`.
@@ -128,14 +146,17 @@ class Planned:
           ArgumentError: there is no such stage.
         """
         if stage not in _TEXTS:
-            raise ArgumentError(
-                f"unknown stage {stage!r}",
-                required=f"one of {', '.join(STAGES)}",
-                fix="`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
-                if stage == "hlo"
-                else None,
-            )
+            raise _unknown_stage(stage)
         return _TEXTS[stage](self)
+
+
+def _unknown_stage(stage: str) -> ArgumentError:
+    close = difflib.get_close_matches(stage, STAGES, n=1)
+    fix = f"write {close[0]!r}" if close else "name a stage"
+    if stage == "hlo":
+        fix = "`hlo` needs the program compiled: use .compile(...) instead of .lower(...)"
+    required = f"one of {', '.join(STAGES)}"
+    return ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)
 
 
 def _propagated(planned: Planned) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from spmd.api.arguments import with_key_dims
-from spmd.errors import SpecError
+from spmd.api.marks import caller, path_name, some_of
+from spmd.errors import SpecError, described
 from spmd.frontend.marks import Entries
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
@@ -23,7 +25,9 @@ Specs = Sequence[Any] | Mapping[str, Any] | None
 # Of functions of pytrees.
 
 
-def arg_specs(in_specs: Any, args: Sequence[Any], argnums: Sequence[int], count: int) -> list[Any]:
+def arg_specs(
+    in_specs: Any, args: Sequence[Any], argnums: Sequence[int], names: Sequence[str]
+) -> list[Any]:
     """The spec of each leaf of the positional arguments, None for open ones.
 
     Args:
@@ -31,24 +35,34 @@ def arg_specs(in_specs: Any, args: Sequence[Any], argnums: Sequence[int], count:
         specs that is a prefix of the argument, or None. None for all open.
       args: the positional arguments without the static ones.
       argnums: their numbers, static ones counted.
-      count: how many positional arguments there are, static ones counted.
+      names: the names of all positional arguments, static ones counted.
 
     Raises:
-      SpecError: as many entries as there are not arguments, or of another structure.
+      SpecError: another number of entries than of arguments, entries of another structure, or one
+        that can be read in two ways.
     """
     if in_specs is None:
         return [None] * len(jax.tree.leaves(args))
-    if not isinstance(in_specs, tuple | list) or len(in_specs) != count:
-        raise SpecError(
-            f"in_specs needs one entry for each of the {count} positional arguments",
-            actual=repr(in_specs)[:120],
-            fix="use None for arguments that are open",
-        )
+    if not isinstance(in_specs, tuple | list) or len(in_specs) != len(names):
+        raise _wrong_count(in_specs, names)
     return [
         spec
         for number, arg in zip(argnums, args, strict=True)
-        for spec in _spread(in_specs[number], arg, f"argument {number}")
+        for spec in _spread(in_specs[number], arg, f"argument {names[number]}")
     ]
+
+
+def _wrong_count(in_specs: Any, names: Sequence[str]) -> SpecError:
+    fix = "write None for an argument that is open"
+    if len(names) == 1 and _is_spec(in_specs):
+        fix = f"put it into a tuple: in_specs=({described(in_specs)},)"
+    return SpecError(
+        "in_specs needs one entry for each positional argument",
+        source=caller(),
+        actual=f"in_specs={described(in_specs)}",
+        required=f"{len(names)}, for {some_of(names)}" if names else "none: in_specs=()",
+        fix=fix,
+    )
 
 
 def out_entries(
@@ -60,7 +74,7 @@ def out_entries(
       SpecError: specs of another structure, or one that does not fit its leaf.
     """
     leaves = jax.tree.leaves(out_tree)
-    specs = _spread(out_specs, out_tree, "the result")
+    specs = _spread(out_specs, out_tree, "the result", is_outermost=True)
     return tuple(
         None if spec is None else _result_entries(leaf, spec, f"result {name}", mesh)
         for leaf, spec, name in zip(leaves, specs, names, strict=True)
@@ -68,38 +82,84 @@ def out_entries(
 
 
 def _result_entries(leaf: Any, spec: Any, what: str, mesh: Mesh) -> Entries:
-    found = spec_entries(spec, len(leaf.shape), mesh, what=what)
-    dims_of(found, leaf.shape, mesh, what=what)
+    source = caller()
+    found = spec_entries(spec, len(leaf.shape), mesh, what=what, source=source)
+    dims_of(found, leaf.shape, mesh, what=what, source=source)
     return with_key_dims(found, leaf)
 
 
-def _spread(specs: Any, tree: Any, what: str) -> list[Any]:
+def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> list[Any]:
     """A prefix pytree of specs as one spec a leaf.
 
-    Beside a tuple or list of results, a tuple or list of as many entries is one spec for each.
+    Beside a tuple or list, a tuple or list of as many entries is one spec for each part. Inside an
+    argument or a result it may mean one spec for all parts as well: then it is an error.
     """
     is_each = (
         type(tree) in (tuple, list) and type(specs) in (tuple, list) and len(specs) == len(tree)
     )
     if is_each and all(_is_spec(spec) for spec in specs):
+        if not is_outermost and _fits_all(specs, tree):
+            raise _ambiguous(specs, what)
         return [
             s for spec, part in zip(specs, tree, strict=True) for s in _spread(spec, part, what)
         ]
-    if _is_spec(specs):
+    if _is_spec(specs) or jax.tree_util.all_leaves([specs]):
         return [specs] * len(jax.tree.leaves(tree))
     try:
         spread = jax.tree.map(
-            lambda spec, sub: [spec] * len(jax.tree.leaves(sub)), specs, tree, is_leaf=_is_spec
+            lambda spec, part: _spread(spec, part, what), specs, tree, is_leaf=_is_spec
         )
     except (ValueError, TypeError) as error:
-        raise SpecError(
-            f"the specs of {what} don't match its structure",
-            actual=str(jax.tree.structure(specs, is_leaf=_is_spec)),
-            required=f"a prefix of {jax.tree.structure(tree)}",
-            fix="give a spec for each leaf, or one for a whole branch",
-        ) from error
+        raise _other_structure(specs, tree, what) from error
     parts = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list))
     return [spec for part in parts for spec in part]
+
+
+def _fits_all(specs: Sequence[Any], tree: Sequence[Any]) -> bool:
+    """Whether as many names as there are parts may also be one spec of every part's dims."""
+    names = [entry for entry in specs if entry is not None]
+    if not names or not all(isinstance(entry, str | int) for entry in names):
+        return False
+    return all(len(specs) <= np.ndim(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _ambiguous(specs: Sequence[Any], what: str) -> SpecError:
+    each = ", ".join("None" if entry is None else f"P({entry!r})" for entry in specs)
+    one = ", ".join(map(repr, specs))
+    return SpecError(
+        f"the spec of {what} can be read in two ways: it has {len(specs)} parts",
+        source=caller(),
+        actual=repr(specs),
+        required="one spec for all parts, or one for each",
+        fix=f"with jax.sharding.PartitionSpec as P, write P({one}) for all, or ({each}) for each",
+    )
+
+
+def _other_structure(specs: Any, tree: Any, what: str) -> SpecError:
+    """The error of specs for leaves that are not there, or of leaves that have none."""
+    given = _paths(specs, is_leaf=_is_spec)
+    there = _paths(tree)
+    unknown = [path for path in given if not any(_is_at(leaf, path) for leaf in there)]
+    without = [leaf for leaf in there if not any(_is_at(leaf, path) for path in given)]
+    parts = [f"specs for {some_of(unknown)}, which it does not have"] if unknown else []
+    parts += [f"no spec for {some_of(without)}"] if without else []
+    return SpecError(
+        f"the specs of {what} don't match its structure",
+        source=caller(),
+        actual="; ".join(parts) or f"specs for {some_of(given)}",
+        required=f"specs for {some_of(there)}",
+        fix="give a spec for each leaf, or one for a whole branch; None leaves it open",
+    )
+
+
+def _paths(tree: Any, is_leaf: Any = None) -> list[str]:
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    return [path_name(path) for path, _ in found]
+
+
+def _is_at(leaf: str, path: str) -> bool:
+    """Whether a leaf's path is in the branch of another."""
+    return not path or leaf == path or leaf.startswith(f"{path}/")
 
 
 def _is_spec(x: Any) -> bool:

@@ -16,6 +16,7 @@ from spmd.ir.types import TensorType, numpy_dtype
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options
 from spmd.pipeline import Request, compile_module
+from spmd.progress import progress
 
 
 def compile_stablehlo(
@@ -89,7 +90,9 @@ def lower_stablehlo(
         donated=tuple(sorted(argument for _, argument in updates)),
         platform=platform_of(own),
     )
-    return Lowered(_traced(request, args, results, mesh), compile_module(request, options), options)
+    with progress("module", options.shows_progress):
+        stages = compile_module(request, options)
+    return Lowered(_traced(request, args, results, mesh), stages, options)
 
 
 def _traced(

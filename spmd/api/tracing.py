@@ -13,12 +13,15 @@ from spmd.api.arguments import (
     arg_entries,
     argument_names,
     aval_of,
+    function_name,
     key_dtype,
     like_parameters,
     mesh_of_leaves,
+    parameter_names,
     updates_of,
 )
 from spmd.api.marks import path_name
+from spmd.api.mistakes import check_concrete, no_mesh, not_an_array
 from spmd.api.specs import arg_specs, out_entries
 from spmd.errors import MeshError
 from spmd.frontend.trace import seen_meshes, trace
@@ -90,6 +93,7 @@ class Traced(NamedTuple):
       out_structs: its leaves.
       given_mesh: the mesh as the user gave it or placed arguments on it, if so.
       key_dtypes: for each flat argument its dtype if it is a key array.
+      name: the function's, or none.
     """
 
     request: Request
@@ -98,6 +102,7 @@ class Traced(NamedTuple):
     out_structs: tuple[Any, ...]
     given_mesh: Any
     key_dtypes: tuple[Any, ...]
+    name: str = ""
 
 
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -114,7 +119,13 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     positional = tuple(arg for i, arg in enumerate(args) if i not in numbers)
     named = {name: arg for name, arg in kwargs.items() if name not in names}
     leaves, tree = jax.tree.flatten((positional, named))
-    return Call(tuple(static), tuple(leaves), tuple(map(aval_of, leaves)), tree, count)
+    try:
+        avals = tuple(map(aval_of, leaves))
+    except TypeError as error:
+        dynamic = [i for i in range(count) if i not in numbers]
+        arg_names = argument_names(recipe.fn, (positional, named), dynamic)
+        raise not_an_array(arg_names, leaves) from error
+    return Call(tuple(static), tuple(leaves), avals, tree, count)
 
 
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
@@ -126,9 +137,11 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
       topology: the machine to plan for; that of the options, else of the mesh, when left out.
 
     Raises:
+      ArgumentError: a transformation of jax is around the call.
       MeshError: there is no mesh, or there are two.
       SpecError: a spec that does not fit its argument or result.
     """
+    check_concrete(function_name(recipe.fn), call.leaves)
     structs = jax.tree.unflatten(
         call.tree, [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in call.avals]
     )
@@ -163,6 +176,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         tuple(out_leaves),
         given,
         tuple(map(key_dtype, call.leaves)),
+        function_name(recipe.fn),
     )
 
 
@@ -190,11 +204,7 @@ def _trace(
     found = [mesh] if mesh is not None else seen_meshes
     found = found or [as_mesh(other) for other in manual_meshes]
     if not found:
-        raise MeshError(
-            f"spmd.jit of {getattr(recipe.fn, '__name__', 'fn')} has no mesh",
-            actual="no mesh= was given, no argument is placed on a mesh, nothing is marked",
-            fix="pass mesh=spmd.make_mesh(data=4, model=2)",
-        )
+        raise no_mesh(function_name(recipe.fn), recipe.in_specs)
     _check_device_order(manual_meshes, found[0])
     return module, out_tree, found[0]
 
@@ -218,7 +228,8 @@ def _call_entries(
     recipe: Recipe, call: Call, positional: Sequence[Any], names: Sequence[str], mesh: Mesh
 ) -> list[Any]:
     """The spelled-out spec of each flat argument; of keyword arguments only as they are placed."""
-    specs = arg_specs(recipe.in_specs, positional, call.argnums, call.positional)
+    heads = parameter_names(recipe.fn, call.positional)
+    specs = arg_specs(recipe.in_specs, positional, call.argnums, heads)
     specs += [None] * (len(call.leaves) - len(specs))
     return [
         arg_entries(leaf, spec, name, mesh)

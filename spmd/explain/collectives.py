@@ -8,6 +8,7 @@ from typing import NamedTuple
 from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
 from spmd.ir.program import Op, Region
 from spmd.lowering.partition import Partitioned
+from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds, group_size, wire_bytes
@@ -61,7 +62,7 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
         return Collective(
             kind,
             tuple(str(ref) for ref in axis_refs(axes, mesh)),
-            wire_bytes(kind, group_size(op.kind.attrs, mesh), sent, received),
+            sent_bytes(op, mesh),
             times,
             op.loc.trail,
             op.loc.note,
@@ -70,6 +71,14 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
 
     visit(program.body, 1)
     return tuple(found)
+
+
+def sent_bytes(op: Op, mesh: Mesh) -> int:
+    """What one device sends in one run of a collective."""
+    sent = sum(t.bytes for t in op.kind.operands)
+    received = sum(t.bytes for t in op.kind.results)
+    kind = op.name.removeprefix("stablehlo.")
+    return wire_bytes(kind, group_size(op.kind.attrs, mesh), sent, received)
 
 
 class CollectiveRow(NamedTuple):

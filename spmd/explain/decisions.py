@@ -26,12 +26,12 @@ NO_AXIS = "no axis"
 
 
 class LosingClaim(NamedTuple):
-    """What a conflict was not settled for.
+    """A claim that lost a conflict, with its price.
 
     Attributes:
       axes: the axes that would have been taken, or `no axis`.
-      seconds, bytes: what one run would take, and each device send, more; None if no plan that was
-        weighed does so.
+      seconds: how much longer a run would take with it; None if no plan that was weighed has it.
+      bytes: how much more each device would send.
       exact: whether the price is exact; else it is an upper bound.
     """
 
@@ -50,15 +50,15 @@ class LosingClaim(NamedTuple):
 
 
 class ConflictRow(NamedTuple):
-    """A disagreement that the planner settled.
+    """Values around an op that want different axes, and what the planner made of it.
 
     Attributes:
-      op: the op around which values disagree.
+      op: the op.
       source: the user's source line, and its caller's.
       claims: (value's name, its type, dim, axes that it wants there).
       taken: the axes that the plan took.
       ops: how many ops are like this.
-      losers: the claims that lost, with their prices; None where nobody asked.
+      losers: the claims that lost, with their prices; None where prices were not asked for.
     """
 
     op: str
@@ -70,9 +70,9 @@ class ConflictRow(NamedTuple):
 
 
 def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[ConflictRow, ...]:
-    """Every conflict of the propagation and what became of it, equal ones together.
+    """Every conflict of the propagation and how it was settled, equal ones in one row.
 
-    Those about the most bytes come first; with `prices`, the first few are priced.
+    The conflicts about the most bytes come first; with `prices`, the first few get prices.
     """
     rows: dict[object, list[Conflict]] = {}
     for conflict in stages.propagated.conflicts:

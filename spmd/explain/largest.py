@@ -1,4 +1,4 @@
-"""The largest values inside a program: what ops make, and copies for their uses."""
+"""The largest values inside a program: the results of ops, and copies in other shardings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class LargeValue(NamedTuple):
     """Values made inside the program that are alike.
 
     Attributes:
-      op: the op that makes it, or that reads the copy.
-      copy: whether it is a copy that a use wanted in another sharding.
+      op: the op that makes the value, or that reads the copy.
+      copy: whether it is a copy, made because an op needs the value in another sharding.
       type: its whole type.
       sharding: how it lies on the mesh.
       local: the type of one device's piece.
@@ -35,7 +35,7 @@ class LargeValue(NamedTuple):
 
 
 def largest_values(stages: Stages, n: int = 12) -> tuple[LargeValue, ...]:
-    """The largest values per device, most bytes first: what ops make, and copies for their uses."""
+    """The `n` largest values by what one device holds of them, the largest first."""
     plan = stages.plan
     found: dict[LargeValue, int] = {}
 

@@ -22,7 +22,7 @@ class Leaf(NamedTuple):
       type: its whole type.
       sharding: how it lies on the mesh.
       local: the type of one device's piece.
-      origin: `marked`, or the mark that its sharding comes from, or why it has none.
+      origin: `marked`, or the mark that its sharding comes from, or why there is no such mark.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Leaf(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Leaves of one type and sharding whose names differ in numbers, or in one part.
+    """Leaves of one type and sharding whose names differ in numbers or in single parts.
 
     Attributes:
       pattern: their common name, `layers/*/{mu,nu}/weight`.
-      leaves: at least one; all alike but for name and origin.
+      leaves: at least one; they differ in name and origin alone.
       origin: the leaves' origins, abbreviated the same way.
     """
 

@@ -1,7 +1,7 @@
-"""Memory of a program, per device: as XLA's buffer assignment reports it, or as predicted.
+"""Memory of a program, per device: as XLA reports it, or as predicted.
 
-`memory_curve` lays the prediction out for people: bytes over the ops of a run by what they are held
-for, and the values at the peak with the source lines that make them.
+`memory_curve` shows the prediction over time: the bytes that are held at each op of a run, what
+they are held for, and which values are alive at the peak.
 """
 
 from __future__ import annotations

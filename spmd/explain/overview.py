@@ -13,7 +13,7 @@ from spmd.pipeline import Stages
 from spmd.predict.timeline import Timeline, predict_timeline
 
 CLOSE = 1e-6
-"""Relative gap between a plan and its lower bound at which people call it the best."""
+"""A plan whose relative distance from its lower bound is smaller is called the best."""
 
 
 class Overview(NamedTuple):
@@ -23,10 +23,11 @@ class Overview(NamedTuple):
       mesh: the mesh as text.
       topology: the machine's name.
       devices: how many.
-      solver: which one made the plan.
-      timeline: what runs when in one run, communication hidden where it can be.
-      greedy_seconds: what the greedy plan costs, nothing hidden.
-      lower_seconds: what no plan that was weighed undercuts, nothing hidden; 0 if unknown.
+      solver: which one made the plan: `exact` or `greedy`.
+      timeline: what runs when, collectives beside arithmetic where neither waits.
+      greedy_seconds: time of the greedy plan if nothing ran side by side.
+      lower_seconds: the least time of all plans that were weighed, likewise; 0 if unknown.
+      collectives: how many collective ops there are.
       comm_bytes: bytes that one device sends.
       argument_bytes, result_bytes: per device.
       whole_argument_bytes, whole_result_bytes: unpartitioned.
@@ -41,6 +42,7 @@ class Overview(NamedTuple):
     timeline: Timeline
     greedy_seconds: float
     lower_seconds: float
+    collectives: int
     comm_bytes: int
     argument_bytes: int
     result_bytes: int
@@ -66,7 +68,7 @@ class Overview(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What takes longer."""
+        """What takes longer: `compute` or `communication`."""
         return "communication" if self.comm_seconds > self.compute_seconds else "compute"
 
 
@@ -82,6 +84,7 @@ def overview(stages: Stages, collectives: Sequence[Collective], memory: Memory |
         predict_timeline(stages.optimized.program, plan.mesh, plan.topology),
         plan.greedy_seconds,
         plan.lower_seconds,
+        len(collectives),
         sum(c.bytes * c.count for c in collectives),
         sum(leaf.local.bytes for leaf in arguments),
         sum(leaf.local.bytes for leaf in results),

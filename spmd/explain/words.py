@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from spmd.errors import bytes_text as bytes_text
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
@@ -32,21 +33,22 @@ def axes_text(axes: Axes, mesh: Mesh) -> str:
     return ", ".join(str(ref) for ref in axis_refs(axes, mesh))
 
 
-def bytes_text(count: float) -> str:
-    """`1.5 KiB`: three digits or so, in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
-
-
 def seconds_text(seconds: float) -> str:
     """`1.25 ms`: three digits, in s, ms or us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def share_text(part: float, whole: float) -> str:
+    """`12.5%`."""
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def plural(count: int, what: str) -> str:
+    """`1 op`, `2 ops`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def price_text(seconds: float, count: int) -> str:

@@ -199,7 +199,7 @@ class Mesh:
         return tuple(map(tuple, rows[np.argsort(rows[:, 0])].tolist()))
 
 
-def make_mesh(*, devices: Any = None, **axes: int) -> Mesh:
+def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
     """A mesh over the visible devices, one keyword an axis, major first.
 
     The device order comes from `jax.experimental.mesh_utils`, which places neighbours along the
@@ -221,6 +221,8 @@ def make_mesh(*, devices: Any = None, **axes: int) -> Mesh:
     import jax
     from jax.experimental import mesh_utils
 
+    if shape_and_names:
+        raise _positional(shape_and_names)
     names, sizes = tuple(axes), tuple(axes.values())
     _check_axes(sizes, names)
     needed = math.prod(sizes)
@@ -310,6 +312,18 @@ def _describe(names: Sequence[str], sizes: Sequence[int]) -> str:
     return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)) + ")"
 
 
+def _positional(given: Sequence[Any]) -> MeshError:
+    """The error of axes that are given as `jax.make_mesh` takes them."""
+    like = "data=4, model=2"
+    if len(given) == 2 and all(isinstance(part, tuple | list) for part in given):
+        like = ", ".join(f"{name}={size}" for size, name in zip(*given, strict=False))
+    return MeshError(
+        "make_mesh takes one keyword for each axis",
+        actual=f"make_mesh({', '.join(map(repr, given))})",
+        fix=f"write make_mesh({like})",
+    )
+
+
 def _check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
     if len(sizes) != len(names):
         raise MeshError(
@@ -322,7 +336,9 @@ def _check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
             raise MeshError(f"axis name {name!r} is not a non-empty string", fix="name the axis")
         if size < 1:
             raise MeshError(
-                f"axis {name!r} has size {size}", required="a size of at least 1", fix="enlarge it"
+                f"axis {name!r} has size {size}",
+                required="a size of at least 1; sizes are not inferred",
+                fix=f"write the size out: {name}=2",
             )
     repeated = {name for name in names if list(names).count(name) > 1}
     if repeated:

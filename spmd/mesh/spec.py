@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from spmd.errors import MeshError, SpecError
+from spmd.errors import MeshError, SpecError, described
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs
 
@@ -36,7 +36,7 @@ def as_mesh(mesh: Any) -> Mesh:
     if isinstance(mesh, AbstractMesh):
         return Mesh(None, mesh.axis_sizes, mesh.axis_names)
     raise MeshError(
-        f"{mesh!r} is not a mesh",
+        f"{described(mesh)} is not a mesh",
         required="a spmd.Mesh, jax.sharding.Mesh or jax.sharding.AbstractMesh",
         fix="make one with spmd.make_mesh(data=4, model=2)",
     )
@@ -144,17 +144,25 @@ def spec_entries(
     Raises:
       SpecError: too long, an unknown axis, an axis used twice.
     """
+    if isinstance(spec, jax.sharding.Sharding):
+        raise SpecError(
+            f"a {type(spec).__name__} stands where the spec of {what} belongs",
+            source=source,
+            actual=described(spec),
+            required="the spec alone; the mesh is told once",
+            fix=f"pass its spec: {getattr(spec, 'spec', 'one entry for each dim')}",
+        )
     if spec is None:
         spec = ()
     if isinstance(spec, str) or not isinstance(spec, Sequence | PartitionSpec):
         spec = (spec,)
     if len(spec) > rank:
         raise SpecError(
-            f"the spec of {what} has {len(spec)} entries for a tensor of rank {rank}",
+            f"the spec of {what} is for {_dims(len(spec))}, and the tensor has {_dims(rank)}",
             source=source,
             actual=f"spec {tuple(spec)}",
             required=f"at most {rank} entries, one for each dim",
-            fix=f"drop {len(spec) - rank} of them",
+            fix=f"drop {len(spec) - rank} of them; one dim over several axes is a tuple of names",
         )
     entries: list[tuple[str, ...] | None] = []
     for entry in spec:
@@ -178,12 +186,16 @@ def spec_entries(
     return tuple(entries) + ((),) * (rank - len(entries))
 
 
+def _dims(count: int) -> str:
+    return f"{count} dim{'' if count == 1 else 's'}"
+
+
 def _axis_name(entry: Any, mesh: Mesh, spec: Any, what: str, source: str | None) -> str:
     if isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < len(mesh.sizes):
         return mesh.axis_names[entry]
     if isinstance(entry, str) and entry in mesh.axis_names:
         return entry
-    close = [name for name in mesh.axis_names if str(entry).lower() in name.lower()]
+    close = difflib.get_close_matches(str(entry), mesh.axis_names, n=1)
     raise SpecError(
         f"unknown axis {entry!r} in the spec of {what}",
         source=source,

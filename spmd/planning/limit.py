@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from spmd.errors import PlanError
+from spmd.errors import PlanError, bytes_text
 from spmd.ir.program import Value
 from spmd.mesh.sharding import format_sharding
 from spmd.planning.liveness import Peak, peak_of
@@ -63,20 +63,24 @@ def plan_within(
     if fitting:
         best = min(fitting, key=lambda plan: plan.seconds)
         note = (
-            f"the fastest plan needs {_text(tried[0][1].bytes)} on a device, and there are "
-            f"{_text(limit)}: this one takes {best.seconds / plans[0].seconds:.2f} times as long"
+            f"the fastest plan needs {bytes_text(tried[0][1].bytes)} on a device, and there are "
+            f"{bytes_text(limit)}: this one takes {best.seconds / plans[0].seconds:.2f} times as "
+            "long"
         )
         return best._replace(notes=(*best.notes, note))
     plan, peak = min(tried, key=lambda pair: pair[1].bytes)
     if strict:
         raise PlanError(
-            f"no plan was found that keeps to {_text(limit)} on a device",
-            actual=f"{_text(peak.bytes)}, of which {_largest(plan, peak)}",
-            required=f"{_text(limit)}",
+            f"no plan was found that keeps to {bytes_text(limit)} on a device",
+            actual=f"{bytes_text(peak.bytes)}, of which {_largest(plan, peak)}",
+            required=bytes_text(limit),
             fix="split arguments over more axes, use more devices, or checkpoint activations "
             "(jax.checkpoint) and split the batch into microbatches",
         )
-    note = f"it is predicted to need {_text(peak.bytes)} on a device; there are {_text(limit)}"
+    note = (
+        f"it is predicted to need {bytes_text(peak.bytes)} on a device; there are "
+        f"{bytes_text(limit)}"
+    )
     return plan._replace(notes=(*plan.notes, note))
 
 
@@ -86,11 +90,7 @@ def _largest(plan: Plan, peak: Peak) -> str:
     own = set(plan.program.body.args)
     values = [(held, size) for held, size in peak.alive.items() if held[0] not in own]
     order = sorted(values, key=lambda item: -item[1])[:3]
-    parts = [f"{_text(peak.arguments)} arguments"]
+    parts = [f"{bytes_text(peak.arguments)} arguments"]
     for (value, state), size in order:
-        parts.append(f"{_text(size)} {types[value]} {format_sharding(state, plan.mesh)}")
+        parts.append(f"{bytes_text(size)} {types[value]} {format_sharding(state, plan.mesh)}")
     return ", ".join(parts)
-
-
-def _text(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

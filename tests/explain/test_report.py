@@ -145,7 +145,8 @@ class _Reader(HTMLParser):
 @pytest.fixture(scope="module")
 def page(compiled: Any) -> str:
     held = compiled.predicted_memory
-    return render(compiled.stages, compiled.collectives, compiled.memory, held, compiled.prices)
+    facts = (compiled.stages, compiled.collectives, compiled.memory, held)
+    return render(*facts, compiled.prices, compiled.name)
 
 
 def test_page_is_well_formed_and_needs_nothing_else(page: str) -> None:

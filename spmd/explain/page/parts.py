@@ -74,6 +74,11 @@ def _class(name: str) -> str:
     return f' class="{name}"' if name else ""
 
 
+def folded(title: str, body: str) -> str:
+    """Something to unfold."""
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
 def source(trail: str) -> str:
     """A source line with its caller; the whole paths are shown on hovering."""
     first, _, rest = source_text(trail).partition(" <- ")

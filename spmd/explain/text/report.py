@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from spmd.explain.collectives import Collective, collective_rows, traffic
+from spmd.explain.costs import costs
 from spmd.explain.decisions import conflict_rows, mark_rows, marks_title
 from spmd.explain.largest import largest_values
 from spmd.explain.leaves import Group, Leaf, argument_leaves, group_leaves, result_leaves
 from spmd.explain.memory import Memory
 from spmd.explain.overview import Overview, memory_rows, overview, quality_rows
 from spmd.explain.prices import Prices
+from spmd.explain.text.costs import cost_lines
 from spmd.explain.text.layout import Lines, counted, section, table
 from spmd.explain.words import bytes_text, seconds_text, source_text, spec_text, type_text
 from spmd.pipeline import Stages
@@ -22,18 +24,22 @@ def explain_program(
     collectives: Sequence[Collective],
     memory: Memory | None,
     prices: Prices | None = None,
+    name: str = "",
 ) -> str:
-    """What is sharded how, why, and what it costs.
+    """What costs most, what is sharded how, why, and what it costs.
 
     Args:
       stages: the pipeline's results.
       collectives: what one run of the program exchanges.
       memory: what XLA reports, or None where it has not compiled the program.
       prices: of what the plan decided against; left out if not given.
+      name: what the program is called.
     """
     figures = overview(stages, collectives, memory)
+    found = costs(figures.timeline, stages.plan.mesh, stages.plan.topology)
     sections = (
-        _header(stages, figures),
+        cost_lines(found, figures.seconds),
+        _header(stages, figures, name),
         _boundary("arguments", argument_leaves(stages), stages),
         _boundary("results", result_leaves(stages), stages),
         _largest(stages),
@@ -74,7 +80,7 @@ def summarize(stages: Stages, collectives: Sequence[Collective], memory: Memory 
     return "\n".join(lines) + "\n"
 
 
-def _header(stages: Stages, figures: Overview) -> Lines:
+def _header(stages: Stages, figures: Overview, name: str) -> Lines:
     times = ", ".join(
         f"{stage} {seconds_text(seconds)}" for stage, seconds in stages.seconds.items()
     )
@@ -86,7 +92,8 @@ def _header(stages: Stages, figures: Overview) -> Lines:
         *quality_rows(figures),
         ("stages", times),
     ]
-    yield from section(f"program {stages.plan.program.name}", table([r for r in rows if r[1]]))
+    title = f"program {name or stages.plan.program.name}"
+    yield from section(title, table([r for r in rows if r[1]]))
 
 
 def _time(figures: Overview) -> str:

@@ -1,3 +1,13 @@
+const unfold = () => {
+  const part = location.hash && document.querySelector(location.hash)?.closest("details");
+  if (part) part.open = true;
+};
+addEventListener("hashchange", unfold);
+document.querySelectorAll("nav a").forEach(link => link.addEventListener("click", () =>
+  document.querySelector(link.hash).closest("details").open = true));
+addEventListener("beforeprint", () =>
+  document.querySelectorAll("details.part").forEach(part => part.open = true));
+unfold();
 for (const box of document.querySelectorAll(".tabled")) {
   const table = box.querySelector("table"), body = table.tBodies[0];
   const heads = [...table.tHead.rows[0].cells];

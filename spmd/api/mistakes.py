@@ -1,0 +1,129 @@
+"""What is wrong with a call, in words: each function makes or raises one error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import methodcaller
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from spmd.api.arguments import aval_of
+from spmd.api.marks import caller, some_of
+from spmd.errors import ArgumentError, MeshError, described
+from spmd.ir.types import TensorType, numpy_dtype
+from spmd.options import Options
+
+_is_deleted = methodcaller("is_deleted")
+
+
+def check_jit(fn: Any, options: Any) -> None:
+    """Holds that `jit` was given a function and options.
+
+    Raises:
+      ArgumentError: it was not.
+    """
+    if not callable(fn):
+        raise ArgumentError(
+            "spmd.jit needs the function first",
+            source=caller(),
+            actual="no function" if fn is None else described(fn),
+            fix="write spmd.jit(fn, mesh=mesh), or @functools.partial(spmd.jit, mesh=mesh)",
+        )
+    if options is not None and not isinstance(options, Options):
+        raise ArgumentError(
+            f"the options of spmd.jit are a {type(options).__name__}",
+            source=caller(),
+            actual=described(options),
+            required="a spmd.Options",
+            fix="write options=spmd.Options(memory_limit=16 << 30), or leave them out",
+        )
+
+
+def no_mesh(name: str, in_specs: Any) -> MeshError:
+    """The error of a program for which no mesh was found."""
+    actual = "no mesh= was given, no argument is placed on a mesh, nothing is marked"
+    fix = "pass mesh=spmd.make_mesh(data=4, model=2)"
+    shardings = [spec for spec in jax.tree.leaves(in_specs) if isinstance(spec, NamedSharding)]
+    if shardings:
+        actual += "; in_specs holds a NamedSharding, where specs belong"
+        fix = f"pass mesh=sharding.mesh, and in in_specs sharding.spec: {shardings[0].spec}"
+    elif not jax.sharding.get_abstract_mesh().empty:
+        actual += "; the mesh of jax.set_mesh is not read"
+        fix = "pass it too: spmd.jit(fn, mesh=mesh)"
+    return MeshError(f"spmd.jit of {name} has no mesh", source=caller(), actual=actual, fix=fix)
+
+
+def not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
+    """The error of the first argument that is not an array."""
+    name, leaf = next(pair for pair in zip(names, leaves, strict=True) if not _is_array(pair[1]))
+    return ArgumentError(
+        f"argument {name} of type {type(leaf).__name__} is not an array",
+        source=caller(),
+        actual=described(leaf),
+        fix="name it in static_argnums or static_argnames, or pass an array",
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    try:
+        aval_of(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def check_concrete(name: str, leaves: Sequence[Any]) -> None:
+    """Holds that a call is made with values, and not by a transformation of jax.
+
+    Raises:
+      ArgumentError: `jax.grad`, `jax.vmap`, `jax.jit` or the like is around the call.
+    """
+    tracer = next((leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)), None)
+    if tracer is None:
+        return
+    raise ArgumentError(
+        f"a transformation of jax is around the spmd.jit of {name}",
+        source=caller(),
+        actual=f"an argument is a {type(tracer).__name__}, which has no values yet",
+        required="spmd.jit outermost: it partitions the whole program, gradients included",
+        fix=f"transform first, as in spmd.jit(jax.grad({name}), mesh=mesh)",
+    )
+
+
+def check_alive(names: Sequence[str], arrays: Sequence[Any]) -> None:
+    """Holds that no argument was deleted.
+
+    jax's runtime for CPUs ends the process with a segmentation fault at one that was.
+
+    Raises:
+      ArgumentError: one was, as donated arguments are.
+    """
+    if not any(map(_is_deleted, arrays)):
+        return
+    gone = [name for name, array in zip(names, arrays, strict=True) if array.is_deleted()]
+    raise ArgumentError(
+        f"argument {some_of(gone)} was deleted: an earlier call took its memory (donate_argnums)",
+        source=caller(),
+        fix="go on with what that call returned, as in params = step(params), or donate nothing",
+    )
+
+
+def check_types(names: Sequence[str], types: Sequence[TensorType], leaves: Sequence[Any]) -> None:
+    """Holds that arguments have the types that a program was compiled for.
+
+    Raises:
+      ArgumentError: one has another.
+    """
+    for name, type_, leaf in zip(names, types, leaves, strict=True):
+        have = jax.typeof(leaf)
+        if tuple(have.shape) == type_.shape and have.dtype == numpy_dtype(type_.dtype):
+            continue
+        raise ArgumentError(
+            f"argument {name} has another type than the program was compiled for",
+            source=caller(),
+            actual=described(have),
+            required=f"a {numpy_dtype(type_.dtype).name} array of shape {type_.shape}",
+            fix="compile again for it, or call the spmd.jit function, which does so by itself",
+        )

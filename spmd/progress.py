@@ -1,0 +1,96 @@
+"""One line that says what a long compilation is doing: on terminals and in notebooks alone.
+
+    with progress("train_step", wanted=True):
+        doing("plan")
+        ...                      # after a while, on stderr: spmd: train_step, plan (3 s)
+
+The line appears when the work takes longer than people wait gladly, and is erased at the end. Logs
+never see it: what is written to a file or a pipe stays as it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TextIO
+
+PATIENCE, EVERY = 1.5, 0.5
+"""Seconds before the line appears, and between its updates."""
+
+
+@contextmanager
+def progress(what: str, wanted: bool, stream: TextIO | None = None) -> Iterator[None]:
+    """Shows what is being done inside, if it takes long and somebody looks.
+
+    Inside another one it does nothing: the outer one goes on.
+
+    Args:
+      what: what is compiled.
+      wanted: whether it is to be shown at all.
+      stream: where; stderr when left out.
+    """
+    stream = stream or sys.stderr
+    if not wanted or _line.get() is not None or not _is_watched(stream):
+        yield
+        return
+    line = _Line(what, stream)
+    token = _line.set(line)
+    line.start()
+    try:
+        yield
+    finally:
+        _line.reset(token)
+        line.erase()
+
+
+def doing(stage: str) -> None:
+    """Says what begins now, to the line that is being shown, if any."""
+    line = _line.get()
+    if line is not None:
+        line.stage = stage
+
+
+class _Line(threading.Thread):
+    """Writes the line from beside, as neither the stages nor XLA report back while they work."""
+
+    def __init__(self, what: str, stream: TextIO) -> None:
+        super().__init__(name="spmd progress", daemon=True)
+        self.what, self.stream, self.stage = what, stream, ""
+        self.width = 0
+        self.begin = time.monotonic()
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        wait = PATIENCE
+        while not self.done.wait(wait):
+            self.write()
+            wait = EVERY
+
+    def write(self) -> None:
+        stage = f", {self.stage}" if self.stage else ""
+        text = f"spmd: {self.what}{stage} ({time.monotonic() - self.begin:.0f} s)"
+        text = text[: shutil.get_terminal_size().columns - 1]
+        self.stream.write(f"\r{text.ljust(self.width)}")
+        self.stream.flush()
+        self.width = len(text)
+
+    def erase(self) -> None:
+        self.done.set()
+        self.join()
+        if self.width:
+            self.stream.write(f"\r{' ' * self.width}\r")
+            self.stream.flush()
+
+
+_line: ContextVar[_Line | None] = ContextVar("spmd progress", default=None)
+
+
+def _is_watched(stream: TextIO) -> bool:
+    """Whether people see it now: a terminal, or a notebook, whose streams are none."""
+    ipython = sys.modules.get("IPython")
+    return stream.isatty() or (ipython is not None and ipython.get_ipython() is not None)

@@ -1,0 +1,133 @@
+"""What a report opens with: the largest costs, in text, on the page and in a notebook."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.explain.costs import Cost, code_lines, costs, largest, seconds_by_kind
+from spmd.explain.page.first import notebook_cell
+from tests.explain.test_report import _Reader
+
+
+@pytest.fixture(scope="module")
+def lowered(devices8: Any) -> Any:
+    """Two layers of one function, weights split so that each has to be gathered."""
+    mesh = spmd.make_mesh(data=4, model=2)
+
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    def forward(layers: Any, x: Any) -> Any:
+        for w in layers:
+            x = layer(x, w)
+        return x
+
+    struct = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    weights = [spmd.mark_sharding(struct, mesh, ("data", None))] * 2
+    x = spmd.mark_sharding(struct, mesh, ("data", None))
+    step = spmd.jit(forward, mesh=mesh)
+    return step.lower(weights, x, topology=spmd.Topology("h200:8"))
+
+
+@pytest.fixture(scope="module")
+def found(lowered: Any) -> tuple[Cost, ...]:
+    return costs(lowered.timeline, lowered.mesh, lowered.stages.plan.topology)
+
+
+def test_layers_count_together(found: tuple[Cost, ...]) -> None:
+    gathers = [cost for cost in found if cost.kind == "all_gather"]
+    assert len(gathers) == 1
+    assert (gathers[0].ops, gathers[0].axes) == (2, "data")
+    assert "layers/*" in gathers[0].reason
+
+
+def test_costs_add_up_to_the_predicted_time(lowered: Any, found: tuple[Cost, ...]) -> None:
+    """What runs one after another, or beside each other on two lanes, is counted once."""
+    assert sum(cost.seconds for cost in found) == pytest.approx(lowered.cost, rel=1e-6)
+    by_kind = seconds_by_kind(found)
+    assert by_kind["compute"] == pytest.approx(lowered.timeline.compute_seconds)
+    hidden = sum(cost.hidden for cost in found)
+    comm = lowered.timeline.comm_seconds
+    assert by_kind["all_gather"] == pytest.approx(comm - hidden)
+
+
+def test_the_text_of_source_lines_stands_beside_them(found: tuple[Cost, ...]) -> None:
+    gather = next(cost for cost in found if cost.kind == "all_gather")
+    (place, text), (caller, called) = code_lines(gather)
+    assert "test_costs.py" in place and "(layer)" in place.replace("lowered.<locals>.", "")
+    assert text == "return jnp.tanh(x @ w)"
+    assert "forward" in caller
+    assert called == "x = layer(x, w)"
+
+
+def test_files_that_are_not_here_have_no_text(found: tuple[Cost, ...]) -> None:
+    frame = found[0].frames[0]._replace(file="/nowhere/model.py")
+    assert code_lines(found[0]._replace(frames=(frame,))) == ((str(frame), ""),)
+
+
+def test_the_largest_collective_is_always_there(found: tuple[Cost, ...]) -> None:
+    compute = next(cost for cost in found if cost.kind == "compute")
+    gather = next(cost for cost in found if cost.kind == "all_gather")
+    title, most = largest([compute] * 7 + [gather], 1.0)
+    assert title.startswith("the 5 largest of 8 costs, and the largest collective: ")
+    assert most == (*[compute] * 5, gather)
+    assert largest([gather] + [compute] * 7, 1.0)[1] == (gather, *[compute] * 4)
+
+
+def test_the_report_opens_with_them(lowered: Any) -> None:
+    text = lowered.explain(prices=False)
+    opening = text[: text.index("program forward")]
+    assert re.match(r"the \d largest of \d+ costs?: [\d.]+% of the predicted ", opening)
+    assert re.search(r"[\d.]+% +[\d.]+ us +all_gather over data +2 ops", opening)
+    assert "return jnp.tanh(x @ w)" in opening
+
+
+def test_a_notebook_shows_the_first_screen(lowered: Any) -> None:
+    html = lowered._repr_html_()
+    reader = _Reader()
+    reader.feed(html)
+    assert reader.open == []
+    assert reader.outside == []
+    assert "all_gather over data" in html
+    assert "return jnp.tanh(x @ w)" in html
+    style = re.search(r"<style>(.*?)</style>", html, re.DOTALL)
+    assert style is not None
+    rules = re.findall(r"(?:^|\}|\{)\s*([^{}@]+)\{", style[1])
+    selectors = [s.strip() for rule in rules for s in rule.split(",")]
+    assert selectors
+    assert all(s.startswith((".spmd ", ".spmd-cell", ".spmd")) for s in selectors), selectors
+
+
+def test_a_notebook_escapes_names(lowered: Any) -> None:
+    html = notebook_cell("<lambda>", lowered.stages, lowered.collectives, lowered.memory)
+    assert "<lambda>" not in html
+    assert "&lt;lambda&gt;" in html
+
+
+def test_repr_is_one_line_of_figures(lowered: Any) -> None:
+    assert re.fullmatch(
+        r"<spmd\.Lowered forward on data=4, model=2 \(8 h200\): 2 collectives, 6 MiB sent per "
+        r"device, [\d.]+ MiB memory per device, predicted [\d.]+ us>",
+        repr(lowered),
+    )
+
+
+def test_repr_of_a_function_says_its_mesh(devices8: Any) -> None:
+    mesh = spmd.make_mesh(data=8)
+    double = spmd.jit(jnp.sin, mesh=mesh)
+    assert repr(double) == "<spmd.jit of sin on data=8: compiled for 0 kinds of call>"
+    double(jnp.ones(8))
+    assert repr(double) == "<spmd.jit of sin on data=8: compiled for 1 kind of call>"
+    assert "the mesh of its arguments" in repr(spmd.jit(jnp.sin))
+
+
+def test_nothing_to_spend_time_on(devices8: Any) -> None:
+    lowered = spmd.jit(lambda x: x, mesh=spmd.make_mesh(data=8)).lower(1.0)
+    assert lowered.explain(prices=False).startswith("program <lambda>")
+    assert "memory of each device" in lowered._repr_html_()

@@ -1,0 +1,248 @@
+"""What is done wrong at first: one clear error with the place, what is there and the fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.mesh.spec import jax_mesh
+
+W, X = jnp.ones((16, 32)), jnp.ones((8, 16))
+STRUCT = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+
+def dense(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def double(x: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf * 2, x)
+
+
+def without_rule(x: Any) -> Any:
+    return jax.ffi.ffi_call("nobody_wrote_this", jax.ShapeDtypeStruct((8, 4), jnp.float32))(x)
+
+
+class Wrong(NamedTuple):
+    """A wrong use.
+
+    Attributes:
+      name: what is done.
+      error: what it raises.
+      run: does it, on a mesh of data=4, model=2.
+      parts: what the message says.
+      is_placed: whether it says the line of this file that is wrong.
+    """
+
+    name: str
+    error: type[spmd.SpmdError]
+    run: Callable[[spmd.Mesh], Any]
+    parts: tuple[str, ...]
+    is_placed: bool = True
+
+
+def marked(t: Any, *spec: Any) -> Callable[[spmd.Mesh], Any]:
+    return lambda mesh: spmd.mark_sharding(t, mesh, spec)
+
+
+def called(fn: Any, *args: Any, **given: Any) -> Callable[[spmd.Mesh], Any]:
+    return lambda mesh: spmd.jit(fn, mesh=mesh, **given)(*args)
+
+
+def marked_for_another_mesh(mesh: spmd.Mesh) -> Any:
+    other = spmd.make_mesh(data=2, model=4)
+    return spmd.jit(lambda x: spmd.mark_sharding(x * 2, other, ("data",)), mesh=mesh)(X)
+
+
+def argument_on_another_mesh(mesh: spmd.Mesh) -> Any:
+    x = spmd.mark_sharding(X, spmd.make_mesh(x=8), ("x",))
+    return spmd.jit(double, mesh=mesh)(x)
+
+
+def donated_twice(mesh: spmd.Mesh) -> Any:
+    step = spmd.jit(double, mesh=mesh, donate_argnums=0)
+    x = spmd.mark_sharding(jnp.ones((8, 16)), mesh, ("data",))
+    step(x)
+    return step(x)
+
+
+def compiled_for_another_shape(mesh: spmd.Mesh) -> Any:
+    compiled = spmd.jit(dense, mesh=mesh).compile(X, W)
+    return compiled(jnp.ones((16, 16)), W)
+
+
+def compiled_in_grad(mesh: spmd.Mesh) -> Any:
+    step = spmd.jit(lambda x: (x * x).sum(), mesh=mesh)
+    step(X)
+    return jax.grad(step)(X)
+
+
+def named_sharding(mesh: spmd.Mesh) -> NamedSharding:
+    return NamedSharding(jax_mesh(mesh), P("data"))
+
+
+def under_set_mesh(mesh: spmd.Mesh) -> Any:
+    with jax.set_mesh(jax_mesh(mesh)):
+        return spmd.jit(double)(X)
+
+
+MARKS = [
+    Wrong("an axis misspelt", spmd.SpecError, marked(W, "dat", "model"),
+          ("unknown axis 'dat'", "'data', 'model'", "fix: use 'data'")),
+    Wrong("an axis with two letters swapped", spmd.SpecError, marked(W, "dtaa"),
+          ("fix: use 'data'",)),
+    Wrong("an axis twice", spmd.SpecError, marked(W, "data", "data"),
+          ("axis 'data' is used twice", "spec ('data', 'data')")),
+    Wrong("a spec that is too long", spmd.SpecError, marked(jnp.ones(8), "data", "model"),
+          ("is for 2 dims, and the tensor has 1 dim", "drop 1")),
+    Wrong("a dim that does not divide", spmd.SpecError, marked(jnp.ones((6, 8)), "data"),
+          ("dim 0 of a tensor of shape (6, 8) has size 6, which data=4 does not divide",
+           "6 / 4 leaves 2", "pad the dim to 8")),
+    Wrong("a struct's dim that does not divide", spmd.SpecError, marked(STRUCT, None, ("data", 0)),
+          ("axis 'data' is used twice",)),
+    Wrong("a dict marked as one tensor", spmd.SpecError, marked({"a": W, "b": W}, "data"),
+          ("this dict holds 2", "leaves: a, b", "mark_tree(tree, mesh, {'a': ('data',)})")),
+    Wrong("nothing marked", spmd.SpecError, marked(None, "data"), ("None is not a tensor",)),
+    Wrong("a text marked", spmd.SpecError, marked("w", "data"), ("'w' is not a tensor",)),
+    Wrong("the mesh first", spmd.MeshError, lambda mesh: spmd.mark_sharding(mesh, W, ("data",)),
+          ("a mesh stands where the tensor belongs", "mark_sharding(tensor, mesh, spec)")),
+    Wrong("an array as the mesh", spmd.MeshError, lambda mesh: spmd.mark_sharding(W, X, ("data",)),
+          ("a float32 array of shape (8, 16) is not a mesh",), is_placed=False),
+    Wrong("a sharding as the spec", spmd.SpecError,
+          lambda mesh: spmd.mark_sharding(W, mesh, named_sharding(mesh)),
+          ("a NamedSharding stands where the spec", "pass its spec: P('data',)")),
+    Wrong("a pattern that matches nothing", spmd.SpecError,
+          lambda mesh: spmd.mark_tree({"a": X}, mesh, {"b*": ("data",)}),
+          ("'b*' matches no leaf", "there are a")),
+]  # fmt: skip
+
+MESHES = [
+    Wrong("too many devices", spmd.MeshError, lambda _: spmd.make_mesh(data=64),
+          ("needs 64 devices", "--xla_force_host_platform_device_count=64"), is_placed=False),
+    Wrong("a size to be inferred", spmd.MeshError, lambda _: spmd.make_mesh(data=-1, model=2),
+          ("axis 'data' has size -1", "write the size out"), is_placed=False),
+    Wrong("a mesh as jax takes it", spmd.MeshError,
+          lambda _: spmd.make_mesh((4, 2), ("data", "model")),
+          ("one keyword for each axis", "write make_mesh(data=4, model=2)"), is_placed=False),
+    Wrong("a name twice", spmd.MeshError, lambda _: spmd.Mesh(None, (4, 2), ("a", "a")),
+          ("'a' is used twice",), is_placed=False),
+    Wrong("a name too few", spmd.MeshError, lambda _: spmd.Mesh(None, (4, 2), ("a",)),
+          ("2 sizes and 1 names",), is_placed=False),
+    Wrong("an axis of no device", spmd.MeshError, lambda _: spmd.Mesh(None, (0,), ("a",)),
+          ("size 0",), is_placed=False),
+    Wrong("a chip misspelt", spmd.MeshError, lambda _: spmd.Topology("h20:8"),
+          ("unknown chip 'h20'", "h200"), is_placed=False),
+    Wrong("no mesh", spmd.MeshError, lambda _: spmd.jit(double)(X),
+          ("spmd.jit of double has no mesh", "mesh=spmd.make_mesh(")),
+    Wrong("a mesh that jax has set", spmd.MeshError, under_set_mesh,
+          ("the mesh of jax.set_mesh is not read", "spmd.jit(fn, mesh=mesh)")),
+    Wrong("a mesh inside in_specs", spmd.MeshError,
+          lambda mesh: spmd.jit(double, in_specs=(named_sharding(mesh),))(X),
+          ("in_specs holds a NamedSharding", "sharding.spec: P('data',)")),
+    Wrong("a dict as the mesh", spmd.MeshError, lambda _: spmd.jit(double, mesh={"data": 4}),
+          ("{'data': 4} is not a mesh", "spmd.make_mesh("), is_placed=False),
+    Wrong("a mark for another mesh", spmd.MeshError, marked_for_another_mesh,
+          ("two different meshes", "(data=2, model=4)", "(data=4, model=2)")),
+    Wrong("an argument on another mesh", spmd.MeshError, argument_on_another_mesh,
+          ("two different meshes", "argument x", "(x=8)", "(data=4, model=2)")),
+]  # fmt: skip
+
+SPECS = [
+    Wrong("an axis misspelt in in_specs", spmd.SpecError,
+          called(double, X, in_specs=(("dta", None),)),
+          ("unknown axis 'dta' in the spec of argument x", "fix: use 'data'")),
+    Wrong("a sharding in in_specs", spmd.SpecError,
+          lambda mesh: spmd.jit(double, mesh=mesh, in_specs=(named_sharding(mesh),))(X),
+          ("where the spec of argument x belongs", "pass its spec: P('data',)")),
+    Wrong("an argument that does not divide", spmd.SpecError,
+          called(double, np.ones(6, np.float32), in_specs=(("data",),)),
+          ("dim 0 of argument x has size 6, which data=4 does not divide",)),
+    Wrong("a result that does not divide", spmd.SpecError,
+          called(lambda x: {"y": x[:6]}, X, out_specs={"y": ("data",)}),
+          ("dim 0 of result y has size 6, which data=4 does not divide",)),
+    Wrong("too few in_specs", spmd.SpecError, called(dense, X, W, in_specs=(("data",),)),
+          ("one entry for each positional argument", "2, for x, w", "None")),
+    Wrong("a spec that is no tuple of specs", spmd.SpecError,
+          called(double, X, in_specs=("data", None)), ("in_specs=(('data', None),)",)),
+    Wrong("specs of other keys", spmd.SpecError, called(double, {"w": X}, in_specs=({"v": ()},)),
+          ("specs of argument x don't match", "specs for v, which it does not have",
+           "no spec for w")),
+    Wrong("specs of a tuple that may be one spec", spmd.SpecError,
+          called(double, (X, X), in_specs=(("data", "model"),)),
+          ("argument x can be read in two ways", "P('data', 'model') for all",
+           "(P('data'), P('model')) for each")),
+    Wrong("specs of a tuple inside a result", spmd.SpecError,
+          called(lambda x: {"y": (x, x)}, X, out_specs={"y": ("data", None)}),
+          ("the result can be read in two ways", "(P('data'), None) for each")),
+]  # fmt: skip
+
+CALLS = [
+    Wrong("no function", spmd.ArgumentError, lambda mesh: spmd.jit(mesh=mesh),
+          ("needs the function first", "functools.partial(spmd.jit, mesh=mesh)")),
+    Wrong("options as a dict", spmd.ArgumentError, called(double, X, options={"memory_limit": 1}),
+          ("options of spmd.jit are a dict", "spmd.Options(memory_limit=")),
+    Wrong("a text as an argument", spmd.ArgumentError, called(lambda x, mode: x, X, "fast"),
+          ("argument mode of type str is not an array", "static_argnums")),
+    Wrong("other keys than compiled for", spmd.ArgumentError,
+          lambda mesh: spmd.jit(double, mesh=mesh).compile({"a": X})({"b": X}),
+          ("another structure",), is_placed=False),
+    Wrong("another shape than compiled for", spmd.ArgumentError, compiled_for_another_shape,
+          ("argument x", "shape (16, 16)", "shape (8, 16)")),
+    Wrong("donated twice", spmd.ArgumentError, donated_twice,
+          ("argument x was deleted", "params = step(params)")),
+    Wrong("grad of it", spmd.ArgumentError,
+          lambda mesh: jax.grad(spmd.jit(lambda x: x.sum(), mesh=mesh))(X),
+          ("a transformation of jax", "spmd.jit(jax.grad(")),
+    Wrong("grad of it once compiled", spmd.ArgumentError, compiled_in_grad,
+          ("a transformation of jax", "spmd.jit(jax.grad(")),
+    Wrong("vmap of it", spmd.ArgumentError, lambda mesh: jax.vmap(spmd.jit(double, mesh=mesh))(X),
+          ("a transformation of jax", "spmd.jit outermost")),
+    Wrong("a stage misspelt", spmd.ArgumentError,
+          lambda mesh: spmd.jit(double, mesh=mesh).lower(X).as_text("stablehl"),
+          ("unknown stage 'stablehl'", "write 'stablehlo'"), is_placed=False),
+    Wrong("a kernel without a rule", spmd.UnsupportedOpError, called(without_rule, X),
+          ("no sharding rule for op custom_call:nobody_wrote_this", "tensor<8x4xf32>",
+           "(without_rule)", "register")),
+    Wrong("a print inside", spmd.UnsupportedOpError,
+          called(lambda x: (jax.debug.print("{}", x), x)[1], X),
+          ("calls back into Python", "jax.debug.print")),
+    Wrong("too little memory", spmd.PlanError,
+          called(double, X, options=spmd.Options(memory_limit=100)),
+          ("keeps to 100 B on a device", "microbatches"), is_placed=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [*MARKS, *MESHES, *SPECS, *CALLS], ids=lambda wrong: wrong.name)
+def test_one_error_says_what_where_and_the_fix(devices8: Any, wrong: Wrong) -> None:
+    with pytest.raises(wrong.error) as caught:
+        wrong.run(spmd.make_mesh(data=4, model=2))
+    text = str(caught.value)
+    for part in wrong.parts:
+        assert part in text
+    assert text.count("\n  fix: ") == 1, text
+    placed = re.search(r"\n  at: .*test_newcomers.py:\d+ \(", text)
+    assert bool(placed) == wrong.is_placed, text
+
+
+@pytest.mark.parametrize(
+    ("specs", "want"),
+    [
+        (("data", "model"), [P("data", None), P("model", None)]),
+        ((P("data", "model"), ()), [P("data", "model"), P(None, None)]),
+        (P("data", "model"), [P("data", "model"), P("data", "model")]),
+    ],
+)
+def test_specs_of_several_results_can_be_told_apart(devices8: Any, specs: Any, want: Any) -> None:
+    """The outermost tuple of results has one spec for each, as jax has it."""
+    mesh = spmd.make_mesh(data=4, model=2)
+    lowered = spmd.jit(lambda x: (x, x + 1), mesh=mesh, out_specs=specs).compile(X)
+    assert [sharding.spec for sharding in lowered.out_shardings] == want
