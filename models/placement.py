@@ -7,9 +7,6 @@ from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import NamedTuple
 
-import spmd
-from spmd.mesh.spec import first_match
-
 OPEN = "..."
 """An entry that leaves a dim to the compiler, where specs are JSON; elsewhere it is `...`."""
 
@@ -89,30 +86,3 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
     if isinstance(entry, str):
         return () if entry == OPEN else (entry,)
     return entry if isinstance(entry, tuple) else ()
-
-
-def on_refined(
-    path: str, shape: Sequence[int], specs: Mapping[str, Sequence[Entry]], mesh: spmd.Mesh
-) -> Fitted | None:
-    """The spec of the first pattern that matches a path, for `mesh.refined()`.
-
-    Programs are made for that mesh, on which arrays may be split over a part of an axis.
-
-    Args:
-        path, shape: of an array.
-        specs: pattern -> entries, not more than the array's rank.
-        mesh: as it is, not refined.
-
-    Returns:
-        The spec with the refined mesh's axes; None if no pattern matches.
-    """
-    pattern = first_match(path, specs)
-    if pattern is None:
-        return None
-    spec, notes = fitted(path, specs[pattern], shape, mesh.shape)
-    pieces = mesh.pieces()
-    refined = (
-        entry if entry is ... else tuple(p for name in axes_of(entry) for p in pieces[name]) or None
-        for entry in spec
-    )
-    return Fitted(tuple(refined), notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from models.placement import Entry, Fitted, axes_of, on_refined
+from models.placement import Entry, Fitted, axes_of, fitted
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import Leaf
 from spmd.errors import SpecError
@@ -15,13 +15,27 @@ Specs = Mapping[str, Sequence[Entry]]
 
 
 def spec_for(leaf: Leaf, specs: Specs, mesh: Mesh) -> Fitted | None:
-    """The spec of the first pattern that matches a leaf: see `models.placement.on_refined`.
+    """The spec of the first pattern that matches a leaf, for `mesh.refined()`; None if none does.
+
+    Programs are made for that mesh, on which arrays may be split over a part of an axis.
 
     Raises:
       BundleError: a spec that is longer than the leaf's rank.
     """
-    _check_rank(first_match(leaf.path, specs), leaf, specs)
-    return on_refined(leaf.path, leaf.shape, specs, mesh)
+    pattern = first_match(leaf.path, specs)
+    if pattern is None:
+        return None
+    _check_rank(pattern, leaf, specs)
+    spec, notes = fitted(leaf.path, specs[pattern], leaf.shape, mesh.shape)
+    return Fitted(tuple(_refined(entry, mesh) for entry in spec), notes)
+
+
+def _refined(entry: Entry, mesh: Mesh) -> Entry:
+    """An entry with the parts of its axes in their place."""
+    pieces = mesh.pieces()
+    return (
+        ... if entry is ... else tuple(p for name in axes_of(entry) for p in pieces[name]) or None
+    )
 
 
 def check_specs(specs: Specs, leaves: Sequence[Leaf]) -> None:
@@ -32,14 +46,15 @@ def check_specs(specs: Specs, leaves: Sequence[Leaf]) -> None:
         raise BundleError(f"the spec {one_line(error)}") from error
     for pattern, spec in specs.items():
         for leaf in leaves:
-            _check_rank(first_match(leaf.path, (pattern,)), leaf, specs)
+            if first_match(leaf.path, (pattern,)):
+                _check_rank(pattern, leaf, specs)
         axes = [name for entry in spec for name in axes_of(entry)]
         if len(set(axes)) != len(axes):
             raise BundleError(f"the spec of {pattern!r} names an axis twice: {list(spec)}")
 
 
-def _check_rank(pattern: str | None, leaf: Leaf, specs: Specs) -> None:
-    if pattern is not None and len(specs[pattern]) > len(leaf.shape):
+def _check_rank(pattern: str, leaf: Leaf, specs: Specs) -> None:
+    if len(specs[pattern]) > len(leaf.shape):
         raise BundleError(
             f"the spec of {pattern!r} has {len(specs[pattern])} entries, and {leaf.path} has the "
             f"shape {list(leaf.shape)}"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
@@ -21,14 +20,15 @@ from models.llama.weights.files import (
     Array,
     Entry,
     Folder,
+    Index,
     WeightsError,
     open_folder,
     plan_files,
     shortened,
     write_files,
 )
-from models.llama.weights.load import distinct_shards
 from models.progress import Advance, bytes_bar
+from models.shards import local_bytes, put_shards
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import STORED_AS, Leaf
 
@@ -133,11 +133,14 @@ def read_weights(
     """
     if not leaves:
         return {}
-    total = sum(_local_bytes(leaf, shardings[leaf.path]) for leaf in leaves)
+    total = sum(local_bytes(leaf.shape, leaf.dtype, shardings[leaf.path]) for leaf in leaves)
     with _opened(folder) as stored, bytes_bar("loading weights", total, console) as advance:
 
         def read(leaf: Leaf) -> jax.Array:
-            return _read_leaf(stored, leaf, shardings[leaf.path], advance)
+            def shard(index: Index) -> Array:
+                return from_stored(stored.read(leaf.path, index), leaf.dtype)
+
+            return put_shards(leaf.shape, leaf.dtype, shardings[leaf.path], shard, advance)
 
         with concurrent.futures.ThreadPoolExecutor(READING_THREADS) as pool:
             arrays = list(pool.map(read, leaves))
@@ -180,29 +183,6 @@ class LazyTensor:
         with safe_open(self.file, framework="np") as opened:
             array: Array = opened.get_tensor(self.name)
         return np.asarray(array, dtype)
-
-
-def _read_leaf(stored: Folder, leaf: Leaf, sharding: Sharding, advance: Advance) -> jax.Array:
-    shards: list[Any] = []
-    for bounds, devices in distinct_shards(leaf.shape, sharding).items():
-        index = tuple(slice(start, stop) for start, stop in bounds)
-        block = from_stored(stored.read(leaf.path, index), leaf.dtype)
-        targets = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
-        # Devices that share the host's memory must not share the block: arrays may be donated.
-        copies = [jax.device_put(block, target, may_alias=False) for target in targets]
-        shards += jax.block_until_ready(copies)
-        advance(block.nbytes)
-    return jax.make_array_from_single_device_arrays(
-        leaf.shape, sharding, shards, dtype=np.dtype(leaf.dtype)
-    )
-
-
-def _local_bytes(leaf: Leaf, sharding: Sharding) -> int:
-    itemsize = np.dtype(leaf.dtype).itemsize
-    return sum(
-        itemsize * math.prod(stop - start for start, stop in bounds)
-        for bounds in distinct_shards(leaf.shape, sharding)
-    )
 
 
 @contextlib.contextmanager

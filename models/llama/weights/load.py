@@ -6,15 +6,15 @@ time. Saving is in `save.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 
 from models.llama.config import LlamaConfig
@@ -31,12 +31,10 @@ from models.llama.weights.files import (
 )
 from models.llama.weights.names import EMBEDDING, HEAD, Parameter, parameters
 from models.llama.weights.save import check_can_save, save
-from models.progress import Advance, bytes_bar
+from models.progress import bytes_bar
+from models.shards import local_bytes, put_shards
 
 __all__ = ["WeightsError", "check_can_load", "check_can_save", "load", "save"]
-
-Bounds = tuple[tuple[int, int], ...]
-"""(start, stop) of every dim."""
 
 
 def load(
@@ -72,12 +70,13 @@ def load(
     wanted, treedef = parameters(config)
     default = SingleDeviceSharding(jax.devices()[0])
     placed = [default] * len(wanted) if shardings is None else treedef.flatten_up_to(shardings)
-    total = sum(_local_bytes(p, s, config) for p, s in zip(wanted, placed, strict=True))
+    dtype = jnp.dtype(config.param_dtype)
+    total = sum(local_bytes(p.shape, dtype, s) for p, s in zip(wanted, placed, strict=True))
     with open_folder(folder) as stored, bytes_bar("loading weights", total, console) as advance:
         _check_fit(stored, wanted, config)
         leaves = [
-            _load_parameter(stored, parameter, sharding, config, advance)
-            for parameter, sharding in zip(wanted, placed, strict=True)
+            put_shards(p.shape, dtype, s, partial(_read_block, stored, p, config), advance)
+            for p, s in zip(wanted, placed, strict=True)
         ]
     params: Params = jax.tree_util.tree_unflatten(treedef, leaves)
     return params
@@ -90,49 +89,11 @@ def check_can_load(folder: str | Path, config: LlamaConfig) -> None:
         _check_fit(stored, wanted, config)
 
 
-def _load_parameter(
-    stored: Folder,
-    parameter: Parameter,
-    sharding: Sharding,
-    config: LlamaConfig,
-    advance: Advance,
-) -> jax.Array:
-    # `jax.make_array_from_callback` would read equal shards again for every device, and hold those
-    # of all local devices on the host at once.
-    shards = []
-    for index, devices in distinct_shards(parameter.shape, sharding).items():
-        block = _read_block(stored, parameter, index, config)
-        targets = [SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
-        # Devices that share the host's memory must not share the block: the arrays may be donated.
-        copies = [jax.device_put(block, target, may_alias=False) for target in targets]
-        shards += jax.block_until_ready(copies)
-        advance(block.nbytes)
-    return jax.make_array_from_single_device_arrays(
-        parameter.shape, sharding, shards, dtype=jnp.dtype(config.param_dtype)
-    )
-
-
-def distinct_shards(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[jax.Device]]:
-    """Bounds -> this process's devices that hold this shard."""
-    shards: dict[Bounds, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        whole = index or (slice(None),) * len(shape)
-        bounds = tuple(s.indices(size)[:2] for s, size in zip(whole, shape, strict=True))
-        shards.setdefault(bounds, []).append(device)
-    return shards
-
-
-def _read_block(
-    stored: Folder,
-    parameter: Parameter,
-    bounds: Bounds,
-    config: LlamaConfig,
-) -> Array:
+def _read_block(stored: Folder, parameter: Parameter, config: LlamaConfig, index: Index) -> Array:
     """One shard of a parameter, in `param_dtype`."""
-    index = tuple(slice(start, stop) for start, stop in bounds)
     dtype = jnp.dtype(config.param_dtype)
     if parameter.stacked:
-        block: Array = np.empty([stop - start for start, stop in bounds], dtype)
+        block: Array = np.empty([part.stop - part.start for part in index], dtype)
         for row, name in enumerate(parameter.names[index[0]]):
             block[row] = stored.read(name, index[1:])
         return block
@@ -192,12 +153,3 @@ def _fix(kinds: Mapping[str, Sequence[str]]) -> str:
     if [name for names in kinds.values() for name in names] == [HEAD]:
         return "If the output is the embedding table, set tie_word_embeddings to true"
     return f"Use the {CONFIG_FILE} that belongs to these weights"
-
-
-def _local_bytes(parameter: Parameter, sharding: Sharding, config: LlamaConfig) -> int:
-    """Bytes of a parameter that this process reads, counted in `param_dtype`."""
-    itemsize = jnp.dtype(config.param_dtype).itemsize
-    return sum(
-        itemsize * math.prod(stop - start for start, stop in bounds)
-        for bounds in distinct_shards(parameter.shape, sharding)
-    )

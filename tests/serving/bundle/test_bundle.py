@@ -4,9 +4,6 @@ import errno
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama.weights import files as hf_files
 from serving.bundle.folder import new_folder
 from serving.bundle.function import BundleError, Function, StateLeaf
 from serving.bundle.memory import compile_bundle
@@ -32,6 +28,7 @@ from tests.serving.conftest import (
     struct,
     write,
 )
+from tests.two_processes import record_reads, run_both
 
 X = np.random.default_rng(1).normal(size=(4, 8)).astype(np.float32)
 MESHES = [(1,), (2,), (8,), (2, 4)]
@@ -166,15 +163,7 @@ def test_the_state_is_donated(bundle_on):
 
 
 def test_every_weight_is_read_once(folder, mesh_of, cache_dir, monkeypatch):
-    seen = []
-    read = hf_files.read_slice
-
-    def counting(file, name, index):
-        array = read(file, name, index)
-        seen.append((name, array.shape, array.nbytes))
-        return array
-
-    monkeypatch.setattr(hf_files, "read_slice", counting)
+    seen = record_reads(monkeypatch.setattr)
     load_bundle(folder, mesh_of(2, 4), cache_dir=cache_dir)
     assert sum(nbytes for _, _, nbytes in seen) == sum(x.nbytes for x in make_weights().values())
     assert {shape for name, shape, _ in seen if name == "weights/w"} == {(16, 4)}
@@ -212,26 +201,7 @@ def test_two_processes(folder, tmp_path):
     bundle = shutil.copytree(folder, tmp_path / "bundle")
     damaged = shutil.copytree(folder, tmp_path / "bundle-damaged") / "functions/order.mlirbc"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    script = Path(__file__).with_name("two_processes.py")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = [
-        subprocess.Popen(
-            [sys.executable, script, port, str(rank), bundle, tmp_path / "cache"],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
-    said = [json.loads(output.splitlines()[-1]) for output in outputs]
+    said = run_both(Path(__file__).with_name("two_processes.py"), bundle, tmp_path / "cache")
     x = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
     state = {"h": jnp.full((4, 16), 0.5), "steps": jnp.int32(0)}
     for number in range(3):

@@ -10,22 +10,15 @@ import jax
 import numpy as np
 
 import spmd
-from models.llama.weights import files as hf_files
 from serving.bundle.function import BundleError
 from serving.bundle.read import load_bundle
+from tests.two_processes import record_reads
 
 
 def main() -> None:
     port, rank, folder, cache = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
-    read, count = hf_files.read_slice, [0]
-
-    def counting(file, name, index):
-        array = read(file, name, index)
-        count[0] += array.nbytes
-        return array
-
-    hf_files.read_slice = counting
+    reads = record_reads()
     mesh = spmd.make_mesh(data=2, model=2)
     bundle = load_bundle(folder, mesh, cache_dir=cache)
     x = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
@@ -35,7 +28,8 @@ def main() -> None:
         failure = ""
     except BundleError as error:
         failure = str(error)
-    print(json.dumps({"y": np.asarray(made[-1]).tolist(), "read": count[0], "failure": failure}))
+    read = sum(nbytes for _, _, nbytes in reads)
+    print(json.dumps({"y": np.asarray(made[-1]).tolist(), "read": read, "failure": failure}))
 
 
 if __name__ == "__main__":

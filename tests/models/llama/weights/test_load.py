@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import spmd
+from models import shards
 from models.llama import model, sharding
 from models.llama.generate import generate, make_next_logits
 from models.llama.weights import files as hf_files
@@ -19,6 +20,7 @@ from models.llama.weights.config import read_config
 from models.llama.weights.files import WeightsError
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import TOKENS_BS, VARIANTS
+from tests.two_processes import record_reads
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -90,16 +92,7 @@ def test_greedy_text_is_transformers(variant, folders):
 @pytest.fixture
 def reads(monkeypatch):
     """(name, shape, bytes) of every slice that is read."""
-    seen = []
-    read = hf_files.read_slice
-
-    def counting(file, name, index):
-        array = read(file, name, index)
-        seen.append((name, array.shape, array.nbytes))
-        return array
-
-    monkeypatch.setattr(hf_files, "read_slice", counting)
-    return seen
+    return record_reads(monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -129,8 +122,8 @@ def test_equal_shards_are_read_once(folders, mesh, reads):
 def test_the_local_part_is_read(folders, mesh, reads, monkeypatch):
     """A process with two of eight devices reads what these two hold."""
     config = read_config(folders("heads"))
-    local = weights.distinct_shards
-    monkeypatch.setattr(weights, "distinct_shards", lambda shape, s: first_two(local(shape, s)))
+    local = shards.distinct_shards
+    monkeypatch.setattr(shards, "distinct_shards", lambda shape, s: first_two(local(shape, s)))
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda *a, **k: None)
     shardings = shardings_of(config, mesh)
     weights.load(folders("heads"), config, shardings)

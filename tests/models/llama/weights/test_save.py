@@ -3,11 +3,7 @@
 import dataclasses
 import functools
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -24,6 +20,7 @@ from models.llama.weights import load as weights
 from models.llama.weights import save
 from models.llama.weights.config import read_config
 from models.llama.weights.files import WeightsError
+from tests.two_processes import run_both
 
 ROOT = Path(__file__).parents[4]
 TINY = CONFIGS["tiny"]
@@ -197,26 +194,7 @@ def test_two_processes(tmp_path):
     params = fresh(TINY)
     weights.save(params, TINY, tmp_path / "original")
     shutil.copytree(tmp_path / "original", tmp_path / "full")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    script = Path(__file__).with_name("two_processes.py")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    started = [
-        subprocess.Popen(
-            [sys.executable, script, port, str(rank), tmp_path],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=240)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
-    said = [json.loads(output.splitlines()[-1]) for output in outputs]
+    said = run_both(Path(__file__).with_name("two_processes.py"), tmp_path)
     norms = 4 * 32 * (2 * TINY.num_hidden_layers + 1)  # these are whole on every device
     for one in said:
         assert one["read"] == (4 * TINY.parameter_count() - norms) // 2 + norms

@@ -11,9 +11,9 @@ import jax
 
 from models.llama.config import CONFIGS
 from models.llama.sharding import parameter_rules
-from models.llama.weights import files as hf_files
 from models.llama.weights import load as weights
 from models.llama.weights.names import parameters
+from tests.two_processes import record_reads
 
 
 def main() -> None:
@@ -27,14 +27,7 @@ def main() -> None:
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*rules[parameter.path]))
         for parameter in wanted
     ]
-    read, count = hf_files.read_slice, [0]
-
-    def counting(file, name, index):
-        array = read(file, name, index)
-        count[0] += array.nbytes
-        return array
-
-    hf_files.read_slice = counting
+    reads = record_reads()
     params = weights.load(
         root / "original", config, jax.tree_util.tree_unflatten(treedef, shardings)
     )
@@ -44,7 +37,7 @@ def main() -> None:
         weights.save(params, config, root / "full")
     except weights.WeightsError as error:
         failure = str(error)
-    print(json.dumps({"read": count[0], "failure": failure}))
+    print(json.dumps({"read": sum(nbytes for _, _, nbytes in reads), "failure": failure}))
 
 
 main()
