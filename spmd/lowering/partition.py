@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spmd.ir.control_flow import held_atoms, producers_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.dialect.registry import rule_of
@@ -21,7 +20,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding, replicated
 from spmd.planning.plan import Choice, Plan
 from spmd.propagation.projection import project
-from spmd.reshard.paths import Path, Step, can_reshard, reshard
+from spmd.reshard.paths import Step
 
 _USES = {TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
 COLLECTIVES = ("all_gather", "all_to_all", "collective_permute", "reduce_scatter", "all_reduce")
@@ -67,8 +66,8 @@ class _Partitioner:
         self.mesh = plan.mesh
         self.types = plan.program.types
         self.cheap = plan.propagated.cheap
-        self.producers = producers_of(plan.program)
-        self.held = held_atoms(plan.program)
+        self.producers = plan.problem.index.producers
+        self.resharder = plan.problem.resharder
         self.b = Builder()
         self.copies: list[dict[Value, dict[Sharding, Value]]] = [{}]
         self.user: tuple[Op | None, int, str] = (None, 0, "")
@@ -181,7 +180,11 @@ class _Partitioner:
 
     def convert(self, value: Value, wanted: Sharding) -> Value:
         """The cheapest reshard from the copies that are visible."""
-        have, local, path = self.best_source(value, wanted)
+        copies: dict[Sharding, Value] = {}
+        for scope in self.copies:
+            copies = {**scope.get(value, {}), **copies}
+        have, path = self.resharder.cheapest(value, copies, wanted)
+        local = copies[have]
         outer = self.b.loc
         summed = self.partial_source(value) if have.partial != wanted.partial else None
         where = summed.loc if summed is not None else outer
@@ -230,17 +233,6 @@ class _Partitioner:
                 return op
             op = self.producers.get(carried[0])
         return op
-
-    def best_source(self, value: Value, wanted: Sharding) -> tuple[Sharding, Value, Path]:
-        options: list[tuple[float, int, Sharding, Value, Path]] = []
-        type_, held = self.types[value], self.held.get(value, ())
-        for scope in self.copies:
-            for have, local in scope.get(value, {}).items():
-                if can_reshard(have, wanted):
-                    path = reshard(have, wanted, type_, self.mesh, self.plan.topology, held)
-                    options.append((path.seconds, len(options), have, local, path))
-        _, _, have, local, path = min(options, key=lambda option: option[:2])
-        return have, local, path
 
     # Ops.
 
@@ -313,7 +305,7 @@ class _Partitioner:
             self.local_type(v, s) for v, s in zip(op.results, choice.results, strict=True)
         )
         attrs = op.kind.attrs
-        held = self.held.get(op.results[0], ())
+        held = self.resharder.held(op.results[0])
         if held and self.plan.trips.get(op.results[0]) is None:
             attrs = {**attrs, HELD: held}
         results = self.b.op(op.name, operands, types, attrs, tuple(regions))

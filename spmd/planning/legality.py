@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from spmd.ir.control_flow import held_atoms
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import Rule
 from spmd.ir.legality import fail
@@ -70,7 +69,7 @@ def states_are_legal(plan: Plan) -> str | None:
 
 def held_atoms_are_left_alone(plan: Plan) -> str | None:
     """Inside a manual region nothing is split or partial over its axes."""
-    for value, held in held_atoms(plan.program).items():
+    for value, held in plan.problem.index.held.items():
         state = plan.states[value]
         if state is not None and not state.used.isdisjoint(held):
             text = format_sharding(state, plan.mesh)

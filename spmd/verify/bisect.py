@@ -9,11 +9,11 @@ run for fewer iterations to find the first wrong one, and its body is then searc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.ir.control_flow import producers_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.manual import MANUAL
 from spmd.ir.dialect.registry import rule_of
@@ -247,7 +247,8 @@ def _with_body(program: Program, body: Region) -> Program:
 def _with_program(plan: Plan, program: Program) -> Plan:
     """The same decisions for another program over the same values."""
     results = tuple(probe_sharding(plan, v) for v in program.body.results)
-    return plan._replace(propagated=plan.propagated._replace(program=program), results=results)
+    problem = replace(plan.problem, propagated=replace(plan.propagated, program=program))
+    return plan._replace(problem=problem, results=results)
 
 
 def _until(plan: Plan, cut: int) -> Plan:
@@ -262,7 +263,7 @@ def _until(plan: Plan, cut: int) -> Plan:
 
 def _region_program(plan: Plan, region: Region) -> Program:
     """A region as a program: what it reads from outside becomes arguments, or is made again."""
-    producers, cheap = producers_of(plan.program), plan.propagated.cheap
+    producers, cheap = plan.problem.index.producers, plan.propagated.cheap
     captured: dict[Value, None] = {}
     made: dict[Value, Op] = {}
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from spmd.planning.network import Network, Table
+from spmd.planning.solver.network import Network, Table
 
 MOST_STATES = 40
 """Variables with more states are left alone: all pairs of states, against all of a neighbour's."""

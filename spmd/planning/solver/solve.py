@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spmd.planning.bounds import Passing
-from spmd.planning.dominate import undominated
-from spmd.planning.eliminate import Elimination
-from spmd.planning.network import Network, Table
+from spmd.planning.solver.bounds import Passing
+from spmd.planning.solver.dominate import undominated
+from spmd.planning.solver.eliminate import Elimination
+from spmd.planning.solver.network import Network, Table
 
 TABLE_LIMIT = 1 << 18
 """Entries of the largest table that elimination may build."""
