@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -163,15 +163,7 @@ def auto(
             "auto found no plan", actual=reasons, fix="use more devices or microbatches"
         )
     fastest = min(best, key=lambda found: found.seconds)
-    return AutoSharding(
-        fastest.mesh,
-        fastest.specs,
-        fastest.seconds,
-        considered,
-        fastest.jitted,
-        fastest._names,
-        fastest._inferred,
-    )
+    return replace(fastest, considered=considered)
 
 
 def _on_mesh(

@@ -16,8 +16,9 @@ from spmd.explain.relax import (
     replanned,
 )
 from spmd.ir.program import Value
-from spmd.mesh.sharding import Sharding, axis_refs, is_legal
+from spmd.mesh.sharding import Sharding, is_legal
 from spmd.planning.plan import Plan
+from spmd.planning.problem import is_whole
 
 MOST_TRIES = 5
 """Marks without which a program is planned again for a report."""
@@ -87,15 +88,10 @@ class Prices:
         wanted += [Sharding(dims) for dims in _single_axes(plan, value)]
         found = []
         legal = [s for s in dict.fromkeys([*wanted, whole]) if is_legal(s, type_.shape, plan.mesh)]
-        for sharding in [s for s in legal if s != have and _is_whole(s, plan)][:MOST_OTHERS]:
+        for sharding in [s for s in legal if s != have and is_whole(s, plan.mesh)][:MOST_OTHERS]:
             other = replanned(plan, change={value: sharding})
             found.append(OtherSharding(sharding, *difference(plan, other)))
         return tuple(sorted(found, key=lambda other: other.seconds))
-
-
-def _is_whole(sharding: Sharding, plan: Plan) -> bool:
-    """Whether only whole axes split it, as the boundary asks."""
-    return all(ref.whole for axes in sharding.dims for ref in axis_refs(axes, plan.mesh))
 
 
 def _single_axes(plan: Plan, value: Value) -> list[tuple[tuple[int, ...], ...]]:

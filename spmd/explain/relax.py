@@ -7,11 +7,12 @@ Only those next to the most expensive reshards are tried.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.ir.index import Index
-from spmd.ir.program import Program, Region, Value, numberless
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.program import Op, Program, Value, numberless
+from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import local_type
 from spmd.mesh.sharding import Mark, Sharding
 from spmd.planning.exact import plan_exactly
@@ -193,7 +194,7 @@ def replanned(
     """
     old = plan.propagated
     links = tuple(plan.problem.links.items())
-    program = _without_mark_ops(old.index, frozenset(drop))
+    program = _without_mark_ops(old.program, drop)
     marks = {value: mark for value, mark in old.marks.items() if value not in drop}
     for value, sharding in (change or {}).items():
         reason = f"argument {old.program.arg_names[old.program.body.args.index(value)]}"
@@ -208,29 +209,10 @@ def replanned(
     return plan_exactly(problem_of(propagated, plan.topology, wanted, links))
 
 
-def _without_mark_ops(index: Index, drop: frozenset[Value]) -> Program:
+def _without_mark_ops(program: Program, drop: Collection[Value]) -> Program:
     """The program whose mark ops with these results are gone: uses read what was marked."""
-    program, producers = index.program, index.producers
-    instead: dict[Value, Value] = {}
-    for value in sorted(drop):
-        op = producers.get(value)
-        if op is not None and op.is_mark:
-            instead[value] = op.operands[0]
 
-    def root(value: Value) -> Value:
-        while value in instead:
-            value = instead[value]
-        return value
+    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
+        return op.operands if op.is_mark and op.results[0] in drop else None
 
-    def region(old: Region) -> Region:
-        ops = [
-            op._replace(
-                operands=tuple(root(v) for v in op.operands),
-                regions=tuple(region(inner) for inner in op.regions),
-            )
-            for op in old.ops
-            if not (op.results and op.results[0] in instead)
-        ]
-        return Region(old.args, tuple(ops), tuple(root(v) for v in old.results))
-
-    return program._replace(body=region(program.body)) if instead else program
+    return edit_ops(program, edit) if drop else program

@@ -10,16 +10,15 @@ from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
-from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value, numberless
 from spmd.ir.types import TensorType, local_type
 from spmd.lowering.collectives import apply_step
 from spmd.lowering.divergence import HELD, without_permutes
 from spmd.lowering.local.table import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding, replicated
+from spmd.mesh.sharding import Sharding, axis_refs, format_sharding, replicated
+from spmd.planning.choices import making_choice
 from spmd.planning.plan import Choice, Plan
-from spmd.propagation.projection import project
 from spmd.reshard.paths import Step
 
 _USES = {TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
@@ -140,7 +139,7 @@ class _Partitioner:
         op = self.producers[value]
         choice = self.recipes.get((op.kind, wanted))
         if choice is None:
-            choice = self.recipes[op.kind, wanted] = self.recipe(op, wanted)
+            choice = self.recipes[op.kind, wanted] = making_choice(op, wanted, self.mesh)
         operands = tuple(
             [self.get(v, s) for v, s in zip(op.operands, choice.operands, strict=True)]
         )
@@ -148,17 +147,6 @@ class _Partitioner:
         (made,) = self.lower(op, choice, operands)
         self.b.loc = outer
         return made
-
-    def recipe(self, op: Op, wanted: Sharding) -> Choice:
-        """The choice by which an op makes its result in the wanted sharding."""
-        rule = rule_of(op.kind, op.loc)
-        assignment: list[Axes] = [()] * len(rule.factors)
-        for dim, axes in zip(rule.results[0], wanted.dims, strict=True):
-            assignment[dim[0]] = axes
-        fixed = tuple(assignment)
-        sizes = self.mesh.atom_sizes
-        needed = tuple(project(rule, dims, fixed, sizes) for dims in rule.operands)
-        return Choice(fixed, needed, (wanted,))
 
     def lower(self, op: Op, choice: Choice, operands: tuple[Value, ...]) -> tuple[Value, ...]:
         """The local results of an op.

@@ -14,7 +14,13 @@ from spmd.planning.assignments import assignments_around, every_assignment
 from spmd.planning.cost import op_seconds
 from spmd.planning.plan import Choice
 from spmd.planning.problem import Problem
-from spmd.propagation.projection import Assignment, is_legal_assignment, project, reduced_axes
+from spmd.propagation.projection import (
+    Assignment,
+    is_legal_assignment,
+    project,
+    reduced_axes,
+    unsplit,
+)
 from spmd.reshard.resharder import States
 
 MOST_CARRIED = 12
@@ -169,6 +175,15 @@ class Choices:
         """Time to bring the results of one choice to where another one leaves them."""
         ends = zip(op.results, have.results, wanted.results, strict=True)
         return sum(self.resharder.seconds(*end) for end in ends)
+
+
+def making_choice(op: Op, wanted: Sharding, mesh: Mesh) -> Choice:
+    """The choice by which a cheap op makes its result in the wanted sharding."""
+    rule = rule_of(op.kind, op.loc)
+    assignment = list(unsplit(rule))
+    for dim, axes in zip(rule.results[0], wanted.dims, strict=True):
+        assignment[dim[0]] = axes
+    return plain_choice(rule, tuple(assignment), mesh)
 
 
 def plain_choice(rule: Rule, assignment: Assignment, mesh: Mesh) -> Choice:

@@ -8,17 +8,16 @@ from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import Rule
 from spmd.ir.legality import fail
 from spmd.ir.program import Op, Value
-from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import (
     Axes,
     Mark,
     Sharding,
-    axis_refs,
     format_axes,
     format_sharding,
     is_legal,
 )
 from spmd.planning.plan import Choice, Plan
+from spmd.planning.problem import is_whole
 from spmd.propagation.projection import is_legal_assignment, project, reduced_axes
 
 OpCheck = Callable[[Plan, Op, Choice], str | None]
@@ -138,15 +137,11 @@ def _boundary(
             problem = f"does not fit {type_}"
         elif sharding.partial:
             problem = "is partial"
-        elif not _whole(sharding, plan.mesh):
+        elif not is_whole(sharding, plan.mesh):
             problem = "has a sub-axis"
         if problem:
             return f"{what} {i}, {format_sharding(sharding, plan.mesh)}, {problem}"
     return None
-
-
-def _whole(sharding: Sharding, mesh: Mesh) -> bool:
-    return all(ref.whole for axes in sharding.dims for ref in axis_refs(axes, mesh))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from spmd.ir.index import Index
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, is_even, replicated
+from spmd.mesh.sharding import Axes, Sharding, axis_refs, is_even, replicated
 from spmd.mesh.topology import Topology
 from spmd.propagation.propagated import Propagated
 from spmd.reshard.resharder import Resharder, States
@@ -117,6 +117,11 @@ def every_state(type_: TensorType, mesh: Mesh) -> States:
         if all(is_even(n, a, mesh) for n, a in zip(type_.shape, dims, strict=True)):
             found.append(Sharding(tuple(dims)))
     return tuple(sorted(found, key=lambda s: -len(s.used)))
+
+
+def is_whole(sharding: Sharding, mesh: Mesh) -> bool:
+    """Whether only whole axes split a value, as boundaries ask."""
+    return all(ref.whole for axes in sharding.dims for ref in axis_refs(axes, mesh))
 
 
 def whole_axes(dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh) -> tuple[Axes, ...]:

@@ -39,8 +39,8 @@ def plan() -> Plan:
         a = spmd.mark_sharding(jnp.sin(a), MESH, ("y", None))
         return jnp.tanh(spmd.mark_sharding(jnp.cos(a), MESH, (None, "y")))
 
-    over_x = {"in_specs": P("x"), "out_specs": P("x"), "axis_names": {"x"}, "check_vma": False}
-    step = jax.shard_map(body, mesh=jax_mesh(MESH), **over_x)
+    over_x: Any = {"in_specs": P("x"), "out_specs": P("x"), "axis_names": {"x"}}
+    step = jax.shard_map(body, mesh=jax_mesh(MESH), **over_x, check_vma=False)
     struct = jax.ShapeDtypeStruct((16384, 4096), jnp.float32)
     return spmd.jit(step, mesh=MESH).lower(struct, topology=TOPOLOGY).stages.plan
 

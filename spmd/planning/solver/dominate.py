@@ -40,7 +40,7 @@ def undominated(network: Network, keep: Collection[int] = ()) -> list[Table]:
         worse = network.unary[v][mine]
         worse = worse[:, None] - worse[None, :]
         for u, table in around[v]:
-            seen = table[np.ix_(mine, alive[u])]
+            seen = table[mine[:, None], alive[u]]
             worse = worse + (seen[:, None, :] - seen[None, :, :]).min(axis=2)
         never_better = worse >= 0
         lower_number = np.tri(len(mine), k=-1, dtype=bool)

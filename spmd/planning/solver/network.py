@@ -56,5 +56,5 @@ class Network:
         for costs, kept in zip(self.unary, alive, strict=True):
             smaller.variable(costs[kept])
         for (u, v), table in self.pairs.items():
-            smaller.pair(u, v, table[np.ix_(alive[u], alive[v])])
+            smaller.pair(u, v, table[alive[u][:, None], alive[v]])
         return smaller
