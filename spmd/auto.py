@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,12 +22,9 @@ from spmd.mesh.spec import as_mesh, partition_spec
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Request, propagated_of
-from spmd.planning.exact import best_plan
-from spmd.planning.greedy import plan_greedily
-from spmd.planning.open_domains import every_state, open_domains
+from spmd.planning.exact import plan_exactly
 from spmd.planning.plan import Plan
-from spmd.planning.problem import Problem, problem_of
-from spmd.planning.units import units_of
+from spmd.planning.problem import opened, problem_of
 from spmd.progress import doing, progress
 
 
@@ -169,15 +166,7 @@ def auto(
             "auto found no plan", actual=reasons, fix="use more devices or microbatches"
         )
     fastest = min(best, key=lambda found: found.seconds)
-    return AutoSharding(
-        fastest.mesh,
-        fastest.specs,
-        fastest.seconds,
-        considered,
-        fastest.jitted,
-        fastest._names,
-        fastest._inferred,
-    )
+    return replace(fastest, considered=considered)
 
 
 def _on_mesh(
@@ -198,20 +187,10 @@ def _open_plan(request: Request, memory_limit: int | None) -> Plan:
     """The plan in which arguments without a spec may lie in any way."""
     propagated = propagated_of(request)
     doing("plan")
-    fixed = problem_of(propagated, request.topology, (), request.links)
-    types, mesh = propagated.program.types, propagated.mesh
-    entries = request.arg_entries or (None,) * len(fixed.arguments)
-    arguments = tuple(
-        states if entry is not None and None not in entry else every_state(types[value], mesh)
-        for value, states, entry in zip(
-            propagated.program.body.args, fixed.arguments, entries, strict=True
-        )
-    )
-    problem = Problem(propagated, request.topology, arguments, fixed.results, fixed.links)
-    units = units_of(problem)
-    return best_plan(
-        problem, units, open_domains(problem, units), plan_greedily(fixed), memory_limit
-    )
+    problem = problem_of(propagated, request.topology, (), request.links)
+    entries = request.arg_entries or (None,) * len(problem.arguments)
+    free = [entry is None or None in entry for entry in entries]
+    return plan_exactly(opened(problem, free), memory_limit)
 
 
 def _inferred(request: Request, plan: Plan) -> frozenset[str]:

@@ -198,7 +198,7 @@ def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding
 
 def _optimize(partitioned: Partitioned, plan: Plan, options: Options) -> Partitioned:
     topology, limit = plan.topology, options.memory_limit
-    donated = tuple(argument for _, argument in plan.links)
+    donated = tuple(plan.problem.links.values())
     room = Room(topology.hbm_bytes if limit is None else limit, donated)
     program, mesh = partitioned.program, partitioned.mesh
     program = optimize(program, mesh, topology, options.combine_bytes, options.prefetch, room)

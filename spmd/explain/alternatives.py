@@ -17,16 +17,17 @@ import numpy as np
 
 from spmd.ir.program import Op, Value
 from spmd.mesh.sharding import Axes, Sharding
-from spmd.planning.dominate import undominated
-from spmd.planning.eliminate import Elimination
-from spmd.planning.exact import CostNetwork, network_of
-from spmd.planning.network import FORBIDDEN, Network, Table
+from spmd.planning.exact import weighed
+from spmd.planning.network import CostNetwork
 from spmd.planning.plan import Choice, Plan
-from spmd.planning.problem import problem_of
-from spmd.planning.solve import TABLE_LIMIT, Solution, solve
+from spmd.planning.solver.dominate import undominated
+from spmd.planning.solver.eliminate import Elimination
+from spmd.planning.solver.network import FORBIDDEN, Network, Table
+from spmd.planning.solver.solve import TABLE_LIMIT, Solution, solve
 from spmd.planning.units import CARRY, OP
 from spmd.propagation.propagated import Conflict
-from spmd.reshard.paths import can_reshard, reshard
+from spmd.reshard.paths import Path
+from spmd.reshard.resharder import NO_WAY
 
 T = TypeVar("T")
 
@@ -59,14 +60,13 @@ class Alternatives:
     @cached_property
     def _built(self) -> CostNetwork:
         """The network that the exact planner solves."""
-        plan = self.plan
-        return network_of(problem_of(plan.propagated, plan.topology, plan.result_marks, plan.links))
+        return weighed(self.plan.problem)[1]
 
     @cached_property
     def _bytes(self) -> Network:
         """The same network with bytes instead of seconds."""
         built = self._built
-        return _Bytes(built.problem, built.units, built.domains).network
+        return _Bytes(built.problem, built.units, built.choices, built.domains).network
 
     @cached_property
     def best(self) -> Solution:
@@ -214,13 +214,8 @@ class _Bytes(CostNetwork):
     copies, the one that needs fewer bytes counts.
     """
 
-    def own_seconds(self, op: Op, options: tuple[Choice, ...]) -> Table:
-        return np.zeros(1 if op.is_mark else len(options))
+    def own_cost(self, op: Op, choice: Choice) -> float:
+        return 0.0
 
-    def seconds(self, value: Value, have: Sharding, wanted: Sharding) -> float:
-        if have == wanted:
-            return 0.0
-        if not can_reshard(have, wanted):
-            return FORBIDDEN
-        type_, held = self.types[value], self.held.get(value, ())
-        return reshard(have, wanted, type_, self.mesh, self.topology, held).bytes / UNIT
+    def figure(self, path: Path) -> float:
+        return FORBIDDEN if path is NO_WAY else path.bytes / UNIT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
+from spmd.ir.index import Index
 from spmd.ir.program import Op, Region
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
@@ -39,18 +39,14 @@ class Collective(NamedTuple):
 def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Collective, ...]:
     """Every collective of a local program, in program order."""
     program, mesh = partitioned.program, partitioned.mesh
-    producers = producers_of(program)
+    index = Index(program)
     found: list[Collective] = []
 
     def visit(region: Region, times: int) -> None:
         for op in region.ops:
             if op.regions:
-                trips = None
-                if op.is_loop:
-                    trips = trip_count(program, op, producers)
-                    trips = UNKNOWN_TRIPS if trips is None else trips
                 for inner in op.regions:
-                    visit(inner, times * (1 if trips is None else trips))
+                    visit(inner, times * index.runs(op))
             elif op.collective and "axes" in op.kind.attrs:
                 found.append(record(op, times))
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from spmd.explain.alternatives import Alternatives
 from spmd.explain.relax import (
-    MarkGroup,
     MarkPrices,
     Relief,
     difference,
@@ -16,10 +15,10 @@ from spmd.explain.relax import (
     relief_of,
     replanned,
 )
-from spmd.explain.replay import Move, moves_of
 from spmd.ir.program import Value
 from spmd.mesh.sharding import Sharding, is_legal
 from spmd.planning.plan import Plan
+from spmd.planning.problem import is_whole
 
 MOST_TRIES = 5
 """Marks without which a program is planned again for a report."""
@@ -58,20 +57,14 @@ class Prices:
         return Alternatives(self.plan)
 
     @cached_property
-    def moves(self) -> tuple[Move, ...]:
-        """The plan's reshards."""
-        return moves_of(self.plan)
-
-    @cached_property
     def marks(self) -> MarkPrices:
         """Prices of the marks next to the most expensive reshards."""
         return mark_prices(self.plan, MOST_TRIES)
 
     def without_mark(self, value: Value) -> Relief:
         """What the program would cost without the mark of a value and those that belong to it."""
-        groups = mark_groups(self.plan, self.moves, every=True)
-        group = next(group for group in groups if value in group.values)
-        return relief_of(self.plan, self.moves, group)
+        groups = mark_groups(self.plan, every=True)
+        return relief_of(self.plan, next(group for group in groups if value in group.values))
 
     def others(self, value: Value) -> tuple[OtherSharding, ...]:
         """Other shardings of a value, the cheapest first.
@@ -90,34 +83,15 @@ class Prices:
         plan = self.plan
         type_ = plan.program.types[value]
         have = plan.arguments[plan.program.body.args.index(value)]
-        wanted = [m.wanted.full() for m in self.moves if m.value == value]
+        wanted = [m.wanted.full() for m in plan.moves if m.value == value]
         whole = Sharding(((),) * type_.rank)
         wanted += [Sharding(dims) for dims in _single_axes(plan, value)]
         found = []
         legal = [s for s in dict.fromkeys([*wanted, whole]) if is_legal(s, type_.shape, plan.mesh)]
-        for sharding in [s for s in legal if s != have and _is_whole(s, plan)][:MOST_OTHERS]:
+        for sharding in [s for s in legal if s != have and is_whole(s, plan.mesh)][:MOST_OTHERS]:
             other = replanned(plan, change={value: sharding})
-            group = MarkGroup("", (value,), sharding, 0.0)
-            relief = difference(plan, self.moves, other, group)
-            found.append(OtherSharding(sharding, *_figures(relief)))
+            found.append(OtherSharding(sharding, *difference(plan, other)))
         return tuple(sorted(found, key=lambda other: other.seconds))
-
-
-def _figures(relief: Relief) -> tuple[float, int, int]:
-    return relief.seconds, relief.bytes, relief.argument_bytes
-
-
-def _is_whole(sharding: Sharding, plan: Plan) -> bool:
-    """Whether only whole axes split it, as the boundary asks."""
-    names = plan.mesh.axis_atoms.values()
-    for axes in sharding.dims:
-        rest = axes
-        while rest:
-            axis = next((n for n in names if n and rest[: len(n)] == n), None)
-            if axis is None:
-                return False
-            rest = rest[len(axis) :]
-    return True
 
 
 def _single_axes(plan: Plan, value: Value) -> list[tuple[tuple[int, ...], ...]]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.explain.replay import Move, moves_of
-from spmd.ir.control_flow import producers_of
-from spmd.ir.program import Program, Region, Value, numberless
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.program import Op, Program, Value, numberless
+from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import local_type
 from spmd.mesh.sharding import Mark, Sharding
 from spmd.planning.exact import plan_exactly
-from spmd.planning.plan import Plan
+from spmd.planning.plan import Move, Plan
 from spmd.planning.problem import problem_of
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import propagate
@@ -79,27 +79,24 @@ def mark_prices(plan: Plan, tries: int) -> MarkPrices:
       plan: the plan with all of them.
       tries: how often to plan again at most.
     """
-    moves = moves_of(plan)
-    groups = mark_groups(plan, moves)
-    least = WORTH * sum(move.seconds for move in moves)
-    found = [relief_of(plan, moves, group) for group in groups[:tries]]
+    groups = mark_groups(plan)
+    least = WORTH * sum(move.seconds for move in plan.moves)
+    found = [relief_of(plan, group) for group in groups[:tries]]
     worth = [relief for relief in found if -relief.seconds >= least and relief.seconds < 0]
     worth.sort(key=lambda relief: relief.seconds)
     return MarkPrices(tuple(worth), len(found), len(groups))
 
 
-def relief_of(plan: Plan, moves: Sequence[Move], group: MarkGroup) -> Relief:
+def relief_of(plan: Plan, group: MarkGroup) -> Relief:
     """What the program would cost without a group of marks."""
-    opened = replanned(plan, drop=group.values)
-    return difference(plan, moves, opened, group)
+    return Relief(group, *difference(plan, replanned(plan, drop=group.values)))
 
 
-def difference(plan: Plan, moves: Sequence[Move], other: Plan, group: MarkGroup) -> Relief:
-    """What another plan costs more than a plan whose moves are known."""
-    return Relief(
-        group,
+def difference(plan: Plan, other: Plan) -> tuple[float, int, int]:
+    """What another plan takes more than a plan: seconds, bytes sent, bytes of arguments held."""
+    return (
         other.seconds - plan.seconds,
-        sum(m.bytes for m in moves_of(other)) - sum(m.bytes for m in moves),
+        sum(m.bytes for m in other.moves) - sum(m.bytes for m in plan.moves),
         argument_bytes(other) - argument_bytes(plan),
     )
 
@@ -117,18 +114,17 @@ def argument_bytes(plan: Plan) -> int:
 # Which marks are next to which reshards.
 
 
-def mark_groups(plan: Plan, moves: Sequence[Move], every: bool = False) -> tuple[MarkGroup, ...]:
+def mark_groups(plan: Plan, every: bool = False) -> tuple[MarkGroup, ...]:
     """The marks that are next to reshards, those next to the most time first.
 
     Args:
       plan: the plan.
-      moves: its reshards.
       every: whether marks that are next to no reshard are among them, too.
     """
     marks = plan.propagated.marks
     names = _names(plan)
     seconds: dict[str, float] = dict.fromkeys(names.values(), 0.0) if every else {}
-    for move in moves:
+    for move in plan.moves:
         for name in dict.fromkeys(names[value] for value in _marks_around(plan, move)):
             seconds[name] = seconds.get(name, 0.0) + move.seconds
     members: dict[str, list[Value]] = {}
@@ -158,7 +154,7 @@ def _marks_around(plan: Plan, move: Move) -> Iterator[Value]:
         yield from (v for v in move.user.results if v in marks)
     elif move.value in plan.program.body.results:
         index = plan.program.body.results.index(move.value)
-        argument = dict(plan.links).get(index)
+        argument = plan.problem.links.get(index)
         if argument is not None and plan.program.body.args[argument] in marks:
             yield plan.program.body.args[argument]
     around = (move.value, *(move.user.operands + move.user.results if move.user else ()))
@@ -197,44 +193,26 @@ def replanned(
       change: arguments that are marked so from now on.
     """
     old = plan.propagated
-    program = _without_mark_ops(old.program, frozenset(drop))
+    links = tuple(plan.problem.links.items())
+    program = _without_mark_ops(old.program, drop)
     marks = {value: mark for value, mark in old.marks.items() if value not in drop}
     for value, sharding in (change or {}).items():
         reason = f"argument {old.program.arg_names[old.program.body.args.index(value)]}"
         marks[value] = Mark(sharding.dims, (False,) * len(sharding.dims), reason)
     body = program.body
-    pairs = [(body.results[result], body.args[argument]) for result, argument in plan.links]
+    pairs = [(body.results[result], body.args[argument]) for result, argument in links]
     propagated = propagate(program, old.mesh, marks, cheap_values(program), pairs)
     wanted: list[Sharding | None] = [
         None if value in drop else mark
-        for value, mark in zip(old.program.body.results, plan.result_marks, strict=False)
+        for value, mark in zip(old.program.body.results, plan.problem.results, strict=True)
     ]
-    return plan_exactly(problem_of(propagated, plan.topology, wanted, plan.links))
+    return plan_exactly(problem_of(propagated, plan.topology, wanted, links))
 
 
-def _without_mark_ops(program: Program, drop: frozenset[Value]) -> Program:
+def _without_mark_ops(program: Program, drop: Collection[Value]) -> Program:
     """The program whose mark ops with these results are gone: uses read what was marked."""
-    producers = producers_of(program)
-    instead: dict[Value, Value] = {}
-    for value in sorted(drop):
-        op = producers.get(value)
-        if op is not None and op.is_mark:
-            instead[value] = op.operands[0]
 
-    def root(value: Value) -> Value:
-        while value in instead:
-            value = instead[value]
-        return value
+    def edit(_: Builder, op: Op, __: Now) -> Sequence[Value] | None:
+        return op.operands if op.is_mark and op.results[0] in drop else None
 
-    def region(old: Region) -> Region:
-        ops = [
-            op._replace(
-                operands=tuple(root(v) for v in op.operands),
-                regions=tuple(region(inner) for inner in op.regions),
-            )
-            for op in old.ops
-            if not (op.results and op.results[0] in instead)
-        ]
-        return Region(old.args, tuple(ops), tuple(root(v) for v in old.results))
-
-    return program._replace(body=region(program.body)) if instead else program
+    return edit_ops(program, edit) if drop else program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -72,11 +73,10 @@ def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
     return found
 
 
-def trip_count(program: Program, op: Op, producers: dict[Value, Op]) -> int | None:
+def trip_count(op: Op, producers: Mapping[Value, Op]) -> int | None:
     """How often a `while` runs, read from `i < n` or `i != n` with constant start, step and end.
 
     Args:
-      program: the program that holds `op`.
       op: a `stablehlo.while`.
       producers: the op that defines each value.
 
@@ -105,7 +105,7 @@ def trip_count(program: Program, op: Op, producers: dict[Value, Op]) -> int | No
     return max(0, -(-(end - start) // step))
 
 
-def _scalar(producers: dict[Value, Op], value: Value) -> int | None:
+def _scalar(producers: Mapping[Value, Op], value: Value) -> int | None:
     op = producers.get(value)
     if op is None:
         return None

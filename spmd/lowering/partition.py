@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spmd.ir.control_flow import held_atoms, producers_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
-from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value, numberless
 from spmd.ir.types import TensorType, local_type
 from spmd.lowering.collectives import apply_step
 from spmd.lowering.divergence import HELD, without_permutes
 from spmd.lowering.local.table import LocalOp, lower_op
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding, replicated
+from spmd.mesh.sharding import Sharding, axis_refs, format_sharding, replicated
+from spmd.planning.choices import making_choice
 from spmd.planning.plan import Choice, Plan
-from spmd.propagation.projection import project
-from spmd.reshard.paths import Path, Step, can_reshard, reshard
+from spmd.reshard.paths import Step
 
 _USES = {TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
 COLLECTIVES = ("all_gather", "all_to_all", "collective_permute", "reduce_scatter", "all_reduce")
@@ -67,8 +65,8 @@ class _Partitioner:
         self.mesh = plan.mesh
         self.types = plan.program.types
         self.cheap = plan.propagated.cheap
-        self.producers = producers_of(plan.program)
-        self.held = held_atoms(plan.program)
+        self.producers = plan.problem.index.producers
+        self.resharder = plan.problem.resharder
         self.b = Builder()
         self.copies: list[dict[Value, dict[Sharding, Value]]] = [{}]
         self.user: tuple[Op | None, int, str] = (None, 0, "")
@@ -141,7 +139,7 @@ class _Partitioner:
         op = self.producers[value]
         choice = self.recipes.get((op.kind, wanted))
         if choice is None:
-            choice = self.recipes[op.kind, wanted] = self.recipe(op, wanted)
+            choice = self.recipes[op.kind, wanted] = making_choice(op, wanted, self.mesh)
         operands = tuple(
             [self.get(v, s) for v, s in zip(op.operands, choice.operands, strict=True)]
         )
@@ -149,17 +147,6 @@ class _Partitioner:
         (made,) = self.lower(op, choice, operands)
         self.b.loc = outer
         return made
-
-    def recipe(self, op: Op, wanted: Sharding) -> Choice:
-        """The choice by which an op makes its result in the wanted sharding."""
-        rule = rule_of(op.kind, op.loc)
-        assignment: list[Axes] = [()] * len(rule.factors)
-        for dim, axes in zip(rule.results[0], wanted.dims, strict=True):
-            assignment[dim[0]] = axes
-        fixed = tuple(assignment)
-        sizes = self.mesh.atom_sizes
-        needed = tuple(project(rule, dims, fixed, sizes) for dims in rule.operands)
-        return Choice(fixed, needed, (wanted,))
 
     def lower(self, op: Op, choice: Choice, operands: tuple[Value, ...]) -> tuple[Value, ...]:
         """The local results of an op.
@@ -181,7 +168,11 @@ class _Partitioner:
 
     def convert(self, value: Value, wanted: Sharding) -> Value:
         """The cheapest reshard from the copies that are visible."""
-        have, local, path = self.best_source(value, wanted)
+        copies: dict[Sharding, Value] = {}
+        for scope in self.copies:
+            copies = {**scope.get(value, {}), **copies}
+        have, path = self.resharder.cheapest(value, copies, wanted)
+        local = copies[have]
         outer = self.b.loc
         summed = self.partial_source(value) if have.partial != wanted.partial else None
         where = summed.loc if summed is not None else outer
@@ -230,17 +221,6 @@ class _Partitioner:
                 return op
             op = self.producers.get(carried[0])
         return op
-
-    def best_source(self, value: Value, wanted: Sharding) -> tuple[Sharding, Value, Path]:
-        options: list[tuple[float, int, Sharding, Value, Path]] = []
-        type_, held = self.types[value], self.held.get(value, ())
-        for scope in self.copies:
-            for have, local in scope.get(value, {}).items():
-                if can_reshard(have, wanted):
-                    path = reshard(have, wanted, type_, self.mesh, self.plan.topology, held)
-                    options.append((path.seconds, len(options), have, local, path))
-        _, _, have, local, path = min(options, key=lambda option: option[:2])
-        return have, local, path
 
     # Ops.
 
@@ -313,7 +293,7 @@ class _Partitioner:
             self.local_type(v, s) for v, s in zip(op.results, choice.results, strict=True)
         )
         attrs = op.kind.attrs
-        held = self.held.get(op.results[0], ())
+        held = self.resharder.held(op.results[0])
         if held and self.plan.trips.get(op.results[0]) is None:
             attrs = {**attrs, HELD: held}
         results = self.b.op(op.name, operands, types, attrs, tuple(regions))

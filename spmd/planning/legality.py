@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from spmd.ir.control_flow import held_atoms
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import Rule
 from spmd.ir.legality import fail
 from spmd.ir.program import Op, Value
-from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import (
     Axes,
     Mark,
     Sharding,
-    axis_refs,
     format_axes,
     format_sharding,
     is_legal,
 )
 from spmd.planning.plan import Choice, Plan
+from spmd.planning.problem import is_whole
 from spmd.propagation.projection import is_legal_assignment, project, reduced_axes
 
 OpCheck = Callable[[Plan, Op, Choice], str | None]
@@ -70,7 +68,7 @@ def states_are_legal(plan: Plan) -> str | None:
 
 def held_atoms_are_left_alone(plan: Plan) -> str | None:
     """Inside a manual region nothing is split or partial over its axes."""
-    for value, held in held_atoms(plan.program).items():
+    for value, held in plan.problem.index.held.items():
         state = plan.states[value]
         if state is not None and not state.used.isdisjoint(held):
             text = format_sharding(state, plan.mesh)
@@ -139,15 +137,11 @@ def _boundary(
             problem = f"does not fit {type_}"
         elif sharding.partial:
             problem = "is partial"
-        elif not _whole(sharding, plan.mesh):
+        elif not is_whole(sharding, plan.mesh):
             problem = "has a sub-axis"
         if problem:
             return f"{what} {i}, {format_sharding(sharding, plan.mesh)}, {problem}"
     return None
-
-
-def _whole(sharding: Sharding, mesh: Mesh) -> bool:
-    return all(ref.whole for axes in sharding.dims for ref in axis_refs(axes, mesh))
 
 
 # ---------------------------------------------------------------------------------------------

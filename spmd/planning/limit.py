@@ -8,12 +8,12 @@ peak of a plan that was too large.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from spmd.errors import PlanError, bytes_text
 from spmd.ir.program import Value
 from spmd.mesh.sharding import format_sharding
-from spmd.planning.liveness import Peak, peak_of
+from spmd.planning.liveness import Peak, bound_of, peak_of
 from spmd.planning.plan import Plan
 
 Prices = Mapping[Value, float]
@@ -25,62 +25,68 @@ ratio of two prices between which no third is tried, and plans to try at most.""
 
 
 def plan_within(
-    limit: int,
-    strict: bool,
-    plans: Sequence[Plan],
-    donated: frozenset[int],
-    priced: Callable[[Prices], Plan],
+    memory_limit: int | None, plans: Sequence[Plan], priced: Callable[[Prices], Plan]
 ) -> Plan:
     """The fastest plan found that keeps to a limit.
 
     Args:
-      limit: bytes on one device.
-      strict: whether a plan that does not keep to it is an error.
+      memory_limit: bytes on one device; if left out, the topology's memory, which is a wish.
       plans: plans made without prices, the best first.
-      donated: the results that are written over an argument.
       priced: makes a plan at given prices.
 
     Raises:
-      PlanError: no plan keeps to the limit, and it is strict.
+      PlanError: no plan keeps to the limit that was given.
     """
-    tried = [(plan, peak_of(plan, donated)) for plan in plans]
+    best = plans[0]
+    limit = best.topology.hbm_bytes if memory_limit is None else memory_limit
+    if bound_of(best) <= limit:
+        return best
+    tried = [(plan, peak_of(plan)) for plan in plans]
     if tried[0][1].bytes <= limit:
-        return plans[0]
+        return best
+    tried += _priced_plans(limit, *tried[0], priced)
+    fitting = [plan for plan, peak in tried if peak.bytes <= limit]
+    if fitting:
+        plan = min(fitting, key=lambda plan: plan.seconds)
+        return _noted(
+            plan,
+            f"the fastest plan needs {bytes_text(tried[0][1].bytes)} on a device, and there are "
+            f"{bytes_text(limit)}: this one takes {plan.seconds / best.seconds:.2f} times as long",
+        )
+    plan, peak = min(tried, key=lambda pair: pair[1].bytes)
+    need = bytes_text(peak.bytes)
+    if memory_limit is None:
+        text = f"it is predicted to need {need} on a device; there are {bytes_text(limit)}"
+        return _noted(plan, text)
+    raise PlanError(
+        f"no plan was found that keeps to {bytes_text(limit)} on a device",
+        actual=f"{need}, of which {_largest(plan, peak)}",
+        required=bytes_text(limit),
+        fix="split arguments over more axes, use more devices, or checkpoint activations "
+        "(jax.checkpoint) and split the batch into microbatches",
+    )
+
+
+def _priced_plans(
+    limit: int, plan: Plan, peak: Peak, priced: Callable[[Prices], Plan]
+) -> Iterator[tuple[Plan, Peak]]:
+    """Plans at prices that rise until one fits, then close in on the lowest price that does."""
     alive: dict[Value, None] = {}
-    low, high = plans[0].seconds / limit * FIRST, 0.0
-    price, peak = low, tried[0][1]
+    low, high = plan.seconds / limit * FIRST, 0.0
+    price = low
     for _ in range(ROUNDS):
         if peak.bytes > limit:
             alive.update(dict.fromkeys(value for value, _ in peak.alive))
         plan = priced(dict.fromkeys(alive, price))
-        peak = peak_of(plan, donated)
-        tried.append((plan, peak))
+        peak = peak_of(plan)
+        yield plan, peak
         low, high = (price, high) if peak.bytes > limit else (low, price)
         if high and high <= low * CLOSE:
             break
         price = math.sqrt(low * high) if high else price * STEP
-    fitting = [plan for plan, peak in tried if peak.bytes <= limit]
-    if fitting:
-        best = min(fitting, key=lambda plan: plan.seconds)
-        note = (
-            f"the fastest plan needs {bytes_text(tried[0][1].bytes)} on a device, and there are "
-            f"{bytes_text(limit)}: this one takes {best.seconds / plans[0].seconds:.2f} times as "
-            "long"
-        )
-        return best._replace(notes=(*best.notes, note))
-    plan, peak = min(tried, key=lambda pair: pair[1].bytes)
-    if strict:
-        raise PlanError(
-            f"no plan was found that keeps to {bytes_text(limit)} on a device",
-            actual=f"{bytes_text(peak.bytes)}, of which {_largest(plan, peak)}",
-            required=bytes_text(limit),
-            fix="split arguments over more axes, use more devices, or checkpoint activations "
-            "(jax.checkpoint) and split the batch into microbatches",
-        )
-    note = (
-        f"it is predicted to need {bytes_text(peak.bytes)} on a device; there are "
-        f"{bytes_text(limit)}"
-    )
+
+
+def _noted(plan: Plan, note: str) -> Plan:
     return plan._replace(notes=(*plan.notes, note))
 
 

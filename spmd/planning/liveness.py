@@ -32,14 +32,9 @@ class Peak(NamedTuple):
     alive: dict[Held, int]
 
 
-def peak_of(plan: Plan, donated: frozenset[int]) -> Peak:
-    """Memory of a plan.
-
-    Args:
-      plan: the plan.
-      donated: the results that are written over an argument.
-    """
-    return _Liveness(plan).run(donated)
+def peak_of(plan: Plan) -> Peak:
+    """The fullest moment of a plan. Updates of donated arguments are written over these."""
+    return _Liveness(plan).run()
 
 
 def bound_of(plan: Plan) -> int:
@@ -76,7 +71,7 @@ class _Liveness:
             found = self.sizes[key] = type_.with_shape(shape).bytes
         return found
 
-    def run(self, donated: frozenset[int]) -> Peak:
+    def run(self) -> Peak:
         body = self.plan.program.body
         arguments = {
             held: self.bytes(held) for held in zip(body.args, self.plan.arguments, strict=True)
@@ -85,7 +80,7 @@ class _Liveness:
         own = [
             (v, s)
             for i, (v, s) in enumerate(zip(body.results, self.plan.results, strict=True))
-            if i not in donated
+            if i not in self.plan.problem.links
         ]
         inside = self.region(body, dict(zip(body.results, self.plan.results, strict=True)))
         late = sum(map(self.bytes, own)) - sum(inside.alive.get(held, 0) for held in own)

@@ -1,60 +1,210 @@
-"""`Network`: variables with a few states each, and costs of states and of pairs of states.
+"""The cost network of a plan: every op's choice and every carry's state, and what each pair costs.
 
-minimise   sum_v unary_v[x_v]  +  sum_(u,v) pair_uv[x_u, x_v]
+A variable of the network is an op's choice, a carry's state, or, for a value with several uses,
+these together with one more copy of the value that the uses may share. Costs are the ops' own
+seconds and the seconds of the reshards between what a producer leaves and what a use needs, each
+times the trips of the loops around it. Units that look alike are one variable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-Table = np.ndarray
+from spmd.ir.program import Op, Value
+from spmd.ir.types import TensorType, local_type
+from spmd.mesh.sharding import Sharding, replicated
+from spmd.planning.choices import Choices
+from spmd.planning.domains import Domains
+from spmd.planning.plan import Choice
+from spmd.planning.problem import Problem
+from spmd.planning.solver.network import FORBIDDEN, Network, Table
+from spmd.planning.units import ARGUMENT, CARRY, OP, WHOLE, Units, Use
+from spmd.reshard.paths import Path
+from spmd.reshard.resharder import States, seconds_of
 
-FORBIDDEN = 1e9
-"""A cost that no solution has; finite, so that differences of costs stay numbers."""
+MOST_COPIES = 4
+"""Second copies of one value that are looked at."""
+
+LATER = 1e-12
+"""What a partial result costs on top, in seconds: of equals, the plan that reduces early."""
+
+SMALLER = 1e-15
+"""Seconds for each byte of an argument: of equals, the plan whose arguments are smaller."""
 
 
-class Network:
-    """Variables, their states' costs, and costs of pairs of states.
+class Variable(NamedTuple):
+    """A variable of the network that stands for a class.
 
     Attributes:
-      unary: for each variable the cost of each state.
-      pairs: (u, v) with u < v -> costs, one row for each state of u.
+      number: the variable.
+      rows: for each of its states, the choice of the class, and which copy of its value is made as
+        well, or -1.
+      copied: the result of the class that may be copied, or -1.
+      copies: the copies that there may be.
     """
 
-    def __init__(self) -> None:
-        self.unary: list[Table] = []
-        self.pairs: dict[tuple[int, int], Table] = {}
+    number: int
+    rows: tuple[tuple[int, int], ...]
+    copied: int = -1
+    copies: States = ()
 
-    def variable(self, costs: Sequence[float] | Table) -> int:
-        """A new variable, given the cost of each of its states."""
-        self.unary.append(np.array(costs, dtype=float))
-        return len(self.unary) - 1
 
-    def pair(self, u: int, v: int, costs: Table) -> None:
-        """Adds costs for each (state of u, state of v); `u` may be `v`."""
-        if u == v:
-            self.unary[u] += np.diagonal(costs)
-        elif len(self.unary[u]) == 1:
-            self.unary[v] += costs[0]
-        elif len(self.unary[v]) == 1:
-            self.unary[u] += costs[:, 0]
-        else:
-            key, costs = ((u, v), costs) if u < v else ((v, u), costs.T)
-            found = self.pairs.get(key)
-            self.pairs[key] = costs if found is None else found + costs
+class CostNetwork:
+    """The network of a program, and how its variables stand for classes of units.
 
-    def cost(self, states: Sequence[int]) -> float:
-        """What a joint state costs."""
-        total = sum(float(costs[s]) for costs, s in zip(self.unary, states, strict=True))
-        return total + sum(float(t[states[u], states[v]]) for (u, v), t in self.pairs.items())
+    Attributes:
+      network: variables and costs, without names.
+      variables: for each class of units, its variable.
+    """
 
-    def restricted(self, alive: Sequence[Table]) -> Network:
-        """The network over some of each variable's states."""
-        smaller = Network()
-        for costs, kept in zip(self.unary, alive, strict=True):
-            smaller.variable(costs[kept])
-        for (u, v), table in self.pairs.items():
-            smaller.pair(u, v, table[np.ix_(alive[u], alive[v])])
-        return smaller
+    def __init__(self, problem: Problem, units: Units, choices: Choices, domains: Domains) -> None:
+        self.problem, self.units, self.choices, self.domains = problem, units, choices, domains
+        self.network = Network()
+        self._tables: dict[object, Table] = {}
+        self._values: dict[tuple[int, int], Value] = {}  # the first value of each class and result
+        for value, place in enumerate(units.of):
+            self._values.setdefault(place, value)
+        self._uses: dict[tuple[int, int], list[Use]] = {}
+        for use in units.uses:
+            self._uses.setdefault((use.source, use.result), []).append(use)
+        self.variables = [self._variable(i) for i in range(len(units.units))]
+        for (source, index), uses in self._uses.items():
+            self._connect(source, index, uses)
+
+    def priced(self, prices: Mapping[Value, float]) -> Network:
+        """The network in which values that are alive at the peak cost so many seconds a byte."""
+        network = Network()
+        network.unary = [costs.copy() for costs in self.network.unary]
+        network.pairs = self.network.pairs
+        for value, price in prices.items():
+            number, index = self.units.of[value]
+            if number < 0:
+                continue
+            variable = self.variables[number]
+            left = [price * b for b in self._bytes(value, self.domains.left[number][index])]
+            copied = [price * b for b in self._bytes(value, variable.copies)]
+            for row, (choice, copy) in enumerate(variable.rows):
+                network.unary[variable.number][row] += left[choice]
+                if copy >= 0 and variable.copied == index:
+                    network.unary[variable.number][row] += copied[copy]
+        return network
+
+    # What is counted; another network may count something else.
+
+    def figure(self, path: Path) -> float:
+        """What a reshard costs."""
+        return seconds_of(path)
+
+    def own_cost(self, op: Op, choice: Choice) -> float:
+        """What a choice costs by itself."""
+        later = LATER * any([s.partial for s in choice.results])
+        return self.choices.own_seconds(op, choice.assignment) + later
+
+    # Variables.
+
+    def _variable(self, number: int) -> Variable:
+        unit, left = self.units.units[number], self.domains.left[number]
+        trips, inner = self.units.trips[number], self.units.inner[number]
+        own = self._own(number)
+        shared = {i: found for i in range(len(left)) if (found := self._shared(number, i))}
+        copied = max(shared, key=lambda i: self._type(number, i).bytes, default=-1)
+        copies = shared.get(copied, ())
+        rows = [(choice, -1) for choice in range(len(own))]
+        costs = list(own)
+        if copies:
+            made = self._table(number, copied, left[copied], copies)
+            made = made * (inner if unit.role == CARRY and copied else trips)
+            for (choice, copy), seconds in np.ndenumerate(made):
+                if copies[copy] != left[copied][choice] and seconds < FORBIDDEN:
+                    rows.append((choice, copy))
+                    costs.append(own[choice] + seconds)
+        return Variable(self.network.variable(costs), tuple(rows), copied, copies)
+
+    def _own(self, number: int) -> Table:
+        """What each choice of a class costs by itself."""
+        unit, left = self.units.units[number], self.domains.left[number]
+        if unit.role == OP:
+            assert unit.op is not None
+            own = [self.own_cost(unit.op, c) for c in self.domains.choices[number]]
+            return np.array(own) * self.units.trips[number]
+        if unit.role == ARGUMENT:
+            return SMALLER * np.array(self._bytes(self._values[number, 0], left[0]))
+        if unit.role == CARRY:
+            return np.array([LATER * bool(s.partial) for s in left[0]])
+        return np.zeros(1)
+
+    def _shared(self, source: int, index: int) -> States:
+        """States that several uses could need and not every choice leaves: copies that may pay."""
+        uses = self._uses.get((source, index), ())
+        if len(uses) < 2 and sum(use.trips for use in uses) <= self.units.trips[source]:
+            return ()
+        states = set(self.domains.left[source][index])
+        count: dict[Sharding, int] = {}
+        for use in uses:
+            for need in dict.fromkeys(self._needs(use) or ()):
+                count[need] = count.get(need, 0) + 1
+        shared = [need for need, users in count.items() if users > 1 and states != {need}]
+        return tuple(sorted(shared, key=lambda need: -count[need])[:MOST_COPIES])
+
+    # Edges.
+
+    def _connect(self, source: int, index: int, uses: Sequence[Use]) -> None:
+        """Adds the reshards between a value and its uses."""
+        variable, left = self.variables[source], self.domains.left[source][index]
+        choices = [choice for choice, _ in variable.rows]
+        for use in uses:
+            needs = self._needs(use)
+            if needs is None:
+                self.network.unary[variable.number] += self._as_it_is(use)[choices] * use.trips
+                continue
+            rows = self._table(source, index, left, needs)[choices]
+            if variable.copied == index:
+                again = self._table(source, index, variable.copies, needs)
+                with_copy = [row for row, (_, copy) in enumerate(variable.rows) if copy >= 0]
+                copies = [variable.rows[row][1] for row in with_copy]
+                rows[with_copy] = np.minimum(rows[with_copy], again[copies])
+            if rows.any():
+                target = self.variables[use.target]
+                columns = [choice for choice, _ in target.rows]
+                self.network.pair(variable.number, target.number, rows[:, columns] * use.trips)
+
+    def _needs(self, use: Use) -> States | None:
+        """What the target of a use needs for each of its choices; None if that asks for nothing."""
+        unit = self.units.units[use.target]
+        if unit.role == OP:
+            return tuple([c.operands[use.position] for c in self.domains.choices[use.target]])
+        if unit.role in (ARGUMENT, CARRY):
+            return self.domains.left[use.target][0]
+        if unit.role == WHOLE:
+            return (replicated(self._type(use.source, use.result).rank),)
+        wanted = self.problem.results[unit.number]
+        return (wanted,) if wanted is not None else None
+
+    def _as_it_is(self, use: Use) -> Table:
+        """Costs of a result that nothing asks for: it is brought into whole axes at most."""
+        value = self._values[use.source, use.result]
+        resharder, boundary = self.problem.resharder, self.problem.boundary
+        left = self.domains.left[use.source][use.result]
+        paths = [resharder.path(value, state, boundary(value, state)) for state in left]
+        return np.array([self.figure(path) for path in paths])
+
+    def _table(self, source: int, index: int, states: States, needs: States) -> Table:
+        """Costs of the reshard of a value from each state to each need."""
+        value = self._values[source, index]
+        resharder = self.problem.resharder
+        key = (states, needs, self._type(source, index), resharder.held(value))
+        if key not in self._tables:
+            table = resharder.table(value, states, needs, self.figure)
+            self._tables[key] = np.minimum(table, FORBIDDEN)
+        return self._tables[key]
+
+    def _type(self, source: int, index: int) -> TensorType:
+        return self.problem.program.types[self._values[source, index]]
+
+    def _bytes(self, value: Value, states: States) -> list[int]:
+        """Bytes that one device holds of a value in each state."""
+        type_ = self.problem.program.types[value]
+        return [local_type(type_, state, self.problem.mesh).bytes for state in states]

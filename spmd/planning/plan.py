@@ -9,6 +9,7 @@ from spmd.ir.program import Op, Program, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.topology import Topology
+from spmd.planning.problem import Problem
 from spmd.propagation.projection import Assignment
 from spmd.propagation.propagated import Propagated
 
@@ -27,12 +28,29 @@ class Choice(NamedTuple):
     results: tuple[Sharding, ...]
 
 
+class Move(NamedTuple):
+    """One reshard that a plan makes.
+
+    Attributes:
+      value: what is resharded.
+      have, wanted: from where to where.
+      user: the op that asked for it; None for carries and results.
+      seconds, bytes: predicted time, and what each device sends, in one run (loops multiply).
+    """
+
+    value: Value
+    have: Sharding
+    wanted: Sharding
+    user: Op | None
+    seconds: float
+    bytes: int
+
+
 class Plan(NamedTuple):
     """One choice for each op, one state for each value.
 
     Attributes:
-      propagated: what the plan was made from.
-      topology: the machine that it was costed on.
+      problem: what was asked.
       choices: an op's first result -> its choice. Region ops have one too: their carries' states.
       states: for each value, the sharding that its producer leaves it in; None for cheap values,
         which are made anew for every use.
@@ -40,40 +58,47 @@ class Plan(NamedTuple):
         than the value's: uses share it.
       arguments, results: boundary shardings: whole axes, nothing partial.
       trips: a loop's first result -> how often it runs, None where that is not known.
+      moves: every reshard that takes time, in program order.
       seconds: predicted compute and reshard time of one run.
       solver: which solver made it.
+      notes: what people should know (fallbacks taken), in program order.
       greedy_seconds: what the greedy plan costs.
       lower_seconds: what no plan of the choices that were weighed undercuts; 0 if unknown.
-      notes: what people should know (fallbacks taken), in program order.
-      result_marks, links: what the planner was asked for beside the marks: with them it can be
-        asked again (see `plan_greedily`).
     """
 
-    propagated: Propagated
-    topology: Topology
+    problem: Problem
     choices: Mapping[Value, Choice]
     states: tuple[Sharding | None, ...]
     copies: Mapping[Value, Sharding]
     arguments: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
     trips: Mapping[Value, int | None]
+    moves: tuple[Move, ...]
     seconds: float
     solver: str
     notes: tuple[str, ...]
     greedy_seconds: float = 0.0
     lower_seconds: float = 0.0
-    result_marks: tuple[Sharding | None, ...] = ()
-    links: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def propagated(self) -> Propagated:
+        """The program with its proposals."""
+        return self.problem.propagated
 
     @property
     def program(self) -> Program:
         """The global program."""
-        return self.propagated.program
+        return self.problem.program
 
     @property
     def mesh(self) -> Mesh:
         """The mesh."""
-        return self.propagated.mesh
+        return self.problem.mesh
+
+    @property
+    def topology(self) -> Topology:
+        """The machine that it was costed on."""
+        return self.problem.topology
 
     def choice(self, op: Op) -> Choice:
         """The choice for an op."""

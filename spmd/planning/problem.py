@@ -2,31 +2,75 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from spmd.mesh.sharding import Sharding, replicated
+from spmd.ir.index import Index
+from spmd.ir.program import Program, Value
+from spmd.ir.types import TensorType
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, axis_refs, is_even, replicated
 from spmd.mesh.topology import Topology
-from spmd.planning.walk import boundary
 from spmd.propagation.propagated import Propagated
+from spmd.reshard.resharder import Resharder, States
 
 
-class Problem(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Problem:
     """What is to be planned.
 
     Attributes:
       propagated: the program with its proposals.
       topology: the machine to cost on.
-      arguments: for each argument the shardings that it may have.
+      arguments: for each argument the shardings that it may have, first what the marks suggest.
       results: for each result, the sharding that the user asked for, or None.
       links: result -> argument of donated arguments and their updates, which look alike.
+      is_open: whether proposals count for little, so that everything is weighed everywhere.
     """
 
     propagated: Propagated
     topology: Topology
-    arguments: tuple[tuple[Sharding, ...], ...]
+    arguments: tuple[States, ...]
     results: tuple[Sharding | None, ...]
     links: Mapping[int, int]
+    is_open: bool = False
+
+    @property
+    def program(self) -> Program:
+        """The global program."""
+        return self.propagated.program
+
+    @property
+    def index(self) -> Index:
+        """Lookups over the program."""
+        return self.propagated.index
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.propagated.mesh
+
+    @cached_property
+    def resharder(self) -> Resharder:
+        """What reshards cost."""
+        return Resharder(self.index, self.mesh, self.topology)
+
+    @cached_property
+    def wishes(self) -> tuple[Sharding | None, ...]:
+        """What propagation proposed for each value, if anything; equal ones are one object."""
+        proposals = self.propagated.proposals
+        made = {dims: Sharding(dims) if any(dims) else None for dims in dict.fromkeys(proposals)}
+        return tuple([made[dims] for dims in proposals])
+
+    def boundary(self, value: Value, fallback: Sharding) -> Sharding:
+        """How an argument or a result lies: as proposed, else as it is; in whole axes only."""
+        shape = self.program.types[value].shape
+        dims = whole_axes(self.propagated.proposals[value], shape, self.mesh)
+        if any(dims) or value in self.propagated.marks:
+            return Sharding(dims)
+        return Sharding(whole_axes(fallback.dims, shape, self.mesh))
 
 
 def problem_of(
@@ -44,6 +88,51 @@ def problem_of(
       links: (result, argument) of donated arguments and their updates.
     """
     body, types = propagated.program.body, propagated.program.types
-    arguments = tuple((boundary(propagated, v, replicated(types[v].rank)),) for v in body.args)
     marks = tuple(result_marks) or (None,) * len(body.results)
-    return Problem(propagated, topology, arguments, marks, dict(links))
+    problem = Problem(propagated, topology, (), marks, dict(links))
+    arguments = tuple((problem.boundary(v, replicated(types[v].rank)),) for v in body.args)
+    return replace(problem, arguments=arguments)
+
+
+def opened(problem: Problem, free: Sequence[bool]) -> Problem:
+    """The same problem, but the arguments that are free may lie in every way that divides them."""
+    types, values = problem.program.types, problem.program.body.args
+    arguments = list(problem.arguments)
+    for i, value in enumerate(values):
+        if free[i]:
+            every = every_state(types[value], problem.mesh)
+            arguments[i] = tuple(dict.fromkeys((*arguments[i], *every)))
+    return replace(problem, arguments=tuple(arguments), is_open=True)
+
+
+def every_state(type_: TensorType, mesh: Mesh) -> States:
+    """Every way to split a value's dims over whole axes that divide them, the finest first."""
+    axes = [atoms for atoms in mesh.axis_atoms.values() if atoms]
+    found: list[Sharding] = []
+    for places in itertools.product(range(-1, type_.rank), repeat=len(axes)):
+        dims: list[Axes] = [()] * type_.rank
+        for place, atoms in zip(places, axes, strict=True):
+            if place >= 0:
+                dims[place] += atoms
+        if all(is_even(n, a, mesh) for n, a in zip(type_.shape, dims, strict=True)):
+            found.append(Sharding(tuple(dims)))
+    return tuple(sorted(found, key=lambda s: -len(s.used)))
+
+
+def is_whole(sharding: Sharding, mesh: Mesh) -> bool:
+    """Whether only whole axes split a value, as boundaries ask."""
+    return all(ref.whole for axes in sharding.dims for ref in axis_refs(axes, mesh))
+
+
+def whole_axes(dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh) -> tuple[Axes, ...]:
+    """The longest part of each dim's atoms that is whole axes and divides it, as boundaries ask."""
+    kept = []
+    for axes, size in zip(dims, shape, strict=True):
+        done: Axes = ()
+        while rest := axes[len(done) :]:
+            axis = mesh.axis_atoms[mesh.axis_names[mesh.atoms[rest[0]].axis]]
+            if rest[: len(axis)] != axis or not is_even(size, done + axis, mesh):
+                break
+            done += axis
+        kept.append(done)
+    return tuple(kept)

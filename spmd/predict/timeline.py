@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
 from spmd.ir.description import Role, Traffic
+from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
@@ -99,7 +99,7 @@ def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeli
 class _Schedule:
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
         self.program, self.mesh, self.topology = program, mesh, topology
-        self.producers = producers_of(program)
+        self.index = Index(program)
         self.stored = stored_values(program)
         self.ready: dict[Value, float] = {}
         self.free: dict[str, float] = {}
@@ -137,7 +137,7 @@ class _Schedule:
             received = sum(t.bytes for t in op.kind.results)
             seconds = collective_seconds(kind, axes, sent, received, self.mesh, self.topology)
             return ", ".join(sorted(str(ref) for ref in axis_refs(axes, self.mesh))), seconds
-        return COMPUTE, local_seconds(op, self.stored, self.topology, self.producers)
+        return COMPUTE, local_seconds(op, self.stored, self.topology, self.index.producers)
 
     def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:
         """A loop takes one iteration's time as often as it runs; a case its longest branch's.
@@ -147,8 +147,8 @@ class _Schedule:
         begin = max([start, *self.free.values(), *(self.ready.get(v, start) for v in op.operands)])
         place = len(self.slots)
         is_loop = op.is_loop
-        runs = trip_count(self.program, op, self.producers) if is_loop else 1
-        inner = UNKNOWN_TRIPS if runs is None else runs
+        runs = self.index.trips[op.results[0]] if is_loop else 1
+        inner = self.index.runs(op)
         once = self.iteration(op, begin, trips * inner, depth) if is_loop else 0.0
         seconds = inner * once if is_loop else self.longest_branch(op, begin, trips, depth)
         self.slots.insert(place, Slot(op, COMPUTE, begin, begin + seconds, trips, depth, runs))

@@ -39,10 +39,13 @@ def dim_to_factors(
 
 
 def fitting(axes: Axes, rule: Rule, factor: Factor, sizes: Sequence[int]) -> Axes:
-    """The atoms that a factor takes.
+    """The leading part of some atoms that a factor may be split over.
 
-    None if it stays whole or is fixed, none from a held one on, and of a window factor only those
-    that leave every tile something.
+    A factor that is fixed or must stay whole takes nothing. Any other takes the atoms up to the
+    first one that the rule holds, and a window factor no more pieces than it has elements.
+
+    Example, of a window factor of size 3 and atoms of size 2:
+      `(0, 1)` would make four pieces, one of them empty: it takes `(0,)`.
     """
     if factor.kind in (REPLICATE, FIXED):
         return ()

@@ -229,7 +229,19 @@ class _State:
     def dispute(self, value: Value, atom: int, dims: tuple[int, int]) -> None:
         """Notes that either of two dims of a value may get an atom, and what may follow from it.
 
-        Else a claim that comes by a way without dispute would settle what is held back here.
+        The invariant: while a dispute is open, no other dim takes the atom from a dim that may get
+        it once the dispute is settled. So `pending` holds, for every dim of every value, the atoms
+        that may yet come to it, spread along the factors as the atoms themselves would be.
+
+        Trace, `h = x @ w` with `x: [{data}, {}]` and `w: [{}, {data}]`, then `tanh(h) @ v` with
+        `v: [{}, {data}]`:
+          h's rows (from x) and columns (from w) claim `data`: a dispute, h gets nothing for now.
+          Pending: `data` on both dims of h, of tanh(h), and on the rows of the second product.
+          v offers `data` to the columns of the second product: its rows may get it yet, so this
+          waits, too. When nothing else moves the rows of h win, being more major, and so
+          all the rows are split over `data`, as the batch, and v's columns are gathered instead.
+        Without `pending` the columns of the second product would have taken `data` at once,
+        because v meets no resistance, and the batch could not have followed.
         """
         none: Masks = (0,) * len(self.proposals[value])
         found = tuple(

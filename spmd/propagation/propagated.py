@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+from spmd.ir.index import Index
 from spmd.ir.program import Loc, Op, Program, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark
@@ -44,7 +47,8 @@ class Conflict(NamedTuple):
     claims: tuple[tuple[Axes, Value, int], ...]
 
 
-class Propagated(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Propagated:
     """The program with a proposal for every value.
 
     Attributes:
@@ -66,6 +70,11 @@ class Propagated(NamedTuple):
     origins: Mapping[tuple[Value, int], tuple[Origin, ...]]
     conflicts: tuple[Conflict, ...]
     undivided: Mapping[tuple[Value, int], Axes]
+
+    @cached_property
+    def index(self) -> Index:
+        """Lookups over the program, for everyone who reads it from here on."""
+        return Index(self.program)
 
     def why(self, value: Value, dim: int, atom: int) -> tuple[str, ...]:
         """The chain from an inferred atom back to the mark that caused it, nearest first."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
@@ -141,7 +142,6 @@ class Problem:
         self._tile = self._smallest_tile()
         self._facts: list[dict[Axes, _Facts]] = [{} for _ in self.dst]
         self._goal_places = places(self.dst, self.fabric.sizes)
-        self._places: dict[Dims, dict[int, tuple[int, int]]] = {}
         self._prices: dict[tuple[str, Axes, int], tuple[Line, int]] = {}
 
     def _smallest_tile(self) -> int:
@@ -151,14 +151,7 @@ class Problem:
 
     def moved(self, before: Dims, after: Dims) -> Axes:
         """Atoms that change place."""
-        first, second = self._places_in(before), self._places_in(after)
-        return tuple([a for a in self.atoms if first.get(a) != second.get(a)])
-
-    def _places_in(self, dims: Dims) -> dict[int, tuple[int, int]]:
-        found = self._places.get(dims)
-        if found is None:
-            found = self._places[dims] = places(dims, self.fabric.sizes)
-        return found
+        return moved(before, after, self.fabric.sizes)
 
     def pieces(self, dims: Dims) -> int:
         """Into how many pieces the value is split."""
@@ -296,6 +289,7 @@ def moved(before: Dims, after: Dims, sizes: tuple[int, ...]) -> Axes:
     return tuple(sorted(a for a in first | second if first.get(a) != second.get(a)))
 
 
+@lru_cache(maxsize=1 << 14)
 def places(dims: Dims, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
     """For each atom that splits a dim: the dim, and the extent of what is more major there."""
     found = {}

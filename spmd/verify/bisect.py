@@ -9,14 +9,13 @@ run for fewer iterations to find the first wrong one, and its body is then searc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.ir.control_flow import producers_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.manual import MANUAL
-from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.text import format_op
@@ -25,10 +24,11 @@ from spmd.lowering.emit import emit
 from spmd.lowering.emitted import Emitted
 from spmd.lowering.execute import executable, executable_on_mesh, executable_on_one_device
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, axis_refs, format_sharding
+from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.mesh.spec import jax_mesh
+from spmd.planning.choices import making_choice
 from spmd.planning.plan import Choice, Plan
-from spmd.propagation.projection import project
+from spmd.planning.problem import whole_axes
 from spmd.verify.compare import Comparison, Tolerance, compare
 
 Arrays = list[Any]
@@ -246,7 +246,8 @@ def _with_body(program: Program, body: Region) -> Program:
 def _with_program(plan: Plan, program: Program) -> Plan:
     """The same decisions for another program over the same values."""
     results = tuple(probe_sharding(plan, v) for v in program.body.results)
-    return plan._replace(propagated=plan.propagated._replace(program=program), results=results)
+    problem = replace(plan.problem, propagated=replace(plan.propagated, program=program))
+    return plan._replace(problem=problem, results=results)
 
 
 def _until(plan: Plan, cut: int) -> Plan:
@@ -261,7 +262,7 @@ def _until(plan: Plan, cut: int) -> Plan:
 
 def _region_program(plan: Plan, region: Region) -> Program:
     """A region as a program: what it reads from outside becomes arguments, or is made again."""
-    producers, cheap = producers_of(plan.program), plan.propagated.cheap
+    producers, cheap = plan.problem.index.producers, plan.propagated.cheap
     captured: dict[Value, None] = {}
     made: dict[Value, Op] = {}
 
@@ -283,20 +284,7 @@ def probe_sharding(plan: Plan, value: Value) -> Sharding:
     """The planned sharding of a value as a boundary can have it: whole axes, nothing partial."""
     state = plan.states[value] or _use_of_cheap(plan, value)
     shape = plan.program.types[value].shape
-    return Sharding(
-        tuple(
-            _boundary(axes, size, plan.mesh) for axes, size in zip(state.dims, shape, strict=True)
-        )
-    )
-
-
-def _boundary(axes: Axes, size: int, mesh: Mesh) -> Axes:
-    """The longest part of a dim's atoms that is whole axes and divides it."""
-    while axes and (
-        size % mesh.extent(axes) or not all(ref.whole for ref in axis_refs(axes, mesh))
-    ):
-        axes = axes[:-1]
-    return axes
+    return Sharding(whole_axes(state.dims, shape, plan.mesh))
 
 
 def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
@@ -307,12 +295,8 @@ def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
             continue
         index = op.operands.index(value)
         if op.results[0] in cheap:
-            rule = rule_of(op.kind, op.loc)
-            assignment: list[Axes] = [()] * len(rule.factors)
             outer = _use_of_cheap(plan, op.results[0])
-            for dim, axes in zip(rule.results[0], outer.dims, strict=True):
-                assignment[dim[0]] = axes
-            return project(rule, rule.operands[index], tuple(assignment), plan.mesh.atom_sizes)
+            return making_choice(op, outer, plan.mesh).operands[index]
         if op.results[0] in plan.choices:
             return plan.choice(op).operands[index].full()
     return Sharding(((),) * plan.program.types[value].rank)

@@ -11,9 +11,8 @@ import pytest
 import spmd
 from spmd.explain.alternatives import Alternatives
 from spmd.explain.relax import mark_groups, mark_prices, replanned
-from spmd.explain.replay import moves_of
 from spmd.ir.program import Op
-from spmd.planning.network import FORBIDDEN
+from spmd.planning.solver.network import FORBIDDEN
 from tests.programs import llama, mlp
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
@@ -90,7 +89,7 @@ def training(request: Any) -> Any:
 
 def test_moves_add_up_to_the_plan(training: Any) -> None:
     plan = training.stages.plan
-    moves = moves_of(plan)
+    moves = plan.moves
     collectives = training.collectives
     sent = sum(c.bytes * c.count for c in collectives)
     assert sum(move.bytes for move in moves) == pytest.approx(sent, rel=1e-2)
@@ -133,7 +132,7 @@ def test_a_marks_price_is_that_of_the_program_without_it() -> None:
     assert "test_alternatives.py" in relief.marks.name
     assert relief.seconds == pytest.approx(plain.seconds - plan.seconds)
     assert relief.seconds < 0
-    assert relief.bytes == -sum(move.bytes for move in moves_of(plan))
+    assert relief.bytes == -sum(move.bytes for move in plan.moves)
     assert prices.tried <= prices.groups
 
 
@@ -144,7 +143,7 @@ def test_marks_that_cost_nothing_are_not_spoken_of() -> None:
 
 def test_tries_are_limited_and_the_most_expensive_come_first(training: Any) -> None:
     plan = training.stages.plan
-    groups = mark_groups(plan, moves_of(plan))
+    groups = mark_groups(plan)
     assert [g.seconds for g in groups] == sorted((g.seconds for g in groups), reverse=True)
     prices = mark_prices(plan, tries=1)
     assert prices.tried == 1 < prices.groups == len(groups)

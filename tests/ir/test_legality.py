@@ -4,6 +4,7 @@ Broken programs are written as text; broken plans and local programs are changed
 ones. `test_every_check_has_a_broken_program` holds the lists complete.
 """
 
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -299,6 +300,11 @@ def with_state(plan, value, state):
     return plan._replace(states=tuple(states))
 
 
+def with_marks(plan, marks):
+    propagated = dataclasses.replace(plan.propagated, marks=marks)
+    return plan._replace(problem=dataclasses.replace(plan.problem, propagated=propagated))
+
+
 def with_results(plan, op, sharding):
     """The op leaves its result in another sharding, and its value's state agrees."""
     return with_state(with_choice(plan, op, results=(sharding,)), op.results[0], sharding)
@@ -353,7 +359,7 @@ def mark_ignored(plan):
 def mark_left_partial(plan):
     value = marked_value(plan)
     mark = plan.propagated.marks[value]._replace(dims=((), ()))
-    plan = plan._replace(propagated=plan.propagated._replace(marks={value: mark}))
+    plan = with_marks(plan, {value: mark})
     return with_state(plan, value, sharding("[{}, {}] partial add {model}"))
 
 
@@ -361,7 +367,7 @@ def result_mark_ignored(plan):
     value = plan.program.body.results[0]
     mark = plan.propagated.marks[plan.program.body.args[0]]
     marks = {**plan.propagated.marks, value: mark._replace(dims=(DATA, ()))}
-    return plan._replace(propagated=plan.propagated._replace(marks=marks))
+    return with_marks(plan, marks)
 
 
 def operand_forgotten(plan):

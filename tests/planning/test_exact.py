@@ -12,12 +12,14 @@ import pytest
 import spmd
 from spmd.errors import PlanError
 from spmd.pipeline import Request, Stages
+from spmd.planning.choices import Choices
 from spmd.planning.domains import domains_of
-from spmd.planning.exact import CostNetwork, plan_exactly
+from spmd.planning.exact import plan_exactly
 from spmd.planning.legality import check_plan
 from spmd.planning.liveness import peak_of
+from spmd.planning.network import CostNetwork
 from spmd.planning.problem import problem_of
-from spmd.planning.solve import solve
+from spmd.planning.solver.solve import solve
 from spmd.planning.units import units_of
 from tests import programs
 
@@ -116,7 +118,8 @@ def test_the_network_costs_what_the_plan_costs(name: str) -> None:
     problem = problem_of(stages.propagated, request.topology, (), request.links)
     # With every unit on its own, the network knows what the plan knows.
     units = units_of(problem, radius=100)
-    network = CostNetwork(problem, units, domains_of(problem, units))
+    choices = Choices(problem)
+    network = CostNetwork(problem, units, choices, domains_of(problem, units, choices))
     solution = solve(network.network)
     plan = plan_exactly(problem)
     check_plan(plan)
@@ -128,11 +131,10 @@ def test_the_network_costs_what_the_plan_costs(name: str) -> None:
 
 def test_a_memory_limit_is_kept_or_refused() -> None:
     free = lowered_steps("scan", ("data", None)).stages.plan
-    donated = frozenset({0, 1})
-    needed = peak_of(free, donated).bytes
+    needed = peak_of(free).bytes
     limit = int(needed * 0.95)
     tight = lowered_steps("scan", ("data", None), memory_limit=limit).stages.plan
-    assert peak_of(tight, donated).bytes <= limit
+    assert peak_of(tight).bytes <= limit
     assert tight.seconds > free.seconds
     assert "times as long" in tight.notes[-1]
     with pytest.raises(PlanError, match="no plan was found that keeps to"):

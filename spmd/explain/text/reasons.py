@@ -15,14 +15,12 @@ from spmd.explain.words import (
     spec_text,
     type_text,
 )
-from spmd.ir.control_flow import held_atoms
-from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.program import Op, Region, Value
 from spmd.ir.types import local_type
 from spmd.mesh.sharding import Sharding
 from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
 from spmd.reshard.comm import wire_bytes
-from spmd.reshard.paths import reshard
 
 
 def value_lines(
@@ -52,7 +50,7 @@ def value_lines(
         ("local", type_text(local)),
         ("per device", f"{bytes_text(local.bytes)} of {bytes_text(type_.bytes)}"),
     ]
-    if (op := _producer(plan.program, value)) is not None:
+    if (op := plan.problem.index.producers.get(value)) is not None:
         rows.append(("made by", f"{op.label} at {source_text(op.loc.trail)}"))
     if (mark := stages.propagated.marks.get(value)) is not None:
         rows.append(("mark", source_text(mark.reason)))
@@ -65,14 +63,10 @@ def value_lines(
     return [*lines, *_uses(plan, value, plan.states[value] or sharding), ""]
 
 
-def _producer(program: Program, value: Value) -> Op | None:
-    return next((op for op in program.walk() if value in op.results), None)
-
-
 def _others(plan: Plan, value: Value, prices: Prices) -> list[str]:
     """Why not otherwise: other shardings and what they would cost."""
     is_argument = value in plan.program.body.args
-    producer = _producer(plan.program, value)
+    producer = plan.problem.index.producers.get(value)
     if producer is not None and producer.is_mark:
         relief = prices.without_mark(value)
         more = len(relief.marks.values) - 1
@@ -191,11 +185,10 @@ def _returned(
 def _steps(plan: Plan, value: Value, state: Sharding, wanted: Sharding) -> Lines:
     """The collectives between two shardings; another copy that exists may make them cheaper."""
     type_, mesh = plan.program.types[value], plan.mesh
-    held = held_atoms(plan.program).get(value, ())
     if not set(wanted.partial) <= set(state.partial):
         yield "made from another copy"
         return
-    for step in reshard(state, wanted, type_, mesh, plan.topology, held).steps:
+    for step in plan.problem.resharder.path(value, state, wanted).steps:
         before, after = (local_type(type_, s, mesh).bytes for s in (step.before, step.after))
         sent = wire_bytes(step.kind, mesh.extent(step.axes), before, after)
         what = f"{bytes_text(sent)} sent" if sent else "free"

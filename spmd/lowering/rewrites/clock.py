@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd.ir.control_flow import UNKNOWN_TRIPS, producers_of, trip_count
+from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
@@ -25,7 +25,7 @@ class Clock:
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
         self.program, self.mesh, self.topology = program, mesh, topology
         self.stored = stored_values(program)
-        self.producers = producers_of(program)
+        self.index = Index(program)
         self._known: dict[Value, float] = {}
 
     def starts(self, region: Region) -> list[float]:
@@ -47,12 +47,9 @@ class Clock:
 
     def _arithmetic(self, op: Op) -> float:
         if op.regions:
-            trips = 1
-            if op.is_loop:
-                count = trip_count(self.program, op, self.producers)
-                trips = UNKNOWN_TRIPS if count is None else count
-            return trips * sum(self.arithmetic(inner) for r in op.regions for inner in r.ops)
-        return local_seconds(op, self.stored, self.topology, self.producers)
+            inside = sum(self.arithmetic(inner) for r in op.regions for inner in r.ops)
+            return self.index.runs(op) * inside
+        return local_seconds(op, self.stored, self.topology, self.index.producers)
 
     def exchange(self, op: Op, sent: bool = True) -> float:
         """Seconds of a collective, with or without those that depend on its bytes."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from spmd.ir.control_flow import producers_of, trip_count
 from spmd.ir.dialect.builder import Builder
+from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
 from spmd.lowering.rewrites.moves import is_move
 from spmd.lowering.rewrites.room import Room
@@ -39,7 +39,7 @@ def hoist(program: Program, room: Room) -> Program:
 class _Hoist:
     def __init__(self, program: Program, room: Room) -> None:
         self.program, self.room = program, room
-        self.producers = producers_of(program)
+        self.trips = Index(program).trips
         self.taken = 0
         self.b = Builder()
         self.b.types = list(program.types)
@@ -61,7 +61,7 @@ class _Hoist:
         return self.b.end(old.args, old.results)
 
     def runs_again(self, loop: Op) -> bool:
-        trips = trip_count(self.program, loop, self.producers)
+        trips = self.trips[loop.results[0]]
         return trips is None or trips > 1
 
     def relieved(self, loop: Op) -> Op:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from spmd.planning.network import Network, Table
+from spmd.planning.solver.network import Network, Table
 
 MOST_STATES = 40
 """Variables with more states are left alone: all pairs of states, against all of a neighbour's."""
@@ -40,7 +40,7 @@ def undominated(network: Network, keep: Collection[int] = ()) -> list[Table]:
         worse = network.unary[v][mine]
         worse = worse[:, None] - worse[None, :]
         for u, table in around[v]:
-            seen = table[np.ix_(mine, alive[u])]
+            seen = table[mine[:, None], alive[u]]
             worse = worse + (seen[:, None, :] - seen[None, :, :]).min(axis=2)
         never_better = worse >= 0
         lower_number = np.tri(len(mine), k=-1, dtype=bool)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spmd.planning.bounds import Passing
-from spmd.planning.dominate import undominated
-from spmd.planning.eliminate import Elimination
-from spmd.planning.network import Network, Table
+from spmd.planning.solver.bounds import Passing
+from spmd.planning.solver.dominate import undominated
+from spmd.planning.solver.eliminate import Elimination
+from spmd.planning.solver.network import Network, Table
 
 TABLE_LIMIT = 1 << 18
 """Entries of the largest table that elimination may build."""
@@ -50,6 +50,15 @@ def solve(network: Network, limit: int = TABLE_LIMIT, rounds: int = ROUNDS) -> S
       limit: entries of the largest table that may be built.
       rounds: rounds of message passing at most.
     """
+    # Every step keeps a cheapest joint state of what it is given, so the one found at the end is
+    # one of the whole network. Trace, of a chain a - b - c in which a costs (0, 3), b and c (0, 0),
+    # and neighbours that differ 5:
+    #   dominated   nothing: a = 1 costs 3 more, but saves 5 where b = 1;
+    #   eliminated  a answers b = 0 with 0, for 0, and b = 1 with 1, for 3, so b now costs (0, 3);
+    #               b answers c likewise, so c now costs (0, 3); c = 0 is best;
+    #   unwound     c = 0, to which b answered 0, to which a answered 0.
+    # Variables with three neighbours or more are left by then: what answers them would be a table
+    # of all joint states of their neighbours. Of these, `_solve_core` first drops states.
     alive = undominated(network)
     first = Elimination(network.restricted(alive))
     first.run(limit, neighbours=2)
@@ -66,6 +75,10 @@ def solve(network: Network, limit: int = TABLE_LIMIT, rounds: int = ROUNDS) -> S
 
 
 def _solve_core(core: Network, limit: int, rounds: int) -> Solution:
+    # `upper` is what some joint state costs, `lower` what none undercuts. A state whose own excess
+    # over the lower bound is more than the gap between the two is in no better joint state: with
+    # bounds 10 and 12, one with an excess of 3 makes everything cost 13 at least. Without such
+    # states tables are smaller, and in the end elimination gets through.
     passing = Passing(core)
     best: Solution | None = None
     for _ in range(rounds):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.planning.network import FORBIDDEN, Network, Table
+from spmd.planning.solver.network import FORBIDDEN, Network, Table
 
 
 class _Factor(NamedTuple):

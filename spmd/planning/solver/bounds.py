@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.planning.network import Network, Table
+from spmd.planning.solver.network import Network, Table
 
 
 class Bounds(NamedTuple):

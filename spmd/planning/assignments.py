@@ -1,0 +1,191 @@
+"""Assignments of one op: which atoms split its factors, from what lies around it or at large."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from spmd.ir.dialect.rule import FIXED, MERGE, PASS, REPLICATE, WINDOW, Rule
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, Sharding, is_even
+from spmd.propagation.projection import (
+    Assignment,
+    dim_to_factors,
+    fitting,
+    is_legal_assignment,
+    unsplit,
+)
+from spmd.reshard.resharder import States
+
+Claims = Mapping[int, Axes]
+"""Factor -> atoms that one operand or result has on it."""
+
+MOST_ASSIGNMENTS = 12
+"""Assignments that are made from what lies around an op."""
+
+MOST_MOVED = 4
+"""Assignments of which those are tried as well that split other factors instead of whole dims."""
+
+
+def assignments_around(
+    rule: Rule, states: Sequence[States], sizes: Sequence[int]
+) -> tuple[Assignment, ...]:
+    """What the states of an op's values lead to, and the assignment that splits nothing.
+
+    Every state leads once, and the first states of the other values split what it leaves free; then
+    every state is tried alone. What needs an exchange where it is split is also tried whole, and
+    atoms of dims that are whole also on other factors.
+
+    Args:
+      rule: the op's rule.
+      states: what each operand and result may be, the likely first; none if any state will do.
+      sizes: sizes of the mesh's atoms.
+
+    Example:
+      The product `b i, i j -> b j` of operands in `[{x}, {}]` and `[{}, {y}]` splits b over x and j
+      over y, whichever leads; alone they split just b, or just j.
+    """
+    claims = [
+        [c for state in options if (c := claims_of(rule, dims, state, sizes))]
+        for options, dims in zip(states, rule.values, strict=True)
+    ]
+    first = [options[0] for options in claims if options]
+    leads: dict[tuple[tuple[int, Axes], ...], Claims] = {}
+    for lead in itertools.chain(first, *claims):
+        leads.setdefault(tuple(sorted(lead.items())), lead)
+    orders = [[lead, *(c for c in first if c is not lead)] for lead in leads.values()]
+    orders += [[lead] for lead in leads.values()]
+    merged = dict.fromkeys([merge(rule, order, sizes) for order in orders or [[]]])
+    legal = [a for a in merged if is_legal_assignment(rule, a, sizes)]
+    if rule.halos or rule.merges:
+        legal += [without_exchanges(rule, a) for a in legal]
+    likely = tuple((dims, options[:1]) for dims, options in zip(rule.values, states, strict=True))
+    legal += [m for a in legal[:MOST_MOVED] for m in moved_whole(rule, a, likely, sizes)]
+    whole = unsplit(rule)
+    kept = tuple(dict.fromkeys(legal))[: MOST_ASSIGNMENTS - 1]
+    return kept if whole in kept else (*kept, whole)
+
+
+def every_assignment(rule: Rule, mesh: Mesh, held: Axes) -> list[Assignment]:
+    """Every way to lay whole axes that are not held on factors that they divide."""
+    axes = [atoms for atoms in mesh.axis_atoms.values() if atoms and not set(atoms) & set(held)]
+    factors = [
+        number
+        for number, factor in enumerate(rule.factors)
+        if factor.kind not in (REPLICATE, FIXED) and factor.size > 1
+    ]
+    found = []
+    for places in itertools.product([-1, *factors], repeat=len(axes)):
+        assignment = list(unsplit(rule))
+        for place, atoms in zip(places, axes, strict=True):
+            if place >= 0:
+                assignment[place] += atoms
+        divides = all(is_even(rule.factors[f].size, assignment[f], mesh) for f in factors)
+        if divides and is_legal_assignment(rule, tuple(assignment), mesh.atom_sizes):
+            found.append(tuple(assignment))
+    return found
+
+
+def without_exchanges(rule: Rule, assignment: Assignment) -> Assignment:
+    """The same with windows and merges whole: that may cost less than what they exchange."""
+    halos = {halo.factor for halo in rule.halos}
+    return tuple(
+        () if number in halos or factor.kind in (WINDOW, MERGE) else axes
+        for number, (factor, axes) in enumerate(zip(rule.factors, assignment, strict=True))
+    )
+
+
+_STUCK = (REPLICATE, WINDOW, MERGE)
+"""Kinds of factors that split dims do not simply pass along."""
+
+
+def moved_whole(
+    rule: Rule,
+    assignment: Assignment,
+    states: Sequence[tuple[Sequence[tuple[int, ...]], States]],
+    sizes: Sequence[int],
+) -> Iterable[Assignment]:
+    """The same with the atoms of dims that it has whole on factors that pass instead.
+
+    So a sort along a split dim costs an all-to-all there and back, and nothing is ever gathered.
+    Every factor that all these values share leads once; what has no room there goes to the others.
+
+    Args:
+      rule: the op's rule.
+      assignment: what is changed.
+      states: for each operand and result its factors, and the state that it is likely in, if any.
+      sizes: sizes of the mesh's atoms.
+    """
+    if all(factor.kind not in _STUCK for factor in rule.factors):
+        return
+    used = {a for axes in assignment for a in axes}
+    stuck: dict[int, None] = {}
+    targets = [i for i, f in enumerate(rule.factors) if f.kind == PASS]
+    for dims, likely in states:
+        idle = [a for s in likely for a in _on_whole_dims(rule, dims, s) if a not in used]
+        if idle:
+            stuck |= dict.fromkeys(idle)
+            targets = [f for f in targets if any(f in dim for dim in dims)]
+    if not stuck:
+        return
+    for lead in targets:
+        moved = list(assignment)
+        for atom in stuck:
+            for factor in (lead, *(f for f in targets if f != lead)):
+                longer = (*moved[:factor], (*moved[factor], atom), *moved[factor + 1 :])
+                extent = math.prod(sizes[a] for a in longer[factor])
+                if extent <= rule.factors[factor].size and is_legal_assignment(rule, longer, sizes):
+                    moved = list(longer)
+                    break
+        if tuple(moved) != assignment:
+            yield tuple(moved)
+
+
+def _on_whole_dims(
+    rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding
+) -> Iterable[int]:
+    """Atoms of a value on dims that do not pass."""
+    for axes, dim in zip(sharding.dims, dims, strict=True):
+        if any(rule.factors[f].kind in _STUCK for f in dim):
+            yield from axes
+
+
+def claims_of(
+    rule: Rule, dims: Sequence[tuple[int, ...]], sharding: Sharding, sizes: Sequence[int]
+) -> dict[int, Axes]:
+    """The atoms that a value's sharding has on each factor of an op."""
+    claims: dict[int, Axes] = {}
+    for axes, dim in zip(sharding.dims, dims, strict=True):
+        if axes:
+            for factor, part in dim_to_factors(axes, dim, rule.factors, sizes):
+                part = fitting(part, rule, rule.factors[factor], sizes)
+                if part:
+                    claims[factor] = part
+    return claims
+
+
+def merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignment:
+    """Lets each source in turn split factors, or split them further, with atoms still free."""
+    assignment = list(unsplit(rule))
+    used = set(rule.held)
+    joined = {
+        f
+        for dims in rule.values
+        for dim in dims
+        if len(dim) > 1 and rule.factors[dim[0]].kind != FIXED
+        for f in dim
+    }
+    for claims in order:
+        for factor, axes in claims.items():
+            have = assignment[factor]
+            if axes[: len(have)] != have:
+                continue
+            extent = math.prod(sizes[a] for a in have)
+            for atom in axes[len(have) :]:
+                extent *= sizes[atom]
+                if atom in used or (factor in joined and rule.factors[factor].size % extent):
+                    break
+                used.add(atom)
+                assignment[factor] += (atom,)
+    return tuple(assignment)

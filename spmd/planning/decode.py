@@ -1,0 +1,50 @@
+"""Decoding: the plan that a solution of the cost network stands for."""
+
+from __future__ import annotations
+
+from spmd.ir.control_flow import Tie
+from spmd.ir.program import Op, Value
+from spmd.mesh.sharding import Sharding
+from spmd.planning.network import CostNetwork
+from spmd.planning.plan import Choice, Plan
+from spmd.planning.solver.solve import Solution
+from spmd.planning.walk import Walk
+
+
+def decoded(costs: CostNetwork, solution: Solution) -> Plan:
+    """The plan in which every unit is in the state that its class got.
+
+    The network takes units that look alike for one, and settles ties by amounts that are no time
+    (`LATER`, `SMALLER`), so the plan's seconds are summed anew.
+    """
+    return _Decoded(costs, solution).run()._replace(lower_seconds=solution.lower)
+
+
+class _Decoded(Walk):
+    def __init__(self, costs: CostNetwork, solution: Solution) -> None:
+        super().__init__(costs.problem)
+        self.solver = "exact" if solution.exact else "local search"
+        self.domains, self.options = costs.domains, costs.choices
+        self.of = costs.units.of
+        rows = [v.rows[solution.states[v.number]] for v in costs.variables]
+        self.chosen = [choice for choice, _ in rows]
+        for value, (number, index) in enumerate(self.of):
+            variable = costs.variables[number]
+            if number >= 0 and index == variable.copied and (copy := rows[number][1]) >= 0:
+                self.shared[value] = variable.copies[copy]
+
+    def choose(self, op: Op) -> tuple[Choice, float]:
+        number, _ = self.of[op.results[0]]
+        choice = self.domains.choices[number][self.chosen[number]]
+        return choice, self.options.own_seconds(op, choice.assignment)
+
+    def carry(self, tie: Tie) -> Sharding:
+        return self.state(tie.result)
+
+    def argument(self, number: int) -> Sharding:
+        return self.state(self.program.body.args[number])
+
+    def state(self, value: Value) -> Sharding:
+        """The state of an argument or a carry."""
+        number, _ = self.of[value]
+        return self.domains.left[number][0][self.chosen[number]]

@@ -1,0 +1,54 @@
+"""A program is indexed once, however many stages ask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.ir import index
+from spmd.ir.control_flow import UNKNOWN_TRIPS
+from tests.programs import llama
+
+LOOKUPS = ("producers_of", "users_of", "held_atoms")
+
+
+@pytest.mark.usefixtures("devices8")
+def test_each_lookup_is_made_once_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[tuple[str, int]] = Counter()
+    kept = []  # a program that is gone could share its id with a later one
+
+    def counted(name: str) -> Any:
+        make = getattr(index, name)
+
+        def run(program: Any) -> Any:
+            kept.append(program)
+            calls[name, id(program)] += 1
+            return make(program)
+
+        return run
+
+    for name in LOOKUPS:
+        monkeypatch.setattr(index, name, counted(name))
+    plan = llama(spmd.make_mesh(data=4, model=2), "adamw", scan=True).lower().stages.plan
+    assert [calls[name, id(plan.program)] for name in LOOKUPS] == [1, 1, 1]
+    assert set(calls.values()) == {1}
+
+
+def test_loops_run_as_often_as_their_condition_says_or_as_is_guessed() -> None:
+    def step(x: Any, n: Any) -> Any:
+        x = jax.lax.fori_loop(0, 5, lambda _, x: jnp.sin(x), x)
+        return jax.lax.fori_loop(0, n, lambda _, x: jnp.cos(x), x)
+
+    mesh = spmd.Mesh(None, (2,), ("x",))
+    args = (jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32))
+    plan = spmd.jit(step, mesh=mesh).lower(*args, topology=spmd.Topology("h200:8")).stages.plan
+    found = plan.problem.index
+    loops = [op for op in plan.program.walk() if op.name == "stablehlo.while"]
+    assert [found.trips[op.results[0]] for op in loops] == [5, None]
+    assert [found.runs(op) for op in loops] == [5, UNKNOWN_TRIPS]
+    assert {found.runs(op) for op in plan.program.walk() if op not in loops} == {1}
