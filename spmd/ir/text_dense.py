@@ -1,4 +1,4 @@
-"""The elements of a constant as text, exact to the bit, and back."""
+"""The elements of a constant as text, exact to the bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.ir.types import Dense, TensorType, numpy_dtype
+from spmd.ir.types import Dense, numpy_dtype
 
 READABLE_ELEMENTS = 16
 """Constants of more elements are written as the hexadecimal digits of their bytes."""
@@ -44,13 +44,18 @@ def _element(raw: bytes, dtype: np.dtype[Any]) -> str:
     scalar = np.frombuffer(raw, dtype)[0]
     text = str(scalar).lower() if dtype == np.bool_ else str(scalar)
     try:
-        same = _element_bytes(text, dtype) == raw
+        same = element_bytes(text, dtype) == raw
     except (ValueError, OverflowError):
         same = False
     return text if same else "0x" + raw[::-1].hex()
 
 
-def _element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
+def element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
+    """The bytes of one element from its text.
+
+    Raises:
+      ValueError, OverflowError: the text is not an element of the dtype.
+    """
     if text.startswith("0x"):
         return bytes.fromhex(text[2:])[::-1]
     number: Any
@@ -64,20 +69,3 @@ def _element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
         number = int(text) if re.fullmatch(r"-?\d+", text) else float(text)
     with np.errstate(all="ignore"):
         return np.asarray([number]).astype(dtype).tobytes()
-
-
-def parse_dense(elements: str, type_: TensorType) -> Dense:
-    """Reads what `dense_text` writes.
-
-    Raises:
-      ValueError, OverflowError, KeyError: that is not it.
-    """
-    word, _, digits = elements.partition(" ")
-    if word in ("hex", "splat") or elements == "hex":
-        return Dense(type_, bytes.fromhex(digits), word == "splat")
-    dtype = numpy_dtype(type_.dtype)
-    texts = re.findall(r"[^\s,\[\]]+", elements)
-    splat = not elements.startswith("[")
-    if len(texts) != (1 if splat else type_.size):
-        raise ValueError("not as many elements as the type has")
-    return Dense(type_, b"".join([_element_bytes(text, dtype) for text in texts]), splat)

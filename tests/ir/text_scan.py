@@ -1,40 +1,20 @@
-"""The words of the text form (names, strings, structs), and what takes them from a text."""
+"""The words of the text form (names, strings, constants), taken from a text one by one."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from spmd.errors import FrontendError
-from spmd.ir.types import ConvDims, DotDims, GatherDims, ScatterDims, ShardingAttr
+from spmd.ir.text import ESCAPES
+from spmd.ir.text_dense import element_bytes
+from spmd.ir.types import Dense, TensorType, numpy_dtype
 
-STRUCTS: dict[str, Any] = {
-    "conv": ConvDims,
-    "dot": DotDims,
-    "gather": GatherDims,
-    "scatter": ScatterDims,
-    "sharding": ShardingAttr,
-}
-OP_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+", re.ASCII)
-ATTR_NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
-SYMBOL = re.compile(r"[A-Za-z_][\w.$-]*", re.ASCII)
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 TICKED = re.compile(r"`(?:[^`\\\n]|\\.)*`")
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _SPACE = re.compile(r"(?:\s|//[^\n]*)*")
-_ESCAPES = {"\n": "\\n", "\t": "\\t", "\\": "\\\\", '"': '\\"', "`": "\\`"}
-_UNESCAPES = {escape: char for char, escape in _ESCAPES.items()}
-
-
-def quote(text: str, mark: str = '"') -> str:
-    """Text between quotation marks, on one line whatever it contains."""
-
-    def escape(char: str) -> str:
-        if char in ("\\", mark) or not char.isprintable():
-            return _ESCAPES.get(char) or f"\\u{{{ord(char):x}}}"
-        return char
-
-    return mark + "".join(map(escape, text)) + mark
+_UNESCAPES = {escape: char for char, escape in ESCAPES.items()}
 
 
 def _unquote(quoted: str) -> str:
@@ -120,3 +100,20 @@ class Scanner:
     def name(self, pattern: re.Pattern[str], expected: str) -> str:
         """Takes a name, in marks where the pattern does not allow it bare."""
         return self.quoted() if self.peek('"') else self.match(pattern, expected)
+
+
+def parse_dense(elements: str, type_: TensorType) -> Dense:
+    """Reads what `dense_text` writes.
+
+    Raises:
+      ValueError, OverflowError, KeyError: that is not it.
+    """
+    word, _, digits = elements.partition(" ")
+    if word in ("hex", "splat") or elements == "hex":
+        return Dense(type_, bytes.fromhex(digits), word == "splat")
+    dtype = numpy_dtype(type_.dtype)
+    texts = re.findall(r"[^\s,\[\]]+", elements)
+    splat = not elements.startswith("[")
+    if len(texts) != (1 if splat else type_.size):
+        raise ValueError("not as many elements as the type has")
+    return Dense(type_, b"".join([element_bytes(text, dtype) for text in texts]), splat)
