@@ -69,7 +69,7 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _own(op: LocalOp, dim: int, axes: Axes) -> Need:
-    """Just the tile, without its padding."""
+    """The need of a tile itself, without its padding."""
     size = op.op.kind.operands[0].shape[dim]
     piece = piece_sizes(size, axes, op.mesh)[-1]
     tiles = [tile(size, axes, op.mesh, i) for i in range(op.mesh.extent(axes))]
@@ -83,6 +83,12 @@ def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
     after:  `%2 = reduce_window %1; %3 = all_gather (last of %2); %4 = reduce_window %3`
             `%5 = body(%4[index], %2)`
     """
+    # cumsum of 1 2 | 3 4 | 5 6:
+    #   totals   1 3 | 3 7 | 5 11      each piece by itself
+    #   edges    3 7 11, gathered
+    #   sums     0 3 10 21             windows as wide as there are devices: one more than these
+    #   before   0 | 3 | 10            each device takes its own entry, backwards the next one
+    #   result   1 3 | 6 10 | 15 21
     b, count = op.b, len(op.operands) // 2
     inits = op.operands[count:]
     axes = op.choice.operands[0].dims[dim]
@@ -156,6 +162,9 @@ def _select_and_scatter(op: LocalOp) -> tuple[Value, ...]:
 
 def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[int]]:
     """Operand and source elements around each tile, and where the tile starts in the former."""
+    # Windows of 3 at stride 2 over 8 elements, tiles of 2: windows 0 and 1, which are [0, 3) and
+    # [2, 5), touch the tile [2, 4). Its device gets the operand [0, 5) and the sources [0, 2), and
+    # the tile starts at 2 in what these scatter to. All devices get equally many of both.
     kind, mesh = op.op.kind, op.mesh
     size, count = kind.operands[0].shape[dim], kind.operands[1].shape[dim]
     span = op.attrs["window_dimensions"][dim]
