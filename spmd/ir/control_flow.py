@@ -13,11 +13,11 @@ _DIRECTION = "comparison_direction"
 """The attribute of comparisons that says which one it is."""
 
 UNKNOWN_TRIPS = 16
-"""How often a loop is taken to run when its condition doesn't tell."""
+"""Assumed trip count of a loop whose condition doesn't tell it."""
 
 
 class Tie(NamedTuple):
-    """Values that data flow makes one: they share one sharding.
+    """Values that are one value to data flow, and so share one sharding.
 
     Attributes:
       source: values that flow in from outside the op (the initial value of a carry), or None.
@@ -49,9 +49,10 @@ def ties(op: Op) -> tuple[Tie, ...]:
 
 
 def held_atoms(program: Program) -> dict[Value, tuple[int, ...]]:
-    """For each value inside a manual region, the atoms along which it may differ unseen.
+    """The manual atoms around each value inside a manual region.
 
-    Nothing may split it over these, or reduce it over them, but what the user wrote.
+    Along these the devices may hold different values that the compiler knows nothing of. So only
+    ops that the user wrote may split or reduce the value over them.
     """
     found: dict[Value, tuple[int, ...]] = {}
 
@@ -102,7 +103,7 @@ def trip_count(op: Op, producers: Mapping[Value, Op]) -> int | None:
     direction = str(test.kind.attrs[_DIRECTION])
     if "LT" not in direction and "NE" not in direction:
         return None
-    return max(0, -(-(end - start) // step))
+    return max(0, -(-(end - start) // step))  # rounded up: 0, 3, 6 for i < 7 with step 3
 
 
 def _scalar(producers: Mapping[Value, Op], value: Value) -> int | None:

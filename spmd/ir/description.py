@@ -18,11 +18,11 @@ CUSTOM_CALL = "stablehlo.custom_call"
 
 
 class Traffic(IntEnum):
-    """What of an op's operands and results goes through memory, to the planner.
+    """Which of an op's operands and results the planner counts as memory traffic.
 
     Attributes:
       ALL: operands are read, results are written.
-      RESULTS: compilers compute it where its operands are made: only results are written.
+      RESULTS: compilers fuse it with what makes its operands: only results are written.
       PIECE: it reads no more of its operand than it writes.
       UPDATE: it writes a piece over its first operand; reads that piece, and writes it.
       NOTHING: the result is the operand.
@@ -36,7 +36,7 @@ class Traffic(IntEnum):
 
 
 class Passes(IntEnum):
-    """How often an op goes through its operands: once, log2(size) times, or once a column."""
+    """How often an op reads its operands: once, log2(size) times, or once for each column."""
 
     ONCE = 0
     LOGARITHMIC = 1
@@ -83,10 +83,10 @@ class Description(NamedTuple):
       is_repeatable: equal ops over equal operands may be done once.
       has_effect: it is kept even if nobody reads its results.
       flops: floating-point operations of an op of this kind, where arithmetic decides its time.
-      reads: what a library reads its operands as, where their order in memory matters to it:
-        `matrices` or `images`.
+      reads: the kind of operands that a library expects, which fixes their order of dims in memory:
+        `matrices` or `images`; empty if any order will do.
       traffic: what goes through memory.
-      passes: how often.
+      passes: how often it reads its operands.
       role: what XLA's fusion makes of it.
       collective: of a collective, its kind: `all_gather`, `all_reduce`, ...
       along: the attribute that says along which dim devices have their pieces.

@@ -127,7 +127,7 @@ def dialect_known(view: View, op: Op) -> str | None:
 
 
 def is_global(view: View, op: Op) -> str | None:
-    """Ops of one device's program are in manual regions only, ops of the compiler's own nowhere."""
+    """Collectives are in manual regions only, and ops that the partitioner makes are nowhere."""
     if op.kind.about.is_local:
         return "an op of one device's program in the whole program"
     if op.kind.about.is_manual and "manual" not in view.around:
@@ -192,6 +192,19 @@ def _same(
 
 # ---------------------------------------------------------------------------------------------
 # The tables, and the walk.
+#
+# The walk visits ops in program order and keeps two sets of values. `defined` only grows, so that a
+# number is never used twice, not even in two regions that don't see each other. `visible` shrinks
+# again when a region ends:
+#
+#   %1 = while %0 { cond(%2): %3 = compare %2; body(%4): %5 = add %4 }
+#
+#                    defined          visible
+#   in the condition 0 2 3            0 2 3
+#   in the body      0 2 3 4 5        0 4 5          reading %3 here is an error
+#   behind the loop  0 1 2 3 4 5      0 1
+#
+# A loop's own results count as defined only after its regions: a body that reads %1 is refused.
 
 _SSA: tuple[OpCheck, ...] = (defines_once, reads_visible, kind_has_types)
 _ALWAYS: tuple[OpCheck, ...] = (*_SSA, dialect_known)
@@ -260,6 +273,8 @@ class _Walk:
 
     def body(self, body: Body, owner: Op) -> None:
         """A body is a closed program of its own; equal kinds share one."""
+        # A reduction's body is one object in thousands of ops: checked anew for each of them, the
+        # walk would not be linear in the number of ops.
         if id(body) in self.bodies:
             return
         self.bodies.add(id(body))

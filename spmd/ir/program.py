@@ -74,12 +74,14 @@ def _is_users(file: str) -> bool:
 
 
 def numberless(name: str) -> str:
-    """A path with its numbers left open, for what layers have in common: `layers/*/w`."""
+    """A path with `*` for its numbers, the same for all layers: `layers/3/w` -> `layers/*/w`."""
     return re.sub(r"(?<=/)\d+(?=/|$)", "*", name)
 
 
 class OpKind:
-    """Everything about an op but which values it reads: interned, so that equal kinds are `is`.
+    """Everything about an op but the values that it reads and makes.
+
+    Kinds are interned: equal ones are one object, and are compared by identity.
 
     Rules, projections, costs and local lowerings are functions of the kind alone and are cached
     by it. That is what makes repeated layers cheap.
@@ -120,7 +122,8 @@ class OpKind:
 
     @property
     def about(self) -> Description:
-        """What is known of such an op; an op that nobody described may be described later."""
+        """The description of such an op."""
+        # An unknown op is not remembered as unknown: `register_rule` may describe it later.
         if self._about is None:
             key = key_of(self.name, self.attrs)
             if key not in DESCRIPTIONS:
@@ -136,7 +139,9 @@ class OpKind:
 
 
 def _flavour(value: Any) -> Any:
-    """What tells `True` from `1`, alone and in tuples: Python calls them equal."""
+    """The type of an attribute, or of a tuple's first element."""
+    # Python has 1 == True == 1.0, with equal hashes: without this in the key, the kind of an op
+    # with `is_stable = 1` would be handed out for one with `is_stable = True`, and printed as it.
     return type(value[0]) if type(value) is tuple and value else type(value)
 
 

@@ -49,20 +49,20 @@ def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
 
 
 Now = Callable[[Value], Value]
-"""What stands for a value of the program that an edit walks."""
+"""Maps a value of the old program to the one that replaces it, else to itself."""
 
 Edit = Callable[[Builder, Op, Now], "Sequence[Value] | None"]
-"""Given the builder, an op whose operands are what stands for its own, and the same for any other
-value: the results that are to stand for its own, or None to keep it."""
+"""Called with the builder, an op whose operands are replaced already, and `Now` for other values.
+Returns the values that replace the op's results, or None to keep the op."""
 
 
 def edit_ops(program: Program, edit: Edit) -> Program:
-    """Walks a program and lets `edit` replace ops; all else keeps its number.
+    """Walks a program and lets `edit` replace ops; all other values keep their numbers.
 
-    So an edit may read any value that is visible where it is, not just its op's operands. Ops with
-    regions are shown after what is inside them.
+    Since numbers stay, an edit may read any value that is visible where it is, not just its op's
+    operands. An op with regions comes after the ops inside them.
 
-    before: `%1 = a %0; %2 = b %1`, with an edit that makes `c` of `%0` stand for `%1`
+    before: `%1 = a %0; %2 = b %1`, with an edit that replaces `%1` by `c %0`
     after:  `%3 = c %0; %2 = b %3`
     """
     b = Builder()

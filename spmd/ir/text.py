@@ -1,4 +1,4 @@
-"""Writes the text form of a program: an op a line, deterministic, and it reads back.
+"""Writes the text form of a program: an op a line, deterministic (tests parse it back).
 
     program @step(
       %0: tensor<4x8xf32> "params/w",
@@ -18,17 +18,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from spmd.errors import SpecError
 from spmd.ir.dialect.reducers import body_reducer, reducer_body
 from spmd.ir.program import Body, Loc, Op, Program, Region, Value, walk_region
 from spmd.ir.text_dense import dense_text
-from spmd.ir.text_tokens import ATTR_NAME, OP_NAME, STRUCTS, SYMBOL, quote
-from spmd.ir.types import Attribute, Dense, Opaque, TensorType
+from spmd.ir.types import (
+    Attribute,
+    ConvDims,
+    Dense,
+    DotDims,
+    GatherDims,
+    Opaque,
+    ScatterDims,
+    ShardingAttr,
+    TensorType,
+)
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import format_axes, parse_axes
 
 Annotate = Callable[[Value], str]
+
+OP_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+", re.ASCII)
+ATTR_NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
+SYMBOL = re.compile(r"[A-Za-z_][\w.$-]*", re.ASCII)
+STRUCTS: dict[str, Any] = {
+    "conv": ConvDims,
+    "dot": DotDims,
+    "gather": GatherDims,
+    "scatter": ScatterDims,
+    "sharding": ShardingAttr,
+}
+"""Structured attributes, by the word that stands in front of their fields."""
+
+ESCAPES = {"\n": "\\n", "\t": "\\t", "\\": "\\\\", '"': '\\"', "`": "\\`"}
 _STRUCT_NAMES = {cls: name for name, cls in STRUCTS.items()}
 
 
@@ -48,7 +72,7 @@ def format_program(
       locs: whether to say behind each op which line of the user's code it comes from.
 
     Returns:
-      Text that stands for the same program, but for the ops' locations.
+      Text that `parse_program` reads back, but for the ops' locations.
     """
     return "\n".join(_Printer(mesh, annotate, locs).program(program)) + "\n"
 
@@ -56,6 +80,17 @@ def format_program(
 def format_op(op: Op, mesh: Mesh | None = None) -> str:
     """One op on one line; what is inside its regions and bodies is left out."""
     return _Printer(mesh, whole=False).head(op) + (" {...}" if op.regions else "")
+
+
+def quote(text: str, mark: str = '"') -> str:
+    """Text between quotation marks, on one line whatever it contains."""
+
+    def escape(char: str) -> str:
+        if char in ("\\", mark) or not char.isprintable():
+            return ESCAPES.get(char) or f"\\u{{{ord(char):x}}}"
+        return char
+
+    return mark + "".join(map(escape, text)) + mark
 
 
 class _Printer:

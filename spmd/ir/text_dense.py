@@ -51,10 +51,10 @@ def _element(raw: bytes, dtype: np.dtype[Any]) -> str:
 
 
 def element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
-    """The bytes that the text of one element stands for.
+    """The bytes of one element from its text.
 
     Raises:
-      ValueError, OverflowError: it is no element of this type.
+      ValueError, OverflowError: the text is not an element of the dtype.
     """
     if text.startswith("0x"):
         return bytes.fromhex(text[2:])[::-1]

@@ -72,6 +72,8 @@ def _partition_id(b: Builder) -> Value:
 
 def _runs(axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
     """Atoms as (stride, size), neighbours in the flattened mesh merged."""
+    # On (data=4, model=2) the atoms of {data} have strides 4 and 2: together a run of stride 2 and
+    # size 4, so that its index is `position / 2` without remainders. {model, data} has two runs.
     runs: list[tuple[int, int]] = []
     for a in axes:
         atom = mesh.atoms[a]

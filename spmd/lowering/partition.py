@@ -116,6 +116,7 @@ class _Partitioner:
 
     def get(self, value: Value, wanted: Sharding) -> Value:
         """The local value in the wanted sharding, made if it does not exist here yet."""
+        # A copy that was made inside a region is visible there alone; one from outside may be used.
         for scope in reversed(self.copies):
             copies = scope.get(value)
             if copies is not None and (found := copies.get(wanted)) is not None:
@@ -252,7 +253,7 @@ class _Partitioner:
 
     @property
     def use(self) -> str:
-        """What is being made ready, for people."""
+        """The use that a value is being resharded for, for people."""
         op, index, text = self.user
         if op is None:
             return text
@@ -263,7 +264,7 @@ class _Partitioner:
         return _USES.get(op.name) or f"operand {index} of {op.label}"
 
     def manual(self, op: Op) -> None:
-        """A region that is written for one device already: its ops join those around it."""
+        """Puts the ops of a manual region, which are local already, among those around it."""
         (region,) = op.regions
         for inner in region.ops:
             self.op(inner)

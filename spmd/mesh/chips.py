@@ -22,13 +22,13 @@ class Link(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What collectives of one kind among so many devices behind a switch were seen to take.
+    """Measured speed of one kind of collective among some devices behind a switch.
 
     Attributes:
       kind: as in `spmd.reshard.comm.KINDS`.
       devices: how many exchange with one another.
-      latency: seconds of one that moves next to nothing.
-      bandwidth: bytes/s that each device sends in large ones, counted as for a ring.
+      latency: seconds that a collective of almost no bytes takes.
+      bandwidth: bytes/s that each device sends in a large one, counting bytes as a ring does.
     """
 
     kind: str
@@ -57,10 +57,10 @@ class Chip:
       wrap: the torus dims whose size is a multiple of this are closed into rings.
       per_host: devices that share a host.
       cores: devices at each point of the torus, joined by `core`.
-      core: what one device can send to the other of its chip.
-      measured: of switched chips, inside a host: what takes the place of `ici` for collectives.
-      overlap: how much of the time of a collective that runs beside arithmetic is won by that. The
-        rest is lost: both share cores and memory, and the backend's schedule is not the predicted.
+      core: the link between the devices of one chip; None where a chip is one device.
+      measured: for switched chips: times of collectives inside a host, used instead of `ici`.
+      overlap: share of a collective's time that is saved by running it beside arithmetic. The rest
+        is lost: both share cores and memory, and the backend's schedule differs from ours.
     """
 
     name: str
@@ -105,7 +105,7 @@ _NVLINK_LATENCY = 4e-6
 #   fifth is: so eleven plans of one training step are predicted within 8%
 #   (docs/benchmarks/plans.md).
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
-_IN_PROGRAM = 55e-6  # the spread among kinds and numbers of devices is that of the measurement
+_IN_PROGRAM = 55e-6  # one figure for all: they differ by no more than repeated measurements do
 _HOPPER = tuple(
     Measured(kind, devices, _IN_PROGRAM, rate * 1e9)
     for devices, *rates in ((2, 178, 250, 181, 195, 183), (4, 227, 280, 208, 196, 262))
@@ -170,7 +170,7 @@ DEVICE_KINDS = (
 
 
 def known_chip(kind: str) -> Chip:
-    """The chip of a name.
+    """The chip with this name.
 
     Raises:
       MeshError: it is not in the table.
@@ -185,7 +185,7 @@ def known_chip(kind: str) -> Chip:
 
 
 def chip_to_json(chip: Chip) -> dict[str, Any]:
-    """A chip as what `json` writes."""
+    """A chip as a dict that `json` can write."""
     data = dataclasses.asdict(chip)
     data["flops"] = dict(chip.flops)
     data["ici"] = chip.ici._asdict()
@@ -199,7 +199,7 @@ def chip_from_json(data: dict[str, Any]) -> Chip:
     """Reads what `chip_to_json` makes.
 
     Raises:
-      KeyError, TypeError, ValueError: that is not it.
+      KeyError, TypeError, ValueError: the dict is not one that `chip_to_json` made.
     """
     own = ("flops", "ici", "dcn", "core", "measured")
     rest = {k: v for k, v in data.items() if k not in own}

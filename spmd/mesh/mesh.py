@@ -111,6 +111,10 @@ class Mesh:
     @cached_property
     def atoms(self) -> tuple[Atom, ...]:
         """All atoms, axis by axis, major first; an axis of size 1 has none."""
+        # Devices lie in row-major order, so strides shrink from axis to axis. (data=4, model=2):
+        #   data:(1)2  stride 4        position = 4 * i + 2 * j + k
+        #   data:(2)2  stride 2        for coordinates i, j, k along the three atoms
+        #   model      stride 1
         found: list[Atom] = []
         stride = self.size
         for axis, size in enumerate(self.sizes):
@@ -144,8 +148,8 @@ class Mesh:
     def refined(self) -> Mesh:
         """The same devices with an axis for each prime-sized part of an axis.
 
-        Arguments and results are split over whole axes: on this mesh over any part of `model`, as
-        the key heads of a model are that has fewer of them than there are devices.
+        Arguments and results can only be split over whole axes. Here every part of `model` is an
+        axis, so a model with 2 key heads can split them over one half of `model=4`.
 
         Example:
           >>> Mesh(None, (2, 4), ("data", "model")).refined().axis_names
@@ -171,7 +175,7 @@ class Mesh:
         return math.prod([sizes[a] for a in atoms])
 
     def coordinate(self, position: int, atoms: Sequence[int]) -> int:
-        """The mixed-radix coordinate of the device at `position` (row-major) along some atoms."""
+        """The coordinate along some atoms, major to minor, of the device at `position`."""
         index = 0
         for a in atoms:
             atom = self.atoms[a]
@@ -193,6 +197,10 @@ class Mesh:
         Within a group, members are ordered by their coordinate along `atoms` (major to minor);
         groups are ordered by their first member.
         """
+        # On (data=4, model=2), whose atoms are 0, 1 and 2 with strides 4, 2 and 1:
+        #   groups((0, 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
+        #   groups((2, 0)) == ((0, 4, 1, 5), (2, 6, 3, 7))     the order of atoms is that of members
+        # A gather joins pieces in the order of members, so this order is part of its meaning.
         rest = [a for a in range(len(self.atoms)) if a not in atoms]
         members = np.lexsort((self.coordinates(atoms), self.coordinates(rest)))
         rows = members.reshape(-1, self.extent(atoms))

@@ -47,12 +47,12 @@ class Sharding(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A promise about one value.
+    """How the user wants one value to be split.
 
     Attributes:
       dims: atoms of each dim.
       open: for each dim, whether the compiler may split it further.
-      reason: who promised, for people: `argument params/w_in`, `mark_sharding at train.py:12`.
+      reason: where the mark comes from: `argument params/w_in`, `mark_sharding at train.py:12`.
     """
 
     dims: tuple[Axes, ...]
@@ -82,6 +82,12 @@ def is_legal(sharding: Sharding, shape: Sequence[int], mesh: Mesh, *, even: bool
 # split. Where it does not, the last pieces of every level end in padding, whose content is
 # undefined; a coarser piece is always the finer ones joined and cut to its own size, so that every
 # reshard step stays local to its group.
+#
+#   5 elements over {a=2}: 0 1 2 | 3 4 .     then over {a=2, b=2}: 0 1 | 2 . | 3 4 | . .
+#   flat pieces of ceil(5 / 4):                                    0 1 | 2 3 | 4 . | . .
+#
+# With the flat pieces the devices of a=0 would own 0 1 2 3, though over {a} they own 0 1 2: no
+# gather over b alone could turn one into the other.
 
 
 def piece_sizes(size: int, axes: Axes, mesh: Mesh) -> tuple[int, ...]:
@@ -108,6 +114,9 @@ def tile(size: int, axes: Axes, mesh: Mesh, index: int) -> tuple[int, int]:
 
     The rest of the piece, up to the local size, is padding.
     """
+    # 10 over {2, 2}: pieces of 10, 5, 3 elements. Tile 3 has the digits 1, 1:
+    #   level 0: start 5, own min(5, 10 - 5) = 5;   level 1: start 5 + 3, own min(3, 5 - 3) = 2
+    # so it starts at 8, owns 2 elements, and ends in one of padding.
     pieces = piece_sizes(size, axes, mesh)
     start, own = 0, size
     rest = index

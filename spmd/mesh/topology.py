@@ -28,7 +28,7 @@ from spmd.mesh.mesh import Mesh
 
 @dataclass(frozen=True, init=False)
 class Topology:
-    """Devices of one kind and how they are wired: what time and memory are predicted from.
+    """Devices of one kind and how they are wired; predictions of time and memory start from it.
 
     Args:
       name: `chip:shape`, as `v5e:4x4`, `v4:4x4x8` or `h200:8`.
@@ -117,11 +117,14 @@ class Topology:
         return Link(min(x.bandwidth for x in links), max(x.latency for x in links))
 
     def atom_links(self, mesh: Mesh) -> tuple[Link, ...]:
-        """The link behind each atom of the mesh (the slow part of an axis are its major atoms)."""
+        """The link behind each atom of the mesh; an axis's major atoms are its slow part."""
         return _atom_links(self, mesh)
 
     def measured(self, kind: str, devices: int) -> Measured | None:
-        """What was measured of collectives among so many devices of a host, or the next more."""
+        """The measurement of a kind of collective among `devices` devices of one host.
+
+        For a count that was not measured: that of the next larger one, else of the largest.
+        """
         known = [m for m in self.chip.measured if m.kind == kind]
         larger = [m for m in known if m.devices >= devices]
         if larger:
@@ -185,6 +188,8 @@ def _device_shape(devices: Sequence[Any], name: str) -> tuple[int, ...]:
     dims = CHIPS[name].torus_dims
     if not dims:
         return (len(devices),)
+    # Coordinates start anywhere: any 2x2 part of a v5e has a box of 2 x 2. Devices that leave holes
+    # in their box count as one line.
     coords = [tuple(device.coords)[:dims] for device in devices]
     box = tuple(max(axis) - min(axis) + 1 for axis in zip(*coords, strict=True))
     slices = {getattr(device, "slice_index", 0) for device in devices}

@@ -8,7 +8,7 @@ from typing import Any
 from spmd.errors import SpecError
 from spmd.ir.dialect.reducers import REDUCER_OPS, reducer_body
 from spmd.ir.program import Body, Loc, Op, OpKind, Program, Region, Value
-from spmd.ir.text_tokens import ATTR_NAME, OP_NAME, STRUCTS, SYMBOL
+from spmd.ir.text import ATTR_NAME, OP_NAME, STRUCTS, SYMBOL
 from spmd.ir.types import Attribute, Dense, Opaque, TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import parse_axes

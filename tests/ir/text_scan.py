@@ -1,4 +1,4 @@
-"""Takes the words of the text form, and the elements of constants, from a text."""
+"""The words of the text form (names, strings, constants), taken from a text one by one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from typing import NoReturn
 
 from spmd.errors import FrontendError
+from spmd.ir.text import ESCAPES
 from spmd.ir.text_dense import element_bytes
-from spmd.ir.text_tokens import ESCAPES
 from spmd.ir.types import Dense, TensorType, numpy_dtype
 
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 TICKED = re.compile(r"`(?:[^`\\\n]|\\.)*`")
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _SPACE = re.compile(r"(?:\s|//[^\n]*)*")
 _UNESCAPES = {escape: char for char, escape in ESCAPES.items()}
 

@@ -21,7 +21,7 @@ _SCALAR_ATTRS = {
 
 
 def is_elementwise(body: Body) -> bool:
-    """Whether a body computes each element by itself: all of one shape, no op that knows dims."""
+    """Whether a body is elementwise: values of one shape, and no op that knows dims."""
     shape = body.types[body.region.args[0]].shape
     return all(
         op.kind.about.rule is not None
@@ -38,8 +38,8 @@ def inline_elementwise(
     """The body of elementwise ops, once, on whole tensors.
 
     Args:
-      b: where to.
-      body: for which `is_elementwise` holds.
+      b: where the ops are appended.
+      body: a body for which `is_elementwise` holds.
       args: for each argument of the body, a value of the wanted shape.
       shape: that shape.
 

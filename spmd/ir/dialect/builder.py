@@ -19,7 +19,7 @@ AXIS_INDEX = "spmd.axis_index"
 """One device's coordinate along the atoms `axes`, major to minor: an i32 scalar."""
 
 LOCAL_SLICE = "spmd.local_slice"
-"""One device's piece of a value that is whole: its dim `dim` is split over the atoms `axes`."""
+"""One device's piece of a value that it holds whole: dim `dim` is split over the atoms `axes`."""
 
 
 class Builder:
@@ -102,7 +102,9 @@ class Builder:
         return Region(tuple(args), tuple(self._blocks.pop()), tuple(results))
 
     def once(self, key: Any, make: Any) -> Value:
-        """The value that `make()` built for `key` where it is visible, else a new one."""
+        """The value that was made for `key` if it is visible here, else that of `make()`."""
+        # Scopes are searched from the innermost region outwards, up to the first isolated one. A
+        # value made in one branch is gone with the branch's scope when the other branch is built.
         for scope, isolated in zip(reversed(self._shared), reversed(self._isolated), strict=True):
             if key in scope:
                 found: Value = scope[key]
@@ -164,7 +166,7 @@ class Builder:
         return self.op("stablehlo.reshape", (x,), (type_.with_shape(tuple(shape)),))[0]
 
     def reshape_op(self, x: Value, like: Op) -> Op:
-        """A reshape that makes the results of another op instead of it."""
+        """A reshape of `x` that takes an op's place: it defines the same result numbers."""
         kind = OpKind("stablehlo.reshape", (self.types[x],), like.kind.results, {})
         return Op(kind, (x,), like.results, (), like.loc)
 

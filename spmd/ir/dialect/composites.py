@@ -34,9 +34,9 @@ class Composite(NamedTuple):
 
     Attributes:
       name: as in the module.
-      decomposition: what it computes, at any shapes; None if only the module says that.
-      kernels: platform -> what computes it there. One that returns NotImplemented has none for
-        these shapes.
+      decomposition: a function that computes it at any shapes; None if only the module has one.
+      kernels: platform -> a function that computes it there; it may return NotImplemented for
+        shapes that it cannot take.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """Windows: which elements of a dim the tiles of another dim read, and who sends them to whom.
 
-Everything here is static arithmetic on tiles: the planner costs with it what the lowering does.
+Everything here is static arithmetic on tiles. The planner and the lowering both use it, so that the
+plan counts the transfers that are made.
 
 A 3-wide window at stride 1 over 8 elements in 4 tiles, padded by one on both sides:
 
@@ -42,12 +43,13 @@ class Window(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """An operand's dim of which a device reads more, or other parts, than its own tile.
+    """A dim of an operand of which a device reads more, or other parts, than its own tile.
 
     Attributes:
-      operand, dim: which.
+      operand, dim: position of the operand, and its dim.
       factor: the factor of the operand's dim.
-      window: what is read; None where every device learns one element of each tile.
+      window: what is read; None for running totals, where each device reads one element (the
+        total) of every tile.
     """
 
     operand: int
@@ -57,9 +59,10 @@ class Halo(NamedTuple):
 
 
 class Need(NamedTuple):
-    """For each tile the elements `[start, start + length)` that its device gets.
+    """For each tile, the range `[start, start + length)` of elements that its device gets.
 
-    Only `[low, high)` of them matter; what is outside that becomes padding.
+    Only `[low, high)` of it exists and is read; the rest of the range becomes padding. All devices
+    run one program, so `length` is one number and the tiles differ only in `start`.
     """
 
     length: int
@@ -82,13 +85,14 @@ class Need(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What the tiles read, and where it lies in the base positions that they need.
+    """What the tiles read, in elements and in base positions (see `Window`).
 
     Attributes:
-      need: elements.
+      need: the elements that each tile reads.
       base: number of base positions that each device needs.
-      low: base positions before the first element where every device has as many, else None.
-      skips: else, for each tile, base positions to drop from the first element on.
+      low: how many base positions lie before the first element, if the same on all devices.
+      skips: for each tile, how many base positions after its first element it drops; used where
+        `low` is None.
     """
 
     need: Need
@@ -107,6 +111,15 @@ def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
       axes: what the tiled dim is split over.
       mesh: the mesh.
     """
+    # With dilation, tiles may start at different phases between two elements. 10 base positions, an
+    # element at every third, in tiles that start at 0, 3, 5 and 8 (piece 3):
+    #
+    #   position  0 1 2 | 3 4 | 5 6 7 | 8 9
+    #   element   0 . . | 1 . | . 2 . | . 3        phases 0, 0, 1, 1: no common `low`
+    #
+    # So each device starts with the element at or before its first position (0, 1, 1, 2), dilates
+    # what it fetched itself and drops what lies before that position: 0, 0, 5 - 3 and 8 - 6. With a
+    # common phase the op's own padding and dilation do all that, and fetch no element in vain.
     total, dilation = window.tiled, window.dilation
     piece = piece_sizes(total, axes, mesh)[-1]
     base = (piece - 1) * window.stride + window.span
@@ -148,9 +161,11 @@ class Exchange(NamedTuple):
     """How devices get what they need beyond their own tile.
 
     Attributes:
-      rounds: transfers that travel together: every device sends and receives at most once.
-      lengths: elements that each round sends, the longest of its transfers.
-      gather: the rounds would move as much as a gather of the whole dim: do that instead.
+      rounds: transfers of one collective-permute each; in a round every device sends and receives
+        at most once.
+      lengths: elements that each device sends in a round, the most of its transfers.
+      gather: whether the rounds would move as much as a gather of the whole dim, which is then
+        done instead.
     """
 
     rounds: tuple[tuple[Transfer, ...], ...]
@@ -177,6 +192,10 @@ def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> Exchange:
 
 def _rounds(transfers: Iterable[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
     """Each transfer joins the first round in which both of its devices are still free."""
+    # They come sorted by distance, so that one round is one shift where every tile needs the same.
+    # Where distances mix, later transfers fill gaps. 4 tiles that each need all before them:
+    #   0->3 opens round 0;   0->2 and 1->3 round 1;   0->1 round 2;   1->2 fits into round 0;
+    #   2->3 meets a busy 3 in rounds 0 and 1 and joins round 2
     rounds: list[list[Transfer]] = []
     busy: list[tuple[set[int], set[int]]] = []
     for transfer in transfers:

@@ -12,11 +12,11 @@ MANUAL = "spmd.manual"
 operands: `TO_MANUAL` brings values in, `FROM_MANUAL` makes the results, at the types outside."""
 
 TO_MANUAL = "spmd.to_manual"
-"""One device's piece, along all manual axes here (`axes`), of a value from outside, whose `dims`
-are split over the axes of its own region first."""
+"""Makes one device's piece of a value from outside the region. `dims` are the manual atoms that
+split each dim, `axes` all atoms that are manual here."""
 
 FROM_MANUAL = "spmd.from_manual"
-"""The inverse: the value outside, each device's piece of which is the operand."""
+"""The inverse of `TO_MANUAL`: joins the devices' pieces to the value outside."""
 
 describe(Description(region="manual", is_global=True), "manual", dialect="spmd")
 

@@ -20,10 +20,10 @@ class Merge(NamedTuple):
     """What devices exchange so that a `merge` factor may be split.
 
     Attributes:
-      factor: which.
-      tensors: what each device contributes: its type, were nothing else split, and the factors of
-        its dims.
-      network: it meets other tiles' pair by pair (`rounds`); otherwise all are gathered.
+      factor: the number of the factor.
+      tensors: what each device contributes: the type of each tensor if no other factor is split,
+        and the factors of its dims.
+      network: whether tiles meet pair by pair in `rounds`; otherwise all tensors are gathered.
     """
 
     factor: int
@@ -39,6 +39,12 @@ def rounds(count: int) -> Rounds:
     equal tiles it holds as it does for single elements: a pair's tiles are merged, and one keeps
     the lower half.
     """
+    # A pair (i, j) leaves the lower elements in tile i. Four tiles that hold 4 3 2 1 take three
+    # rounds; pairs of one round are independent, so they run at the same time:
+    #   (0, 2) (1, 3)   4 3 2 1 -> 2 1 4 3
+    #   (0, 1) (2, 3)   2 1 4 3 -> 1 2 3 4
+    #   (1, 2)          nothing to change here, but 1 3 2 4 would need it
+    # Which tiles meet never depends on what they hold: that is why static permutes can do it.
     found = []
     top = 1 << max(0, (count - 1).bit_length() - 1)
     step = top if count > 1 else 0

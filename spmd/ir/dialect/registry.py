@@ -22,7 +22,7 @@ RuleFunction = Callable[[OpKind], Rule]
 
 
 def describe(description: Description, *names: str, dialect: str = "stablehlo") -> None:
-    """Describes some ops of a dialect, all alike.
+    """Gives some ops of a dialect one description.
 
     Raises:
       SpmdError: one of them has a description already.
@@ -59,13 +59,13 @@ def registered_ops() -> tuple[str, ...]:
 
 
 ALONE = "spmd.alone"
-"""Attribute of a custom call where all axes of the mesh are manual."""
+"""Attribute of a custom call: all axes of the mesh are manual where it is."""
 
 BATCHED_CALL = "custom_call:num_batch_dims"
-"""Where custom calls without a rule of their own, but with batch dims, find theirs."""
+"""Key of the rule for custom calls that have batch dims and no rule of their own."""
 
 LONE_CALL = "custom_call:in_manual_region"
-"""Where calls that are `ALONE` and have no rule find one: there is nothing to split them over."""
+"""Key of the rule for calls that are `ALONE` and have no rule: no axis is left to split them."""
 
 _LIBRARY_CALL = re.compile(
     r"(lapack|(cu|hip)solver|(cu|hip)sparse|(cu|hip)_cholesky_update)_?.*_ffi$"
@@ -87,13 +87,13 @@ def rule_name(kind: OpKind) -> str:
 
 
 def is_known_call(target: str) -> bool:
-    """Whether a custom call of this target has a rule, or is one of linear algebra libraries'."""
+    """Whether a custom call has a rule, or its target is in a known linear algebra library."""
     is_library = _LIBRARY_CALL.match(target) or _VECTOR_CALL.match(target)
     return f"custom_call:{target}" in DESCRIPTIONS or is_library is not None
 
 
 def batch_rank(kind: OpKind) -> int | None:
-    """How many leading dims of a custom call's operands are a batch; None if nobody says.
+    """How many leading dims of a custom call's operands are a batch; None if unknown.
 
     jax writes it on every call of a target registered as batch-partitionable. Calls of linear
     algebra libraries that lack it have matrices (or vectors of pivots) behind the batch.

@@ -30,11 +30,15 @@ class Factor(NamedTuple):
 
     Attributes:
       size: its extent.
-      kind: `pass` (split freely), `reduce` (splitting it leaves the results partial), `window`
-        (split if neighbours exchange what they read of each other; dims that share it may differ
-        in size, it has the result's), `merge` (split if devices put together what each finds in
-        its piece; nothing is left partial), `replicate` (must not be split) or `fixed` (split over
-        just its own axes; a dim's other factor, behind it, may then be split unevenly).
+      kind: what splitting it means:
+        `pass`: nothing else is needed;
+        `reduce`: the results are partial;
+        `window`: neighbours exchange what they read of each other. Dims that share the factor may
+        differ in size; the factor has the result's;
+        `merge`: devices exchange what each finds in its piece (`Merge`); nothing is left partial;
+        `replicate`: it must not be split;
+        `fixed`: it is split over just its own axes. The dim's other factor, behind it, may then be
+        split unevenly.
       axes: the atoms of a fixed factor.
     """
 
@@ -48,14 +52,14 @@ class Rule(NamedTuple):
 
     Attributes:
       operands: for each operand, for each dim, its factors, major to minor.
-      results: the same for each result.
-      factors: the factors.
+      results: for each result, for each dim, its factors, major to minor.
+      factors: all factors, in the order of their numbers.
       reduction: how terms combine when a `reduce` factor is split.
       linear: groups of operands. If exactly one whole group is partial (by addition, over the
         same axes) and every other operand is full, the results are partial over these axes.
       moves: the op only moves elements, so a partial of any kind may flow through `linear`.
       halos: dims of operands of which a device reads more than its own tile when they are split.
-      held: atoms that split nothing but fixed factors, and over which nothing is partial.
+      held: atoms that may split fixed factors only, and over which no value may be partial.
       merges: what devices exchange where a `merge` factor is split.
     """
 

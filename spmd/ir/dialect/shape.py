@@ -80,7 +80,19 @@ def _refine(
     operand: list[DimFactors],
     result: list[DimFactors],
 ) -> None:
-    """Deals shared factors to the [dim, size] entries of both sides, which it uses up."""
+    """Gives the dims of both shapes their shared factors, major to minor.
+
+    Args:
+      build: makes the factors.
+      left, right: [dim, size still without a factor] of each dim; both lists are used up.
+      operand, result: the factors of each dim, which are added to.
+    """
+    # The heads of both lists share gcd(m, n), which becomes a factor of both dims:
+    #   [8, 3] -> [4, 6]:  8 4 share 4;  left 2 | 3 and 6 share 2, then 3:   (i j) k -> i (j k)
+    # Heads that share nothing more cannot be told apart dim by dim:
+    #   [6, 4] -> [8, 3]:  6 8 share 2;  left 3 | 4 and 4 | 3 share nothing
+    # The major 2 can still be split; the rest of both sides is kept whole (`_skip_unrelated`) until
+    # both have passed the same number of elements, here 3 * 4 == 4 * 3.
     while left and right:
         (i, m), (j, n) = left[0], right[0]
         shared = math.gcd(m, n)
@@ -104,7 +116,7 @@ def _skip_unrelated(
     operand: list[DimFactors],
     result: list[DimFactors],
 ) -> None:
-    """Uses up entries of both sides, as whole dims, until their products agree."""
+    """Uses up entries of both sides, as factors that stay whole, until their products agree."""
     m = n = 1
     while m == 1 or m != n:
         side, dims = (left, operand) if m <= n else (right, result)

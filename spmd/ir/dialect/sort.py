@@ -11,7 +11,7 @@ from spmd.ir.program import OpKind
 from spmd.ir.types import TensorType
 
 GATHERED_SORT_BYTES = 1 << 18
-"""Operands that are gathered and sorted whole, if no other dim takes their axes.
+"""Up to this many bytes of operands the sorted dim stays whole, gathered if need be.
 
 A network of 8 devices takes 6 rounds that wait for each other, a gather one. It moves no less
 before there are 32 devices (of each element also its position); what it saves is memory: a device
@@ -33,7 +33,7 @@ def _top_k(kind: OpKind) -> Rule:
 
 @op("stablehlo.sort", passes=Passes.LOGARITHMIC)
 def _sort(kind: OpKind) -> Rule:
-    """All dims but the sorted one pass; pieces of that meet in a sorting network.
+    """All dims but the sorted one pass; pieces of the sorted dim meet in a sorting network.
 
     StableHLO specification, section sort.
     """

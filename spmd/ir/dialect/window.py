@@ -35,7 +35,7 @@ class _Windows:
         self.halos: list[Halo] = []
 
     def dim(self, operand: int, dim: int, size: int, window: Window) -> Pair:
-        """A window factor; dims of one element stay whole, they are worth no halo."""
+        """A window factor for both dims; dims of one element stay whole, which saves a halo."""
         if size == 0 or window.tiled < 2:
             return _apart(self.build, size, window.tiled)
         result = self.build.factor(window.tiled, WINDOW)
@@ -218,6 +218,8 @@ class Sliding:
 
 def running_dim(kind: OpKind) -> tuple[int, bool] | None:
     """The dim along which a `reduce_window` is a running total, and whether it runs backwards."""
+    # jax writes cumsum as windows as long as the dim, padded by one element less in front of it: of
+    # 4 elements, result i is the sum of x[i - 3] to x[i], where what lies below x[0] is padding.
     shape, sizes = kind.operands[0].shape, kind.attrs["window_dimensions"]
     sliding = Sliding(kind, len(shape))
     wide = [d for d, size in enumerate(sizes) if size > 1 or not sliding.is_plain(d)]
@@ -273,7 +275,7 @@ def _reduce_window(kind: OpKind) -> Rule:
 
 
 def covers(kind: OpKind, sliding: Sliding, d: int) -> bool:
-    """Whether a dim has one window, over all of it, and terms of the reduction are all it takes."""
+    """Whether one window covers a whole dim, so that the terms of its pieces can be reduced."""
     size, span = kind.operands[0].shape[d], kind.attrs["window_dimensions"][d]
     low = sliding.padding[d][0]
     return (
@@ -314,6 +316,10 @@ def _select_and_scatter(kind: OpKind) -> Rule:
         elif sliding.padding[d] != (0, 0) or not kind.attrs.get("reducer") or count < 2:
             pair = _apart(build, size, count)
         else:
+            # Windows of 3 at stride 2 start at 0, 2, 4, ...: those of sources 0 and 1, [0, 3) and
+            # [2, 5), touch the tile [2, 4). Position o reads the sources at base positions o - 2
+            # to o (source s lies at 2 * s), and the operand from o - 2 to o + 2, since every
+            # window has to be whole for its maximum to be known.
             factor = build.factor(size, WINDOW)
             pair = factor, factor
             reach = span - 1
@@ -329,9 +335,11 @@ def _select_and_scatter(kind: OpKind) -> Rule:
 
 
 def contracts(kind: OpKind, i: int) -> bool:
-    """Whether a spatial dim of a convolution is rather a contraction: the kernel is the big one.
+    """Whether a spatial dim of a convolution contracts: its kernel is larger than its result.
 
-    That is what the gradient with respect to a kernel looks like.
+    The gradient with respect to a kernel looks like that: the gradient of the images, as large as
+    they are, takes the kernel's place. So its dim is split and the results are partial, instead of
+    the kernel being whole on every device.
     """
     dims: ConvDims = kind.attrs["dimension_numbers"]
     kernel = kind.operands[1].shape[dims.kernel_spatial[i]]
@@ -339,7 +347,7 @@ def contracts(kind: OpKind, i: int) -> bool:
 
 
 def kernel_window(kind: OpKind, i: int, sliding: Sliding) -> Window:
-    """What the elements of a kernel's dim read of the input, for all results together."""
+    """The window of the input that each element of a kernel's dim reads, over all results."""
     dims: ConvDims = kind.attrs["dimension_numbers"]
     kernel = kind.operands[1].shape[dims.kernel_spatial[i]]
     results = kind.results[0].shape[dims.output_spatial[i]]
@@ -350,7 +358,7 @@ def kernel_window(kind: OpKind, i: int, sliding: Sliding) -> Window:
 
 
 def result_window(kind: OpKind, i: int, sliding: Sliding) -> Window:
-    """What the elements of a result's dim read of the input, for the whole kernel."""
+    """The window of the input that each element of a result's dim reads, over the kernel."""
     dims: ConvDims = kind.attrs["dimension_numbers"]
     kernel = kind.operands[1].shape[dims.kernel_spatial[i]]
     span = (kernel - 1) * sliding.window[i] + 1

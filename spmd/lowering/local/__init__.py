@@ -2,12 +2,9 @@
 
 from spmd.lowering.local import (  # noqa: F401
     contract,
-    convolution,
     dynamic_slice,
     index,
     merge,
-    moves,
-    ragged,
     shape,
     window,
 )

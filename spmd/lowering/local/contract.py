@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.contract import RaggedDims
 from spmd.ir.dialect.reducers import REDUCER_OPS, identity_element
 from spmd.ir.program import Value
+from spmd.ir.types import TensorType
 from spmd.lowering.local.merge import merged_dims, reduce_merged
+from spmd.lowering.local.padding import cut, start_of
 from spmd.lowering.local.table import LocalOp, local
+from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import reduced_axes
 
 _IDEMPOTENT = {"max", "min", "and", "or"}
@@ -42,3 +47,88 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
         init = b.select(op.is_first(axes), init, identity)
     spread = b.broadcast(init, b.types[terms].shape)
     return (b.binary(REDUCER_OPS[reducer].removeprefix("stablehlo."), terms, spread),)
+
+
+# ---------------------------------------------------------------------------------------------
+# Ragged products: the same op with this device's own group sizes.
+#
+# A device that holds rows 8..11 of groups of 3, 7 and 6 rows has 0, 2 and 2 rows of them. One that
+# holds the second of three groups alone computes groups of 3, 7 and 6 rows too, but multiplies the
+# outer two by zeros, so that its term of the sum is zero there.
+
+
+@local("chlo.ragged_dot")
+def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
+    b, dims = op.b, RaggedDims.of(op.op.kind)
+    lhs, rhs = (op.masked(i, 0, op.reduced_dims(i)) for i in range(2))
+    sizes = op.operands[2]
+    rows = op.split(op.rule.operands[0], dims.ragged)
+    groups = op.split(op.rule.operands[1], dims.group) if dims.group is not None else ()
+    if not rows and not groups:
+        return op.emit([lhs, rhs, sizes])
+    count = b.types[lhs].shape[dims.ragged]
+    ends = _running_sum(b, sizes)
+    if rows:
+        start = start_of(b, op.op.kind.operands[0].shape[dims.ragged], rows, op.mesh)
+        ends = _clip(b, ends, start, count)
+    starts = _shifted(b, ends)
+    if not groups or dims.group is None:
+        return op.emit([lhs, rhs, b.binary("subtract", ends, starts)])
+    own = _own_groups(b, _piece(op, starts, groups), _piece(op, ends, groups), count)
+    return op.emit([lhs, _between_zeros(b, rhs, dims.group), own])
+
+
+def _running_sum(b: Builder, sizes: Value) -> Value:
+    """Where each group ends: the sums of all sizes up to and with its own."""
+    type_ = b.types[sizes]
+    groups = type_.shape[-1]
+    square = type_.with_shape((*type_.shape, groups))
+    rank = square.rank
+    spread = b.broadcast(sizes, square.shape, (*range(rank - 2), rank - 1))
+    counts = [b.iota(TensorType(square.shape, "i32"), d) for d in (rank - 1, rank - 2)]
+    masked = b.select(b.compare("LE", *counts), spread, b.splat(0, square))
+    return b.reduce("add", masked, (rank - 1,))
+
+
+def _clip(b: Builder, ends: Value, start: Value, count: int) -> Value:
+    """Ends counted from a device's first row, within its rows."""
+    type_ = b.types[ends]
+    first = b.broadcast(b.convert(start, type_.dtype), type_.shape)
+    low, high = b.splat(0, type_), b.splat(count, type_)
+    inside = b.binary("minimum", b.binary("maximum", ends, first), b.binary("add", first, high))
+    return b.binary("maximum", b.binary("subtract", inside, first), low)
+
+
+def _shifted(b: Builder, ends: Value) -> Value:
+    """Where each group starts: where the one before it ends."""
+    shape = b.types[ends].shape
+    before = b.slice_dim(ends, len(shape) - 1, 0, shape[-1] - 1)
+    zero = b.splat(0, b.types[ends].with_shape((*shape[:-1], 1)))
+    return b.concatenate([zero, before], len(shape) - 1)
+
+
+def _piece(op: LocalOp, bounds: Value, groups: Axes) -> Value:
+    """Bounds of this device's groups; those of padding are 0."""
+    b = op.b
+    last = b.types[bounds].rank - 1
+    whole = cut(b, bounds, last, groups, op.mesh)
+    shape = b.types[whole].shape
+    type_ = b.types[bounds].with_shape((*shape[:-1], shape[-1] // op.mesh.extent(groups)))
+    return b.local_slice(whole, type_, groups, last)
+
+
+def _own_groups(b: Builder, starts: Value, ends: Value, count: int) -> Value:
+    """Rows before this device's groups, in each of them, and after them."""
+    last = b.types[starts].rank - 1
+    before = b.slice_dim(starts, last, 0, 1)
+    sizes = b.binary("subtract", ends, starts)
+    total = b.reshape(b.reduce("add", sizes, (last,)), b.types[before].shape)
+    done = b.binary("add", before, total)
+    after = b.binary("subtract", b.splat(count, b.types[done]), done)
+    return b.concatenate([before, sizes, after], last)
+
+
+def _between_zeros(b: Builder, rhs: Value, dim: int) -> Value:
+    """The right operand with a group of zeros before and after its own."""
+    zero = b.constant(identity_element("add", b.types[rhs].dtype), b.types[rhs].dtype)
+    return b.pad_dim(rhs, dim, 1, 1, zero)

@@ -16,7 +16,7 @@ from spmd.mesh.sharding import Axes
 def take_dim(
     b: Builder, x: Value, dim: int, axes: Axes, starts: Sequence[int], length: int
 ) -> Value:
-    """A slice of one dim that starts elsewhere on each tile's device, always in range."""
+    """A slice of one dim whose start differs from tile to tile; every start must be in range."""
     if len(set(starts)) == 1:
         return b.slice_dim(x, dim, starts[0], starts[0] + length)
     return dynamic_take_dim(b, x, dim, per_device(b, axes, starts), length)
@@ -31,14 +31,15 @@ def dynamic_take_dim(b: Builder, x: Value, dim: int, start: Value, length: int) 
 
 
 def gather_dim(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
-    """What all devices along some atoms have of a dim, one behind the other."""
+    """All-gathers a dim: the pieces of all devices along some atoms, in order."""
     type_ = b.types[x]
     whole = type_.with_shape(resized(type_.shape, dim, type_.shape[dim] * mesh.extent(axes)))
     return b.collective("all_gather", x, whole, axes, all_gather_dim=dim)
 
 
 def per_device(b: Builder, axes: Axes, numbers: Sequence[int]) -> Value:
-    """The number of this device's tile, an i32 scalar."""
+    """This device's entry of a list with one number for each tile, an i32 scalar."""
+    # Numbers that grow by equal steps are `first + step * index`; others are looked up in a table.
     steps = {y - x for x, y in pairwise(numbers)}
     if steps <= {0}:
         return b.constant(numbers[0], "i32")

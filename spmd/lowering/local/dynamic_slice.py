@@ -19,7 +19,7 @@ def pick(
     """The elements `[start, start + length)` of a split dim that this device holds, else zeros.
 
     Args:
-      op: where to.
+      op: the op that picks them; new ops go to its builder.
       x: the local tile.
       dim: the dim.
       size: its global size.
@@ -40,7 +40,7 @@ def pick(
 
 
 def _shifted(op: LocalOp, x: Value, dim: int, by: Value, length: int) -> Value:
-    """`length` elements of a dim from position `by` on, which may be out of range; zeros there."""
+    """`length` elements of a dim from position `by` on, with zeros where that is out of range."""
     b = op.b
     have = b.types[x].shape[dim]
     if have == 1 and length == 1:
@@ -100,6 +100,10 @@ def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
 
     So no more is read and written than the update is large, and it can be done in place.
     """
+    # An update of 3 at 3 reaches into the tile [4, 8) with its last two elements:
+    #   here = 3 - 4 = -1     clamped to 0, so the window is [0, 3) of the tile
+    #   shift = 0 - -1 = 1    the update moves up by one, and is 1 2 0 there
+    #   flags = T T F         positions 1 2 3 of the update, of which the last does not exist
     b, (x, update, *starts) = op.b, op.operands
     shape, sizes = (t.shape for t in op.op.kind.operands[:2])
     dims = op.choice.operands[0].dims

@@ -1,4 +1,4 @@
-"""`fetch`: brings to each device the range of a split dim that it reads, by static rounds.
+"""`fetch`: brings each device the range of a split dim that it reads, in rounds of permutes.
 
 before: `%1 = f32[4]`, tiles of a dim of 16 over {data}, wanted with 1 more on each side
 after:  `%2 = slice %1[3:4]; %3 = collective_permute %2 (each to its right neighbour)`
@@ -26,13 +26,13 @@ from spmd.mesh.sharding import Axes, piece_sizes, tile
 
 
 class Part(NamedTuple):
-    """Some elements of a dim on each device, and where they belong in the wanted range.
+    """Elements that each device has, and their places in the range that it wants.
 
     Attributes:
-      value: local elements along the dim.
-      offsets: for each tile, the position in the range of the first of them; it may be negative.
-      lows, highs: for each tile, the positions in the range that come from here.
-      zeroed: where none do, the value is zero.
+      value: the elements, along the dim.
+      offsets: for each tile, the place of the first element in the range; it may be negative.
+      lows, highs: for each tile, the places in the range that this part fills.
+      zeroed: whether the value is zero on devices where it fills no place.
     """
 
     value: Value
@@ -81,7 +81,14 @@ def fetch(
 def parts_of(
     b: Builder, x: Value, dim: int, size: int, axes: Axes, mesh: Mesh, need: Need
 ) -> list[Part]:
-    """What each device has of the elements that it needs, and what others send it."""
+    """The parts of each device's range: those of its own tile, and those that others send it."""
+    # Tiles 0 1 | 2 3 | 4 5 | 6 7, each wanted with one more on both sides: ranges of 4 elements
+    # from -1, 1, 3 and 5. Places in the range, tile by tile:
+    #
+    #   part                  offset   filled
+    #   own tile                   1   1:3  1:3  1:3  1:3
+    #   from the left tile         0   none 0:1  0:1  0:1
+    #   from the right tile        3   3:4  3:4  3:4  none
     if not axes:
         return [_whole_part(x, need)]
     plan = exchange(need, size, axes, mesh)
@@ -116,7 +123,7 @@ def _part(
     need: Need,
     zeroed: bool = False,
 ) -> Part:
-    """A part from what each target takes, `firsts` being its first element for each target."""
+    """A part, from what each target takes of it and which element it starts with there."""
     count = len(need.starts)
     offsets, lows, highs = [0] * count, [0] * count, [0] * count
     for _, i, low, high in transfers:
@@ -138,6 +145,8 @@ def _round(
     length: int,
 ) -> Part:
     """One permute: every source sends the `length` elements of its tile that hold the transfer."""
+    # All sources send equally many elements. Where a shorter transfer ends at the tile's end the
+    # slice starts earlier, so that it stays in the tile; `_part` knows where it starts.
     count, piece = mesh.extent(axes), piece_sizes(size, axes, mesh)[-1]
     sends, firsts = [-1] * count, [0] * count
     for source, target, low, _ in transfers:
@@ -153,7 +162,7 @@ def _round(
 
 
 def _filled(numbers: Sequence[int], missing: int) -> list[int]:
-    """Numbers with the missing ones replaced by one that is there: they don't matter."""
+    """Replaces missing numbers, which don't matter, by one that is there: fewer differ then."""
     known = next((n for n in numbers if n != missing), 0)
     return [known if n == missing else n for n in numbers]
 
@@ -195,7 +204,7 @@ def assemble(
 
 
 def _segments(parts: Sequence[Part]) -> list[tuple[int, int, Part]] | None:
-    """Parts one behind the other, where every device has them at the same places."""
+    """The parts in order, if each lies at one place on all devices and none overlap; else None."""
     found = []
     for part in parts:
         if len({part.offsets[i] for i in part.used}) > 1:
@@ -212,6 +221,9 @@ def _overlay(
     b: Builder, parts: Sequence[Part], dim: int, axes: Axes, type_: TensorType, fill: Value | None
 ) -> Value:
     """Each part shifted to its place on this device, one over the other."""
+    # Padding dims may need this. 6 elements in pieces of 6, 3, 2 lie as 0 1 | 2 . | 3 4 | 5 . With
+    # two more in front they become . . | 0 1 | 2 3 | 4 5: tile 2 has 3 in its own second place, and
+    # gets 2 for its first one, while tile 1 gets both of its elements: no common places.
     result = _filler(b, type_, fill)
     length = type_.shape[dim]
     padding = b.splat(0, type_.with_shape(()))
@@ -242,7 +254,7 @@ def _masked(
 def _select(
     b: Builder, x: Value, other: Value, part: Part, dim: int, axes: Axes, first: int
 ) -> Value:
-    """`x` at the positions that a part provides, `first` being that of its first element."""
+    """`x` at the places that a part fills, else `other`; `first` is the place of `x[0]`."""
     type_ = b.types[x]
     last = first + type_.shape[dim]
     lows = [min(max(low, first), last) for low in part.lows]

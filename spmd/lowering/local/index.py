@@ -107,7 +107,7 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
 def _scatter_one(
     op: LocalOp, tables: Sequence[Value], indices: Value, updates: Sequence[Value]
 ) -> tuple[Value, ...]:
-    """One slice, put somewhere in range, where it changes nothing unless it belongs there.
+    """A scatter of one slice, moved into range; it changes nothing where it does not belong.
 
     XLA makes it a dynamic slice and a dynamic update slice, which must be in range (see `expand`).
     """

@@ -1,6 +1,6 @@
 """Local lowerings that work on each piece alone and then merge: `top_k`, `sort`, any `reduce`.
 
-Whatever is gathered here is what the devices found, never what they searched.
+Only what the devices found is gathered here, never what they searched.
 """
 
 from __future__ import annotations
@@ -142,7 +142,10 @@ def last_element(dtype: str) -> Any:
 
 
 def _without_padding(op: LocalOp, x: Value, dim: int, count: int) -> Value:
-    """The candidates, `count` from each piece, but for those that a short piece has not."""
+    """The candidates, `count` from each piece, without those that are padding."""
+    # 5 elements over {2, 2} lie as 0 1 | 2 . | 3 4 | . . With two candidates from each piece, those
+    # [0, 3) and [4, 6) of the gathered eight exist. The others are the least element there is, but
+    # would still win against an equal one behind them.
     size, axes = op.op.kind.operands[0].shape[dim], op.choice.operands[0].dims[dim]
     runs: list[tuple[int, int]] = []
     for i in range(op.mesh.extent(axes)):
@@ -205,6 +208,7 @@ def _sort(op: LocalOp) -> tuple[Value, ...]:
 
 def _positions(op: LocalOp, dim: int, axes: Axes) -> Value:
     """Where each element of a piece lies in the whole dim; padding lies behind all of it."""
+    # No two are equal, not even of padding: ties would let a network lose one and double another.
     b, size = op.b, op.op.kind.operands[0].shape[dim]
     type_ = TensorType(b.types[op.operands[0]].shape, "i32")
     count = b.iota(type_, dim)
@@ -219,7 +223,7 @@ def _positions(op: LocalOp, dim: int, axes: Axes) -> Value:
 
 
 def _ordered(op: LocalOp, xs: Sequence[Value]) -> tuple[Value, ...]:
-    """Each device's own elements in order."""
+    """Sorts each device's own elements; the positions break ties, so it need not be stable."""
     b = op.b
     scalars = [TensorType((), b.types[x].dtype) for x in xs]
     inner = Builder()
@@ -266,6 +270,11 @@ def _met(
     op: LocalOp, xs: Sequence[Value], dim: int, axes: Axes, pairs: Sequence[tuple[int, int]]
 ) -> tuple[Value, ...]:
     """What a device keeps of its piece and its partner's: the first half or the last of both."""
+    # 1 4 6 meets 2 3 9. With the partner's reversed, pairs are (1, 9) (4, 3) (6, 2):
+    #   the lower tile keeps the first of each pair, 1 3 2: the three smallest, still to be sorted
+    #   the higher one sees (2, 6) (3, 4) (9, 1) and keeps the last of each, 6 4 9
+    # Both compare the same pairs, so nothing is kept twice or lost. A tile without a partner in
+    # this round receives zeros, and keeps its own (`idle`).
     b, mesh = op.b, op.mesh
     both = (*pairs, *((high, low) for low, high in pairs))
     sent = tuple(sorted((group[i], group[j]) for group in mesh.groups(axes) for i, j in both))
@@ -286,14 +295,16 @@ def _met(
 
 
 def _flag(op: LocalOp, axes: Axes, flags: Sequence[bool], shape: tuple[int, ...]) -> Value:
-    """This device's flag, everywhere."""
+    """This device's flag, repeated over a shape."""
     b = op.b
     number = per_device(b, axes, [int(flag) for flag in flags])
     return b.broadcast(b.compare("NE", number, b.constant(0, "i32")), shape)
 
 
 def _settled(op: LocalOp, x: Value, dim: int, axes: Axes) -> Value:
-    """Equal pieces, all padding behind the last element, become the pieces that the dim has."""
+    """Moves elements from the network's pieces, all full but the last ones, to the dim's own."""
+    # 5 elements over {2, 2}: the network leaves 0 1 | 2 3 | 4 . | . ., the dim has the pieces
+    # 0 1 | 2 . | 3 4 | . .
     b, size, mesh = op.b, op.op.kind.operands[0].shape[dim], op.mesh
     piece = piece_sizes(size, axes, mesh)[-1]
     tiles = [tile(size, axes, mesh, i) for i in range(mesh.extent(axes))]

@@ -1,4 +1,4 @@
-"""What an op reads of its neighbours' pieces: fetched, so that it can run on one device."""
+"""Fetches what an op reads of its neighbours' pieces, so that it can run on one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Dims:
         self.result = op.rule.results[0]
 
     def split(self, dim: int, kind: str, of_result: bool = True) -> Axes:
-        """Atoms of a dim that has one factor, of a kind."""
+        """The atoms that split a dim, if it has one factor and that is of this kind; else ()."""
         factors = (self.result if of_result else self.operand)[dim]
         if len(factors) != 1 or self.op.rule.factors[factors[0]].kind != kind:
             return ()
@@ -41,7 +41,7 @@ def read(
 def fetched(
     op: LocalOp, number: int, x: Value, dim: int, axes: Axes, need: Need, fill: Value | None
 ) -> Value:
-    """The elements that each device needs of an operand's dim, with `fill` for what there is not.
+    """The elements that each device needs of an operand's dim, with `fill` where there are none.
 
     Args:
       op: the op that reads them.
@@ -66,7 +66,7 @@ def note_of(op: LocalOp, number: int, dim: int) -> str:
 
 
 class _Base(NamedTuple):
-    """A fetched dim: the padding and dilation that the op itself still has to add to it."""
+    """A fetched dim, with the padding and dilation that the op itself still has to add."""
 
     value: Value
     low: int
@@ -77,7 +77,10 @@ class _Base(NamedTuple):
 def base_of(
     op: LocalOp, number: int, x: Value, dim: int, window: Window, axes: Axes, fill: Value | None
 ) -> _Base:
-    """The base positions that tiles read; dilated here where devices start at different phases."""
+    """The base positions that tiles read, for an op that pads and dilates them itself.
+
+    Where devices start at different phases (see `reads_of`), they are dilated here instead.
+    """
     b = op.b
     x, reads = read(op, number, x, dim, window, axes, fill)
     dilation = window.dilation

@@ -22,6 +22,8 @@ def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
     before: 5 elements, to be cut over {2, 2}
     after:  8 elements: 0 1 | 2 . | 3 4 | . .
     """
+    # One level after the other: 5 -> pad 6 -> (2, 3) -> pad (2, 4) -> (2, 2, 2) -> 8. Padding once
+    # at the end would give 0 1 | 2 3 | 4 . | . ., which are not the pieces of `spmd.mesh.sharding`.
     size = b.types[x].shape[dim]
     if is_even(size, axes, mesh):
         return x
@@ -39,7 +41,7 @@ def join(b: Builder, x: Value, dim: int, size: int, axes: Axes, mesh: Mesh) -> V
     """The inverse of `cut`: pieces lie in order along a dim, with their padding.
 
     Args:
-      b: where to.
+      b: where the ops are appended.
       x: the value.
       dim: the dim.
       size: how many elements it has without padding.
@@ -94,6 +96,8 @@ def own_count(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:
     """How many elements of this device's piece are not padding, an i32 scalar."""
     pieces = piece_sizes(size, axes, mesh)
 
+    # The pieces of `tile`, computed on the device. 5 over {2, 2} on the device at 1, 0:
+    #   min(3, 5 - 1 * 3) = 2 of the first level's piece of 3; then min(2, 2 - 0 * 2) = 2
     def make() -> Value:
         own = b.constant(size, "i32")
         if is_even(size, axes, mesh):
@@ -140,7 +144,7 @@ def replace_padding(
     filler: Callable[[], Value],
     dims: Sequence[int],
 ) -> Value:
-    """As `mask`, with a value like `x` that `filler` makes where there is padding at all."""
+    """As `mask`, with the value that `filler` makes; it is called only if there is padding."""
     type_ = b.types[x]
     for d in dims:
         axes = sharding.dims[d]

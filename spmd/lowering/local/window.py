@@ -1,4 +1,4 @@
-"""Local lowerings of sliding windows: reductions, running totals, and scatters of the selected.
+"""Local lowerings of sliding windows: reductions, running totals, selections, convolutions.
 
 Each fetches what its piece of the result reads, then is the op itself without padding along the
 split dims.
@@ -13,9 +13,16 @@ from spmd.ir.dialect.builder import resized
 from spmd.ir.dialect.halo import Need, Window
 from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import REDUCE, WINDOW
-from spmd.ir.dialect.window import Sliding, covers, running_dim
+from spmd.ir.dialect.window import (
+    Sliding,
+    contracts,
+    covers,
+    kernel_window,
+    result_window,
+    running_dim,
+)
 from spmd.ir.program import Value
-from spmd.ir.types import Attribute
+from spmd.ir.types import Attribute, ConvDims
 from spmd.lowering.local.dims import gather_dim, take_dim
 from spmd.lowering.local.neighbours import Dims, base_of, fetched
 from spmd.lowering.local.table import LocalOp, local
@@ -62,7 +69,7 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
 
 
 def _own(op: LocalOp, dim: int, axes: Axes) -> Need:
-    """Just the tile, without its padding."""
+    """The need of a tile itself, without its padding."""
     size = op.op.kind.operands[0].shape[dim]
     piece = piece_sizes(size, axes, op.mesh)[-1]
     tiles = [tile(size, axes, op.mesh, i) for i in range(op.mesh.extent(axes))]
@@ -76,6 +83,12 @@ def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
     after:  `%2 = reduce_window %1; %3 = all_gather (last of %2); %4 = reduce_window %3`
             `%5 = body(%4[index], %2)`
     """
+    # cumsum of 1 2 | 3 4 | 5 6:
+    #   totals   1 3 | 3 7 | 5 11      each piece by itself
+    #   edges    3 7 11, gathered
+    #   sums     0 3 10 21             windows as wide as there are devices: one more than these
+    #   before   0 | 3 | 10            each device takes its own entry, backwards the next one
+    #   result   1 3 | 6 10 | 15 21
     b, count = op.b, len(op.operands) // 2
     inits = op.operands[count:]
     axes = op.choice.operands[0].dims[dim]
@@ -149,6 +162,9 @@ def _select_and_scatter(op: LocalOp) -> tuple[Value, ...]:
 
 def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[int]]:
     """Operand and source elements around each tile, and where the tile starts in the former."""
+    # Windows of 3 at stride 2 over 8 elements, tiles of 2: windows 0 and 1, which are [0, 3) and
+    # [2, 5), touch the tile [2, 4). Its device gets the operand [0, 5) and the sources [0, 2), and
+    # the tile starts at 2 in what these scatter to. All devices get equally many of both.
     kind, mesh = op.op.kind, op.mesh
     size, count = kind.operands[0].shape[dim], kind.operands[1].shape[dim]
     span = op.attrs["window_dimensions"][dim]
@@ -169,3 +185,45 @@ def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[
         reach = ((high - 1) * stride + span) if low < high else start
         around.append((first * stride, max(low * stride, 0), reach if own else 0))
     return Need.of(size, length, around), Need.of(count, touching, windows), skips
+
+
+# ---------------------------------------------------------------------------------------------
+# Convolutions.
+
+
+@local("stablehlo.convolution")
+def _convolution(op: LocalOp) -> tuple[Value, ...]:
+    """A convolution of what the piece of the result, or of the kernel, reads of the input."""
+    kind, numbers = op.op.kind, op.attrs["dimension_numbers"]
+    assert isinstance(numbers, ConvDims)
+    lhs, rhs = (op.masked(i, 0, op.reduced_dims(i)) for i in range(2))
+    sliding = Sliding(kind, len(numbers.input_spatial))
+    padding, dilation = list(sliding.padding), list(sliding.base)
+    for i, d in enumerate(numbers.input_spatial):
+        axes = op.choice.operands[0].dims[d]
+        if contracts(kind, i):
+            window = kernel_window(kind, i, sliding)
+        else:
+            window = result_window(kind, i, sliding)
+            axes = op.choice.results[0].dims[numbers.output_spatial[i]]
+        if axes:
+            lhs, low, high, dilation[i] = base_of(op, 0, lhs, d, window, axes, None)
+            padding[i] = low, high
+    attrs: dict[str, Attribute] = dict(_groups(op, numbers))
+    if padding:
+        attrs |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
+    return op.emit([lhs, rhs], **attrs)
+
+
+def _groups(op: LocalOp, numbers: ConvDims) -> dict[str, int]:
+    """The groups that are left on one device."""
+    found = {}
+    for name, dims, d in (
+        ("feature_group_count", op.rule.operands[0], numbers.input_feature),
+        ("batch_group_count", op.rule.operands[0], numbers.input_batch),
+    ):
+        count = op.attrs.get(name, 1)
+        if count > 1:
+            axes = op.choice.assignment[dims[d][0]]
+            found[name] = piece_sizes(count, axes, op.mesh)[-1]
+    return found

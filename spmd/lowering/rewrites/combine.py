@@ -22,13 +22,15 @@ from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.flat import COMBINED, combined
 
 MEMBERS = 4
-"""A bucket has room for at least so many: larger collectives are worth their own start."""
+"""A bucket has room for at least so many collectives; larger ones travel alone."""
 
 PATIENCE = 16
-"""A collective waits, or comes early, for so many times as long as it takes."""
+"""A collective waits, or comes early, for at most so many times its own duration."""
 
 
 class _Key(NamedTuple):
+    """What collectives have to share in order to travel together."""
+
     name: str
     axes: tuple[int, ...]
     groups: object
@@ -40,9 +42,9 @@ class _Bucket:
     """Collectives that travel together.
 
     Attributes:
-      ops: these.
-      bytes: of their flat buffer.
-      until: when enough arithmetic has passed to hide them all.
+      ops: the collectives.
+      bytes: size of their flat buffer.
+      until: the time at which enough arithmetic has passed to hide them all.
     """
 
     def __init__(self, now: float) -> None:
@@ -51,7 +53,7 @@ class _Bucket:
         self.until = now
 
     def add(self, op: Op, seconds: float) -> None:
-        """One more, that takes so long alone."""
+        """Adds a collective that takes `seconds` alone."""
         self.ops.append(op)
         self.bytes += _bytes(op)
         self.until += PATIENCE * seconds
@@ -62,8 +64,8 @@ def combine(program: Program, clock: Clock, target: int) -> Program:
 
     Args:
       program: a local program.
-      clock: says what a start costs, what a copy, and how much arithmetic lies between.
-      target: bytes of a flat buffer.
+      clock: predicts the cost of a start and how much arithmetic lies between two ops.
+      target: the most bytes of a flat buffer.
     """
     run = _Combiner(program, clock, target)
     body = run.region(program.body)
@@ -78,6 +80,16 @@ class _Combiner:
 
     def region(self, old: Region) -> Region:
         """A block with its collectives combined."""
+        # Reductions wait in one bucket for each key. A bucket is flushed, and becomes a collective,
+        # in front of the first op that reads a member, when it is full, or when `until` is over:
+        #
+        #   %1 = all_reduce %0    waits in bucket {data}
+        #   %2 = dot %0, %0
+        #   %4 = all_reduce %2    joins it
+        #   %5 = tanh %1          reads a member: the collective for %1 and %4 goes in front of it
+        #
+        # A member that reads another member's result flushes the bucket too, so that no collective
+        # ever needs its own result. Gathers are grouped ahead of the walk, see `gathers`.
         inside = {id(op): tuple(map(self.region, op.regions)) for op in old.ops if op.regions}
         self.b.begin(isolated=True)
         starts = self.clock.starts(old)
@@ -128,7 +140,13 @@ class _Combiner:
         return copies < self.clock.exchange(op, sent=False)
 
     def gathers(self, region: Region, starts: Sequence[float]) -> dict[int, list[Op]]:
-        """For each gather what it travels with: in full for the first of them, else nothing."""
+        """The group of each gather that travels with others.
+
+        Returns:
+          For the first gather of a group, by `id`: all its members; for each other member: [].
+        """
+        # All members start where the first one stood, so their operands have to be there by then:
+        # `made_at` of each is in front of the first member (arguments count as -1).
         made_at = {v: i for i, op in enumerate(region.ops) for v in op.results}
         places: dict[_Key, list[int]] = {}
         for i, op in enumerate(region.ops):
@@ -154,7 +172,7 @@ class _Combiner:
         return together
 
     def started_early(self, region: Region) -> list[Op]:
-        """The ops of a block with every small reduction right behind the op of its operand."""
+        """The block's ops, with every small reduction moved right behind its operand's op."""
         early: dict[Value, list[Op]] = {}
         made = {result for op in region.ops for result in op.results}
         for op in region.ops:
@@ -182,5 +200,5 @@ def _key(op: Op) -> _Key:
 
 
 def _bytes(op: Op) -> int:
-    """Bytes that a collective takes of a flat buffer, on its larger side."""
+    """Bytes of a flat buffer that a collective takes up: those of its larger side."""
     return max(op.kind.operands[0].bytes, op.kind.results[0].bytes)

@@ -58,7 +58,7 @@ def _parts(op: Op) -> int:
 
 
 def _rows(b: Builder, op: Op) -> Value:
-    """An operand with one row for each device that gets one, or just one."""
+    """An operand as a matrix: for a reduce-scatter a row for each device, else one row."""
     (x,) = op.operands
     type_ = op.kind.operands[0]
     if op.collective != "reduce_scatter":
@@ -70,7 +70,7 @@ def _rows(b: Builder, op: Op) -> Value:
 
 
 def _turned(b: Builder, x: Value, shape: tuple[int, int, int]) -> Value:
-    """A value taken for one of this shape, with the first two dims changing places."""
+    """Reshapes a value to three dims and swaps the first two."""
     return x if 1 in shape[:2] else b.transpose(b.reshape(x, shape), (1, 0, 2))
 
 
@@ -83,7 +83,9 @@ def _columns(b: Builder, x: Value, start: int, end: int) -> Value:
 
 
 def _unpacked(b: Builder, op: Op, part: Value) -> None:
-    """What a collective would have made, of its columns of the common one."""
+    """Makes a collective's own results from its columns of the common one."""
+    # Gathers join rows, one a device. For f32[2, 3] along dim 1 over 4 devices that is f32[4, 6]:
+    # as (4 devices, 2, 3) with the first two swapped, it is the f32[2, 12] that was asked for.
     if op.collective == "all_gather":
         type_, dim = op.kind.operands[0], op.kind.attrs["all_gather_dim"]
         before = math.prod(type_.shape[:dim])

@@ -46,11 +46,11 @@ class _Hoist:
 
     @cached_property
     def left(self) -> int:
-        """What the program leaves free as it was."""
+        """Bytes that the program left free before anything was hoisted."""
         return self.room.left(self.program)
 
     def region(self, old: Region) -> Region:
-        """A block whose loops have been rid of what does not change, the inner ones first."""
+        """A block with the invariant exchanges of its loops in front of them, inner loops first."""
         self.b.begin(isolated=True)
         for op in old.ops:
             if op.regions:
@@ -66,6 +66,13 @@ class _Hoist:
 
     def relieved(self, loop: Op) -> Op:
         """The loop without its invariant exchanges, which go in front of it."""
+        # `outside` says what an invariant value of the body is in front of the loop, `moves` which
+        # ops make an invariant value without an exchange. While (%0) with body(%1):
+        #
+        #   %2 = convert %1        moves {%2}: it is copied in front only if an exchange needs it
+        #   %3 = all_gather %2     in front: %8 = convert %0; %9 = all_gather %8
+        #                          outside {%1: %0, %3: %9}, hoisted {%3: %9}
+        #   %4 = transpose %3      moves {%4}: an exchange of %4 could follow it out
         body = loop.regions[1]
         outside = {
             argument: loop.operands[i]
@@ -95,7 +102,7 @@ class _Hoist:
         return True
 
     def outside(self, op: Op, known: dict[Value, Value], moves: dict[Value, Op]) -> Value:
-        """An op of the body again, in front of the loop, with what its operand is made of."""
+        """Repeats an op of the body in front of the loop, after the moves that feed it."""
         (operand,) = op.operands
         source = known.get(operand)
         if source is None:
@@ -106,7 +113,7 @@ class _Hoist:
         return result
 
     def carrying(self, loop: Op, hoisted: dict[Value, Value]) -> Op:
-        """The loop with more carries: in its body they are what the exchanges were."""
+        """The loop with one more carry for each hoisted exchange, in place of its result."""
         cond, body = loop.regions
         ops = tuple(op for op in body.ops if hoisted.keys().isdisjoint(op.results))
         read = _read(ops, body.results)
@@ -128,7 +135,7 @@ class _Hoist:
 
 
 def _read(ops: Sequence[Op], results: Sequence[Value]) -> set[Value]:
-    """What is read by some ops, but for those whose results are not."""
+    """The values that some ops and `results` read; ops whose results nobody reads don't count."""
     read = set(results)
     for op in reversed(ops):
         if op.regions or not read.isdisjoint(op.results) or op.kind.about.has_effect:

@@ -1,4 +1,4 @@
-"""Ops that can change places with a collective along one dim: what becomes of the dim, and of them.
+"""Ops that can change places with a collective along one dim, and how they and the dim change.
 
 A convert, a transpose or a reshape of a gathered value is the gathered value of a convert, a
 transpose or a reshape; a slice of an elementwise op is the op of slices. All that changes is the
@@ -48,8 +48,8 @@ def result_dim(kind: OpKind, dim: int) -> int | None:
 def _same_place(shape: Sequence[int], dim: int, other: Sequence[int]) -> int | None:
     """The dim of `other`, a reshape of `shape`, in front of which the same elements lie.
 
-    Pieces that are joined along either lie in the same order in both: `a (g b) c` and `a (g d) e`
-    are `a g` and whatever the pieces are made of.
+    Joining pieces along either dim then gives the same elements. From (2, 12) to (2, 3, 4) dim 1
+    goes to dim 1: of 24 elements, 2 groups lie in front of both, and each group is split in order.
     """
     before = math.prod(shape[:dim])
     places = [d for d in range(len(other)) if math.prod(other[:d]) == before]
@@ -59,11 +59,11 @@ def _same_place(shape: Sequence[int], dim: int, other: Sequence[int]) -> int | N
 
 
 def resized(type_: TensorType, dim: int, times: int, parts: int = 1) -> TensorType:
-    """A type with one dim so many times as large, and cut into so many parts."""
+    """A type with one dim multiplied by `times` and divided by `parts`."""
     shape = type_.shape
     return type_.with_shape((*shape[:dim], shape[dim] * times // parts, *shape[dim + 1 :]))
 
 
 def again(b: Builder, op: Op, operands: Sequence[Value], result: TensorType) -> Value:
-    """Appends an op of the same name and attributes at another size."""
+    """Appends an op with the same name and attributes, but other operands and result type."""
     return b.op(op.name, operands, (result,), op.kind.attrs)[0]

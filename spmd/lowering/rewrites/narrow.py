@@ -31,7 +31,7 @@ def narrow(program: Program) -> Program:
 
 
 def _is_narrower(dtype: str, other: str) -> bool:
-    """Whether elements travel as fewer bytes; pieces of a byte are not sent at all."""
+    """Whether elements travel as fewer bytes; types below a byte don't count."""
     return 8 <= dtype_bits(dtype) < dtype_bits(other)
 
 
@@ -53,7 +53,7 @@ def _widened_last(program: Program) -> Program:
     narrow_form: dict[Value, Value] = {}
 
     def narrow_of(b: Builder, value: Value) -> Value | None:
-        """A narrower value of which this one is the convert, moved like it."""
+        """The narrower value that this one was converted from, moved the way this one is."""
         if value in narrow_form:
             return narrow_form[value]
         op = made.get(value)
@@ -109,7 +109,7 @@ def _narrowed_first(program: Program) -> Program:
 
 
 def _wanted_types(program: Program) -> dict[Value, str]:
-    """The one narrower type that all uses of what an exchange moves convert it to."""
+    """For each exchanged value, the one narrower type that all its uses convert it to."""
     users = users_of(program)
     found: dict[Value, str] = {}
 
@@ -137,5 +137,5 @@ def _wanted_types(program: Program) -> dict[Value, str]:
 
 
 def _retyped(b: Builder, op: Op, operand: Value) -> Value:
-    """The op on the same elements of another type."""
+    """The op again, on an operand of another element type."""
     return again(b, op, (operand,), TensorType(op.kind.results[0].shape, b.types[operand].dtype))

@@ -27,7 +27,7 @@ def optimize(
     prefetch: int,
     room: Room,
 ) -> Program:
-    """Applies every rewrite once, in the order in which one makes work for the next.
+    """Applies every rewrite once; each one's result may give the next one more to do.
 
     Args:
       program: a local program.
@@ -36,6 +36,9 @@ def optimize(
       combine_bytes, prefetch: see `Options`.
       room: the memory of one device.
     """
+    # `regather` undoes pairs of scatter and gather, which `two_level` makes on purpose, so it comes
+    # before. So does `combine`: a flat buffer is split in levels, not each small collective in it.
+    # `order` comes last, since every other rewrite changes what there is to be ordered.
     program = dedupe(program)
     program = narrow(program)
     program = hoist(program, room)

@@ -34,10 +34,10 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
 
     Args:
       program: a local program.
-      clock: says how long things take.
-      prefetch: how many gathers over the same links are held or under way ahead of their use.
-      room: the memory of one device; an order that needs more is not taken, unless the one that is
-        given needs more still.
+      clock: predicts how long ops take.
+      prefetch: how many gathers over the same links may be held or under way ahead of their use.
+      room: the memory of one device. An order that needs more is not taken, unless the given order
+        needs more still.
     """
     if prefetch == 0 or not any(op.collective for op in program.walk()):
         return program
@@ -57,11 +57,29 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
 
 
 class _Places:
-    """Where each op of a block is to stand, in numbers of ops of the order before.
+    """The place of each op of a block in the new order.
 
-    Backwards over the block: whoever reads a value has its place before whoever makes it, and what
-    is made stands no later than what reads it.
+    Places count ops of the old order: an op at 2.5 stands behind op 2 and in front of op 3.
+
+    Attributes:
+      ready: for each op, the last op before it that it must stay behind; -1 if there is none.
+      earliest: for each gather, the op in front of which it must not start (see `_earliest`).
+      found: the places.
+      needed: value -> the first place at which something reads it.
+      used: value -> the first place at which arithmetic reads it, cheap ops in between left out.
+      links_free: axes -> the time from which their links are busy with later gathers.
     """
+
+    # The walk goes backwards, so that the readers of a value have their places before its maker:
+    # an op then stands no later than its first reader, and data flow stays in order. Products of
+    # 42 us each, a gather of 40 us, and `abs` on the way to the gather:
+    #
+    #   op       0 dot   1 dot   2 dot   3 abs   4 gather   5 dot (reads 4)
+    #   starts   0       42      84      126     127        127 us
+    #   5        stays at 5: arithmetic keeps its order
+    #   4        is used at 127, so it starts at 127 - 40 = 87, while op 2 runs: its place is 1.5
+    #   3        is needed by 4, so its place is 1.5 too; ties keep the old order
+    #   result   0 1 3 4 2 5, the gather beside op 2
 
     def __init__(self, region: Region, clock: Clock, prefetch: int) -> None:
         self.ops = region.ops
@@ -77,9 +95,10 @@ class _Places:
             self._place(i)
 
     def _ready(self) -> list[int]:
-        """For each op the last one before it that it cannot move in front of, -1 if there is none.
+        """For each op, the last op before it that it must stay behind; -1 if there is none.
 
-        It can move in front of cheap ops and collectives, which then move too.
+        Cheap ops and collectives that make its operands move along with it, so they do not count:
+        what makes their operands does.
         """
         found, made = [], dict[Value, int]()
         for i, op in enumerate(self.ops):
@@ -88,7 +107,13 @@ class _Places:
         return found
 
     def _earliest(self, prefetch: int) -> dict[int, int]:
-        """For each gather the use of another one, or the loop, in front of which it may not go."""
+        """For each gather, the op in front of which it must not start; -1 if there is none.
+
+        That is the last loop before it, or the use of the gather that is used `prefetch` places
+        earlier, whichever is later.
+        """
+        # Gathers over the same links with uses at ops 4, 8 and 12, and prefetch = 2: the third one
+        # waits for op 4. At most two of their results exist at any time.
         loop, loops = -1, []
         for i, op in enumerate(self.ops):
             loop = i if op.regions else loop
@@ -123,11 +148,13 @@ class _Places:
             self.used[v] = min(self.used.get(v, _NEVER), used if _is_cheap(op) else place)
 
     def _of_reduction(self, i: int) -> float:
-        """Right behind what makes its operand; of arguments, where it is."""
+        """Right behind what makes its operand; where it was, if that is an argument."""
         return self.ready[i] + 0.5 if self.ready[i] >= 0 else float(i)
 
     def _of_gather(self, i: int, used: float) -> float:
-        """As late as it can be hidden, its links being busy with later gathers afterwards."""
+        """As late as the arithmetic in front of its use still hides it."""
+        # Later gathers were placed first, and keep the links busy from `links_free` on: this one
+        # has to end by then. Its place is in front of the op that runs when it has to start.
         links = _links(self.ops[i])
         use = self.starts[max(0, math.ceil(min(used, len(self.ops) - 1)))]
         start = min(use, self.links_free.get(links, _NEVER)) - self.clock.exchange(self.ops[i])

@@ -13,7 +13,7 @@ after:  `%3` is `%1`
 (Only what is the same on all devices along the atoms is ever sliced over them.)
 
 Transposes and reshapes between the two change places with the gather. Sums over links of both kinds
-are scattered and gathered on purpose: that comes later (`optimize_two_level`).
+are scattered and gathered on purpose: that comes later (`two_level`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def regather(program: Program) -> Program:
 
 
 def _way_back(gather: Op, made: Mapping[Value, Op]) -> list[Op]:
-    """From a gather to what took its operand apart the same way, both left in; else nothing."""
+    """The ops from a gather's operand back to what took it apart the same way, else []."""
     way, dim = [], gather.kind.attrs["all_gather_dim"]
     attrs = gather.kind.attrs
     op = made.get(gather.operands[0])
@@ -71,12 +71,12 @@ def _is_apart(op: Op) -> bool:
 
 
 def _alone(way: Sequence[Op], users: Mapping[Value, Sequence[object]]) -> bool:
-    """Whether nobody but the next of them reads what each op of a way makes."""
+    """Whether each op's result is read only once, by the next op on the way."""
     return all(len(users[op.results[0]]) == 1 for op in way)
 
 
 def _whole(b: Builder, gather: Op, x: Value, way: Sequence[Op]) -> Value:
-    """What the gather would have made of `x`, which was taken apart at the end of the way."""
+    """The gather's result, made of the whole `x` that the last op of the way took apart."""
     *between, apart = way
     if apart.collective == "reduce_scatter":
         note = f"{apart.loc.note} (and gathered: {gather.loc.note})"

@@ -9,10 +9,10 @@ from spmd.predict.memory import peak_memory
 
 
 class Room(NamedTuple):
-    """What one device has.
+    """The memory of one device.
 
     Attributes:
-      bytes: of memory.
+      bytes: how much it has.
       donated: positions of the arguments whose memory may be overwritten.
     """
 

@@ -24,12 +24,12 @@ from spmd.lowering.rewrites.moves import again, is_move, operand_dim, resized
 
 
 class _Form(NamedTuple):
-    """What a gather gathers.
+    """A gather, with the chain of moves that leads to its operand.
 
     Attributes:
       gather: the op.
-      values: its operand, what that is made of, and so on back.
-      dims: for each of these, the dim along which it would be gathered.
+      values: its operand, the value that this is a move of, and so on back.
+      dims: for each of `values`, the dim along which it would be gathered instead.
       ops: the moves between them, the last one first.
     """
 
@@ -40,7 +40,7 @@ class _Form(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """What is gathered in place of several forms, in which type."""
+    """The value that is gathered in place of several forms, its dim and its dtype there."""
 
     value: Value
     dim: int
@@ -100,7 +100,9 @@ def _form(gather: Op, made: dict[Value, Op]) -> _Form:
 
 
 def _common(forms: Sequence[_Form], types: Sequence[TensorType]) -> _Source | None:
-    """What to gather for all of them: None where each is better off alone."""
+    """The value to gather for all forms; None where each is better off alone."""
+    # Of `%5 = transpose %1; %6 = convert %5`, gathers of %6 and of %5 share %5, gathers of %6 and
+    # of %1 share %1: the first value of one chain that is in all others, by value and dim.
     if len(forms) < 2:
         return None
     others = [set(zip(form.values, form.dims, strict=True)) for form in forms[1:]]

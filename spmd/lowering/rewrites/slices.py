@@ -40,7 +40,7 @@ from spmd.mesh.sharding import Axes
 
 
 class _Cut(NamedTuple):
-    """A slice that all uses of a value make do with: by position along some atoms, along a dim."""
+    """A slice that is all that a value's uses need: a device's piece of `dim` over `axes`."""
 
     axes: Axes
     dim: int
@@ -48,12 +48,21 @@ class _Cut(NamedTuple):
 
 def slice_collectives(program: Program, mesh: Mesh) -> Program:
     """Exchanges only what each device keeps of the result, where all its uses keep the same."""
+    # `_cuts` goes backwards from slices: which values are only read in slices, and along which dim.
+    # `_sliced_values` goes forwards from collectives: where a slice saves an exchange. Both have to
+    # hold. For the second example above:
+    #
+    #   cuts     %5: {data} dim 1   %4, %3, %2: {data} dim 0     (dim 1 behind the transpose)
+    #   sliced   %2, an all_reduce; then %3, %4, %5, which are made of it
+    #
+    # Afterwards every sliced value is its own piece, %6 has nothing left to cut, and %1, which is
+    # whole, is cut on its way into the multiplication.
     cuts = _cuts(program, mesh)
     permutes = not any(HELD in op.kind.attrs for op in program.walk())
     sliced = _sliced_values(program, cuts, permutes)
     if not sliced:
         return program
-    # By the values that were: a slice may be the very piece that stands for what it was taken of.
+    # Operands by their old numbers: afterwards a slice and what it was taken of may be one value.
     operands_of = {op.results: op.operands for op in program.walk() if op.results}
 
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
@@ -79,7 +88,7 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
         return (again(b, op, operands, type_),)
 
     def cut(b: Builder, x: Value, whole: Value, axes: Axes, dim: int) -> Value:
-        """This device's slice of a value, for which a coarser slice of it may stand already."""
+        """This device's slice of a value that may be replaced by a coarser slice already."""
         have = cuts[whole].axes if whole in sliced else ()
         return _sliced(b, x, axes[len(have) :], dim, mesh)
 
@@ -94,7 +103,7 @@ def _sliced(b: Builder, x: Value, axes: Axes, dim: int, mesh: Mesh) -> Value:
 
 
 def _operand_dims(op: Op, dim: int) -> list[int | None]:
-    """The dim of each operand that is cut with the result's; None for scalars beside others."""
+    """For each operand, the dim that is cut with the result's `dim`; None for scalars."""
     found = dim if op.collective else operand_dim(op.kind, dim)
     if is_move(op.kind) or op.collective == "all_gather":
         return [found]
@@ -103,7 +112,10 @@ def _operand_dims(op: Op, dim: int) -> list[int | None]:
 
 
 def _scattered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
-    """This device's slice of a sum: summed over the atoms of the slice on the way to it."""
+    """This device's slice of an all-reduce."""
+    # Atoms of the slice that are summed over become a reduce-scatter, others a slice, in order of
+    # their nesting. A sum over {a, c} of which the slice over {a, b} is kept:
+    #   reduce_scatter {a}; local_slice {b}; all_reduce {c}
     (x,) = op.operands
     attrs = op.kind.attrs
     b.loc = op.loc._replace(note=f"{op.loc.note} (each device keeps a slice of it)".strip())
@@ -120,7 +132,7 @@ def _scattered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
 
 
 def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Cut]:
-    """For each value of which its block reads nothing but slices, the finest that they share."""
+    """For each value that is read only in slices, the finest slice that holds them all."""
     users = users_of(program)
     cuts: dict[Value, _Cut] = {}
 
@@ -154,7 +166,7 @@ def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Cut]:
 
 
 def _passes(op: Op, cut: _Cut) -> bool:
-    """Whether a slice of what an op makes is the op of slices."""
+    """Whether the slice of an op's result is the same op on slices of its operands."""
     if op.collective == "all_gather":
         attrs = op.kind.attrs
         apart = "groups" not in attrs and set(cut.axes).isdisjoint(attrs["axes"])
@@ -166,6 +178,8 @@ def _passes(op: Op, cut: _Cut) -> bool:
 
 def _shared(cuts: Sequence[_Cut | None]) -> _Cut | None:
     """The finest slice that holds all of some slices."""
+    # A coarser piece holds its finer ones: slices over {a, b} and {a, c} share the slice over {a},
+    # from which each takes the rest. Along different dims, or from {b} on, they share nothing.
     first = cuts[0] if cuts else None
     if first is None:
         return None
@@ -181,7 +195,7 @@ def _shared(cuts: Sequence[_Cut | None]) -> _Cut | None:
 def _sliced_values(
     program: Program, cuts: Mapping[Value, _Cut], permutes: bool
 ) -> frozenset[Value]:
-    """What is exchanged and then sliced, and what is made of that before the slice."""
+    """Values that are exchanged and then sliced, and those in between."""
     found: set[Value] = set()
     for op in program.walk():
         if len(op.results) != 1 or (cut := cuts.get(op.results[0])) is None:
@@ -197,7 +211,7 @@ def _sliced_values(
 
 
 def _gains(gather: Op, cut: _Cut, permutes: bool) -> bool:
-    """Whether a slice of what is gathered needs no gather, or less of one."""
+    """Whether the slice of a gather's result needs no gather, or a smaller one."""
     axes, dim = gather.kind.attrs["axes"], gather.kind.attrs["all_gather_dim"]
     if _passes(gather, cut) or cut.axes[: len(axes)] == axes:
         return True
@@ -206,7 +220,10 @@ def _gains(gather: Op, cut: _Cut, permutes: bool) -> bool:
 
 
 def _ungathered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
-    """This device's slice of what is gathered."""
+    """This device's slice of an all-gather over `have`, along the gathered dim or another."""
+    # slice starts with all of `have`: it is what this device had, or an all-to-all to another dim
+    # slice is the major part of it:   only the minor atoms are gathered
+    # the same atoms in another order: a permute brings the piece of another device
     (x,) = op.operands
     attrs = op.kind.attrs
     have, joined = attrs["axes"], attrs["all_gather_dim"]

@@ -65,7 +65,9 @@ def two_level(program: Program, mesh: Mesh, topology: Topology) -> Program:
 
 
 def _chains(program: Program) -> dict[Value, list[Op]]:
-    """For each sum, the sums over other atoms that it is of and that nobody else reads; itself."""
+    """For each all-reduce, the chain of all-reduces over other atoms that ends with it."""
+    # `%2 = all_reduce %1 {x}; %3 = all_reduce %2 {y}` counts as one sum over x and y if nothing
+    # else reads %2. The parts of %3 then start from %1, which leaves %2 to `remove_dead`.
     users = users_of(program)
     chains: dict[Value, list[Op]] = {}
     for op in program.walk():
@@ -82,7 +84,7 @@ def _reduce_alike(op: Op, other: Op) -> bool:
 
 
 class _Machine(NamedTuple):
-    """What a rewrite is decided by; `slow` are the atoms between hosts or slices."""
+    """The mesh and its links; `slow` are the atoms between hosts or slices."""
 
     mesh: Mesh
     topology: Topology
@@ -102,12 +104,12 @@ class _Machine(NamedTuple):
         return self.seconds(op.label, op.kind.attrs["axes"], sent.bytes, received.bytes)
 
     def copy_seconds(self, size: int) -> float:
-        """Reading and writing so many bytes of device memory."""
+        """Time to read and write so many bytes of device memory."""
         return 2 * size / self.topology.hbm_bandwidth
 
 
 class _Parts:
-    """Appends the parts of one collective, each with its share of the reason."""
+    """Appends the parts of one collective, each with a note that says which part it is."""
 
     def __init__(self, b: Builder, op: Op, count: int, slow: Axes) -> None:
         self.b, self.op, self.count, self.slow = b, op, count, slow
@@ -129,6 +131,8 @@ def _all_reduce(
     type_ = b.types[x]
     fast, slow = machine.levels(axes)
     parts = mesh.extent(fast)
+    # A dim that the fast devices divide is scattered in place. Without one the sum goes through a
+    # flat buffer that is padded to a multiple: f32[3, 5] over 4 devices is f32[16], in fours.
     dim = next((d for d, size in enumerate(type_.shape) if size and size % parts == 0), None)
     padded = type_.size if dim is not None else -(-type_.size // parts) * parts
     whole = type_.bytes * padded // max(1, type_.size)
@@ -187,7 +191,7 @@ def _reduce_scatter(
 
 
 _Way = Callable[[Builder, Op, Value, Axes, float, _Machine], "Value | None"]
-"""Given the builder, a collective, its operand, its atoms, and the seconds that it takes as it is:
+"""Called with the builder, a collective, its operand, its atoms, and its seconds as it is. Returns
 its result made in parts, or None where that takes longer."""
 
 _WAYS: dict[str, _Way] = {
@@ -198,7 +202,11 @@ _WAYS: dict[str, _Way] = {
 
 
 def _reordered(b: Builder, x: Value, dim: int, have: Axes, wanted: Axes, mesh: Mesh) -> Value:
-    """Pieces along a dim that lie in the order of some atoms, in another order of these."""
+    """Reorders the pieces along a dim from one order of their atoms to another."""
+    # data=4 made of host (slow, 2) and device (fast, 2). Piece hd belongs to device d of host h:
+    #   wanted, data = (host, device):            00 01 10 11
+    #   gathered over host, then over device:     00 10 01 11     (device, host)
+    # The dim is taken apart into (device, host, piece), and the first two change places.
     if have == wanted:
         return x
     shape = b.types[x].shape
