@@ -14,8 +14,7 @@ from spmd.planning.walk import Walk
 def decoded(costs: CostNetwork, solution: Solution) -> Plan:
     """The plan in which every unit is in the state that its class got.
 
-    The network takes units that look alike for one, and settles ties by amounts that are no time
-    (`LATER`, `SMALLER`), so the plan's seconds are summed anew.
+    The network takes units that look alike for one, so what the plan costs is summed anew.
     """
     return _Decoded(costs, solution).run()._replace(lower_seconds=solution.lower)
 
@@ -24,7 +23,7 @@ class _Decoded(Walk):
     def __init__(self, costs: CostNetwork, solution: Solution) -> None:
         super().__init__(costs.problem)
         self.solver = "exact" if solution.exact else "local search"
-        self.domains, self.options = costs.domains, costs.choices
+        self.costs, self.domains = costs, costs.domains
         self.of = costs.units.of
         rows = [v.rows[solution.states[v.number]] for v in costs.variables]
         self.chosen = [choice for choice, _ in rows]
@@ -36,7 +35,7 @@ class _Decoded(Walk):
     def choose(self, op: Op) -> tuple[Choice, float]:
         number, _ = self.of[op.results[0]]
         choice = self.domains.choices[number][self.chosen[number]]
-        return choice, self.options.own_seconds(op, choice.assignment)
+        return choice, self.costs.own_cost(op, choice)
 
     def carry(self, tie: Tie) -> Sharding:
         return self.state(tie.result)
