@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_scripts import FAKE_PYTHON, write_program
+from tests.scripts.test_shell import FAKE_PYTHON, write_program
 
 ROOT = Path(__file__).parents[1]
 

@@ -70,7 +70,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(shape, optimizer, scan, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("shape", "optimizer", "scan"), cases())
+@pytest.mark.parametrize(("shape", "optimizer", "scan"), list(cases()))
 def test_partitioned_step_equals_unpartitioned(
     shape: tuple[int, int], optimizer: str, scan: bool
 ) -> None:

@@ -13,17 +13,15 @@ A refactor that should change nothing says `N programs, N equal, 0 cheaper, 0 de
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-from absl import app, flags
 
 from benchmarks.environment import xla_flags
 from tools.checkout_table import (
@@ -35,9 +33,6 @@ from tools.checkout_table import (
     stage_lines,
     verdict,
 )
-
-_ONLY = flags.DEFINE_string("only", "", "programs whose name this regular expression finds")
-_REPEAT = flags.DEFINE_integer("repeat", 3, "runs of each program; the fastest counts", 1)
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -128,26 +123,39 @@ def checkout_of(path: str) -> Path:
     """The checkout at a path.
 
     Raises:
-      UsageError: there is none.
+      argparse.ArgumentTypeError: there is none.
     """
     checkout = Path(path).resolve()
     if not (checkout / "spmd" / "__init__.py").is_file():
-        raise app.UsageError(f"{path!r} is no checkout: it has no spmd/__init__.py")
+        raise argparse.ArgumentTypeError(f"{path!r} is no checkout: it has no spmd/__init__.py")
     return checkout
 
 
-def main(argv: Sequence[str]) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """What can be given."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("base", type=checkout_of, help="a checkout")
+    parser.add_argument(
+        "new", type=checkout_of, nargs="?", default=HERE, help="another; this one if left out"
+    )
+    parser.add_argument("--only", default="", help="programs whose name this regex finds")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the fastest counts")
+    return parser
+
+
+def main() -> int:
     """Prints the tables; returns the exit status."""
-    if not 2 <= len(argv) <= 3:
-        raise app.UsageError("give one checkout, or two: BASE [NEW]")
-    base, new = checkout_of(argv[1]), checkout_of(argv[2] if len(argv) > 2 else str(HERE))
-    pairs = compare(base, new, _ONLY.value, _REPEAT.value)
+    parser = make_parser()
+    given = parser.parse_args()
+    if given.repeat < 1:
+        parser.error(f"--repeat is {given.repeat}; it has to be at least 1")
+    pairs = compare(given.base, given.new, given.only, given.repeat)
     if not pairs:
-        raise app.UsageError(f"no program's name holds {_ONLY.value!r}")
+        parser.error(f"no program's name holds {given.only!r}")
     for line in (*plan_lines(pairs), "", *stage_lines(pairs), "", last_line(pairs)):
         print(line)
     return int(any(verdict(pair) == "dearer" for pair in pairs))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import jax
@@ -12,17 +11,8 @@ import pytest
 
 import spmd
 from spmd.errors import ArgumentError, MeshError
-from spmd.lowering.ahead import CUDA_PLUGINS, devices_ahead, is_here
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason='libtpu is not installed: pip install "spmd[tpu]"',
-)
-
-needs_cuda_plugin = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in CUDA_PLUGINS),
-    reason='jax\'s plugin for CUDA is not installed: pip install "spmd[cuda]"',
-)
+from spmd.lowering.ahead import devices_ahead, is_here
+from tests.compilers import needs_cuda_plugin, needs_libtpu
 
 
 def step(x: Any, w: Any) -> Any:

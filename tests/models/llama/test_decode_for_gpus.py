@@ -11,7 +11,7 @@ import spmd
 from models.gpu_graphs import with_gpu_graphs
 from models.llama import decode, model
 from models.llama.config import LlamaConfig
-from tests.lowering.test_ahead import needs_cuda_plugin
+from tests.compilers import needs_cuda_plugin
 
 SHAPE = decode.ServingShape(
     slots=16, max_length=256, chunks=(64,), lengths=(256,), decode_steps=4, top_logprobs=5

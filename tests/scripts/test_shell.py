@@ -10,7 +10,7 @@ import pytest
 
 from tests.waiting import PATIENCE
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WRAPPERS = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix]
 SHELL_SCRIPTS = [*(f"scripts/{path.name}" for path in sorted(WRAPPERS)), "benchmarks/run"]
 SHELL_SCRIPTS += ["tools/run", ".ci/run"]

@@ -43,7 +43,7 @@ def test_ctrl_c_ends_in_one_word(capsys):
 @pytest.mark.parametrize("name", MAINS)
 def test_scripts_use_it(name):
     """None of them turns errors into messages by itself."""
-    path = Path(__file__).parent.parent.joinpath(*name.split("."))
+    path = Path(__file__).parents[3].joinpath(*name.split("."))
     text = path.with_suffix(".py").read_text(encoding="utf-8")
     assert "with one_message(" in text or ", one_message(" in text
     assert 'sys.exit(f"error' not in text

@@ -1,0 +1,16 @@
+"""Training that is killed and resumed."""
+
+import pytest
+
+from tools.resume_test import Failed, compare, resume_test, steps_for
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(30, marks=pytest.mark.heavy)])
+def test_killed_and_resumed_it_is_the_same_run(kills, tmp_path):
+    """As `tools/run resume_test`: real signals at random moments, the last one a SIGTERM."""
+    resume_test(tmp_path, kills=kills, steps=steps_for(kills), devices=1, seed=1)
+    assert not list((tmp_path / "killed").rglob("*orbax-checkpoint-tmp*"))
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"loss": 5', '"loss": 6', 1))
+    with pytest.raises(Failed, match="the losses differ"):
+        compare(tmp_path / "alone", tmp_path / "killed", steps_for(kills))
