@@ -16,7 +16,7 @@ from spmd.frontend.trace import trace
 
 
 class Calls(NamedTuple):
-    """What a module calls that it does not say itself, with how often.
+    """The custom calls and composites in a module, with their numbers.
 
     Attributes:
       custom_calls: target name -> count.

@@ -1,4 +1,4 @@
-"""What a collective instruction of optimized HLO says: its kind, what arrives, who takes part."""
+"""A collective instruction of optimized HLO: its kind, the type that arrives, who takes part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {
 
 
 def payload(instruction: Instruction) -> str:
-    """The type of what arrives: starts also carry their operands and some context along.
+    """The type of what arrives: the type of a start also has its operands and some context.
 
     `all-reduce-start` has its result's type; the others have (operands, results, context...).
     """

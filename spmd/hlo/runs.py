@@ -34,7 +34,7 @@ def communication(
     Args:
       module: the module.
       sent: computation -> bytes that each collective of its own sends in one execution.
-      guess_trips: whether loops that XLA gives no trip count for may communicate.
+      guess_trips: whether loops without a trip count from XLA may communicate.
 
     Raises:
       ArgumentError: unless trips are guessed, such a loop communicates.

@@ -26,7 +26,7 @@ class Flight(NamedTuple):
       count: executions in one run.
       is_async: whether it is a start and a done.
       between: how many computing instructions lie between the two.
-      cycles: the compiler's estimate for those, of one execution; 0 where it makes none.
+      cycles: the compiler's estimate for these in one execution; 0 if it makes none.
     """
 
     kind: str

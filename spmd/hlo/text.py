@@ -1,7 +1,6 @@
 """Reads the text of an optimized HLO module: instructions, their types and their metadata.
 
-Grammar: XLA's `hlo_parser.cc`. What an instruction's attributes say is read from their text when
-somebody asks.
+Grammar: XLA's `hlo_parser.cc`. Attributes stay text, which the functions below search on demand.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ def source_of(instruction: Instruction, module: Module) -> str:
 
 
 def elements(type_: str) -> list[str]:
-    """The top-level elements of a tuple type; an array type counts as its own only elements."""
+    """The top-level elements of a tuple type, at least two: a single one is repeated."""
     if not type_.startswith("("):
         return [type_, type_]
     parts, depth, start = [], 0, 1

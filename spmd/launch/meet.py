@@ -18,7 +18,7 @@ from spmd.errors import LaunchError
 from spmd.launch.agree import as_json, differences, from_json
 
 _SLOW_S = 10.0
-"""What process 0 may be late with its answer."""
+"""Seconds that process 0 may be late with its answer."""
 
 _LONGEST = 1 << 16
 """Bytes of a message."""
@@ -96,7 +96,7 @@ class _Host:
         return outcome
 
     def _seat(self, line: socket.socket) -> str:
-        """Takes in who is at a connection; the outcome if that one cannot belong here."""
+        """Reads who is at a connection; returns an error for all if it cannot belong here."""
         try:
             line.settimeout(_SLOW_S)
             hello = json.loads(_read_line(line))

@@ -86,9 +86,9 @@ def gradient_flops(kind: OpKind) -> float:
 
 
 def _points(kind: OpKind) -> float:
-    """Points of a product's iteration space that count.
+    """Points of one product's iteration space, without those that a causal mask hides.
 
-    Of a part of the queries it is what the last part sees, which everybody waits for.
+    For a part of the queries those of the last part count, which sees most: all wait for it.
     """
     (batch, queries, heads, width), (_, keys, _, _) = (t.shape for t in kind.operands[:2])
     seen = 1 - min(queries, keys) / (2 * keys) if arguments_of(kind)["causal"] and keys else 1.0

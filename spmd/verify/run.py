@@ -68,7 +68,7 @@ def verify(
     atol: float | None = None,
     bisect: bool = True,
 ) -> Verification:
-    """Runs both programs and compares every result; looks for the op that is wrong if one is.
+    """Runs both programs, compares every result, and if one differs looks for the wrong op.
 
     The whole program runs on one device, which has to have room for it. One with manual regions
     runs on all of the mesh, partitioned by XLA, and every device has to have room for it.
@@ -101,7 +101,7 @@ def verify(
 
 
 def run_module(module: Any, program: Program, arguments: Arrays, mesh: Mesh) -> Arrays:
-    """A module as jax runs it, its shardings ignored: see `run_text`."""
+    """Runs a module with its shardings ignored: see `run_text`."""
     return run_text(without_shardings(module), program, arguments, mesh)
 
 

@@ -88,7 +88,9 @@ def _mulhi(site: Site) -> Sequence[Value]:
 
 
 def _mulhi_64(b: Builder, x: Value, y: Value) -> Value:
-    """Schoolbook multiplication of halves; a negative factor counts 2**64 too much, unsigned."""
+    """The upper half of a 128-bit product, by multiplying 32-bit halves."""
+    # As unsigned numbers a negative factor x counts as x + 2**64, so the product has y * 2**64 too
+    # much: its upper half is too large by y. The last loop takes that away.
     type_ = b.types[x]
     half, mask = b.splat(32, type_), b.splat(2**32 - 1, type_)
 
