@@ -39,6 +39,7 @@ def collect_marks(
     for op in program.walk():
         if op.name != "spmd.mark":
             continue
+        # Only the boundary has to divide: jax's arrays have equal pieces, inside there is padding.
         attr: ShardingAttr = op.kind.attrs["sharding"]
         what, source = "a marked value", op.loc.source
         shape = op.kind.results[0].shape

@@ -35,6 +35,11 @@ def payload(instruction: Instruction) -> str:
 
 def group_size(instruction: Instruction, kind: str, module: Module) -> int:
     """Devices that exchange with one another in a collective of this kind."""
+    # XLA writes groups in four ways:
+    #   {{0,1},{2,3}}             each group
+    #   {}                        one group of all devices
+    #   [2,4]<=[8]                two groups of four, the iota form
+    #   mesh['a'=4,'b'=2] {'a'}   by axes of a mesh
     rest = instruction.rest
     if kind == "collective_permute":
         return _largest_cycle(re.search(r"source_target_pairs=\{(\{.*?\})?\}", rest))

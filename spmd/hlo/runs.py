@@ -39,6 +39,9 @@ def communication(
     Raises:
       ArgumentError: unless trips are guessed, such a loop communicates.
     """
+    # From the entry down: what a computation moves is its own plus what it calls, times trips. Of a
+    # conditional only the branch that moves most is followed, so that bytes are those of one run,
+    # at worst; the others count as if they never ran.
     moved: dict[str, int] = {}
     calls: dict[str, list[tuple[str, int]]] = {}
 

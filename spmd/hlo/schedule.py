@@ -108,6 +108,8 @@ def _kind(instruction: Instruction, module: Module) -> str | None:
 
 def _done(start: Instruction, computation: Sequence[Instruction], place: int) -> int | None:
     """Where the collective that starts at `place` is waited for; None if it is synchronous."""
+    # Most backends: `%s = all-gather-start(...)`, later `all-gather-done(%s)`. TPUs: two fusions of
+    # one number, `async-collective-start.3` and `async-collective-done.3`, joined by name alone.
     if start.name.startswith("async-collective-start"):
         wanted = start.name.replace("-start", "-done")
         rest = enumerate(computation[place + 1 :], place + 1)

@@ -45,6 +45,8 @@ def parse_module_text(text: str) -> Module:
     Raises:
       ArgumentError: the text has no ENTRY computation.
     """
+    # Line by line: a computation's head opens a list of instructions, `}` closes it. Tables of
+    # source locations stand outside of computations, a heading and then numbered rows.
     computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[int, str]] = {}
     entry = ""

@@ -82,6 +82,8 @@ def initialize(
     if _joined is not None:
         _check_again(given, _joined)
         return
+    # `meet` compares versions before jax connects the processes. Where the caller connected them by
+    # jax's own call it is too late for that: then they are compared through the store.
     is_joined = jax.distributed.is_initialized()  # by the caller: then this adds what jax lacks
     if not is_joined:
         place = find_place(given, os.environ, timeout_s)

@@ -77,6 +77,11 @@ class _Host:
         self.lines: list[socket.socket] = []
 
     def run(self, timeout_s: float) -> str:
+        # A job of 3:  1 -> 0 {"process": 1, "processes": 3, "about": {versions}}
+        #              2 -> 0 {"process": 2, ...}          connections stay open meanwhile
+        #              0 -> 1, 2  an empty line: all agree; else the error as JSON
+        # All are answered at once and alike, so that either all go on to jax's own connection or
+        # all raise. The socket is closed by then: jax's coordinator listens at the same port.
         deadline = time.monotonic() + timeout_s
         outcome = ""
         with _listen(self.seat.port, self.seat.processes) as server:

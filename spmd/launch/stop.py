@@ -45,6 +45,8 @@ class StopVote:
         if wanted and not self._has_asked:
             self._has_asked = True
             self.store.claim(_REQUEST, str(self.process))
+        # While steps are being counted this process must not go on to the next one, or the furthest
+        # would be wrong. The wait is short: threads answer even while main threads compute.
         with self._change:
             self._change.wait_for(lambda: not self._is_frozen)
             if self._stop_at is not None:

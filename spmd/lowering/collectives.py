@@ -24,6 +24,8 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
     Returns:
       The local value in `step.after`.
     """
+    # Collectives know equal pieces alone. So a dim that is about to be split is padded first (`cut`)
+    # and one that was just joined loses its inner padding afterwards (`join`).
     type_ = local_type(global_type, step.after, mesh)
     count = mesh.extent(step.axes)
     if step.kind == "slice":

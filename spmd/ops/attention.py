@@ -189,6 +189,8 @@ def _composite(
     def run(*operands: Any) -> Any:
         return jax.lax.composite(reference, name)(*operands, **attributes)
 
+    # The new dim joins the batch, as (size * B, S, N, D), and is taken out of the results again.
+    # Positions have no batch dim: if they differ from element to element, the reference is mapped.
     @run.def_vmap  # type: ignore[untyped-decorator]
     def mapped(size: int, batched: Sequence[bool], *operands: Any) -> Any:
         if any(batched[tensors : tensors + positions]):

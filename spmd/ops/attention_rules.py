@@ -59,6 +59,8 @@ def gradient_rule(kind: OpKind) -> Rule:
 def _terms(kind: OpKind, build: RuleBuilder, summed: str) -> _Terms:
     """The terms; queries and the query heads of a key head are factors of the kind `summed`."""
     (batch, queries, heads, width), (_, keys, key_heads, _) = (t.shape for t in kind.operands[:2])
+    # 8 query heads of 2 key heads are (k=2, g=4), major to minor as they lie: over 4 devices k is
+    # split first, then g, and two devices share a key head.
     b, s = build.factor(batch), build.factor(queries, summed)
     t, d = build.factor(keys, REPLICATE), build.factor(width, REPLICATE)
     if heads == key_heads:

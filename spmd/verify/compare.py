@@ -90,6 +90,8 @@ def compare(
     off = np.where(np.isnan(off), np.inf, off)
     if not off.size:
         return Comparison(name, type_, 0.0, 0.0, (), None, None, True)
+    # `at` is where the tolerance is exceeded most, not where the difference is largest: with `rtol`
+    # large elements may be off by more.
     size = np.where(np.isfinite(y), np.abs(y), 0.0)
     allowed = np.zeros(())
     if _float_bits(type_.dtype):

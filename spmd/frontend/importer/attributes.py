@@ -103,6 +103,9 @@ def location_of(location: Any) -> tuple[str, list[Frame]]:
 
 def _walk_location(location: Any, scope: str, frames: list[Frame]) -> str:
     """Collects frames innermost first; returns the outermost scope name."""
+    # jax writes "jit(f)/sin"(callsite("f"("a.py":3) at "<module>"("a.py":9))): a name around call
+    # sites is a scope, a name around a file is the function of a frame. A module from elsewhere may
+    # fuse several locations; the last one that has a scope gives it.
     if isinstance(location, ir.CallSiteLoc):
         scope = _walk_location(location.callee, scope, frames)
         _walk_location(location.caller, scope, frames)

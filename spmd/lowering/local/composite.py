@@ -130,6 +130,8 @@ def traced_composite(kind: OpKind) -> Traced | None:
     function = composite.kernels[platform] if is_kernel else composite.decomposition
     if function is None:
         return None
+    # The workspace is known only after tracing, and is added to the op's kind: the kind without it
+    # is the key, so that planning, lowering and emission trace a kernel once between them.
     bare = {name: value for name, value in kind.attrs.items() if name != WORKSPACE}
     cache = OpKind(kind.name, kind.operands, kind.results, bare)._cache
     if "composite.traced" not in cache:
