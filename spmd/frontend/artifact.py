@@ -73,7 +73,7 @@ def artifact_version() -> str:
 
 
 def calls_of(module: Any) -> Calls:
-    """What a module in memory calls.
+    """Counts the custom calls and composites of a module in memory.
 
     The calls by which artifacts carry marks do not count.
     """

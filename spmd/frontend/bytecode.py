@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 MAGIC = b"ML\xefR"
-"""What bytecode begins with, a portable artifact's too."""
+"""The first bytes of MLIR bytecode and of portable artifacts."""
 
 _ARTIFACT = b"StableHLO_v"
 _SECONDS = 20.0

@@ -105,7 +105,7 @@ _CALLS = {
 
 
 class _Call(NamedTuple):
-    """What an instruction runs: computations, how often, and whether XLA says how often."""
+    """The computations that an instruction runs, how often, and whether XLA states that number."""
 
     callees: list[str]
     times: int

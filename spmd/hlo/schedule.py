@@ -50,7 +50,7 @@ class Schedule(NamedTuple):
 
     @property
     def async_runs(self) -> int:
-        """Of these, the asynchronous ones with something to compute meanwhile."""
+        """Asynchronous collectives in one run that have something to compute meanwhile."""
         return sum(f.count for f in self.flights if f.is_async and f.between)
 
     @property

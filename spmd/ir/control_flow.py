@@ -1,4 +1,4 @@
-"""What control flow means for data flow: which values of a region op are one and the same."""
+"""Control flow as data flow: which values of a region op are one, trip counts, uses of values."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ except ImportError:  # pragma: no cover (a jax without it)
 
 WIDEST_HEAD = 128
 _HIDDEN = {"bfloat16": -2.0 * (1 << 40), "float16": -2.0 * (1 << 14)}
-"""What a bias adds to the score of a key that is not seen, by dtype, as jax has it."""
+"""The bias on the score of a key that is not seen, by dtype; jax uses the same numbers."""
 
 
 def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> Any:

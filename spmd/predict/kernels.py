@@ -40,7 +40,7 @@ class Kernels(NamedTuple):
 
 
 def kernels_of(program: Program, backend: Backend) -> Kernels:
-    """What a backend runs for a local program."""
+    """The kernels that a backend runs for a local program."""
     fused = fuse(program, backend)
     built = _Builder(program, backend, fused)
     body = built.region(program.body)

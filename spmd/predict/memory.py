@@ -42,7 +42,7 @@ class Buffer(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The op for people: `dot_general`, `copy for dot_general`."""
+        """The op's name in reports: `dot_general`, `copy for dot_general`."""
         return f"copy for {self.op.label}" if self.is_copy else self.op.label
 
     @property
@@ -52,7 +52,7 @@ class Buffer(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """What a program holds, and when.
+    """The memory of one device while a program runs.
 
     Attributes:
       arguments: bytes of its arguments, held throughout.
@@ -80,7 +80,7 @@ class MemoryUse(NamedTuple):
         return self.arguments + self.results - self.aliased + self.temporary
 
     def at_peak(self) -> tuple[Buffer, ...]:
-        """What is held at the peak besides arguments and results, largest first."""
+        """The buffers that are held at the peak, largest first, without arguments and results."""
         held = [b for b in self.buffers if b.start <= self.peak_at <= b.end]
         return tuple(sorted(held, key=lambda b: -b.bytes))
 

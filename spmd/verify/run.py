@@ -26,7 +26,7 @@ _NOT_REPRODUCED = "partitioned once more, without XLA's options and donation, th
 
 
 class Verification(NamedTuple):
-    """What `verify` found; it prints as a report, and is true when all results agree.
+    """The outcome of `verify`; it prints as a report, and is true when all results agree.
 
     Attributes:
       ok: whether every result agrees.

@@ -1,4 +1,4 @@
-"""What the MLIR bindings hand out, as plain data: types, constants, attributes, locations."""
+"""MLIR's types, constants, attributes and locations -> plain data."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def shardings_of(attr: Any) -> list[Any]:
 
 
 def mesh_of_sharding(attr: Any) -> Any:
-    """What an `sdy.sharding` says of its mesh: a symbol, or the mesh itself."""
+    """The mesh of an `sdy.sharding`: a symbol, or the mesh itself."""
     return sdy.TensorShardingAttr(attr).mesh_or_ref
 
 

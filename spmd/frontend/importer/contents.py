@@ -1,4 +1,4 @@
-"""What a module holds besides ops: functions, meshes, and the marks and names of its boundary."""
+"""A module's functions and meshes, and the marks and names of its arguments and results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a module says about manual regions and the collectives in them, as plain data.
+"""Manual regions and the collectives in them, as plain data.
 
-Devices are positions in the mesh, flattened row-major: so jax numbers them in replica groups, in
+Devices are positions in the mesh, flattened row-major: jax numbers them so in replica groups, in
 pairs of a permute and in `partition_id`, whatever ids they have in hardware.
 """
 

@@ -345,7 +345,7 @@ def _is_wrapped_scalar(kind: OpKind) -> bool:
 
 
 def _refusal_name(op: Any, name: str) -> str:
-    """What `unsupported.REFUSED` calls an op."""
+    """The name of an op in `unsupported.REFUSED`."""
     if name != "stablehlo.custom_call":
         return name
     return f"custom_call:{string_of(op.attributes['call_target_name'])}"
