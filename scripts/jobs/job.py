@@ -1,4 +1,4 @@
-"""`Job`: what every engine is asked for, and the words of it that engines share."""
+"""`Job`: a command on several machines, as every engine's starter takes it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Job:
 
     Attributes:
       command: the program and its arguments, as they would be typed on one machine.
-      name: of the job.
+      name: the job's name.
       nodes: how many machines.
       processes_per_node: processes on each: 1 with all of its accelerators, or one for each.
       gpus_per_node: GPUs of each machine.
-      env: variables of every process.
-      folder: where the command runs; where the job was sent from if left out.
+      env: environment variables of every process.
+      folder: where the command runs; if left out, the folder that the job was started from.
       port: where process 0 listens.
     """
 

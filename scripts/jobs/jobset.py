@@ -1,6 +1,6 @@
 """Kubernetes: a JobSet (`jobset.x-k8s.io/v1alpha2`), one Job with one pod for each node.
 
-TPU pods are told by GKE who they are. GPU and CPU pods get their number from their Job's completion
+GKE tells TPU pods their numbers. GPU and CPU pods get their number from their Job's completion
 index, and process 0's name from the JobSet's own DNS names.
 """
 
@@ -24,7 +24,7 @@ JOB_LABEL = "jobset.sigs.k8s.io/job-index"
 
 @dataclass(frozen=True)
 class JobSet:
-    """What only Kubernetes asks for.
+    """Settings that only Kubernetes needs.
 
     Attributes:
       image: the container image.
@@ -63,7 +63,7 @@ def jobset_yaml(job: Job, jobset: JobSet) -> str:
 
 
 def jobset_object(job: Job, jobset: JobSet) -> dict[str, Any]:
-    """The JobSet as what YAML is made of; see `jobset_yaml`."""
+    """The JobSet as dicts and lists; see `jobset_yaml`."""
     _check(job, jobset)
     labels = {"kueue.x-k8s.io/queue-name": jobset.queue} if jobset.queue else None
     annotations = (

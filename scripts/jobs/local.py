@@ -29,22 +29,22 @@ ENV_RESTART = "SPMD_RESTART"
 """How many times the job was started again."""
 
 LAST_LINES = 20
-"""Lines of the culprit that are shown again at the end."""
+"""How many of the culprit's last lines are shown again at the end."""
 
 TICK_S = 0.05
 COLLATERAL_S = 2.0
-"""How long the cause of a process's loss is waited for, where that loss is seen first."""
+"""How long to wait for the cause, where only processes that lost another one have ended."""
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True)
 class LocalJob:
-    """What is to be started.
+    """A command to run as several processes of this machine.
 
     Attributes:
       command: the program and its arguments.
-      processes: how many times.
+      processes: how many processes run it.
       devices_per_process: devices of each: virtual ones on CPUs, else of this machine's GPUs. All
         GPUs are divided among the processes if left out.
       platform: `"cpu"`, `"cuda"`, or None for GPUs where there are some.
@@ -240,7 +240,7 @@ class _Run:
                 self.ended.append(Ended(process, code if code >= 0 else 128 - code))
 
     def _culprit(self) -> Ended | None:
-        """Who failed first; those that only lost another one count if there is nobody else."""
+        """The process that failed first; one that only lost another counts if all did."""
         failed = [ended for ended in self.ended if ended.code != 0]
         return next((e for e in failed if e.code != EXIT_PEER_LOST), failed[0] if failed else None)
 
@@ -261,7 +261,7 @@ class _Run:
         self._send(signal.SIGTERM)
 
     def _pass_on(self) -> None:
-        """Signals that came since the last look; the second one ends all patience."""
+        """Sends on the signals that came since the last look; the second one becomes SIGKILL."""
         for number in self.received[self.passed_on :]:
             self.passed_on += 1
             self._send(number if self.passed_on == 1 else signal.SIGKILL)
@@ -320,7 +320,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that ask for an end, collected instead of obeyed."""
+    """Collects SIGINT and SIGTERM in a list instead of ending this process."""
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda n, _: received.append(n))

@@ -16,7 +16,7 @@ _WORD = re.compile(r"[^\s\"'`$\\]+")
 
 @dataclass(frozen=True)
 class Slurm:
-    """What only Slurm asks for.
+    """Settings that only Slurm needs.
 
     Attributes:
       time: limit, as `4:00:00` or `2-12:00:00`; the partition's if left out.

@@ -17,7 +17,7 @@ class TpuKind:
 
     Attributes:
       accelerator: what GKE calls it (`cloud.google.com/gke-tpu-accelerator`).
-      cores: what the number in a slice's name counts for each chip.
+      cores: what a chip counts in a slice's name: `v5p-128` is 64 chips of 2.
       topologies: chips -> topology.
       hosted: chips of a host in slices of several hosts; a smaller slice is one host.
       single: chips of the largest slice that is one host.

@@ -16,7 +16,7 @@ from spmd.frontend.trace import trace
 
 
 class Calls(NamedTuple):
-    """What a module calls that it does not say itself, with how often.
+    """The custom calls and composites in a module, with their numbers.
 
     Attributes:
       custom_calls: target name -> count.
@@ -73,7 +73,7 @@ def artifact_version() -> str:
 
 
 def calls_of(module: Any) -> Calls:
-    """What a module in memory calls.
+    """Counts the custom calls and composites of a module in memory.
 
     The calls by which artifacts carry marks do not count.
     """

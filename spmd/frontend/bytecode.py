@@ -1,8 +1,8 @@
 """MLIR bytecode -> text, read in a process of its own.
 
-MLIR's bytecode reader is not made for input that somebody damaged: on such bytes it aborts the
-process (a diagnostic that is not UTF-8), reads out of bounds, or never ends. So another process
-reads them, and this one reads the text that it printed, with a parser that stands wrong input.
+MLIR's bytecode reader is not made for damaged input: on such bytes it aborts the process (a
+diagnostic that is not UTF-8), reads out of bounds, or never ends. So another process reads them and
+prints text, which this one reads with a parser that survives wrong input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 MAGIC = b"ML\xefR"
-"""What bytecode begins with, a portable artifact's too."""
+"""The first bytes of MLIR bytecode and of portable artifacts."""
 
 _ARTIFACT = b"StableHLO_v"
 _SECONDS = 20.0

@@ -1,4 +1,4 @@
-"""From marks as the module and the arguments state them to marks on values, checked."""
+"""Marks of the module and of the arguments -> checked marks on values."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def collect_marks(
     for op in program.walk():
         if op.name != "spmd.mark":
             continue
+        # Only the boundary has to divide: jax's arrays have equal pieces, inside there is padding.
         attr: ShardingAttr = op.kind.attrs["sharding"]
         what, source = "a marked value", op.loc.source
         shape = op.kind.results[0].shape
@@ -83,7 +84,7 @@ def result_mark(
 
 
 def check_meshes(imported: Imported, mesh: Mesh) -> None:
-    """One mesh a program: names and sizes of the module's meshes must be the given one's."""
+    """Checks that all meshes of the module have the names and sizes of the given one."""
     ours = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
     for axes in imported.meshes:
         if axes and axes != ours:

@@ -51,7 +51,7 @@ def trace(
         fn,
         static_argnums=tuple(static_argnums),
         static_argnames=tuple(static_argnames),
-        keep_unused=True,
+        keep_unused=True,  # argument i of the module stays argument i of the function
     )
     try:
         traced = jitted.trace(*args, **kwargs)

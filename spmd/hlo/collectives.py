@@ -89,7 +89,7 @@ def hlo_collectives(
 def _collectives(
     instruction: Instruction, module: Module, scattered: Mapping[str, int]
 ) -> Iterator[HloCollective]:
-    """What an instruction moves: a combined all-reduce may be scattered in part."""
+    """The collectives of an instruction: two, if a combined all-reduce is scattered in part."""
     opcode = instruction.opcode.removesuffix("-start")
     kind = KINDS.get(opcode)
     if kind is None or (opcode == "send" and "is_host_transfer=true" in instruction.rest):

@@ -1,4 +1,4 @@
-"""What a collective instruction of optimized HLO says: its kind, what arrives, who takes part."""
+"""A collective instruction of optimized HLO: its kind, the type that arrives, who takes part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {
 
 
 def payload(instruction: Instruction) -> str:
-    """The type of what arrives: starts also carry their operands and some context along.
+    """The type of what arrives: the type of a start also has its operands and some context.
 
     `all-reduce-start` has its result's type; the others have (operands, results, context...).
     """
@@ -35,6 +35,11 @@ def payload(instruction: Instruction) -> str:
 
 def group_size(instruction: Instruction, kind: str, module: Module) -> int:
     """Devices that exchange with one another in a collective of this kind."""
+    # XLA writes groups in four ways:
+    #   {{0,1},{2,3}}             each group
+    #   {}                        one group of all devices
+    #   [2,4]<=[8]                two groups of four, the iota form
+    #   mesh['a'=4,'b'=2] {'a'}   by axes of a mesh
     rest = instruction.rest
     if kind == "collective_permute":
         return _largest_cycle(re.search(r"source_target_pairs=\{(\{.*?\})?\}", rest))

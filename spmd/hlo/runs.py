@@ -34,11 +34,14 @@ def communication(
     Args:
       module: the module.
       sent: computation -> bytes that each collective of its own sends in one execution.
-      guess_trips: whether loops that XLA gives no trip count for may communicate.
+      guess_trips: whether loops without a trip count from XLA may communicate.
 
     Raises:
       ArgumentError: unless trips are guessed, such a loop communicates.
     """
+    # From the entry down: what a computation moves is its own plus what it calls, times trips. Of a
+    # conditional only the branch that moves most is followed, so that bytes are those of one run,
+    # at worst; the others count as if they never ran.
     moved: dict[str, int] = {}
     calls: dict[str, list[tuple[str, int]]] = {}
 
@@ -102,7 +105,7 @@ _CALLS = {
 
 
 class _Call(NamedTuple):
-    """What an instruction runs: computations, how often, and whether XLA says how often."""
+    """The computations that an instruction runs, how often, and whether XLA states that number."""
 
     callees: list[str]
     times: int

@@ -1,4 +1,4 @@
-"""All-reduces of optimized HLO that want to be reduce-scatters: each device reads just its share.
+"""All-reduces of optimized HLO that could be reduce-scatters: each device reads just its share.
 
 The backends for GPU and TPU make reduce-scatters of them, the CPU's does not.
 """
@@ -22,7 +22,7 @@ from spmd.hlo.text import (
 
 
 def scattered_bytes(module: Module) -> dict[str, int]:
-    """All-reduce -> bytes of those of its operands of which each device reads just its share."""
+    """Name of an all-reduce -> bytes of its operands of which each device reads only a share."""
     uses = {name: _uses_of(computation) for name, computation in module.computations.items()}
     found: dict[str, int] = {}
     for name, computation in module.computations.items():
@@ -39,7 +39,7 @@ def scattered_bytes(module: Module) -> dict[str, int]:
 
 
 _REARRANGES = {"bitcast", "bitcast-convert", "copy", "reshape", "transpose"}
-"""Opcodes that hand all elements of their operand on, in some order."""
+"""Opcodes whose result has all elements of their operand, in some order."""
 
 
 class _Uses(NamedTuple):
@@ -76,6 +76,9 @@ def _read_elements(
       uses: of every computation.
       element: which element of a tuple is meant.
     """
+    # Follows a value through rearrangements, tuples and fusions to the slices at the end:
+    #   %ar = all-reduce; %b = bitcast %ar; %f = fusion(%b), with dynamic-slice(param 0) of 2 in it
+    # reads 2 elements. Of 8 in a group of 4 that is a share, and a backend may scatter it.
     here = uses[computation]
     if value in here.roots or not here.users.get(value):
         return None

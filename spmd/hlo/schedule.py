@@ -26,7 +26,7 @@ class Flight(NamedTuple):
       count: executions in one run.
       is_async: whether it is a start and a done.
       between: how many computing instructions lie between the two.
-      cycles: the compiler's estimate for those, of one execution; 0 where it makes none.
+      cycles: the compiler's estimate for these in one execution; 0 if it makes none.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Schedule(NamedTuple):
 
     @property
     def async_runs(self) -> int:
-        """Of these, the asynchronous ones with something to compute meanwhile."""
+        """Asynchronous collectives in one run that have something to compute meanwhile."""
         return sum(f.count for f in self.flights if f.is_async and f.between)
 
     @property
@@ -108,6 +108,8 @@ def _kind(instruction: Instruction, module: Module) -> str | None:
 
 def _done(start: Instruction, computation: Sequence[Instruction], place: int) -> int | None:
     """Where the collective that starts at `place` is waited for; None if it is synchronous."""
+    # Most backends: `%s = all-gather-start(...)`, later `all-gather-done(%s)`. TPUs: two fusions of
+    # one number, `async-collective-start.3` and `async-collective-done.3`, joined by name alone.
     if start.name.startswith("async-collective-start"):
         wanted = start.name.replace("-start", "-done")
         rest = enumerate(computation[place + 1 :], place + 1)

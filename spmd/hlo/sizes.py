@@ -1,4 +1,4 @@
-"""What is large in optimized HLO, and how much arithmetic there is."""
+"""The largest values of optimized HLO, and the amount of its arithmetic."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def matmul_flops(text: str) -> int:
 
 
 def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
-    """Of a dot or a convolution: a product and a sum for each term of each element."""
+    """Operations of a dot or a convolution: two for each term of each element; else 0."""
     if instruction.opcode not in ("dot", "convolution"):
         return 0
     left, right = (arrays(types[name])[0][1] for name in operands(instruction)[:2])

@@ -1,7 +1,6 @@
 """Reads the text of an optimized HLO module: instructions, their types and their metadata.
 
-Grammar: XLA's `hlo_parser.cc`. What an instruction's attributes say is read from their text when
-somebody asks.
+Grammar: XLA's `hlo_parser.cc`. Attributes stay text, which the functions below search on demand.
 """
 
 from __future__ import annotations
@@ -46,6 +45,8 @@ def parse_module_text(text: str) -> Module:
     Raises:
       ArgumentError: the text has no ENTRY computation.
     """
+    # Line by line: a computation's head opens a list of instructions, `}` closes it. Tables of
+    # source locations stand outside of computations, a heading and then numbered rows.
     computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[int, str]] = {}
     entry = ""
@@ -171,7 +172,7 @@ def source_of(instruction: Instruction, module: Module) -> str:
 
 
 def elements(type_: str) -> list[str]:
-    """The top-level elements of a tuple type; an array type counts as its own only elements."""
+    """The top-level elements of a tuple type, at least two: a single one is repeated."""
     if not type_.startswith("("):
         return [type_, type_]
     parts, depth, start = [], 0, 1

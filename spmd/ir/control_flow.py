@@ -1,4 +1,4 @@
-"""What control flow means for data flow: which values of a region op are one and the same."""
+"""Control flow as data flow: which values of a region op are one, trip counts, uses of values."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ def ties(op: Op) -> tuple[Tie, ...]:
     `while`: the initial value, the arguments of both regions, the body's result and the loop's
     result. `case` and `if`: every branch's result and the op's result; `spmd.manual` likewise.
     """
+    # %2 = while %0 { cond(%3): ...; body(%4): ... return %5 } ties %0, %3, %4, %5 and %2: they are
+    # one buffer in memory, and a sharding that changed on the way round would cost each iteration.
+    # A branch has no arguments: it reads what is around it, where nothing has to be shared.
     if op.is_loop:
         cond, body = op.regions
         return tuple(

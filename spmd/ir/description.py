@@ -1,4 +1,4 @@
-"""What the compiler knows of an op, as data: one `Description` for each.
+"""`Description`: all that the compiler knows of an op, as data.
 
 The descriptions are written in `spmd.ir.dialect`, by family. Algorithms ask an op's kind for a
 trait (`op.kind.about.is_elementwise`), and name no op.
@@ -44,7 +44,7 @@ class Passes(IntEnum):
 
 
 class Role(IntEnum):
-    """What XLA's fusion makes of an op.
+    """How XLA's fusion treats an op.
 
     Attributes:
       INSIDE: computed inside its readers, again for each.
@@ -133,17 +133,17 @@ class Description(NamedTuple):
 
 
 UNKNOWN = Description()
-"""Of ops that nobody described: nothing is known of them, and they have no rule."""
+"""Description of ops that nobody described: nothing is known, and there is no rule."""
 
 UNKNOWN_CALL = Description(is_repeatable=False, has_effect=True, passes=Passes.COLUMNS)
-"""Of custom calls that nobody described: whatever they do, they do it as often as it is written."""
+"""Description of other custom calls: they may have effects, so they run as often as written."""
 
 DESCRIPTIONS: dict[str, Description] = {}
 """Name of an op, `custom_call:<target>` or `composite:<name>` -> its description."""
 
 
 def key_of(name: str, attrs: Mapping[str, Any]) -> str:
-    """What an op is described under: of a custom call its target, of a composite its name."""
+    """The key of an op's description: a custom call's target, a composite's name, or its own."""
     if name == COMPOSITE:
         return f"composite:{attrs['name']}"
     if name == CUSTOM_CALL:

@@ -156,7 +156,7 @@ class _Printer:
         return f"{text} : {_types(kind.operands)} -> {results}"
 
     def comment(self, values: Sequence[Value], loc: Loc = Loc()) -> str:  # noqa: B008 (frozen)
-        """What is said behind a definition, two spaces and `//` included."""
+        """The comment behind a definition, two spaces and `//` included."""
         parts = [self.annotate(v) for v in values] if self.annotate else []
         text = ", ".join(part for part in parts if part)
         if self.locs and loc.source:

@@ -1,6 +1,6 @@
 """Agreement: before processes compute together they compare what they are about to do.
 
-Through the key-value store alone: where something differs, a device collective would hang.
+They use the key-value store alone: where something differs, a device collective would hang.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def check_same(
       timeout_s: seconds to wait for the slowest process.
 
     Raises:
-      LaunchError: on every process, where values differ: it says which process has which value. Or
-        where a process did not come in time.
+      LaunchError: values differ, or a process did not come in time. It is raised on every process,
+        and says which process has which value.
 
     Example:
       >>> check_same({"--steps": "100", "--mesh": "data=8"})
@@ -60,6 +60,9 @@ def check_same(
     members = tuple(sorted(processes)) if processes is not None else tuple(range(count))
     if len(members) < 2 or me not in members:
         return
+    # The call's number is part of the key, so that nobody reads an earlier outcome. All members
+    # count alike, since they call in the same order. Groups count by themselves, because not every
+    # process takes part in every group.
     _calls[members] += 1
     group = "all" if len(members) == count else "-".join(map(str, members))
     round_ = Round(store, f"same/{group}/{_calls[members]}", members, me, timeout_s)
@@ -88,6 +91,12 @@ class Round:
 
     def run(self, what: Mapping[str, str]) -> None:
         """Compares; see `check_same`."""
+        # Processes 0 1 2 with --steps 100 100 90:
+        #   each writes same/all/1/<its number>; 0 waits for all three
+        #   0 writes same/all/1/outcome: "process 2: 90; processes 0, 1: 100"
+        #   all three read that, and raise the same error
+        # Had 2 not come, the outcome would say so after `timeout_s`. The others wait half as long
+        # again, so that 0's answer reaches them before their own patience ends.
         self.store.put(f"{self.folder}/{self.me}", json.dumps(dict(what)))
         if self.me == self.members[0]:
             self.store.put(f"{self.folder}/outcome", self._compared(what["checked"]))
@@ -117,7 +126,7 @@ class Round:
 
 
 def differences(found: Mapping[int, Mapping[str, str]]) -> str:
-    """What differs between processes, as JSON for `LaunchError`; empty if nothing does.
+    """The differences between processes as the JSON of a `LaunchError`; empty if there are none.
 
     Args:
       found: process -> names and values.
@@ -144,7 +153,7 @@ def differences(found: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _who_has_what(values: Mapping[int, str]) -> str:
-    """`process 1: b; others: a`: those with the rarer values first, the many last."""
+    """`process 1: b; processes 0, 2: a`: rarer values first, the most common last."""
     counts = Counter(values.values())
     common = max(counts, key=lambda value: counts[value])  # of equals the first: process 0's
     rest = [process for process, value in values.items() if value != common]
@@ -192,7 +201,7 @@ def check_same_program(
       name: the program's name.
       emitted: the per-device module as text; source locations are left out.
       mesh: the mesh.
-      jax_mesh: the same with its devices, which say which processes take part.
+      jax_mesh: the same mesh of jax devices, which tell the processes that take part.
       more: other names and values that should be equal.
 
     Raises:
@@ -218,7 +227,7 @@ def without_locations(module: str) -> str:
 
 
 def settings() -> dict[str, str]:
-    """Settings of jax and flags of XLA that change what is computed."""
+    """The settings of jax and flags of XLA that may change what is computed."""
     found = {}
     for name in (
         "jax_enable_x64",

@@ -40,8 +40,9 @@ RANKS = (
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
     ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 )
-"""How engines name the number of processes, this one's number and its number on its machine. Beside
-a given coordinator they say the rest; as in jax's own detection each process then has one GPU."""
+"""Variables in which engines give the number of processes, this one's number, and its number on its
+machine. They are read if only the coordinator is given; each process then has one GPU, as in jax's
+own detection."""
 
 _joined: Place | None = None
 
@@ -81,6 +82,8 @@ def initialize(
     if _joined is not None:
         _check_again(given, _joined)
         return
+    # `meet` compares versions before jax connects the processes. Where the caller connected them by
+    # jax's own call it is too late for that: then they are compared through the store.
     is_joined = jax.distributed.is_initialized()  # by the caller: then this adds what jax lacks
     if not is_joined:
         place = find_place(given, os.environ, timeout_s)
@@ -98,7 +101,7 @@ def initialize(
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same wherever processes compile the same program."""
+    """The versions that must be equal in all processes that compile one program."""
     return {
         "version of Python": platform.python_version(),
         "version of jax": jax.__version__,
@@ -115,7 +118,7 @@ def _sources() -> str:
 
 
 def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place | None:
-    """Where this process is: arguments, then the environment, then jax's cluster detection.
+    """This process's place, from arguments, then the environment, then jax's cluster detection.
 
     Returns:
       None where nothing says that there is more than one process.

@@ -18,7 +18,7 @@ from spmd.errors import LaunchError
 from spmd.launch.agree import as_json, differences, from_json
 
 _SLOW_S = 10.0
-"""What process 0 may be late with its answer."""
+"""Seconds that process 0 may be late with its answer."""
 
 _LONGEST = 1 << 16
 """Bytes of a message."""
@@ -77,6 +77,11 @@ class _Host:
         self.lines: list[socket.socket] = []
 
     def run(self, timeout_s: float) -> str:
+        # A job of 3:  1 -> 0 {"process": 1, "processes": 3, "about": {versions}}
+        #              2 -> 0 {"process": 2, ...}          connections stay open meanwhile
+        #              0 -> 1, 2  an empty line: all agree; else the error as JSON
+        # All are answered at once and alike, so that either all go on to jax's own connection or
+        # all raise. The socket is closed by then: jax's coordinator listens at the same port.
         deadline = time.monotonic() + timeout_s
         outcome = ""
         with _listen(self.seat.port, self.seat.processes) as server:
@@ -96,7 +101,7 @@ class _Host:
         return outcome
 
     def _seat(self, line: socket.socket) -> str:
-        """Takes in who is at a connection; the outcome if that one cannot belong here."""
+        """Reads who is at a connection; returns an error for all if it cannot belong here."""
         try:
             line.settimeout(_SLOW_S)
             hello = json.loads(_read_line(line))

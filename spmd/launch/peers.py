@@ -34,21 +34,21 @@ from spmd.launch.store import Store
 
 VERDICT = "verdict"
 LEFT = "left"
-"""Sign of a process that ended as it should: it is not missed."""
+"""Sign of a process that ended normally: its silence afterwards means nothing."""
 
 COLLECTIVE_FAILED = re.compile(
     r"gloo|nccl|connection (closed|reset)|socket closed|heartbeat|coordination service", re.I
 )
-"""Texts of errors that most likely come of another process's end."""
+"""Words in errors that another process's end most likely caused."""
 
 
 @dataclass
 class Signs:
-    """When each process was last seen to live.
+    """When each process last gave a sign of life.
 
     Args:
       processes: how many there are.
-      timeout_s: silence of this many seconds is death.
+      timeout_s: after so many seconds of silence a process counts as lost.
       started: the clock's time from which silence counts.
     """
 
@@ -64,6 +64,8 @@ class Signs:
           now: the clock's time.
           signs: process -> its latest sign; another text than last time is a sign of life.
         """
+        # Signs are counters, not times: hosts' clocks differ. Only this process's clock is read,
+        # at the moment when it sees a counter change.
         for process, sign in signs.items():
             if self._seen.get(process, ("", 0.0))[0] != sign:
                 self._seen[process] = (sign, now)
@@ -82,9 +84,16 @@ class Peers:
       store: the job's store.
       process: this process.
       processes: how many there are.
-      timeout_s: silence of this many seconds is death.
+      timeout_s: after so many seconds of silence a process counts as lost.
       coordinator: `host:port` of the store.
     """
+
+    # How process 2 of 4 is missed, with a timeout of 60 s and a look every 5 s:
+    #   0 s      2 is killed; the others hang in their next collective, but their threads still look
+    #   60 s     0 sees no new sign of 2, and claims the verdict "process 2 was lost ..."
+    #   65 s     1 and 3 read it, print it and exit with 76
+    #   71 s     0 exits last: the store lives in it, and the others had to read the verdict there
+    # `claim` writes only once, so a failure that follows from the first one cannot replace it.
 
     def __init__(
         self, store: Store, process: int, processes: int, timeout_s: float, coordinator: str
@@ -137,7 +146,7 @@ class Peers:
         return verdict
 
     def _unreachable(self, error: Exception) -> str | None:
-        """The verdict if the coordinator cannot be asked; None as long as it may come back."""
+        """The verdict where the store does not answer; None as long as it may come back."""
         if self._leaving.is_set():
             raise SystemExit  # the service ends with the job: this thread does, too
         if time.monotonic() - self._contact < self.timeout_s and not self.is_coordinator_gone():
@@ -145,7 +154,7 @@ class Peers:
         return f"process 0, the coordinator, was lost ({_first_line(error)})"
 
     def is_coordinator_gone(self) -> bool:
-        """Whether nobody answers at the coordinator's address, or has for too long."""
+        """Whether the coordinator refuses connections, or its store was silent for too long."""
         if self.process == 0:
             return False
         host, _, port = self.coordinator.rpartition(":")
@@ -168,10 +177,10 @@ class Peers:
     # This process's own end.
 
     def wait_for_cause(self, why: str) -> None:
-        """Where an error is that of a collective its cause is most likely another process's end.
+        """Waits for a verdict if an error looks like that of a collective.
 
-        The verdict on that is waited for: `stop` then ends this process, and its own error, which
-        would tell users nothing, is never shown.
+        Its cause is then most likely another process's end. Once the verdict on that comes, `stop`
+        ends this process before its own error, which would tell users nothing, is shown.
         """
         if COLLECTIVE_FAILED.search(why):
             time.sleep(self.timeout_s + 3 * self.interval_s)
@@ -179,14 +188,14 @@ class Peers:
                 return
 
     def fail(self, why: str, code: int) -> None:
-        """Tells the others that this process ends by an error of its own, with an exit code."""
+        """Tells the others that this process ends with an error of its own."""
         with self._stopping:
             self.failed = code
         with contextlib.suppress(Exception):
             self.store.claim(VERDICT, f"process {self.process} failed: {_first_line(why)}")
 
     def leave(self) -> None:
-        """At the interpreter's end, before jax waits for the other processes."""
+        """Runs at the interpreter's end, before jax waits for the other processes."""
         if self.failed is None:
             self._leaving.set()
             return
@@ -223,7 +232,7 @@ def watch_peers(peers: Peers) -> None:
 
 
 def fail_peers(why: str, code: int = 1) -> None:
-    """Tells the other processes that this one fails; nothing where there are none."""
+    """Tells the other processes that this one fails; does nothing if there are none."""
     if _peers is not None:
         _peers.wait_for_cause(why)
         _peers.fail(why, code)
@@ -283,7 +292,8 @@ def _reporting(hook: Hook) -> Hook:
     return report
 
 
-# What jax's client does when its coordinator is lost: it aborts, and says so in C++.
+# When its coordinator is lost, jax's client aborts the process from C++. The handler below turns
+# that into our message and exit code; any other abort goes on as it would without us.
 
 _handlers: list[Any] = []
 """Keeps the C function alive."""
@@ -309,7 +319,7 @@ def _first_line(error: object) -> str:
 
 
 def _say(text: str) -> None:
-    """Unbuffered, for the process may end right after; one line, one write."""
+    """Writes a line to stderr at once and unbuffered: the process may end right after."""
     _flush()
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())

@@ -1,9 +1,9 @@
-"""Stopping at one step: SIGTERM reaches processes at different moments, saving has to be together.
+"""Stopping at one step: SIGTERM reaches processes at different moments, but all save together.
 
-Whoever is asked to stop says so in the store. Then every process's thread, whatever its main thread
-waits for, freezes the step that this process has reached and publishes it; all stop at the step
-after the furthest. The main thread is never waited for by anyone, so that a collective that it is
-in ends as always.
+A process that is asked to stop says so in the store. Then the thread of every process freezes the
+step that its main thread has reached, and publishes it; all stop at the step after the furthest. If
+process 0 is in step 7 and process 1 in step 9, both stop before step 10. Nobody waits for a main
+thread, so a collective that it is in ends as always.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class StopVote:
         if wanted and not self._has_asked:
             self._has_asked = True
             self.store.claim(_REQUEST, str(self.process))
+        # While steps are being counted this process must not go on to the next one, or the furthest
+        # would be wrong. The wait is short: threads answer even while main threads compute.
         with self._change:
             self._change.wait_for(lambda: not self._is_frozen)
             if self._stop_at is not None:

@@ -1,7 +1,7 @@
-"""`Watchdog`: where a run hangs it writes down what every process was doing, then ends it.
+"""`Watchdog`: if a run hangs, it writes down what every process was doing, then ends the run.
 
-Two threads look, for each is blind to something. Ours says what was finished last, asks the other
-processes for their stacks and chooses the exit code; it needs the interpreter's lock. The one of
+Two threads watch, because neither sees everything. Ours says what was finished last, asks the other
+processes for their stacks and chooses the exit code, but it needs the interpreter's lock. That of
 `faulthandler` is C and needs no lock: it writes the stacks when even ours cannot run.
 """
 
@@ -24,10 +24,10 @@ from spmd.launch.peers import fail_peers
 from spmd.launch.store import Store, job_store, this_process
 
 REMEMBERED = 100
-"""Marks that a file shows."""
+"""How many of the last marks a file shows."""
 
 FIRST = 10.0
-"""Times the limit that the first beat may take: compiling comes before it."""
+"""The first beat may take so many times the limit: compiling comes before it."""
 
 REQUEST = "watchdog/dump"
 ANSWER = "watchdog/dumped"
@@ -56,7 +56,7 @@ class Watchdog:
     them write, and they stop together.
 
     Args:
-      timeout_s: seconds between beats that are too many.
+      timeout_s: the most seconds between two beats.
       folder: where the files go; made when needed.
       first_timeout_s: seconds until the first beat, ten times as many if left out.
       stop: end the process with `EXIT_HUNG`; else go on waiting, and write again after a new beat.
@@ -149,7 +149,7 @@ class Watchdog:
         return self.timeout_s if self._beats else self.first_timeout_s
 
     def _arm(self) -> None:
-        """The C thread's alarm: later than ours, and for the stacks alone."""
+        """Sets the C thread's alarm: later than ours, for it can only write stacks."""
         later = self.limit_s * 1.25 + 2 * self._interval_s
         faulthandler.dump_traceback_later(later, file=self._file or sys.stderr)
 
@@ -188,6 +188,8 @@ class Watchdog:
         """Makes the other processes write, and waits for them; whether there are any."""
         if self._store is None:
             return False
+        # The token names this hang: answers to an earlier one don't count, and a process answers
+        # each request once. Its own answer is set first, or it would answer itself.
         token = f"{self.process}.{self._beats}: {why}"
         self._answered = token
         self._store.put(REQUEST, token)
@@ -226,7 +228,7 @@ class Watchdog:
         return f"{now}  process {self.process} of {self.processes}, pid {os.getpid()}"
 
     def _write(self, why: str) -> None:
-        """Fills the file anew; what `faulthandler`'s thread has to say comes behind it."""
+        """Writes the file anew; `faulthandler`'s thread may append to it later."""
         file = self._file
         assert file is not None
         file.seek(0)

@@ -15,7 +15,7 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
     """Appends one reshard step.
 
     Args:
-      b: where to.
+      b: the builder that ops are appended to.
       x: the local value, in `step.before`.
       global_type: type of the whole value.
       step: the step.
@@ -24,6 +24,8 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
     Returns:
       The local value in `step.after`.
     """
+    # Collectives know equal pieces only. A dim that is about to be split is padded first (`cut`),
+    # and one that was just joined loses its inner padding afterwards (`join`).
     type_ = local_type(global_type, step.after, mesh)
     count = mesh.extent(step.axes)
     if step.kind == "slice":
@@ -79,7 +81,7 @@ def _reduce_gathered(b: Builder, x: Value, result: TensorType, step: Step, count
     """A reduction that no backend offers as a collective: gather the terms, reduce them locally.
 
     Args:
-      b: where to.
+      b: the builder that ops are appended to.
       x: this device's term.
       result: local type after the step.
       step: an all-reduce or reduce-scatter.

@@ -49,6 +49,9 @@ def without_permutes(program: Program, mesh: Mesh) -> Program:
 
 
 def _gathered(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
+    # The table has, for each device of the mesh, the coordinate along `axes` of the one that sends
+    # to it, or -1. For pairs [[0, 1], [1, 2]] of four devices it is -1 0 1 -1. Devices without a
+    # sender have zeros, as behind a permute.
     axes, type_ = op.kind.attrs["axes"], b.types[x]
     count, shape = mesh.extent(axes), type_.shape
     stacked = b.reshape(x, (1, *shape))

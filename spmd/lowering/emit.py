@@ -189,7 +189,7 @@ class _Emitter:
         self.lines.append(f'"{end}"({values}) : ({result_types}) -> ()')
 
     def body(self, body: Body) -> None:
-        """A scalar body: its own numbering is shadowed by a prefix."""
+        """A scalar body: its values get a prefix, since bodies are numbered from 0, too."""
         outer, self.names = self.names, {}
         start = len(self.lines)
         self.block(body.region, body.types)
@@ -197,6 +197,8 @@ class _Emitter:
         self.names = outer
 
     def collective_attrs(self, op: Op) -> list[str]:
+        # A channel makes it an exchange among the devices of one program; without one it would be
+        # among replicas of the program. Ids in its groups are then positions in the mesh.
         self.channels += 1
         handle = f"#stablehlo.channel_handle<handle = {self.channels}, type = 1>"
         attrs = [f"channel_handle = {handle}"]

@@ -1,4 +1,4 @@
-"""What XLA's compiler has to know of an NVIDIA GPU that is not here.
+"""Descriptions of NVIDIA GPUs, for XLA to compile for them where there are none.
 
 The figures are those of CUDA's device properties: see the CUDA programming guide's table of compute
 capabilities, and NVIDIA's architecture papers for the number of multiprocessors and the caches.
@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 
 class _Gpu(NamedTuple):
-    """Of one GPU, sizes in bytes unless said otherwise.
+    """The figures of one GPU.
 
     Attributes:
-      name: as CUDA has it.
+      name: CUDA's name for it.
       capability: compute capability.
-      cores: multiprocessors.
-      fpus: of each, for float32.
+      cores: number of multiprocessors.
+      fpus: float32 units of a multiprocessor.
       shared: KiB of shared memory of a multiprocessor.
-      l2, memory: sizes.
-      bandwidth: of the memory, in 10^9 bytes a second.
+      l2, memory: bytes of the L2 cache and of device memory.
+      bandwidth: of device memory, in 10^9 bytes/s.
       clock: GHz.
     """
 

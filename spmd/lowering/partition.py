@@ -33,7 +33,7 @@ _REDUCED = {
 
 
 def _returned(op: Op, index: int) -> str:
-    """A result of a region, for people."""
+    """The name of a region's result in notes."""
     if op.is_loop:
         return f"carry {index} of the loop, at the end of each iteration,"
     return f"result {index} of a branch of {op.label}"
@@ -203,7 +203,7 @@ class _Partitioner:
         return f"{_REDUCED.get(have.kind, have.kind)} of {summed.label} over {axes}: {needs}"
 
     def described(self, value: Value) -> str:
-        """A value, for people."""
+        """The name of a value in notes."""
         if value in self.plan.program.body.args:
             index = self.plan.program.body.args.index(value)
             return f"argument {numberless(self.plan.program.arg_names[index])}"
@@ -253,7 +253,7 @@ class _Partitioner:
 
     @property
     def use(self) -> str:
-        """The use that a value is being resharded for, for people."""
+        """The name of the use that a value is being resharded for, in notes."""
         op, index, text = self.user
         if op is None:
             return text

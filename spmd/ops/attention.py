@@ -35,7 +35,7 @@ from spmd.ops.attention_rules import (
 )
 
 ANYWHERE = 0
-"""Instead of the queries' number, where they are not at positions 0, 1, ... of a whole sequence."""
+"""The `length` of queries that are not at positions 0, 1, ... of a whole sequence."""
 
 Implementation = Literal["auto", "composite", "xla", "cudnn"]
 
@@ -115,7 +115,7 @@ def attention(
 
 
 class _Spec(NamedTuple):
-    """What is static of one attention.
+    """The static parameters of one attention.
 
     Attributes:
       causal, segments, scale, length, logits_dtype: as for `attention_reference.forward`.
@@ -183,12 +183,14 @@ def _run(
 def _composite(
     name: str, reference: Callable[..., Any], attributes: Any, positions: int, tensors: int
 ) -> Any:
-    """A composite whose `jax.vmap` is itself on a larger batch."""
+    """A composite whose `jax.vmap` is the same composite on a larger batch."""
 
     @custom_vmap
     def run(*operands: Any) -> Any:
         return jax.lax.composite(reference, name)(*operands, **attributes)
 
+    # The new dim joins the batch, as (size * B, S, N, D), and is taken out of the results again.
+    # Positions have no batch dim: if they differ from element to element, the reference is mapped.
     @run.def_vmap  # type: ignore[untyped-decorator]
     def mapped(size: int, batched: Sequence[bool], *operands: Any) -> Any:
         if any(batched[tensors : tensors + positions]):

@@ -22,7 +22,7 @@ except ImportError:  # pragma: no cover (a jax without it)
 
 WIDEST_HEAD = 128
 _HIDDEN = {"bfloat16": -2.0 * (1 << 40), "float16": -2.0 * (1 << 14)}
-"""What a bias adds to the score of a key that is not seen, by dtype, as jax has it."""
+"""The bias on the score of a key that is not seen, by dtype; jax uses the same numbers."""
 
 
 def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> Any:
@@ -76,7 +76,7 @@ def takes(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
 
 
 def _is_own(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
-    """Whether the kernel's own causal mask is the one that is meant."""
+    """Whether the kernel's own causal mask fits: queries and keys of the whole sequence."""
     return bool(q_BSND.shape[1] == spec["length"] == k_BTKD.shape[1])
 
 
@@ -96,7 +96,7 @@ def _bias(q_BSND: Any, k_BTKD: Any, masks: Any, spec: Any) -> tuple[Any, Any]:
 
 
 def _operands(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, bias: Any) -> tuple[Any, ...]:
-    """In the primitives' order; what is not used is empty."""
+    """The operands in the primitives' order, with empty arrays for unused ones."""
     unused = jnp.zeros(0, q_BSND.dtype)
     return (q_BSND, k_BTKD, v_BTKD, unused if bias is None else bias, *((unused,) * 6))
 

@@ -167,6 +167,9 @@ def _gradient(
     logits_dtype: str,
 ) -> tuple[Any, Any, Any]:
     """Gradients by some queries, in the dtype of the scores."""
+    # With weights P = softmax(S), out = P v and dP = dout v:
+    #   dS = P * (dP - rowsum(P * dP)),   and   rowsum(P * dP) = dout . (P v) = dout . out
+    # so `own` needs no sum over keys. P itself is exp(S - lse), by the forward pass's logsumexp.
     dot = functools.partial(jnp.einsum, preferred_element_type=logits_dtype)
     heads = k_BTKD.shape[2]
     scores_BKGQT, visible = _scores(q_BQND, k_BTKD, mask, scale, logits_dtype)
@@ -189,7 +192,7 @@ def _gradient(
 def _scores(
     q_BQND: Any, k_BTKD: Any, mask: Mask, scale: float, logits_dtype: str
 ) -> tuple[Any, Any]:
-    """Scores (B, K, G, Q, T), as small as can be where a key is not seen, and what is seen."""
+    """Scores (B, K, G, Q, T), the least number where a key is not seen; and which are seen."""
     q_BQKGD = _grouped(q_BQND, k_BTKD.shape[2])
     scores = jnp.einsum("bqkgd,btkd->bkgqt", q_BQKGD, k_BTKD, preferred_element_type=logits_dtype)
     scores *= scale

@@ -59,6 +59,8 @@ def gradient_rule(kind: OpKind) -> Rule:
 def _terms(kind: OpKind, build: RuleBuilder, summed: str) -> _Terms:
     """The terms; queries and the query heads of a key head are factors of the kind `summed`."""
     (batch, queries, heads, width), (_, keys, key_heads, _) = (t.shape for t in kind.operands[:2])
+    # 8 query heads of 2 key heads are (k=2, g=4), major to minor as they lie: over 4 devices k is
+    # split first, then g, and two devices share a key head.
     b, s = build.factor(batch), build.factor(queries, summed)
     t, d = build.factor(keys, REPLICATE), build.factor(width, REPLICATE)
     if heads == key_heads:
@@ -86,9 +88,9 @@ def gradient_flops(kind: OpKind) -> float:
 
 
 def _points(kind: OpKind) -> float:
-    """Points of a product's iteration space that count.
+    """Points of one product's iteration space, without those that a causal mask hides.
 
-    Of a part of the queries it is what the last part sees, which everybody waits for.
+    For a part of the queries those of the last part count, which sees most: all wait for it.
     """
     (batch, queries, heads, width), (_, keys, _, _) = (t.shape for t in kind.operands[:2])
     seen = 1 - min(queries, keys) / (2 * keys) if arguments_of(kind)["causal"] and keys else 1.0

@@ -58,7 +58,9 @@ def _decomposition(cache: Any, new: Any, positions_B: Any) -> Any:
 
 
 def _rows(cache: Any, new: Any, positions_B: Any) -> Any:
-    """As rows of one matrix: XLA transposes all of a cache whose scattered dims are not leading."""
+    """Scatters into rows of one matrix; with other dims XLA would transpose the whole cache."""
+    # Slot b, head k, position t is row (b * K + k) * T + t. Positions out of range go behind the
+    # last row, where `drop` ignores them; otherwise they would hit the next head's rows.
     slots, length, width = cache.shape[0], cache.shape[-2], cache.shape[-1]
     middle = math.prod(cache.shape[1:-2])
     rows = jnp.arange(slots * middle).reshape(slots, middle)

@@ -111,6 +111,8 @@ def _parts(sequences: int, length: int) -> int:
 
 
 def _joined(heads_BKCGD: Any, largest_BKCG: Any, sums_BKCG: Any) -> Any:
+    # Each part has sum(exp(s - m) v) and sum(exp(s - m)) with its own maximum m. Factors exp(m - M)
+    # for the largest maximum M bring them to one scale. A part that sees no position has sums of 0.
     if heads_BKCGD.shape[2] == 1:
         return heads_BKCGD[:, :, 0] / sums_BKCG[:, :, 0, :, None]
     share_BKCG = jnp.exp(largest_BKCG - jnp.max(largest_BKCG, axis=2, keepdims=True))

@@ -49,6 +49,8 @@ def linear(x_BI: Any, weight: Any) -> jax.Array:
     operands = (weight["values"], weight["scales"]) if isinstance(weight, dict) else (weight,)
     values = operands[0]
     _check(x_BI, operands)
+    # A byte of packed weights has an element of each half of its group: x gets the same dims,
+    # (B, Q, 2, W), so that a split over groups splits both operands alike.
     if values.ndim == 3:
         x_BI = x_BI.reshape(x_BI.shape[0], values.shape[1], NIBBLES, values.shape[2])
     out_BO: jax.Array = jax.lax.composite(_decomposition, NAME)(x_BI, *operands)

@@ -1,6 +1,6 @@
-"""What XLA's backends do in their own ways, as far as the memory of a program is concerned.
+"""How XLA's backends differ, as far as the memory of a program is concerned.
 
-The table says what was seen in XLA's buffer assignments. CPUs are the backend on which predictions
+The table says what XLA's buffer assignments show. CPUs are the backend on which predictions
 are compared with XLA's figures for every program (`benchmarks/memory.py`).
 """
 
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 
 class Backend(NamedTuple):
-    """What a backend of XLA does in its own way, as far as memory is concerned.
+    """How one backend of XLA differs from the others in its use of memory.
 
     Attributes:
       widens_halves: 16-bit floats are held as 32-bit ones, arguments and results excepted.
-      breadth_first: kernels run in the order in which their operands are there, so that independent
+      breadth_first: kernels run in the order in which their operands get ready, so that independent
         ones can run at the same time; else in the order of the program.
       transposes: contractions, convolutions and collectives want dims in one order; other
         operands are transposed copies.
-      library_reduces: sums and maxima of float32 are library calls: of what leads to them only a
-        product is computed inside.
-      recomputes: elementwise ops of one operand are computed again inside of whoever can, even
-        where a library call wants them stored.
-      combines: all-reduces that do not wait for each other are one.
+      library_reduces: sums and maxima of float32 are library calls. Of the ops that lead to their
+        operand only a product is computed inside.
+      recomputes: elementwise ops of one operand are computed again inside every reader that can do
+        so, even where a library call wants them stored as well.
+      combines: all-reduces that do not wait for each other become one.
     """
 
     widens_halves: bool = False
@@ -48,5 +48,5 @@ _CPU = Backend(
 
 
 def backend_of(platform: str | None) -> Backend:
-    """The backend for `cpu`, `cuda` or `tpu`; but for CPUs, kernels run as the program has them."""
+    """The backend for `cpu`, `cuda` or `tpu`; only that of CPUs differs from the defaults."""
     return _CPU if platform == "cpu" else Backend()

@@ -21,7 +21,7 @@ class Fused(NamedTuple):
     Attributes:
       stored: whether it has memory of its own.
       root: the value in whose memory it lies.
-      summed: whether it leads to a library's reduction, and is computed inside if that can.
+      summed: whether a library's reduction reads it, perhaps under another name.
     """
 
     stored: tuple[bool, ...]
@@ -30,7 +30,7 @@ class Fused(NamedTuple):
 
 
 def fuse(program: Program, backend: Backend) -> Fused:
-    """Which values of a local program a backend stores."""
+    """Which values of a local program a backend stores, and where the others lie."""
     found = _Fusion(program, backend)
     return Fused(tuple(found.stored), tuple(found.root), tuple(found.summed))
 
@@ -48,19 +48,30 @@ def is_untouched(loop: Op, position: int) -> bool:
 
 
 def wants_stored(op: Op, what: Role, position: int) -> bool:
-    """Whether an op wants an operand in memory, and not computed inside."""
+    """Whether an op needs an operand in memory, and cannot compute it inside."""
     if what == Role.UPDATE:
         return position < len(op.results) or op.kind.about.is_scatter
     return what == Role.CALL
 
 
 class _Fusion:
-    """Backwards over a program: `Fused`, and who reads what.
+    """Walks a program backwards, and collects the fields of `Fused`.
 
     Attributes:
       readers: how many kernels read a value; 2 stands for more.
-      needed: whether one of them wants it stored.
+      needed: whether one of them needs it stored.
     """
+
+    # Backwards, because whether a value is stored depends on its readers:
+    #
+    #   %2 = dot %0, %1     stored: a call's result
+    #   %3 = exp %2         one reader, the kernel of %4: computed inside it, and passes its reads
+    #                       on, so that %2 gets one reader
+    #   %4 = abs %3         needed by a call, so it is stored
+    #   %5 = dot %4, %1     a result
+    #
+    # If two kernels read %3 it is stored, for `exp` is expensive (`Role.ONCE`). A cheap op in its
+    # place is computed in both, and %2 gets two readers: so readers are counted in kernels.
 
     def __init__(self, program: Program, backend: Backend) -> None:
         count = len(program.types)
@@ -94,7 +105,7 @@ class _Fusion:
                 self.alias(op)
             elif what <= Role.ONCE and self.is_inside(op, what):
                 self.inside(op)
-            elif not op.kind.about.is_constant:  # that comes with the executable
+            elif not op.kind.about.is_constant:  # constants lie in the executable
                 self.store(op, what)
 
     def alias(self, op: Op) -> None:

@@ -14,16 +14,16 @@ from spmd.ir.program import Op, Value
 
 
 class Kernel(NamedTuple):
-    """Something that runs at once.
+    """A unit that a backend launches: one op, or several that are fused into it.
 
     Attributes:
-      op: the op whose results it makes; of a copy, the op that the copy is for.
+      op: the op whose results it makes; for a copy, the op that the copy is for.
       reads: the stored values that it reads, directly or through what is computed inside.
       makes: the values that it stores.
       writes_over: whether it may write over an operand of the same size that nobody reads again.
       is_copy: whether it makes a transposed copy.
-      handed: of a loop, the operands that it goes on with as its carries.
-      regions: of control flow, each region's kernels.
+      handed: for a loop, the operands in whose memory its carries lie.
+      regions: for control flow, each region's kernels.
     """
 
     op: Op
@@ -52,7 +52,10 @@ class Dependence:
                 self.readers.setdefault(value, []).append(i)
 
     def is_last(self, number: int, value: Value) -> bool:
-        """Whether a kernel waits for all others that read a value."""
+        """Whether a kernel waits for all others that read a value, and so may write over it."""
+        # Not by the order of the program: a backend that runs kernels breadth first may still have
+        # another reader ahead of it. So the search follows what the kernel waits for, backwards,
+        # until it has met all other readers.
         missing = set(self.readers[value]) - {number}
         if value in self.kernels[number].handed and value in self.kernels[number].reads:
             return False
@@ -72,6 +75,10 @@ class Dependence:
 
 def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
     """All-reduces over the same axes that do not wait for each other, as one kernel."""
+    # Their depth, the number of all-reduces on the way to them, tells which those are:
+    #   %2 = all_reduce %0   depth 0        before: [%2: %0] [%3: %2] [%4: %1]
+    #   %3 = all_reduce %2   depth 1        after:  [%2 %4: %0 %1] [%3: %2]
+    #   %4 = all_reduce %1   depth 0
     depth: dict[Value, int] = {}
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, kernel in enumerate(kernels):
@@ -93,9 +100,9 @@ def combined(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tuple[Kernel, ...]:
-    """Kernels in the order in which what they read is there, as a queue has it.
+    """Kernels in the order in which their operands get ready.
 
-    XLA's scheduler for CPUs does so, for independent kernels to run at the same time.
+    XLA's scheduler for CPUs uses this order, so that independent kernels can run at the same time.
 
     Args:
       kernels: of one region, in the order of the program.
@@ -120,6 +127,8 @@ def breadth_first(kernels: Sequence[Kernel], arguments: Sequence[Value]) -> tupl
                 if not missing[i]:
                     ready.append(i)
 
+    # Kernels without operands come first, as they stand; then those that need the region's
+    # arguments alone, in the order in which their last argument is released.
     first, ready = ready, deque()
     release(dict.fromkeys((*arguments, *captured)))
     ready.extendleft(reversed(first))

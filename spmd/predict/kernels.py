@@ -29,7 +29,7 @@ class Kernels(NamedTuple):
       types: of each value; transposed copies are numbered behind the program's values.
       root: the value in whose memory each value lies.
       stored: whether a value has memory of its own.
-      copied: copy -> the value that it is a copy of.
+      copied: number of a copy -> the value that it is a copy of.
     """
 
     body: tuple[Kernel, ...]
@@ -40,7 +40,7 @@ class Kernels(NamedTuple):
 
 
 def kernels_of(program: Program, backend: Backend) -> Kernels:
-    """What a backend runs for a local program."""
+    """The kernels that a backend runs for a local program."""
     fused = fuse(program, backend)
     built = _Builder(program, backend, fused)
     body = built.region(program.body)
@@ -48,14 +48,18 @@ def kernels_of(program: Program, backend: Backend) -> Kernels:
 
 
 class _Builder:
-    """Forwards over a program: the kernels, and what each reads.
+    """Walks a program forwards, and collects its kernels with what each one reads.
 
     Attributes:
-      inputs: value -> what is read from memory to get at it.
+      inputs: value -> the stored values that a reader of it reads instead.
       made_of: stored value of this region -> what is read to compute it again.
-      again: those of them that are computed again wherever that is possible.
-      copies: what is copied, and how -> the copy, in this region.
+      again: those of `made_of` that every reader computes again if it can.
+      copies: (value, shape, order of dims) -> its transposed copy in this region.
     """
+
+    # `inputs` carries reads through what is computed inside: with
+    #   %2 = dot %0, %1; %3 = exp %2; %4 = abs %3; %5 = dot %4, %1
+    # it is {%2: (%2,), %3: (%2,), %4: (%4,)}: the kernel of %4 reads %2 and computes `exp` itself.
 
     def __init__(self, program: Program, backend: Backend, fused: Fused) -> None:
         self.backend = backend
@@ -82,9 +86,9 @@ class _Builder:
         return breadth_first(self.apart(kernels), region.args)
 
     def apart(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Updates and loops get copies to write over of what others may read later, too.
+        """Gives updates and loops copies to write over, of values that others may still read.
 
-        A copy is made as soon as its value is there, and not when it is written over.
+        A copy is made as soon as its value is there, and not only when it is written over.
         """
         order = Dependence(kernels)
         found: list[Kernel] = []
@@ -100,7 +104,7 @@ class _Builder:
         return found
 
     def written_over(self, kernel: Kernel) -> tuple[Value, ...]:
-        """The values in whose memory a kernel goes on."""
+        """The values whose memory a kernel's results take over."""
         op = kernel.op
         if kernel.is_copy:
             return ()
@@ -109,7 +113,7 @@ class _Builder:
         return kernel.handed if op.is_loop else ()
 
     def copy_of(self, value: Value) -> Value:
-        """The number of a new copy."""
+        """A new value number, for a copy of a value."""
         self.types.append(self.types[value])
         self.copied[len(self.types) - 1] = value
         return len(self.types) - 1
@@ -128,15 +132,15 @@ class _Builder:
             self.kernel(op, what, kernels)
 
     def read(self, values: Iterable[Value]) -> tuple[Value, ...]:
-        """What is read from memory to get at some values."""
+        """The stored values that a reader of some values reads."""
         return tuple(dict.fromkeys(root for value in values for root in self.inputs[value]))
 
     def inside(self, values: Iterable[Value], any_op: bool = False) -> tuple[Value, ...]:
-        """What is read by who computes some values inside, even if others want them stored.
+        """The stored values that a kernel reads which computes some values again inside.
 
         Args:
-          values: any.
-          any_op: whether to compute them again if they are made of several values of their size.
+          values: what it computes.
+          any_op: whether to compute also those again that are made of several values of their size.
         """
         found: dict[Value, None] = {}
         for root in self.read(values):
@@ -162,7 +166,7 @@ class _Builder:
                 self.inputs[value] = (self.copy(op, value, order, kernels),)
 
     def operands(self, op: Op, what: Role, operands: list[Value]) -> tuple[Value, ...]:
-        """What a kernel reads to get at its operands, or their copies."""
+        """The stored values that a kernel reads for its operands, or their copies."""
         is_library = self.backend.library_reduces and is_library_reduce(op.kind)
         reads: dict[Value, None] = {}
         for i, value in enumerate(operands):
@@ -171,7 +175,7 @@ class _Builder:
         return tuple(reads)
 
     def is_unary(self, op: Op) -> bool:
-        """Whether an op is made of one value of its size: it costs nothing to read that instead."""
+        """Whether an op reads one value of its size: reading that instead costs nothing."""
         size = op.kind.results[0].size
         pairs = zip(op.operands, op.kind.operands, strict=True)
         return sum(type_.size >= size and bool(self.inputs[v]) for v, type_ in pairs) <= 1

@@ -1,7 +1,7 @@
 """Memory of one device, predicted from the local program: what is stored, from when until when.
 
     before: %3 = dot %1, %2; %4 = exp %3; %5 = dot %4, %2     (%1 dies at the first dot)
-    after:  %3 stored at 0..1, %4 in the place of %3 at 1..2, %5 a result
+    after:  %3 stored at 0..0, %4 in the place of %3 at 1..2, %5 a result
 
 Time is the number of a kernel in the order in which they run (`spmd.predict.kernels`), a loop's
 kernels before the loop itself. Rules: an elementwise kernel writes over an operand of the same size
@@ -26,8 +26,8 @@ class Buffer(NamedTuple):
     """Memory that one value takes.
 
     Attributes:
-      value: whose.
-      op: the op that makes it; of a transposed copy, the op that it is made for.
+      value: the value.
+      op: the op that makes it; for a transposed copy, the op that it is made for.
       bytes: on one device.
       start, end: numbers of the first kernel and of the last one during which it is held.
       is_copy: whether it is a transposed copy of the value.
@@ -42,7 +42,7 @@ class Buffer(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The op for people: `dot_general`, `copy for dot_general`."""
+        """The op's name in reports: `dot_general`, `copy for dot_general`."""
         return f"copy for {self.op.label}" if self.is_copy else self.op.label
 
     @property
@@ -52,16 +52,16 @@ class Buffer(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """What a program holds, and when.
+    """The memory of one device while a program runs.
 
     Attributes:
       arguments: bytes of its arguments, held throughout.
       results: bytes of its results.
-      aliased: of these, what lies in donated arguments.
-      reused: positions of the results that do.
-      temporary: the most bytes that everything in between takes at once.
+      aliased: bytes of the results that lie in donated arguments.
+      reused: positions of these results.
+      temporary: the most bytes that all other values take at once.
       peak_at: number of the kernel at which that is.
-      buffers: everything in between, in order of `start`.
+      buffers: memory of all other values, in order of `start`.
       order: the op of each kernel, as they run.
     """
 
@@ -80,7 +80,7 @@ class MemoryUse(NamedTuple):
         return self.arguments + self.results - self.aliased + self.temporary
 
     def at_peak(self) -> tuple[Buffer, ...]:
-        """What is held at the peak besides arguments and results, largest first."""
+        """The buffers that are held at the peak, largest first, without arguments and results."""
         held = [b for b in self.buffers if b.start <= self.peak_at <= b.end]
         return tuple(sorted(held, key=lambda b: -b.bytes))
 
@@ -93,13 +93,13 @@ def peak_memory(
     Args:
       program: a local program.
       donated: positions of the arguments whose memory may be overwritten.
-      platform: of the devices, `cpu`, `cuda` or `tpu`: backends order kernels in their own ways.
+      platform: `cpu`, `cuda` or `tpu`, whose backends order kernels differently; None for any.
     """
     return predict(program, donated, backend_of(platform))
 
 
 def predict(program: Program, donated: Sequence[int], backend: Backend) -> MemoryUse:
-    """What one device holds when a backend does things in its way."""
+    """Predicts what one device holds under a backend."""
     kernels = kernels_of(program, backend)
     return _Simulation(program, kernels, _aliases(program, donated), backend).run()
 
@@ -155,13 +155,15 @@ class _Uses:
 
 
 class _Simulation:
-    """Forwards over the kernels: allocates, frees, and remembers the most that was held.
+    """Runs over the kernels in order: allocates, frees, and remembers the most that was held.
 
     Attributes:
       now: the number of the kernel that runs.
-      homes: value -> until when the place in which it has to end up is in use, and until when the
-        value itself is needed.
+      homes: for a value that ends up in a given place (a donated argument's, a result's, or a
+        carry's): the last kernel that reads what lies there before, and the last that needs the
+        value.
       at_home: values that lie in an argument's or in a carry's memory.
+      dying: number of a kernel -> the buffers that are freed behind it.
     """
 
     def __init__(
@@ -224,6 +226,10 @@ class _Simulation:
 
     def make(self, kernel: Kernel, value: Value) -> None:
         """Allocates a value, in the place of one that dies here if the kernel may write over it."""
+        # A result whose place is free by now is made right there and takes no more memory. With
+        # %0 donated: `%2 = dot %0, %1; %3 = abs %2` stores %2, and puts %3 in %0's place, since
+        # nothing reads %0 behind the dot. In `%2 = abs %0` %0 is read by the very kernel that makes
+        # %2; an elementwise kernel may write over it as it goes, a dot may not.
         now, last = self.now, self.uses.last
         free_from, end = self.homes.get(value, (None, last[value]))
         if free_from is not None and (free_from < now or (free_from == now and kernel.writes_over)):
@@ -240,7 +246,7 @@ class _Simulation:
             self.most, self.most_at = self.held, now
 
     def hold_workspace(self, kernel: Kernel) -> None:
-        """What a composite holds while it runs, beside its operands and results."""
+        """Allocates what a composite holds while it runs, beside its operands and results."""
         size = kernel.op.kind.attrs.get(WORKSPACE, 0)
         if not size or kernel.is_copy:
             return
@@ -251,7 +257,7 @@ class _Simulation:
             self.most, self.most_at = self.held, self.now
 
     def bytes(self, value: Value) -> int:
-        """Bytes of a value while it is in between."""
+        """Bytes of a value that is neither an argument nor a result."""
         type_ = self.kernels.types[value]
         return type_.bytes * (2 if type_.dtype in self.widened else 1)
 
@@ -266,7 +272,7 @@ class _Simulation:
                 return
 
     def end_of(self, kernel: Kernel) -> int:
-        """The number of the last kernel of a loop or of a branch; of any other, its own."""
+        """The number of a loop's or conditional's last kernel; for any other kernel, its own."""
         if not kernel.regions:
             return self.now
         return self.now + sum(_count(region) for region in kernel.regions)
@@ -286,5 +292,5 @@ class _Simulation:
 
 
 def _count(kernels: Sequence[Kernel]) -> int:
-    """Kernels of a region, those of inner regions included."""
+    """Number of kernels of a region, those of inner regions included."""
     return sum(1 + sum(_count(region) for region in kernel.regions) for kernel in kernels)

@@ -1,4 +1,4 @@
-"""In which order of dims kernels of XLA's CPU backend read their operands; others are copied first.
+"""The order of dims in which XLA's CPU kernels read operands; any other order is copied first.
 
 Products of matrices read (batch, rows, contracted) and (batch, contracted, columns), or either one
 transposed as long as rows, columns and what is contracted are one dim each. Convolutions read
@@ -37,7 +37,7 @@ def _transposed_operands(kind: OpKind) -> dict[int, Order]:
 
 
 def transposed_results(kind: OpKind) -> Order:
-    """The order of dims in which results have to be copied; empty if they are as they should be."""
+    """The order of dims in which results have to be copied; empty if no copy is needed."""
     if kind.about.collective == "all_gather":
         order = _along(kind.results, kind.attrs["all_gather_dim"])[0]
         return () if _is_same(order, kind.results[0]) else tuple(range(kind.results[0].rank))
@@ -65,9 +65,10 @@ def _dot(kind: OpKind) -> dict[int, Order]:
 
 
 def _operand(batch: Order, first: Order, second: Order, type_: TensorType) -> Order:
-    """The order in which a dot reads an operand: as it is, if that is one matrix after another.
+    """The order of dims in which a dot reads an operand.
 
-    A transposed matrix is read as it is, too, but not where it only comes of leaving out dims.
+    A batch of matrices is read as it is, transposed ones too: but these only in exactly that order,
+    where dims of size 1 count.
     """
     as_it_is = tuple(range(type_.rank))
     if len(first) == len(second) == 1 and (*batch, *second, *first) == as_it_is:
@@ -92,6 +93,6 @@ def _along(types: tuple[TensorType, ...], dim: int) -> dict[int, Order]:
 
 
 def _is_same(order: Order, type_: TensorType) -> bool:
-    """Whether a tensor's elements lie in this order anyway: dims of size 1 do not matter."""
+    """Whether a tensor's elements lie in this order already; dims of size 1 do not matter."""
     long = [d for d in order if type_.shape[d] != 1]
     return long == sorted(long)

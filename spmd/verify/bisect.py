@@ -1,7 +1,7 @@
 """The first op of a program whose value differs between the partitioned and the whole program.
 
-A *cut* of a program after some of its ops is described by the values that are still needed behind
-it. Nothing differs at the cut before the first op, something does at the one behind the last: the
+A *cut* behind some ops of a program is compared by the values that are still needed behind it.
+Nothing differs at the cut before the first op, something does at the one behind the last. The
 search halves this interval, running both programs up to the cut, until one op is left. A loop is
 run for fewer iterations to find the first wrong one, and its body is then searched by itself.
 """
@@ -38,7 +38,7 @@ Lower = Callable[[Plan], Emitted]
 _SCALAR = Sharding(())
 _I32 = TensorType((), "i32")
 _MOST_ITERATIONS = 1 << 16
-"""Where the search for a wrong iteration of a loop with unknown trip count ends."""
+"""The last iteration that is tried in a loop with an unknown trip count."""
 
 
 class Culprit(NamedTuple):
@@ -48,7 +48,7 @@ class Culprit(NamedTuple):
       op: the op; None where only the reshard of a result can be at fault.
       text: the op, its operands' and results' shardings and its source line.
       inside: the loops and branches around it, outermost first.
-      comparisons: its results, or what else differs there.
+      comparisons: the values that differ behind it.
     """
 
     op: Op | None
@@ -69,10 +69,10 @@ def find_culprit(
     """The first op whose value differs, or None when both programs agree after all.
 
     Args:
-      plan: of the whole program.
+      plan: the whole program's plan.
       arguments: for each argument of the program a host array.
       lower: how a plan becomes a program to run.
-      tolerance: how far apart is different.
+      tolerance: the largest difference that still counts as equal.
     """
     return _Search(plan, arguments, lower, tolerance, ()).run()
 
@@ -124,6 +124,13 @@ class _Search:
         self.inside = inside
 
     def run(self) -> Culprit | None:
+        # Nothing differs at the cut `equal`, something at `differs`; cut n is behind n ops, and the
+        # one behind all ops and one more has the results in the shardings that are returned. Of 4
+        # ops the third is wrong:
+        #   [0, 5] cut 2 agrees -> [2, 5] cut 3 differs -> [2, 3]: it is ops[2]
+        # A value that nobody needs any more is not compared, so a difference may be gone again at a
+        # later cut. The search still ends at an op behind which something differs, and in front of
+        # which nothing does.
         equal, differs = 0, len(self.ops) + 1
         wrong = self.wrong_at(differs)
         if not wrong:
@@ -146,7 +153,7 @@ class _Search:
     # Cuts.
 
     def wrong_at(self, cut: int) -> tuple[Comparison, ...]:
-        """What differs behind so many ops; behind all and one more: the results as returned."""
+        """The values that differ behind the first `cut` ops; see `run` for the last cut."""
         plan = self.plan if cut > len(self.ops) else _until(self.plan, cut)
         return self.differing(plan, self.arguments) if plan.results else ()
 
@@ -162,7 +169,7 @@ class _Search:
         return tuple(comparison for comparison in compared if not comparison.ok)
 
     def values_before(self, index: int, values: Sequence[Value]) -> Arrays:
-        """Values in front of an op, from the whole program."""
+        """The values that the whole program has in front of an op."""
         body = self.program.body
         program = _with_body(self.program, Region(body.args, body.ops[:index], tuple(values)))
         return run_whole(program, self.arguments, self.plan.mesh)
@@ -193,7 +200,10 @@ class _Search:
         return found or self.culprit(op, wrong, f"iteration {last}; its body alone does not differ")
 
     def first_wrong_iteration(self, limited: Plan, trips: int | None) -> int:
-        """The first iteration after which a carry differs, from 1; 0 where none does."""
+        """The first iteration after which a carry differs, from 1; 0 if it is none of them."""
+        # Limits double until one differs, then the interval is halved. Where the eleventh of 100
+        # iterations is wrong: 0 1 2 4 8 agree, 16 differs; then 12 differs, 10 agrees, 11 differs.
+        # If carries differ after 0 iterations, their reshard into the loop is to blame.
 
         def differs(limit: int) -> bool:
             return bool(self.differing(limited, [*self.arguments, np.int32(limit)]))
@@ -214,7 +224,7 @@ class _Search:
     def search_region(
         self, index: int, region: Region, arguments: Sequence[Any], place: str
     ) -> Culprit | None:
-        """Searches a region by itself, given its arguments."""
+        """Searches a region by itself, as a program of its own with these arguments."""
         piece = _region_program(self.plan, region)
         captured = piece.body.args[len(region.args) :]
         arguments_at = tuple(probe_sharding(self.plan, v) for v in piece.body.args)
@@ -244,7 +254,7 @@ def _with_body(program: Program, body: Region) -> Program:
 
 
 def _with_program(plan: Plan, program: Program) -> Plan:
-    """The same decisions for another program over the same values."""
+    """The plan's decisions for another program that has some of the same values."""
     results = tuple(probe_sharding(plan, v) for v in program.body.results)
     problem = replace(plan.problem, propagated=replace(plan.propagated, program=program))
     return plan._replace(problem=problem, results=results)
@@ -281,14 +291,14 @@ def _region_program(plan: Plan, region: Region) -> Program:
 
 
 def probe_sharding(plan: Plan, value: Value) -> Sharding:
-    """The planned sharding of a value as a boundary can have it: whole axes, nothing partial."""
+    """The planned sharding of a value, cut down to what a boundary takes: whole, even axes."""
     state = plan.states[value] or _use_of_cheap(plan, value)
     shape = plan.program.types[value].shape
     return Sharding(whole_axes(state.dims, shape, plan.mesh))
 
 
 def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
-    """The sharding in which a value that is made for each use is first made."""
+    """The sharding that the first use of a cheap value wants; cheap values are made per use."""
     cheap = plan.propagated.cheap
     for op in plan.program.walk():
         if value not in op.operands or op.regions:
@@ -303,7 +313,7 @@ def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
 
 
 def _with_limit(plan: Plan, index: int) -> Plan:
-    """The program up to a loop, which also ends after as many iterations as a new argument says.
+    """The program up to a loop, which also ends after a number of iterations, a new argument.
 
     before: `%5 = while (%a = %1) cond { c } do { b }`
     after:  `%5, .. = while (%a = %1, %n = 0, %m = limit) cond { c and n < m } do { b, n + 1, m }`
@@ -351,7 +361,7 @@ def _with_limit(plan: Plan, index: int) -> Plan:
 def _scalars(
     b: Builder, make: Callable[[], tuple[Value, ...]]
 ) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
-    """Ops that the builder makes, and the values of them that are wanted."""
+    """The ops that `make` appends to the builder, and the values that it returns."""
     b.begin(isolated=True)
     wanted = make()
     return b.end((), ()).ops, wanted

@@ -15,15 +15,15 @@ _TOLERANCE_BITS = {64: 1e-9, 32: 1e-4, 16: 3e-2, 8: 3e-1, 4: 5e-1}
 
 
 class Comparison(NamedTuple):
-    """One result of two programs.
+    """How one result of two programs compares.
 
     Attributes:
-      name: whose.
+      name: the result's name.
       type: shape and element type.
       max_abs: largest difference.
       max_rel: the same over the largest magnitude of the expected result.
-      at: index of that element.
-      got, wanted: that element.
+      at: index of the element that exceeds its tolerance most.
+      got, wanted: that element in both.
       ok: every element agrees within the tolerance; integers and predicates exactly.
     """
 
@@ -49,8 +49,8 @@ class Comparison(NamedTuple):
 class Tolerance(NamedTuple):
     """Two floats agree when they are not further apart than `atol + rtol * |wanted|`.
 
-    Without `atol`, it is `rtol` times the largest magnitude of the result: what a sum in another
-    order is off by depends on its terms, not on what is left of them.
+    If left out, `atol` is `rtol` times the largest magnitude of the result. The error of a sum in
+    another order depends on its terms, which may be large where the sum itself is nearly 0.
     """
 
     rtol: float
@@ -90,6 +90,8 @@ def compare(
     off = np.where(np.isnan(off), np.inf, off)
     if not off.size:
         return Comparison(name, type_, 0.0, 0.0, (), None, None, True)
+    # `at` is where the tolerance is exceeded most, not where the difference is largest: with `rtol`
+    # large elements may be off by more.
     size = np.where(np.isfinite(y), np.abs(y), 0.0)
     allowed = np.zeros(())
     if _float_bits(type_.dtype):

@@ -26,7 +26,7 @@ _NOT_REPRODUCED = "partitioned once more, without XLA's options and donation, th
 
 
 class Verification(NamedTuple):
-    """What `verify` found; it prints as a report, and is true when all results agree.
+    """The outcome of `verify`; it prints as a report, and is true when all results agree.
 
     Attributes:
       ok: whether every result agrees.
@@ -68,7 +68,7 @@ def verify(
     atol: float | None = None,
     bisect: bool = True,
 ) -> Verification:
-    """Runs both programs and compares every result; looks for the op that is wrong if one is.
+    """Runs both programs, compares every result, and if one differs looks for the wrong op.
 
     The whole program runs on one device, which has to have room for it. One with manual regions
     runs on all of the mesh, partitioned by XLA, and every device has to have room for it.
@@ -90,6 +90,8 @@ def verify(
     tolerance = Tolerance.of(program, rtol, atol)
     want = run_module(module, program, given, plan.mesh)
     comparisons = _compared(program, host_arrays(run([a.copy() for a in given])), want, tolerance)
+    # The imported program, run whole, lies between the two: if it differs from the module already,
+    # the importer is to blame, and no op of the partitioned program.
     if all(c.ok for c in comparisons):
         return Verification(True, comparisons)
     imported = _compared(program, run_whole(program, given, plan.mesh), want, tolerance)
@@ -101,7 +103,7 @@ def verify(
 
 
 def run_module(module: Any, program: Program, arguments: Arrays, mesh: Mesh) -> Arrays:
-    """A module as jax runs it, its shardings ignored: see `run_text`."""
+    """Runs a module with its shardings ignored: see `run_text`."""
     return run_text(without_shardings(module), program, arguments, mesh)
 
 

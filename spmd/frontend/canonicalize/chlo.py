@@ -88,7 +88,9 @@ def _mulhi(site: Site) -> Sequence[Value]:
 
 
 def _mulhi_64(b: Builder, x: Value, y: Value) -> Value:
-    """Schoolbook multiplication of halves; a negative factor counts 2**64 too much, unsigned."""
+    """The upper half of a 128-bit product, by multiplying 32-bit halves."""
+    # As unsigned numbers a negative factor x counts as x + 2**64, so the product has y * 2**64 too
+    # much: its upper half is too large by y. The last loop takes that away.
     type_ = b.types[x]
     half, mask = b.splat(32, type_), b.splat(2**32 - 1, type_)
 
@@ -119,6 +121,9 @@ def _scan(site: Site) -> Sequence[Value]:
 
     `y[0] = body(x[0], init)`, then for shifts s = 1, 2, 4, ...: `y[i] = body(y[i], y[i - s])`.
     """
+    # A running sum of 1 2 3 4:   shift 1: 1 3 5 7   shift 2: 1 3 6 10
+    # After the step with shift s every element holds the last 2 s terms up to its own. Each step is
+    # elementwise, so that the scanned dim may be split; a loop over its elements could not be.
     body: Body = site.attrs["body"]
     dim = site.attrs["dimension"]
     if len(site.operands) != 2 or not site.attrs.get("is_associative") or not is_elementwise(body):

@@ -1,4 +1,4 @@
-"""`dot`, `einsum`, `unary_einsum`, `broadcast` and `torch_index_select`: older names of others."""
+"""Older ops written with newer ones: `dot`, `einsum`, `broadcast`, `torch_index_select`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _unary_einsum(site: Site) -> Sequence[Value]:
 
 
 def _letters(site: Site) -> tuple[list[str], str]:
-    """Terms and output of an einsum, `...` written out as capitals no term uses."""
+    """Terms and output of an einsum, `...` written out as Greek letters that no term uses."""
     config = str(site.attrs["einsum_config"]).replace(" ", "")
     left, _, output = config.partition("->")
     terms = left.split(",")
@@ -80,7 +80,7 @@ def _letters(site: Site) -> tuple[list[str], str]:
 
 
 def _sum_letters(b: Builder, term: str, x: Value, kept: set[str]) -> tuple[str, Value]:
-    """The term and the value without the letters that nobody else has."""
+    """Sums away the letters that no other term and not the output has."""
     alone = [d for d, c in enumerate(term) if c not in kept]
     return "".join(c for c in term if c in kept), reduce_add(b, x, alone)
 

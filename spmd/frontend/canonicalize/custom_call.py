@@ -1,4 +1,4 @@
-"""Custom calls that are ops in disguise: CHLO ops of exported modules, and `ApproxTopK`."""
+"""Custom calls that stand for ops: CHLO ops of exported modules, and `ApproxTopK`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ _TOP_K_ATTRS = ("mhlo.attributes", "mhlo.backend_config")
 def _approx_top_k(site: Site) -> Sequence[Value]:
     """A sort by the call's own comparator, then its first elements: recall 1, whatever was asked.
 
-    The operands are the tensors to reorder, then an initial value for each, which sorting needs
-    not.
+    The operands are the tensors to reorder, then an initial value for each, which a sort ignores.
     """
     if "body" not in site.attrs:
         site.fail("the module lacks its comparator", "use jax.lax.top_k")

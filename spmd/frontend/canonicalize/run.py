@@ -1,4 +1,4 @@
-"""Canonicalize: ops that are others in disguise become those, so that no later stage sees them.
+"""Canonicalize: ops that others can express are written with those, and no later stage sees them.
 
 before: `%2 = stablehlo.batch_norm_inference %x, ...`
 after:  `%7 = stablehlo.subtract ...; %8 = stablehlo.multiply ...`

@@ -1,4 +1,4 @@
-"""What a canonicalization gets to work with, and the small steps that several share."""
+"""`Site`: one op to canonicalize, and small steps that several canonicalizations share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Site(NamedTuple):
     Attributes:
       b: where the new ops go.
       op: the op as it was.
-      operands: its operands among the new values.
-      producers: the op that defined each value before.
+      operands: its operands, as new values.
+      producers: for each old value, the op that defined it.
     """
 
     b: Builder
@@ -37,7 +37,7 @@ class Site(NamedTuple):
         return self.op.kind.results[0]
 
     def ints(self, operand: int) -> tuple[int, ...] | None:
-        """Elements of an integer operand that is a constant, flattened; None if it is none."""
+        """Elements of a constant integer operand, flattened; None if it is not constant."""
         return constant_ints(self.producers, self.op.operands[operand])
 
     def fail(self, why: str, fix: str) -> NoReturn:

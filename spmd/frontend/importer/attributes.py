@@ -1,4 +1,4 @@
-"""What the MLIR bindings hand out, as plain data: types, constants, attributes, locations."""
+"""MLIR's types, constants, attributes and locations -> plain data."""
 
 from __future__ import annotations
 
@@ -103,6 +103,9 @@ def location_of(location: Any) -> tuple[str, list[Frame]]:
 
 def _walk_location(location: Any, scope: str, frames: list[Frame]) -> str:
     """Collects frames innermost first; returns the outermost scope name."""
+    # jax writes "jit(f)/sin"(callsite("f"("a.py":3) at "<module>"("a.py":9))): a name around call
+    # sites is a scope, a name around a file is the function of a frame. A module from elsewhere may
+    # fuse several locations; the last one that has a scope gives it.
     if isinstance(location, ir.CallSiteLoc):
         scope = _walk_location(location.callee, scope, frames)
         _walk_location(location.caller, scope, frames)
@@ -127,10 +130,10 @@ def _walk_location(location: Any, scope: str, frames: list[Frame]) -> str:
 
 
 def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:
-    """An op's attributes; as text those that the bindings have no class for: complex constants.
+    """An op's attributes; a complex constant, which the bindings have no class for, as text.
 
     Raises:
-      FrontendError: any other that they have none for.
+      FrontendError: another attribute that they have no class for.
     """
     try:
         return tuple([(name, op.attributes[name]) for name in op.attributes])
@@ -171,7 +174,7 @@ def attribute(op_name: str, name: str, attr: Any) -> Attribute:
 
 
 def composite_attribute(attr: Any) -> Attribute:
-    """One attribute of a composite's own, as what Python has for it where there is such."""
+    """One attribute of a composite, as a Python value where there is a fitting type."""
     if isinstance(attr, ir.DenseElementsAttr):
         return _dense(attr)
     if isinstance(attr, ir.BoolAttr):
@@ -304,7 +307,7 @@ def shardings_of(attr: Any) -> list[Any]:
 
 
 def mesh_of_sharding(attr: Any) -> Any:
-    """What an `sdy.sharding` says of its mesh: a symbol, or the mesh itself."""
+    """The mesh of an `sdy.sharding`: a symbol, or the mesh itself."""
     return sdy.TensorShardingAttr(attr).mesh_or_ref
 
 
@@ -315,7 +318,7 @@ def mesh_axes(attr: Any) -> tuple[tuple[str, int], ...]:
 
 
 def partitions_of(module: ir.Module) -> int:
-    """For how many devices a module says that it is."""
+    """The number of devices that a module says it is for."""
     found = module.operation.attributes
     count = 1
     for name in ("mhlo.num_partitions", "mhlo.num_replicas"):
@@ -325,7 +328,7 @@ def partitions_of(module: ir.Module) -> int:
 
 
 def exchange_of(op: Any) -> Exchange:
-    """What a collective says of who exchanges what."""
+    """A collective's groups, dims and channel, as data."""
     attrs = op.attributes
     permutes = op.name == "stablehlo.collective_permute"
     stated = attrs["source_target_pairs" if permutes else "replica_groups"]

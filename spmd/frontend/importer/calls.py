@@ -1,7 +1,7 @@
 """Ops that stand for others: calls and composites, tuples, and custom calls that name a function.
 
-Each handler here and in `import_regions` says in the environment which values an op's results are
-and appends the ops that it becomes, if any.
+Each handler here and in `regions` enters an op's results into the environment, and appends the ops
+that it becomes, if any.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str
     """The handlers of one import.
 
     Args:
-      composites: those that stay whole -> attributes that they get besides their own.
+      composites: name of each composite that stays one op -> attributes besides its own.
     """
+    # A tuple never becomes a value: it is remembered as the values that it was made of.
+    #   %3 = tuple %1, %2; %4 = get_tuple_element %3[1]      %4 is %2, and no op is appended
     tuples: dict[Any, tuple[Value, ...]] = {}
 
     def composite(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
@@ -77,6 +79,10 @@ def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str
 
 def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -> None:
     """The ops of a function in place of its call."""
+    # before: func @f(%a) { %b = tanh %a; return %b }   and   %5 = call @f(%4); %6 = call @f(%5)
+    # after:  %5 = tanh %4; %6 = tanh %5
+    # The body is imported anew for each call, with `inner` naming the arguments: two calls may get
+    # different shardings, and their ops carry the line of their own call.
     function = importer.contents.functions.get(callee)
     if callee in importer.calls or function is None or not function.regions[0].blocks:
         problem = "calls itself" if callee in importer.calls else "has no body in the module"
@@ -126,7 +132,7 @@ def _custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
 
 
 def _foreign_tuple(importer: Importer, op: Any) -> FrontendError:
-    """A tuple is the values that it was made of; taking one out gives that value."""
+    """The error of a tuple that is an argument, or made by anything but `tuple`."""
     return FrontendError(
         f"{op.name} of tuples that the module does not make itself",
         source=importer.loc(op.location).source,

@@ -1,4 +1,4 @@
-"""What a module holds besides ops: functions, meshes, and what it says of its boundary."""
+"""A module's functions and meshes, and the marks and names of its arguments and results."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Contents:
 
     Attributes:
       functions: name -> function.
-      meshes: name, or text of one that stands where a name might -> its axes.
-      partitions: for how many devices the module says it is.
+      meshes: name of a mesh, or its text where it is written out in place -> its axes.
+      partitions: the number of devices that the module is for.
     """
 
     def __init__(self, module: Any) -> None:
@@ -51,7 +51,7 @@ class Contents:
         """The function to compile.
 
         Raises:
-          FrontendError: there is none, or no telling which.
+          FrontendError: there is none, or several and none is `main`.
         """
         main = self.functions.get("main")
         if main is None and len(self.functions) == 1:
@@ -67,7 +67,7 @@ class Contents:
     # Meshes.
 
     def note_mesh(self, sharding: Any) -> None:
-        """A sharding may spell its mesh out instead of naming one of the module's."""
+        """Remembers the mesh of a sharding that writes it out instead of naming it."""
         mesh = mesh_of_sharding(sharding)
         if str(mesh).startswith("#sdy.mesh"):
             self.meshes[str(mesh)] = mesh_axes(mesh)
@@ -130,7 +130,7 @@ def path_of(name: str) -> str:
 
 
 def _stated(function: Any, name: str) -> list[dict[str, Any]]:
-    """What a function says of each of its arguments or results."""
+    """The attributes of each of a function's arguments or results."""
     inputs, results = function_type(function)
     if name not in function.attributes:
         return [{} for _ in (inputs if name == "arg_attrs" else results)]

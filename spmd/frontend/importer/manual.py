@@ -1,6 +1,6 @@
-"""What a module says about manual regions and the collectives in them, as plain data.
+"""Manual regions and the collectives in them, as plain data.
 
-Devices are positions in the mesh, flattened row-major: so jax numbers them in replica groups, in
+Devices are positions in the mesh, flattened row-major: jax numbers them so in replica groups, in
 pairs of a permute and in `partition_id`, whatever ids they have in hardware.
 """
 
@@ -19,10 +19,10 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
 BY_USER = "written by the user in shard_map"
-"""Why a collective of a manual region is there."""
+"""Note of the collectives in manual regions."""
 
 Groups = tuple[tuple[int, ...], ...]
-"""Devices that exchange with one another, in the order of what they exchange."""
+"""Groups of devices that exchange with one another, in the order of their pieces."""
 
 COLLECTIVE_DIMS = ("all_gather_dim", "concat_dimension", "scatter_dimension", "split_dimension")
 _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.reduce_scatter")
@@ -34,8 +34,8 @@ class Scope(NamedTuple):
 
     Attributes:
       mesh: its mesh, as the module states it.
-      axes: the atoms of its own axes.
-      held: these and those of the regions around it.
+      axes: the atoms of its own manual axes.
+      held: the atoms of these and of the regions around it.
     """
 
     mesh: Mesh
@@ -48,7 +48,7 @@ class Scope(NamedTuple):
         return len(self.held) == len(self.mesh.atoms)
 
     def split(self, sharding: ShardingAttr) -> tuple[tuple[Axes, ...], ShardingAttr | None]:
-        """What a sharding of the boundary says of manual axes, and of the others, if anything."""
+        """Splits a boundary sharding into manual axes and the rest (None if that says nothing)."""
         own = {name for name, atoms in self.mesh.axis_atoms.items() if set(atoms) <= set(self.axes)}
         fixed = tuple(
             self.mesh.atoms_of(name for name, _, _ in dim if name in own) for dim in sharding.dims
@@ -59,13 +59,13 @@ class Scope(NamedTuple):
 
 
 def scope_of(names: Sequence[str], mesh: Mesh, outer: Scope | None) -> Scope:
-    """The manual region over some axes inside another one."""
+    """The scope of a manual region over some axes, inside another one or none."""
     axes = mesh.atoms_of(name for name in mesh.axis_names if name in names)
     return Scope(mesh, axes, (outer.held if outer else ()) + axes)
 
 
 def says_nothing(sharding: ShardingAttr) -> bool:
-    """Whether a sharding leaves everything open: jax states such inside manual regions."""
+    """Whether a sharding names no axis and leaves every dim open."""
     return not any(sharding.dims) and all(sharding.open)
 
 
@@ -84,9 +84,9 @@ class Exchange(NamedTuple):
 
     Attributes:
       name: the op.
-      dims: the attributes that say along which dims.
+      dims: the attributes that name dims, as `all_gather_dim`.
       rows: its replica groups, padded with -1, or the pairs of a permute.
-      mesh_axes: `#stablehlo.replica_group_mesh_axes<...>`, where it has no groups.
+      mesh_axes: `#stablehlo.replica_group_mesh_axes<...>`, if it has that in place of groups.
       channel: the number of its channel; 0 if it has none.
       global_ids: whether `use_global_device_ids` is set.
     """
@@ -112,7 +112,7 @@ def collective(
       scope: the manual region that it is in.
       meshes: the module's meshes.
       loc: where it comes from.
-      partitions: for how many devices the module says it is.
+      partitions: the number of devices that the module is for.
 
     Returns:
       None for a collective that does nothing: every device exchanges with itself alone.
@@ -141,7 +141,12 @@ def collective(
 
 
 def axes_of_groups(groups: Groups, mesh: Mesh) -> Axes | None:
-    """The atoms whose groups these are, in the order of their members; None if there are none."""
+    """The atoms whose `Mesh.groups` are these groups; None if there are no such atoms."""
+    # The first group tells which atoms vary, and in which order: the major one changes last. On
+    # (data=2, model=2), whose devices are 0 1 | 2 3:
+    #   (0, 2, 1, 3)   data differs from member 1 on, model from member 2 on: (model, data)
+    #   (0, 3)         both differ at once, but groups of both have four members: None
+    # The test at the end decides; before it this is a guess.
     first = groups[0]
     place: dict[int, int] = {}
     for index, position in enumerate(first):

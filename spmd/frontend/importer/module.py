@@ -1,7 +1,7 @@
-"""StableHLO module -> `Program`: the doors of the importer.
+"""StableHLO module -> `Program`: the entry points of the importer.
 
-    import_attributes (what the bindings hand out, as data) -> import_contents (functions, meshes)
-    -> import_ops (blocks, op by op) -> import_calls, import_regions (ops that become others)
+    attributes (what the bindings hand out, as data) -> contents (functions, meshes)
+    -> ops (blocks, op by op) -> calls, regions (ops that become others)
 
 Function calls and composites that nobody registered are inlined on the way in, so that later
 stages see one function. Scalar bodies (of reduce, scatter, sort, ...) become hashable attributes;
@@ -69,8 +69,8 @@ def import_module(
     Args:
       module: a StableHLO module in memory.
       arg_names: names for the arguments; `arg0`, `arg1`, ... when left out.
-      composites: those that stay whole -> attributes that they get besides their own, which have
-        `with.` in front of their names. All others are inlined.
+      composites: name of each composite that stays one op -> attributes that it gets besides its
+        own, which have `with.` in front of their names. All others are inlined.
 
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
@@ -173,7 +173,7 @@ def _unique(what: str, names: list[str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _malformed() -> Iterator[None]:
-    """What the bindings make of attributes that have no sense, as errors of ours."""
+    """Turns the errors that bindings raise on senseless attributes into ours."""
     try:
         yield
     except SpmdError:

@@ -1,4 +1,4 @@
-"""Blocks of MLIR ops -> ops of a `Program`, one by one, with what handlers make of some of them."""
+"""Blocks of MLIR ops -> ops of a `Program`, one by one; handlers replace some of them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _NEUTRAL_OPERAND = {"stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.pa
 _RETURNS = {"func.return", "stablehlo.return", "sdy.return"}
 
 Env = dict[Any, Value]
-"""A value of the module -> its number in the program."""
+"""Maps a value of the module to its number in the program."""
 Handler = Callable[["Importer", Any, Env, list[Op]], None]
-"""Imports an op of the module: says in the environment what its results are, appends ops."""
+"""Imports an op of the module: appends ops, and enters its results into the environment."""
 
 
 class Importer:
@@ -44,9 +44,13 @@ class Importer:
       contents: functions and meshes of the module.
       types: the type of each value so far.
       calls: names of the functions that are being inlined, outermost first.
-      scopes: the manual regions around, outermost first.
-      in_bodies: how many scalar bodies are around.
+      scopes: the manual regions around the current op, outermost first.
+      in_bodies: how many scalar bodies are around the current op.
     """
+
+    # MLIR shares equal types and attributes, and a model has the same layer many times: every
+    # distinct one is converted once and kept by identity. Equal types are therefore one object, and
+    # `_kind_cache` may use `id(type)` instead of hashing shapes for each op.
 
     def __init__(self, contents: Contents, handlers: Mapping[str, Handler]) -> None:
         self.contents = contents
@@ -67,7 +71,7 @@ class Importer:
     # Values, types, locations.
 
     def bind(self, env: Env, value: Any) -> Value:
-        """A new value for one of the module."""
+        """Gives a value of the module a new number."""
         env[value] = self._new(self.type(value.type))
         return env[value]
 
@@ -91,6 +95,9 @@ class Importer:
 
     def loc(self, location: Any) -> Loc:
         """The location as data; inside an inlined call, the caller's scope and stack are kept."""
+        # A call at `train.py:9` in scope `jit(step)` of a function whose op has scope `mlp/dot` and
+        # frame `model.py:3` gives the scope `jit(step)/mlp/dot` and both frames, innermost first.
+        #
         # Locations compare equal by identity in MLIR but hash by their Python wrapper; the
         # attribute behind one hashes properly.
         key = (location.attr, id(self.call_loc))
@@ -147,8 +154,9 @@ class Importer:
         Args:
           op: the op.
           env: the values around it; its results are added.
-          name: what it is called in the program, if not the same.
-          attrs: its attributes there, if not the same; the op itself must decide them.
+          name: its name in the program, if that is another one.
+          attrs: its attributes there, if they are others. They must follow from the op alone, since
+            equal ops share a kind.
 
         Raises:
           FrontendError: it reads a value that is not visible, or is refused.
@@ -237,10 +245,12 @@ class Importer:
             raise FrontendError(error.what, op=name, source=loc.source) from error
 
     def _is_alone(self) -> bool:
-        """Whether no axis is free here."""
+        """Whether all axes are manual here."""
         return bool(self.scopes) and self.scopes[-1].is_whole
 
-    # Constants that change nothing.
+    # Constants that change nothing. A reduction that starts from its identity (a sum from 0) is
+    # linear, so a partial value may flow through it; from 1 every device's term would bring a 1 of
+    # its own.
 
     def _note_constant(
         self, kind: OpKind, inputs: tuple[Value, ...], outs: tuple[Value, ...]
@@ -251,7 +261,7 @@ class Importer:
             self._constants[outs[0]] = self._constants[inputs[0]]
 
     def _note_neutral(self, kind: OpKind, inputs: tuple[Value, ...]) -> OpKind:
-        """Records whether the init or padding operands are the constants that change nothing."""
+        """Records as `spmd.neutral` whether initial or padding values are the identity."""
         count = 1 if kind.name == "stablehlo.pad" else len(inputs) // 2
         reducer = kind.attrs.get("reducer", "add")
         neutral = bool(reducer) and all(
@@ -280,8 +290,8 @@ class Importer:
         """A region of scalar ops as data.
 
         Args:
-          region: of the op, or the function that it names.
-          name: the op's.
+          region: a region of an op, or of the function that it names.
+          name: the op's name.
 
         Raises:
           FrontendError: it reads a value from around it that is not a constant.
@@ -304,7 +314,9 @@ class Importer:
             self.in_bodies -= 1
 
     def _constants_from_outside(self, block: Any, env: Env) -> list[Op]:
-        """Constants that a body reads from around it, as MLIR's folding leaves them."""
+        """Copies of the constants that a body reads from around it."""
+        # MLIR's folding moves constants out of bodies. They are repeated inside: a `Body` reads
+        # nothing from around it, so that equal bodies are equal wherever they stand.
         ops: list[Op] = []
         for item in block.operations:
             for value in item.operation.operands:
@@ -316,7 +328,7 @@ class Importer:
 
 
 def keep(op: Op, ops: list[Op]) -> None:
-    """Appends an op, but for control flow that gives no results and so does nothing."""
+    """Appends an op, unless it is control flow without results or effects."""
     inner = (inner for region in op.regions for inner in walk_region(region))
     has_effect = bool(op.results) or any(i.name == "stablehlo.custom_call" for i in inner)
     if has_effect or not op.regions:
@@ -328,12 +340,12 @@ def _import_plainly(importer: Importer, op: Any, env: Env, ops: list[Op]) -> Non
 
 
 def _is_wrapped_scalar(kind: OpKind) -> bool:
-    """A broadcast from scalar to scalar: so jax writes initial values of windows."""
+    """Whether an op broadcasts a scalar to a scalar, as jax does for windows' initial values."""
     return kind.name == "stablehlo.broadcast_in_dim" and kind.results[0].rank == 0
 
 
 def _refusal_name(op: Any, name: str) -> str:
-    """What `unsupported.REFUSED` calls an op."""
+    """The name of an op in `unsupported.REFUSED`."""
     if name != "stablehlo.custom_call":
         return name
     return f"custom_call:{string_of(op.attributes['call_target_name'])}"

@@ -23,7 +23,13 @@ from spmd.mesh.mesh import Mesh
 
 
 def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    """`sdy.manual_computation`: operands and results cross at ops inside of the region."""
+    """`sdy.manual_computation`: operands and results cross the boundary by ops in the region."""
+    # before: %2 = manual_computation(%1) in=[{x}] out=[{x}] { (%a): %b = tanh %a; return %b }
+    # after:  %2 = spmd.manual { %3 = to_manual %1 {x}; %4 = tanh %3; %5 = from_manual %4 {x}
+    #                            return %5 }
+    # A region without operands may read any value around it, as those of control flow do, and the
+    # boundary becomes ops with rules like any other. What a boundary sharding says of axes that are
+    # not manual is a mark inside, between the boundary op and what is in the region.
     ins, outs = (shardings_of(op.attributes[n]) for n in ("in_shardings", "out_shardings"))
     outer = importer.scopes[-1] if importer.scopes else None
     mesh = importer.contents.mesh_of([*ins, *outs])
@@ -74,7 +80,7 @@ def _collective(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
 
 
 def _constraint(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-    """A mark; jax puts one that says nothing on all that is manual in part."""
+    """A mark; inside partly manual regions jax also writes marks that say nothing."""
     attr = op.attributes["sharding"]
     if (importer.in_bodies or importer.scopes) and says_nothing(sharding_attr(attr)):
         env[op.results[0]] = env[op.operands[0]]

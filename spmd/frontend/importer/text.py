@@ -1,4 +1,4 @@
-"""What of a module's text MLIR's parser would die of, looked for before it sees the text."""
+"""Refuses module text that would end the process inside MLIR's parser."""
 
 from __future__ import annotations
 

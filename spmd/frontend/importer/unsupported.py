@@ -100,7 +100,7 @@ REFUSED: Mapping[str, Refusal] = {
 
 
 def refuse(name: str, loc: Loc) -> None:
-    """Raises where an op is refused.
+    """Raises if an op is refused.
 
     Args:
       name: the op's name, or `custom_call:` and its target.

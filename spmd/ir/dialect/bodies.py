@@ -38,7 +38,7 @@ def inline_elementwise(
     """The body of elementwise ops, once, on whole tensors.
 
     Args:
-      b: where the ops are appended.
+      b: the builder that ops are appended to.
       body: a body for which `is_elementwise` holds.
       args: for each argument of the body, a value of the wanted shape.
       shape: that shape.

@@ -77,7 +77,14 @@ def _all_to_all(kind: OpKind) -> Rule:
 def _along(
     kind: OpKind, whole: tuple[int, ...], *, sums: bool = False, moves: bool = False
 ) -> Rule:
-    """The rule of a collective of one operand: some dims stay whole, the others pass."""
+    """The rule of a collective of one operand: some dims stay whole, the others pass.
+
+    Args:
+      kind: the collective.
+      whole: dims whose size or content it changes along the devices.
+      sums: whether it reduces; it is then linear only if it adds.
+      moves: whether it only moves elements.
+    """
     build = RuleBuilder()
     before, after = [], []
     for dim, (size, left) in enumerate(

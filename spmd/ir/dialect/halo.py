@@ -103,7 +103,7 @@ class Reads(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
-    """What each tile reads.
+    """The elements of an operand's dim that each tile of the tiled dim reads.
 
     Args:
       window: the window.

@@ -12,6 +12,11 @@ from spmd.ir.types import GatherDims, ScatterDims
 @op("stablehlo.gather", traffic=Traffic.PIECE, role=Role.ONCE)
 def _gather(kind: OpKind) -> Rule:
     """`v h, b -> b h {v: reduce add}`: a device looks up only what lies in its piece of `v`."""
+    # An embedding of f32[100, 8] looked up at i32[4, 1], in slices of (1, 8):
+    #   i j, l k -> ...   dim 0 of the table is cut to one element, so it is reduced: a device that
+    #                     lacks the row contributes zeros
+    #                     dim 1 is taken whole, so it is a factor of the result, too
+    # Of a dim that is cut to several elements a slice may straddle two pieces: it stays whole.
     build = RuleBuilder()
     dims: GatherDims = kind.attrs["dimension_numbers"]
     sizes = kind.attrs["slice_sizes"]

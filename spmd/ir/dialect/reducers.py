@@ -46,7 +46,7 @@ def identity_element(kind: str, dtype: str) -> Any:
         return np.ones((), np_dtype)
     if kind == "and":
         return np.asarray(True) if dtype == "i1" else np.invert(np.zeros((), np_dtype))
-    largest = kind == "min"
+    largest = kind == "min"  # min and max start from the far end of the dtype's range
     if dtype == "i1":
         return np.asarray(largest)
     if np_dtype.kind in "iu" or dtype in ("i2", "i4", "ui2", "ui4"):

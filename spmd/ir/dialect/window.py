@@ -19,7 +19,7 @@ Pair = tuple[DimFactors, DimFactors]
 
 
 def term_kind(dtype: str) -> str:
-    """How terms that are zero on all devices but one combine."""
+    """The reduction that combines terms of which all but one device's are zero."""
     return "or" if dtype == "i1" else "add"
 
 

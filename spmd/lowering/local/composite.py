@@ -1,7 +1,7 @@
-"""Composites at local shapes: what computes them is traced for one device.
+"""Composites at local shapes: their kernel or decomposition is traced for one device.
 
 before: `%3 = stablehlo.composite "my.op" %1, %2`
-after:  `%3 = multiply %1, %2; %4 = ...`, what its decomposition does, where there is no kernel;
+after:  `%3 = multiply %1, %2; %4 = ...`, the ops of its decomposition, where there is no kernel;
         else the same op at the shapes of one device, which is emitted as
         `%3 = call @my_op_1f3a(%1, %2)`, with a `func @my_op_1f3a`
 
@@ -44,8 +44,8 @@ class Traced(NamedTuple):
     Attributes:
       entry: the symbol of the one to call.
       functions: the text of each, in the order of the module.
-      program: the same, read; None where it has ops that the compiler does not read.
-      workspace: bytes that it is predicted to hold beside its operands and results.
+      program: the functions as a program; None if they have ops that the compiler does not know.
+      workspace: predicted bytes that it holds beside its operands and results.
     """
 
     entry: str
@@ -55,7 +55,7 @@ class Traced(NamedTuple):
 
 
 class _Declined(Exception):
-    """A kernel that is not for these shapes."""
+    """Raised where a kernel returns NotImplemented."""
 
 
 def lower_composite(op: LocalOp) -> tuple[Value, ...]:
@@ -117,9 +117,9 @@ def _inlined(b: Builder, program: Program, operands: Sequence[Value]) -> tuple[V
 
 
 def traced_composite(kind: OpKind) -> Traced | None:
-    """What computes a composite at its types; made once for each kind.
+    """The traced kernel or decomposition of a composite; made once for each kind.
 
-    None if its kernel is not for these shapes, or if there is no decomposition.
+    None if its kernel does not take these shapes, or if there is no decomposition.
 
     Raises:
       SpmdError: a function that fails, or whose results are not those of the composite.
@@ -130,6 +130,8 @@ def traced_composite(kind: OpKind) -> Traced | None:
     function = composite.kernels[platform] if is_kernel else composite.decomposition
     if function is None:
         return None
+    # The workspace is known only after tracing, and is added to the op's kind: the kind without it
+    # is the key, so that planning, lowering and emission trace a kernel once between them.
     bare = {name: value for name, value in kind.attrs.items() if name != WORKSPACE}
     cache = OpKind(kind.name, kind.operands, kind.results, bare)._cache
     if "composite.traced" not in cache:

@@ -61,7 +61,7 @@ def fetch(
     """The range that each device needs of a dim split over `axes`, with `fill` outside of it.
 
     Args:
-      b: where to.
+      b: the builder that ops are appended to.
       x: the local tile.
       dim: the dim.
       size: its global size.
@@ -178,7 +178,7 @@ def assemble(
     """One range of a dim from parts that do not overlap on any device.
 
     Args:
-      b: where to.
+      b: the builder that ops are appended to.
       parts: the parts.
       dim: the dim.
       axes: what the tiles are split over.

@@ -35,7 +35,7 @@ def merged_dims(op: LocalOp) -> tuple[int, ...]:
 
 
 def _gathered(op: LocalOp, x: Value, dim: int, axes: Axes) -> Value:
-    """What all devices along some atoms have, one behind the other."""
+    """All-gathers what devices along some atoms found, with a note that says so."""
     with op.b.noted(f"what each piece of dim {dim} found, for {op.op.name}"):
         return gather_dim(op.b, x, dim, axes, op.mesh)
 
@@ -242,7 +242,7 @@ def _comes_first(
     """Whether elements come before others: by the comparator, equal ones and padding by position.
 
     Args:
-      b: where to.
+      b: the builder that ops are appended to.
       op: the sort.
       left, right: an element of each operand, and its position.
       shape: shape of all of these.
@@ -269,7 +269,7 @@ def _in_turn(xs: Sequence[Value], ys: Sequence[Value]) -> list[Value]:
 def _met(
     op: LocalOp, xs: Sequence[Value], dim: int, axes: Axes, pairs: Sequence[tuple[int, int]]
 ) -> tuple[Value, ...]:
-    """What a device keeps of its piece and its partner's: the first half or the last of both."""
+    """Exchanges pieces between partners; each keeps the first half or the last of both."""
     # 1 4 6 meets 2 3 9. With the partner's reversed, pairs are (1, 9) (4, 3) (6, 2):
     #   the lower tile keeps the first of each pair, 1 3 2: the three smallest, still to be sorted
     #   the higher one sees (2, 6) (3, 4) (9, 1) and keeps the last of each, 6 4 9

@@ -32,7 +32,7 @@ class Dims:
 def read(
     op: LocalOp, number: int, x: Value, dim: int, window: Window, axes: Axes, fill: Value | None
 ) -> tuple[Value, Reads]:
-    """What the tiles over `axes` read of an operand's dim, which is split like them or whole."""
+    """Fetches what tiles over `axes` read of an operand's dim, split like them or whole."""
     size = op.op.kind.operands[number].shape[dim]
     reads = reads_of(window, size, axes, op.mesh)
     return fetched(op, number, x, dim, axes, reads.need, fill), reads

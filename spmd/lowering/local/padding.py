@@ -41,7 +41,7 @@ def join(b: Builder, x: Value, dim: int, size: int, axes: Axes, mesh: Mesh) -> V
     """The inverse of `cut`: pieces lie in order along a dim, with their padding.
 
     Args:
-      b: where the ops are appended.
+      b: the builder that ops are appended to.
       x: the value.
       dim: the dim.
       size: how many elements it has without padding.
@@ -124,7 +124,7 @@ def mask(
     """Replaces the padding along some dims.
 
     Args:
-      b: where to.
+      b: the builder that ops are appended to.
       x: the local value.
       shape: global shape.
       sharding: how it is split.

@@ -92,7 +92,7 @@ def _reverse(op: LocalOp) -> tuple[Value, ...]:
 
 @local("stablehlo.pad")
 def _pad(op: LocalOp) -> tuple[Value, ...]:
-    """What lies beyond the operand's ends is fetched as padding."""
+    """Fetches the elements that a piece reads, with padding for those beyond the operand's ends."""
     (x, fill), dims = op.operands, Dims(op)
     amounts = {
         name: list(op.attrs[name])

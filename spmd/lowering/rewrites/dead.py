@@ -12,6 +12,8 @@ from spmd.ir.program import Program, Region, Value, free_values
 def remove_dead(program: Program) -> Program:
     """Drops ops whose results nobody reads (effects are kept)."""
 
+    # Backwards, so that the readers of a value are seen before its op. A loop's carry that nobody
+    # reads stays: whether its body needs it takes a look around the loop.
     def region(old: Region, needed: set[Value]) -> Region:
         needed |= set(old.results)
         kept = []

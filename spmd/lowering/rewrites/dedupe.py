@@ -16,6 +16,8 @@ from spmd.ir.program import Op, Program, Region, Value
 
 def dedupe(program: Program) -> Program:
     """Removes ops that repeat a visible one; the first stays where it is."""
+    # Operands are replaced before they are compared, so that chains collapse: with %3 and %4 equal
+    # gathers, `%5 = tanh %3; %6 = tanh %4` are equal as well, once `same` has %4 -> %3.
     same: dict[Value, Value] = {}
 
     def region(old: Region, visible: dict[Any, Op]) -> Region:

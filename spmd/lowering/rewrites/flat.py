@@ -25,7 +25,7 @@ def combined(b: Builder, group: Sequence[Op]) -> None:
     """Appends one collective that makes the results of several.
 
     Args:
-      b: where to.
+      b: the builder that ops are appended to.
       group: collectives of one of the `COMBINED` kinds, over the same groups, of one dtype and
         reduction.
     """

@@ -110,6 +110,10 @@ def _narrowed_first(program: Program) -> Program:
 
 def _wanted_types(program: Program) -> dict[Value, str]:
     """For each exchanged value, the one narrower type that all its uses convert it to."""
+    # Backwards from converts: `found` has the type that everything behind a value agrees on. Of
+    #   %2 = all_gather %1; %3 = transpose %2; %4 = convert %3 : bf16; %5 = add %3, %3
+    # %3 is also added in f32, so neither it nor %2 is in `found`. Then forwards from exchanges: a
+    # transpose without an exchange in front of it stays as it is.
     users = users_of(program)
     found: dict[Value, str] = {}
 

@@ -50,6 +50,8 @@ def regather(program: Program) -> Program:
 
 def _way_back(gather: Op, made: Mapping[Value, Op]) -> list[Op]:
     """The ops from a gather's operand back to what took it apart the same way, else []."""
+    # %2 = reduce_scatter %1 dim=0; %3 = transpose %2; %4 = all_gather %3 dim=1: the gathered dim is
+    # dim 0 in front of the transpose, as the scattered one is: [transpose, reduce_scatter].
     way, dim = [], gather.kind.attrs["all_gather_dim"]
     attrs = gather.kind.attrs
     op = made.get(gather.operands[0])
