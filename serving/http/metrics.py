@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from serving.engine.backend import Backend
-from serving.engine.stream import Finished, State
+from serving.engine.records import Finished, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
