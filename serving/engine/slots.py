@@ -77,7 +77,7 @@ class Slots:
         self._used[slot] = self._clock
 
     def write(self, slot: int, start: int, tokens: Sequence[int] | Ints) -> None:
-        """Notes that a slot holds these tokens from position `start` on, and no others behind them."""
+        """Notes that a slot holds these tokens from `start` on, and none behind them."""
         end = start + len(tokens)
         self._tokens[slot, start:end] = tokens
         self._lengths[slot] = end
@@ -116,7 +116,7 @@ class Slots:
     def _common(self, slot: int, prompt: Ints) -> int:
         """How many tokens a slot and a prompt have in common at their beginnings.
 
-        At most all but the prompt's last: that one has to be run, for the first token is drawn from it.
+        At most all but the prompt's last, which has to be run: the first token is drawn from it.
         """
         length = min(self._lengths[slot], len(prompt) - 1)
         differs = self._tokens[slot, :length] != prompt[:length]
