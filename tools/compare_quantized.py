@@ -31,7 +31,7 @@ from models.llama.config import ConfigError, LlamaConfig
 from models.llama.decode import ServingShape
 from models.llama.weights.files import WeightsError
 from models.llama.weights.sources import Source
-from models.training.checkpoints.store import CheckpointError
+from models.training.checkpoints.found import CheckpointError
 from models.training.data import source as data
 from models.training.data.tokenizer import BYTES, load_tokenizer
 from models.training.errors import DataError

@@ -26,8 +26,9 @@ from models.llama.weights.names import Parameter, parameters
 from models.llama.weights.save import appearing, check_can_save
 from models.llama.weights.sources import Source, Tensor
 from models.progress import Advance, bytes_bar
+from models.training.checkpoints.found import CheckpointError
 from models.training.checkpoints.pieces import Pieces
-from models.training.checkpoints.store import CheckpointError, Checkpoints
+from models.training.checkpoints.store import Checkpoints
 from models.training.run.description import RunFolder
 from models.training.run.loop import TrainState
 

@@ -24,8 +24,8 @@ from models.llama.weights.config import read_config
 from models.llama.weights.files import Array, Index, WeightsError, open_folder
 from models.llama.weights.load import check_can_load
 from models.llama.weights.names import HEAD, Parameter, parameters
+from models.training.checkpoints.found import AUTO, find_saved
 from models.training.checkpoints.pieces import chunk_shape
-from models.training.checkpoints.store import AUTO, find_saved
 from models.training.run.description import RunFolder
 
 
