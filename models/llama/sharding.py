@@ -146,7 +146,7 @@ def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: Table 
 
 
 def mark_batch(batch: Any, mesh: spmd.Mesh, table: Table = TWO_D) -> Any:
-    """Marks a tree of token ids (B, S), or of `ShapeDtypeStruct`s, with the table's spec of a batch."""
+    """Marks a tree of token ids (B, S), or `ShapeDtypeStruct`s, with a table's spec of a batch."""
     spec = tuple(present(entry, mesh.shape) for entry in table.batch)
     return jax.tree.map(lambda leaf: spmd.mark_sharding(leaf, mesh, spec), batch)
 
