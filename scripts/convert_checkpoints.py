@@ -36,8 +36,8 @@ from models.llama.weights.files import WeightsError
 from models.llama.weights.first_checkpoint import write_run
 from models.llama.weights.ranks import SHARDING_FILE, ranks_source
 from models.llama.weights.sources import Source, checkpoint_source, hf_source
+from models.training.checkpoints.found import AUTO, CheckpointError
 from models.training.checkpoints.relayout import relayout
-from models.training.checkpoints.store import AUTO, CheckpointError
 from models.training.run.description import RunFolder
 from scripts.flags.user_errors import one_message
 from spmd.cli.flags import Parser, Switch

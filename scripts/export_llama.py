@@ -24,7 +24,7 @@ from models.llama.decode import ServingShape
 from models.llama.quantize import QUANTIZATIONS
 from models.llama.weights.files import WeightsError
 from models.llama.weights.sources import Source, checkpoint_source, fresh_source, hf_source
-from models.training.checkpoints.store import AUTO, CheckpointError
+from models.training.checkpoints.found import AUTO, CheckpointError
 from models.training.data.tokenizer import BYTES, load_tokenizer
 from models.training.errors import DataError
 from scripts.flags.user_errors import ending_on_interrupt, one_message

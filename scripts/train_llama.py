@@ -36,7 +36,8 @@ from models.llama import sharding
 from models.llama.config import ConfigError
 from models.llama.trainer import Trainer
 from models.llama.weights.load import WeightsError
-from models.training.checkpoints.store import CheckpointError, Checkpoints, Found
+from models.training.checkpoints.found import CheckpointError, Found
+from models.training.checkpoints.store import Checkpoints
 from models.training.data import source as data
 from models.training.run.description import RunConfig, RunError, RunFolder, check_same_model
 from models.training.run.loop import Outcome, Schedule, TrainingError, TrainState, train

@@ -31,7 +31,7 @@ from models.llama.config import ConfigError, LlamaConfig
 from models.llama.decode import ServingShape
 from models.llama.weights.files import WeightsError
 from models.llama.weights.sources import Source
-from models.training.checkpoints.store import CheckpointError
+from models.training.checkpoints.found import CheckpointError
 from models.training.data import source as data
 from models.training.data.tokenizer import BYTES, load_tokenizer
 from models.training.errors import DataError
@@ -91,8 +91,8 @@ def logits(source: Source, form: Form, tokens_BS: Any) -> Any:
     leaves = decode.state_leaves(config, shape)
     state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, leaf.fill, leaf.dtype), leaves)
     read = jax.jit(functools.partial(decode.chunk_logits, length=length, config=config))
-    zero = np.int32(0)
-    rows = [read(weights, state, tokens_S, zero, zero)[0] for tokens_S in tokens_BS]
+    place = {"slot": np.int32(0), "start": np.int32(0)}
+    rows = [read(weights, state, {"tokens": row_S, **place})[0] for row_S in tokens_BS]
     return np.stack([np.asarray(row, np.float32) for row in rows])
 
 

@@ -1,6 +1,7 @@
-"""Sampling text by running the whole model over a window of fixed length for every token.
+"""Generates text by running the whole model over a fixed window for every token.
 
-Simple, and good enough for a look at what a model has learned: no state is kept between tokens.
+It keeps no cache, so it is slow but simple: enough to see what a model has learned during training.
+Serving uses `models.llama.decode`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NextLogits = Callable[[Any, Any, Any], Any]
 
 
 def make_next_logits(config: LlamaConfig) -> NextLogits:
-    """The function to compile, once, for `generate`."""
+    """Returns the function that `generate` calls; compile it once."""
 
     def next_logits(params: Params, tokens_1W: jax.Array, position: jax.Array) -> jax.Array:
         logits_WV = forward(params, tokens_1W, config)[0]
@@ -41,16 +42,16 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> list[int]:
-    """Continue a prompt.
+    """Continues a prompt.
 
     Args:
         next_logits: `make_next_logits`'s function, compiled for a window of this length.
         params: the model's parameters.
-        prompt: token ids, at least one; only the last `window` of them are looked at.
+        prompt: token ids, at least one; only the last `window` of them are used.
         tokens: how many to add.
-        window: tokens that the model sees.
+        window: how many tokens the model sees.
         temperature: logits are divided by it; 0 takes the likeliest token.
-        seed: chooses among equal prompts' continuations.
+        seed: for drawing tokens; the same seed gives the same text.
 
     Returns:
         The new tokens, without the prompt.
@@ -76,7 +77,7 @@ def generate(
 def sample(
     logits_V: npt.NDArray[np.float32], temperature: float, generator: np.random.Generator
 ) -> int:
-    """One token, drawn from `softmax(logits / temperature)`."""
+    """Draws one token from `softmax(logits / temperature)`."""
     if temperature == 0:
         return int(np.argmax(logits_V))
     # The largest of logits + Gumbel noise is distributed as their softmax.

@@ -6,8 +6,8 @@ Shapes are in the names:
     N query heads    K key/value heads    G query heads of one key head    D head    E half a head
     L layers    I, O in and out of a projection
 
-Weights are (O, I). At the points named in `MARK_POINTS` a value is handed to `mark`, which
-returns it, perhaps with a sharding; which point gets which one is the business of `sharding.py`.
+Weights are (O, I). At each point of `MARK_POINTS` a value is passed to `mark`, which returns it,
+perhaps with a sharding; `sharding.py` decides which.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ MARK_POINTS: Mapping[str, str] = {
     "mlp_output": "BSH",
     "logits": "BSV",
 }
-"""Every point at which `mark` is called, with the dims of the value there.
+"""The points at which `mark` is called, with the dims of the value there.
 
-Attention weights are there, and marked, with `attention="einsum"` alone.
-"""
+`attention_weights` exists only with `attention="einsum"`."""
 
 
 LAYERS = "layers/"
 
 
 def no_marks(name: str, x: jax.Array) -> jax.Array:
-    """Marks nothing."""
+    """A `mark` that marks nothing."""
     del name
     return x
 
@@ -60,19 +59,19 @@ def no_marks(name: str, x: jax.Array) -> jax.Array:
 
 
 def init(key: jax.Array, config: LlamaConfig) -> Params:
-    """Fresh parameters.
+    """Draws fresh parameters.
 
-    Normal with standard deviation `initializer_range`; projections back into the residual stream
-    are scaled down by `sqrt(2 * layers)`, so that its variance does not grow with depth; norms are
-    one.
+    They are normal with standard deviation `initializer_range`. Projections into the residual
+    stream are divided by `sqrt(2 * layers)`, so that its variance does not grow with depth. Norms
+    are 1.
 
     Args:
         key: a `jax.random.key`.
         config: the model.
 
     Returns:
-        Nested dicts. With `scan_layers` the leaves under `layers` have a leading dim L, else
-        `layers` has one dict for each layer, keyed `"0"`, `"1"`, ... Both hold the same
+        Nested dicts. With `scan_layers` the leaves under `layers` have a leading dim L. Without it
+        `layers` has a dict for each layer, with the keys `"0"`, `"1"`, ... Both have the same
         numbers.
     """
     outer_key, keys_L = init_keys(key, config)
@@ -88,20 +87,20 @@ def init(key: jax.Array, config: LlamaConfig) -> Params:
 
 
 def init_keys(key: jax.Array, config: LlamaConfig) -> tuple[jax.Array, jax.Array]:
-    """(key for `init_outer`, one key for each `init_layer`): together they are `init`."""
+    """(the key for `init_outer`, the keys (L,) for `init_layer`) with which `init` calls them."""
     outer_key, layers_key = jax.random.split(key)
     return outer_key, jax.random.split(layers_key, config.num_hidden_layers)
 
 
 def init_outer(key: jax.Array, config: LlamaConfig) -> Params:
-    """Fresh parameters of everything but the layers."""
+    """Draws fresh parameters of everything but the layers."""
     shapes = config.parameter_shapes()
     outer = {path: shape for path, shape in shapes.items() if not path.startswith(LAYERS)}
     return _init_leaves(key, outer, config)
 
 
 def init_layer(key: jax.Array, config: LlamaConfig) -> Params:
-    """Fresh parameters of one layer."""
+    """Draws fresh parameters of one layer."""
     shapes = config.parameter_shapes()
     inner = {p.removeprefix(LAYERS): s for p, s in shapes.items() if p.startswith(LAYERS)}
     return _init_leaves(key, inner, config)
@@ -134,7 +133,7 @@ def _insert(params: Params, path: str, leaf: jax.Array) -> None:
 
 
 def unstack_layers(params: Params) -> Params:
-    """Parameters of a scanned model -> those of an unrolled one."""
+    """Parameters with a leading dim L -> parameters with a dict for each layer."""
     count = jax.tree.leaves(params["layers"])[0].shape[0]
     layers = {
         str(index): jax.tree.map(lambda leaf, i=index: leaf[i], params["layers"])
@@ -155,16 +154,16 @@ def forward(
     segment_ids_BS: jax.Array | None = None,
     positions_BS: jax.Array | None = None,
 ) -> jax.Array:
-    """Logits of the token after each position, which sees itself and what is before it.
+    """Logits of the next token at each position, which sees itself and the positions before it.
 
     Args:
         params: as from `init`.
         tokens_BS: token ids, integers in `[0, vocab_size)`.
         config: the model.
         mark: called at every point of `MARK_POINTS`.
-        segment_ids_BS: which document each token belongs to: it sees that one alone. None is one
-            document for each row.
-        positions_BS: of each token in its document; None counts from 0 in each row.
+        segment_ids_BS: the document of each token, which sees only tokens of the same one. None
+            takes each row for one document.
+        positions_BS: the position of each token in its document; None counts from 0 in each row.
 
     Returns:
         Logits (B, S, V) in the compute dtype.
@@ -191,7 +190,7 @@ def loss(
     positions_BS: jax.Array | None = None,
     weights_BS: jax.Array | None = None,
 ) -> jax.Array:
-    """Mean cross-entropy, in nats and float32, of the token that follows each position.
+    """Mean cross-entropy of the next token at each position, in nats and float32.
 
     Args:
         params: as from `init`.
@@ -200,8 +199,9 @@ def loss(
         config: the model.
         mark: as for `forward`.
         z_loss: as for `cross_entropy`.
-        segment_ids_BS, positions_BS: as for `forward`.
-        weights_BS: of each target in the mean; None is 1.
+        segment_ids_BS: as for `forward`.
+        positions_BS: as for `forward`.
+        weights_BS: the weight of each target in the mean; None weighs all the same.
     """
     logits_BSV = forward(
         params,
@@ -221,10 +221,15 @@ def cross_entropy(
     *,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """Mean of `-log softmax(logits)[target]` in float32, by weights; 0 if there is no weight.
+    """Mean of `-log softmax(logits)[target]`, in float32.
 
-    `z_loss` times the square of the softmax's log-normalizer is added to each position's (Chowdhery
-    et al. 2022, section 5), which keeps logits from drifting.
+    Args:
+        logits_BSV: logits.
+        targets_BS: token ids.
+        weights_BS: the weight of each target in the mean; None weighs all the same. If all weights
+            are 0, so is the result.
+        z_loss: times the square of the softmax's log-normalizer is added at each position
+            (Chowdhery et al. 2022, section 5). It keeps logits from drifting.
     """
     logits_BSV = logits_BSV.astype(jnp.float32)
     # A masked sum, not a gather: it needs no communication of logits when V is split.
@@ -238,7 +243,7 @@ def cross_entropy(
 
 
 def weighted_mean(x_BS: jax.Array, weights_BS: jax.Array) -> jax.Array:
-    """`sum(weights * x) / sum(weights)`, and 0 where all weights are."""
+    """`sum(weights * x) / sum(weights)`; 0 if all weights are 0."""
     total = jnp.sum(weights_BS)
     return jnp.sum(weights_BS * x_BS) / jnp.where(total > 0, total, 1.0)
 
@@ -263,7 +268,8 @@ def _run_layers(
             x_BSH = (lean if recomputed else run)(layer, x_BSH)
         return x_BSH
 
-    # A scan's body is compiled apart: nothing can merge the two computations.
+    # XLA must not merge the recomputation with the first computation (CSE), or everything stays in
+    # memory after all. In a scan it cannot: forward and backward are different loops.
     lean = jax.checkpoint(run, policy=policy, prevent_cse=not config.scan_layers)
     count = config.num_hidden_layers
     if not config.scan_layers:
@@ -290,7 +296,7 @@ def decoder_layer(
     config: LlamaConfig,
     mark: Mark,
 ) -> jax.Array:
-    """One layer: attention, then the MLP, each normalized before and added to its input."""
+    """One layer: attention, then the MLP. The input of each is normalized, its output is added."""
     eps = config.rms_norm_eps
     normed_BSH = rms_norm(x_BSH, layer["input_layernorm"]["weight"], eps)
     weights = layer["self_attn"]
@@ -307,7 +313,7 @@ def attention(
     config: LlamaConfig,
     mark: Mark,
 ) -> jax.Array:
-    """Causal self-attention, grouped-query where there are fewer key than query heads."""
+    """Causal self-attention; grouped-query if there are fewer key heads than query heads."""
     q = mark("q", linear(x_BSH, weights["q_proj"]["weight"]))
     k = mark("k", linear(x_BSH, weights["k_proj"]["weight"]))
     v = mark("v", linear(x_BSH, weights["v_proj"]["weight"]))
@@ -334,7 +340,7 @@ def einsum_attention(
     mark: Mark,
     segment_ids_BS: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention with weights that are there as a whole, and can be marked."""
+    """Causal attention by two einsums. The weights between them are in memory and can be marked."""
     groups = q_BSND.shape[2] // k_BTKD.shape[2]
     k_BTND, v_BTND = repeat_heads(k_BTKD, groups), repeat_heads(v_BTKD, groups)
     weights_BNST = attention_weights(q_BSND, k_BTND, segment_ids_BS)
@@ -345,9 +351,10 @@ def einsum_attention(
 def attention_weights(
     q_BSND: jax.Array, k_BTND: jax.Array, segment_ids_BS: jax.Array | None = None
 ) -> jax.Array:
-    """Causal `softmax(q k / sqrt(D))`, taken in float32; (B, N, S, T) in the dtype of `q`.
+    """Causal `softmax(q k / sqrt(D))`, computed in float32.
 
-    With segments, a token sees those of its own alone.
+    Returns:
+        Weights (B, N, S, T) in the dtype of `q`. With segments, a token sees only its own segment.
     """
     scores_BNST = jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND, preferred_element_type=jnp.float32)
     scores_BNST *= q_BSND.shape[-1] ** -0.5
@@ -385,10 +392,10 @@ def rms_norm(x_BSH: jax.Array, weight_H: jax.Array, eps: float) -> jax.Array:
 
 
 def rope_angles(positions: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Rotation of every position and frequency, in radians; float32.
+    """The angle by which each frequency turns at each position, in radians and float32.
 
     Args:
-        positions: (S,), or (B, S) where rows differ.
+        positions: (S,), or (B, S) if rows differ.
         config: the model.
 
     Returns:
@@ -398,10 +405,13 @@ def rope_angles(positions: jax.Array, config: LlamaConfig) -> jax.Array:
 
 
 def apply_rope(x_BSND: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotary embedding (Su et al. 2021), rotating a head's first half against its second half.
+    """Rotary embedding (Su et al. 2021), which rotates a head's first half against its second half.
 
-    That is the layout of Hugging Face's weights; the original pairs neighbouring entries. Angles
-    are (S, E) or (B, S, E).
+    Hugging Face's weights are laid out for that; the paper pairs neighbouring entries instead.
+
+    Args:
+        x_BSND: heads.
+        angles: (S, E) or (B, S, E).
     """
     cos_S1E, sin_S1E = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     first_BSNE, second_BSNE = jnp.split(x_BSND.astype(jnp.float32), 2, axis=-1)
@@ -423,9 +433,9 @@ def merge_heads(x_BSND: jax.Array) -> jax.Array:
 
 
 def repeat_heads(x_BTKD: jax.Array, groups: int) -> jax.Array:
-    """Each key head `groups` times in a row, one for each query head: (B, T, K * G, D).
+    """Repeats each key head `groups` times in a row, once for each query head: (B, T, K * G, D).
 
-    Repeating costs little next to the (B, N, S, T) weights, and leaves a dim of heads that splits
+    The copies are small next to the weights (B, N, S, T), and the dim of all heads can be split
     over more devices than there are key heads.
     """
     if groups == 1:

@@ -1,10 +1,12 @@
-"""Weight-only quantization: 8-bit and 4-bit integers and 8-bit floats, scales from the weights.
+"""Weight-only quantization to 8-bit and 4-bit integers and 8-bit floats.
 
 Shapes are in the names: O, I out and in, Q groups of I, W half a group's width.
 
-Projections and the output are quantized, each output's row by its own scale, or with 4 bits each
-group of 128 neighbours; the embedding and norms stay. Values are rounded to the nearest; the scale
-is the largest magnitude over the largest number, so nothing is cut off.
+Projections and the output head are quantized; the embedding and norms are not. Each row of outputs
+has a scale, or with 4 bits each group of 128 neighbours in a row. A scale is the largest magnitude
+divided by the dtype's largest number, so nothing is clipped; values are rounded to the nearest.
+
+    int8, row [0.5, -2.0, 1.27]    scale 2.0 / 127, values [32, -127, 81]
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ FP8_MAX = float(ml_dtypes.finfo(FP8).max)
 
 
 def quantize_weight(weight_OI: Any, kind: str) -> dict[str, Array]:
-    """`values` and `scales` of one matrix, as `spmd.ops.linear` takes them.
+    """Quantizes one matrix.
 
     Args:
         weight_OI: floats.
         kind: `int8`, `int4` or `fp8`.
 
+    Returns:
+        `values` and `scales`, as `spmd.ops.linear` takes them.
+
     Raises:
-        ConfigError: an unknown kind, or a width that groups of 4-bit values do not divide.
+        ConfigError: the kind is unknown, or groups of 4-bit values do not divide the width.
     """
     rows_OI = np.asarray(weight_OI).astype(np.float32)
     if kind == "int4":
@@ -63,25 +68,27 @@ def _int4(rows_OI: Array) -> dict[str, Array]:
     groups_OQI = rows_OI.reshape(outputs, inputs // group, group)
     scales_OQ = _scales(groups_OQI, INT4_MAX)
     values_OQI = (np.rint(groups_OQI / scales_OQ[..., None]) + 8).astype(np.uint8)
+    # A byte holds entry i of the group's first half (low bits) and of its second half (high bits):
+    # unpacking is one concatenation, where pairs of neighbours would have to be interleaved.
     low_OQW, high_OQW = values_OQI[..., : group // 2], values_OQI[..., group // 2 :]
     return {"values": low_OQW | (high_OQW << 4), "scales": scales_OQ}
 
 
 def _scales(rows: Array, largest: float) -> Array:
-    """Of the last dim; 1 where all is zero."""
+    """Scales over the last dim; 1 where all values are 0."""
     scales = np.max(np.abs(rows), axis=-1) / largest
     safe: Array = np.where(scales > 0, scales, 1.0).astype(np.float32)
     return safe
 
 
 def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_weight) -> Any:
-    """The weights of a model with layers unrolled, quantized.
+    """Quantizes the weights of a model with layers unrolled.
 
     Args:
         weights: as `model.init` makes them with `scan_layers=False`; leaves are arrays, or whatever
             `of` takes.
         kind: one of `QUANTIZATIONS`.
-        of: quantizes one matrix; a reader of files may put it off.
+        of: quantizes one matrix, or returns something that does so when it is read.
     """
     if kind == "none":
         return weights
@@ -97,7 +104,7 @@ def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_w
 
 
 def quantized_types(config: LlamaConfig, kind: str) -> Any:
-    """`jax.ShapeDtypeStruct`s of `quantize`'s result."""
+    """The result of `quantize` as `jax.ShapeDtypeStruct`s."""
     from models.llama.model import init
 
     types = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
@@ -105,7 +112,7 @@ def quantized_types(config: LlamaConfig, kind: str) -> Any:
 
 
 def weight_types(shape: tuple[int, ...], kind: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """`jax.ShapeDtypeStruct`s of `quantize_weight`'s result."""
+    """The result of `quantize_weight` as `jax.ShapeDtypeStruct`s."""
     outputs, inputs = shape
     if kind != "int4":
         dtype = jnp.int8 if kind == "int8" else FP8

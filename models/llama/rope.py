@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings, scaled for long sequences where the model asks for it."""
+"""The frequencies of rotary embeddings, scaled for long sequences if the model asks for it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from models.llama.config import LlamaConfig, RopeScaling
 
 
 def rope_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:
-    """Radians by which each pair of a head's entries turns from one position to the next; (E,).
+    """By how many radians each pair of a head's entries turns from one position to the next.
 
-    They are computed in float64, as constants: at position 100,000 a relative error of 1e-6 would
-    be a tenth of a radian, and backends differ in how they take powers.
+    They are computed in float64 and become constants of the program. At position 100,000 a relative
+    error of 1e-6 would be a tenth of a radian, and backends differ in how they compute powers.
+
+    Returns:
+        (E,) in float32.
     """
     half = config.head_width // 2
     frequencies_E = config.rope_theta ** (-np.arange(half) / half)

@@ -1,14 +1,14 @@
-"""Where a Llama's tensors live on a mesh with the axes `replica`, `data` and `model`.
+"""How a Llama's tensors are split over a mesh with the axes `replica`, `data` and `model`.
 
-A table says it for parameters, batch and activations, and that is all that is marked. Everything
-else, gradients and optimizer state included, is for the compiler to infer. `TABLES` has one for
-each usual way to train; an axis that a mesh lacks counts as having size 1, so every table works on
+A table has the specs of parameters, batch and activations, and only these are marked. Everything
+else, such as gradients and optimizer state, is inferred by the compiler. `TABLES` has a table for
+each usual way to train. An axis that a mesh lacks counts as one of size 1, so every table works on
 every mesh.
 
-The batch is split over `replica` and `data`. Nothing else is split over `replica`: on a mesh of
-several slices (`spmd.HybridMesh`) it is the axis that crosses them, so that slow links carry
-gradients alone. `data` may cross slices too (`dcn={"data": 2}`): then parameters are gathered over
-them.
+The batch is split over `replica` and `data`, and nothing else over `replica`. On a mesh of several
+slices (`spmd.HybridMesh`) `replica` is the axis that crosses slices, so that their slow links carry
+gradients only. `data` may cross slices too (`dcn={"data": 2}`); then parameters are gathered over
+the slow links as well.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     "norm/weight": (None,),
     "lm_head/weight": ("model", "data"),
 }
-"""Parameter -> spec of its (out, in) dims. A stacked parameter's leading dim is not split."""
+"""Parameter -> spec of its dims (out, in). The leading dim of stacked layers is not split."""
 
 ACTIVATION_SPECS: Mapping[str, Spec] = {
     "inputs_embeds": (BATCH, None, "model"),
@@ -57,18 +57,18 @@ ACTIVATION_SPECS: Mapping[str, Spec] = {
 }
 """Point of `model.MARK_POINTS` -> spec of the value there.
 
-Fused attention has no weights to mark: it splits its heads as those of `q`, `k` and `v` are.
-"""
+Fused attention has no attention weights that could be marked. It splits its heads as `q`, `k` and
+`v` are split."""
 
 RESIDUALS = ("inputs_embeds", "attention_output", "mlp_output")
-"""The points that lie on, or are added to, the stream between layers (B, S, H)."""
+"""The points whose values are on the residual stream (B, S, H), or are added to it."""
 
 
 class Table(NamedTuple):
-    """Specs of everything that is marked.
+    """The specs of everything that is marked.
 
     Attributes:
-        parameters: parameter -> spec of its dims, without the dim of stacked layers.
+        parameters: parameter -> spec of its dims, without the leading dim of stacked layers.
         activations: point -> spec.
         batch: spec of token ids (B, S).
     """
@@ -78,11 +78,15 @@ class Table(NamedTuple):
     batch: Spec = (BATCH, None)
 
     def with_residuals(self, spec: Spec) -> Table:
-        """The same, with another spec of the stream between layers."""
+        """The same table with another spec of the residual stream."""
         return self._replace(activations={**self.activations, **dict.fromkeys(RESIDUALS, spec)})
 
     def over(self, axes: Mapping[str, Entry]) -> Table:
-        """The same with axes exchanged for others, in parameters and activations."""
+        """The same table with axes replaced by others, in parameters and activations.
+
+        Args:
+            axes: axis -> what stands in its place; None splits over nothing.
+        """
         return self._replace(
             parameters={name: _exchanged(spec, axes) for name, spec in self.parameters.items()},
             activations={name: _exchanged(spec, axes) for name, spec in self.activations.items()},
@@ -122,7 +126,7 @@ def table_named(name: str) -> Table:
     """The table called `name`.
 
     Raises:
-        ConfigError: there is none of that name; lists those there are.
+        ConfigError: there is no such table; the message lists those there are.
     """
     if name not in TABLES:
         raise ConfigError(f"no sharding is called {name!r}; there are {', '.join(TABLES)}")
@@ -130,25 +134,25 @@ def table_named(name: str) -> Table:
 
 
 def mark_params(params: Any, mesh: spmd.Mesh, config: LlamaConfig, table: Table = TWO_D) -> Any:
-    """Parameters, or `ShapeDtypeStruct`s of them, with the shardings of a table.
+    """Marks parameters, or `ShapeDtypeStruct`s of them, with the shardings of a table.
 
     Args:
         params: a tree as from `model.init`.
-        mesh: a mesh with axes of `MESH_AXES`; one that it lacks counts as having size 1.
+        mesh: has axes of `MESH_AXES`; one that it lacks counts as one of size 1.
         config: the model.
-        table: what goes where.
+        table: the specs.
     """
     return spmd.mark_tree(params, mesh, parameter_rules(config, mesh.shape, table))
 
 
 def mark_batch(batch: Any, mesh: spmd.Mesh, table: Table = TWO_D) -> Any:
-    """A tree of token ids (B, S), or `ShapeDtypeStruct`s, with the table's spec of a batch."""
+    """Marks a tree of token ids (B, S), or `ShapeDtypeStruct`s, with a table's spec of a batch."""
     spec = tuple(present(entry, mesh.shape) for entry in table.batch)
     return jax.tree.map(lambda leaf: spmd.mark_sharding(leaf, mesh, spec), batch)
 
 
 def activation_marks(mesh: spmd.Mesh, config: LlamaConfig, table: Table = TWO_D) -> Mark:
-    """The `mark` that applies a table's specs of activations on `mesh`."""
+    """Returns the `mark` for `model.forward` that applies a table's specs on `mesh`."""
     specs = activation_specs(config, mesh.shape, table)
 
     def mark(name: str, x: jax.Array) -> jax.Array:
@@ -160,9 +164,9 @@ def activation_marks(mesh: spmd.Mesh, config: LlamaConfig, table: Table = TWO_D)
 def parameter_rules(
     config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table = TWO_D
 ) -> dict[str, Spec]:
-    """Path pattern -> spec, for `spmd.mark_tree`, of the parameters that `config` has.
+    """Path pattern -> spec of the parameters that `config` has, for `spmd.mark_tree`.
 
-    A dim that its axis does not divide stays whole; `dropped_marks` says which.
+    A dim that its axis does not divide is not split; `dropped_marks` lists these.
 
     Example:
         >>> from models.llama.config import named_config
@@ -184,10 +188,10 @@ def parameter_rules(
 def activation_specs(
     config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table = TWO_D
 ) -> dict[str, Spec]:
-    """Point -> spec. An entry whose axis does not divide what it splits is left open.
+    """Point -> spec. An entry whose axis does not divide the dim is left to the compiler.
 
-    `q`, `k`, `v` and the attention weights are split between heads, never inside one, so
-    there the number of heads has to divide.
+    `q`, `k`, `v` and the attention weights are split between heads, never inside one. So their
+    axis has to divide the number of heads.
     """
     found = _activations(config, mesh_shape, table)
     return {name: activation.spec for name, activation in found.items()}
@@ -196,7 +200,7 @@ def activation_specs(
 def dropped_marks(
     config: LlamaConfig, mesh_shape: Mapping[str, int], table: Table = TWO_D
 ) -> tuple[str, ...]:
-    """One sentence for each entry of a table that does not fit `config` on this mesh."""
+    """A sentence for each entry of a table that does not fit `config` on this mesh."""
     parameters = _parameters(config, mesh_shape, table).values()
     activations = _activations(config, mesh_shape, table).values()
     return tuple(note for found in (*parameters, *activations) for note in found.notes)
@@ -221,9 +225,9 @@ def _activations(
 
 
 def _split_units(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Of each activation there is, and each dim, how many things may go to different devices.
+    """For each dim of each activation, the number of units that may be on different devices.
 
-    0 where that is not for the model to say (batch and sequence): every axis divides it.
+    It is 0 for batch and sequence, whose sizes are not known here: every axis divides 0.
     """
     heads, kv_heads, hidden = config.num_attention_heads, config.kv_heads, config.hidden_size
     weights = {"attention_weights": (0, heads, 0, 0)} if config.attention == "einsum" else {}

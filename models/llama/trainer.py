@@ -1,4 +1,4 @@
-"""A Llama's training run: its programs, its state on the mesh, and what is asked of it."""
+"""A Llama's training run: its compiled programs, and its state on the mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Dataset(Protocol):
 
 
 class Trainer:
-    """The compiled step of a run, and all that goes with it.
+    """The compiled training step, with everything that belongs to it.
 
     Args:
         run: what was asked for; `run.model` is a `LlamaConfig`.
@@ -69,11 +69,11 @@ class Trainer:
         return batch_loss(self.model, marks, z_loss)
 
     def fresh_state(self, params: Any = None, step: int = 0) -> TrainState:
-        """Parameters and optimizer state, each created in its sharding and never whole.
+        """Makes parameters and optimizer state shard by shard; none is ever whole on a device.
 
         Args:
-            params: parameters to start from instead of fresh ones.
-            step: steps that have been taken.
+            params: start from these parameters instead of fresh ones.
+            step: number of steps that have been taken.
         """
         if params is None:
             key = jax.random.key(self.run.seed)
@@ -81,17 +81,17 @@ class Trainer:
         return TrainState(params, self.step.init(1, self.optimizer.init, params), step)
 
     def targets(self) -> TrainState:
-        """The state as structs, with the shardings that the step wants."""
+        """The state as structs with the shardings of the compiled step, to restore a checkpoint."""
         structs = (self._params, self._opt_state)
         shardings = self.step.in_shardings[:2]
         return TrainState(*jax.tree.map(_with_sharding, structs, tuple(shardings)))
 
     def place(self, batch: Any) -> Any:
-        """A batch of numpy arrays -> arrays where the step wants them."""
+        """Puts a batch of numpy arrays on the devices, in the shardings of the compiled step."""
         return data.place(batch, self.step.in_shardings[2])
 
     def cost(self) -> StepCost:
-        """What a step processes."""
+        """What a step processes, to turn seconds into rates."""
         run, device = self.run, self.mesh_device_kind()
         return StepCost(
             tokens=run.global_batch * run.seq_len,
@@ -103,13 +103,13 @@ class Trainer:
         )
 
     def mesh_device_kind(self) -> str:
-        """What the devices are called."""
+        """The name of the devices' kind."""
         return str(jax.devices()[0].device_kind)
 
     def evaluation(self, dataset: Dataset, batches: int) -> Callable[[Any], float]:
-        """A function: parameters -> mean loss over the first batches of a data set.
+        """Returns a function: parameters -> mean loss over the first `batches` of a data set.
 
-        Compiles when it is called first.
+        Its program is compiled at the first call.
         """
 
         @functools.cache
@@ -132,7 +132,14 @@ class Trainer:
         return evaluate
 
     def sample_text(self, params: Any, prompt: str, tokens: int, tokenizer: data.Tokenizer) -> str:
-        """The model's continuation of a prompt; what cannot be printed is replaced."""
+        """The prompt with the model's continuation; characters that cannot be printed are replaced.
+
+        Args:
+            params: the model's parameters.
+            prompt: the text to continue.
+            tokens: how many tokens to add.
+            tokenizer: of the model.
+        """
         window = self.run.seq_len
         # Whole on every device, so that every process can read them.
         step = spmd.jit(make_next_logits(self.model), mesh=self.mesh, out_specs=(None,))
@@ -144,10 +151,10 @@ class Trainer:
 
 
 def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
-    """`model.init`, every array made shard by shard.
+    """Draws the parameters of `model.init`, each array shard by shard.
 
-    One layer after the other, so that beside the parameters themselves no more is needed than for
-    a single layer; layers that are kept apart share one small program.
+    Layers that are not stacked are made one after the other, so little more memory is needed than
+    the parameters take. Layers with the same shardings share one small program.
 
     Args:
         config: the model.
@@ -165,6 +172,7 @@ def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
     params["layers"] = {}
     for index in range(config.num_hidden_layers):
         wanted = shardings["layers"][str(index)]
+        # Compiling a program for each of, say, 126 equal layers would take minutes.
         alike = tuple(jax.tree.leaves(wanted))
         if alike not in makers:
             make_layer = functools.partial(init_layer, config=config)

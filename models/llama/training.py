@@ -1,4 +1,4 @@
-"""One training step of a Llama, and the types of its arguments, without a single array."""
+"""The training step of a Llama, and the types of its arguments; no arrays are made here."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]
 def batch_loss(
     config: LlamaConfig, mark: Mark = no_marks, z_loss: float = 0.0
 ) -> Callable[[Any, Any], jax.Array]:
-    """`loss(params, batch)` where a batch holds `inputs` and `targets`, token ids (B, S).
+    """Returns `loss(params, batch)`.
 
-    `segment_ids`, `positions` and `weights` (B, S) tell packed documents apart, if there.
+    A batch has `inputs` and `targets`, token ids (B, S), and for packed documents also
+    `segment_ids`, `positions` and `weights` (B, S).
+
+    Args:
+        config: the model.
+        mark: as for `model.forward`.
+        z_loss: as for `model.cross_entropy`.
     """
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -45,11 +51,11 @@ def batch_loss(
 def train_step(
     config: LlamaConfig, optimizer: optax.GradientTransformation, mark: Mark = no_marks
 ) -> Step:
-    """The single-device training step, with nothing but the loss beside the update.
+    """Returns the simplest single-device training step: loss, gradients, update.
 
     Args:
         config: the model.
-        optimizer: makes updates of gradients.
+        optimizer: turns gradients into updates.
         mark: as for `model.forward`.
     """
     loss_fn = batch_loss(config, mark)
@@ -69,14 +75,16 @@ def argument_types(
     batch_shape: tuple[int, int],
     table: sharding.Table = sharding.TWO_D,
 ) -> tuple[Any, Any, Any]:
-    """`ShapeDtypeStruct`s of the step's arguments: parameters and batch marked, the state open.
+    """The step's arguments as `ShapeDtypeStruct`s; parameters and batch are marked.
+
+    The optimizer state is not marked: its shardings are inferred.
 
     Args:
         config: the model.
         optimizer: whose state it is.
-        mesh: for the marks of the tables; needs no devices.
+        mesh: for the marks; needs no devices.
         batch_shape: sequences in a batch, and tokens in each.
-        table: the marks.
+        table: the specs.
     """
     params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct(batch_shape, np.int32)

@@ -14,7 +14,7 @@ from models.llama import sharding
 from models.llama.config import LlamaConfig
 from models.llama.model import MARK_POINTS
 from models.llama.remat import check_can_offload, checkpoint_policy
-from models.training.checkpoints.store import AUTO
+from models.training.checkpoints.found import AUTO
 from models.training.run.description import RunConfig, RunError
 from models.training.run.optimizer import OptimizerConfig, default_learning_rate
 from models.training.run.profile import ProfileRange

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from models.llama import sharding
 from models.llama.config import ATTENTIONS, DTYPES
 from models.llama.model import MARK_POINTS
-from models.training.checkpoints.store import AUTO
+from models.training.checkpoints.found import AUTO
 from models.training.data import source as data
 from models.training.run.optimizer import OPTIMIZERS
 from models.training.run.step import ON_NONFINITE

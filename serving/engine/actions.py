@@ -1,4 +1,4 @@
-"""What goes into the scheduler, requests, and what comes out of it: actions and progress."""
+"""The scheduler's vocabulary: requests go in, actions and progress come out."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from serving.engine.backend import Sampling
 GREEDY = Sampling(temperature=0)
 
 Finish = Literal["stop", "length"]
-"""Why a request ended: one of its stop ids was drawn, or it has all the tokens it asked for."""
+"""Why a request ended: it drew one of its stop ids, or all the tokens that it asked for."""
 
 
 class QueueFull(RuntimeError):
-    """Too many requests wait."""
+    """Too many requests wait already; the client should try again later."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One completion.
+    """One completion, as the scheduler sees it.
 
     Attributes:
-      key: unique.
-      client: whom to be fair to.
-      prompt: ids, at least one.
-      max_tokens: tokens to draw at most; with 0 the prompt is run and that is it.
+      key: a number that no other request has.
+      client: who asks; clients get equal shares of the tokens.
+      prompt: token ids, at least one.
+      max_tokens: the most tokens to draw. With 0 only the prompt is run.
       sampling: how tokens are drawn.
-      stop_ids: ids that end the completion; the last token may be one of them.
-      interactive: somebody watches the tokens come, so decode makes them one by one.
-      score_prompt: the prompt's tokens are wanted with their log-probabilities, so none is reused.
-      alternatives: the likeliest others are wanted with each token.
+      stop_ids: drawing one of these ends the completion.
+      interactive: whether a person watches the tokens come, so that they are drawn one by one.
+      score_prompt: whether the log-probabilities of the prompt's tokens are wanted. If so the
+        whole prompt is run, even if a slot holds the beginning of it.
+      alternatives: whether the likeliest tokens are wanted beside each one that is drawn.
     """
 
     key: int
@@ -45,7 +46,7 @@ class Request:
 
 
 class Copy(NamedTuple):
-    """`Backend.copy` for the request `key`."""
+    """Call `Backend.copy`: the prompt of request `key` begins like what slot `source` holds."""
 
     key: int
     source: int
@@ -54,9 +55,16 @@ class Copy(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """`Backend.prefill` for the request `key`.
+    """Call `Backend.prefill` for request `key`.
 
-    `tokens` are those of the prompt up to the chunk's end; `is_last`, whether they are all.
+    Attributes:
+      key: which request.
+      slot: its slot.
+      tokens: the prompt from its beginning to the end of the chunk.
+      start: where the chunk begins in `tokens`.
+      sampling: how to draw the first token; None before the last chunk.
+      targets: the prompt's token after each one of the chunk, if scores are wanted.
+      is_last: whether the prompt ends with this chunk.
     """
 
     key: int
@@ -69,14 +77,18 @@ class Prefill(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens of the chunk."""
+        """How many tokens the chunk has."""
         return len(self.tokens) - self.start
 
 
 class Decode(NamedTuple):
-    """`Backend.decode`.
+    """Call `Backend.decode`.
 
-    `keys` are the requests of the active slots, None of the others; `held`, tokens in these slots.
+    Attributes:
+      keys: the request of each active slot, None for the others.
+      steps: how many tokens to draw for each.
+      alternatives: whether one of the requests wants the likeliest tokens.
+      held: tokens in the active slots, all together.
     """
 
     keys: tuple[int | None, ...]
@@ -86,7 +98,7 @@ class Decode(NamedTuple):
 
     @property
     def active(self) -> tuple[bool, ...]:
-        """Which slots take part."""
+        """For each slot whether it takes part."""
         return tuple(key is not None for key in self.keys)
 
 
@@ -94,13 +106,14 @@ Action = Copy | Prefill | Decode
 
 
 class Progress(NamedTuple):
-    """What an action did for a request.
+    """What an action did for one request.
 
     Attributes:
       key: which request.
-      slot: the slot it is, or was, in.
-      tokens: how many of the action's tokens are its own; those behind them are to be dropped.
-      finish: why it ended with them; None if it goes on.
+      slot: the slot in which its tokens were drawn.
+      tokens: how many of the tokens drawn in this slot belong to the request. Those behind them
+        were drawn after its end and are dropped.
+      finish: why the request ended with these tokens; None if it goes on.
     """
 
     key: int
@@ -114,11 +127,11 @@ class Counts:
     """Totals since the start.
 
     Attributes:
-      prefilled: prompt tokens that were computed.
-      reused: prompt tokens that slots held already.
-      drawn: tokens that went to requests.
-      wasted: tokens that were drawn behind the end of their request, or for one that was cancelled.
-      cancelled: requests.
+      prefilled: prompt tokens that were run.
+      reused: prompt tokens that need not be run, as a slot held them already.
+      drawn: tokens that were drawn and went to their reader.
+      wasted: tokens that were drawn after the end of their request, or for a cancelled one.
+      cancelled: requests that were cancelled.
     """
 
     prefilled: int = 0

@@ -1,8 +1,14 @@
 """What the engine asks of a model: slots of a KV cache, filled chunk by chunk, decoded together.
 
-The engine and the scheduler know of no jax; a backend knows of no requests. A slot holds one
-sequence: its tokens' keys and values at positions 0, 1, ... Calls only begin things, which are done
-one after the other; what a call returns is called for what came of it.
+The engine and the scheduler do not know jax; a backend does not know requests. A slot holds one
+sequence: the keys and values of its tokens, at positions 0, 1, ...
+
+Calls are asynchronous. A call begins its work and returns a function; calling that function waits
+until the work is done and gives its results. Work is done in the order of the calls:
+
+    prefilled = backend.prefill(0, prompt, 0, sampling=sampling)
+    drawn = backend.decode([True, False], steps=4)    # begun before the first token is known
+    first, tokens = prefilled().first, drawn()
 """
 
 from __future__ import annotations
@@ -20,15 +26,15 @@ Floats = npt.NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a backend was compiled for.
+    """The sizes for which a backend was compiled.
 
     Attributes:
-      slots: sequences that are decoded together.
-      max_length: tokens of a slot, prompt and completion together.
-      chunks: sizes of prefill's buckets, ascending; one call takes at most the last.
-      decode_steps: tokens that one call of `decode` makes at most.
-      top_logprobs: how many of the likeliest alternatives are reported with each token.
-      vocab_size: ids are below it.
+      slots: how many sequences are decoded together.
+      max_length: the most tokens that a slot holds, prompt and completion together.
+      chunks: sizes of the prefill buckets, ascending. One call takes at most the last of them.
+      decode_steps: the most tokens that one call of `decode` draws for each slot.
+      top_logprobs: how many of the likeliest tokens are reported beside each one.
+      vocab_size: number of token ids.
     """
 
     slots: int
@@ -41,18 +47,22 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn from the logits, in this order.
+    """How tokens are drawn from the logits; what is listed first is applied first.
 
     Attributes:
-      repetition_penalty: logits of tokens in the sequence, prompt included, are divided by it if
-        positive, multiplied if negative (Keskar et al. 2019); 1 changes nothing.
-      frequency_penalty: taken off a token's logit for each time that it has been drawn.
-      presence_penalty: taken off the logits of tokens that have been drawn.
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      top_k: only so many of the likeliest; 0 is all.
-      top_p: the likeliest whose probabilities reach this sum (Holtzman et al. 2019).
-      min_p: only tokens at least this likely, as a share of the likeliest one's probability.
-      seed: with the position it decides the draw; in [0, 2**32).
+      repetition_penalty: for tokens that occur in the sequence, prompt included, positive logits
+        are divided by it and negative ones multiplied (Keskar et al. 2019). 1 changes nothing.
+      frequency_penalty: subtracted from a token's logit once for each time that it was drawn;
+        occurrences in the prompt do not count. 0 changes nothing.
+      presence_penalty: subtracted once from the logit of every token that was drawn.
+      temperature: logits are divided by it. 0 takes the likeliest token.
+      top_k: only the k likeliest tokens are kept; 0 keeps all.
+      top_p: only the likeliest tokens are kept, as few as reach this sum of probabilities
+        (Holtzman et al. 2019); 1 keeps all.
+      min_p: only tokens are kept that have at least this share of the likeliest one's probability;
+        0 keeps all.
+      seed: in [0, 2**32). The seed and the token's position decide the draw, so that a request
+        with a seed repeats exactly.
     """
 
     temperature: float = 1.0
@@ -66,13 +76,15 @@ class Sampling:
 
 
 class Tokens(NamedTuple):
-    """Tokens with their log-probabilities, of the model itself (temperature and filters left out).
+    """Tokens with their log-probabilities.
+
+    These are the model's own: log-softmax of the logits before penalties, temperature and filters.
 
     Attributes:
       ids: (N, ...) token ids.
-      logprobs: (N, ...) of those.
-      top_ids: (N, ..., P) the `Limits.top_logprobs` likeliest alternatives, likeliest first.
-      top_logprobs: (N, ..., P) of those.
+      logprobs: (N, ...) the log-probability of each.
+      top_ids: (N, ..., P) the P = `Limits.top_logprobs` likeliest tokens, likeliest first.
+      top_logprobs: (N, ..., P) the log-probabilities of these.
     """
 
     ids: Ints
@@ -82,12 +94,12 @@ class Tokens(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """What a chunk of a prompt gives.
+    """The results of a chunk of a prompt.
 
     Attributes:
-      first: the first token after the prompt, arrays with leading dim 1; None if not asked for.
-      scores: for each token of the chunk the given next one and what the model says of it,
-        leading dim the chunk's length; None if not asked for.
+      first: the token drawn after the prompt, arrays with leading dim 1; None if not asked for.
+      scores: row i is the target of the chunk's token i with the log-probability that the model
+        gives it there; None if not asked for.
     """
 
     first: Tokens | None
@@ -95,12 +107,12 @@ class Prefilled(NamedTuple):
 
 
 class Backend(Protocol):
-    """A model behind slots.
+    """A model with slots for sequences.
 
     Attributes:
-      limits: what it was compiled for.
-      info: facts about it to show to people and metrics, such as mesh, device kind, bytes that a
-        decode step reads and the devices' bandwidth.
+      limits: the sizes for which it was compiled.
+      info: facts about it for people and metrics: the mesh, the device kind, the bytes that a
+        decode step reads, the devices' bandwidth.
     """
 
     limits: Limits
@@ -108,7 +120,7 @@ class Backend(Protocol):
 
     @property
     def compile_total(self) -> int:
-        """Programs compiled so far; does not change after start."""
+        """How many programs have been compiled; it stays the same once the backend has started."""
 
     def prefill(
         self,
@@ -119,38 +131,47 @@ class Backend(Protocol):
         sampling: Sampling | None = None,
         targets: Sequence[int] | None = None,
     ) -> Callable[[], Prefilled]:
-        """Run a chunk of a prompt: its keys and values go to positions start, start + 1, ...
+        """Begins to run a chunk of a prompt.
+
+        A prompt of 20 tokens in chunks of at most 8:
+
+            prefill(slot, prompt[:8], 0)
+            prefill(slot, prompt[:16], 8)
+            prefill(slot, prompt[:20], 16, sampling=sampling)
 
         Args:
-          slot: which.
+          slot: which slot.
           tokens: ids from the beginning of the prompt to the end of the chunk.
-          start: how many of them the slot holds before, so that the chunk is `tokens[start:]`, at
-            least one and at most `limits.chunks[-1]`; what it held behind is forgotten.
-          sampling: given with a prompt's last chunk: draws the first token, which `decode` goes on
-            from, and is what `decode` uses for this slot from then on.
-          targets: the token after each one of the chunk (of the last one of a prompt: any), to have
-            scores of them.
+          start: how many of them the slot holds already. The chunk is `tokens[start:]`, at least
+            one token and at most `limits.chunks[-1]`. Whatever the slot held behind is forgotten.
+          sampling: to be given with a prompt's last chunk, and only then. The first token is drawn
+            with it, and so are those that `decode` draws for this slot.
+          targets: to have scores: the prompt's token after each one of the chunk. Behind the
+            prompt's last token there is none; any id will do.
 
         Returns:
-          What waits until the chunk is done, and gives what came of it.
+          A function that waits until the chunk is done and returns its results.
         """
 
     def decode(
         self, active: Sequence[bool], steps: int, alternatives: bool = True
     ) -> Callable[[], Tokens]:
-        """Make tokens in several slots at once.
+        """Begins to draw tokens in several slots at once.
 
-        Each step writes the keys and values of a slot's latest token and draws the next one. Slots
-        that are not active are left as they are. A slot that would pass `max_length` is a mistake.
+        Each step writes the key and value of a slot's latest token and draws the next one. Slots
+        that are not active keep their state. The caller sees to it that no active slot grows
+        beyond `limits.max_length`.
 
         Args:
-          active: for each slot whether it takes part; its prompt has to be there.
-          steps: how many tokens, 1 to `limits.decode_steps`.
-          alternatives: whether the likeliest others are wanted; else they mean nothing.
+          active: for each slot whether it takes part. Its whole prompt has to have been run.
+          steps: how many tokens to draw for each slot, from 1 to `limits.decode_steps`.
+          alternatives: whether the likeliest tokens are wanted. If not, `top_ids` and
+            `top_logprobs` of the results mean nothing.
 
         Returns:
-          What waits, and gives arrays (steps, slots, ...); those of inactive slots mean nothing.
+          A function that waits and returns arrays (steps, slots, ...). Those of inactive slots mean
+          nothing.
         """
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the keys and values of the first `length` tokens from one slot to another."""
+        """Begins to copy the keys and values of the first `length` tokens to another slot."""

@@ -1,4 +1,12 @@
-"""One completion on its way from tokens to what its reader gets: text, log-probabilities, end."""
+"""Turns the tokens of one completion into what its reader gets: text, log-probabilities, its end.
+
+Text is shown as soon as it is certain: when its characters are whole, and when it can no longer be
+the beginning of a stop string. With the stop string "END" and the tokens " wor", "ld E", "NDS":
+
+    take(" wor")    shows " wor"
+    take("ld E")    shows "ld "; "E" might begin the stop string
+    take("NDS")     shows nothing and finishes; "S" lies behind the stop string
+"""
 
 from __future__ import annotations
 
@@ -16,16 +24,17 @@ from serving.engine.text import Decode, Detokenizer, Pieces, StopMatcher
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A completion that is asked for.
+    """One completion that a client asks for.
 
     Attributes:
-      prompt: ids, at least one.
-      max_tokens: tokens to draw at most.
-      sampling: how.
-      stop_ids: ids that end it; their text is not shown.
-      stops: strings that end it; they are not shown either.
-      logprobs: alternatives to report with each token; None for no log-probabilities at all.
-      score_prompt: report those of the prompt's tokens too.
+      prompt: token ids, at least one.
+      max_tokens: the most tokens to draw.
+      sampling: how they are drawn.
+      stop_ids: ids that end the completion; their text is not shown.
+      stops: strings that end the completion; they are not shown either.
+      logprobs: how many of the likeliest tokens to report beside each one; with 0 only the
+        token's own log-probability, with None no log-probabilities at all.
+      score_prompt: whether to report the log-probabilities of the prompt's tokens too.
     """
 
     prompt: tuple[int, ...]
@@ -38,13 +47,14 @@ class Job:
 
 
 class Token(NamedTuple):
-    """A token with what the model says of it.
+    """A token with its log-probability.
 
     Attributes:
-      text: its part of the text; empty for all but the last token of a character.
-      offset: where that begins in the completion's text (of a prompt's token: the prompt's text).
-      logprob: None for the first token of a prompt, which follows on nothing.
-      top: the likeliest alternatives, likeliest first, as texts with their log-probabilities.
+      text: the token's part of the text. If a character is made of several tokens, the last of
+        them has its text and the others have none.
+      offset: where `text` begins in the completion, or, for a prompt's token, in the prompt.
+      logprob: None for the first token of a prompt, as nothing comes before it.
+      top: (text, log-probability) of the likeliest tokens, likeliest first.
     """
 
     text: str
@@ -54,15 +64,16 @@ class Token(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What is new of a completion.
+    """A new part of a completion.
 
     Attributes:
-      choice: which of the completions that were asked for together.
-      text: to be shown behind what was shown before.
-      tokens: those of that text, if log-probabilities were asked for.
-      generated: tokens drawn so far, shown or not.
-      finish: why it ended, with the last delta.
-      scores: of the prompt's tokens, with the first delta, if asked for: see `read_scores`.
+      choice: index of the completion among those of its request.
+      text: follows the texts of the deltas before.
+      tokens: the tokens of that text, if log-probabilities were asked for.
+      generated: number of tokens drawn so far, whether shown or not.
+      finish: why the completion ended, with its last delta; else None.
+      scores: with the first delta, if asked for: log-probabilities of the prompt's tokens, for
+        `read_scores`.
     """
 
     choice: int
@@ -74,11 +85,16 @@ class Delta(NamedTuple):
 
 
 class NotFinite(RuntimeError):
-    """The model's numbers are not numbers."""
+    """The model computed NaN."""
 
 
 def pick(tokens: Tokens, index: Any) -> Tokens:
-    """Some of the tokens: `index` is numpy's, of the leading dims."""
+    """Indexes all four arrays in the same way.
+
+    Args:
+      tokens: arrays (N, ...).
+      index: anything that numpy takes as an index of the leading dims.
+    """
     return Tokens(
         tokens.ids[index],
         tokens.logprobs[index],
@@ -88,12 +104,16 @@ def pick(tokens: Tokens, index: Any) -> Tokens:
 
 
 class Choice:
-    """What the engine knows of one completion; pure, but for its own state.
+    """The text of one completion, so far.
 
     Args:
-      index: which of those that were asked for together.
+      index: of the completion, among those of its request.
       job: what is asked for.
-      decode, pieces: the tokenizer's.
+      decode: turns token ids into text.
+      pieces: the text of single tokens.
+
+    Attributes:
+      generated: number of tokens drawn so far.
     """
 
     def __init__(self, index: int, job: Job, decode: Decode, pieces: Pieces) -> None:
@@ -103,28 +123,30 @@ class Choice:
         self._pieces = pieces
         self._detokenizer = Detokenizer(decode, job.prompt)
         self._matcher = StopMatcher(job.stops)
-        self._length = 0  # of the text of all tokens so far
-        self._shown = 0  # of what was shown of it
-        self._tokens: list[Token] = []  # whose text is not shown yet
+        # Lengths in characters: the text of all tokens so far, and the part that was shown. What
+        # is between them waits in the matcher, and its tokens wait in `_tokens`.
+        self._length = 0
+        self._shown = 0
+        self._tokens: list[Token] = []
         self._scores: list[Tokens] = []
 
     def take_scores(self, scores: Tokens) -> None:
-        """Keep what a chunk of the prompt says of the tokens after its own."""
+        """Keeps the scores of one chunk of the prompt until the first delta."""
         self._scores.append(scores)
 
     def take(self, drawn: Tokens, finish: Finish | None) -> tuple[Delta, int]:
-        """Make a delta of tokens.
+        """Makes a delta of the next tokens.
 
         Args:
-          drawn: (N, ...) tokens, maybe none.
-          finish: why the completion ends with them; None if it does not.
+          drawn: arrays (N, ...); N may be 0.
+          finish: why the completion ends with these tokens; None if the scheduler knows of no end.
 
         Returns:
-          The delta, and how many of the tokens lie behind a stop string. If the delta finishes and
-          `finish` was None it is such a string that ended the completion.
+          (delta, number of tokens that lie behind a stop string). A stop string ends the completion
+          even if `finish` is None.
 
         Raises:
-          NotFinite: the model gave NaN.
+          NotFinite: a log-probability is NaN.
         """
         _check_finite(drawn.logprobs)
         scores = self._take_scores()
@@ -145,7 +167,7 @@ class Choice:
         return delta, len(drawn.ids) - count
 
     def _push(self, drawn: Tokens, i: int, ends: bool) -> tuple[str, bool]:
-        """Take one token; the text that it lets show, and whether a stop string ends it."""
+        """Takes one token: (text that can be shown now, whether a stop string is complete)."""
         self.generated += 1
         if ends:  # its text is a mark like </s>
             return "", False
@@ -156,7 +178,7 @@ class Choice:
         return self._matcher.push(piece)
 
     def _flush(self) -> tuple[str, bool]:
-        """The text that waited for more."""
+        """The text that was held back, now that no more tokens come."""
         piece = self._detokenizer.flush()
         if piece and self._tokens:
             self._tokens[-1] = self._tokens[-1]._replace(text=self._tokens[-1].text + piece)
@@ -165,7 +187,10 @@ class Choice:
         return (text, True) if stopped else (text + self._matcher.flush(), False)
 
     def _release(self, finished: bool, stopped: bool) -> tuple[Token, ...]:
-        """The tokens whose text is shown, or begins to be where a stop string cut it."""
+        """Removes and returns the tokens whose text has been shown.
+
+        At a stop string, a token that reaches into it counts as shown if its text begins before.
+        """
         shown = self._shown
         if finished:
             out = [token for token in self._tokens if not stopped or token.offset < shown]
@@ -176,24 +201,35 @@ class Choice:
         return tuple(out)
 
     def _take_scores(self) -> Tokens | None:
-        """What the model says of the prompt's tokens, once."""
+        """The scores of all chunks, the first time; None after that."""
         if not self._scores:
             return None
         scores = Tokens(*(np.concatenate(parts) for parts in zip(*self._scores, strict=True)))
         self._scores = []
+        # The last row scores a made-up target: nothing follows the prompt's last token.
         _check_finite(scores.logprobs[:-1])
         return scores
 
 
 def read_scores(job: Job, scores: Tokens, decode: Decode, pieces: Pieces) -> tuple[Token, ...]:
-    """The tokens of a prompt with what the model says of them; long prompts take a while."""
+    """The tokens of a prompt with their log-probabilities.
+
+    It decodes every token of the prompt and every alternative, so it is not for the engine's
+    thread: a long prompt would delay all other requests.
+
+    Args:
+      job: whose prompt.
+      scores: of the prompt's tokens, from a delta.
+      decode: turns token ids into text.
+      pieces: the text of single tokens.
+    """
     detokenizer, offset, tokens = Detokenizer(decode), 0, list[Token]()
     last = len(job.prompt) - 1
     for i, token in enumerate(job.prompt):
         text = detokenizer.push(token)
         text += detokenizer.flush() if i == last else ""
         first = Token(text, offset, None, ())
-        # Row i - 1 says what the model thinks of token i.
+        # Row i - 1 was computed behind token i - 1, and has the log-probability of token i.
         tokens.append(_token(scores, i - 1, text, offset, job, pieces) if i else first)
         offset += len(text)
     return tuple(tokens)

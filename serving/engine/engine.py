@@ -1,42 +1,35 @@
-"""The thread that owns a backend: runs the scheduler's actions and hands out what comes of them.
+"""Runs requests on a backend: one thread calls the backend, readers wait in asyncio.
 
-Readers live in asyncio: `submit` returns a stream of deltas that is read with `async for`. A lock
-guards the scheduler and the table of choices; the backend runs, and tokens become text, without it.
+    submit ──> scheduler ──> calls of the backend ──> tokens ──> text ──> stream
 
-The thread begins all that the scheduler lets it begin, then takes the results of the oldest call.
+`submit` returns a stream of deltas that is read with `async for`. The engine's thread begins every
+action that the scheduler allows, then waits for the oldest call and hands out what came of it.
+
+A lock guards the scheduler and the table of entries. Calling the backend and making text of tokens
+take long, so both happen without the lock; a request may be cancelled meanwhile.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from serving.engine.actions import Action, Copy, Counts, Decode, Prefill, Progress, Request
 from serving.engine.backend import Backend, Prefilled, Tokens
+from serving.engine.calls import Calls
 from serving.engine.choice import Choice, Delta, Job, NotFinite, Token, pick, read_scores
+from serving.engine.records import Entry, Observer, State
 from serving.engine.scheduler import Scheduler
-from serving.engine.stream import Entry, Failed, Observer, State, Stopped, Stream, Unavailable
+from serving.engine.stream import Failed, Stopped, Stream, Unavailable, deliver
 from serving.engine.text import Decode as DecodeText
 from serving.engine.text import Pieces
 
 _LOG = logging.getLogger("serving")
-
-
-class _Call(NamedTuple):
-    """An action that was begun, when, and what waits for its results."""
-
-    action: Action
-    started: float
-    results: Callable[[], Any]
 
 
 class Engine:
@@ -44,12 +37,17 @@ class Engine:
 
     Args:
       backend: the model; only the engine's thread calls it.
-      decode: ids -> text.
-      letter: any token that ends a word: alternatives are shown as they would read behind it.
-      observer: hears what happens.
-      max_waiting: requests that may wait for a slot.
-      steps: tokens that are drawn between two looks for ends where nobody watches.
-      ahead: calls that are begun before the last one's results are there.
+      decode: turns token ids into text.
+      letter: ids of which the last one ends a word. Alternatives are shown as they would read
+        behind it: some tokenizers drop a space at the beginning of a text.
+      observer: is told what happens.
+      max_waiting: how many requests may wait for a slot.
+      steps: where nobody watches tokens come, how many are drawn before the host looks whether one
+        of them ends its request.
+      ahead: how many calls are begun before the results of the last one are there.
+
+    Attributes:
+      error: why the model failed; None as long as it has not.
     """
 
     def __init__(
@@ -72,14 +70,13 @@ class Engine:
         self._scheduler = Scheduler(
             backend.limits, max_waiting=max_waiting, steps=steps, ahead=ahead
         )
+        self._calls = Calls(backend)
         self._entries: dict[int, Entry] = {}
         self._keys = itertools.count()
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._stopping = False
         self._draining = False
-        self._under_way: deque[_Call] = deque()
-        self._busy_since: float | None = None
         self._outbox: list[tuple[Stream, Delta | Failed]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -87,22 +84,25 @@ class Engine:
     # For readers, on their threads.
 
     def start(self) -> None:
-        """Begin."""
+        """Starts the thread."""
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job], client: str = "", *, interactive: bool = False) -> Stream:
-        """Ask for completions, all or none of which are queued.
+        """Queues completions: all of them or, if it raises, none.
 
         Args:
           jobs: one for each completion.
-          client: whom to be fair to.
-          interactive: somebody watches the tokens come.
+          client: who asks. Clients get equal shares of the tokens.
+          interactive: whether a person watches the tokens come, so that they are sent one by one.
+
+        Returns:
+          The deltas of all these completions.
 
         Raises:
-          QueueFull: too many wait already.
+          QueueFull: too many requests wait already.
           Unavailable: the engine is draining or was stopped.
           Failed: the model has failed.
-          ValueError: a job that no slot could hold.
+          ValueError: no slot could hold one of the jobs.
         """
         keys = [next(self._keys) for _ in jobs]
         stream = Stream(keys, self.cancel)
@@ -132,21 +132,20 @@ class Engine:
         return stream
 
     def cancel(self, keys: Sequence[int]) -> None:
-        """Drop requests; those that are over are left alone."""
+        """Drops requests; keys of requests that have ended are ignored."""
         now = time.monotonic()
         with self._lock:
             entries = [self._entries.pop(key) for key in keys if key in self._entries]
             for key in keys:
                 self._scheduler.cancel(key)
-        for entry in entries:
-            self._finished(entry, "abort", now)
+        self._report(entries, "abort", now)
 
     def read_scores(self, job: Job, scores: Tokens) -> tuple[Token, ...]:
-        """The tokens of a prompt, from the scores that came with its first delta."""
+        """The tokens of a prompt, made of the scores that came with its first delta."""
         return read_scores(job, scores, self._decode, self._pieces)
 
     def state(self) -> State:
-        """How things stand."""
+        """How many requests wait and run, and how full the slots are."""
         with self._lock:
             slots = self._scheduler.slots
             held = sum(slots.length(i) for i, owner in enumerate(slots.owners) if owner is not None)
@@ -161,17 +160,20 @@ class Engine:
             return self._scheduler.idle
 
     def stalled(self) -> float:
-        """Seconds that nothing has come from the backend though a call is under way."""
-        since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        """Seconds for which the backend has been in one call; 0 if there is none."""
+        return self._calls.stalled()
 
     def drain(self) -> None:
-        """Refuse what comes from now on; what was taken goes on."""
+        """Refuses new requests; those that it has go on to their ends."""
         with self._lock:
             self._draining = True
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End the thread after the call that is under way; what is not finished fails."""
+        """Ends the thread after the call that is under way; unfinished requests fail.
+
+        Args:
+          timeout: seconds to wait for the thread.
+        """
         with self._wake:
             self._draining = self._stopping = True
             self._wake.notify()
@@ -191,10 +193,11 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                # The device gets its next call before the host reads the results of the last one.
                 while (action := self._next()) is not None:
-                    self._under_way.append(self._begin(action))
-                if self._under_way:
-                    self._finish(self._under_way.popleft())
+                    self._calls.begin(action)
+                if self._calls:
+                    self._finish()
                 else:
                     self._wait()
         except Exception as error:
@@ -206,39 +209,16 @@ class Engine:
     def _next(self) -> Action | None:
         with self._lock:
             action = self._scheduler.next()
-            if action is not None:
-                self._note_placed(action)
+            if isinstance(action, Copy | Prefill) and action.key in self._entries:
+                self._entries[action.key].note_placed()
             return action
 
     def _wait(self) -> None:
         with self._wake:
             self._wake.wait_for(lambda: self._stopping or not self._scheduler.idle)
 
-    def _begin(self, action: Action) -> _Call:
-        started = time.monotonic()
-        if self._busy_since is None:
-            self._busy_since = started
-        match action:
-            case Copy():
-                self.backend.copy(action.source, action.target, action.length)
-                results: Callable[[], Any] = _nothing
-            case Prefill():
-                results = self.backend.prefill(
-                    action.slot,
-                    action.tokens,
-                    action.start,
-                    sampling=action.sampling,
-                    targets=action.targets,
-                )
-            case Decode():
-                results = self.backend.decode(action.active, action.steps, action.alternatives)
-        return _Call(action, started, results)
-
-    def _finish(self, call: _Call) -> None:
-        action, results = call.action, call.results()
-        # A call begins when those before it are done.
-        seconds = time.monotonic() - max(call.started, self._busy_since or 0.0)
-        self._busy_since = time.monotonic() if self._under_way else None
+    def _finish(self) -> None:
+        action, results, seconds = self._calls.finish()
         match action:
             case Copy():
                 with self._lock:
@@ -250,7 +230,7 @@ class Engine:
                 self._ran(sum(action.active) * action.steps, seconds, action.steps, action.held)
                 self._decoded(results)
         outbox, self._outbox = self._outbox, []
-        _deliver(outbox)
+        deliver(outbox)
 
     def _prefilled(self, action: Prefill, results: Prefilled) -> None:
         first, scores = results
@@ -261,10 +241,12 @@ class Engine:
             entry.choice.take_scores(pick(scores, slice(action.size)))
         if progress is not None and entry is not None:
             self._advance(
-                entry, progress, _empty(self.limits.top_logprobs) if first is None else first
+                entry, progress, _no_tokens(self.limits.top_logprobs) if first is None else first
             )
 
     def _decoded(self, drawn: Tokens) -> None:
+        # Only the first `progress.tokens` of a slot's tokens are its request's own. Those behind
+        # were drawn after the request's end, which the host learned of too late.
         ids = drawn.ids.T.tolist()
         with self._lock:
             done = [
@@ -277,29 +259,30 @@ class Engine:
                 self._advance(entry, progress, mine)
 
     def _advance(self, entry: Entry, progress: Progress, drawn: Tokens) -> None:
-        """Make text of a choice's tokens, and end it where that says so."""
+        """Makes text of a completion's tokens, and ends it where the text has a stop string."""
         now = time.monotonic()
+        # A mistake in one request's text must not end the thread, and with it all the others.
         try:
             delta, unused = entry.choice.take(drawn, progress.finish)
         except Exception as error:
             self._drop(progress, entry, error)
             return
         used = progress.tokens - unused
-        self._note_tokens(entry, used, now)
+        entry.note_tokens(used, now, self._observer)
         with self._lock:
-            if progress.key not in self._entries:
+            if progress.key not in self._entries:  # cancelled while its text was made
                 self._scheduler.count(0, progress.tokens)
-                return  # it was cancelled meanwhile
+                return
             self._scheduler.count(used, unused)
             if delta.finish is not None:
                 self._scheduler.finish(progress.key)
                 del self._entries[progress.key]
         if delta.finish is not None:
-            self._finished(entry, delta.finish, now)
+            self._report([entry], delta.finish, now)
         self._outbox.append((entry.stream, delta))
 
     def _drop(self, progress: Progress, entry: Entry, error: Exception) -> None:
-        """Fail one request whose tokens make no sense; the others go on."""
+        """Fails one request, whose tokens cannot be shown; the others go on."""
         if isinstance(error, NotFinite):
             _LOG.error("slot %d: %s", progress.slot, error)
         else:
@@ -309,7 +292,7 @@ class Engine:
             self._scheduler.cancel(progress.key)
             if self._entries.pop(progress.key, None) is None:
                 return
-        self._finished(entry, "error", time.monotonic())
+        self._report([entry], "error", time.monotonic())
         self._outbox.append((entry.stream, Failed(str(error))))
 
     def _fail_all(self, failure: Failed) -> None:
@@ -318,59 +301,21 @@ class Engine:
             for key in self._entries:
                 self._scheduler.cancel(key)
             self._entries.clear()
-        now = time.monotonic()
-        self._busy_since = None
-        for entry in entries:
-            self._finished(entry, "error", now)
-        _deliver([(entry.stream, failure) for entry in entries])
-
-    # -----------------------------------------------------------------------------------------
-    # Noting.
-
-    def _note_placed(self, action: Action) -> None:
-        entry = None if isinstance(action, Decode) else self._entries.get(action.key)
-        if entry is not None and entry.placed is None:
-            entry.placed = time.monotonic()
-
-    def _note_tokens(self, entry: Entry, tokens: int, now: float) -> None:
-        if not tokens or self._observer is None:
-            return
-        if entry.first is None:
-            entry.first = now
-            self._observer.first_token(now - entry.arrived)
-        else:
-            self._observer.more_tokens(now - entry.last, tokens)
-        entry.last = now
+        self._calls.abandon()
+        self._report(entries, "error", time.monotonic())
+        deliver([(entry.stream, failure) for entry in entries])
 
     def _ran(self, tokens: int, seconds: float, steps: int = 0, held: int = 0) -> None:
         if self._observer is not None:
             self._observer.ran(tokens, seconds, steps, held)
 
-    def _finished(self, entry: Entry, reason: str, now: float) -> None:
+    def _report(self, entries: Sequence[Entry], reason: str, now: float) -> None:
         if self._observer is not None:
-            self._observer.finished(entry.finished(reason, now))
+            for entry in entries:
+                self._observer.finished(entry.finished(reason, now))
 
 
-def _nothing() -> None:
-    """What comes of a copy."""
-
-
-def _deliver(outbox: Sequence[tuple[Stream, Delta | Failed]]) -> None:
-    """Hand over what was made, with one wake-up for each loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta | Failed]]] = {}
-    for stream, delta in outbox:
-        by_loop.setdefault(stream.loop, []).append((stream, delta))
-    for loop, mine in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
-            loop.call_soon_threadsafe(_put, mine)
-
-
-def _put(outbox: Sequence[tuple[Stream, Delta | Failed]]) -> None:
-    for stream, delta in outbox:
-        stream.put(delta)
-
-
-def _empty(top: int) -> Tokens:
-    """No tokens."""
+def _no_tokens(top: int) -> Tokens:
+    """`Tokens` of which there are none, with `top` alternatives for each."""
     ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Tokens(ids, logprobs, np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))

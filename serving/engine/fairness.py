@@ -1,10 +1,13 @@
-"""Which client is next: the one that was served the fewest tokens.
+"""Chooses the client whose request is next: the one that was served the fewest tokens.
 
-A virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", 2024): each
-client has a count of the tokens that it was served, and the client with the least goes next. Who
-comes anew starts at the *virtual time*, the tokens an evenly treated client would have been served
-by now: idling saves nothing up, and since that time goes on with every token, no flow of newcomers
-keeps anybody waiting for ever. Who leaves above it is remembered until it has caught up.
+This is a virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", 2024).
+Each client has a counter of the tokens that it was served, and the client with the lowest goes
+next. A new client's counter begins at the *virtual time*: the tokens that a client would have been
+served by now if all had got equal shares. So idling saves nothing up, and since the virtual time
+grows with every token, a stream of new clients keeps nobody waiting forever.
+
+A client that leaves with a counter above the virtual time is remembered until the time has caught
+up: leaving and coming back gains nothing.
 """
 
 from __future__ import annotations
@@ -15,24 +18,32 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Queued(Protocol):
-    """What waits: it has a key, and belongs to a client."""
+    """What waits in the queue: it has a key, and belongs to a client."""
 
     @property
     def key(self) -> int:
-        """Unique."""
+        """A number that no other item has."""
 
     @property
     def client(self) -> str:
-        """Whose it is."""
+        """The client's name."""
 
 
 Item = TypeVar("Item", bound=Queued)
 
 
 class FairQueue(Generic[Item]):
-    """A queue with as many lines as clients; first come first served within a client.
+    """A queue with one line for each client; within a line, first come, first served.
 
-    A client is *present* from `push` until each of its items was handed to `leave`.
+    A client is *present* from `push` until each of its items was handed to `leave`, so while one of
+    its requests waits or runs.
+
+    Example:
+      >>> queue = FairQueue()
+      >>> for request in (a1, a2, b1):  # of the clients a, a and b
+      ...     queue.push(request)
+      >>> queue.pop(), queue.charge("a", 100), queue.pop()
+      (a1, None, b1)
     """
 
     def __init__(self) -> None:
@@ -50,16 +61,20 @@ class FairQueue(Generic[Item]):
             yield from line
 
     def push(self, item: Item) -> None:
-        """Add at the end of its client's line."""
+        """Adds an item at the end of its client's line."""
         client = item.client
         if client not in self._present:
+            # A new client starts at the virtual time; one that left above it keeps its counter.
             self._served[client] = max(self._served.get(client, 0.0), self._now)
         self._present[client] = self._present.get(client, 0) + 1
         self._lines.setdefault(client, deque()).append(item)
         self._length += 1
 
     def pop(self) -> Item | None:
-        """The first one of the client that was served least; the longest present of equal ones."""
+        """Removes the first item of the client that was served least; None if nothing waits.
+
+        Of clients that were served equally, the one whose line has been there longest goes first.
+        """
         if not self._lines:
             return None
         client = min(self._lines, key=lambda name: self._served[name])
@@ -68,19 +83,19 @@ class FairQueue(Generic[Item]):
         return item
 
     def remove(self, item: Item) -> None:
-        """Take one out of the middle; `leave` is still to be called."""
+        """Removes an item from anywhere in its line; `leave` has still to be called for it."""
         self._lines[item.client].remove(item)
         self._shorten(item.client)
 
     def charge(self, client: str, tokens: int) -> None:
-        """Note that a client was served so many tokens; one that is gone is not charged."""
+        """Adds tokens to a client's counter; a client that is not present is not charged."""
         if client not in self._present:
             return
         self._served[client] += tokens
         self._now += tokens / len(self._present)
 
     def leave(self, client: str) -> None:
-        """One of the client's items is done with."""
+        """Notes that one of the client's items is done with."""
         self._present[client] -= 1
         if not self._present[client]:
             del self._present[client]
@@ -92,7 +107,10 @@ class FairQueue(Generic[Item]):
             del self._lines[client]
 
     def _forget(self) -> None:
-        """Drop the counts of absent clients that owe nothing: names are the clients' own choice."""
+        """Drops counters of absent clients that are not above the virtual time.
+
+        Clients choose their names, so the table would grow without a bound.
+        """
         if not self._present:
             self._served, self._now = {}, 0.0
             return

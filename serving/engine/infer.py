@@ -1,4 +1,4 @@
-"""What the server asks of a model of tensors: named arrays in, named arrays out."""
+"""What the server asks of a model without text: named arrays go in, named arrays come out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ Array = npt.NDArray[Any]
 
 
 class TensorSpec(NamedTuple):
-    """A tensor's name, numpy's name of its dtype (or `bfloat16`), and shape; -1 is any size."""
+    """An input or output.
+
+    Attributes:
+      name: what requests call it.
+      dtype: numpy's name of it, or `bfloat16`.
+      shape: sizes of its dims; -1 is any size.
+    """
 
     name: str
     dtype: str
@@ -23,18 +29,21 @@ class Infer(Protocol):
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
-        """What goes in."""
+        """The inputs."""
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
-        """What comes out."""
+        """The outputs."""
 
     def infer(self, tensors: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Run it.
+        """Runs the function.
 
         Args:
-          tensors: all inputs, of their dtypes, and of shapes that fit.
+          tensors: all inputs by name; dtypes and shapes are those of `inputs`.
+
+        Returns:
+          All outputs by name.
 
         Raises:
-          ValueError: the values do not fit; the message is for whoever sent them.
+          ValueError: the function does not accept these values. The client gets the message.
         """

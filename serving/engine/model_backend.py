@@ -1,4 +1,4 @@
-"""A `Backend` over exported functions: picks buckets, and carries prompts to the state and back."""
+"""A `Backend` over exported functions: picks each call's bucket, pads inputs, reads results."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ NEUTRAL = Sampling(temperature=0.0)
 
 
 class Functions(Protocol):
-    """Compiled functions over a state that they own: a bundle.
+    """Compiled functions with the weights and the state that they share; a bundle is one.
 
     Attributes:
       functions: by name, each with `tags`.
-      compile_total: programs compiled so far.
+      compile_total: how many programs have been compiled.
     """
 
     @property
     def functions(self) -> Mapping[str, Any]:
-        """By name."""
+        """The functions by name."""
 
     @property
     def compile_total(self) -> int:
-        """Programs compiled so far."""
+        """How many programs have been compiled."""
 
     def run(self, name: str, *inputs: Any) -> Any:
-        """The outputs of one function."""
+        """Calls one function on weights, state and `inputs`; returns its outputs."""
 
 
 class ModelBackend:
-    """`serving.engine.backend.Backend` over the functions of `models.llama.decode.functions`.
+    """The `Backend` of a model whose functions are those of `models.llama.decode.functions`.
 
     Args:
       programs: the functions.
-      limits: what they were made for; `chunks` and lengths are read off the functions' tags.
-      info: facts for people.
+      limits: the sizes for which they were compiled.
+      info: facts about the model for people.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class ModelBackend:
             for name, tags in ((n, f.tags) for n, f in programs.functions.items())
         }
         self._lengths = sorted({length for kind, _, length in self._names if kind == "decode"})
-        # Of how many tokens each slot has keys and values once all calls are done.
+        # How many tokens each slot holds once all calls that have begun are done.
         self._held = [0] * limits.slots
 
     @property
     def compile_total(self) -> int:
-        """Programs compiled so far."""
+        """How many programs have been compiled."""
         return self._programs.compile_total
 
     def prefill(
@@ -75,7 +75,8 @@ class ModelBackend:
         self._check_chunk(slot, len(tokens) - start, start)
         prompt = [int(token) for token in tokens]
         end, chunk = len(prompt), self._bucket(len(tokens) - start)
-        # All of the bucket has to fit into the slot: near its end some tokens are done again.
+        # The padded chunk has to fit into the slot. With 64 positions and a bucket of 16, a chunk
+        # that starts at 52 is run from 48 on: tokens 48..51 are run a second time.
         first = max(0, min(start, self.limits.max_length - chunk))
         length = self._length(max(end, first + chunk))
         inputs = {
@@ -98,8 +99,8 @@ class ModelBackend:
             scores = _tokens(outputs["scores"], start - first, end - first)
 
         def results() -> Prefilled:
-            # Also where nobody asks for it, a chunk is over when its token is there: else nothing
-            # would keep the host from beginning all chunks of a long prompt at once.
+            # A chunk's token is waited for even if nobody wants it. Otherwise the host would begin
+            # all chunks of a long prompt at once, and nothing could be scheduled between them.
             token = drawn()
             return Prefilled(token if sampling is not None else None, scores and scores())
 
@@ -135,7 +136,7 @@ class ModelBackend:
         self._held[target] = length
 
     def warm_up(self) -> None:
-        """Run every function once: what is done at a first call is not left to a request."""
+        """Calls every function once, so that no request pays for what a first call does."""
         limits = self.limits
         for length in self._lengths:
             for chunk in (c for c in limits.chunks if c <= length):
@@ -182,7 +183,7 @@ def _sampling_inputs(sampling: Sampling) -> dict[str, Any]:
 
 
 def _tokens(report: Any, start: int = 0, end: int | None = None) -> Callable[[], Tokens]:
-    """Rows of a report of the device's, on their way to the host: waits for them."""
+    """Starts to copy rows of a report to the host; returns a function that waits for them."""
     for x in report:
         x.copy_to_host_async()
     return lambda: Tokens(*(np.asarray(x)[start:end] for x in report))
@@ -195,17 +196,18 @@ def generate(
     sampling: Sampling | None = None,
     ends: frozenset[int] = frozenset(),
 ) -> tuple[list[int], list[float]]:
-    """Tokens after one prompt, made in slot 0.
+    """Draws the tokens after one prompt, in slot 0.
 
     Args:
-      backend: the model; nobody else uses it meanwhile.
-      prompt: ids, at least one.
-      count: how many tokens.
-      sampling: how they are drawn; greedily if left out.
-      ends: ids after which no more are asked for; tokens that came along with one stay.
+      backend: the model; nobody else may use it meanwhile.
+      prompt: token ids, at least one.
+      count: how many tokens to draw.
+      sampling: how to draw them; None takes the likeliest.
+      ends: ids after which drawing stops. Tokens drawn in the same call, behind such an id, are
+        returned as well.
 
     Returns:
-      The tokens and their log-probabilities.
+      (tokens, their log-probabilities).
     """
     sampling = sampling or NEUTRAL
     largest = backend.limits.chunks[-1]

@@ -1,15 +1,25 @@
-"""What the device does next: continuous batching as a state machine.
+"""Decides what the device does next: continuous batching as a state machine.
 
-No threads, no clock, no device: `next` names an action to begin, and once it is done `copied`,
-`prefilled` or `decoded` takes what came of it. Requests come and go between these calls.
+There are no threads, no clock and no device here. `next` names an action to begin. Once it is done,
+`copied`, `prefilled` or `decoded` takes its results. Requests come and go between these calls.
 
-An action is begun before the last one's tokens are known: what it is depends on how many there will
-be, not on which. So the device goes on while the host makes text of them; a request that turns out
-to have ended is in one call too many, whose tokens for it are dropped.
+An action depends on how many tokens there are, never on which. So it may begin before the last
+one's tokens are known, and the device goes on while the host makes text of them. The price: a
+request that drew a stop id may be in one call too many, whose tokens for it are dropped.
 
-Prompts are filled in one at a time, chunk by chunk, and while anything decodes there is one chunk
-at most between two calls of decode. A request gets its slot only when its turn to be filled in has
-come, so that it finds whatever beginning the requests before it have left in the slots.
+Prompts are filled in one at a time, chunk by chunk. While anything decodes, there is at most one
+chunk between two calls of decode, so that a long prompt delays the others little. Two slots, chunks
+of 8, requests A (12 tokens) and B (4 tokens):
+
+    submit(A, B)
+    next() -> Prefill A 0..7      A gets slot 0; nothing decodes yet
+    next() -> Prefill A 8..11     the last chunk: it draws A's first token
+    next() -> Decode A, 1 step    one step only, as B waits
+    next() -> Prefill B 0..3      B gets slot 1 only now
+    next() -> Decode A B, many steps
+
+A request gets its slot when its turn to be filled in has come, not before: by then the slots hold
+the prompts of the requests ahead of it, and it can reuse a beginning that they have in common.
 """
 
 from __future__ import annotations
@@ -41,33 +51,49 @@ _Action = TypeVar("_Action", Copy, Prefill, Decode)
 
 @dataclasses.dataclass
 class _Running:
+    """A request that has a slot.
+
+    Attributes:
+      request: the request.
+      slot: its slot.
+      source: the slot from which the beginning of its prompt is still to be copied; else `slot`.
+      filled: tokens of the prompt whose chunks have begun, or that were there already.
+      begun: tokens to draw whose calls have begun.
+      drawn: tokens that are known; those of calls under way are not.
+    """
+
     request: Request
     slot: int
-    source: int  # the slot that its beginning is to be copied from; its own where there is none
-    filled: int  # tokens of the prompt whose chunks have begun
-    begun: int = 0  # tokens to draw whose calls have begun
-    drawn: int = 0  # tokens that are known
+    source: int
+    filled: int
+    begun: int = 0
+    drawn: int = 0
 
     @property
     def held(self) -> int:
         """Tokens whose keys and values are in the slot once all that has begun is done."""
+        # The latest token's key and value are written by the step that draws the next one.
         return self.filled + max(0, self.begun - 1)
 
     @property
     def wanted(self) -> int:
-        """Tokens that are still to begin."""
+        """Tokens that it may still draw in calls that have not begun."""
         return self.request.max_tokens - self.begun
 
 
 class Scheduler:
-    """Requests over the slots of a backend.
+    """Distributes requests over the slots of a backend.
 
     Args:
-      limits: the backend's.
-      max_waiting: requests that there may be beside those which fit the slots.
-      steps: tokens that are drawn between two looks for ends where nobody watches, in the calls
-        that are under way at a time together.
-      ahead: actions that are begun before the last one's results are there.
+      limits: the backend's sizes.
+      max_waiting: how many requests there may be beyond those that have slots.
+      steps: where nobody watches tokens come, how many are drawn before the host looks whether one
+        of them ends its request. Calls under way at the same time count together.
+      ahead: how many calls are begun before the results of the last one are there.
+
+    Attributes:
+      counts: totals since the start.
+      slots: what the slots hold, and for whom.
     """
 
     def __init__(
@@ -81,7 +107,8 @@ class Scheduler:
         self._queue: FairQueue[Request] = FairQueue()
         self._running: dict[int, _Running] = {}
         self._prefilling: _Running | None = None
-        # Each slot's latest known token, whose key and value come with the next one.
+        # Each slot's latest known token, which `slots` does not list yet: its key and value are
+        # written by the step that draws the next one.
         self._latest = [0] * limits.slots
         self._decode_is_due = False
         self._ahead = ahead
@@ -89,29 +116,30 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests without a slot."""
+        """Number of requests without a slot."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Requests with a slot."""
+        """Number of requests with a slot."""
         return len(self._running)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do, now or after the action that is under way."""
+        """Whether there is no request at all, waiting or running."""
         return not self._queue and not self._running
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue some requests, all or none.
+        """Queues requests: all of them or, if it raises, none.
 
         Raises:
-          QueueFull: they would not all fit.
-          ValueError: a request that no slot could hold.
+          QueueFull: there is no room for all of them.
+          ValueError: no slot could hold one of them.
         """
         for request in requests:
             self._check(request)
-        # Those that wait only until the prompts before theirs are filled in are not counted.
+        # A request for which there is a free slot waits only for the prompts before its own, and
+        # does not count as waiting.
         if self.waiting + self.running + len(requests) > self.limits.slots + self.max_waiting:
             raise QueueFull(
                 f"{self.waiting} requests wait for a slot, {self.max_waiting} may: try again later"
@@ -120,17 +148,22 @@ class Scheduler:
             self._queue.push(request)
 
     def count(self, used: int, unused: int = 0) -> None:
-        """Count tokens of a `Progress`, once it is known how many of them their reader gets."""
+        """Counts the tokens of a `Progress`, once their text is known.
+
+        Args:
+          used: tokens that the reader gets.
+          unused: tokens behind a stop string.
+        """
         self.counts.drawn += used
         self.counts.wasted += unused
 
     def finish(self, key: int) -> None:
-        """End a request because of what its tokens say; one that is over already is left alone."""
+        """Ends a request at a stop string; does nothing if it has ended already."""
         if running := self._running.get(key):
             self._end(running)
 
     def cancel(self, key: int) -> bool:
-        """Drop a request, wherever it is; says whether it was there."""
+        """Drops a request that waits or runs; returns whether there was one."""
         running = self._running.get(key)
         waiting = next((request for request in self._queue if request.key == key), None)
         if running is not None:
@@ -144,9 +177,10 @@ class Scheduler:
         return True
 
     def next(self) -> Action | None:
-        """What to begin now.
+        """Chooses the action to begin now.
 
-        None if there is nothing to do, or not before something under way is done.
+        Returns:
+          None if there is nothing to do, or nothing before a call under way is done.
         """
         if len(self._under_way) > self._ahead:
             return None
@@ -156,17 +190,17 @@ class Scheduler:
         return action
 
     def copied(self) -> None:
-        """The oldest action under way, a `Copy`, is done."""
+        """Takes note that the oldest action under way, a `Copy`, is done."""
         self._done(Copy)
 
     def prefilled(self, first: int | None) -> Progress | None:
-        """The oldest action under way, a `Prefill`, is done.
+        """Takes the result of the oldest action under way, a `Prefill`.
 
         Args:
-          first: the token it drew, if it had a sampling.
+          first: the token that it drew; None if it was to draw none.
 
         Returns:
-          What it came to, if this was the prompt's last chunk and it was not cancelled meanwhile.
+          The request's progress if its prompt is complete; None before that or if it was cancelled.
         """
         action = self._done(Prefill)
         running = self._running.get(action.key)
@@ -180,13 +214,13 @@ class Scheduler:
         return self._advance(running, [] if first is None else [first])
 
     def decoded(self, ids: Sequence[Sequence[int]]) -> list[Progress]:
-        """The oldest action under way, a `Decode`, is done.
+        """Takes the results of the oldest action under way, a `Decode`.
 
         Args:
-          ids: (slots, steps) the tokens; those of inactive slots are not looked at.
+          ids: (slots, steps) the tokens; those of inactive slots are ignored.
 
         Returns:
-          What it came to for each request that was not over meanwhile.
+          The progress of each request that has not ended meanwhile.
         """
         action = self._done(Decode)
         done = []
@@ -197,7 +231,9 @@ class Scheduler:
                 self.slots.write(slot, self.slots.length(slot), [self._latest[slot], *drawn[:-1]])
                 self._latest[slot] = drawn[-1]
                 done.append(self._advance(running, drawn))
-            elif key is not None:  # its slot may be another's by now
+            elif key is not None:
+                # It was cancelled or finished while this call was under way. Its slot may belong
+                # to another request by now: what `slots` says of it must stay as it is.
                 self.counts.wasted += action.steps
         return done
 
@@ -217,6 +253,7 @@ class Scheduler:
             for running in self._running.values()
             if running is not self._prefilling and running.wanted > 0
         ]
+        # Set by every chunk: decode and prefill take turns as long as both have work.
         if decoding and self._decode_is_due:
             return self._decode(decoding)
         return self._prefill() or (self._decode(decoding) if decoding else None)
@@ -232,10 +269,10 @@ class Scheduler:
         return Decode(tuple(keys), steps, any(r.request.alternatives for r in decoding), held)
 
     def _count_steps(self, decoding: Sequence[_Running]) -> int:
-        """As many as allowed, as all slots have room for, and as any request still wants.
+        """How many tokens the next call of decode draws for each slot.
 
-        One while a prompt could be filled in: there is one chunk between two calls, and slots would
-        stay empty for long.
+        As many as allowed, as every slot has room for, and as any request still wants. But only one
+        if a prompt could be filled in next: more would keep its slot empty for longer.
         """
         has_prompts = self._prefilling is not None or (self._queue and self.slots.any_free)
         if has_prompts or any(running.request.interactive for running in decoding):
@@ -255,7 +292,7 @@ class Scheduler:
         tokens = request.prompt[: start + self.limits.chunks[-1]]
         end = running.filled = len(tokens)
         is_last = end == len(request.prompt)
-        # The token after the prompt's last one is not known: any will do.
+        # Nothing follows the prompt's last token; `Backend.prefill` takes any id there.
         targets = (*request.prompt[start + 1 : end + 1], *([0] if is_last else []))
         self.slots.write(slot, start, tokens[start:])
         self.counts.prefilled += end - start
@@ -263,6 +300,7 @@ class Scheduler:
         self._decode_is_due = True
         if is_last:
             self._prefilling = None
+            # The last chunk also draws the first token, unless none is wanted.
             running.begun = min(1, request.max_tokens)
         return Prefill(
             key=request.key,
@@ -280,10 +318,11 @@ class Scheduler:
         return Copy(running.request.key, source, running.slot, running.filled)
 
     def _admit(self) -> _Running | None:
-        """Give a slot to the request whose turn it is."""
+        """Gives a slot to the request whose turn it is; None if no slot is free or nobody waits."""
         request = self._queue.pop() if self.slots.any_free else None
         if request is None:
             return None
+        # Scores come from running the prompt, so nothing of it may be reused.
         place = self.slots.place(np.asarray(request.prompt, np.int32), not request.score_prompt)
         self.slots.take(place.slot, request.key)
         self.counts.reused += place.length
@@ -295,7 +334,7 @@ class Scheduler:
     # Advancing.
 
     def _advance(self, running: _Running, drawn: Sequence[int]) -> Progress:
-        """Give a request the tokens that were drawn for it, up to its end."""
+        """Gives a request its tokens, up to the first one that ends it."""
         request = running.request
         drawn_before = running.drawn
         finish: Finish | None = None if request.max_tokens else "length"

@@ -1,14 +1,13 @@
-"""What the engine gives to its readers, and says of itself to those who watch."""
+"""What a reader gets of its completions: an asyncio stream of deltas, filled by another thread."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple, Protocol
 
-from serving.engine.actions import Counts
-from serving.engine.choice import Choice, Delta
+from serving.engine.choice import Delta
 
 
 class Unavailable(RuntimeError):
@@ -23,58 +22,23 @@ class Stopped(Failed):
     """The server ended before the request did."""
 
 
-class Finished(NamedTuple):
-    """What is known of a request when it is over; seconds.
-
-    Attributes:
-      reason: `stop`, `length`, `abort` if its reader went away, `error`.
-      prompt_tokens, generated: how many.
-      queued: until its slot; of requests without one: all of its time.
-      prefill: from the slot to the first token.
-      decode: from there to the last one.
-      total: all of it.
-    """
-
-    reason: str
-    prompt_tokens: int
-    generated: int
-    queued: float
-    prefill: float
-    decode: float
-    total: float
-
-
-class Observer(Protocol):
-    """Hears what the engine does, on its thread."""
-
-    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
-        """One call of prefill (no steps) or decode.
-
-        Args:
-          tokens: that it was run on.
-          seconds: that it took.
-          steps: tokens that it drew for each slot.
-          held: tokens that were in these slots.
-        """
-
-    def first_token(self, seconds: float) -> None:
-        """A request got its first token, so long after it came."""
-
-    def more_tokens(self, seconds: float, tokens: int) -> None:
-        """A request got more of them, so long after those before."""
-
-    def finished(self, record: Finished) -> None:
-        """A request is over."""
-
-
 class Stream:
-    """The deltas of some completions, in the order in which they come.
+    """The deltas of a request's completions, in the order in which they are made.
 
-    Iteration ends with the last completion; it raises `Failed` if the model fails. `close` gives up
-    what is not finished; every stream has to be closed, or read to its end.
+    Iteration ends after the last delta of the last completion. It raises `Failed` if the model
+    fails. Every stream has to be read to its end or closed.
+
+    Args:
+      keys: the scheduler's key of each completion.
+      cancel: drops the requests with these keys.
 
     Attributes:
-      abandoned: whether it was closed before its end.
+      abandoned: whether the stream was closed before its end.
+
+    Example:
+      >>> stream = engine.submit([job])
+      >>> async for delta in stream:
+      ...     print(delta.text, end="")
     """
 
     def __init__(self, keys: Sequence[int], cancel: Callable[[Sequence[int]], None]) -> None:
@@ -98,21 +62,22 @@ class Stream:
         return self._take()
 
     async def batches(self) -> AsyncIterator[list[Delta]]:
-        """All deltas that are there, again and again: more at a time where the reader is slow."""
+        """Iterates over lists of all deltas that are ready: a slow reader gets several at once."""
         async for delta in self:
             batch = [delta]
+            # A failure stays in the queue until the deltas before it have been handed out.
             while self._ready and isinstance(self._ready[0], Delta):
                 batch.append(self._take())
             yield batch
 
     def put(self, delta: Delta | Failed) -> None:
-        """Hand one over; on the stream's own loop."""
+        """Adds a delta; has to be called on the stream's own loop."""
         if not self.abandoned:
             self._ready.append(delta)
             self._news.set()
 
     def close(self) -> None:
-        """Give up what is not finished; whoever is reading comes to the end."""
+        """Cancels the completions that have not finished; iteration ends."""
         if self._open:
             self._open = 0
             self.abandoned = True
@@ -129,42 +94,20 @@ class Stream:
         return delta
 
 
-class Entry:
-    """A choice, whose it is, and when things happened to it."""
+def deliver(outbox: Sequence[tuple[Stream, Delta | Failed]]) -> None:
+    """Hands deltas to their streams from another thread.
 
-    def __init__(self, choice: Choice, stream: Stream, now: float) -> None:
-        self.choice = choice
-        self.stream = stream
-        self.arrived = now
-        self.placed: float | None = None
-        self.first: float | None = None
-        self.last = now
-
-    def finished(self, reason: str, now: float) -> Finished:
-        """The record of it, at its end."""
-        placed = now if self.placed is None else self.placed
-        first = now if self.first is None else self.first
-        return Finished(
-            reason,
-            len(self.choice.job.prompt),
-            self.choice.generated,
-            queued=placed - self.arrived,
-            prefill=first - placed,
-            decode=now - first,
-            total=now - self.arrived,
-        )
-
-
-class State(NamedTuple):
-    """How things stand.
-
-    Attributes:
-      waiting, running: requests.
-      used: share of the slots' room that running requests take.
-      counts: totals since the start.
+    Each event loop is woken once for all of its deltas: a step of decode makes one for every slot,
+    and a wake-up costs more than handing over a delta.
     """
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta | Failed]]] = {}
+    for stream, delta in outbox:
+        by_loop.setdefault(stream.loop, []).append((stream, delta))
+    for loop, mine in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
+            loop.call_soon_threadsafe(_put, mine)
 
-    waiting: int
-    running: int
-    used: float
-    counts: Counts
+
+def _put(outbox: Sequence[tuple[Stream, Delta | Failed]]) -> None:
+    for stream, delta in outbox:
+        stream.put(delta)

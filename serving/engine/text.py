@@ -1,4 +1,8 @@
-"""Tokens -> text that can be shown while more tokens come: whole characters, no part of a stop."""
+"""Turns tokens into text while more of them come.
+
+Two things hold text back. A character may be spread over several tokens, and a stop string over
+several pieces of text; neither may be shown by half.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +10,44 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 Decode = Callable[[Sequence[int]], str]
-"""Ids -> text, with U+FFFD for bytes that are no character (yet)."""
+"""Token ids -> text. Bytes that are not a whole character become U+FFFD."""
 
 CONTEXT = 5
-"""Tokens of the prompt that the first tokens are decoded with: some begin with a space or not
-depending on what is before them."""
+"""So many tokens of the prompt are decoded together with the first drawn ones: whether the text of
+a token begins with a space depends, for some tokenizers, on what comes before it."""
 
 REPLACEMENT = "\ufffd"
 CHARACTER_TOKENS = 4
-"""A character has four bytes at most, so after as many tokens the first one's text is certain."""
+"""A character has at most four bytes, so it is complete, or broken, after four tokens."""
 
 
 class Detokenizer:
-    """Text of tokens that come one by one; what is half a character waits for the other half.
+    """Decodes tokens one by one; tokens of an incomplete character wait for the rest of it.
 
-    The pieces joined are the text of all tokens, as far as the tokenizer's text of a token does not
-    depend on those far before it.
+    Joined, the pieces are the text of all tokens. This holds for tokenizers in which the text of a
+    token depends only on a few tokens before it.
 
     Args:
-      decode: the tokenizer's.
-      context: the tokens before the first one.
+      decode: turns token ids into text.
+      context: the tokens before the first one, such as the prompt.
+
+    Example:
+      >>> detokenizer = Detokenizer(decode)  # "é" is two tokens, for the bytes C3 and A9
+      >>> [detokenizer.push(0xC3), detokenizer.push(0xA9)]
+      ['', 'é']
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
-        # Ids up to `_read` have been returned as text and stay as context for those behind.
+        # The text of ids[:_read] has been returned. They stay, as context for decoding the rest:
+        # `_context` is their text, and what `decode(_ids)` has beyond it is new. Dropping older
+        # ids keeps a push from taking longer the longer the completion is.
         self._ids = _last_whole(decode, context)
         self._read = len(self._ids)
         self._context = decode(self._ids)
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token."""
+        """Takes a token, and returns the text that is certain now."""
         self._ids.append(token)
         text = self._decode(self._ids)
         if not text.endswith(REPLACEMENT):
@@ -46,13 +57,16 @@ class Detokenizer:
         return self._advance(*self._first_mark())
 
     def flush(self) -> str:
-        """The text of what waits, as it is."""
+        """The text of the tokens that wait, now that no more come; U+FFFD for broken bytes."""
         return self._advance(len(self._ids), self._decode(self._ids))
 
     def _first_mark(self) -> tuple[int, str]:
-        """The end of the first tokens that wait and are no character, and the text up to there.
+        """Where the broken character at the beginning of what waits ends, and the text up to there.
 
-        A character that was broken off is one mark, as its first byte alone is.
+        Its bytes are one U+FFFD together. So they end before the first token that changes the text:
+
+            bytes    E2    E2 82    E2 82 41
+            text     ?     ?        ?A          the first character is E2 82; ? stands for U+FFFD
         """
         end = self._read + 1
         text = self._decode(self._ids[:end])
@@ -69,9 +83,10 @@ class Detokenizer:
 
 
 def _last_whole(decode: Decode, tokens: Sequence[int]) -> list[int]:
-    """The last tokens, from the beginning of a character on where there is one.
+    """The last few tokens, beginning with a whole character if possible.
 
-    To some tokenizers bytes in a row are no text at all if the first of them is half a character.
+    Some tokenizers decode a run of byte tokens all to U+FFFD if it begins inside a character; the
+    whole characters behind would be lost.
     """
     for size in (*range(CONTEXT, CONTEXT + CHARACTER_TOKENS), *range(CONTEXT - 1, 0, -1)):
         ids = list(tokens[-size:])
@@ -81,16 +96,24 @@ def _last_whole(decode: Decode, tokens: Sequence[int]) -> list[int]:
 
 
 class Matched(NamedTuple):
-    """Text that can be shown, and whether a stop string ended it."""
+    """The text that can be shown, and whether a stop string came behind it."""
 
     text: str
     stopped: bool
 
 
 class StopMatcher:
-    """Cuts a text before the stop string that is complete first, however the text is cut in pieces.
+    r"""Ends a text before the first complete stop string, in whatever pieces the text comes.
 
-    What could be the beginning of a stop string is held back until it is certain.
+    The longest end of the text that might begin a stop string is held back.
+
+    Args:
+      stops: the stop strings; none of them is empty.
+
+    Example:
+      >>> matcher = StopMatcher(["\n\n"])
+      >>> matcher.push("one\n"), matcher.push("two\n"), matcher.push("\nthree")
+      (Matched('one', False), Matched('\ntwo', False), Matched('', True))
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -98,9 +121,11 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> Matched:
-        """The text that can be shown now; nothing must come after a stop."""
+        """Takes the next piece of text; after a match it must not be called again."""
         held = self._held + text
         found = [(held.find(stop), len(stop)) for stop in self._stops]
+        # The stop string that is complete first wins, whichever begins first: so the result is the
+        # same whether the text comes in one piece or character by character.
         cuts = [(start + length, start) for start, length in found if start >= 0]
         if cuts:
             self._held = ""
@@ -110,23 +135,31 @@ class StopMatcher:
         return Matched(held[: len(held) - keep], False)
 
     def flush(self) -> str:
-        """What was held back, since no more text comes."""
+        """The text that was held back, now that no more comes."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of a text that a stop string begins with but is not."""
+    """Length of the longest end of `text` that is a proper beginning of `stop`.
+
+    "see EN" and "END" overlap in 2 characters.
+    """
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 class Pieces:
-    """The text of single tokens, as they would read in the middle of a text.
+    """The text of single tokens, as they read in the middle of a text; remembers what it decoded.
 
     Args:
-      decode: the tokenizer's.
-      before: any token that ends a word, such as a letter.
+      decode: turns token ids into text.
+      before: ids of which the last one ends a word, such as those of a letter. Tokens are decoded
+        behind it, as some tokenizers drop a space at the beginning of a text.
+
+    Example:
+      >>> Pieces(decode, before=letter)[token]
+      ' world'
     """
 
     def __init__(self, decode: Decode, before: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The server as a value: routes over a service."""
+"""The ASGI application: routes, and how errors are answered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = {"/": "chat.html", "/static/chat.css": "chat.css", "/static/chat.js": "ch
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 PAGE_HEADERS = {
-    # The page shows what a model says: nothing of that may become more than text.
+    # The page shows text that a model wrote. With this policy a script in it cannot run.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -35,7 +35,7 @@ PAGE_HEADERS = {
 
 
 def make_app(service: Service) -> Starlette:
-    """The ASGI application.
+    """Makes the ASGI application.
 
     Args:
       service: what is served; it may still be loading.
@@ -97,5 +97,5 @@ async def _answer_http_error(request: Request, error: Any) -> JSONResponse:
 
 
 async def _answer_mistake(request: Request, error: Exception) -> JSONResponse:
-    """A mistake of ours; what went wrong is in the log, not in the answer."""
+    """Answers when our own code failed: the log gets the traceback, the client does not."""
     return error_response(request, ApiError(500, "the server made a mistake; its log says which"))

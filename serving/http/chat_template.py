@@ -1,7 +1,9 @@
-"""Messages -> the text that a model was trained to see, by a template in Jinja as models carry it.
+"""Turns a conversation into the text that a chat model was trained on, with its Jinja template.
 
-Templates come with models, which come from strangers: they run in Jinja's immutable sandbox, with
-what transformers' own rendering offers and nothing else.
+Templates come with models, which come from strangers. They run in Jinja's immutable sandbox, with
+the same filters and functions as in transformers and nothing else.
+
+    [{"role": "user", "content": "Hi"}]  ->  "<|user|>Hi<|end|><|assistant|>", for instance
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ DEFAULT = """\
 {% endfor -%}
 {%- if add_generation_prompt -%}Assistant:{%- endif -%}
 """
-"""For models that bring none: roles and texts, as base models have seen in dialogues."""
+"""For base models, which have no template: a dialogue as such models have seen in texts."""
 
 DEFAULT_STOPS = ("\nUser:", "\nSystem:")
-"""Base models go on with the user's next turn; these end the assistant's."""
+"""A base model goes on with the user's next turn; these strings end the assistant's."""
 
 
 class _Refused(Exception):
@@ -64,21 +66,25 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes for HTML, which no model was trained on."""
+    """Jinja's own `tojson` escapes `<`, `>` and `&` for HTML, which no model was trained on."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class ChatTemplate:
-    """A template that is ready to render.
+    """A compiled chat template.
 
     Args:
-      source: the template; None is a plain one for models without.
-      special_tokens: what the template may name, such as `bos_token`.
+      source: the template; None takes a plain one, for models that have none.
+      special_tokens: texts that the template may use by name, such as `bos_token`.
+
+    Attributes:
+      is_default: whether it is the plain one.
+      stops: strings that end the assistant's turn, beside the model's own stop ids.
 
     Raises:
-      ServingError: it is no template.
+      ServingError: the source is not valid Jinja.
     """
 
     def __init__(
@@ -102,11 +108,14 @@ class ChatTemplate:
             raise ServingError(f"chat template, line {line}: {error.message}") from error
 
     def render(self, messages: Sequence[Mapping[str, str]], generation_prompt: bool = True) -> str:
-        """The text of a conversation.
+        """Renders a conversation.
 
         Args:
-          messages: with `role` and `content`.
-          generation_prompt: end with the opening of the assistant's turn.
+          messages: each with `role` and `content`.
+          generation_prompt: whether to end with the opening of the assistant's turn.
+
+        Returns:
+          The text for the model.
 
         Raises:
           ApiError: the template refuses these messages, or fails on them.

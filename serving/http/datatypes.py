@@ -1,4 +1,4 @@
-"""KServe's names of dtypes."""
+"""The names that KServe's protocol has for dtypes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NAMES = {dtype.name: name for name, dtype in DATATYPES.items()}
 
 
 def check_datatypes(infer: Infer) -> None:
-    """See that all tensors of a model can be said in JSON.
+    """Checks that KServe's protocol can name all dtypes of a model.
 
     Raises:
-      ServingError: KServe has no name for a dtype.
+      ServingError: it has no name for one of them.
     """
     for spec in (*infer.inputs, *infer.outputs):
         if spec.dtype not in NAMES:

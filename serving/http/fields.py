@@ -1,4 +1,4 @@
-"""JSON from strangers: reading it, and taking typed fields out of it one by one."""
+"""Reads JSON that strangers sent, and takes typed fields out of it one by one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from serving.errors import invalid
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that a body is.
+    """Parses a request's body.
 
     Raises:
-      ApiError: it is something else.
+      ApiError: the body is not a JSON object.
     """
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
@@ -39,7 +39,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def show(value: Any) -> str:
-    """A value for a message, never long."""
+    """A value as error messages show it: at most 60 characters."""
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
@@ -49,12 +49,16 @@ def show(value: Any) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer; true and false are none."""
+    """Whether a JSON value is an integer; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_text(value: Any, param: str) -> str:
-    """A string of whole characters."""
+    """Returns `value` if it is a string that UTF-8 can encode.
+
+    Raises:
+      ApiError: it is something else, or has half of a surrogate pair.
+    """
     if not isinstance(value, str):
         raise invalid(f"{param}: a string is needed, not {show(value)}", param)
     try:
@@ -67,20 +71,25 @@ def check_text(value: Any, param: str) -> str:
 
 
 class Fields:
-    """A JSON object whose fields are taken out with their types; null is as good as absent.
+    """A JSON object whose fields are taken out with their types; null counts as absent.
 
-    All methods raise `ApiError` with status 400 and the field's name.
+    All methods raise `ApiError` with status 400 and the field's name if the value does not fit.
+
+    Example:
+      >>> fields = Fields({"n": 2, "stream": None})
+      >>> fields.integer("n", 1, 32), fields.flag("stream"), fields.text("user")
+      (2, False, '')
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
 
     def get(self, name: str) -> Any:
-        """A field as it is; None if there is none."""
+        """A field of any type; None if it is absent."""
         return self._values.get(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
+        """A field that is true or false."""
         value = self.get(name)
         if value is None:
             return default
@@ -89,10 +98,11 @@ class Fields:
         return value
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """An integer from low to high."""
+        """A field that is an integer from `low` to `high`; None if it is absent."""
         value = self.get(name)
         if value is None:
             return None
+        # JavaScript and some JSON libraries write 16 as 16.0.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not is_integer(value) or not low <= value <= high:
@@ -102,7 +112,7 @@ class Fields:
         return int(value)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """A number from low to high; `low` itself is left out if it is negative zero."""
+        """A field that is a number from `low` to `high`; above `low` if that is -0.0."""
         value = self.get(name)
         if value is None:
             return default
@@ -114,6 +124,6 @@ class Fields:
         return float(value)
 
     def text(self, name: str, default: str = "") -> str:
-        """A string."""
+        """A field that is a string."""
         value = self.get(name)
         return default if value is None else check_text(value, name)

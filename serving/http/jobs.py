@@ -1,4 +1,4 @@
-"""What was asked for -> what the engine runs: tokens, lengths that fit, seeds."""
+"""Turns a checked request into jobs for the engine: token ids, lengths that fit, seeds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class Prompt(NamedTuple):
     """A prompt as the model gets it.
 
     Attributes:
-      ids: at least one.
-      text: what was asked to be completed; of ids their text.
-      added: of the ids so many stand before that text: the model's own beginning.
+      ids: token ids, at least one.
+      text: the prompt's text. If the request had token ids, their text.
+      added: how many ids at the beginning were added and are not of `text`: the token that begins
+        documents.
     """
 
     ids: tuple[int, ...]
@@ -28,14 +29,19 @@ class Prompt(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a request comes to: prompts, and `n` jobs for each of them, one prompt after another."""
+    """The jobs of a request.
+
+    Attributes:
+      prompts: the request's prompts.
+      jobs: `n` for each prompt: those of the first prompt, then those of the second, and so on.
+    """
 
     prompts: tuple[Prompt, ...]
     jobs: tuple[Job, ...]
 
 
 def completion_work(ask: CompletionAsk, language: Language) -> Work:
-    """The jobs of a request for completions.
+    """Makes the jobs of a request for completions.
 
     Raises:
       ApiError: a prompt does not fit.
@@ -46,14 +52,14 @@ def completion_work(ask: CompletionAsk, language: Language) -> Work:
 
 
 def chat_work(ask: ChatAsk, language: Language) -> Work:
-    """The jobs of a request for chat completions.
+    """Makes the jobs of a request for chat completions.
 
     Raises:
       ApiError: the template refuses the messages, or they do not fit.
     """
     template = language.template
     text = template.render(ask.messages, ask.generation_prompt)
-    # Templates write the model's own beginning themselves; the plain one knows of none.
+    # Templates write the token that begins documents themselves, except the plain one.
     prompt = _prompt(text, language, special=template.is_default)
     return _work(ask, language, [prompt], (*ask.stops, *template.stops), False)
 
@@ -86,12 +92,15 @@ def _prompt(given: str | tuple[int, ...], language: Language, special: bool) -> 
     ids = tuple(tokenizer.encode_batch([given])[0].tolist())
     if special and tokenizer.bos_id is not None:
         return Prompt((tokenizer.bos_id, *ids), given, 1)
-    # An empty text is the beginning of a document: what comes after the end of another.
+    # The model needs a token to go on from. After the end of a document, the next one begins.
     return Prompt(ids, given, 0) if ids else Prompt((tokenizer.eos_id,), given, 1)
 
 
 def _max_tokens(ask: Ask, length: int, most: int) -> int:
-    """Tokens that a completion may have; nothing is ever cut off a prompt."""
+    """How many tokens a completion may have.
+
+    A prompt is never cut: what was asked for does not fit or is served in full.
+    """
     wanted = ask.max_tokens
     if wanted is None:
         wanted = max(most - length, 1)

@@ -1,4 +1,8 @@
-"""KServe's open inference protocol, version 2, with tensors as JSON."""
+"""KServe's open inference protocol, version 2, with tensors as JSON.
+
+POST /v2/models/NAME/infer
+{"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2, 3, 4]}]}
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,18 @@ from serving.http.service import Loaded
 
 
 async def live(request: Request) -> Response:
-    """`GET /v2/health/live`: the process answers."""
+    """`GET /v2/health/live`: always true, as long as the process answers."""
     return JSONResponse({"live": True})
 
 
 async def ready(request: Request) -> Response:
-    """`GET /v2/health/ready`."""
+    """`GET /v2/health/ready`: whether requests are served."""
     problem = service_of(request).problem()
     return JSONResponse({"ready": problem is None}, 200 if problem is None else 503)
 
 
 async def model_ready(request: Request) -> Response:
-    """`GET /v2/models/{model}/ready`."""
+    """`GET /v2/models/{model}/ready`: whether requests for this model are served."""
     service = service_of(request)
     problem = service.problem()
     if problem is None:
@@ -42,7 +46,7 @@ async def model_ready(request: Request) -> Response:
 
 
 async def metadata(request: Request) -> Response:
-    """`GET /v2/models/{model}`."""
+    """`GET /v2/models/{model}`: the model's inputs and outputs."""
     service = service_of(request)
     check_key(request, service.options)
     loaded = service.require(request.path_params["model"])
@@ -59,13 +63,15 @@ async def metadata(request: Request) -> Response:
 
 
 async def infer(request: Request) -> Response:
-    """`POST /v2/models/{model}/infer`."""
+    """`POST /v2/models/{model}/infer`: runs the model on tensors."""
     service = service_of(request)
     check_key(request, service.options)
     loaded = service.require(request.path_params["model"])
     function = _function(loaded)
     body = await read_object(request, service.options)
     lock: asyncio.Lock = request.app.state.infer_lock
+    # `Infer` is called by one thread at a time. Waiting here instead of in the thread keeps the
+    # pool's threads free for others.
     async with lock:
         outputs = await asyncio.to_thread(_run, function, body)
     head = {"model_name": loaded.name, "model_version": "1"}
@@ -96,7 +102,7 @@ def _run(function: Infer, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _wanted(value: Any, specs: Sequence[TensorSpec]) -> list[str]:
-    """The names of the outputs that are asked for: all of them unless some are named."""
+    """The names of the outputs that the request asks for; all of them unless it names some."""
     names = [spec.name for spec in specs]
     if value is None or value == []:
         return names
@@ -110,10 +116,17 @@ def _wanted(value: Any, specs: Sequence[TensorSpec]) -> list[str]:
 
 
 def read_tensors(value: Any, specs: Sequence[TensorSpec]) -> dict[str, Array]:
-    """The inputs of a request, of the dtypes and shapes that the model takes.
+    """Reads the inputs of a request, with the dtypes and shapes that the model takes.
+
+    Args:
+      value: the request's `inputs`.
+      specs: the model's inputs.
+
+    Returns:
+      Arrays by name.
 
     Raises:
-      ApiError: one is missing, unknown, or does not fit.
+      ApiError: an input is missing, unknown, given twice, or does not fit.
     """
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise invalid("inputs: a list of tensors is needed", "inputs")
@@ -189,10 +202,10 @@ def _array(data: Any, dtype: np.dtype[Any], place: str) -> Array:
 
 
 def write_tensor(name: str, array: Array) -> dict[str, Any]:
-    """An output as JSON.
+    """Writes an output as JSON.
 
     Raises:
-      ApiError: it holds NaN or infinities, which JSON has not.
+      ApiError: it holds NaN or infinities, which JSON cannot express.
     """
     if array.dtype.kind not in "biu" and not np.isfinite(array.astype(np.float64)).all():
         raise ApiError(500, f"output {name} holds NaN or infinities, which JSON cannot say")

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, under vLLM's names where vLLM has them, so that its dashboards fit."""
+"""Metrics for Prometheus, under vLLM's names where vLLM has them, so that its dashboards fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from serving.engine.backend import Backend
-from serving.engine.stream import Finished, State
+from serving.engine.records import Finished, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -31,16 +31,16 @@ _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _BATCH = tuple(2**power for power in range(15))
 
 _SMOOTHING = 0.05
-"""Weight of the latest call in the means over decode steps."""
+"""The means over decode steps are exponential; this is the weight of the latest call."""
 
 
 class Metrics:
-    """Everything that `/metrics` shows; the engine's observer.
+    """Everything that `/metrics` shows; it is the engine's observer.
 
     Args:
-      model: the model's name, a label of every number.
-      backend: what it says of itself.
-      state: how the engine stands.
+      model: the model's name, a label of every metric.
+      backend: the model; `info` has its bandwidth and sizes.
+      state: returns the engine's present state.
     """
 
     def __init__(self, model: str, backend: Backend, state: Callable[[], State]) -> None:
@@ -89,6 +89,7 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
+        # A counter that is missing until its first event breaks rate() over that event.
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(model, reason)
         self.registry.register(_Now(self._now))
@@ -101,10 +102,11 @@ class Metrics:
     # The engine's observer.
 
     def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
-        """One call of the model."""
+        """Notes a call of prefill (0 steps) or decode; see `Observer.ran`."""
         self._batch.observe(tokens)
         if steps:
             info = self._backend.info
+            # Attention reads the keys and values of the active slots, not the whole cache.
             cached = info.get("cache_bytes", 0) * held / self._room
             this = (seconds / steps, info.get("read_weight_bytes", 0) + cached)
             means = this if self._step is None else self._step
@@ -112,16 +114,16 @@ class Metrics:
             self._step = seconds, read
 
     def first_token(self, seconds: float) -> None:
-        """A request got its first token."""
+        """Notes a request's first token."""
         self._first_token.observe(seconds)
 
     def more_tokens(self, seconds: float, tokens: int) -> None:
-        """A request got more tokens."""
+        """Notes a request's later tokens; those of one call share its time equally."""
         for _ in range(tokens):
             self._between.observe(seconds / tokens)
 
     def finished(self, record: Finished) -> None:
-        """A request is over."""
+        """Notes the end of a request."""
         self._success.labels(self._model, record.reason).inc()
         self._total.observe(record.total)
         self._queued.observe(record.queued)
@@ -142,7 +144,7 @@ class Metrics:
         return made.labels(self._model)
 
     def _now(self) -> Iterator[Metric]:
-        """What is read off the engine when somebody looks."""
+        """The metrics that are read from the engine whenever Prometheus asks."""
         state, counts = self._state(), self._state().counts
         yield self._gauge("vllm:num_requests_running", "Requests with a slot", state.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests without one", state.waiting)
@@ -175,7 +177,14 @@ class Metrics:
             )
 
     def roofline_fraction(self) -> float | None:
-        """(bytes / bandwidth) / (seconds of a decode step); None where one of them is not known."""
+        """How close decode is to the limit of the memory's bandwidth, at most 1.
+
+        It is (bytes read / bandwidth) / (seconds of a decode step). A step has to read all weights
+        and the cache of its sequences, so the first part is the least time that it can take.
+
+        Returns:
+          None if the bandwidth is unknown or nothing has been decoded.
+        """
         bandwidth = self._backend.info.get("bandwidth")
         seconds, read = self._step or (0.0, 0.0)
         if not bandwidth or not seconds or not read:
@@ -193,7 +202,7 @@ class Metrics:
         return family
 
     def _cache_config(self) -> Metric:
-        """A slot is to this server what vLLM calls a block."""
+        """A slot plays the part that a block plays in vLLM."""
         limits: Any = self._backend.limits
         labels = {
             "model_name": self._model,

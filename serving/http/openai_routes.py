@@ -29,14 +29,14 @@ from serving.http.responses import Answer
 from serving.http.service import Language, Loaded, Service
 
 RETRY_SECONDS = 1
-"""After which a full queue is worth another try."""
+"""What `Retry-After` says when the queue is full."""
 
 Parse = Callable[[Mapping[str, Any], Bounds], Ask]
 MakeWork = Callable[[Any, Language], Work]
 
 
 async def models(request: Request) -> Response:
-    """`GET /v1/models`."""
+    """`GET /v1/models`: the one model that there is."""
     service = service_of(request)
     check_key(request, service.options)
     data = [_model(service, service.require())]
@@ -44,7 +44,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """`GET /v1/models/{model}`."""
+    """`GET /v1/models/{model}`: the model, if that is its name."""
     service = service_of(request)
     check_key(request, service.options)
     return JSONResponse(_model(service, service.require(request.path_params["model"])))
@@ -63,12 +63,12 @@ def _model(service: Service, loaded: Loaded) -> dict[str, Any]:
 
 
 async def completions(request: Request) -> Response:
-    """`POST /v1/completions`."""
+    """`POST /v1/completions`: continues prompts."""
     return await _complete(request, parse_completion, completion_work)
 
 
 async def chat_completions(request: Request) -> Response:
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`: answers a conversation."""
     return await _complete(request, parse_chat, chat_work)
 
 
@@ -79,7 +79,7 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
     body = await read_object(request, service.options)
     ask = parse(body, language.bounds)
     loaded = service.require(ask.model)
-    # Long texts take a while to become tokens.
+    # Tokenizing a long text takes a while, in which the event loop must serve other requests.
     work = await asyncio.to_thread(make_work, ask, language)
     client = client_of(request, key, ask.user, service.options)
     stream = _submit(language, work, client, ask.stream)
@@ -91,9 +91,9 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
             deltas = [delta async for delta in stream]
         except Failed as error:
             raise _failure(error) from error
-    if stream.abandoned:
-        return Response(status_code=499)  # nobody is there to read it
-    # Log-probabilities of many tokens take a while to write down.
+    if stream.abandoned:  # the client has gone: the status is for the log only
+        return Response(status_code=499)
+    # Writing log-probabilities of many tokens takes a while, too.
     text = await asyncio.to_thread(lambda: dump(answer.whole(deltas)))
     return Response(text, media_type="application/json")
 
@@ -110,14 +110,17 @@ def _submit(language: Language, work: Work, client: str, interactive: bool) -> S
 
 
 def _failure(error: Failed) -> ApiError:
-    """A model that fails is our mistake; a server that ends is a reason to ask another one."""
+    """The answer to a failure: 500 if the model failed, 503 if the server is shutting down.
+
+    With 503, clients and load balancers try another server.
+    """
     if isinstance(error, Stopped):
         return ApiError(503, str(error), code="draining", retry_after=5)
     return ApiError(500, str(error), code="model_failed")
 
 
 async def _events(stream: Stream, answer: Answer) -> AsyncIterator[list[str]]:
-    """The events of a stream; one that fails midway says so before its end."""
+    """The events of a stream, in batches; a failure is the last event before `[DONE]`."""
     try:
         async for batch in stream.batches():
             if any(delta.scores is not None for delta in batch):

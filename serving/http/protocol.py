@@ -1,7 +1,7 @@
-"""OpenAI's completions and chat completions: what may be asked, checked field by field.
+"""OpenAI's requests for completions and chat completions, checked field by field.
 
-Fields that nobody knows are ignored. Fields that would change the result and are not served are
-refused by name: an answer that silently left them out would be a wrong one.
+Unknown fields are ignored. Fields that would change the result but are not supported are refused by
+name: an answer that silently left them out would be wrong.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from serving.errors import invalid
 from serving.http.fields import Fields, check_text, is_integer, show
 
 OPEN_ZERO = -0.0
-"""A lower bound that is itself left out."""
+"""As the lower bound of `Fields.number`: the value has to be above zero."""
 
 COMPLETION_TOKENS = 16
-"""`max_tokens` of completions where none is given, as OpenAI has it."""
+"""OpenAI's default of `max_tokens` for completions."""
 
-# What is not served, with the values that ask for nothing.
+# Fields that are not supported -> values that change nothing, which clients may send all the same.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
@@ -59,15 +59,15 @@ ROLES = ("system", "developer", "user", "assistant")
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What a request may ask for at most.
+    """The most that a request may ask for.
 
     Attributes:
-      max_length: tokens of prompt and completion.
-      vocab_size: ids are below it.
-      top_logprobs: alternatives for each token.
+      max_length: tokens of prompt and completion together.
+      vocab_size: number of token ids.
+      top_logprobs: alternatives reported for each token.
       choices: completions of one request, over all of its prompts.
-      stops: stop strings.
-      stop_length: characters of one.
+      stops: number of stop strings.
+      stop_length: characters of one stop string.
     """
 
     max_length: int
@@ -80,20 +80,22 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """What completions and chats have in common.
+    """What requests for completions and for chats have in common.
 
     Attributes:
-      model: the name asked for; None is any.
-      max_tokens: None is as many as there is room for.
-      sampling: its seed is `seed`, or 0 where none was given.
-      seed: None is a new one for each request.
+      model: the name that was asked for; None accepts any.
+      max_tokens: None draws as many tokens as there is room for.
+      sampling: how tokens are drawn; its seed is `seed`, or 0 if that is None.
+      seed: None takes a new seed for each request.
       n: completions for each prompt.
-      stops, stop_ids: what ends a completion, beside the model's own ends.
-      ignore_eos: the model's own ends do not end it.
-      logprobs: alternatives to show with each token; None for no log-probabilities.
-      stream: answer with events.
-      include_usage: the last of them has the usage; `usage_always`: all of them have.
-      user: whose request it is.
+      stops: strings that end a completion.
+      stop_ids: ids that end a completion, beside the model's own.
+      ignore_eos: whether the model's own stop ids do not end it.
+      logprobs: alternatives to report with each token; None for no log-probabilities.
+      stream: whether to answer with server-sent events.
+      include_usage: whether the last event of a stream has the token counts.
+      usage_always: whether every event has them.
+      user: the name of the end user, as the request gives it.
     """
 
     model: str | None
@@ -113,12 +115,12 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionAsk(Ask):
-    """`/v1/completions`.
+    """A request to `/v1/completions`.
 
     Attributes:
-      prompts: texts, or token ids.
-      echo: the answer begins with the prompt.
-      special: a text's tokens begin with the model's own beginning, if it has one.
+      prompts: texts or token ids.
+      echo: whether the answer begins with the prompt.
+      special: whether the token that begins documents is put before a text, if the model has one.
     """
 
     prompts: tuple[str | tuple[int, ...], ...]
@@ -128,11 +130,11 @@ class CompletionAsk(Ask):
 
 @dataclasses.dataclass(frozen=True)
 class ChatAsk(Ask):
-    """`/v1/chat/completions`.
+    """A request to `/v1/chat/completions`.
 
     Attributes:
-      messages: with `role`, `content`, maybe `name`.
-      generation_prompt: the assistant's turn is opened.
+      messages: each with `role`, `content` and perhaps `name`.
+      generation_prompt: whether the assistant's turn is opened at the end.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -140,10 +142,14 @@ class ChatAsk(Ask):
 
 
 def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
-    """Check a request for completions.
+    """Checks a request for completions.
+
+    Args:
+      body: the JSON object.
+      bounds: the most that it may ask for.
 
     Raises:
-      ApiError: a field that does not fit, with its name.
+      ApiError: a field does not fit; the error has its name.
     """
     fields = Fields(body)
     _refuse(body, _REFUSED)
@@ -164,10 +170,14 @@ def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
 
 
 def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
-    """Check a request for chat completions.
+    """Checks a request for chat completions.
+
+    Args:
+      body: the JSON object.
+      bounds: the most that it may ask for.
 
     Raises:
-      ApiError: a field that does not fit, with its name.
+      ApiError: a field does not fit; the error has its name.
     """
     fields = Fields(body)
     _refuse(body, {**_REFUSED, **_REFUSED_IN_CHATS})
@@ -196,7 +206,7 @@ def _refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> No
 
 
 def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
-    """The fields of `Ask` that both have."""
+    """The fields of `Ask` that both kinds of requests read in the same way."""
     n = fields.integer("n", 1, bounds.choices) or 1
     if n * prompts > bounds.choices:
         raise invalid(
@@ -239,7 +249,7 @@ def _logprobs(fields: Fields, name: str, bounds: Bounds) -> int | None:
 
 
 def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
-    """Whether the usage is wanted at the end of a stream, and in every event."""
+    """(whether the last event of a stream has token counts, whether every event has them)."""
     options = fields.get("stream_options")
     if options is None:
         return False, False
@@ -264,7 +274,7 @@ def _stops(value: Any, bounds: Bounds) -> tuple[str, ...]:
 
 
 def _prompts(value: Any, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:
-    """A text, texts, ids, or lists of ids."""
+    """`prompt` may be a text, a list of texts, a list of ids, or a list of such lists."""
     if isinstance(value, str):
         return (check_text(value, "prompt"),)
     if not isinstance(value, list) or not value:
@@ -325,7 +335,7 @@ def _message(value: Any, place: str) -> dict[str, str]:
 
 
 def _content(value: Any, place: str) -> str:
-    """A text, or parts that are texts, which are joined as lines."""
+    """A message's text: a string, or a list of text parts, which are joined by newlines."""
     if isinstance(value, str):
         return check_text(value, place)
     if not isinstance(value, list) or not value:
@@ -344,6 +354,11 @@ def _part(value: Any, place: str) -> str:
 
 
 def seeds(ask: Ask, fresh: int) -> Sequence[int]:
-    """The seed of each completion of a prompt; `fresh` is used where none was given."""
+    """The seed of each of a prompt's `n` completions: consecutive, so that they differ.
+
+    Args:
+      ask: the request.
+      fresh: a random seed, for requests without one.
+    """
     first = fresh if ask.seed is None else ask.seed
     return [(first + i) % 2**32 for i in range(ask.n)]

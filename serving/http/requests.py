@@ -1,4 +1,4 @@
-"""What all handlers need of HTTP: bodies within bounds, keys, readers that leave, event streams."""
+"""What all handlers need of HTTP: bounded bodies, API keys, clients that hang up, event streams."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from serving.http.service import Options, Service
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 SMALL_BODY = 2**16
-"""Bytes that are parsed at once; more are left to a thread, so that nobody else waits."""
+"""In bytes: larger bodies are parsed in a thread, so that other requests do not wait."""
 
 
 def service_of(request: Request) -> Service:
-    """What the app serves."""
+    """The service behind the app."""
     service: Service = request.app.state.service
     return service
 
 
 async def read_object(request: Request, options: Options) -> dict[str, Any]:
-    """The JSON object that a request carries.
+    """Reads and parses the body of a request.
 
     Raises:
-      ApiError: it carries none, too much, or is too slow.
+      ApiError: it is not a JSON object, too large, or too slow.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Browsers send anything else to any server without asking it first.
+        # A web page may send other types to any server without a CORS preflight: so with them any
+        # site that the user visits could use a server on their machine.
         raise ApiError(
             415, f"Content-Type: application/json is needed, not {kind[:40] or 'nothing'}"
         )
@@ -70,18 +71,20 @@ def _too_large(most: int) -> ApiError:
 
 
 def check_key(request: Request, options: Options) -> str:
-    """Whose request it is, as far as its key says: the key's number, or nothing without keys.
+    """Checks the API key of a request.
 
-    All keys are compared, in a time that tells nothing of them.
+    Returns:
+      The number of the key in `options.api_keys`, as a string; empty if the server has no keys.
 
     Raises:
-      ApiError: keys are needed, and it has none of them.
+      ApiError: keys are needed, and the request has none of them.
     """
     if not options.api_keys:
         return ""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Headers are bytes, which Starlette shows as latin-1.
+    # Starlette decodes headers as latin-1; encoding gives the bytes that were sent.
     said = given.strip().encode("latin-1")
+    # All keys are compared, each in constant time: how long it takes tells nothing about them.
     found = [hmac.compare_digest(said, key.encode()) for key in options.api_keys]
     if scheme.lower() != "bearer" or not any(found):
         raise ApiError(
@@ -91,9 +94,10 @@ def check_key(request: Request, options: Options) -> str:
 
 
 def client_of(request: Request, key: str, user: str, options: Options) -> str:
-    """Whom to be fair to: the key, where there are several; else the user, else the address.
+    """Names the client for fair queueing: by its key if there are several keys, or user or address.
 
-    Users are what a request says, so they count only among those who share a key.
+    Anybody can claim any user name, so it divides only what clients with the same key get. Were it
+    to count between keys, one client could get more by using many names.
     """
     if len(options.api_keys) > 1:
         return f"key {key}"
@@ -103,7 +107,7 @@ def client_of(request: Request, key: str, user: str, options: Options) -> str:
 
 @contextlib.asynccontextmanager
 async def closing_when_gone(receive: Receive, close: Callable[[], None]) -> AsyncIterator[None]:
-    """Call `close` at the end, or as soon as whoever asked has gone."""
+    """Calls `close` at the end of the block, or as soon as the client hangs up."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -119,9 +123,11 @@ async def closing_when_gone(receive: Receive, close: Callable[[], None]) -> Asyn
 
 
 class EventStream(Response):
-    """Server-sent events, one for each text; `close` is called however it ends.
+    """An answer of server-sent events, one for each text.
 
-    Texts that come together are sent together: a message has costs of its own.
+    Args:
+      events: batches of texts; those of a batch are sent in one message, which costs less.
+      close: is called at the end, however that comes.
     """
 
     media_type = "text/event-stream"
@@ -148,12 +154,12 @@ class EventStream(Response):
 
 
 def dump(value: Any) -> str:
-    """JSON on one line."""
+    """JSON on one line, without spaces."""
     return _ENCODER.encode(value)
 
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:
-    """An error, in the form that the protocol of its path has for it."""
+    """An error in the form that the path's protocol has for errors: OpenAI's or KServe's."""
     is_kserve = request.url.path.startswith("/v2")
     body = {"error": error.message} if is_kserve else error.body()
     return JSONResponse(body, error.status, headers=error.headers)

@@ -1,4 +1,4 @@
-"""Deltas -> the JSON of OpenAI's answers, whole or as chunks of a stream."""
+"""Turns deltas into the JSON of OpenAI's answers: one object, or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from serving.http.jobs import Work
 from serving.http.protocol import Ask, ChatAsk, CompletionAsk
 
 LEAST_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON has not."""
+"""Stands for minus infinity, which JSON cannot express."""
 
 Json = dict[str, Any]
 ReadScores = Callable[[Job, Tokens], tuple[Token, ...]]
 
 
 class Answer:
-    """What one request is answered with; `chunks` of each delta, or the `whole` of all.
+    """The answer to one request: either `chunks` of each delta, or the `whole` of all deltas.
 
     Args:
-      model: its name.
+      model: the model's name.
       ask: the request.
-      work: what it came to.
+      work: its prompts and jobs.
       read_scores: makes the tokens of a prompt from its scores.
     """
 
@@ -45,7 +45,7 @@ class Answer:
         self._started = [False] * len(work.jobs)
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
-        """What a stream says of a delta; nothing, if there is nothing to see."""
+        """The chunks of a stream for one delta; none if the delta shows nothing."""
         self._generated[delta.choice] = delta.generated
         delta = self._with_echo(delta)
         if self._is_chat:
@@ -62,13 +62,17 @@ class Answer:
             )
 
     def last_chunk(self) -> Json | None:
-        """What a stream ends with, if the usage was asked for."""
+        """The chunk with the token counts that ends a stream; None if it was not asked for."""
         if not self._ask.include_usage:
             return None
         return {**self._head, **self._kind(), "choices": [], "usage": self._usage()}
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
-        """All in one."""
+        """The answer in one object.
+
+        Args:
+          deltas: all deltas of all completions.
+        """
         by_choice: list[list[Delta]] = [[] for _ in self._work.jobs]
         for delta in deltas:
             self._generated[delta.choice] = delta.generated
@@ -92,7 +96,7 @@ class Answer:
         return {**chunk, "usage": self._usage() if self._ask.usage_always else None}
 
     def _chat_chunks(self, delta: Delta) -> Iterator[Json]:
-        """The role first, then the text, and the reason of the end by itself."""
+        """The role in a chunk of its own, then the text, then the reason of the end."""
         if not self._started[delta.choice]:
             self._started[delta.choice] = True
             yield _chat_choice(delta.choice, {"role": "assistant", "content": ""})
@@ -114,13 +118,14 @@ class Answer:
         }
 
     def _with_echo(self, delta: Delta) -> Delta:
-        """A delta with its prompt before it, where that is asked for; offsets count from there."""
+        """If the request has `echo`: puts the prompt before the first delta, and moves offsets."""
         if not isinstance(self._ask, CompletionAsk) or not self._ask.echo:
             return delta
         prompt = self._work.prompts[delta.choice // self._ask.n]
         tokens: tuple[Token, ...] = ()
         if delta.scores is not None:
             tokens = self._read_scores(self._work.jobs[delta.choice], delta.scores)
+        # The prompt's text begins behind the tokens that were added to it, such as <s>.
         added = sum(len(token.text) for token in tokens[: prompt.added])
         before = [_moved(token, -added) for token in tokens[prompt.added :]]
         behind = [_moved(token, len(prompt.text)) for token in delta.tokens]
@@ -173,7 +178,7 @@ def _number(logprob: float | None) -> float | None:
 
 
 def _top(token: Token) -> dict[str, float] | None:
-    """The alternatives by their texts; of equal texts the likelier one, and the token itself."""
+    """The alternatives by text, and the token itself; of equal texts the likelier one counts."""
     if token.logprob is None:
         return None
     top: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""The process: a port that answers from the start, a model that loads behind it, a gentle end.
+"""Runs the server's process: it listens first, then loads the model, and ends in two steps.
 
-SIGTERM and SIGINT: new requests are refused with 503, those that run are finished within a time
-limit, then the process ends. A second signal ends it at once.
+On SIGTERM or SIGINT new requests are refused with 503. Those that run may finish within a time
+limit; then the process ends. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from serving.http.service import Loaded, Options, Service
 _LOG = logging.getLogger("serving")
 
 HEADER_SECONDS = 20.0
-"""In which a connection has to come to a request."""
+"""A client that connects has to send a request's headers within this time."""
 
 IDLE_SECONDS = 75
-"""That a connection is kept between requests: longer than proxies keep theirs, so that it is they
-who close it, and no request meets a closing one."""
+"""Connections are kept so long between requests: longer than proxies keep theirs, so that the proxy
+closes first. Otherwise a request could arrive at a connection that is just being closed."""
 
 CLOSING_SECONDS = 5
-"""For what is still to be sent when the last request is done."""
+"""When the last request is done, so long may answers take to be sent."""
 
 SWITCH_SECONDS = 0.0002
-"""That a thread may keep others from running Python. With Python's own 5 ms the engine, whenever it
-has handed over tokens, waits for the loop that sends them: 64 streams get half as many."""
+"""How long a thread may keep others from running Python. With Python's own 5 ms, the engine's
+thread, having handed over tokens, waits for the loop that sends them: 64 streams get half as many
+tokens."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CONNECTIONS = 4096
@@ -48,17 +49,20 @@ HEADER_BYTES = 2**16
 
 
 class Protocol(H11Protocol):
-    """HTTP/1.1 that hangs up on whoever opens a connection and does not come to a request."""
+    """HTTP/1.1 that closes connections on which no request comes.
+
+    Without it, clients that connect and send nothing would use up all connections.
+    """
 
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come."""
+        """Starts the timer."""
         super().connection_made(transport)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone."""
+        """Stops the timer."""
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
@@ -67,7 +71,7 @@ class Protocol(H11Protocol):
         self._timer = self.loop.call_later(HEADER_SECONDS, self._check, self.cycle, self._stuck)
 
     def _check(self, cycle: Any, was_stuck: bool) -> None:
-        """Hang up if there was no request the last time, and none has come since."""
+        """Closes the connection if no request had come by the last check and none has since."""
         if was_stuck and self._stuck and self.cycle is cycle:
             self.transport.close()
         else:
@@ -75,13 +79,18 @@ class Protocol(H11Protocol):
 
     @property
     def _stuck(self) -> bool:
-        """Whether there is no request but should be one; idle connections have their own timer."""
+        """Whether a request is due but has not come; between requests uvicorn's own timer runs."""
         is_idle = self.cycle is None or self.cycle.response_complete
         return is_idle and self.timeout_keep_alive_task is None
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with an end in two steps: first the engine drains, then the port closes."""
+    """uvicorn's server, but the engine drains before the port closes.
+
+    Args:
+      service: what is served.
+      log_level: of uvicorn's messages.
+    """
 
     def __init__(self, service: Service, log_level: str = "info") -> None:
         config = uvicorn.Config(
@@ -104,13 +113,13 @@ class Server(uvicorn.Server):
         self._deadline: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first one drains, the second one ends."""
+        """Handles a signal: the first one drains, the second one ends the process at once."""
         self._signals += 1
         if self._signals > 1:
             self.should_exit = self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: see whether it is time to end."""
+        """Checks whether it is time to end; uvicorn calls it ten times a second."""
         if self._signals and self._deadline is None:
             seconds = self.service.options.drain_seconds
             _LOG.info("draining: no new requests; those that run have %g seconds", seconds)
@@ -127,10 +136,14 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections; port 0 is any free one.
+    """Opens a listening socket.
+
+    Args:
+      host: an IPv4 or IPv6 address, or a host name.
+      port: 0 takes any free one.
 
     Raises:
-      ServingError: it cannot be had.
+      ServingError: the address cannot be used.
     """
     if not 0 <= port < 2**16:
         raise ServingError(f"cannot listen on {host}:{port}: ports are below {2**16}")
@@ -151,17 +164,21 @@ def serve(
     *,
     log_level: str = "info",
 ) -> None:
-    """Serve a model until a signal comes.
+    """Serves a model until a signal comes.
 
     Args:
-      load: loads it, in a thread of its own; until then `/health` says 503.
-      host, port: where to listen; `0.0.0.0` is everywhere.
-      options: how to behave.
-      log_level: of the lines on stderr.
+      load: loads the model, in a thread of its own. Until it is done, `/health` says 503.
+      host: where to listen; `0.0.0.0` listens on all interfaces.
+      port: where to listen.
+      options: limits and keys.
+      log_level: of the messages on stderr.
 
     Raises:
-      ServingError: the port is not to be had, or what was loaded cannot be served.
-      Exception: whatever `load` raised; the port is closed by then.
+      ServingError: the port cannot be used, or the model cannot be served.
+      Exception: whatever `load` raised, after the port was closed.
+
+    Example:
+      >>> serve(lambda: load_bundle("llama-1b", mesh), port=8000)
     """
     _set_up_logging(log_level)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -193,14 +210,15 @@ def serve(
         raise failures[0]
     _LOG.info("stopped")
     if loader.is_alive():
-        # Ended while it loads: a thread in the midst of a compiler survives no orderly exit.
+        # The process was told to end while the model loads. A thread inside XLA's compiler crashes
+        # when the interpreter shuts down around it, so the process ends without that.
         logging.shutdown()
         os._exit(0)
 
 
 @contextlib.contextmanager
 def _heeding_signals(server: Server) -> Iterator[None]:
-    """From the first line on: uvicorn itself heeds them only once its loop runs."""
+    """Handles signals while the model loads; uvicorn does so only once its loop runs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -239,7 +257,7 @@ def _is_a_problem(record: logging.LogRecord) -> bool:
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Probes come every few seconds."""
+    """Whether an access belongs in the log: probes come every few seconds and do not."""
     arguments = record.args
     path = arguments[2] if isinstance(arguments, tuple) and len(arguments) > 2 else ""
     return not str(path).startswith(("/health", "/metrics", "/v2/health"))

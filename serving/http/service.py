@@ -1,4 +1,4 @@
-"""What the server serves and how it stands: loading, ready, draining or failed."""
+"""What the server serves, and its status: loading, ready, draining or failed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ Status = Literal["loading", "ready", "draining", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What was loaded to be served: a language model, a model of tensors, or both.
+    """A model that was loaded: a language model, a function of tensors, or both.
 
     Attributes:
       name: the model's name in requests.
-      backend, tokenizer: of a language model; both or none.
+      backend: the language model; None if there is none.
+      tokenizer: the language model's; None if there is none.
       stop_ids: ids that end a completion, beside the tokenizer's `eos_id`.
-      chat_template: Jinja; None takes a plain one.
-      special_tokens: what the template may name, such as `bos_token`; those of the tokenizer's own
-        ids are found out.
-      infer: of a model of tensors.
+      chat_template: in Jinja; None takes a plain one.
+      special_tokens: texts that the template may use by name. `bos_token` and `eos_token` are found
+        out from the tokenizer.
+      infer: the function of tensors; None if there is none.
     """
 
     name: str
@@ -45,20 +46,22 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How the server behaves.
+    """The server's limits and keys.
 
     Attributes:
-      api_keys: whoever names one of them may use the model; none at all: anybody may.
-      max_waiting: requests that there may be beside those which fit the slots.
-      decode_steps: tokens that are drawn between two looks for ends where nobody watches.
-      choices, stops: the most that one request may ask for.
-      body_bytes: of a request.
-      body_seconds: in which it has to be here.
-      stall_seconds: a call of the model that takes longer is taken for hung: `/health` says 503.
-      drain_seconds: that requests have to finish when the server is told to stop.
+      api_keys: a request needs one of them; if there are none, anybody may use the model.
+      max_waiting: how many requests there may be beyond those that have slots.
+      decode_steps: where nobody watches tokens come, how many are drawn before the host looks
+        whether one of them ends its request.
+      choices: the most completions that one request may ask for.
+      stops: the most stop strings that one request may have.
+      body_bytes: the largest body of a request.
+      body_seconds: a body has to arrive within this time.
+      stall_seconds: a call of the model that takes longer counts as hung: `/health` says 503.
+      drain_seconds: how long requests may go on when the server is told to end.
 
     Raises:
-      ServingError: a number that is too small.
+      ServingError: a number is too small.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -83,7 +86,15 @@ class Options:
 
 
 class Language:
-    """A language model that is being served."""
+    """A language model with its engine, chat template and metrics.
+
+    Args:
+      loaded: the model.
+      options: limits and keys.
+
+    Raises:
+      ServingError: the tokenizer does not belong to the model, or the chat template is broken.
+    """
 
     def __init__(self, loaded: Loaded, options: Options) -> None:
         if loaded.backend is None or loaded.tokenizer is None:
@@ -118,13 +129,17 @@ class Language:
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text; models may have more ids than their tokenizers, padding, which are none."""
+        """Token ids -> text.
+
+        A model may have more ids than its tokenizer, so that its vocabulary divides evenly. Those
+        have no text.
+        """
         known = self.tokenizer.vocab_size
         return self.tokenizer.decode([i for i in ids if i < known])
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """The texts of the tokens that begin and end documents, by the names templates know."""
+    """The texts of the tokens that begin and end documents, under the names that templates use."""
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     return {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
 
@@ -133,7 +148,12 @@ class Service:
     """What all handlers share.
 
     Args:
-      options: how the server behaves.
+      options: limits and keys.
+
+    Attributes:
+      status: loading, ready, draining or failed.
+      loaded: the model, once it is there.
+      created: when the server started, in seconds since 1970.
     """
 
     def __init__(self, options: Options | None = None) -> None:
@@ -144,7 +164,7 @@ class Service:
         self._language: Language | None = None
 
     def become_ready(self, loaded: Loaded) -> None:
-        """Serve this from now on.
+        """Serves a model from now on.
 
         Raises:
           ServingError: it cannot be served.
@@ -161,7 +181,7 @@ class Service:
             self.status = "ready"
 
     def problem(self) -> str | None:
-        """Why requests would not be served now; None if they would."""
+        """Why requests are not served now; None if they are."""
         if self.status == "draining":
             return "the server is shutting down"
         if self.loaded is None:
@@ -177,10 +197,13 @@ class Service:
         return None
 
     def require(self, model: str | None = None) -> Loaded:
-        """What is served, if it is `model` and can be asked for something.
+        """The model, if it is ready.
+
+        Args:
+          model: the name that the request asks for; None accepts any.
 
         Raises:
-          ApiError: it cannot, or it is another.
+          ApiError: it is not ready, or has another name.
         """
         if self.loaded is None or self.status == "draining":
             problem = self.problem()
@@ -195,10 +218,10 @@ class Service:
         return self.loaded
 
     def language(self) -> Language:
-        """The language model.
+        """The language model, if it is ready.
 
         Raises:
-          ApiError: there is none, or not now.
+          ApiError: it is not ready, or there is none.
         """
         loaded = self.require()
         if self._language is None:
@@ -207,22 +230,22 @@ class Service:
 
     @property
     def metrics(self) -> Metrics | None:
-        """The numbers of the language model."""
+        """The language model's metrics; None if there is none."""
         return None if self._language is None else self._language.metrics
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being worked on."""
+        """Whether the engine has no requests."""
         return self._language is None or self._language.engine.idle
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
+        """Refuses new requests from now on."""
         self.status = "draining"
         if self._language is not None:
             self._language.engine.drain()
 
     def stop(self) -> None:
-        """End the engine; what is not finished fails."""
+        """Ends the engine; requests that are not finished fail."""
         self.drain()
         if self._language is not None:
             self._language.engine.stop()

@@ -1,7 +1,7 @@
-"""Hugging Face's `config.json`, read as it is and written for transformers.
+"""Reads Hugging Face's `config.json`, and writes one for transformers.
 
-Such a file describes more models than ours. A key that could change what the model computes is
-honoured or is an error; only keys that are known to change nothing are passed over.
+Such a file can describe models that are not ours. A key that may change what the model computes is
+either supported or an error. Only keys that are known to change nothing are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ASSUMED: Mapping[str, Any] = {
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
 }
-"""Keys that are ours under the same name -> what transformers takes where a file is silent."""
+"""Keys that are fields of `LlamaConfig` too -> transformers' default."""
 
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id")
@@ -48,7 +48,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "cross_attention_hidden_size": (None,),
     "pruned_heads": ({}, None),
 }
-"""Keys that change the result -> the values with which it is ours; the first one is the usual."""
+"""Keys that change what is computed -> the values that we support, the usual one first."""
 
 _RUNNING = """
     model_type transformers_version _name_or_path name_or_path torch_dtype dtype use_cache
@@ -67,19 +67,19 @@ _GENERATING = """
     begin_suppress_tokens exponential_decay_length_penalty
 """
 _HARMLESS = frozenset((_RUNNING + _GENERATING).split())
-"""Keys that change nothing in what the model computes."""
+"""Keys that do not change what the model computes."""
 
 
 def read_config(path: str | Path, ignore_keys: Collection[str] = ()) -> LlamaConfig:
-    """The model that a `config.json` describes; the dtypes it names are not taken over.
+    """Reads the model that a `config.json` describes. The dtypes in it are ignored.
 
     Args:
-        path: the file, or the folder of the checkpoint that it lies in.
-        ignore_keys: keys that this reader does not know and that may be passed over.
+        path: the file, or the folder that it is in.
+        ignore_keys: unknown keys that are to be ignored.
 
     Raises:
-        ConfigError: no such file or no JSON object, another architecture than Llama's, or keys
-            that are unknown, ask for what is not supported, or hold the wrong kind of value.
+        ConfigError: there is no such file, it is not a JSON object, the architecture is not
+            Llama's, or a key is unknown, not supported, or has the wrong type.
 
     Example:
         >>> config = read_config("/models/Llama-3.2-1B")
@@ -107,7 +107,7 @@ def _read_object(file: Path) -> Mapping[str, Any]:
 
 
 def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -> LlamaConfig:
-    """What `read_config` makes of a file's content."""
+    """Like `read_config`, for the content of a file."""
     _check_architecture(values)
     _check_known(values, ignore_keys)
     sizes = {key: _typed(key, values.get(key), default) for key, default in _ASSUMED.items()}
@@ -150,7 +150,7 @@ def _check_known(values: Mapping[str, Any], ignore_keys: Collection[str]) -> Non
 
 
 def _typed(key: str, value: Any, default: Any) -> Any:
-    """`value`, checked to be of the kind of the default; None and absent are the default."""
+    """Checks that `value` has the type of the default; None becomes the default."""
     if value is None:
         return default
     if isinstance(default, bool):
@@ -181,7 +181,7 @@ def _token_ids(value: Any) -> int | tuple[int, ...] | None:
 
 
 def _parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling); `rope_scaling` beside `rope_theta` is the older way to write it."""
+    """(theta, scaling). `rope_scaling` beside `rope_theta` is the older form."""
     found = {
         key: _parse_rope_entry(key, values[key], values)
         for key in ("rope_scaling", "rope_parameters")
@@ -255,7 +255,7 @@ def _theta(key: str, entry: Mapping[str, Any], values: Mapping[str, Any]) -> flo
 
 
 def _original_length(entry: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-    """Where transformers looks for it, in its order."""
+    """The length of sequences in pretraining, looked up in the same places as by transformers."""
     name = "original_max_position_embeddings"
     places = (values.get(name), entry.get(name), values.get("max_position_embeddings"))
     found = next((place for place in places if place is not None), None)
@@ -267,14 +267,14 @@ def _original_length(entry: Mapping[str, Any], values: Mapping[str, Any]) -> int
 
 
 def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """The content of a `config.json` that every transformers since 4.43 reads.
+    """The content of a `config.json` that transformers reads, from version 4.43 on.
 
     Args:
         config: the model.
-        dtype: what its weights are stored in.
+        dtype: of the stored weights.
 
     Raises:
-        ConfigError: a model that transformers refuses.
+        ConfigError: transformers does not support the model.
     """
     if config.hidden_size % config.num_attention_heads:
         raise ConfigError(

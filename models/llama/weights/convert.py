@@ -1,7 +1,7 @@
-"""Checkpoints for n devices -> checkpoints for m devices, in bounded memory and in steps.
+"""Converts weights to another layout on disk, with bounded memory; can be stopped and continued.
 
-Every file of the result is written on its own. A run that was stopped goes on with the first file
-that is not whole when it is started again; the folder takes its name when all are.
+Files are written one after the other, into a folder with a temporary name. If the same command is
+run again after a stop, complete files are kept. The folder gets its name when all are complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Plan = Mapping[str, Sequence[Tensor]]
 """File name -> the tensors in it, in order."""
 
 Made = Callable[[str], None]
-"""Called with the name of a file that is done."""
+"""Called with the name of each file that is complete."""
 
 
 def write_hf(
@@ -57,19 +57,19 @@ def write_hf(
     console: Console | None = None,
     made: Made = lambda name: None,
 ) -> None:
-    """Write all tensors, whole, as a folder that transformers loads.
+    """Writes all tensors, unsplit, as a folder that transformers loads.
 
     Args:
       source: the tensors.
       folder: new or empty.
       dtype: what to convert to; None keeps every tensor's bits.
-      max_file_bytes: bytes of tensors in one file.
-      console: a progress bar goes here.
-      made: called with each file that is done.
+      max_file_bytes: the most bytes of tensors in one file.
+      console: where a progress bar goes.
+      made: called with the name of each complete file.
 
     Raises:
       WeightsError: the folder cannot be written, or tensors cannot be read.
-      ConfigError: a model that transformers refuses.
+      ConfigError: transformers does not support the model.
     """
     source = source.astype(dtype)
     entries = [_entry(tensor) for tensor in source.tensors.values()]
@@ -88,16 +88,18 @@ def write_ranks(
     console: Console | None = None,
     made: Made = lambda name: None,
 ) -> None:
-    """Write the shards of every rank, each in a file of its own; see `ranks.py`.
+    """Writes one file for each rank of a tensor-parallel group, with its shards; see `ranks.py`.
 
     Args:
       source: the tensors.
       folder: new or empty.
-      ranks: how many.
-      dtype, console, made: as for `write_hf`.
+      ranks: number of ranks.
+      dtype: what to convert to; None keeps every tensor's bits.
+      console: where a progress bar goes.
+      made: called with the name of each complete file.
 
     Raises:
-      WeightsError: as for `write_hf`; or the model does not divide into so many ranks.
+      WeightsError: as for `write_hf`; or the model cannot be divided among so many ranks.
     """
     source = source.astype(dtype)
     split = cuts(source.config, ranks)
@@ -145,7 +147,7 @@ def _write(
 
 
 def _write_file(unfinished: Path, name: str, tensors: Sequence[Tensor], advance: Advance) -> None:
-    """A file, whole or not at all, one tensor in memory at a time."""
+    """Writes a file that appears when it is complete, with one tensor in memory at a time."""
 
     def arrays() -> Iterator[Array]:
         for tensor in tensors:
@@ -163,7 +165,7 @@ def _write_file(unfinished: Path, name: str, tensors: Sequence[Tensor], advance:
 
 
 def _identity(source: Source, plan: Plan) -> str:
-    """A digest of what is written: the same run again has the same."""
+    """A digest of everything that decides the result: only the same conversion may be continued."""
     content = {
         "source": [source.about, *source.stamps],
         "files": {file: [repr(_entry(t)) for t in group] for file, group in plan.items()},
@@ -173,7 +175,7 @@ def _identity(source: Source, plan: Plan) -> str:
 
 @contextlib.contextmanager
 def _unfinished(folder: Path, identity: str) -> Iterator[tuple[Path, list[str]]]:
-    """The folder to write to, and the files that a run that was stopped has left there whole.
+    """The folder to write to, and the files in it that an earlier run completed.
 
     Raises:
       WeightsError: another process is writing there.
@@ -206,7 +208,7 @@ def _note(unfinished: Path, identity: str, done: Sequence[str]) -> None:
 
 
 def _done(unfinished: Path, identity: str) -> list[str]:
-    """Files that are whole, if the run that wrote them was the same."""
+    """The files that are complete, if the run that wrote them had the same identity."""
     try:
         content = json.loads((unfinished / PROGRESS_FILE).read_text(encoding="utf-8"))
         names = [str(name) for name in content["done"]] if content["identity"] == identity else []

@@ -1,7 +1,7 @@
-"""Folders of safetensors as Hugging Face lays them out: slices read, tensors streamed out.
+"""Reads and writes folders of safetensors in Hugging Face's layout.
 
-A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which says
-in which one a tensor lies. Files are mapped, so that a slice costs its own bytes and no others.
+A folder has `model.safetensors`, or several files and `model.safetensors.index.json`, which lists
+the tensors of each. Files are memory-mapped, so reading a slice reads only its own bytes.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ DTYPE_NAMES: Mapping[str, str] = MappingProxyType(
         "float64": "F64",
     }
 )
-"""numpy's name of a dtype that is written -> safetensors' name."""
+"""numpy's name of a dtype that can be written -> safetensors' name."""
 
 FLOAT_NAMES = ("F64", "F32", "BF16", "F16")
-"""safetensors' names of the dtypes that a model's weights may have."""
+"""safetensors' names of the dtypes that weights may have."""
 
 
 class WeightsError(ValueError):
@@ -58,7 +58,7 @@ class WeightsError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, and what it is; `dtype` is safetensors' name."""
+    """Where a tensor is stored; `dtype` is safetensors' name."""
 
     file: Path
     shape: tuple[int, ...]
@@ -67,18 +67,18 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """An open folder: every tensor in it, and the mapped files."""
+    """An open folder: its tensors, and its memory-mapped files."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
     _files: Mapping[Path, Any]
 
     def read(self, name: str, index: Index) -> Array:
-        """A slice of a tensor, in the dtype of the file.
+        """Reads a slice of a tensor, in the dtype of the file.
 
         Args:
             name: one of `tensors`.
-            index: one slice for each dim, with start and stop.
+            index: a slice for each dim, with start and stop.
         """
         try:
             return read_slice(self._files[self.tensors[name].file], name, index)
@@ -88,18 +88,18 @@ class Folder:
 
 
 def read_slice(file: Any, name: str, index: Index) -> Array:
-    """Every byte of a tensor that is read comes through here."""
+    """Reads a slice; every byte of a tensor that is read comes through here."""
     array: Array = file.get_slice(name)[index]
     return array
 
 
 @contextlib.contextmanager
 def open_folder(path: str | Path) -> Iterator[Folder]:
-    """The tensors of a folder; its headers are read and its sizes checked, no more.
+    """Opens a folder; reads the files' headers and checks their sizes, but reads no tensor.
 
     Raises:
-        WeightsError: no safetensors there, an index that is broken, names files outside of the
-            folder or disagrees with them, or a file that is truncated or no safetensors file.
+        WeightsError: there are no safetensors, a file is truncated or broken, or the index is
+            broken, disagrees with the files, or names files outside of the folder.
     """
     path = Path(path)
     listed = _listed_files(path)
@@ -114,7 +114,7 @@ def open_folder(path: str | Path) -> Iterator[Folder]:
 
 
 def _listed_files(path: Path) -> dict[str, set[str] | None]:
-    """File name -> names of its tensors, or None where no index says which."""
+    """File name -> names of its tensors; None in place of these if there is no index."""
     if not path.is_dir():
         raise WeightsError(f"{path} is no folder; name one that holds {SINGLE_FILE}")
     if (path / INDEX_FILE).exists():
@@ -174,7 +174,12 @@ def _stored(file: Path, opened: Any, listed: set[str] | None) -> dict[str, Store
 
 
 def shortened(items: Sequence[str], most: int = 5) -> str:
-    """The first few items and how many more there are."""
+    """The first few items, and how many more there are.
+
+    Example:
+        >>> shortened(["a", "b", "c"], most=1)
+        'a and 2 more'
+    """
     rest = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + rest
 
@@ -184,7 +189,7 @@ def shortened(items: Sequence[str], most: int = 5) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: its name, shape and numpy's name of its dtype."""
+    """A tensor to be written: name, shape, and numpy's name of its dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -198,7 +203,11 @@ class Entry:
 
 
 def plan_files(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
-    """File name -> its tensors, in order, at most `max_bytes` of them or a single larger one."""
+    """Distributes tensors over files of at most `max_bytes`; a larger one has a file of its own.
+
+    Returns:
+        File name -> its tensors, in order.
+    """
     groups: list[list[Entry]] = [[]]
     for entry in entries:
         if groups[-1] and sum(e.nbytes for e in groups[-1]) + entry.nbytes > max_bytes:
@@ -213,10 +222,10 @@ def plan_files(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry
 
 
 def write_files(folder: Path, plan: Mapping[str, Sequence[Entry]], arrays: Iterator[Array]) -> None:
-    """Write tensors as they come, one in memory at a time, and the index if there are several.
+    """Writes tensors as they come, one in memory at a time, then the index of several files.
 
-    safetensors' own writers take the whole file's tensors at once, so the format (the header's
-    length, the header, the data) is written here.
+    safetensors' own writers take all tensors of a file at once. So the format is written here: the
+    header's length, the header, the data.
 
     Args:
         folder: an existing folder.
@@ -224,7 +233,7 @@ def write_files(folder: Path, plan: Mapping[str, Sequence[Entry]], arrays: Itera
         arrays: one for each entry, in the order of the plan.
 
     Raises:
-        OSError: the disk is full, for one.
+        OSError: a file cannot be written, for instance because the disk is full.
     """
     for name, entries in plan.items():
         with (folder / name).open("wb") as file:
@@ -240,7 +249,7 @@ def write_files(folder: Path, plan: Mapping[str, Sequence[Entry]], arrays: Itera
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """An object as indented JSON."""
+    """Writes an object as indented JSON."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -260,7 +269,7 @@ def _header(entries: Iterable[Entry]) -> bytes:
 
 
 def file_index(plan: Mapping[str, Sequence[Entry]]) -> dict[str, Any]:
-    """What the index of several files says."""
+    """The content of `model.safetensors.index.json`."""
     entries = [entry for group in plan.values() for entry in group]
     return {
         "metadata": {

@@ -1,8 +1,7 @@
-"""Weights -> a training run's first checkpoint: step 0, from which training goes on.
+"""Turns weights into the first checkpoint of a training run: step 0, from which training goes on.
 
-It holds parameters alone. An optimizer's state would be zeros in other words: twice the size, and
-tied to an optimizer, its options and a dtype before anyone has chosen them. `Checkpoints.restore`
-leaves it to the run to make a fresh one.
+It has parameters only. Fresh optimizer state is mostly zeros: saving it would triple the size, and
+would fix the optimizer, its options and a dtype before anyone has chosen them. The run makes it.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from models.llama.weights.names import Parameter, parameters
 from models.llama.weights.save import appearing, check_can_save
 from models.llama.weights.sources import Source, Tensor
 from models.progress import Advance, bytes_bar
+from models.training.checkpoints.found import CheckpointError
 from models.training.checkpoints.pieces import Pieces
-from models.training.checkpoints.store import CheckpointError, Checkpoints
+from models.training.checkpoints.store import Checkpoints
 from models.training.run.description import RunFolder
 from models.training.run.loop import TrainState
 
@@ -44,27 +44,27 @@ def write_run(
     dtype: str | None = None,
     console: Console | None = None,
 ) -> Path:
-    """Write the folder of a training run that has its weights and has taken no step.
+    """Writes the folder of a training run that has weights and has taken no step.
 
-    Any mesh, optimizer and dtype goes on from it, with layers scanned or unrolled; the arguments
-    say for which that is quickest. A few chunks of a tensor are in memory at a time, and the folder
-    appears when it is whole.
+    A run can go on from it with any mesh, optimizer and dtype, and with layers stacked or unrolled.
+    The arguments say for which of these restoring is quickest. A few chunks of a tensor are in
+    memory at a time. The folder appears when it is complete.
 
     Args:
         source: the tensors.
         folder: new or empty.
-        mesh: axis -> size; each array is stored in the pieces that its devices hold.
-        table: name of the specs by which the mesh splits arrays.
+        mesh: axis -> size; each array is stored in the pieces that these devices hold.
+        table: name of the specs by which arrays are split.
         scan_layers: whether layers are stacked.
         dtype: what to convert to; None keeps every tensor's bits.
-        console: a progress bar goes here.
+        console: where a progress bar goes.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        WeightsError: the folder is not empty, an unknown axis, or layers that do not stack.
-        ConfigError: an unknown table.
+        WeightsError: the folder is not empty, an axis is unknown, or layers cannot be stacked.
+        ConfigError: there is no such table.
         CheckpointError: the checkpoint cannot be written, or tensors cannot be read.
     """
     source = source.astype(dtype)
@@ -84,7 +84,7 @@ def write_run(
 
 
 def _marked(config: LlamaConfig, mesh: Mapping[str, int], table: str) -> Any:
-    """Structs of the parameters, as they are split over a mesh that needs no devices."""
+    """Structs of the parameters with their shardings, over a mesh that needs no devices."""
     unknown = [axis for axis in mesh if axis not in sharding.MESH_AXES]
     if unknown:
         raise WeightsError(
@@ -97,7 +97,7 @@ def _marked(config: LlamaConfig, mesh: Mapping[str, int], table: str) -> Any:
 
 
 def _what_it_is(config: LlamaConfig) -> dict[str, Any]:
-    """The config without what a run may choose: parameters become its dtype when it starts."""
+    """The config without what a run may choose; `param_dtype` is set when the run starts."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=dict))
     del plain["param_dtype"]
     return plain
@@ -110,7 +110,7 @@ def _save(folder: Path, params: Any, about: Mapping[str, Any]) -> None:
 
 
 def _pieces(source: Source, config: LlamaConfig, structs: Any, advance: Advance) -> Any:
-    """A tree like `model.init`'s of arrays that are read when they are written."""
+    """A tree like that of `model.init` whose arrays are read while they are written."""
     wanted, treedef = parameters(config)
     leaves = [
         _piecewise(parameter, struct, [source.tensors[name] for name in parameter.names], advance)
@@ -122,7 +122,7 @@ def _pieces(source: Source, config: LlamaConfig, structs: Any, advance: Advance)
 def _piecewise(
     parameter: Parameter, struct: jax.ShapeDtypeStruct, rows: Sequence[Tensor], advance: Advance
 ) -> Pieces:
-    """A parameter; of a stacked one, layers are stored apart, as they are read."""
+    """One parameter as `Pieces`; a chunk has one layer of a stacked one."""
     dtypes = sorted({row.dtype for row in rows})
     if len(dtypes) > 1:
         raise WeightsError(

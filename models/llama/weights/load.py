@@ -1,7 +1,6 @@
-"""Weights of a Llama from and to Hugging Face checkpoints, shard by shard.
+"""Loads a Llama from a Hugging Face checkpoint, shard by shard.
 
-Loading, a process reads the slices that its own devices hold, and has one of them in memory at a
-time. Saving is in `save.py`.
+Each process reads the slices that its own devices hold, one at a time. Saving is in `save.py`.
 """
 
 from __future__ import annotations
@@ -44,24 +43,24 @@ def load(
     *,
     console: Console | None = None,
 ) -> Params:
-    """The parameters of a Hugging Face checkpoint, each shard read straight from the file.
+    """Loads the parameters of a Hugging Face checkpoint; each shard is read directly from the file.
 
-    Each process reads what its own devices hold, once, and converts it to `config.param_dtype`;
-    beyond the devices' arrays a single shard is in memory.
+    Each process reads what its own devices hold, once, and converts it to `config.param_dtype`.
+    Besides the devices' arrays, one shard is in memory.
 
     Args:
-        folder: holds `model.safetensors`, or several files and their index.
-        config: the model, as from `hf_config.read_config`; `scan_layers` and the dtypes are free.
-        shardings: a tree like `model.init`'s of `jax.sharding.Sharding`, as
+        folder: has `model.safetensors`, or several files and their index.
+        config: the model, as from `read_config`; `scan_layers` and the dtypes may be changed.
+        shardings: a tree like that of `model.init` of `jax.sharding.Sharding`s, such as
             `compiled.in_shardings[0]` of a training step; None puts all on the first device.
-        console: a progress bar goes here if it is a terminal and loading takes long.
+        console: where a progress bar goes if it is a terminal and loading takes long.
 
     Returns:
         Parameters as from `model.init`.
 
     Raises:
-        WeightsError: files that are missing, truncated or no safetensors, and tensors that are
-            missing, superfluous, quantized or of another shape than the model's.
+        WeightsError: files are missing, truncated or not safetensors; or tensors are missing,
+            superfluous, quantized, or have other shapes than the model's.
 
     Example:
         >>> config = read_config("/models/Llama-3.2-1B")
@@ -83,14 +82,18 @@ def load(
 
 
 def check_can_load(folder: str | Path, config: LlamaConfig) -> None:
-    """Raise `WeightsError` unless `load` finds what it needs: headers are read, no weights."""
+    """Checks that `load` would find what it needs, from the files' headers alone.
+
+    Raises:
+        WeightsError: it would not.
+    """
     wanted, _ = parameters(config)
     with open_folder(folder) as stored:
         _check_fit(stored, wanted, config)
 
 
 def _read_block(stored: Folder, parameter: Parameter, config: LlamaConfig, index: Index) -> Array:
-    """One shard of a parameter, in `param_dtype`."""
+    """Reads one shard of a parameter, in `param_dtype`."""
     dtype = jnp.dtype(config.param_dtype)
     if parameter.stacked:
         block: Array = np.empty([part.stop - part.start for part in index], dtype)
@@ -105,7 +108,7 @@ def _read_block(stored: Folder, parameter: Parameter, config: LlamaConfig, index
 
 
 def _check_tied(stored: Folder, index: Index, embedding: Array) -> None:
-    """Raise unless the head that lies beside the tied embedding is the same."""
+    """Raises `WeightsError` if the file has an output head that differs from the tied embedding."""
     if not np.array_equal(stored.read(HEAD, index), embedding):
         raise WeightsError(
             f"{stored.path}: {HEAD} and {EMBEDDING} differ, and the config ties them; set "
@@ -114,7 +117,7 @@ def _check_tied(stored: Folder, index: Index, embedding: Array) -> None:
 
 
 def _check_fit(stored: Folder, wanted: Sequence[Parameter], config: LlamaConfig) -> None:
-    """Raise a `WeightsError` that lists all in which the folder differs from the model."""
+    """Raises `WeightsError` with all differences between the folder and the model."""
     shapes = {name: p.tensor_shape for p in wanted for name in p.names}
     found = stored.tensors
     ignored = {HEAD} if config.tie_word_embeddings else set()

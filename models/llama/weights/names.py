@@ -1,4 +1,8 @@
-"""Our parameters and the tensors of Hugging Face's checkpoints that they are made of."""
+"""Maps our parameters to the tensors of Hugging Face's checkpoints.
+
+layers/self_attn/q_proj/weight     model.layers.0.self_attn.q_proj.weight
+(stacked: L, out, in)              model.layers.1.self_attn.q_proj.weight, ...
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,9 @@ class Parameter:
 
     Args:
         path: keys joined by `/`.
-        shape: of the whole; a stacked one's first dim is the layers.
-        names: Hugging Face's names: one, or of a stacked parameter one for each layer.
-        stacked: whether the first dim counts layers.
+        shape: of the whole parameter; the first dim of a stacked one is the layers.
+        names: Hugging Face's names: one, or one for each layer of a stacked parameter.
+        stacked: whether the first dim is the layers.
     """
 
     path: str
@@ -34,13 +38,17 @@ class Parameter:
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """Shape of each tensor."""
+        """The shape of each tensor."""
         return self.shape[1:] if self.stacked else self.shape
 
 
 @functools.cache
 def parameters(config: LlamaConfig) -> tuple[tuple[Parameter, ...], Any]:
-    """(every parameter of `model.init`'s tree, in its order; the tree's structure)."""
+    """The parameters of a model.
+
+    Returns:
+        (all parameters of `model.init`'s tree, in its order; the tree's structure).
+    """
     structs = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(structs)
     found = tuple(
@@ -64,7 +72,7 @@ def _parameter(path: str, shape: tuple[int, ...], config: LlamaConfig) -> Parame
 
 
 def order(name: str) -> tuple[int, int]:
-    """Sorts tensors into the order in which a model uses them: a whole layer after the other."""
+    """Sorting key for tensors in the order in which the model uses them, layer by layer."""
     if name.startswith("model.layers."):
         return 1, int(name.split(".")[2])
     return {EMBEDDING: 0, HEAD: 3}.get(name, 2), 0

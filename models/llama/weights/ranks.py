@@ -1,14 +1,15 @@
 """A checkpoint cut for tensor parallelism: one file of safetensors for each rank.
 
-    sharding.json          what is split how
-    config.json            the whole model's
+    sharding.json          how each tensor is split
+    config.json            of the whole model
     rank-0000.safetensors  the shards of rank 0, under Hugging Face's names
     ...
 
-Projections of queries, keys, values, gate and up and the vocabulary are split by outputs, those of
-the attention's and the MLP's results by inputs, and norms are whole: each rank computes its own
-heads and its own part of the MLP, and the sum over ranks is what the whole model computes (Shoeybi
-et al. 2019, section 3). With more ranks than key heads, several ranks hold the same one.
+The projections of queries, keys, values, gate and up, and the vocabulary, are split by their
+outputs. The output projections of attention and MLP are split by their inputs. Norms are not split.
+So each rank computes its own heads and its own part of the MLP, and the sum over ranks is what the
+whole model computes (Shoeybi et al. 2019, section 3). With more ranks than key heads, several ranks
+have the same key head.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ _BY_INPUTS = ("o_proj", "down_proj")
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How one tensor is split over ranks.
+    """How a tensor is split over ranks.
 
     Attributes:
-      dim: which dim is split; None is whole on every rank.
-      pieces: in how many equal pieces.
-      copies: neighbouring ranks that hold the same piece; ranks are pieces x copies.
+      dim: the dim that is split; None if every rank has the whole tensor.
+      pieces: number of equal pieces.
+      copies: so many neighbouring ranks have the same piece; pieces x copies is all ranks.
     """
 
     dim: int | None
@@ -61,7 +62,7 @@ class Cut:
     copies: int = 1
 
     def index(self, shape: tuple[int, ...], rank: int) -> Index:
-        """What a rank holds of a tensor."""
+        """The slice of a tensor that a rank has."""
         whole = [slice(0, size) for size in shape]
         if self.dim is not None:
             size = shape[self.dim] // self.pieces
@@ -71,24 +72,28 @@ class Cut:
 
 
 def rank_file(rank: int) -> str:
-    """The file of a rank."""
+    """The name of a rank's file."""
     return f"rank-{rank:04}.safetensors"
 
 
 def cuts(config: LlamaConfig, ranks: int) -> dict[str, Cut]:
-    """How every tensor of a model is split over some ranks, by name.
+    """How each tensor of a model is split over ranks, by name.
 
-    A vocabulary that the ranks do not divide stays whole.
+    A vocabulary that the number of ranks does not divide is not split.
 
     Raises:
-      WeightsError: heads or the MLP's width cannot be divided so.
+      WeightsError: the ranks do not divide the heads or the MLP's width.
     """
     check_ranks(config, ranks)
     return {name: _cut(name, shape, config, ranks) for name, shape in tensor_shapes(config).items()}
 
 
 def check_ranks(config: LlamaConfig, ranks: int) -> None:
-    """Raise a `WeightsError` unless a model can be split over so many ranks; it names numbers."""
+    """Checks that a model can be split over so many ranks.
+
+    Raises:
+      WeightsError: it cannot; the message names numbers that are possible.
+    """
     possible = [n for n in range(1, config.num_attention_heads + 1) if _divides(config, n)]
     if ranks not in possible:
         raise WeightsError(
@@ -125,7 +130,7 @@ def _cut(name: str, shape: tuple[int, ...], config: LlamaConfig, ranks: int) -> 
 
 
 def describe(source: Source, ranks: int) -> dict[str, Any]:
-    """What `sharding.json` says."""
+    """The content of `sharding.json`."""
     split = cuts(source.config, ranks)
     return {
         "format": FORMAT,
@@ -149,7 +154,7 @@ def describe(source: Source, ranks: int) -> dict[str, Any]:
 
 
 def shard(tensor: Tensor, cut: Cut, rank: int) -> Tensor:
-    """What a rank holds of a tensor, as a tensor."""
+    """The part of a tensor that a rank has, as a tensor."""
     index = cut.index(tensor.shape, rank)
     shape = tuple(part.stop - part.start for part in index)
 
@@ -171,10 +176,10 @@ def shard(tensor: Tensor, cut: Cut, rank: int) -> Tensor:
 def ranks_source(folder: str | Path) -> Iterator[Source]:
     """The whole tensors of a folder of ranks; a slice is read from the files that have it.
 
-    Where several ranks hold the same piece, they are compared.
+    If several ranks have the same piece, the copies are compared.
 
     Raises:
-      WeightsError: files that are missing, broken, or disagree with each other.
+      WeightsError: files are missing, broken, or disagree with each other.
     """
     folder = Path(folder)
     config = unrolled(read_config(folder))
@@ -251,7 +256,7 @@ def _read(
 
 
 def _read_copies(folder: Path, files: list[Any], holders: range, name: str, index: Index) -> Array:
-    """A slice that several ranks hold, bit for bit the same."""
+    """Reads a slice that several ranks have; they have to be equal, bit for bit."""
     first = read_slice(files[holders[0]], name, index)
     for rank in holders[1:]:
         if first.tobytes() != read_slice(files[rank], name, index).tobytes():

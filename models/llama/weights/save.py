@@ -1,4 +1,4 @@
-"""Weights of a Llama as a checkpoint of Hugging Face's, gathered and written tensor by tensor."""
+"""Saves a Llama as a Hugging Face checkpoint; gathers and writes tensor by tensor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ TOKENIZER_FILES = (
 
 
 def check_can_save(folder: str | Path) -> None:
-    """Raise `WeightsError` unless `save` can make `folder`: early, before a long run."""
+    """Checks early, before a long run, that `save` can make `folder`.
+
+    Raises:
+        WeightsError: it cannot.
+    """
     folder = Path(folder).absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise WeightsError(f"{folder} exists already; name a new or an empty folder")
@@ -60,24 +64,24 @@ def save(
     tokenizer_from: str | Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+    """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-    Every process calls it; process 0 writes. The folder appears when it is whole: it is written
-    beside under another name, which a process that is killed leaves behind.
+    Every process has to call it; process 0 writes. The folder is written under another name, which
+    is left behind if the process is killed, and gets its own name when it is complete.
 
     Args:
-        params: as from `model.init`, with any sharding.
+        params: as from `model.init`, with any shardings.
         config: the model.
         folder: new or empty.
-        dtype: what weights are stored in; None takes `config.param_dtype`.
-        max_shard_bytes: bytes of tensors in one file; a larger tensor gets one of its own.
-        tokenizer_from: a folder whose tokenizer files are copied along.
-        console: a progress bar goes here if it is a terminal and saving takes long.
+        dtype: of the stored weights; None takes `config.param_dtype`.
+        max_shard_bytes: the most bytes of tensors in one file; a larger tensor gets its own file.
+        tokenizer_from: a folder whose tokenizer files are copied.
+        console: where a progress bar goes if it is a terminal and saving takes long.
 
     Raises:
-        WeightsError: the folder is not empty or cannot be written, an unknown dtype, or
-            parameters that are not the config's. On every process alike.
-        ConfigError: a model that transformers refuses.
+        WeightsError: the folder is not empty or cannot be written, the dtype is unknown, or the
+            parameters are not those of the config. It is raised on all processes.
+        ConfigError: transformers does not support the model.
     """
     dtype = dtype or config.param_dtype
     if dtype not in DTYPES:
@@ -103,11 +107,11 @@ def save(
 
 
 Source = tuple[str, tuple[int, ...], Callable[[str], Array]]
-"""A tensor's name and shape, and what gathers it in a dtype."""
+"""A tensor's name and shape, and a function that gathers it in a dtype."""
 
 
 def _sources(params: Params, config: LlamaConfig) -> list[Source]:
-    """Every tensor of the checkpoint: the embedding, layer after layer, the norm, the head."""
+    """The tensors in the order of the file: the embedding, layer by layer, the norm, the head."""
     wanted, treedef = parameters(config)
     leaves, found = jax.tree_util.tree_flatten(params)
     shapes = [leaf.shape for leaf in leaves]
@@ -155,10 +159,10 @@ def _cast(leaf: jax.Array, dtype: str) -> jax.Array:
 
 @contextlib.contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the name of `folder` once it is whole.
+    """A folder to write to, which gets the name of `folder` at the end of the block.
 
     Raises:
-        WeightsError: there is something at `folder` already, or it cannot be made.
+        WeightsError: `folder` is there already, or cannot be made.
     """
     check_can_save(folder)
     folder = folder.absolute()
@@ -175,7 +179,7 @@ def appearing(folder: Path) -> Iterator[Path]:
 def _write_beside(
     folder: Path, description: dict[str, Any], tokenizer_from: str | Path | None
 ) -> None:
-    """What a checkpoint holds beside its weights."""
+    """Writes the files of a checkpoint other than weights."""
     write_json(folder / CONFIG_FILE, description)
     tokens = {key: description[key] for key in ("bos_token_id", "eos_token_id")}
     if any(token is not None for token in tokens.values()):
@@ -186,7 +190,7 @@ def _write_beside(
 
 
 def _agree(failure: str | None, folder: str | Path) -> None:
-    """Wait for process 0, and raise on all processes if it has failed."""
+    """Waits for process 0; if it failed, raises on all processes."""
     failed = bool(multihost_utils.broadcast_one_to_all(np.int32(failure is not None)))
     if failed:
         reason = failure or "process 0 says why"

@@ -1,6 +1,6 @@
-"""Where the tensors of a Llama come from: files, a training checkpoint, or chance. Read when asked.
+"""The tensors of a Llama, read when they are asked for: from files, a checkpoint, or drawn anew.
 
-Tensors have Hugging Face's names and shapes, whatever they come from.
+Whatever they come from, they have Hugging Face's names and shapes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from models.llama.weights.config import read_config
 from models.llama.weights.files import Array, Index, WeightsError, open_folder
 from models.llama.weights.load import check_can_load
 from models.llama.weights.names import HEAD, Parameter, parameters
+from models.training.checkpoints.found import AUTO, find_saved
 from models.training.checkpoints.pieces import chunk_shape
-from models.training.checkpoints.store import AUTO, find_saved
 from models.training.run.description import RunFolder
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor that is read when it is asked for: whole by `numpy.asarray`, or a slice of it.
+    """A tensor that is read when it is asked for: all of it by `numpy.asarray`, or a slice.
 
     Attributes:
-      name: Hugging Face's.
-      shape, dtype: what it is; `dtype` is numpy's name.
-      read: gives a slice, in any dtype that converts to this one.
-      together: tensors with the same value are read from the same place: best one after the other.
+      name: Hugging Face's name.
+      shape: its shape.
+      dtype: numpy's name of its dtype.
+      read: returns a slice, in any dtype that can be converted to this one.
+      together: tensors with the same value are stored in the same place; reading them one after
+        the other is quickest.
     """
 
     name: str
@@ -47,7 +49,7 @@ class Tensor:
     together: str = ""
 
     def __getitem__(self, index: Index) -> Array:
-        """A slice; `index` has a slice with start and stop for each dim."""
+        """Reads a slice; `index` has a slice with start and stop for each dim."""
         return self.read(index).astype(self.dtype, copy=False)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -56,25 +58,25 @@ class Tensor:
         return whole if dtype is None else whole.astype(dtype)
 
     def astype(self, dtype: str) -> Tensor:
-        """The same numbers in another dtype."""
+        """The same tensor in another dtype; it is converted when it is read."""
         return dataclasses.replace(self, dtype=dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model's config and its tensors by Hugging Face's names.
+    """A model's config and tensors.
 
     Attributes:
-      config: with layers unrolled.
-      tensors: in the order in which a model uses them.
+      config: the model, with layers unrolled.
+      tensors: in the order in which the model uses them.
       about: where they come from, for people.
-      tokenizer_from: a folder with tokenizer files, or None.
-      stamps: of what is read: they differ where it has changed.
+      tokenizer_from: a folder with tokenizer files; None if there is none.
+      stamps: sizes and times of the files; they differ if a file has changed.
     """
 
     config: LlamaConfig
@@ -84,24 +86,24 @@ class Source:
     stamps: tuple[str, ...] = ()
 
     def with_tokenizer(self, folder: Path) -> Source:
-        """The same with tokenizer files from elsewhere."""
+        """The same source with tokenizer files from another folder."""
         return dataclasses.replace(self, tokenizer_from=folder)
 
     def astype(self, dtype: str | None) -> Source:
-        """The same with all tensors in another dtype; None keeps every tensor's bits."""
+        """The same source with all tensors in another dtype; None keeps every tensor's bits."""
         if dtype is None:
             return self
         tensors = {name: tensor.astype(dtype) for name, tensor in self.tensors.items()}
         return dataclasses.replace(self, tensors=tensors)
 
     def tree(self) -> Any:
-        """The tensors as the parameters of `model.init` with layers unrolled."""
+        """The tensors as a tree like that of `model.init` with layers unrolled."""
         wanted, treedef = parameters(self.config)
         return jax.tree.unflatten(treedef, [self.tensors[p.names[0]] for p in wanted])
 
 
 def unrolled(config: LlamaConfig) -> LlamaConfig:
-    """The same model with a parameter for each layer."""
+    """The same model with layers unrolled."""
     return dataclasses.replace(config, scan_layers=False)
 
 
@@ -111,7 +113,7 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stamps(folder: Path) -> tuple[str, ...]:
-    """Name, size and time of every file right in a folder."""
+    """Name, size and time of every file directly in a folder."""
     found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return tuple(f"{name} {status.st_size} {status.st_mtime_ns}" for name, status in found)
 
@@ -121,10 +123,11 @@ def stamps(folder: Path) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def hf_source(folder: str | Path) -> Iterator[Source]:
-    """The tensors of a folder of safetensors with its `config.json`; open as long as the context.
+    """The tensors of a folder of safetensors with a `config.json`; open as long as the context.
 
     Raises:
-      WeightsError, ConfigError: files that are broken or no Llama.
+      WeightsError: a file is broken.
+      ConfigError: the model is not a Llama.
     """
     folder = Path(folder)
     config = unrolled(read_config(folder))
@@ -146,7 +149,7 @@ NUMPY_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "f
 
 
 def _check_tied(read: Callable[[str, Index], Array], tensors: Mapping[str, Tensor]) -> None:
-    """Raise unless the head that lies beside a tied embedding is the same; by blocks of rows."""
+    """Raises `WeightsError` if the output head differs from the tied embedding."""
     table = next(iter(tensors.values()))
     for start in range(0, table.shape[0], 4096):
         index = (slice(start, min(start + 4096, table.shape[0])), slice(0, table.shape[1]))
@@ -164,15 +167,15 @@ def _check_tied(read: Callable[[str, Index], Array], tensors: Mapping[str, Tenso
 def checkpoint_source(run_dir: str | Path, step: int | str = AUTO) -> Iterator[Source]:
     """The parameters of a checkpoint of a training run.
 
-    Of layers that are stored together, all layers of a parameter are read at once.
+    Layers that are stored together are read together, all layers of a parameter at once.
 
     Args:
       run_dir: the run's folder.
-      step: of the checkpoint, or `auto`, the latest that is whole.
+      step: the checkpoint's, or `auto` for the latest that is whole.
 
     Raises:
-      CheckpointError: there is none, or it is damaged.
-      WeightsError: it is of something else than a Llama.
+      CheckpointError: there is no such checkpoint, or it is damaged.
+      WeightsError: it is not of a Llama.
     """
     folder = RunFolder(Path(run_dir)).checkpoints
     if not folder.is_dir():
@@ -227,13 +230,13 @@ def _checkpoint_tensors(state: Path, parameter: Parameter, dtype: str) -> dict[s
 
 @functools.lru_cache(maxsize=1)
 def _read_stack(state: Path, key: str) -> Array:
-    """A parameter of all layers: what is stored together is read once."""
+    """Reads a parameter of all layers, once for all of them; only the latest one is kept."""
     stack: Array = _open_array(state, key).read().result()
     return stack
 
 
 def _open_array(state: Path, key: str) -> Any:
-    """An array as orbax lays it out, by the library that it writes with."""
+    """Opens an array in orbax's layout with tensorstore, which orbax writes with."""
     import tensorstore
 
     metadata = json.loads((state / "_METADATA").read_text(encoding="utf-8"))
@@ -250,7 +253,7 @@ def _open_array(state: Path, key: str) -> Any:
 
 @contextlib.contextmanager
 def fresh_source(config: LlamaConfig, seed: int) -> Iterator[Source]:
-    """The parameters that `model.init` makes, one layer at a time."""
+    """The parameters that `model.init` draws, one layer at a time."""
     config = unrolled(config)
     outer_key, keys_L = model.init_keys(jax.random.key(seed), config)
     make_outer = jax.jit(functools.partial(model.init_outer, config=config))

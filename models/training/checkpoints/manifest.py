@@ -1,4 +1,7 @@
-"""What a folder holds, written down, so that truncated, damaged or missing files are noticed."""
+"""Lists the files of a folder with their hashes, so that damaged or missing files are noticed.
+
+{"schema": 1, "files": {"meta.json": {"bytes": 2184, "sha256": "9f86d0..."}, ...}}
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 MANIFEST = "manifest.json"
 SCHEMA = 1
 WRITTEN_LATER = ("commit_success.txt", "_CHECKPOINT_METADATA")
-"""Files that orbax writes or changes when a folder gets its final name; nothing is read of them."""
+"""Files that orbax writes or changes when it renames a folder; nothing is read from them."""
 
 HASHING_THREADS = 8
 
@@ -19,7 +22,7 @@ HASHING_THREADS = 8
 def write_manifest(folder: Path) -> None:
     """Writes size and SHA-256 of every file below a folder into its `manifest.json`.
 
-    Files are hashed by several threads, as read back from the disk.
+    Files are read back from the disk, so the hashes are of what is really there.
     """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and _is_listed(p.name))
     with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
@@ -37,16 +40,20 @@ def _is_listed(name: str) -> bool:
 
 
 def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with a folder, in words, or None if it is as its manifest says.
+    """Compares a folder with its manifest.
 
     Args:
-        folder: with a manifest.
-        part, parts: only every `parts`-th file is read, from number `part` on, so that processes
-            share the work.
+        folder: has a manifest.
+        part: which of `parts` shares of the files to hash; sizes are compared for all.
+        parts: number of processes that share the work.
+
+    Returns:
+        What is wrong, in words; None if nothing is.
     """
     listed = _read(folder / MANIFEST)
     if isinstance(listed, str):
         return listed
+    # Sizes first: that is quick, and finds what most crashes and full disks leave behind.
     for name, expected in listed.items():
         path = folder / name
         if not path.is_file():
@@ -64,7 +71,7 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any] | str:
-    """The files that a manifest lists, or why it cannot be read."""
+    """The files that a manifest lists; a string with the reason if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         files: dict[str, Any] = content["files"]

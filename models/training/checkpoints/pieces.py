@@ -1,4 +1,4 @@
-"""Arrays that are read while a checkpoint is written, piece by piece: none is whole in memory."""
+"""Saves arrays that are read while they are written, piece by piece: none is whole in memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from orbax.checkpoint import type_handlers
 Index = tuple[slice, ...]
 
 CHUNK_BYTES = 1 << 24
-"""Of what is read and written at a time: larger pieces are stored in several chunks."""
+"""How much is read and written at a time; larger pieces are stored in several chunks."""
 
 PENDING_BYTES = 1 << 25
-"""So much may wait for the disk; what is written together is also listed together."""
+"""So many bytes may wait to be written. What is written together is also listed together."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
-    """An array to be saved that is nowhere yet; for `Checkpoints(pieces=True)` like a `jax.Array`.
+    """An array that is not in memory; `Checkpoints(pieces=True)` saves it like a `jax.Array`.
 
     Args:
-        shape, dtype: of the whole; `dtype` is numpy's name.
-        sharding: over a mesh that needs no devices; `meta.json` tells of it.
-        piece: shape of what is stored together, at most.
-        read: gives a slice; its index has a slice with start and stop for each dim.
+        shape: of the whole array.
+        dtype: numpy's name of it.
+        sharding: how the array is split; for `meta.json` only, so the mesh needs no devices.
+        piece: shape of the largest part that is stored in one chunk.
+        read: returns the part at an index, which is a slice with start and stop for each dim.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +43,7 @@ class Pieces:
 
 
 class PiecesHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
-    """Writes `Pieces` in orbax's format, one process, as they are read."""
+    """Writes `Pieces` in orbax's format, in one process."""
 
     async def serialize(
         self,
@@ -50,7 +51,7 @@ class PiecesHandler(type_handlers.NumpyHandler):  # type: ignore[misc]
         infos: Sequence[type_handlers.ParamInfo],
         args: Sequence[type_handlers.SaveArgs] | None = None,
     ) -> Sequence[Any]:
-        """Writes all of it before it returns, so that an interrupt ends it."""
+        """Writes all pieces before it returns: an interrupt leaves no thread that writes on."""
         del args
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
@@ -88,18 +89,22 @@ def _write(value: Pieces, info: type_handlers.ParamInfo) -> None:
 
 
 def _end(pending: Sequence[Any]) -> None:
-    """Waits for all that is being written: of what fails, nothing writes on."""
+    """Waits for all writes, then raises the first error: no write goes on in the background."""
     failures = [error for error in [write.exception() for write in pending] if error is not None]
     if failures:
         raise failures[0]
 
 
 def chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Index]:
-    """The parts of an array that a grid cuts it into, the last dim's fastest.
+    """Cuts an array into a grid of parts; the last dim varies fastest.
 
     Args:
         shape: of the array.
-        chunk: of a part; those at the end may be smaller.
+        chunk: shape of a part; those at the ends may be smaller.
+
+    Example:
+        >>> list(chunks((3, 2), (2, 2)))
+        [(slice(0, 2), slice(0, 2)), (slice(2, 3), slice(0, 2))]
     """
     starts = [range(0, size, max(1, part)) for size, part in zip(shape, chunk, strict=True)]
     for corner in itertools.product(*starts):
@@ -110,5 +115,5 @@ def chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Index]:
 
 
 def chunk_shape(array: Any) -> tuple[int, ...]:
-    """Shape of what tensorstore stores of an open array together."""
+    """The shape of the chunks in which tensorstore stores an open array."""
     return tuple(int(size) for size in array.chunk_layout.read_chunk.shape)

@@ -1,7 +1,7 @@
-"""A checkpoint of training laid out for another mesh: the same arrays in other pieces.
+"""Copies a training checkpoint in the pieces of another mesh: same arrays, other chunks on disk.
 
-Any mesh restores any checkpoint; in pieces of its own size, each process reads what it needs and no
-more. Arrays are copied piece by piece.
+Any mesh can restore any checkpoint. If the chunks are the pieces of its devices, each process reads
+no more than it needs. Arrays are copied piece by piece.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from models.progress import bytes_bar
-from models.training.checkpoints.manifest import MANIFEST, write_manifest
-from models.training.checkpoints.pieces import chunks
-from models.training.checkpoints.store import (
+from models.training.checkpoints.found import (
     AUTO,
     META,
     CheckpointError,
@@ -27,11 +25,13 @@ from models.training.checkpoints.store import (
     first_line,
     saved_steps,
 )
+from models.training.checkpoints.manifest import MANIFEST, write_manifest
+from models.training.checkpoints.pieces import chunks
 
 STATE = "state"
 TREE = "_METADATA"
 CACHE_BYTES = 1 << 28
-"""Of pieces that are read, as each may be needed for several that are written."""
+"""Chunks that were read are kept up to this size: each may be needed for several written ones."""
 
 _COPIED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
@@ -44,24 +44,24 @@ def relayout(
     step: int | str = AUTO,
     console: Console | None = None,
 ) -> int:
-    """Copy a checkpoint in the pieces that the devices of a mesh hold.
+    """Copies a checkpoint in the pieces that the devices of a mesh hold.
 
-    Each array is split over the axes that it was split over when it was saved, of the new sizes; an
-    axis that the new mesh lacks counts as one of size 1. The copy appears when it is whole.
+    Each array is split over the same axes as before, with the new mesh's sizes. An axis that the
+    new mesh lacks counts as one of size 1. The copy gets its name when it is complete.
 
     Args:
         folder: holds checkpoints; it is not changed.
-        target: holds checkpoints, too, or is made.
+        target: another folder for checkpoints; made if it is not there.
         mesh: axis -> size.
-        step: of the checkpoint, or `auto`, the latest that is whole.
-        console: a progress bar goes here.
+        step: the checkpoint's, or `auto` for the latest that is whole.
+        console: where a progress bar goes.
 
     Returns:
         The checkpoint's step.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or the target has one of that step or a later
-            one already or cannot be written.
+        CheckpointError: there is no such checkpoint, or the target cannot be written, or has a
+            checkpoint of that step or a later one already.
     """
     found = find_saved(folder, step)
     source, whole = folder / str(found.step), target / str(found.step)
@@ -100,6 +100,7 @@ def _copy(
         for path, piece in pieces.items():
             for nbytes in _copy_array(source / STATE, target / STATE, driver, path, piece):
                 advance(nbytes)
+    # Orbax notes the size of chunks in its metadata as well.
     for entry in tree["tree_metadata"].values():
         path = "/".join(key["key"] for key in entry["key_metadata"])
         entry["value_metadata"]["write_shape"] = list(pieces[path])
@@ -115,7 +116,16 @@ def _copy(
 
 
 def piece_shape(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of what a device holds of an array, as `meta.json` describes it, on a mesh."""
+    """Shape of the piece that a device holds on a mesh.
+
+    Args:
+        entry: an array's entry in `meta.json`, with `shape` and `spec`.
+        mesh: axis -> size.
+
+    Example:
+        >>> piece_shape({"shape": [8, 6], "spec": [["data", "model"], None]}, {"data": 2, "model":
+        2}) (2, 6)
+    """
     shape, spec = entry["shape"], entry["spec"]
     counts = [
         math.prod(mesh.get(axis, 1) for axis in ([axes] if isinstance(axes, str) else axes or ()))
@@ -127,7 +137,7 @@ def piece_shape(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[int,
 def _copy_array(
     source: Path, target: Path, driver: str, path: str, piece: Sequence[int]
 ) -> Iterator[int]:
-    """Copies an array; gives the bytes of each piece when it is there."""
+    """Copies an array; yields the bytes of each piece once it is written."""
     import tensorstore
 
     key = path.replace("/", ".")

@@ -1,4 +1,4 @@
-"""Checkpoints: saved in the background, whole or not at all, restored onto any mesh.
+"""Checkpoints of a training run: saved in the background, all or nothing, restored on any mesh.
 
     checkpoints/
         200/
@@ -6,18 +6,18 @@
             manifest.json    size and hash of every file
             state/           parameters and optimizer state, written by orbax
 
-A checkpoint gets its name when all of it has been written; `manifest.json` is how a later run
-notices that one was damaged since. Restoring reads each device's part of each array only.
+While a checkpoint is written, its folder is called `200.orbax-checkpoint-tmp...`. Renaming it to
+`200` is the last thing that happens, so a folder with a plain number was complete once. Whether it
+has been damaged since, `manifest.json` tells. Restoring reads only each device's part of each
+array.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
 import shutil
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,68 +26,46 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from orbax.checkpoint import checkpoint_managers as policies
 
 from models.training.checkpoints import tables
+from models.training.checkpoints.found import (
+    AUTO,
+    META,
+    SCHEMA,
+    CheckpointError,
+    Found,
+    first_line,
+    first_whole,
+    saved_steps,
+    wanted_steps,
+)
 from models.training.checkpoints.manifest import find_damage, write_manifest
-from models.training.checkpoints.pieces import Pieces, PiecesHandler
+from models.training.checkpoints.saving import Saving, open_manager
 from models.training.run.loop import TrainState
 from models.training.run.sinks import Record
 
-SCHEMA = 1
-META = "meta.json"
-AUTO = "auto"
-SHARED_BYTES = 2**20
-"""Replicas share the writing of pieces of at least this size; slicing takes a compiled program."""
-
 MAX_FAILURES = 3
-"""So many saves in a row may fail before the run ends."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or used; says which one, and what to do."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A checkpoint that is whole.
-
-    Args:
-        step: after which it was saved.
-        meta: what `meta.json` holds.
-        notes: a sentence on each later one that is not whole.
-    """
-
-    step: int
-    meta: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether there is optimizer state; one made of weights alone has parameters only."""
-        return any(path.startswith("opt_state/") for path in self.meta["arrays"])
-
-
-class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
-    """Orbax's, without its question whether there was a SIGTERM.
-
-    It asks on process 0 alone, and jax counts the questions of all processes to agree on a step.
-    """
-
-    def reached_preemption(self, step: int) -> bool:
-        del step
-        return False
+"""When so many saves in a row have failed, the run ends."""
 
 
 class Checkpoints:
     """The checkpoints of one run; a context manager, which waits for the last save.
 
     Args:
-        folder: where they are; made if it is not there. All processes have to see it.
-        keep_last: so many of the latest are kept.
+        folder: where they are; made if it is not there. All processes have to see the same folder.
+        keep_last: how many of the latest are kept.
         keep_every: those of every n-th step are kept too; 0 keeps none of them.
-        about: what else `meta.json` says of each: `config` and `data`.
-        pieces: whether leaves to be saved are `Pieces`: folders are made before these are read.
+        about: what else goes into each `meta.json`: `config` and `data`.
+        pieces: whether `Pieces` are saved instead of arrays.
+
+    Attributes:
+        notes: a sentence for each interrupted or damaged save that was found in the folder.
+
+    Example:
+        >>> with Checkpoints(Path("run/checkpoints")) as checkpoints:
+        ...     found = checkpoints.find()
+        ...     state = fresh() if found is None else checkpoints.restore(found, targets)
+        ...     checkpoints.save(train(state))
     """
 
     def __init__(
@@ -103,34 +81,22 @@ class Checkpoints:
         self.about = dict(about or {})
         self.notes = list(_interrupted(self.folder))
         self._keep, self._pieces = (keep_last, keep_every), pieces
-        self._saving: _Saving | None = None
+        self._saving: Saving | None = None
         self._ended: list[Record] = []
         self._failures = 0
         _remove_unfinished(self.folder)
         self._manager = self._open_manager()
 
     def _open_manager(self) -> ocp.CheckpointManager:
-        last, every = self._keep
-        kept: list[policies.PreservationPolicy] = [policies.LatestN(last)]
-        kept += [policies.EveryNSteps(every)] if every else []
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(kept),
-            save_root_metadata=False,
-            lightweight_initialize=True,
-            async_options=ocp.AsyncOptions(
-                post_finalization_callback=self._describe,
-                create_directories_asynchronously=not self._pieces,
-            ),
-        )
-        return _Manager(self.folder, options=options, item_handlers={"state": _state_handler()})
+        return open_manager(self.folder, *self._keep, self._describe, pieces=self._pieces)
 
     # Saving
 
     def save(self, state: TrainState) -> None:
-        """Starts saving; returns when `state` may be donated, long before all is written.
+        """Begins to save a state.
 
-        Waits for the save before this one, if that is not finished. `Pieces` are written before it
-        returns.
+        It returns when `state` may be donated, which is long before all of it is on the disk. It
+        first waits for the save before this one. `Pieces` are written before it returns.
 
         Raises:
             CheckpointError: too many saves in a row have failed.
@@ -139,7 +105,7 @@ class Checkpoints:
         if self._saving is not None:
             self._end(self._saving)
         leaves = tables.by_path({"params": state.params, "opt_state": state.opt_state})
-        saving = self._saving = _Saving(state.step, self._meta(state.step, leaves), started)
+        saving = self._saving = Saving(state.step, self._meta(state.step, leaves), started)
         try:
             self._manager.save(
                 state.step,
@@ -152,7 +118,10 @@ class Checkpoints:
         saving.watch(self._manager)
 
     def poll(self) -> list[Record]:
-        """Records of saves that have ended since it was asked last: seconds and stall, or an error.
+        """Returns a record for each save that has ended since the last call.
+
+        Returns:
+            Records with `save_seconds` and `save_stall_seconds`, or with `error`.
 
         Raises:
             CheckpointError: too many saves in a row have failed.
@@ -175,13 +144,14 @@ class Checkpoints:
         if saving.error is not None:
             raise CheckpointError(str(self._ended.pop()["error"]))
 
-    def _end(self, saving: _Saving) -> None:
-        """Waits for a save, and takes down what became of it."""
+    def _end(self, saving: Saving) -> None:
+        """Waits for a save, and records what became of it."""
         saving.join()
         self._saving = None
         if saving.error is None:
             self._failures = 0
-            # Of a save that failed: tensorstore tries again, and makes its folder once more.
+            # A save that failed before may have left a folder: tensorstore retries its writes in
+            # the background, and so makes the folder again after `_reset` deleted it.
             _remove_unfinished(self.folder)
             self._ended.append(
                 {
@@ -199,7 +169,7 @@ class Checkpoints:
             raise CheckpointError(f"{text}; {self._failures} saves in a row have failed")
 
     def _reset(self, step: int) -> None:
-        """After a failed save: its files make room, and orbax forgets it."""
+        """After a failed save: deletes its files, and opens orbax's manager anew to forget it."""
         with contextlib.suppress(Exception):
             self._manager.close()
         _remove_unfinished(self.folder, str(step))
@@ -218,7 +188,7 @@ class Checkpoints:
         return {**about, **self.about, "arrays": tables.describe(leaves)}
 
     def _describe(self) -> None:
-        """Called by orbax, on process 0, before a checkpoint that has been written is named."""
+        """Adds `meta.json` and the manifest, just before the folder gets its final name."""
         saving = self._saving
         assert saving is not None
         (folder,) = self.folder.glob(f"{saving.step}.orbax-checkpoint-tmp*")
@@ -227,7 +197,7 @@ class Checkpoints:
         write_manifest(folder)
 
     def close(self) -> None:
-        """Waits for the last save, whatever becomes of it."""
+        """Waits for the last save; a failure of it is ignored here."""
         with contextlib.suppress(CheckpointError):
             self.finish()
         self._manager.close()
@@ -241,73 +211,63 @@ class Checkpoints:
     # Restoring
 
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, the latest first; they may be damaged."""
+        """Steps that have a checkpoint, the latest first; damaged ones are among them."""
         return saved_steps(self.folder)
 
     def find(self, wanted: int | str = AUTO) -> Found | None:
-        """The checkpoint of a step, or (`"auto"`) the latest that is whole; None if there is none.
+        """Finds a checkpoint to go on from.
+
+        Args:
+            wanted: a step, or `"auto"` for the latest checkpoint that is whole.
+
+        Returns:
+            The checkpoint; None if the folder has none at all.
 
         Raises:
-            CheckpointError: the step that was asked for has no checkpoint or a damaged one, or all
-                there are are damaged.
+            CheckpointError: the wanted step has no checkpoint or a damaged one, or all checkpoints
+                are damaged.
         """
-        steps = self.steps()
-        if wanted != AUTO:
-            return self._find_step(int(wanted), steps)
-        notes = self.notes
-        for step in steps:
-            damage = self._damage(step)
-            if damage is None:
-                return Found(step, _read_meta(self.folder / str(step)), tuple(notes))
-            notes.append(f"the checkpoint of step {step} is damaged: {damage}")
-        if steps:
+        steps = wanted_steps(self.folder, wanted)
+        found = first_whole(self.folder, steps, self._damage, self.notes)
+        if found is None and wanted != AUTO:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(notes)}; choose another "
-                "folder to start anew"
+                f"{self.notes[-1]}; resume from another step or the latest whole one (auto)"
             )
-        return None
+        if found is None and steps:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(self.notes)}; choose "
+                "another folder to start anew"
+            )
+        return found
 
-    def _find_step(self, step: int, steps: list[int]) -> Found:
-        if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(
-                f"{self.folder} has no checkpoint of step {step}; there are: {there}"
-            )
-        damage = self._damage(step)
-        if damage is not None:
-            raise CheckpointError(
-                f"the checkpoint of step {step} is damaged: {damage}; resume from another step or "
-                "the latest whole one (auto)"
-            )
-        return Found(step, _read_meta(self.folder / str(step)), tuple(self.notes))
-
-    def _damage(self, step: int) -> str | None:
-        """What is wrong with a checkpoint; each process reads its share of the files."""
-        folder = self.folder / str(step)
+    def _damage(self, folder: Path) -> str | None:
+        """What is wrong with a checkpoint, the same on all processes; each reads some files."""
         count = jax.process_count()
         damage = find_damage(folder, jax.process_index(), count)
         if count == 1:
             return damage
         flags = multihost_utils.process_allgather(damage is not None)
         others = [i for i, bad in enumerate(flags) if bad]
+        # All processes have to agree, or some would restore one step and some another.
         return damage or (f"process {others[0]} cannot read it" if others else None)
 
     def restore(self, found: Found, targets: TrainState) -> TrainState:
-        """The state of a checkpoint, in the shardings of `targets`, which may be of another mesh.
+        """Reads the state of a checkpoint in the shardings of `targets`, whatever mesh saved it.
 
-        Layers that were saved stacked come back unrolled where `targets` has them so, and the
-        other way round. Checkpoints of later steps, damaged or not, are moved to `aside-<step>`:
-        those steps will be taken and saved again.
+        Layers that were saved stacked are unrolled if `targets` has them unrolled, and the other
+        way round. Checkpoints of later steps, damaged or not, are renamed to `aside-STEP`: the
+        run will take those steps again, and save them again.
 
-        Of parameters that were saved without an optimizer's state, any dtype becomes that of
-        `targets`; the state's `opt_state` is None then, and for the caller to make.
+        A checkpoint that was made from weights has no optimizer state. Its parameters are converted
+        to the dtypes of `targets`, and `opt_state` of the result is None; the caller has to make
+        it.
 
         Args:
-            found: which one.
+            found: which checkpoint.
             targets: `ShapeDtypeStruct`s with shardings.
 
         Raises:
-            CheckpointError: its arrays are not those of `targets`.
+            CheckpointError: it has other arrays than `targets`.
         """
         tree = {"params": targets.params}
         if found.has_optimizer:
@@ -326,6 +286,7 @@ class Checkpoints:
         leaves = self._read(found.step, structs)
         if not is_same:
             leaves = tables.convert(leaves, wanted)
+        # Only now that reading succeeded: a restore that fails changes nothing.
         self._set_aside_after(found.step)
         restored = tables.like(tree, leaves)
         return TrainState(restored["params"], restored.get("opt_state"), found.step)
@@ -347,57 +308,10 @@ class Checkpoints:
         if jax.process_index() == 0:
             for other in later:
                 _set_aside(self.folder / str(other))
-        if jax.process_count() > 1:
+        if jax.process_count() > 1:  # nobody may save a step that process 0 still moves
             multihost_utils.sync_global_devices("checkpoints set aside")
         if later:
             self._manager.reload()
-
-
-def _state_handler() -> ocp.PyTreeCheckpointHandler:
-    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
-    handlers = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, arrays), (Pieces, PiecesHandler())
-    )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=handlers)
-
-
-class _Saving:
-    """A save in progress."""
-
-    def __init__(self, step: int, meta: Mapping[str, Any], started: float) -> None:
-        self.step, self.meta, self.started = step, meta, started
-        self.stall = self.ended = 0.0
-        self.error: Exception | None = None
-        self._thread: threading.Thread | None = None
-
-    def watch(self, manager: ocp.CheckpointManager) -> None:
-        """Waits for the save on a thread, to know when it ended and how."""
-        self._thread = threading.Thread(target=self._wait, args=(manager,), daemon=True)
-        self._thread.start()
-
-    def _wait(self, manager: ocp.CheckpointManager) -> None:
-        try:
-            if self.error is None:
-                manager.wait_until_finished()
-                manager.check_for_errors()
-        except Exception as error:
-            self.error = error
-        self.ended = time.perf_counter()
-
-    def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps of which a folder has a checkpoint, whole or not, the latest first."""
-    if not folder.is_dir():
-        return []
-    names = (path.name for path in folder.iterdir() if path.is_dir())
-    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
 def _remove_unfinished(folder: Path, step: str = "*") -> None:
@@ -407,7 +321,7 @@ def _remove_unfinished(folder: Path, step: str = "*") -> None:
 
 
 def _interrupted(folder: Path) -> list[str]:
-    """A sentence on each save that was cut off, and whose files are removed."""
+    """A sentence for each save that was cut off, and whose files are about to be deleted."""
     if not folder.is_dir():
         return []
     steps = {re.match(r"(\d+)\.orbax-checkpoint-tmp", path.name) for path in folder.iterdir()}
@@ -426,48 +340,6 @@ def _set_aside(folder: Path) -> None:
     raise CheckpointError(f"{folder} cannot be moved: remove what is called aside-{folder.name}")
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
-    meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
-    if meta.get("schema") != SCHEMA:
-        raise CheckpointError(
-            f"{folder / META} has schema {meta.get('schema')!r} and this program knows {SCHEMA}; "
-            "use the version of the program that wrote it"
-        )
-    return meta
-
-
-def _not_saved(saving: _Saving) -> str:
+def _not_saved(saving: Saving) -> str:
     assert saving.error is not None
     return f"the checkpoint of step {saving.step} could not be saved: {first_line(saving.error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """What an error comes down to, in one line."""
-    text = str(error)
-    if "No space left" in text or "ENOSPC" in text or "RESOURCE_EXHAUSTED" in text:
-        return "no space is left on the disk"
-    text = text.split(" [tensorstore_spec=")[0]  # thousands of characters
-    return (text.strip().splitlines() or [type(error).__name__])[0]
-
-
-def find_saved(folder: Path, wanted: int | str = AUTO) -> Found:
-    """A checkpoint to read from, in a folder that a run may be writing to: nothing is changed.
-
-    Args:
-        folder: holds checkpoints.
-        wanted: a step, or `"auto"`, the latest that is whole.
-
-    Raises:
-        CheckpointError: there is none, or what was asked for is damaged.
-    """
-    steps = saved_steps(folder) if wanted == AUTO else [int(wanted)]
-    notes: list[str] = []
-    for step in steps:
-        if not (folder / str(step)).is_dir():
-            there = ", ".join(map(str, saved_steps(folder))) or "none"
-            raise CheckpointError(f"{folder} has no checkpoint of step {step}; there are: {there}")
-        damage = find_damage(folder / str(step))
-        if damage is None:
-            return Found(step, _read_meta(folder / str(step)), tuple(notes))
-        notes.append(f"the checkpoint of step {step} is damaged: {damage}")
-    raise CheckpointError("; ".join(notes) or f"{folder} has no checkpoint yet")

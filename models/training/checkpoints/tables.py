@@ -1,7 +1,10 @@
-"""A tree of arrays as a table of paths, and parameters' layers stacked and unstacked by path.
+"""Trees of arrays as tables of paths; parameters with layers stacked or unrolled.
 
-Checkpoints hold nested dicts of arrays by path, whatever Python classes the state was made of, and
-beside them a table of shapes, dtypes and specs that a person can read.
+Checkpoints hold nested dicts of arrays, whatever Python classes the state is made of, and a table
+of shapes, dtypes and specs that a person can read.
+
+    unrolled    layers/0/mlp/up_proj/weight (M, H), layers/1/mlp/up_proj/weight (M, H), ...
+    stacked     layers/mlp/up_proj/weight (L, M, H)
 """
 
 from __future__ import annotations
@@ -23,13 +26,18 @@ SHOWN = 3
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path: `params/layers/0/mlp/up_proj/weight`."""
+    """The leaves of a tree by path, such as `params/layers/0/mlp/up_proj/weight`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in leaves}
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by path -> nested dicts."""
+    """Nested dicts made of leaves by path.
+
+    Example:
+        >>> nested({"a/b": 1, "a/c": 2})
+        {'a': {'b': 1, 'c': 2}}
+    """
     root: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, last = path.split("/")
@@ -41,12 +49,12 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def like(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """A tree of the same structure, with these leaves."""
+    """A tree of the same structure as `tree` whose leaves are those of `leaves`, by path."""
     return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in by_path(tree)])
 
 
 def describe(leaves: Mapping[str, Any]) -> Table:
-    """Shape, dtype and spec of every array."""
+    """Shape, dtype and spec of every array, as `meta.json` has them."""
     return {
         path: {
             "shape": list(leaf.shape),
@@ -65,7 +73,16 @@ def _readable_spec(sharding: Any) -> list[Any]:
 def mismatch(
     saved: Mapping[str, Any], wanted: Mapping[str, Any], *, any_dtype: bool = False
 ) -> str | None:
-    """In which arrays a saved table differs from structs that are wanted, or None."""
+    """How saved arrays differ from those that are wanted.
+
+    Args:
+        saved: path -> `shape` and `dtype`, from `meta.json`.
+        wanted: path -> struct.
+        any_dtype: whether dtypes may differ.
+
+    Returns:
+        A sentence; None if they are the same.
+    """
     missing = [path for path in wanted if path not in saved]
     extra = [path for path in saved if path not in wanted]
     if missing or extra:
@@ -89,16 +106,16 @@ def _some(paths: list[str]) -> str:
 
 
 def is_stacked(paths: Any) -> bool | None:
-    """Whether layers are stacked (one array for all), or None if nothing has layers."""
+    """Whether layers are stacked (one array for all layers); None if there are no layers."""
     if any(UNROLLED.match(path) for path in paths):
         return False
     return True if any(STACKED.match(path) for path in paths) else None
 
 
 def other_layout(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Structs as they would be with layers stacked instead of unrolled, or the other way round.
+    """The structs of the other layout: stacked if `wanted` is unrolled, unrolled if it is stacked.
 
-    Shardings follow: a stack's leading dim is not split.
+    The shardings stay the same; a stack's leading dim is not split.
     """
     return _stacked_structs(wanted) if is_stacked(wanted) is False else _unrolled_structs(wanted)
 
@@ -136,9 +153,9 @@ def _struct(shape: tuple[int, ...], leaf: Any, spec: Any) -> jax.ShapeDtypeStruc
 
 
 def convert(leaves: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays in `other_layout(wanted)` -> arrays as `wanted`, shardings included.
+    """Arrays in `other_layout(wanted)` -> arrays as in `wanted`, with its shardings.
 
-    Needs memory for both.
+    Both are in memory at the same time.
     """
     if is_stacked(wanted) is False:
         return {path: _unstack(path, leaves, struct) for path, struct in wanted.items()}

@@ -1,4 +1,4 @@
-"""Tokens of documents, one long stream: in memory or in memory-mapped files, and parts of it."""
+"""A corpus: the tokens of many documents as one long stream, in memory or memory-mapped."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ HELD_OUT_CHUNK = 64 * 2**10
 
 Int64s = npt.NDArray[np.int64]
 Window = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
-"""Tokens (N,), and which of them are the first of their document (N,)."""
+"""Tokens (N,), and for each whether it is the first of its document (N,)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """Whole documents, one after the other.
+    """Some whole documents, one after the other.
 
     Args:
-        tokens: their tokens (N,), unsigned.
-        index: where each begins, and where the last one ends (D + 1,).
+        tokens: the documents' tokens (N,), unsigned.
+        index: where each document begins, then where the last one ends (D + 1,).
     """
 
     tokens: npt.NDArray[Any]
     index: Int64s
 
     def read(self, start: int, stop: int) -> Window:
-        """The tokens of a range."""
+        """The tokens from `start` to before `stop`."""
         is_first = np.zeros(stop - start, np.bool_)
         low, high = np.searchsorted(self.index, np.asarray([start, stop], self.index.dtype))
         is_first[self.index[low:high] - start] = True
@@ -43,15 +43,14 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens of many documents.
+    """The tokens of many documents.
 
     Args:
         shards: the tokens, in order.
-        vocab_size: ids are below it.
-        name: what to call it in messages.
-        fingerprint: equal for equal tokens.
-        reopen: makes it again in another process, where its files are mapped anew; None sends the
-            tokens themselves.
+        vocab_size: number of token ids.
+        name: what error messages call it.
+        fingerprint: a hash; corpora with the same tokens have the same.
+        reopen: opens it in another process, which maps the files anew. None sends the tokens.
     """
 
     shards: tuple[Shard, ...]
@@ -69,7 +68,7 @@ class Corpus:
         return int(self.ends[-1])
 
     def read(self, start: int, stop: int) -> Window:
-        """The tokens of a range of the stream."""
+        """The tokens of the stream from `start` to before `stop`."""
         windows = []
         for number in range(int(np.searchsorted(self.ends, start, "right")), len(self.shards)):
             base = int(self.ends[number]) - len(self.shards[number].tokens)
@@ -80,9 +79,10 @@ class Corpus:
         return _concatenate(windows)
 
     def next_documents(self, places: Int64s) -> Int64s:
-        """Of each place in the stream, where the first document begins that begins there or later.
+        """For each place in the stream, where the next document begins: there or later.
 
-        Places have to be in order.
+        Args:
+            places: in ascending order.
         """
         found = []
         cuts = np.searchsorted(places, self.ends)
@@ -99,10 +99,12 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """Some ranges of a corpus, one after the other; a document that is cut begins anew.
+    """Some ranges of a corpus, one after the other, such as its held-out part.
+
+    A range that begins inside a document counts as the beginning of a document.
 
     Args:
-        corpus: all of it.
+        corpus: the whole corpus.
         ranges: (start, stop) of each range (R, 2).
     """
 
@@ -118,7 +120,7 @@ class Part:
         return int(self.ends[-1]) if len(self.ranges) else 0
 
     def read(self, start: int, stop: int) -> Window:
-        """The tokens of a range of the part."""
+        """The tokens of the part from `start` to before `stop`."""
         windows = []
         for number in range(int(np.searchsorted(self.ends, start, "right")), len(self.ranges)):
             first, last = (int(place) for place in self.ranges[number])
@@ -133,7 +135,7 @@ class Part:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens."""
+        """A hash; parts with the same tokens have the same."""
         return hashlib.sha256(
             self.corpus.fingerprint.encode() + np.ascontiguousarray(self.ranges, "<i8").tobytes()
         ).hexdigest()
@@ -149,15 +151,15 @@ def _concatenate(windows: list[Window]) -> Window:
 def from_documents(
     documents: Iterable[npt.NDArray[Any]], vocab_size: int, name: str = "documents"
 ) -> Corpus:
-    """A corpus in memory.
+    """Makes a corpus in memory.
 
     Args:
-        documents: the tokens of each, its end among them; none may be empty.
-        vocab_size: ids are below it.
-        name: what to call it in messages.
+        documents: the tokens of each document, with the token that ends it; none may be empty.
+        vocab_size: number of token ids.
+        name: what error messages call it.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no document.
     """
     documents = list(documents)
     if not documents:
@@ -169,16 +171,26 @@ def from_documents(
 
 
 def whole(corpus: Corpus) -> Part:
-    """All of a corpus."""
+    """The part that is all of a corpus."""
     return Part(corpus, np.array([[0, len(corpus)]], np.int64))
 
 
 def split_held_out(corpus: Corpus, every: int = HELD_OUT_EVERY) -> tuple[Part, Part]:
-    """(training part, held-out part): every 20th chunk of about 64 Ki tokens is held out.
+    """Splits a corpus into a training part and a held-out part.
 
-    Chunks from all over the corpus, because its end alone may be of another kind. They begin and
-    end between documents, save inside one that is longer than a chunk. The split depends on the
-    corpus alone.
+    It is cut into chunks of about 64 Ki tokens, and every 20th of them is held out. They come from
+    all over the corpus, as its end alone may be of another kind. Chunks begin and end between
+    documents, except inside a document that is longer than a chunk.
+
+    The split depends on the corpus alone, not on a seed: a resumed run never trains on text that
+    it evaluated on before.
+
+    Args:
+        corpus: the whole corpus.
+        every: one chunk of so many is held out.
+
+    Returns:
+        (training part, held-out part).
     """
     total = len(corpus)
     chunk = max(1, min(HELD_OUT_CHUNK, total // every))

@@ -1,8 +1,13 @@
-"""Documents out of text, JSONL and Parquet files, piece by piece, with bounded memory.
+"""Reads documents from text, JSONL and Parquet files, piece by piece, with bounded memory.
 
-A large file is cut in pieces that different processes read: plain JSONL at line ends, text at
-separators, Parquet between row groups. A document belongs to the piece in which it begins.
-Compressed files (.gz, .zst) are one piece, since reading has to start at their beginning.
+A large file is cut into pieces that different processes read: plain JSONL at line ends, text at
+separators, Parquet between row groups. A document belongs to the piece in which it begins:
+
+    bytes      0 ........ 99 | 100 ....... 199 | 200 ...
+    lines      AAAAAA BBBBBBBBBBBB CCCCCCCCCCCC DDDDDDD
+    read by    piece 0: A, B    piece 1: C    piece 2: D
+
+Compressed files (.gz, .zst) are one piece, since they can only be read from their beginning.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ COMPRESSED = (".gz", ".zst")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 BLOCK_BYTES = 4 * 2**20
-"""How much text is in memory at a time; a longer document comes in parts."""
+"""How much text is in memory at a time; a longer document comes in several parts."""
 
 PARQUET_ROWS = 256
 BOM = codecs.BOM_UTF8
@@ -37,8 +42,8 @@ class Source:
 
     Args:
         format: what the files are; `auto` goes by their names.
-        field: JSONL field or Parquet column with the text.
-        separator: what stands between documents of a text file; empty: a file is a document.
+        field: the JSONL field or Parquet column that has the text.
+        separator: what is between documents of a text file; if empty, a file is one document.
         forbidden: a character that no document may contain.
     """
 
@@ -50,7 +55,14 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Part of a file: bytes `[start, stop)`, or row groups; `stop` is None for the end."""
+    """A part of a file.
+
+    Args:
+        path: the file.
+        format: what it is.
+        start: first byte, or first row group of a Parquet file.
+        stop: where the next piece begins; None is the end of the file.
+    """
 
     path: Path
     format: Format
@@ -60,7 +72,12 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A document, or the next part of one."""
+    """A document, or the next part of a long one.
+
+    Args:
+        text: the text.
+        is_last: whether the document ends with it.
+    """
 
     text: str
     is_last: bool = True
@@ -68,7 +85,11 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Bad:
-    """A document that cannot be read, and where; parts of it that came before are void."""
+    """A document that cannot be read; parts of it that came before have to be dropped.
+
+    Args:
+        message: what is wrong, and where.
+    """
 
     message: str
 
@@ -77,7 +98,7 @@ class Bad:
 
 
 def format_of(path: Path, source: Source) -> Format:
-    """What a file is."""
+    """The format of a file: the given one, or by its name, such as `a.jsonl.gz`."""
     if source.format != "auto":
         return source.format
     name = Path(path.stem) if path.suffix in COMPRESSED else path
@@ -87,10 +108,10 @@ def format_of(path: Path, source: Source) -> Format:
 
 
 def cut(path: Path, source: Source, piece_bytes: int) -> list[Piece]:
-    """The pieces of a file, each of about `piece_bytes`; it depends on the file alone.
+    """Cuts a file into pieces of about `piece_bytes`; the result depends on the file alone.
 
     Raises:
-        DataError: a Parquet file that cannot be read, or has no such column.
+        DataError: a Parquet file cannot be read, or has no such column.
     """
     kind = format_of(path, source)
     if kind == "parquet":
@@ -104,7 +125,12 @@ def cut(path: Path, source: Source, piece_bytes: int) -> list[Piece]:
 
 
 def _cuts_anywhere(separator: str) -> bool:
-    """Whether all that looks like the separator is one: no end of it is also its beginning."""
+    """Whether a reader finds the same separators wherever it begins to read.
+
+    Not so with "||": read from the beginning, "a|||b" is "a" and "|b", but read from its third
+    character on, the separator ends right before "b". So no end of a separator may be its
+    beginning.
+    """
     return bool(separator) and not any(
         separator.startswith(separator[-length:]) for length in range(1, len(separator))
     )
@@ -145,7 +171,7 @@ def _cut_parquet(path: Path, source: Source, piece_bytes: int) -> list[Piece]:
 
 
 def read(piece: Piece, source: Source) -> Iterator[Text | Bad]:
-    """The documents of a piece; without those that are nothing but white space.
+    """The documents of a piece, without those that are only white space.
 
     Raises:
         DataError: the file cannot be read at all.
@@ -170,6 +196,8 @@ def _open(path: Path) -> BinaryIO:
 def _read_jsonl(piece: Piece, source: Source) -> Iterator[Text | Bad]:
     with _open(piece.path) as file:
         if piece.start:
+            # The line that goes on here belongs to the piece before. Starting one byte early
+            # keeps a line that begins exactly at `start`: only the newline before it is skipped.
             file.seek(piece.start - 1)
             file.readline()
         place = file.tell() if piece.start else 0
@@ -221,14 +249,26 @@ def _field(line: bytes, field: str) -> str:
 
 
 def checked(text: str, source: Source) -> str:
-    """The text, if it has no forbidden character; else a ValueError."""
+    """Returns the text if it has no forbidden character.
+
+    Raises:
+        ValueError: it has one.
+    """
     if source.forbidden and source.forbidden in text:
         raise ValueError(f"the text contains {source.forbidden!r}, which ends documents here")
     return text
 
 
 def as_text(value: Any, what: str) -> str:
-    """The value, if it is text that UTF-8 can hold; else a ValueError."""
+    """Returns the value if it is text that UTF-8 can encode.
+
+    Args:
+        value: from a file.
+        what: names it in the message.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if not isinstance(value, str):
         kind = "null" if value is None else type(value).__name__
         raise ValueError(f"{what} is no text, but {kind}")
@@ -240,7 +280,7 @@ def as_text(value: Any, what: str) -> str:
 
 
 def _lines_before(path: Path, place: int) -> int:
-    """Line ends before a byte; for messages only, since it reads all up to there."""
+    """Number of line ends before a byte; reads all up to there, so it is for messages only."""
     count = 0
     with _open(path) as file:
         while place > 0 and (block := file.read(min(place, BLOCK_BYTES))):
@@ -298,7 +338,12 @@ def _read_text(piece: Piece, source: Source) -> Iterator[Text | Bad]:
 def _split(
     file: BinaryIO, separator: bytes, start: int, stop: int | None
 ) -> Iterator[tuple[int, bytes, bool]]:
-    """(place in the file, bytes, whether a document ends with them) of what begins in a range."""
+    """The documents that begin in a range, in parts of bounded size.
+
+    Yields:
+        (place in the file, bytes, whether the document ends with them).
+    """
+    # A separator that ends exactly at `start` has to be seen, or the document behind it is lost.
     place = max(0, start - len(separator))
     if place:
         file.seek(place)
@@ -319,6 +364,7 @@ def _split(
         if is_end and is_found:
             yield place + low, buffer[low:], True
         elif len(buffer) - low >= BLOCK_BYTES:
+            # The end of the buffer may be the beginning of a separator: it stays for later.
             upto = _good_cut(buffer, low, len(buffer) - max(1, len(separator)))
             if is_found:
                 yield place + low, buffer[low:upto], False
@@ -327,10 +373,10 @@ def _split(
 
 
 def _good_cut(buffer: bytes, low: int, high: int) -> int:
-    """Where to cut a long document: after a line, or else between characters."""
+    """Where to cut a long document: after a line, or else between two characters."""
     line_end = buffer.rfind(b"\n", low, high)
     if line_end > low:
         return line_end + 1
-    while high > low + 1 and buffer[high] & 0xC0 == 0x80:
+    while high > low + 1 and buffer[high] & 0xC0 == 0x80:  # inside a character of UTF-8
         high -= 1
     return high

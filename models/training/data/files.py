@@ -1,4 +1,4 @@
-"""Which files a user means."""
+"""Finds the files that a user names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from models.training.errors import DataError
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """Files, all files below directories, and what glob patterns match; sorted, each one once.
+    """Finds files by name, directory or glob pattern.
+
+    Args:
+        patterns: files, directories (all files below them), or glob patterns.
+
+    Returns:
+        The files, sorted, each one once.
 
     Raises:
         DataError: a pattern matches no file.

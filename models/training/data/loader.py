@@ -1,10 +1,9 @@
-"""Batches on the devices: each host reads the rows that its devices hold, ahead of the steps."""
+"""Brings batches to the devices: each host reads the rows that its devices hold, ahead of time."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import grain
@@ -17,26 +16,27 @@ from jax.sharding import Sharding
 from models.training.data.samples import Batch, PackedTokens
 
 LAST_STEP = 2**48
-"""Steps are below it; a sequence has to have an end."""
+"""Larger than any step: grain wants sequences to have an end."""
 
 
 class Loader(Iterator[dict[str, jax.Array]]):
-    """The batches of a step and all after it, as global arrays.
+    """Iterates over the batches from a step on, as global arrays.
 
-    A host reads the rows that its own devices hold, so hosts that hold copies of the same rows
-    read the same ones. Which rows a step has depends on the dataset alone.
+    A host reads only the rows that its own devices hold. Hosts that hold copies of the same rows
+    read the same ones. Which rows belong to a step depends on the dataset alone, so a run that is
+    resumed with `start_step` sees the batches that it would have seen without the break.
 
     Args:
         dataset: what to read.
-        batch_size: rows of a global batch; None is the dataset's.
-        shardings: of each leaf of a batch, how it lies on the devices.
+        batch_size: rows of a global batch; None takes the dataset's.
+        shardings: how each leaf of a batch is split over the devices.
         start_step: the first step.
         prefetch: how many batches are read ahead.
-        workers: processes that read; 0 reads in threads of this one, which is enough unless disks
-            are slow to answer.
+        workers: number of processes that read; 0 reads in threads of this process, which is enough
+            unless the disk is slow.
 
     Raises:
-        ValueError: the shardings are of other leaves than a batch has.
+        ValueError: `shardings` has other leaves than a batch.
 
     Example:
         with Loader(dataset, shardings=compiled.in_shardings[2], start_step=100) as loader:
@@ -79,18 +79,13 @@ class Loader(Iterator[dict[str, jax.Array]]):
         }
 
     def close(self) -> None:
-        """End the threads and processes that read; once is enough, twice does no harm."""
+        """Ends the threads and processes that read; may be called more than once."""
         self._batches.close()
 
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -122,7 +117,7 @@ def _read_ahead(read: _HostRows, start_step: int, prefetch: int, workers: int) -
 def rows_of_host(
     shape: tuple[int, int], shardings: Mapping[str, Sharding]
 ) -> npt.NDArray[np.int64]:
-    """The rows of a global batch (B, S) that this process's devices hold, in order."""
+    """The rows of a global batch (B, S) that this process's devices hold, in ascending order."""
     held: set[int] = set()
     for sharding in shardings.values():
         for index in sharding.addressable_devices_indices_map(shape).values():
@@ -133,7 +128,7 @@ def rows_of_host(
 def _place_rows(
     leaf: npt.NDArray[Any], rows: npt.NDArray[np.int64], batch_size: int, sharding: Sharding
 ) -> jax.Array:
-    """A global array of the rows (R, S) that are here."""
+    """Makes a global array from the rows (R, S) of this host."""
 
     def shard(index: Any) -> npt.NDArray[Any]:
         start, stop, _ = index[0].indices(batch_size)
@@ -147,7 +142,7 @@ def place(batch: Any, shardings: Any) -> Any:
     """A tree of numpy arrays -> global `jax.Array`s; each process copies only its own shards.
 
     Args:
-        batch: the whole batch, equal on every process.
+        batch: the whole batch, the same on every process.
         shardings: a matching tree of `jax.sharding.Sharding`.
     """
     return jax.tree.map(_place_leaf, batch, shardings)

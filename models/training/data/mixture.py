@@ -1,4 +1,8 @@
-"""Which part of a mixture a sample comes from: shares kept at every place, and found at once."""
+"""Mixes several sources: which one a sample comes from, in constant time and evenly spread.
+
+With shares 3 and 1, a cycle of the mixture is a a b a (and so on), so every beginning of the
+stream has nearly the wanted shares.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,17 @@ import numpy.typing as npt
 Int64s = npt.NDArray[np.int64]
 
 CYCLE = 1024
-"""Samples after which the choice of parts repeats; shares are kept to half of one of these."""
+"""After so many samples the pattern repeats. Shares are rounded to whole samples of a cycle."""
 
 
 class Shares(grain.transforms.DatasetSelectionMap):  # type: ignore[misc]
-    """Number of a sample in the mixture -> (part, number of the sample in the part).
+    """Number of a sample in the mixture -> (part, number of the sample in that part).
 
-    grain's own mixing looks a number up by search, and takes milliseconds for one sample.
+    grain's own mixing searches for the number, and takes milliseconds for one sample.
 
     Args:
         shares: of each part, positive, in any unit.
-        length: how many samples there are to be.
+        length: how many samples the mixture is to have.
     """
 
     def __init__(self, shares: Sequence[float], length: int) -> None:
@@ -40,13 +44,21 @@ class Shares(grain.transforms.DatasetSelectionMap):  # type: ignore[misc]
 
 @functools.lru_cache(maxsize=16)
 def cycle(shares: tuple[float, ...]) -> tuple[Int64s, Int64s, Int64s]:
-    """Of each place of a cycle, the part, and how many of that part came before; the parts' counts.
+    """The order of parts in one cycle.
 
-    A part's samples are spread evenly. Every part has at least one.
+    A part's samples are spread evenly over the cycle, and every part has at least one.
+
+    Args:
+        shares: of each part.
+
+    Returns:
+        For each place of the cycle the part (C,), and how many samples of that part come before it
+        in the cycle (C,); for each part, its samples in a cycle (P,).
     """
     wanted = np.array(shares) / sum(shares) * CYCLE
     counts = np.maximum(1, np.rint(wanted)).astype(np.int64)
     parts = np.repeat(np.arange(len(counts)), counts)
     ranks = np.concatenate([np.arange(count) for count in counts])
+    # The i-th of n samples wants to be at (i + 0.5) / n of the cycle; ties go to the first part.
     order = np.argsort((ranks + 0.5) / counts[parts], kind="stable")
     return parts[order], ranks[order], counts

@@ -1,7 +1,7 @@
-"""Training samples that are a function of (seed, number) alone.
+"""Training samples that depend on (seed, number) alone.
 
-Nothing here has state: a run that resumes at step 1000, or on another number of hosts, sees the
-same batches as one that never stopped.
+There is no state, such as a position in a file or a random generator. A run that resumes at step
+1000, or on another number of hosts, sees the same batches as one that never stopped.
 """
 
 from __future__ import annotations
@@ -32,15 +32,22 @@ DTYPES = {
     "positions": np.int32,
     "weights": np.float32,
 }
-"""What a batch holds; the last three with boundaries alone."""
+"""The leaves of a batch; the last three only with boundaries."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Windows:
-    """The samples of a part of a corpus, in order: `seq_len` tokens each and the one after them.
+    """The samples of a part of a corpus, in order: `seq_len` tokens each, and the one after them.
 
-    Documents are packed: concatenated, then cut, whatever ends where. A sample's last token is the
-    next one's first; what is left over at the end is too short for a sample and never seen.
+    Documents are packed: put one after the other, then cut into windows, wherever they end. With
+    `seq_len` 4:
+
+        tokens      a a a . b b . c c c c .         "." ends a document
+        sample 0    inputs a a a .   targets a a . b
+        sample 1    inputs b b . c   targets b . c c
+
+    A window's last target is the next window's first input. Tokens at the end that do not fill a
+    window are never seen.
     """
 
     part: Part
@@ -61,18 +68,20 @@ class Windows:
 
 
 def describe_documents(is_first: npt.NDArray[np.bool_], mask_boundaries: bool) -> Batch:
-    """`segment_ids`, `positions` and `weights` (S,) of a sample of S inputs.
+    """`segment_ids`, `positions` and `weights` (S,) of a sample with S inputs.
 
     Args:
-        is_first: which of the S + 1 tokens is the first of its document.
-        mask_boundaries: whether a target that is another document's first token weighs nothing.
+        is_first: for each of the S + 1 tokens whether it is the first of its document.
+        mask_boundaries: whether a target that begins another document has weight 0: it cannot be
+            predicted from the document before it.
 
     Example:
-        >>> describe_documents(np.array([False, False, True, False]), True)["segment_ids"].tolist()
-        [1, 1, 2]
+        >>> made = describe_documents(np.array([False, False, True, False]), True)
+        >>> made["segment_ids"].tolist(), made["positions"].tolist(), made["weights"].tolist()
+        ([1, 1, 2], [0, 1, 0], [1.0, 0.0, 1.0])
     """
     begins = is_first[:-1].copy()
-    begins[0] = True  # a document that began earlier is one that begins here
+    begins[0] = True  # attention cannot look beyond the sample, so its first token begins one
     place = np.arange(len(begins))
     weights = ~is_first[1:] if mask_boundaries else np.ones(len(begins))
     return {
@@ -84,27 +93,28 @@ def describe_documents(is_first: npt.NDArray[np.bool_], mask_boundaries: bool) -
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedTokens:
-    """Batches of packed documents; row `b` of step `s` is sample number `s * batch_size + b`.
+    """Batches of packed documents.
 
-    Sample numbers go through the samples of each part in a pseudo-random order, a new one every
-    epoch; nothing is dropped at an epoch's end: a batch may hold the last samples of one and the
-    first of the next. Several parts are mixed by `shares`, and each has its own epochs.
+    Row `b` of step `s` is sample number `s * batch_size + b`. Sample numbers go through the windows
+    of each part in a pseudo-random order, a new one in each epoch. Nothing is dropped at an epoch's
+    end: a batch may hold the last samples of one epoch and the first of the next. Several parts are
+    mixed by `shares`, and each has its own epochs.
 
     Args:
         parts: where the tokens come from.
         seq_len: inputs of a sample.
         batch_size: samples of a batch.
         seed: decides the order.
-        shares: of each part, its share of the samples, in any unit; None is equal shares.
+        shares: the share of each part in the samples, in any unit; None is equal shares.
         boundaries: whether batches say which document a token belongs to.
-        mask_boundaries: whether a target that is another document's first token weighs nothing.
+        mask_boundaries: whether a target that begins another document has weight 0.
 
     Raises:
-        DataError: a part has not one sample; sizes or shares that are not positive; a seed that
-            is negative.
+        DataError: a part is too short for one sample, a size or share is not positive, or the
+            seed is negative.
 
     Example:
-        >>> from models.training import corpus, tokenizer
+        >>> from models.training.data import corpus, tokenizer
         >>> text = corpus.from_documents([tokenizer.encode("to be or not to be")], 256)
         >>> batch = PackedTokens([corpus.whole(text)], seq_len=4, batch_size=2)(7)
         >>> batch["inputs"].shape, batch["targets"].shape
@@ -141,6 +151,7 @@ class PackedTokens:
     @functools.cached_property
     def samples(self) -> grain.MapDataset[Batch]:
         """Sample number -> sample, without an end."""
+        # A seed for each part: with one for all, parts of equal size would be in the same order.
         seeds = np.random.SeedSequence(self.seed).generate_state(len(self.parts))
         orders = [
             grain.MapDataset.source(self._windows(part)).shuffle(seed=int(seed)).repeat()
@@ -160,7 +171,7 @@ class PackedTokens:
         return self.rows(range(start, start + self.batch_size))
 
     def rows(self, numbers: Iterable[int]) -> Batch:
-        """The samples of some numbers, stacked."""
+        """The samples with these numbers, stacked."""
         samples = [self.samples[int(number)] for number in numbers]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
@@ -172,12 +183,12 @@ class PackedTokens:
 
     @property
     def token_count(self) -> int:
-        """Tokens of all parts."""
+        """Tokens of all parts together."""
         return sum(len(part) for part in self.parts)
 
     @property
     def fingerprint(self) -> str:
-        """Equal where the same numbers and seed give the same samples."""
+        """A hash; datasets that share it give the same samples for the same seed and numbers."""
         about = {
             "parts": [part.fingerprint for part in self.parts],
             "shares": list(self.shares or ()),

@@ -1,7 +1,7 @@
-"""What a run is trained on: text as it is, or folders of tokens; the way in to all of it.
+"""The data of a run: plain text, or folders of tokens. This module is the way in to all of it.
 
-`corpus` holds tokens, `token_folder` keeps them on disk, `tokenize` fills such folders,
-`samples` makes batches of them, `loader` brings batches to the devices.
+`corpus` holds tokens, `token_folder` keeps them on disk, `tokenize` fills such folders, `samples`
+makes batches of them, `loader` brings batches to the devices.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ __all__ = [
 ]
 
 DEFAULT_CORPUS_BYTES = 8 * 2**20
-"""How much of the standard library is read."""
+"""How much of Python's standard library is read."""
 
 MEMORY_BYTES = 2**30
-"""The most text that is tokenised in memory."""
+"""The most text that is tokenized in memory."""
 
 Packing = Literal["boundaries", "none"]
 PACKINGS: tuple[Packing, ...] = ("boundaries", "none")
@@ -84,11 +84,12 @@ class DataConfig:
     """What to train on.
 
     Args:
-        sources: folders of `scripts/tokenize_data`, each with a share of the samples as in
-            `folder@0.7` (1 where none is given); or files, directories and glob patterns of text.
-            Nothing is Python's standard library.
-        tokenizer: of text; folders know theirs.
-        packing: `boundaries` keeps packed documents apart, `none` lets them run into each other.
+        sources: folders made by `scripts/tokenize_data`, each with its share of the samples, as in
+            `folder@0.7` (1 if not given); or text files, directories and glob patterns. If empty,
+            Python's standard library.
+        tokenizer: for text; folders have their own.
+        packing: `boundaries` keeps documents that share a sample apart, `none` lets attention reach
+            from one into another.
     """
 
     sources: Sequence[str] = ()
@@ -104,17 +105,20 @@ def load_datasets(
     seed: int = 0,
     vocab_size: int | None = None,
 ) -> tuple[PackedTokens, PackedTokens]:
-    """(training, held-out) batches of what a configuration names.
+    """Opens the data of a run and splits it.
 
     Args:
         config: what to train on.
         seq_len: tokens of a sample.
         batch_size: samples of a batch.
-        seed: of their order.
-        vocab_size: how many ids the model knows; None is any number.
+        seed: decides the order of samples.
+        vocab_size: number of ids that the model has; None does not check it.
+
+    Returns:
+        (training batches, held-out batches).
 
     Raises:
-        DataError: it cannot be read, is too small, or has ids that the model does not know.
+        DataError: the data cannot be read, is too small, or has ids that the model does not have.
     """
     corpora, shares = open_sources(config)
     for corpus in corpora:
@@ -150,7 +154,10 @@ def _check_held_out(held_out: Part, seq_len: int) -> None:
 
 
 def open_sources(config: DataConfig) -> tuple[list[Corpus], list[float]]:
-    """The corpora that a configuration names, and the share of each.
+    """Opens the corpora that a configuration names.
+
+    Returns:
+        (corpora, the share of each).
 
     Raises:
         DataError: one cannot be opened, or folders of tokens are mixed with text.
@@ -175,7 +182,7 @@ def open_sources(config: DataConfig) -> tuple[list[Corpus], list[float]]:
 
 
 def _parse_source(source: str) -> tuple[Path, float]:
-    """`"folder@0.7"` -> (folder, 0.7); what is there under its whole name has a share of 1."""
+    """`"folder@0.7"` -> (folder, 0.7); a path that exists as it is written has the share 1."""
     name, at, share = source.rpartition("@")
     if not at or Path(source).exists():
         return Path(source), 1.0
@@ -206,7 +213,7 @@ def _check_same_tokenizer(folders: Sequence[Path]) -> None:
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer:
-    """The tokenizer of what a configuration names."""
+    """The tokenizer of a configuration: that of its first folder, or the named one for text."""
     folders = [path for path, _ in map(_parse_source, config.sources) if is_token_folder(path)]
     return folder_tokenizer(folders[0]) if folders else load_tokenizer(config.tokenizer)
 
@@ -215,7 +222,7 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
 
 
 def standard_library_files() -> list[Path]:
-    """The `.py` sources of Python's standard library, sorted; without tests and site-packages."""
+    """The `.py` files of Python's standard library, sorted; without tests and site-packages."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     return sorted(
@@ -229,18 +236,18 @@ def load_corpus(
     tokenizer: Tokenizer | None = None,
     name: str = "the corpus",
 ) -> Corpus:
-    """The files' text, tokenised in memory, each file a document.
+    """Reads files and tokenizes them in memory; each file is a document.
 
-    Files that are not text (they contain a zero byte) are skipped; reading stops at `max_bytes`.
+    Files with a zero byte are skipped, as they are not text. Reading stops at `max_bytes`.
 
     Args:
         files: in the order of the documents.
-        max_bytes: of text.
-        tokenizer: None is that of bytes.
-        name: what to call it in messages.
+        max_bytes: the most bytes of text to read.
+        tokenizer: None takes the byte tokenizer.
+        name: what error messages call the corpus.
 
     Raises:
-        DataError: nothing was left.
+        DataError: no file has text.
     """
     tokenizer = tokenizer or load_tokenizer()
     documents: list[bytes] = []
@@ -262,7 +269,7 @@ def load_corpus(
 
 
 def _encode(documents: Sequence[bytes], tokenizer: Tokenizer) -> list[npt.NDArray[Any]]:
-    """The ids of each document, and what begins and ends it."""
+    """The ids of each document, with the tokens that begin and end it."""
     bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.uint32)
     eos = np.array([tokenizer.eos_id], np.uint32)
     if tokenizer.name == BYTES:  # as they are, valid UTF-8 or not

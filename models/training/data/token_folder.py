@@ -1,6 +1,6 @@
 """A folder of tokens: how it is written, piece by piece, and how it is opened.
 
-manifest.json         what is in here, written last: a folder without it is not finished
+manifest.json         lists the shards; written last, so a folder without it is unfinished
 00000.tokens.bin      the tokens of a shard: uint16 or uint32, little-endian, nothing else
 00000.index.npy       where each of its documents begins and where the last one ends, int64
 tokenizer.json        the tokenizer, unless it is the built-in one
@@ -16,7 +16,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -31,18 +30,18 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PLAN = "plan.json"
 UNFINISHED = ".unfinished"
-"""Ends the names of files that are being written."""
+"""The ending of files that are being written."""
 
 Record = dict[str, Any]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest of the two dtypes that holds every id."""
+    """The smaller of the two dtypes if it holds every id, else the larger."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def shard_paths(folder: Path, name: str) -> tuple[Path, Path]:
-    """(tokens, index) of a shard."""
+    """The files of a shard: (tokens, index)."""
     return folder / f"{name}.tokens.bin", folder / f"{name}.index.npy"
 
 
@@ -50,7 +49,7 @@ def shard_paths(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file such that it is there whole or not at all, whatever happens."""
+    """Writes a file that appears complete or not at all, even if the machine loses power."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}{UNFINISHED}")
     with unfinished.open("wb") as file:
         file.write(content)
@@ -60,12 +59,21 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 class ShardWriter:
-    """Writes a shard; it is in the folder, under its name, once `finish` has been called.
+    """Writes a shard; its files get their names when `finish` is called.
 
     Args:
-        folder: where it goes.
-        name: what it is called.
-        dtype: of its tokens.
+        folder: where they go.
+        name: of the shard.
+        dtype: of the tokens.
+
+    Attributes:
+        begins: where each document begins.
+        written: number of tokens so far.
+
+    Example:
+        >>> with ShardWriter(folder, "00000", token_dtype(256)) as writer:
+        ...     writer.add(np.array([104, 105, 0]), is_last=True)
+        ...     record = writer.finish()
     """
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
@@ -80,17 +88,17 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
         self._unfinished.unlink(missing_ok=True)
 
     def add(self, tokens: npt.NDArray[Any], *, is_last: bool) -> None:
-        """The next tokens of a document; after the last ones, the next call begins another."""
+        """Adds tokens to the current document.
+
+        Args:
+            tokens: ids.
+            is_last: whether the document ends with them; if so, the next call begins another.
+        """
         if not self._is_open:
             self.begins.append(self.written)
         self._file.write(tokens.astype(self.dtype).tobytes())
@@ -103,7 +111,7 @@ class ShardWriter:
         return self._is_open
 
     def drop_open(self) -> None:
-        """Take back the document that has begun and not ended, if there is one."""
+        """Removes the document that has begun and not ended, if there is one."""
         if not self._is_open:
             return
         self.written = self.begins.pop()
@@ -112,12 +120,17 @@ class ShardWriter:
         self._is_open = False
 
     def finish(self) -> Record:
-        """Put the shard in its place, and say what it is."""
+        """Gives the files their names.
+
+        Returns:
+            The shard's record: name, counts and hashes.
+        """
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         tokens_path, index_path = shard_paths(self.folder, self.name)
         index = np.array([*self.begins, self.written], "<i8")
+        # The tokens come last: where they are, the index is.
         write_whole(index_path, _npy(index))
         os.replace(self._unfinished, tokens_path)
         return {
@@ -136,7 +149,7 @@ def _npy(array: npt.NDArray[Any]) -> bytes:
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file, read in blocks."""
+    """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -146,7 +159,16 @@ def sha256_of(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says, as far as reading needs it."""
+    """What `manifest.json` says, as far as reading needs it.
+
+    Args:
+        folder: where it is.
+        vocab_size: number of token ids.
+        dtype: of the tokens.
+        tokenizer: its name, hash and special ids.
+        shards: a record for each shard that has tokens.
+        fingerprint: a hash; folders with the same tokens and tokenizer have the same.
+    """
 
     folder: Path
     vocab_size: int
@@ -157,15 +179,15 @@ class Manifest:
 
 
 def is_token_folder(path: Path) -> bool:
-    """Whether `scripts/tokenize_data` has made this folder, or had begun to."""
+    """Whether `scripts/tokenize_data` made this folder, or began to."""
     return (path / MANIFEST).is_file() or (path / PLAN).is_file()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, checked.
+    """Reads and checks the manifest of a folder.
 
     Raises:
-        DataError: it is missing, cannot be read, or is of another version.
+        DataError: it is missing, damaged, or of another version.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -202,10 +224,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_folder(folder: str | Path) -> Corpus:
-    """The corpus in a folder; its files are mapped, not read.
+    """Opens a folder as a corpus; its files are memory-mapped, not read.
 
     Raises:
-        DataError: a file is missing, is damaged, or has another size than it should.
+        DataError: a file is missing, damaged, or has the wrong size.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -251,7 +273,10 @@ def _check_index(index: Int64s, path: Path, record: Record) -> None:
 
 
 def damages(folder: Path) -> Iterator[str]:
-    """One sentence for each file whose content is not what was written; reads all of it.
+    """Hashes all files of a folder.
+
+    Yields:
+        A sentence for each file that is missing or has changed.
 
     Raises:
         DataError: the manifest cannot be read.
@@ -266,7 +291,7 @@ def damages(folder: Path) -> Iterator[str]:
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that a folder's tokens were made with.
+    """The tokenizer that made a folder's tokens.
 
     Raises:
         DataError: it is missing, or is another one.

@@ -1,8 +1,11 @@
-"""Files of text -> a folder of tokens, by several processes, going on where a stopped run was.
+"""Tokenizes text files into a folder, with several processes; a stopped run can be continued.
 
-Every file is cut in pieces (`documents.cut`), every piece becomes one shard, and a shard that is
-in the folder with its record is done. The cut depends on the files and options alone, so that a
-run that was stopped and one that was not leave the same files.
+Every file is cut into pieces (`documents.cut`), and every piece becomes one shard. A shard whose
+record is in the folder is done. The cut depends on the files and options alone, so a run that was
+stopped and continued leaves the same files as one that was not.
+
+    00000.tokens.bin  00000.index.npy  00000.shard.json     done
+    00001.tokens.bin.4711.unfinished                        made again by the next run
 """
 
 from __future__ import annotations
@@ -34,28 +37,28 @@ ON_ERROR: tuple[OnError, ...] = ("stop", "skip")
 
 PIECE_BYTES = 64 * 2**20
 ENCODED_AT_ONCE = 2**20
-"""Characters that go to the tokenizer in one call."""
+"""Number of characters that go to the tokenizer in one call."""
 
 RECORD = ".shard.json"
-"""Ends the name of a shard's record, which is there until the manifest is."""
+"""The ending of a shard's record, which is deleted once the manifest has its content."""
 
 EXAMPLES = 5
-"""Messages on skipped documents that a shard's record keeps."""
+"""How many messages about skipped documents a shard's record keeps."""
 
 Report = Callable[[Record, int], None]
-"""Called with the record of each shard that is done, and how many there will be."""
+"""Called with the record of each shard that is done, and the number of all shards."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to tokenise.
+    """How to tokenize.
 
     Args:
         tokenizer: `bytes`, a `tokenizer.json`, or a folder with one.
-        eos_token, bos_token: what ends and begins a document; None finds out, "" begins with
-            nothing.
+        eos_token: ends documents; None finds out.
+        bos_token: begins documents; None finds out, "" uses none.
         source: how to find documents in files.
-        on_error: whether a document that cannot be read stops the run or is counted and skipped.
+        on_error: whether a document that cannot be read stops the run, or is counted and skipped.
         piece_bytes: about how much of a file becomes one shard.
     """
 
@@ -67,13 +70,13 @@ class Options:
     piece_bytes: int = PIECE_BYTES
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
+        """Loads the tokenizer."""
         return load_tokenizer(self.tokenizer, self.eos_token, self.bos_token)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """One piece to be made a shard of."""
+    """A piece that is to become a shard."""
 
     name: str
     piece: Piece
@@ -90,22 +93,22 @@ def tokenize(
     overwrite: bool = False,
     report: Report = lambda record, total: None,
 ) -> Record:
-    """Tokenise files into a folder; does nothing that a run before has done.
+    """Tokenizes files into a folder; shards that an earlier run finished are kept.
 
     Args:
         files: what to read; their order is that of the documents.
-        folder: what to make.
-        options: how.
-        workers: processes.
-        overwrite: whether to make the folder anew if it holds tokens of something else.
-        report: called for every shard that is done, those of a run before among them.
+        folder: where the tokens go.
+        options: how to tokenize.
+        workers: number of processes.
+        overwrite: whether to replace a folder that holds tokens of something else.
+        report: called for every shard that is done, including those of an earlier run.
 
     Returns:
         The manifest.
 
     Raises:
-        DataError: a file cannot be read, a document cannot and `on_error` is `"stop"`, there was
-            no document, or the folder holds something else.
+        DataError: a file cannot be read; a document cannot be read and `on_error` is `"stop"`;
+            there is no document; or the folder holds something else.
     """
     folder = folder.absolute()
     plan = _plan(files, options)
@@ -124,6 +127,7 @@ def tokenize(
     if options.tokenizer != BYTES:
         content = Path(tokenizer.name).read_bytes()
         token_folder.write_whole(folder / token_folder.TOKENIZER, content)
+    # From here on the folder is complete; a run that stops now leaves only files to tidy up.
     token_folder.write_whole(manifest_path, _json(manifest))
     for job in jobs:
         _record_path(job).unlink()
@@ -135,7 +139,7 @@ def tokenize(
 
 
 def _plan(files: Sequence[Path], options: Options) -> Record:
-    """All that decides what comes out."""
+    """Everything that decides the result; a folder with another plan cannot be continued."""
     about = dataclasses.asdict(options)
     about["tokenizer"] = options.load_tokenizer().sha256
     plan = {"options": about, "files": [_about_file(path) for path in files]}
@@ -151,7 +155,7 @@ def _about_file(path: Path) -> Record:
 
 
 def _prepare(folder: Path, plan: Record, overwrite: bool) -> None:
-    """Make the folder, or see that what is in it is part of the same plan."""
+    """Makes the folder, or checks that what is in it belongs to the same plan."""
     found = _found_plan(folder)
     if found is not None and found != plan["sha256"] and not overwrite:
         raise DataError(
@@ -170,7 +174,7 @@ def _prepare(folder: Path, plan: Record, overwrite: bool) -> None:
 
 
 def _found_plan(folder: Path) -> str | None:
-    """The hash of the plan that a folder was made by; "" if it cannot be read."""
+    """The hash of the plan that made a folder; "" if it is damaged, None if there is none."""
     manifest, plan = folder / MANIFEST, folder / PLAN
     for path, key in ((manifest, "plan_sha256"), (plan, "sha256")):
         if path.is_file():
@@ -231,7 +235,7 @@ def _run_missing(jobs: Sequence[_Job], workers: int) -> Iterator[Record]:
 
 
 def _begin_worker() -> None:
-    """One thread is this process's share, and it goes when its parent does, however that ends."""
+    """Sets up a worker process: one tokenizer thread, and it ends when its parent does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -244,10 +248,10 @@ def _end_with(sentinel: int) -> None:
 
 
 def make_shard(job: _Job) -> Record:
-    """Tokenise one piece; its record is written last.
+    """Tokenizes one piece; its record is written last.
 
     Raises:
-        DataError: a document cannot be read and may not be skipped.
+        DataError: a document cannot be read and must not be skipped.
     """
     options, tokenizer = job.options, job.options.load_tokenizer()
     dtype = token_folder.token_dtype(tokenizer.vocab_size)
@@ -261,6 +265,7 @@ def make_shard(job: _Job) -> Record:
             if isinstance(group, Bad):
                 if options.on_error == "stop":
                     raise DataError(f"{group.message}; --on_error skip leaves such documents out")
+                # The earlier parts of a long document may have been written already.
                 writer.drop_open()
                 skipped += 1
                 bad += [group.message] if len(bad) < EXAMPLES else []
@@ -273,7 +278,7 @@ def make_shard(job: _Job) -> Record:
 
 
 def _grouped(items: Iterable[Text | Bad]) -> Iterator[list[Text] | Bad]:
-    """Texts in groups that are worth a call of the tokenizer."""
+    """Collects texts into groups that are worth a call of the tokenizer; keeps the order."""
     group: list[Text] = []
     size = 0
     for item in items:
@@ -307,7 +312,7 @@ def _record_path(job: _Job) -> Path:
 
 
 def _found_record(job: _Job) -> Record | None:
-    """What a run before has written of a shard, if it is whole."""
+    """The record that an earlier run wrote for a shard, if the shard's files have its hashes."""
     try:
         record: Record = json.loads(_record_path(job).read_text(encoding="utf-8"))
         paths = token_folder.shard_paths(job.folder, job.name)

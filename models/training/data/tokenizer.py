@@ -1,4 +1,4 @@
-"""Text <-> token ids: plain bytes, or any `tokenizer.json` of Hugging Face's tokenizers."""
+"""Text <-> token ids: by plain bytes, or by any `tokenizer.json` of Hugging Face's tokenizers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ import numpy.typing as npt
 from models.training.errors import DataError
 
 BYTES = "bytes"
-"""Name of the built-in tokenizer."""
+"""The name of the built-in tokenizer."""
 
 BYTE_VOCABULARY = 256
 DOCUMENT_END = 0
-"""The byte tokenizer's end of a document: a byte that no text contains."""
+"""The byte tokenizer ends a document with the byte 0, which text does not contain."""
 
 EOS_TOKENS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
 BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<bos>")
-"""What ends and begins documents where neither the user nor `tokenizer_config.json` says so."""
+"""The usual tokens that end and begin documents. The first one that the tokenizer has is taken if
+neither the user nor `tokenizer_config.json` names one."""
 
 
 class Tokenizer(Protocol):
-    """What the pipeline needs of a tokenizer.
+    """What this project needs of a tokenizer.
 
     Attributes:
         name: `bytes`, or the path of the file.
-        sha256: hash of all that decides its ids.
-        vocab_size: ids are below it.
-        eos_id, bos_id: the ids that end and begin a document; not every tokenizer has a `bos_id`.
+        sha256: a hash of everything that decides the ids.
+        vocab_size: number of ids; all are below it.
+        eos_id: the id that ends a document.
+        bos_id: the id that begins a document; None if the tokenizer has none.
     """
 
     name: str
@@ -43,14 +45,14 @@ class Tokenizer(Protocol):
     bos_id: int | None
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """The ids of each text, without any that begin or end it."""
+        """The ids of each text, without those that begin or end documents."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text."""
+        """Token ids -> text."""
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8, and 0 as the end of a document."""
+    """The bytes of UTF-8 as ids, and 0 as the end of a document."""
 
     name = BYTES
     sha256 = hashlib.sha256(b"bytes, documents end with 0").hexdigest()
@@ -63,14 +65,23 @@ class ByteTokenizer:
         return [encode(text).astype(np.uint32) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Bytes -> text; what is not valid UTF-8 becomes the replacement character."""
+        """Bytes -> text; invalid UTF-8 becomes U+FFFD."""
         return decode(ids)
 
 
 class FileTokenizer:
-    """A `tokenizer.json`.
+    """The tokenizer of a `tokenizer.json`.
 
-    Special tokens that a text spells out become those tokens, as everywhere else with such files.
+    A special token that a text spells out, such as "</s>", becomes that token, as in other
+    programs that read such files.
+
+    Args:
+        path: the file.
+        eos_id: the id that ends a document.
+        bos_id: the id that begins a document, if there is one.
+
+    Raises:
+        DataError: the file cannot be read.
     """
 
     def __init__(self, path: Path, eos_id: int, bos_id: int | None = None) -> None:
@@ -86,6 +97,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = str(path)
+        # Ids may have gaps, so counting the tokens would give too few.
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.eos_id, self.bos_id = eos_id, bos_id
         self.sha256 = hashlib.sha256(content + f" {eos_id} {bos_id}".encode()).hexdigest()
@@ -101,12 +113,12 @@ class FileTokenizer:
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text."""
+        """Token ids -> text, special tokens included."""
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
 def _find_special(path: Path, kind: str, given: str | None, usual: Sequence[str]) -> int | None:
-    """The id of a special token: the one given, else the configured, else a usual one."""
+    """The id of a special token: of the given one, else the configured one, else a usual one."""
     vocabulary = FileTokenizer(path, eos_id=0)
     if given == "":
         return None
@@ -121,7 +133,7 @@ def _find_special(path: Path, kind: str, given: str | None, usual: Sequence[str]
 
 
 def _configured(path: Path, kind: str) -> list[str]:
-    """The special token that a `tokenizer_config.json` names, if there is one."""
+    """The special token that `tokenizer_config.json` names; empty if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get(kind)
     except (OSError, ValueError, AttributeError):
@@ -134,11 +146,12 @@ def _configured(path: Path, kind: str) -> list[str]:
 def load_tokenizer(
     name: str = BYTES, eos_token: str | None = None, bos_token: str | None = None
 ) -> Tokenizer:
-    """A tokenizer by name.
+    """Loads a tokenizer by name.
 
     Args:
         name: `bytes`, a `tokenizer.json`, or a folder with one.
-        eos_token, bos_token: what ends and begins a document; None finds out, "" is no beginning.
+        eos_token: the token that ends documents; None finds out.
+        bos_token: the token that begins documents; None finds out, "" uses none.
 
     Raises:
         DataError: there is no such file, or it has no token that could end a document.
@@ -162,5 +175,5 @@ def encode(text: str) -> npt.NDArray[np.uint8]:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Bytes -> text; bytes that are not valid UTF-8 become the replacement character."""
+    """Bytes -> text; invalid UTF-8 becomes U+FFFD."""
     return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")

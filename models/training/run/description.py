@@ -1,4 +1,4 @@
-"""What a training run is asked to do, validated, and the folder that keeps what comes of it."""
+"""What a training run is asked to do, validated, and the folder with its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.training.run.step import ON_NONFINITE, OnNonfinite
 FREE_TO_CHANGE = frozenset(
     {"model.scan_layers", "model.remat", "model.remat_every", "model.dtype", "model.attention"}
 )
-"""How a model is run, not what it is: a checkpoint does not care."""
+"""How a model is run, not what it computes: a resumed run may have other values."""
 
 
 class RunError(ValueError):
@@ -26,34 +26,35 @@ class RunError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What to train, on what, for how long, and what to keep of it.
+    """What to train, on what data, for how long, and what to keep.
 
     Args:
         model: a frozen dataclass of sizes and dtypes.
-        optimizer: with the length of the run.
+        optimizer: the optimizer, with the number of steps.
         mesh: axis -> size.
-        dcn: axis -> how much of it crosses slices.
+        dcn: axis -> how many of its parts are on different slices, connected by slow links.
         sharding: name of the table of specs.
         seq_len: tokens of a sequence.
-        global_batch: sequences of a step, on all devices.
-        microbatches: parts that a step's batch is worked through in.
-        z_loss: weight of the squared log-normalizer; 0 leaves it out.
-        on_nonfinite: `"stop"` or `"skip"` a step whose loss or gradients are not finite.
-        max_skipped: so many may be skipped in a row.
+        global_batch: sequences of a step, on all devices together.
+        microbatches: number of parts that a step's batch is processed in, one after the other.
+        z_loss: weight of the squared log-normalizer in the loss; 0 leaves it out.
+        on_nonfinite: whether a step whose loss or gradients are not finite is to `"stop"` the run
+            or to be left out (`"skip"`).
+        max_skipped: the most steps in a row that may be skipped.
         eval_every: steps between evaluations; 0 evaluates at the end only.
         eval_batches: batches of an evaluation; 0 makes none.
         save_every: steps between checkpoints; 0 saves at the end only.
-        keep_last: so many of the latest checkpoints are kept.
-        keep_every: those of every n-th step are kept too; 0 keeps none.
-        log_every: steps between lines of progress; 0 makes twenty of them.
+        keep_last: how many of the latest checkpoints are kept.
+        keep_every: checkpoints of every n-th step are kept too; 0 keeps none of them.
+        log_every: steps between lines of progress; 0 prints about twenty lines in all.
         profile: steps to trace.
-        seed: of parameters, samples and generated text.
-        data: where the text comes from.
-        tokenizer: of text that is not tokenized yet.
+        seed: for parameters, the order of samples, and generated text.
+        data: names of the data, see `DataConfig.sources`.
+        tokenizer: for text that is not tokenized yet.
         packing: whether documents that share a sequence are kept apart.
 
     Raises:
-        RunError: a number that is out of range, or numbers that do not fit each other.
+        RunError: a number is out of range, or numbers do not fit each other.
     """
 
     model: Any
@@ -113,7 +114,7 @@ class RunConfig:
 
     @property
     def steps(self) -> int:
-        """Length of the run."""
+        """The number of steps of the run."""
         return self.optimizer.total_steps
 
     @property
@@ -122,27 +123,28 @@ class RunConfig:
         return self.log_every or max(1, self.steps // 20)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The whole configuration as plain values."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=dict))
         return plain
 
     def flat(self) -> dict[str, Any]:
-        """The same without nesting: `model.hidden_size`, `optimizer.name`, `seq_len`, ..."""
+        """`to_json` without nesting: `model.hidden_size`, `optimizer.name`, `seq_len`, ..."""
         return _flat(self.to_json())
 
 
 def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """What differs between a checkpoint's config and this run's, where that is allowed.
+    """Compares a checkpoint's configuration with that of the run that resumes from it.
 
     Args:
         saved: `RunConfig.to_json()` of the run that saved.
-        run: that goes on from there.
+        run: the run that resumes.
 
     Returns:
-        `"seq_len: 128 -> 256"` for each field that is free to change but changes what is learned.
+        A line such as `"seq_len: 128 -> 256"` for each field that may change but that changes what
+        is learned.
 
     Raises:
-        RunError: the models or the optimizers are not the same; names every field that differs.
+        RunError: model or optimizer differ; the message names every such field.
     """
     ours = run.flat()
     theirs = _flat(saved)
@@ -170,18 +172,18 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Where everything that a run leaves behind is.
+    """Where a run's results are.
 
     Args:
-        path: `config.json`, `metrics.jsonl`, `report.html`, and the folders `checkpoints`,
-            `tensorboard` and `profile`.
+        path: the folder, with `config.json`, `metrics.jsonl`, `report.html`, and the folders
+            `checkpoints`, `tensorboard` and `profile`.
     """
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """What was asked for, as JSON."""
+        """The run's configuration, as JSON."""
         return self.path / "config.json"
 
     @property
@@ -196,24 +198,24 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The checkpoints."""
+        """The folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def profile(self) -> Path:
-        """Traces."""
+        """The folder of traces."""
         return self.path / "profile"
 
     @property
     def report(self) -> Path:
-        """The report on the partitioning."""
+        """The report on how the program was partitioned."""
         return self.path / "report.html"
 
     def make(self) -> None:
-        """Make the folder.
+        """Makes the folder.
 
         Raises:
-            RunError: it cannot be made or written.
+            RunError: it cannot be made, or not be written to.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -224,6 +226,6 @@ class RunFolder:
             raise RunError(f"run_dir: {self.path} cannot be written: {error.strerror}") from error
 
     def write_config(self, config: RunConfig) -> None:
-        """Write `config.json`."""
+        """Writes `config.json`."""
         text = json.dumps(config.to_json(), indent=1)
         self.config.write_text(text + "\n", encoding="utf-8")

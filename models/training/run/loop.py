@@ -1,4 +1,11 @@
-"""The loop around the training step: what happens after which step, and when the host waits."""
+"""The training loop: takes steps, and decides what happens after which step.
+
+    step 1 dispatched
+    step 2 dispatched, then the metrics of step 1 are read
+    step 3 dispatched, then the metrics of step 2 are read
+
+Reading metrics waits for the device. One step late, the device has its next step by then.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +25,16 @@ from models.training.run.sinks import Record, Sink
 from models.training.run.step import StepMetrics, TrainStep
 
 TYPICAL_OF = 1000
-"""Over how many of the last steps a typical step's time is taken."""
+"""The time of a typical step is the median of this many of the last steps."""
 
 
 class TrainingError(RuntimeError):
-    """A run that has gone wrong beyond recovery."""
+    """A run that cannot go on: loss or gradients are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes, and the number of steps that have been taken."""
+    """Everything that a step changes, and how many steps have been taken."""
 
     params: Any
     opt_state: Any
@@ -35,16 +42,16 @@ class TrainState:
 
 
 class Saver(Protocol):
-    """What the loop needs of checkpoints; `checkpoints.store.Checkpoints` is one."""
+    """What the loop needs of checkpoints; `checkpoints.store.Checkpoints` has it."""
 
     def save(self, state: TrainState) -> None:
-        """Start saving; returns once the state may be changed."""
+        """Begins to save; returns when the state may be changed."""
 
     def poll(self) -> list[Record]:
-        """What became of saves that have ended since it was asked last."""
+        """Returns records of saves that have ended since the last call."""
 
     def finish(self) -> None:
-        """Wait for the last save; an error if it failed."""
+        """Waits for the last save; raises an error if it failed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,7 @@ class Schedule:
         steps: total number of steps, counted from the very first.
         eval_every: steps between evaluations; 0 evaluates at the end only.
         save_every: steps between checkpoints; 0 saves at the end only.
-        max_skipped: so many steps in a row may be skipped; one more ends the run.
+        max_skipped: the most steps in a row that may be skipped; one more ends the run.
     """
 
     steps: int
@@ -64,7 +71,7 @@ class Schedule:
     max_skipped: int = 10
 
     def is_last(self, step: int) -> bool:
-        """Whether the run is over after this step."""
+        """Whether this is the last step of the run, or beyond it."""
         return step >= self.steps
 
     def evaluates_after(self, step: int) -> bool:
@@ -81,13 +88,14 @@ class Outcome:
     """How a run ended.
 
     Args:
-        state: after its last step.
-        first, last: records of its first and last step; None if there was none to take.
-        eval_loss: the last evaluation's.
-        typical_seconds: median of a step, without the first if there are others.
-        seconds: of all of it.
-        skipped: steps that changed nothing, since something was not finite.
-        is_stopped: whether it was asked to stop before its last step.
+        state: after the last step.
+        first: the record of the first step; None if no step was taken.
+        last: the record of the last step; None if no step was taken.
+        eval_loss: the loss of the last evaluation; None if there was none.
+        typical_seconds: median time of a step, without the first one, which may compile.
+        seconds: time of the whole run.
+        skipped: number of steps that changed nothing because something was not finite.
+        is_stopped: whether the run was asked to stop before its last step.
     """
 
     state: TrainState
@@ -114,31 +122,31 @@ def train(
     should_stop: Callable[[int], bool] = lambda step: False,
     beat: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Take steps until `schedule.steps` of them have been taken, or it is asked to stop.
+    """Takes steps until the schedule's end, or until it is asked to stop.
 
-    The numbers of a step are read once the next one has been dispatched, so that devices do not
-    wait for the host; before an evaluation, a checkpoint and the end they are read at once.
+    A step's metrics are read after the next step was dispatched, so that the devices do not wait
+    for the host. Before an evaluation, a checkpoint and the end they are read at once.
 
     Args:
         step: the (compiled) training step; may donate its first two arguments.
         state: where to start. Do not use it afterwards if `step` donates.
-        batches: the batches of this step and those after it.
-        schedule: what happens when.
+        batches: iterates over the batches, beginning with that of the next step.
+        schedule: what happens after which step.
         cost: turns seconds into rates.
-        sinks: where records go.
+        sinks: get the records.
         evaluate: parameters -> held-out loss.
-        saver: saves checkpoints; also before a stop.
+        saver: saves checkpoints, also before a stop.
         profiler: traces some steps.
-        should_stop: called before the first and after each step with its number; True saves and
-            ends the run.
-        beat: called with the number of each step whose numbers have arrived.
+        should_stop: called with the step's number, before the first step and after each. If it
+            returns True, the loop saves and ends.
+        beat: called with the number of each step whose metrics have arrived.
 
     Returns:
         The state after the last step, and what the steps were like.
 
     Raises:
-        TrainingError: loss or gradients are not finite, and steps may not be skipped or too many
-            were.
+        TrainingError: loss or gradients are not finite, and steps may not be skipped, or too many
+            were skipped.
     """
     started = time.perf_counter()
     reader = _Reader(cost, schedule, sinks, beat)
@@ -170,7 +178,7 @@ def train(
         if saver is not None:
             try:
                 saver.finish()
-            finally:
+            finally:  # the record of the last save, even if it failed
                 _tell(sinks, *saver.poll())
     seconds = time.perf_counter() - started
     return reader.outcome(state, seconds, eval_loss, is_stopped)
@@ -183,7 +191,7 @@ def _tell(sinks: Sequence[Sink], *records: Record) -> None:
 
 
 class _Reader:
-    """Reads the numbers of steps, one step late, and keeps what an `Outcome` says of them."""
+    """Reads the metrics of steps, one step late, and collects what an `Outcome` needs."""
 
     def __init__(
         self,
@@ -201,12 +209,12 @@ class _Reader:
         self.skipped = self.skipped_in_a_row = 0
 
     def push(self, number: int, metrics: StepMetrics) -> None:
-        """Takes a step's numbers, which may not have arrived, and reads the one's before."""
+        """Reads the metrics of the step before, and keeps these for the next call."""
         self.flush()
         self.pending = number, metrics
 
     def flush(self) -> None:
-        """Reads what has not been read."""
+        """Reads the metrics that are still to be read, if there are any."""
         if self.pending is None:
             return
         (number, arrays), self.pending = self.pending, None
@@ -221,7 +229,7 @@ class _Reader:
         self._check(record)
 
     def restart_clock(self) -> None:
-        """What was done since the last step is no part of the next."""
+        """Leaves the time since the last step (an evaluation, a save) out of the next step's."""
         self.started = time.perf_counter()
 
     def _keep(self, record: Record) -> None:

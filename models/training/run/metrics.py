@@ -1,4 +1,4 @@
-"""What a training step uses: tokens per second, model FLOPs utilization (MFU), memory."""
+"""Rates of a training step: tokens per second, model FLOPs utilization (MFU), memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ PEAK_BF16_FLOPS: Mapping[str, float] = MappingProxyType(
         "TPU v4": 275e12,
     }
 )
-"""Part of a device's name -> its dense bf16 FLOP/s; the first that matches counts."""
+"""A part of the device's name -> its dense bf16 FLOP/s. The first part that matches counts, so
+"TPU v5 lite" is before "TPU v5"."""
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Peak FLOP/s of one device, or None where it is not known.
+    """The peak FLOP/s of one device.
 
     Args:
         device_kind: `jax.Device.device_kind`.
-        dtype: what matrix products are computed in; peaks are known for 16 bits only.
+        dtype: what matrix products are computed in.
+
+    Returns:
+        None if it is not known; peaks are known for 16-bit floats only.
     """
     if dtype not in ("bfloat16", "float16"):
         return None
@@ -36,13 +40,13 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """What a training step processes, to turn seconds into rates.
+    """What a training step processes; turns seconds into rates.
 
     Args:
         tokens: tokens of a global batch.
-        devices: how many devices share the step.
+        devices: number of devices that share the step.
         flops_per_token: convention -> FLOPs credited to a token, forward and backward.
-        peak_flops: of one device, where known.
+        peak_flops: of one device; None if it is not known.
     """
 
     tokens: int
@@ -51,7 +55,12 @@ class StepCost:
     peak_flops: float | None = None
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """`tokens_per_s` of all devices and, with a known peak, `mfu_<convention>` of each."""
+        """Rates of a step that took `seconds`.
+
+        Returns:
+            `tokens_per_s` of all devices and, if the peak is known, `mfu_CONVENTION` for each
+            convention.
+        """
         tokens_per_s = self.tokens / seconds
         rates = {"tokens_per_s": tokens_per_s}
         if self.peak_flops is not None:
@@ -61,9 +70,10 @@ class StepCost:
 
 
 def memory_in_use() -> dict[str, float]:
-    """`memory_bytes` and `memory_peak_bytes` of this process's fullest device, where known.
+    """Memory of this process's fullest device.
 
-    CPU devices do not tell.
+    Returns:
+        `memory_bytes` and `memory_peak_bytes`; empty on devices that do not tell, such as CPUs.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
     if not stats or any(s is None or "peak_bytes_in_use" not in s for s in stats):

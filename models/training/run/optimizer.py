@@ -60,7 +60,12 @@ class OptimizerConfig:
 
 
 def default_learning_rate(name: str, parameters: int) -> float:
-    """A peak learning rate that is rarely bad for an optimizer and a number of parameters."""
+    """A peak learning rate that is rarely bad.
+
+    Args:
+        name: of the optimizer.
+        parameters: how many the model has.
+    """
     _check_name(name)
     small = parameters < SMALL_MODEL
     if name == "adamw":
@@ -102,13 +107,13 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def updates_taken(opt_state: Any) -> jax.Array:
-    """The number of updates that a state of `make_optimizer`'s has seen; skipped steps are none."""
+    """How often a state of `make_optimizer` was updated; skipped steps do not count."""
     counts = optax.tree_utils.tree_get_all_with_path(opt_state, "count")
     return jnp.asarray(counts[0][1])
 
 
 def decay_mask(params: Any) -> Any:
-    """True for every parameter whose path names no norm and no bias."""
+    """True for every parameter that is decayed; its path names neither a norm nor a bias."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not any(word in jax.tree_util.keystr(path) for word in NOT_DECAYED), params
     )

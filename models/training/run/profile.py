@@ -1,31 +1,30 @@
-"""A trace of some steps, for TensorBoard's profile plugin or Perfetto."""
+"""Traces some steps of a run with jax's profiler, for TensorBoard or Perfetto."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import TracebackType
 
 import jax
 
 
 class ProfileError(ValueError):
-    """A range of steps that is none."""
+    """A text that is not a range of steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileRange:
-    """Steps to trace, from the first to the last, both included; counted from 1."""
+    """The steps to trace; both ends are included, and steps count from 1."""
 
     first: int
     last: int
 
     @classmethod
     def parse(cls, text: str) -> ProfileRange:
-        """`"10:13"` -> steps 10, 11, 12 and 13.
+        """Parses a range: `"10:13"` is steps 10, 11, 12 and 13.
 
         Raises:
-            ProfileError: not of that form, or no step is in it.
+            ProfileError: it is not of that form, or has no steps in it.
         """
         first, colon, last = text.partition(":")
         if not colon or not (first.isdecimal() and last.isdecimal()):
@@ -36,10 +35,10 @@ class ProfileRange:
 
 
 class Profiler:
-    """Starts and stops jax's profiler around a range of steps; with None it does nothing.
+    """Runs jax's profiler around a range of steps.
 
     Args:
-        steps: what to trace.
+        steps: what to trace; None traces nothing.
         folder: where the trace goes.
     """
 
@@ -48,7 +47,7 @@ class Profiler:
         self.is_running = False
 
     def before(self, step: int) -> None:
-        """To call before a step is dispatched."""
+        """Starts the trace if it begins with this step; call it before the step is dispatched."""
         if self.steps is None or self.is_running:
             return
         if self.steps.first <= step <= self.steps.last:
@@ -56,23 +55,18 @@ class Profiler:
             self.is_running = True
 
     def ends_with(self, step: int) -> bool:
-        """Whether the trace ends after this step, whose results have to be awaited first."""
+        """Whether the trace ends after this step. Its results have to be awaited first."""
         return self.is_running and self.steps is not None and step >= self.steps.last
 
     def after(self, step: int) -> None:
-        """To call once a step has been taken."""
+        """Ends the trace if it ends with this step; call it when the step's results are there."""
         if self.ends_with(step):
             self._stop()
 
     def __enter__(self) -> Profiler:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.is_running:
             self._stop()
 

@@ -1,7 +1,7 @@
-"""Where the numbers of a run go: the terminal, a file of JSON lines, TensorBoard.
+"""Where the metrics of a run go: the terminal, a file of JSON lines, TensorBoard.
 
-A record has a `step` and what is known of it: a training step's loss and rates, an evaluation's
-`eval_loss`, or a checkpoint's `save_seconds` and `save_stall_seconds`. Every sink takes them all.
+A record has a `step` and some of these: a training step's loss and rates, an evaluation's
+`eval_loss`, a checkpoint's `save_seconds` and `save_stall_seconds`. Every sink gets every record.
 """
 
 from __future__ import annotations
@@ -12,49 +12,43 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Record = dict[str, Any]
-"""`step`, and numbers by name; `error`, if there, is a sentence."""
+"""`step`, and numbers by name; `error`, if present, is a sentence."""
 
 
 class Sink(Protocol):
-    """Takes records."""
+    """Takes the records of a run."""
 
     def write(self, record: Record) -> None:
-        """Take one."""
+        """Takes one record."""
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Is called after the last record."""
 
 
 class Sinks(list[Sink]):
-    """Sinks that are closed together: `with Sinks([...]) as sinks:`."""
+    """Several sinks, closed together: `with Sinks([...]) as sinks:`."""
 
     def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for sink in self:
             sink.close()
 
 
 class JsonLines:
-    """One JSON object a line, written at once; numbers that are not finite become null.
+    """Writes one JSON object a line, at once; numbers that are not finite become null.
 
     Args:
-        path: the file; appended to.
-        after: lines of later steps, of a run that had gone further than its checkpoint, are dropped
-            first.
+        path: the file; lines are appended.
+        after: if a run resumes from this step, lines of later steps are dropped first: it takes
+            those steps again.
     """
 
     def __init__(self, path: Path, after: int | None = None) -> None:
@@ -63,12 +57,12 @@ class JsonLines:
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        """Append a line."""
+        """Appends a line."""
         print(json.dumps({name: _finite(x) for name, x in record.items()}), file=self.file)
         self.file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self.file.close()
 
 
@@ -77,7 +71,7 @@ def _finite(x: Any) -> Any:
 
 
 def _drop_later_steps(path: Path, step: int) -> None:
-    """A last line that was cut off when its process was killed goes too."""
+    """Drops lines of later steps, and a last line that was cut off when its process was killed."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -89,11 +83,11 @@ def _drop_later_steps(path: Path, step: int) -> None:
 
 
 class TensorBoard:
-    """Scalars of a run, in TensorBoard's event files.
+    """Writes scalars into TensorBoard's event files.
 
     Args:
         folder: where the files go.
-        after: TensorBoard is told to forget what earlier files say of later steps.
+        after: if a run resumes from this step, TensorBoard is told to hide later ones.
     """
 
     def __init__(self, folder: Path, after: int | None = None) -> None:
@@ -103,23 +97,20 @@ class TensorBoard:
         self.writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
 
     def write(self, record: Record) -> None:
-        """Write every number of the record."""
+        """Writes every number of the record."""
         step = int(record["step"])
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
                 self.writer.add_scalar(_tag(name), value, step)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flushes and closes the file."""
         self.writer.close()
 
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """TensorboardX would import PyTorch where there is one, for tensors that we have none of.
-
-    That would be two seconds of every start.
-    """
+    """Keeps tensorboardX from importing PyTorch, which takes two seconds and is not needed here."""
     if "torch" in sys.modules:
         yield
         return
@@ -131,18 +122,18 @@ def _without_torch() -> Iterator[None]:
 
 
 def _tag(name: str) -> str:
-    """`eval_loss` -> `eval/loss`; a training step's own go below `train`."""
+    """TensorBoard's name of a metric: `eval_loss` -> `eval/loss`, `loss` -> `train/loss`."""
     group, _, rest = name.partition("_")
     return f"{group}/{rest}" if group in ("eval", "mfu", "memory", "save") else f"train/{name}"
 
 
 class Terminal:
-    """Lines of progress, and a bar while there is a terminal.
+    """Prints lines of progress, and shows a bar if there is a terminal.
 
     Args:
         console: where they go.
         steps: total number of steps.
-        log_every: training steps between lines; evaluations and checkpoints always have one.
+        log_every: training steps between lines. Evaluations and checkpoints always have a line.
     """
 
     def __init__(self, console: Console, steps: int, log_every: int = 10) -> None:
@@ -154,7 +145,7 @@ class Terminal:
             self.bar.start()
 
     def write(self, record: Record) -> None:
-        """Move the bar, print a line if it is time for one."""
+        """Moves the bar, and prints a line if one is due."""
         number = int(record["step"])
         if self.bar is not None and "loss" in record:
             self.bar.update(
@@ -166,13 +157,13 @@ class Terminal:
         self.is_first = False
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Removes the bar."""
         if self.bar is not None:
             self.bar.stop()
 
 
 def describe(record: Record, steps: int) -> str:
-    """One line on one record."""
+    """The line on one record."""
     text = f"step {int(record['step']):>5}/{steps}  "
     if "error" in record:
         return text + str(record["error"])

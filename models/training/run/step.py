@@ -12,7 +12,7 @@ import optax
 from models.training.run.optimizer import updates_taken
 
 LossFn = Callable[[Any, Any], jax.Array]
-"""(params, batch) -> mean loss; over `batch["weights"]` where the batch has them."""
+"""(params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them."""
 
 StepMetrics = dict[str, jax.Array]
 TrainStep = Callable[[Any, Any, Any], tuple[Any, Any, StepMetrics]]
@@ -30,20 +30,20 @@ def make_train_step(
     on_nonfinite: OnNonfinite = "stop",
     schedule: optax.Schedule | None = None,
 ) -> TrainStep:
-    """The single-device step that minimizes `loss_fn(params, batch)`.
+    """Makes the single-device step that minimizes `loss_fn(params, batch)`.
 
     Args:
         loss_fn: mean loss of a batch.
-        optimizer: makes updates of gradients.
-        microbatches: parts that a batch is worked through in, one after the other; their gradients
-            are summed in float32. Has to divide the batch.
-        on_nonfinite: `"skip"` keeps parameters and optimizer state as they were if loss or
-            gradients are not finite; `"stop"` leaves it to the loop to end the run.
-        schedule: step -> learning rate, if that is to be among the metrics.
+        optimizer: turns gradients into updates.
+        microbatches: number of parts that a batch is processed in, one after the other, to need
+            less memory. Their gradients are summed in float32. It has to divide the batch.
+        on_nonfinite: with `"skip"`, parameters and optimizer state stay as they were if loss or
+            gradients are not finite. With `"stop"`, the loop ends the run.
+        schedule: step -> learning rate, to have that among the metrics.
 
     Returns:
-        The step. Its metrics are `loss`, `grad_norm` (before clipping) and `learning_rate`, all of
-        before the update, and `skipped` (0 or 1) if steps may be skipped.
+        The step. Its metrics are `loss`, `grad_norm` (before clipping) and `learning_rate`, all
+        from before the update, and `skipped` (0 or 1) if steps may be skipped.
 
     Raises:
         ValueError: (when traced) the microbatches do not divide the batch.
@@ -73,11 +73,20 @@ def make_train_step(
 def loss_and_grads(
     loss_fn: LossFn, params: Any, batch: Any, microbatches: int = 1
 ) -> tuple[jax.Array, Any]:
-    """Mean loss and its gradients, as of the whole batch, one microbatch after the other.
+    """The mean loss of a batch and its gradients, computed microbatch by microbatch.
 
-    Sums run over the microbatches and are divided once: a microbatch counts by its weights. The
-    gradients are linear in every microbatch, so that a partitioner may leave them unreduced until
-    the end: one reduction a step, however many microbatches there are.
+    Loss and gradients are summed over the microbatches, each times its weight, and divided once at
+    the end: the result is that of the whole batch. As the sum is linear, a partitioner can leave
+    the gradients unreduced until the loop's end, and reduce them once.
+
+    Args:
+        loss_fn: mean loss of a batch.
+        params: the parameters.
+        batch: the whole batch.
+        microbatches: number of parts.
+
+    Returns:
+        (loss, gradients), these in the parameters' dtypes.
     """
     if microbatches == 1:
         return jax.value_and_grad(loss_fn)(params, batch)
@@ -95,10 +104,13 @@ def loss_and_grads(
 
 
 def split_batch(batch: Any, microbatches: int) -> Any:
-    """Every leaf (B, ...) -> (M, B / M, ...), where microbatch `m` has the rows `m`, `m + M`, ...
+    """Cuts every leaf (B, ...) into microbatches (M, B / M, ...).
 
-    Rows next to each other go to different microbatches: a device that holds a block of rows has
-    as many of each microbatch, and nothing moves.
+    Microbatch `m` has the rows m, m + M, m + 2M, ... So a device that holds a block of rows has
+    equally many of each microbatch, and no row moves between devices: 8 rows on 2 devices, M = 2:
+
+        device 0 holds 0 1 2 3    of these 0 2 in the first microbatch, 1 3 in the second
+        device 1 holds 4 5 6 7    of these 4 6 in the first microbatch, 5 7 in the second
 
     Raises:
         ValueError: M does not divide B.
@@ -115,7 +127,7 @@ def split_batch(batch: Any, microbatches: int) -> Any:
 
 
 def _not_weightless(batch: Any) -> Any:
-    """A microbatch that weighs nothing, with weights of 1: its mean exists, and counts 0 times."""
+    """Replaces weights that are all 0 by 1, so that the mean is not 0 / 0; it counts 0 times."""
     if not isinstance(batch, Mapping) or "weights" not in batch:
         return batch
     weights = batch["weights"]
@@ -123,7 +135,7 @@ def _not_weightless(batch: Any) -> Any:
 
 
 def batch_weight(batch: Any) -> jax.Array:
-    """What the mean over a batch was divided by: its summed weights, or 1 where it has none."""
+    """The sum of a batch's weights, by which its mean loss is divided; 1 if it has none."""
     if isinstance(batch, Mapping) and "weights" in batch:
         return jnp.sum(batch["weights"].astype(jnp.float32))
     return jnp.ones((), jnp.float32)

@@ -1,4 +1,4 @@
-"""Ending a run early, between two steps: SIGTERM, or SIGINT once."""
+"""Ends a run early, between two steps, on SIGTERM or the first SIGINT."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 from spmd import launch
 
 STOPPED_EXIT_CODE = 75
-"""What a run exits with that saved and stopped because it was told to: EX_TEMPFAIL, try again."""
+"""The exit code of a run that saved and stopped because it was told to: EX_TEMPFAIL, try again."""
 
 
 class StopSignals:
     """Notes SIGTERM and SIGINT, for the loop to ask between steps; a context manager.
 
-    A second SIGINT interrupts at once. On several processes all stop after the same step, soon
-    after any of them got a signal (`spmd.launch.stop_agreed`): use it after `spmd.initialize`.
+    A second SIGINT interrupts at once. In a job of several processes all of them stop after the
+    same step, soon after one of them got a signal (`spmd.launch.stop_agreed`). Use it after
+    `spmd.initialize`.
+
+    Attributes:
+        name: of the signal; None as long as there was none.
 
     Example:
         >>> with StopSignals() as stop:
@@ -47,7 +51,7 @@ class StopSignals:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def is_requested(self, step: int) -> bool:
-        """Whether to stop after this step; the same on all processes."""
+        """Whether to stop after this step; all processes get the same answer."""
         if not launch.stop_agreed(step, wanted=self.name is not None):
             return False
         self.name = self.name or "a signal to another process"

@@ -17,7 +17,8 @@ from serving.engine.actions import Counts, QueueFull
 from serving.engine.backend import Prefilled, Sampling, Tokens
 from serving.engine.choice import Delta, Job
 from serving.engine.engine import Engine
-from serving.engine.stream import Failed, Finished, Unavailable
+from serving.engine.records import Finished
+from serving.engine.stream import Failed, Unavailable
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.waiting import PATIENCE, wait_until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serving.engine.actions import Counts
-from serving.engine.stream import State
+from serving.engine.records import State
 from serving.http.metrics import Metrics
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 

@@ -21,7 +21,8 @@ from models.llama.weights.convert import write_hf, write_ranks
 from models.llama.weights.files import WeightsError
 from models.llama.weights.ranks import cuts, rank_file, ranks_source
 from models.llama.weights.sources import checkpoint_source, fresh_source, hf_source
-from models.training.checkpoints.store import CheckpointError, Checkpoints
+from models.training.checkpoints.found import CheckpointError
+from models.training.checkpoints.store import Checkpoints
 from models.training.run.loop import TrainState
 from scripts import convert_checkpoints as script
 from tests.models.llama.weights.conversion import failure

@@ -28,9 +28,10 @@ from models.llama.weights.first_checkpoint import write_run
 from models.llama.weights.ranks import ranks_source
 from models.llama.weights.sources import fresh_source, hf_source
 from models.training.checkpoints import pieces
+from models.training.checkpoints.found import CheckpointError, find_saved
 from models.training.checkpoints.pieces import chunk_shape, chunks
 from models.training.checkpoints.relayout import relayout
-from models.training.checkpoints.store import CheckpointError, Checkpoints, find_saved
+from models.training.checkpoints.store import Checkpoints
 from models.training.run.description import RunConfig, RunError, check_same_model
 from models.training.run.loop import TrainState
 from models.training.run.optimizer import OptimizerConfig

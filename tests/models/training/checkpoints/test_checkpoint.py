@@ -12,8 +12,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models.training.checkpoints.found import CheckpointError
 from models.training.checkpoints.manifest import write_manifest
-from models.training.checkpoints.store import CheckpointError, Checkpoints
+from models.training.checkpoints.store import Checkpoints
 from models.training.run.loop import TrainState
 from tests.waiting import PATIENCE
 

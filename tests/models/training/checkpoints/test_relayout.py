@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.training.checkpoints.found import CheckpointError, find_saved
 from models.training.checkpoints.relayout import piece_shape, relayout
-from models.training.checkpoints.store import CheckpointError, Checkpoints, find_saved
+from models.training.checkpoints.store import Checkpoints
 from models.training.run.loop import TrainState
 
 SPECS = {

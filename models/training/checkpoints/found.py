@@ -1,0 +1,124 @@
+"""Finds checkpoints in a folder and checks that they are whole; changes nothing there.
+
+A run may be writing to the folder at the same time: a checkpoint that it is still writing has
+another name until it is complete, and is not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.training.checkpoints.manifest import find_damage
+
+SCHEMA = 1
+META = "meta.json"
+AUTO = "auto"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or used; the message says which, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A checkpoint whose files are all there and undamaged.
+
+    Args:
+        step: the step after which it was saved.
+        meta: what `meta.json` holds.
+        notes: a sentence for each later checkpoint that was passed over because it is damaged.
+    """
+
+    step: int
+    meta: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it has optimizer state; a checkpoint made from weights alone has none."""
+        return any(path.startswith("opt_state/") for path in self.meta["arrays"])
+
+
+def find_saved(folder: Path, wanted: int | str = AUTO) -> Found:
+    """Finds a checkpoint to read from.
+
+    Args:
+        folder: holds checkpoints.
+        wanted: a step, or `"auto"` for the latest checkpoint that is whole.
+
+    Raises:
+        CheckpointError: there is none, or the wanted one is damaged.
+    """
+    notes: list[str] = []
+    found = first_whole(folder, wanted_steps(folder, wanted), find_damage, notes)
+    if found is None:
+        raise CheckpointError("; ".join(notes) or f"{folder} has no checkpoint yet")
+    return found
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint, the latest first; damaged ones are among them."""
+    if not folder.is_dir():
+        return []
+    names = (path.name for path in folder.iterdir() if path.is_dir())
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+
+def wanted_steps(folder: Path, wanted: int | str) -> list[int]:
+    """The steps to try: the wanted one alone, or for `"auto"` all, the latest first.
+
+    Raises:
+        CheckpointError: the wanted step has no checkpoint.
+    """
+    steps = saved_steps(folder)
+    if wanted == AUTO:
+        return steps
+    if int(wanted) not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{folder} has no checkpoint of step {wanted}; there are: {there}")
+    return [int(wanted)]
+
+
+def first_whole(
+    folder: Path,
+    steps: Sequence[int],
+    damage_of: Callable[[Path], str | None],
+    notes: list[str],
+) -> Found | None:
+    """The first checkpoint that is whole; None if there is none.
+
+    Args:
+        folder: holds the checkpoints.
+        steps: the steps to try, in this order.
+        damage_of: says what is wrong with a checkpoint's folder, or None.
+        notes: gets a sentence for each damaged checkpoint.
+    """
+    for step in steps:
+        damage = damage_of(folder / str(step))
+        if damage is None:
+            return Found(step, _read_meta(folder / str(step)), tuple(notes))
+        notes.append(f"the checkpoint of step {step} is damaged: {damage}")
+    return None
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+    if meta.get("schema") != SCHEMA:
+        raise CheckpointError(
+            f"{folder / META} has schema {meta.get('schema')!r} and this program knows {SCHEMA}; "
+            "use the version of the program that wrote it"
+        )
+    return meta
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; a full disk is named in plain words."""
+    text = str(error)
+    if "No space left" in text or "ENOSPC" in text or "RESOURCE_EXHAUSTED" in text:
+        return "no space is left on the disk"
+    text = text.split(" [tensorstore_spec=")[0]  # thousands of characters
+    return (text.strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,110 @@
+"""How orbax is set up here, and the thread that waits for a save."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from models.training.checkpoints.pieces import Pieces, PiecesHandler
+
+SHARED_BYTES = 2**20
+"""Of arrays that several devices hold, parts of at least this size are written by several
+processes. For smaller ones it is not worth compiling the program that slices them."""
+
+
+class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
+    """Orbax's manager, without its own check for SIGTERM.
+
+    It asks jax on process 0 alone whether the job is to stop. jax counts these questions on all
+    processes to agree on a step, so asking on one of them would make the processes disagree.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        del step
+        return False
+
+
+def open_manager(
+    folder: Path, keep_last: int, keep_every: int, describe: Callable[[], None], *, pieces: bool
+) -> ocp.CheckpointManager:
+    """Opens orbax's manager of a folder of checkpoints.
+
+    Args:
+        folder: holds checkpoints; made if it is not there.
+        keep_last: how many of the latest are kept.
+        keep_every: those of every n-th step are kept too; 0 keeps none of them.
+        describe: called on process 0 when all arrays are on the disk and before the checkpoint
+            gets its name. What it adds to the folder is therefore part of the checkpoint.
+        pieces: whether `Pieces` are to be saved; their folder has to exist before they are read.
+    """
+    kept: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
+    kept += [policies.EveryNSteps(keep_every)] if keep_every else []
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy(kept),
+        save_root_metadata=False,
+        lightweight_initialize=True,
+        async_options=ocp.AsyncOptions(
+            post_finalization_callback=describe,
+            create_directories_asynchronously=not pieces,
+        ),
+    )
+    return _Manager(folder, options=options, item_handlers={"state": _state_handler()})
+
+
+def _state_handler() -> ocp.PyTreeCheckpointHandler:
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
+    handlers = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (Pieces, PiecesHandler())
+    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=handlers)
+
+
+class Saving:
+    """A save in progress.
+
+    Args:
+        step: the step after which it was begun.
+        meta: what `meta.json` will hold.
+        started: when it was begun, by `time.perf_counter`.
+
+    Attributes:
+        stall: seconds for which training waited.
+        ended: when it ended; 0 before that.
+        error: why it failed; None as long as it has not.
+    """
+
+    def __init__(self, step: int, meta: Mapping[str, Any], started: float) -> None:
+        self.step, self.meta, self.started = step, meta, started
+        self.stall = self.ended = 0.0
+        self.error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def watch(self, manager: ocp.CheckpointManager) -> None:
+        """Waits for the save on a thread of its own, to know when it ended and how."""
+        self._thread = threading.Thread(target=self._wait, args=(manager,), daemon=True)
+        self._thread.start()
+
+    def _wait(self, manager: ocp.CheckpointManager) -> None:
+        try:
+            if self.error is None:
+                manager.wait_until_finished()
+                manager.check_for_errors()
+        except Exception as error:
+            self.error = error
+        self.ended = time.perf_counter()
+
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self) -> None:
+        """Waits until it has ended."""
+        if self._thread is not None:
+            self._thread.join()
