@@ -235,12 +235,17 @@ def test_generate(bundle_folder: Path, tmp_path: Path, capsys: Any, monkeypatch:
         ("--file=/no/such", "--file: /no/such: No such file or directory"),
         ("--file=/dev/null", "--file: /dev/null has no line with text"),
         ("--repetition_penalty=0", "--repetition_penalty has to be positive"),
-        ("--mesh=model", "--mesh: 'model' is not of the form axis=size"),
     ],
 )
 def test_generates_errors(flag: str, message: str, bundle_folder: Path) -> None:
     with pytest.raises(SystemExit, match=message.replace("(", r"\(")):
         generate_text.main([str(bundle_folder), "--prompt=x", flag])
+
+
+def test_a_mesh_that_cannot_be_read(bundle_folder: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        generate_text.main([str(bundle_folder), "--prompt=x", "--mesh=model"])
+    assert "--mesh: 'model' is not of the form axis=size" in capsys.readouterr().err
 
 
 def test_compare_quantized(capsys: Any, tmp_path: Path) -> None:

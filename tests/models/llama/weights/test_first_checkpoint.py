@@ -329,7 +329,6 @@ def test_what_is_half_written_is_removed(error, expected, whole, tmp_path):
 
 SLOW = """
 import sys, time
-from models.llama.weights import ranks, sources
 from scripts import convert_checkpoints
 print("ready", flush=True)
 from models.training.checkpoints import pieces
