@@ -44,6 +44,8 @@ def bytecodes_to_texts(modules: Sequence[bytes]) -> list[str]:
     Raises:
       BytecodeError: as for `bytecode_to_text`, of any of them.
     """
+    # `-P` and the own path of this file: the reader imports this installation, and nothing from the
+    # current folder. A crash shows as a negative return code, the number of the signal.
     size = sum(map(len, modules))
     limit = _SECONDS + _SECONDS_PER_MEGABYTE * size / 2**20
     try:

@@ -106,6 +106,8 @@ def _collectives(
 
 
 def _sent(kind: str, group: int, received: int) -> int:
+    # `wire_bytes` takes what a device puts in and what it gets; HLO states what it gets, of which a
+    # reduce-scatter has put in a whole group's worth.
     if group == 1:
         return 0
     if kind == "collective_broadcast":

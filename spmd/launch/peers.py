@@ -147,6 +147,8 @@ class Peers:
 
     def _unreachable(self, error: Exception) -> str | None:
         """The verdict where the store does not answer; None as long as it may come back."""
+        # One failed request is no verdict: hosts are busy and networks lose packets. A refused
+        # connection is, for nobody listens there any more.
         if self._leaving.is_set():
             raise SystemExit  # the service ends with the job: this thread does, too
         if time.monotonic() - self._contact < self.timeout_s and not self.is_coordinator_gone():

@@ -57,6 +57,7 @@ def boundary_fits(
     mesh: Mesh, local: TensorType, sharding: Sharding, whole: TensorType | None
 ) -> str | None:
     """An argument or result is one device's piece, in whole axes and with nothing partial."""
+    # The boundary is `jax.shard_map`'s: its specs name whole axes, and know no partial values.
     text = format_sharding(sharding, mesh)
     if sharding.rank != local.rank:
         return f"has another rank than {text}"

@@ -67,6 +67,7 @@ def gradient(
         kept = (q, k, v, segments, None, out, lse, *infos)
         return splash._splash_attention_bwd(**kernel.kwargs, res=kept, do=dout)[3:6]
 
+    # The kernel knows no scale: q comes in multiplied by it, so its gradient has to be, too.
     dq, dk, dv = jax.vmap(one)(q, k, v, out, lse_BNS, dout, _segments(mask))
     dq = _heads_first(dq).astype(jnp.float32) * spec["scale"]
     return dq.astype(q_BSND.dtype), *(_heads_first(x).astype(k_BTKD.dtype) for x in (dk, dv))

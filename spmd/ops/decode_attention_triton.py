@@ -129,6 +129,8 @@ def _kernel(
     last = positions[0]
     queries = [q[g, :].astype(jnp.float32) * (1 / math.sqrt(width)) for g in range(groups)]
 
+    # Online softmax: `largest`, `total` and `head` are of the positions so far. When a tile has a
+    # larger score, what was summed before is scaled down by `kept`; nothing is read twice.
     def tile(i: Any, carry: Any) -> Any:
         here = pl.ds(i * TILE, TILE)
         keys_TD = keys[here, :].astype(jnp.float32)

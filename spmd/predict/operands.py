@@ -54,6 +54,8 @@ def is_library_reduce(kind: OpKind) -> bool:
 
 
 def _dot(kind: OpKind) -> dict[int, Order]:
+    # A weight gradient `b s i, b s o -> i o` contracts b and s: its left operand is read as i, b, s
+    # and is copied first, its right one as b, s, o, which is how it lies.
     dims: DotDims = kind.attrs["dot_dimension_numbers"]
     lhs, rhs = kind.operands
     rows = _others(lhs.rank, dims.lhs_batch, dims.lhs_contract)

@@ -23,6 +23,9 @@ def _einsum(site: Site) -> Sequence[Value]:
     before: `%2 = stablehlo.einsum %0, %1 "ijl,jk->ki"`
     after:  `%2 = reduce_add %0 [2]; %3 = dot_general %2, %1; %4 = transpose %3`
     """
+    # Letters of "bij,bjk->bki" by where they are: in both and the output: batch (b); in both alone:
+    # contracted (j); in one: free (i, k). The product has them in this order, b i k, and is
+    # transposed to the output's.
     b = site.b
     inputs, output = _letters(site)
     if len(inputs) != 2:

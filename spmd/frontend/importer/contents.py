@@ -125,7 +125,7 @@ def result_names(function: Any) -> tuple[str, ...]:
 
 
 def path_of(name: str) -> str:
-    """A pytree path as jax prints it, `params['w'][0].mu`, as names joined by slashes."""
+    """A pytree path as names joined by slashes: `params['w'][0].mu` -> `params/w/0/mu`."""
     return "/".join(a or b for a, b in _PATH_PART.findall(name))
 
 

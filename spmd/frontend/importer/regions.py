@@ -64,6 +64,8 @@ def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
 
 def _collective(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     """A collective of a manual region: one op for each of its operands."""
+    # A variadic collective, as jax writes for `psum` of a tree, becomes one op for each operand:
+    # rules and rewrites know only these, and `combine` joins small ones again.
     loc = importer.loc(op.location)
     scope = importer.scopes[-1] if importer.scopes else None
     meshes, partitions = importer.contents.all_meshes(), importer.contents.partitions

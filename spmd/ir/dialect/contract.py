@@ -132,6 +132,8 @@ def _ragged_dot(kind: OpKind) -> Rule:
     of the right operand may be: a device's term is zero in rows of groups that it lacks. The
     group sizes are whole on every device, and so are the groups of a result (ragged contraction).
     """
+    # Rows of lhs are sorted by group: with group sizes 3, 7 and 6, rows 0..2 meet rhs[0], 3..9 meet
+    # rhs[1], 10..15 meet rhs[2]. Where `g` is split each row has its group on one device alone.
     build, dims = RuleBuilder(), RaggedDims.of(kind)
     lhs_shape, rhs_shape, sizes_shape = (t.shape for t in kind.operands)
     lhs: list[DimFactors] = [()] * len(lhs_shape)

@@ -63,6 +63,10 @@ class Rule(NamedTuple):
       merges: what devices exchange where a `merge` factor is split.
     """
 
+    # `linear` by example, with x = x1 + x2 on two devices:
+    #   add ((0, 1),)          (x1 + y1) + (x2 + y2) is x + y: both have to be partial, for a whole
+    #                          y would be added twice
+    #   multiply ((0,), (1,))  x1 * y + x2 * y is x * y: one is partial, and the other is whole
     operands: tuple[tuple[DimFactors, ...], ...]
     results: tuple[tuple[DimFactors, ...], ...]
     factors: tuple[Factor, ...]

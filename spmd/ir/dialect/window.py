@@ -55,6 +55,8 @@ def _slice(kind: OpKind) -> Rule:
 
     StableHLO specification, section slice: `result[o] = operand[start + o * stride]`.
     """
+    # [2:8] of 8 elements over {2, 2}: the six results lie as 2 3 | 4 . | 5 6 | 7 . and the operand
+    # as 0 1 | 2 3 | 4 5 | 6 7. One round brings 2 3, 4 and 6 one tile to the left.
     build = RuleBuilder()
     windows = _Windows(build)
     operand, result = [], []

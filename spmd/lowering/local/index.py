@@ -21,6 +21,11 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
 
     Out-of-range starts are clamped against the whole table first, as the specification asks.
     """
+    # A table of 8 rows in two pieces, indices 1 6 9:
+    #   clamped    1 6 7     against the whole table, so that 9 means the last row
+    #   device 0   1 6 7 - 0, of which 1 is in its piece: row 1, 0, 0
+    #   device 1   1 6 7 - 4 = -3 2 3: 0, row 6, row 7
+    # Their sum, the reduction that is owed, is what was asked for.
     b, dims = op.b, op.attrs["dimension_numbers"]
     assert isinstance(dims, GatherDims)
     table, indices = op.operands

@@ -32,6 +32,10 @@ def combined(b: Builder, group: Sequence[Op]) -> None:
     if len(group) == 1:
         b.append(group[0])
         return
+    # Each operand is a row, or has one for each device that gets a part. Rows are side by side, and
+    # collectives have columns of their own. Two reduce-scatters over 2 devices, f32[4] and f32[6]:
+    #   a0 a1 | b0 b1 b2        row for device 0      -> one reduce-scatter of f32[2, 5] along dim 0
+    #   a2 a3 | b3 b4 b5        row for device 1
     first, attr = group[0], group[0].kind.about.along
     b.loc = first.loc._replace(note=f"{first.loc.note} (and {len(group) - 1} more with it)".strip())
     rows = [_rows(b, op) for op in group]

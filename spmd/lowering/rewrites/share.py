@@ -141,7 +141,7 @@ def _gather(b: Builder, gather: Op, source: _Source, x: Value) -> Value:
 
 
 def _formed(b: Builder, form: _Form, source: Value, x: Value) -> Value:
-    """The form of the gathered source `x`."""
+    """The form of the gathered source `x`: its moves again, at the larger size."""
     times = _times(form.gather)
     count = form.values.index(source)
     for move, dim in zip(reversed(form.ops[:count]), reversed(form.dims[:count]), strict=True):
