@@ -19,6 +19,7 @@ from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--mesh=data=4,model=2", "--topology=h200:8")
+FORMS = ("text", "bytecode", "portable")
 
 
 def two_layers(params: Any, x: Any) -> Any:
@@ -35,26 +36,24 @@ def lowered_by_jax() -> Any:
 
 
 @pytest.fixture(scope="module")
-def module(tmp_path_factory: Any) -> str:
-    """The program as a file."""
-    return written("text", tmp_path_factory.mktemp("module"))
-
-
-def written(form: str, folder: Path) -> str:
-    """The program in one of the forms that modules come in; all keep names."""
+def modules(tmp_path_factory: Any) -> dict[str, str]:
+    """The program as a file, in each of the forms that modules come in; all keep names."""
     from jaxlib.mlir.dialects import stablehlo
 
     found = lowered_by_jax()
-    path = folder / "model.mlir"
-    if form == "text":
-        path.write_text(found.operation.get_asm(enable_debug_info=True))
-    elif form == "bytecode":
-        with open(path, "wb") as file:
-            found.operation.write_bytecode(file)
-    else:
-        version = stablehlo.get_minimum_version()
-        path.write_bytes(stablehlo.serialize_portable_artifact(found, version))
-    return str(path)
+    folder: Path = tmp_path_factory.mktemp("module")
+    paths = {form: folder / f"{form}.mlir" for form in FORMS}
+    paths["text"].write_text(found.operation.get_asm(enable_debug_info=True))
+    with open(paths["bytecode"], "wb") as file:
+        found.operation.write_bytecode(file)
+    version = stablehlo.get_minimum_version()  # last, for it changes the module
+    paths["portable"].write_bytes(stablehlo.serialize_portable_artifact(found, version))
+    return {form: str(path) for form, path in paths.items()}
+
+
+@pytest.fixture
+def module(modules: dict[str, str]) -> str:
+    return modules["text"]
 
 
 def explained(capsys: Any, *arguments: str) -> str:
@@ -62,15 +61,15 @@ def explained(capsys: Any, *arguments: str) -> str:
     return str(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("form", ["text", "bytecode", "portable"])
-def test_specs_by_name_pattern_and_position(form: str, capsys: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_specs_by_name_pattern_and_position(form: str, modules: Any, capsys: Any) -> None:
     given = (
         "--arg-spec=params/w_in=None,model",
         "--arg-spec",
         "2=data,None",
         "--arg_spec=*out=-,-",
     )
-    text = explained(capsys, written(form, tmp_path), *given)
+    text = explained(capsys, modules[form], *given)
     rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert '(None, "model")' in rows["params/w_in"]
     assert '("data", None)' in rows["x"]
@@ -146,12 +145,11 @@ def test_help_shows_examples(capsys: Any) -> None:
     assert "data+model" in text
 
 
-@pytest.mark.parametrize("form", ["text", "bytecode", "portable"])
-def test_lower_stablehlo_takes_specs_by_name_and_runs_nothing(form: str, tmp_path: Path) -> None:
-    module = written(form, tmp_path)
+@pytest.mark.parametrize("form", FORMS)
+def test_lower_stablehlo_takes_specs_by_name_and_runs_nothing(form: str, modules: Any) -> None:
     mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
-    lowered = spmd.lower_stablehlo(module, mesh, {"x": ("data", None)})
+    lowered = spmd.lower_stablehlo(modules[form], mesh, {"x": ("data", None)})
     assert lowered.stages.plan.program.arg_names == ("params/w_in", "params/w_out", "x")
     assert lowered.stages.plan.program.result_names == ("y",)
     with pytest.raises(SpecError, match="'z' matches no argument"):
-        spmd.lower_stablehlo(module, mesh, {"z": ("data", None)})
+        spmd.lower_stablehlo(modules[form], mesh, {"z": ("data", None)})
