@@ -18,6 +18,7 @@ from spmd.ir.dialect.merge import rounds
 from spmd.ir.dialect.rule import Rule
 from spmd.ir.dialect.sort import GATHERED_SORT_BYTES
 from spmd.planning import choices
+from spmd.planning.assignments import assignments_around
 
 MESHES = {
     "8": spmd.Mesh(None, (8,), ("a",)),
@@ -294,14 +295,13 @@ def test_pieces_of_nothing_but_padding(
     x = ints(size).astype(np.int16)  # a type that no other test sorts: rules are kept
     mesh = MESHES[name]
     fn = lambda x: lax.sort((x, jnp.arange(size)), num_keys=1)  # noqa: E731
-    every = choices.assignments_around
 
     def split(rule: Rule, *given: Any) -> Any:
         """What is weighed, without gathering: a planner would gather what is this small."""
-        found = every(rule, *given)
+        found = assignments_around(rule, *given)
         return tuple(a for a in found if all(a[m.factor] for m in rule.merges)) or found
 
-    monkeypatch.setattr(choices, "assignments_around", split)
+    monkeypatch.setattr(choices, assignments_around.__name__, split)
     step = spmd.jit(marked(fn, mesh, (axes,)), mesh=mesh, options=CHECKED)
     same(step(x), jax.jit(fn)(x))
     assert size == 1 or "collective_permute" in kinds(step.compile(x))
