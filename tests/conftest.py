@@ -63,7 +63,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 LONG = (
     "test_resume_test.py", "test_against_shardy.py", "test_served_model.py",
-    "test_rules_execute.py", "test_processes.py", "test_training_job.py", "test_trainer.py", "test_decode.py",
+    "test_rules_execute.py", "test_processes.py", "test_training_job.py",
+    "test_trainer.py", "test_decode.py",
 )  # fmt: skip
 """Files that take a minute or more: begun last, one of them would run alone at the end."""
 
