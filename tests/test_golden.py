@@ -8,6 +8,7 @@ import jax
 import pytest
 
 import spmd
+from spmd.explain.facts import Facts
 from spmd.explain.text.report import explain_program
 from tests.programs import mlp
 
@@ -38,6 +39,6 @@ def test_compiling_twice_gives_the_same_text(lowered: spmd.Lowered) -> None:
 
 
 def test_explain_says_it_all(lowered: spmd.Lowered) -> None:
-    text = explain_program(lowered.stages, lowered.collectives, None)
+    text = explain_program(Facts(lowered.stages, lowered.collectives, None))
     for name in ("w_in", "w_out", "reduce_scatter", "all_gather", "data", "programs.py"):
         assert name in text

@@ -135,7 +135,7 @@ def test_the_wheel_holds_spmd_alone(wheel: Path):
     ours = {name for name in names if ".dist-info/" not in name}
     assert {name.split("/")[0] for name in ours} == {"spmd"}
     assert {Path(name).suffix for name in ours} == {".py", ".css", ".js", ".typed"}
-    assert {"spmd/py.typed", "spmd/explain/report.css", "spmd/explain/report.js"} <= ours
+    assert {"spmd/py.typed", "spmd/explain/page/report.css", "spmd/explain/page/report.js"} <= ours
     assert ours == {
         str(path.relative_to(ROOT))
         for path in (ROOT / "spmd").rglob("*")

@@ -45,11 +45,6 @@ def key_dtype(leaf: Any) -> Any:
     return None
 
 
-def with_key_dims(entries: Entries, leaf: Any) -> Entries:
-    """A spelled-out spec with one more dim, not split, if it is for a key array."""
-    return entries if key_dtype(leaf) is None else (*entries, ())
-
-
 # ---------------------------------------------------------------------------------------------
 # Where arguments lie.
 
@@ -84,10 +79,21 @@ def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
         if placed is None or _is_elsewhere(placed, what, mesh):
             return None
         spec = placed.spec
+    return fitting_entries(spec, shape, leaf, what, mesh)
+
+
+def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh: Mesh) -> Entries:
+    """The spelled-out spec of an argument or result of this shape.
+
+    Inside, a key array is its data: its spec has one more dim, not split.
+
+    Raises:
+      SpecError: it does not fit.
+    """
     source = caller()
     entries = spec_entries(spec, len(shape), mesh, what=what, source=source)
     dims_of(entries, shape, mesh, what=what, source=source)
-    return with_key_dims(entries, leaf)
+    return entries if key_dtype(leaf) is None else (*entries, ())
 
 
 def _is_elsewhere(placed: NamedSharding, what: str, mesh: Mesh) -> bool:

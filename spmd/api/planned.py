@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spmd.api.tracing import Traced
 from spmd.errors import ArgumentError
@@ -19,6 +21,9 @@ from spmd.options import Options
 from spmd.pipeline import Request, Stages
 from spmd.predict.memory import MemoryUse, peak_memory
 from spmd.predict.timeline import Timeline, predict_timeline
+
+if TYPE_CHECKING:
+    from spmd.explain.facts import Facts
 
 
 class Planned:
@@ -89,16 +94,21 @@ class Planned:
 
     # Reports are loaded when asked for: training and serving go without.
 
-    def __repr__(self) -> str:
-        from spmd.explain.brief import brief
+    def _facts(self, prices: bool = False) -> Facts:
+        from spmd.explain.facts import Facts
 
-        facts = (self.stages, self.collectives, self.memory, self.cost)
-        return brief(type(self).__name__, self.name, *facts)
+        asked = self.prices if prices else None
+        return Facts(self.stages, self.collectives, self.memory, asked, self.name)
+
+    def __repr__(self) -> str:
+        from spmd.explain.text.report import brief
+
+        return brief(type(self).__name__, self._facts())
 
     def _repr_html_(self) -> str:
         from spmd.explain.page.first import notebook_cell
 
-        return notebook_cell(self.name, self.stages, self.collectives, self.memory)
+        return notebook_cell(self._facts())
 
     def explain(self, value: str | None = None, *, prices: bool = True) -> str:
         """What is sharded how, why, and what it costs, as text; or all about one value.
@@ -115,16 +125,15 @@ class Planned:
         from spmd.explain.text.report import explain_program
         from spmd.explain.text.value import explain_value
 
-        asked = self.prices if prices else None
         if value is not None:
-            return explain_value(self.stages, value, asked)
-        return explain_program(self.stages, self.collectives, self.memory, asked, self.name)
+            return explain_value(self.stages, value, self.prices if prices else None)
+        return explain_program(self._facts(prices))
 
     def summary(self) -> str:
         """The short form of `explain`, for a terminal."""
         from spmd.explain.text.report import summarize
 
-        return summarize(self.stages, self.collectives, self.memory)
+        return summarize(self._facts())
 
     def report(self, path: str | os.PathLike[str], *, prices: bool = True) -> None:
         """Writes `explain` as one self-contained HTML page with pictures.
@@ -133,11 +142,10 @@ class Planned:
           path: the file to write.
           prices: as for `explain`.
         """
-        from spmd.explain.page.page import write_report
+        from spmd.explain.page.page import render
 
-        asked = self.prices if prices else None
-        facts = (self.stages, self.collectives, self.memory, self.predicted_memory)
-        write_report(path, *facts, asked, self.name)
+        page = render(self._facts(prices), self.predicted_memory)
+        Path(path).write_text(page, encoding="utf-8")
 
     def as_text(self, stage: str = "planned") -> str:
         """The program after a stage, as deterministic text; stages are `spmd.api.STAGES`.
@@ -159,17 +167,9 @@ def _unknown_stage(stage: str) -> ArgumentError:
     return ArgumentError(f"unknown stage {stage!r}", required=required, fix=fix)
 
 
-def _propagated(planned: Planned) -> str:
-    mesh, proposals = planned.mesh, planned.stages.propagated.proposals
-    return format_program(
-        planned.stages.program,
-        lambda value: format_sharding(Sharding(proposals[value]), mesh),
-        mesh,
-    )
-
-
-def _planned(planned: Planned) -> str:
-    mesh, states = planned.mesh, planned.stages.plan.states
+def _sharded(planned: Planned, states: Sequence[Sharding | None]) -> str:
+    """The whole program with the sharding of each value beside it."""
+    mesh = planned.mesh
 
     def describe(value: int) -> str:
         state = states[value]
@@ -181,8 +181,10 @@ def _planned(planned: Planned) -> str:
 _TEXTS: dict[str, Callable[[Planned], str]] = {
     "stablehlo": lambda planned: str(planned.request.module),
     "program": lambda planned: format_program(planned.stages.program),
-    "propagated": _propagated,
-    "planned": _planned,
+    "propagated": lambda planned: _sharded(
+        planned, [Sharding(dims) for dims in planned.stages.propagated.proposals]
+    ),
+    "planned": lambda planned: _sharded(planned, planned.stages.plan.states),
     "local": lambda planned: format_program(planned.stages.partitioned.program, None, planned.mesh),
     "optimized": lambda planned: format_program(
         planned.stages.optimized.program, None, planned.mesh

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from spmd.api.arguments import with_key_dims
+from spmd.api.arguments import fitting_entries
 from spmd.api.marks import caller, path_name, some_of
 from spmd.errors import SpecError, described
 from spmd.frontend.marks import Entries
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import OPEN, dims_of, match_patterns, spec_entries
+from spmd.mesh.spec import OPEN, match_patterns, spec_entries
 
 Specs = Sequence[Any] | Mapping[str, Any] | None
 """For each argument or result a spec, or None (open); or names (or patterns of them) -> specs."""
@@ -76,16 +76,9 @@ def out_entries(
     leaves = jax.tree.leaves(out_tree)
     specs = _spread(out_specs, out_tree, "the result", is_outermost=True)
     return tuple(
-        None if spec is None else _result_entries(leaf, spec, f"result {name}", mesh)
+        None if spec is None else fitting_entries(spec, leaf.shape, leaf, f"result {name}", mesh)
         for leaf, spec, name in zip(leaves, specs, names, strict=True)
     )
-
-
-def _result_entries(leaf: Any, spec: Any, what: str, mesh: Mesh) -> Entries:
-    source = caller()
-    found = spec_entries(spec, len(leaf.shape), mesh, what=what, source=source)
-    dims_of(found, leaf.shape, mesh, what=what, source=source)
-    return with_key_dims(found, leaf)
 
 
 def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> list[Any]:

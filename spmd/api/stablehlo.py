@@ -30,12 +30,7 @@ def compile_stablehlo(
     """Compiles a StableHLO module that any framework wrote.
 
     Args:
-      module_or_path: a module in memory, its text or bytecode, or the path of a file with either.
-      mesh: the mesh.
-      arg_specs: for each argument of the module's function a spec, or None (open).
-      result_specs: the same for its results.
-      options: compile options.
-      updates: as for `lower_stablehlo`.
+      module_or_path, mesh, arg_specs, result_specs, options, updates: as for `lower_stablehlo`.
 
     Returns:
       A program to call with one array for each argument; it returns a tuple.

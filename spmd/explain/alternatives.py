@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from spmd.explain.price import Price
 from spmd.ir.program import Op, Value
 from spmd.mesh.sharding import Axes, Sharding
 from spmd.planning.exact import weighed
@@ -33,20 +34,6 @@ T = TypeVar("T")
 
 UNIT = 1e9
 """Bytes that cost 1 in a network of bytes: so all costs stay far below what is forbidden."""
-
-
-class Price(NamedTuple):
-    """What another choice costs on top of the plan, in one run.
-
-    Attributes:
-      seconds: predicted time; never negative, for the plan is the best of those weighed.
-      bytes: what each device sends, reshards only; negative where it sends less and waits longer.
-      exact: whether no plan with that choice is cheaper; else it is the best one found.
-    """
-
-    seconds: float
-    bytes: int
-    exact: bool
 
 
 class Alternatives:
@@ -105,14 +92,12 @@ class Alternatives:
         for conflict, (number, given) in zip(conflicts, places, strict=True):
             claims = {(), *(axes for axes, _, _ in conflict.claims)}
             wanted = tuple(axes if axes in claims else None for axes in given)
-            taken = self._taken(number, given)
-            found.append(self._priced(number, wanted, taken, together) if number >= 0 else ())
+            found.append(
+                self._priced(number, wanted, self._taken(number, given), together)
+                if number >= 0
+                else ()
+            )
         return tuple(found)
-
-    def taken(self, conflict: Conflict) -> Axes | None:
-        """The axes that the plan gave to what a conflict is about; None if nothing is planned."""
-        number, given = self._factor(conflict)
-        return self._taken(number, given) if number >= 0 else None
 
     # Answers.
 
@@ -168,7 +153,7 @@ class Alternatives:
             if solution.cost < FORBIDDEN / 2:
                 more = round(self._bytes.cost(solution.states) * UNIT) - self.best_bytes
                 seconds = max(0.0, solution.cost - self.best.cost)
-                price = Price(seconds, more, solution.exact)
+                price = Price(seconds, more, exact=solution.exact)
             self._prices[number, states] = price
         return self._prices[number, states]
 

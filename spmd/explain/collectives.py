@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 from spmd.ir.index import Index
@@ -73,67 +73,52 @@ def sent_bytes(op: Op, mesh: Mesh) -> int:
     """What one device sends in one run of a collective."""
     sent = sum(t.bytes for t in op.kind.operands)
     received = sum(t.bytes for t in op.kind.results)
-    kind = op.name.removeprefix("stablehlo.")
-    return wire_bytes(kind, group_size(op.kind.attrs, mesh), sent, received)
+    return wire_bytes(op.collective, group_size(op.kind.attrs, mesh), sent, received)
 
 
-class CollectiveRow(NamedTuple):
-    """Equal collectives of the program.
+class Total(NamedTuple):
+    """Collectives that are alike, together.
 
     Attributes:
-      kind, axes, bytes, count, source, reason: as in `Collective`, of each of them.
+      like: the first of them.
       ops: how many ops of the program are like this.
-      total_bytes: bytes that one device sends for all of them in one run.
+      runs: how often they run in one run of the program.
+      bytes: bytes that one device sends for all of them in one run.
       seconds: predicted seconds of all of them in one run.
     """
 
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    count: int  # type: ignore[assignment]  # hides tuple.count
-    source: str
-    reason: str
-    ops: int
-    total_bytes: int
-    seconds: float
-
-
-def collective_rows(collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
-    """Equal collectives together; most bytes first, then most time."""
-    rows: dict[Collective, int] = {}
-    for collective in collectives:
-        rows[collective] = rows.get(collective, 0) + 1
-    made = [
-        CollectiveRow(
-            *c[:6], ops=n, total_bytes=c.bytes * c.count * n, seconds=c.seconds * c.count * n
-        )
-        for c, n in rows.items()
-    ]
-    return tuple(sorted(made, key=lambda row: (-row.total_bytes, -row.seconds)))
-
-
-class Traffic(NamedTuple):
-    """All collectives of one kind over the same axes: ops, runs of them, bytes and seconds."""
-
-    kind: str
-    axes: tuple[str, ...]
+    like: Collective
     ops: int
     runs: int
     bytes: int
     seconds: float
 
 
-def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[Traffic, ...]:
-    """Totals per kind and axes (or per kind alone), most bytes first."""
-    totals: dict[tuple[str, tuple[str, ...]], Traffic] = {}
-    for c in collectives:
-        key = (c.kind, c.axes if by_axes else ())
-        old = totals.get(key, Traffic(*key, 0, 0, 0, 0.0))
-        totals[key] = Traffic(
-            *key,
-            old.ops + 1,
-            old.runs + c.count,
-            old.bytes + c.bytes * c.count,
-            old.seconds + c.seconds * c.count,
+def collective_rows(collectives: Iterable[Collective]) -> tuple[Total, ...]:
+    """Equal collectives together; most bytes first, then most time."""
+    return _totals(collectives, lambda c: c)
+
+
+def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[Total, ...]:
+    """Totals per kind and axes (or per kind alone), most bytes first, then most time."""
+    ordered = sorted(collectives, key=lambda c: c.kind)
+    return _totals(ordered, lambda c: (c.kind, c.axes if by_axes else ()))
+
+
+def _totals(
+    collectives: Iterable[Collective], look: Callable[[Collective], Hashable]
+) -> tuple[Total, ...]:
+    groups: dict[Hashable, list[Collective]] = {}
+    for collective in collectives:
+        groups.setdefault(look(collective), []).append(collective)
+    made = [
+        Total(
+            found[0],
+            len(found),
+            sum(c.count for c in found),
+            sum(c.bytes * c.count for c in found),
+            sum(c.seconds * c.count for c in found),
         )
-    return tuple(sorted(totals.values(), key=lambda t: (-t.bytes, -t.seconds, t.kind)))
+        for found in groups.values()
+    ]
+    return tuple(sorted(made, key=lambda total: (-total.bytes, -total.seconds)))

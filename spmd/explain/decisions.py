@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from spmd.explain.alternatives import Price
+from spmd.explain.price import Price
 from spmd.explain.prices import MOST_CONFLICTS, Prices
 from spmd.explain.words import (
-    arguments_text,
     axes_text,
-    price_text,
-    spec_text,
     type_text,
     value_name,
 )
@@ -25,30 +22,6 @@ from spmd.propagation.propagated import Conflict
 NO_AXIS = "no axis"
 
 
-class LosingClaim(NamedTuple):
-    """A claim that lost a conflict, with its price.
-
-    Attributes:
-      axes: the axes that would have been taken, or `no axis`.
-      seconds: how much longer a run would take with it; None if no plan that was weighed has it.
-      bytes: how much more each device would send.
-      exact: whether the price is exact; else it is an upper bound.
-    """
-
-    axes: str
-    seconds: float | None
-    bytes: int = 0
-    exact: bool = True
-
-    @property
-    def text(self) -> str:
-        """The price as text."""
-        if self.seconds is None:
-            return "no plan that was weighed does so"
-        bound = "" if self.exact else "at most "
-        return bound + price_text(self.seconds, self.bytes)
-
-
 class ConflictRow(NamedTuple):
     """Values around an op that want different axes, and what the planner made of it.
 
@@ -58,7 +31,8 @@ class ConflictRow(NamedTuple):
       claims: (value's name, its type, dim, axes that it wants there).
       taken: the axes that the plan took.
       ops: how many ops are like this.
-      losers: the claims that lost, with their prices; None where prices were not asked for.
+      losers: the axes of the claims that lost, or `no axis`, with the price of taking them, None if
+        no plan that was weighed does so. None where prices were not asked for.
     """
 
     op: str
@@ -66,7 +40,7 @@ class ConflictRow(NamedTuple):
     claims: tuple[tuple[str, str, int, str], ...]
     taken: str
     ops: int
-    losers: tuple[LosingClaim, ...] | None = None
+    losers: tuple[tuple[str, Price | None], ...] | None = None
 
 
 def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[ConflictRow, ...]:
@@ -105,26 +79,30 @@ def _conflict_row(plan: Plan, conflict: Conflict) -> ConflictRow:
         )
         for axes, value, dim in conflict.claims
     )
-    taken = axes_text(_taken(plan, conflict), plan.mesh) or NO_AXIS
+    taken = axes_text(taken_axes(plan, conflict), plan.mesh) or NO_AXIS
     return ConflictRow(conflict.op.label, conflict.op.loc.trail, claims, taken, 1)
 
 
 def _losers(
     row: ConflictRow, priced: Iterable[tuple[Axes, Price]], mesh: Mesh
-) -> tuple[LosingClaim, ...]:
+) -> tuple[tuple[str, Price | None], ...]:
     """The losing claims, the cheapest first; those without a price last."""
-    found = [
-        LosingClaim(axes_text(axes, mesh) or NO_AXIS, price.seconds, price.bytes, price.exact)
-        for axes, price in priced
-    ]
-    known = {loser.axes for loser in found}
+    found: dict[str, Price | None] = {
+        axes_text(axes, mesh) or NO_AXIS: price for axes, price in priced
+    }
     claims = dict.fromkeys((*(claim[3] for claim in row.claims), NO_AXIS))
-    missing = [c for c in claims if c != row.taken and c not in known]
-    kept = [loser for loser in found if loser.axes != row.taken]
-    return (*kept, *(LosingClaim(axes, None) for axes in missing))
+    found |= {axes: None for axes in claims if axes not in found}
+    return tuple(pair for pair in found.items() if pair[0] != row.taken)
 
 
-def _taken(plan: Plan, conflict: Conflict) -> Axes:
+def loser_text(price: Price | None) -> str:
+    """What taking a claim that lost would cost."""
+    if price is None:
+        return "no plan that was weighed does so"
+    return price.text if price.exact else f"at most {price.text}"
+
+
+def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
     """The axes that the plan gave to the factor; of tied values, to the last claimant's dim."""
     op = conflict.op
     choice = plan.choices.get(op.results[0]) if op.results else None
@@ -133,49 +111,6 @@ def _taken(plan: Plan, conflict: Conflict) -> Axes:
     _, value, dim = conflict.claims[-1]
     state = plan.states[value]
     return state.dims[dim] if state is not None else ()
-
-
-class MarkRow(NamedTuple):
-    """A mark without which the program would be cheaper.
-
-    Attributes:
-      name: where it was made, or whose it is.
-      sharding: what it says.
-      values: how many values have it.
-      seconds, bytes: what one run would take, and each device send, more without it.
-      argument_bytes: what each device would hold more of the arguments.
-    """
-
-    name: str
-    sharding: str
-    values: int
-    seconds: float
-    bytes: int
-    argument_bytes: int
-
-    @property
-    def text(self) -> str:
-        """The price as text: what changes without the mark."""
-        text = price_text(self.seconds, self.bytes)
-        if not self.argument_bytes:
-            return text
-        return f"{text}; {arguments_text(self.argument_bytes)}"
-
-
-def mark_rows(stages: Stages, prices: Prices) -> tuple[MarkRow, ...]:
-    """Marks that forbid something cheaper, the most expensive first."""
-    mesh = stages.plan.mesh
-    return tuple(
-        MarkRow(
-            relief.marks.name,
-            spec_text(relief.marks.sharding, mesh),
-            len(relief.marks.values),
-            relief.seconds,
-            relief.bytes,
-            relief.argument_bytes,
-        )
-        for relief in prices.marks.reliefs
-    )
 
 
 def marks_title(prices: Prices) -> str:

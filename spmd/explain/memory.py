@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from spmd.explain.words import type_text
 from spmd.ir.program import Op, Program, numberless
 from spmd.ir.types import TensorType
 from spmd.predict.memory import Buffer, MemoryUse
@@ -129,7 +130,7 @@ def _at_peak(use: MemoryUse, program: Program, kinds: list[str]) -> tuple[Alive,
     rows: dict[tuple[str, str, str, str], Alive] = {}
 
     def note(kind: str, label: str, type_: TensorType, source: str, size: int) -> None:
-        key = (kind, label, f"{type_.dtype}[{','.join(map(str, type_.shape))}]", source)
+        key = (kind, label, type_text(type_), source)
         old = rows.get(key, Alive(*key, 0, 0))
         rows[key] = old._replace(values=old.values + 1, bytes=old.bytes + size)
 

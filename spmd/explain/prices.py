@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
 
 from spmd.explain.alternatives import Alternatives
+from spmd.explain.price import Price
 from spmd.explain.relax import (
     MarkPrices,
     Relief,
-    difference,
     mark_groups,
     mark_prices,
+    price_of,
     relief_of,
     replanned,
 )
@@ -28,21 +28,6 @@ MOST_CONFLICTS = 24
 
 MOST_OTHERS = 5
 """Other shardings of one argument for which a program is planned again."""
-
-
-class OtherSharding(NamedTuple):
-    """A sharding that a value does not have.
-
-    Attributes:
-      sharding: how it would lie on the mesh.
-      seconds, bytes: what one run would take, and each device send, more than it does.
-      argument_bytes: what each device would hold more of the arguments.
-    """
-
-    sharding: Sharding
-    seconds: float
-    bytes: int
-    argument_bytes: int = 0
 
 
 class Prices:
@@ -66,7 +51,7 @@ class Prices:
         groups = mark_groups(self.plan, every=True)
         return relief_of(self.plan, next(group for group in groups if value in group.values))
 
-    def others(self, value: Value) -> tuple[OtherSharding, ...]:
+    def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
         """Other shardings of a value, the cheapest first.
 
         Those of an argument are the ones in which its uses take it, open, and whole: the program is
@@ -74,12 +59,9 @@ class Prices:
         """
         if value in self.plan.program.body.args:
             return self._other_arguments(value)
-        return tuple(
-            OtherSharding(sharding, price.seconds, price.bytes)
-            for sharding, price in self.alternatives.of_value(value)
-        )
+        return self.alternatives.of_value(value)
 
-    def _other_arguments(self, value: Value) -> tuple[OtherSharding, ...]:
+    def _other_arguments(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
         plan = self.plan
         type_ = plan.program.types[value]
         have = plan.arguments[plan.program.body.args.index(value)]
@@ -90,8 +72,8 @@ class Prices:
         legal = [s for s in dict.fromkeys([*wanted, whole]) if is_legal(s, type_.shape, plan.mesh)]
         for sharding in [s for s in legal if s != have and is_whole(s, plan.mesh)][:MOST_OTHERS]:
             other = replanned(plan, change={value: sharding})
-            found.append(OtherSharding(sharding, *difference(plan, other)))
-        return tuple(sorted(found, key=lambda other: other.seconds))
+            found.append((sharding, price_of(plan, other)))
+        return tuple(sorted(found, key=lambda pair: pair[1].seconds))
 
 
 def _single_axes(plan: Plan, value: Value) -> list[tuple[tuple[int, ...], ...]]:

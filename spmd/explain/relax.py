@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from spmd.explain.price import Price
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value, numberless
 from spmd.ir.rewrite import Now, edit_ops
@@ -43,19 +44,10 @@ class MarkGroup(NamedTuple):
 
 
 class Relief(NamedTuple):
-    """What the program would cost without some marks: negative numbers are savings in one run.
-
-    Attributes:
-      marks: the marks.
-      seconds: predicted time.
-      bytes: what each device sends, reshards only.
-      argument_bytes: what each device holds of the arguments: open ones may be held whole.
-    """
+    """Some marks, and what the program would cost without them."""
 
     marks: MarkGroup
-    seconds: float
-    bytes: int
-    argument_bytes: int
+    price: Price
 
 
 class MarkPrices(NamedTuple):
@@ -82,19 +74,21 @@ def mark_prices(plan: Plan, tries: int) -> MarkPrices:
     groups = mark_groups(plan)
     least = WORTH * sum(move.seconds for move in plan.moves)
     found = [relief_of(plan, group) for group in groups[:tries]]
-    worth = [relief for relief in found if -relief.seconds >= least and relief.seconds < 0]
-    worth.sort(key=lambda relief: relief.seconds)
+    worth = [
+        relief for relief in found if relief.price.seconds < 0 and -relief.price.seconds >= least
+    ]
+    worth.sort(key=lambda relief: relief.price.seconds)
     return MarkPrices(tuple(worth), len(found), len(groups))
 
 
 def relief_of(plan: Plan, group: MarkGroup) -> Relief:
     """What the program would cost without a group of marks."""
-    return Relief(group, *difference(plan, replanned(plan, drop=group.values)))
+    return Relief(group, price_of(plan, replanned(plan, drop=group.values)))
 
 
-def difference(plan: Plan, other: Plan) -> tuple[float, int, int]:
-    """What another plan takes more than a plan: seconds, bytes sent, bytes of arguments held."""
-    return (
+def price_of(plan: Plan, other: Plan) -> Price:
+    """What another plan costs more than a plan."""
+    return Price(
         other.seconds - plan.seconds,
         sum(m.bytes for m in other.moves) - sum(m.bytes for m in plan.moves),
         argument_bytes(other) - argument_bytes(plan),

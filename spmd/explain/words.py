@@ -51,27 +51,6 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def price_text(seconds: float, count: int) -> str:
-    """A difference: `1.2 ms more, 30 MiB more sent`, `1.2 ms less, but 3 MiB more sent`."""
-    time, sent = seconds_text(abs(seconds)), bytes_text(abs(count))
-    if abs(seconds) < 1e-9:
-        return f"the same time, {sent} {_more(count)} sent" if count else "costs the same"
-    if not count:
-        return f"{time} {_more(seconds)}, the same bytes sent"
-    if (seconds > 0) == (count > 0):
-        return f"{time} {_more(seconds)}, {sent} {_more(count)} sent"
-    return f"{time} {_more(seconds)}, but {sent} {_more(count)} sent"
-
-
-def arguments_text(count: int) -> str:
-    """A difference in what each device holds of the arguments."""
-    return f"arguments take {bytes_text(abs(count))} {_more(count)} per device"
-
-
-def _more(difference: float) -> str:
-    return "more" if difference > 0 else "less"
-
-
 def type_text(type_: TensorType) -> str:
     """`f32[8,128]`."""
     return f"{type_.dtype}[{','.join(map(str, type_.shape))}]"

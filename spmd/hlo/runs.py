@@ -26,6 +26,14 @@ def executions(module: Module, into_fusions: bool = True) -> Counter[str]:
     return _count(module.entry, calls)
 
 
+def computations_run(
+    module: Module, into_fusions: bool = True
+) -> Iterator[tuple[list[Instruction], int]]:
+    """Each computation that a run of the module reaches, and how often it runs."""
+    counts = executions(module, into_fusions)
+    return ((found, counts[name]) for name, found in module.computations.items() if counts[name])
+
+
 def communication(
     module: Module, sent: Mapping[str, Sequence[int]], guess_trips: bool
 ) -> Counter[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from spmd.hlo.groups import KINDS
-from spmd.hlo.runs import executions
+from spmd.hlo.runs import computations_run
 from spmd.hlo.text import Instruction, Module, parse_module_text
 
 
@@ -72,13 +72,11 @@ def read_schedule(text: str) -> Schedule:
       ArgumentError: the text has no ENTRY computation.
     """
     module = parse_module_text(text)
-    counts = executions(module, into_fusions=False)
     flights: list[Flight] = []
     cycles = 0
-    for name, computation in module.computations.items():
-        if counts[name]:
-            flights += _flights(computation, counts[name], module)
-            cycles += counts[name] * sum(map(_cycles, computation))
+    for computation, runs in computations_run(module, into_fusions=False):
+        flights += _flights(computation, runs, module)
+        cycles += runs * sum(map(_cycles, computation))
     return Schedule(tuple(flights), cycles)
 
 
@@ -110,18 +108,15 @@ def _done(start: Instruction, computation: Sequence[Instruction], place: int) ->
     """Where the collective that starts at `place` is waited for; None if it is synchronous."""
     # Most backends: `%s = all-gather-start(...)`, later `all-gather-done(%s)`. TPUs: two fusions of
     # one number, `async-collective-start.3` and `async-collective-done.3`, joined by name alone.
+    rest = enumerate(computation[place + 1 :], place + 1)
     if start.name.startswith("async-collective-start"):
         wanted = start.name.replace("-start", "-done")
-        rest = enumerate(computation[place + 1 :], place + 1)
         return next((i for i, other in rest if other.name == wanted), None)
     if not start.opcode.endswith("-start") and start.opcode != "send":
         return None
     done = re.compile(rf"%?{re.escape(start.name)}[\s,)]")
-    for i in range(place + 1, len(computation)):
-        other = computation[i]
-        if other.opcode.endswith("-done") and done.match(other.rest):
-            return i
-    return None
+    ends = (i for i, other in rest if other.opcode.endswith("-done") and done.match(other.rest))
+    return next(ends, None)
 
 
 _COMPUTES = {"fusion", "dot", "convolution", "custom-call", "while", "reduce", "sort", "scatter"}

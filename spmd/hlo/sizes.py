@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from spmd.hlo.groups import KINDS, payload
-from spmd.hlo.runs import executions
+from spmd.hlo.runs import computations_run
 from spmd.hlo.text import (
     Instruction,
     array_bytes,
@@ -55,22 +55,17 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
       ArgumentError: the text has no ENTRY computation.
     """
     module = parse_module_text(text)
-    counts = executions(module, into_fusions=False)
-    found: dict[tuple[str, tuple[int, ...]], HloValue] = {}
-    for name, computation in module.computations.items():
-        if not counts[name]:
-            continue
+    made: dict[tuple[str, tuple[int, ...]], list[Instruction]] = {}
+    for computation, _ in computations_run(module, into_fusions=False):
         for instruction in computation:
-            for dtype, shape in _results(instruction):
-                old = found.get((dtype, shape))
-                if old is not None:
-                    found[dtype, shape] = old._replace(instructions=old.instructions + 1)
-                    continue
-                found[dtype, shape] = HloValue(
-                    dtype, shape, array_bytes(dtype, shape), 1, instruction.opcode,
-                    op_name_of(instruction), source_of(instruction, module),
-                )  # fmt: skip
-    return tuple(sorted(found.values(), key=lambda value: -value.bytes)[:n])
+            for array in _results(instruction):
+                made.setdefault(array, []).append(instruction)
+    values = [
+        HloValue(*array, array_bytes(*array), len(found), found[0].opcode, op_name_of(found[0]),
+                 source_of(found[0], module))
+        for array, found in made.items()
+    ]  # fmt: skip
+    return tuple(sorted(values, key=lambda value: -value.bytes)[:n])
 
 
 def matmul_flops(text: str) -> int:
@@ -85,12 +80,10 @@ def matmul_flops(text: str) -> int:
       ArgumentError: the text has no ENTRY computation.
     """
     module = parse_module_text(text)
-    counts = executions(module)
     total = 0
-    for name, computation in module.computations.items():
-        if counts[name]:
-            types = {instruction.name: instruction.type for instruction in computation}
-            total += counts[name] * sum(_flops(instruction, types) for instruction in computation)
+    for computation, runs in computations_run(module):
+        types = {instruction.name: instruction.type for instruction in computation}
+        total += runs * sum(_flops(instruction, types) for instruction in computation)
     return total
 
 

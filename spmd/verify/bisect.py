@@ -8,6 +8,7 @@ run for fewer iterations to find the first wrong one, and its body is then searc
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from spmd.mesh.spec import jax_mesh
 from spmd.planning.choices import making_choice
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import whole_axes
-from spmd.verify.compare import Comparison, Tolerance, compare
+from spmd.verify.compare import Comparison, Tolerance, compare_results
 
 Arrays = list[Any]
 Lower = Callable[[Plan], Emitted]
@@ -74,12 +75,12 @@ def find_culprit(
       lower: how a plan becomes a program to run.
       tolerance: the largest difference that still counts as equal.
     """
-    return _Search(plan, arguments, lower, tolerance, ()).run()
+    return _Search(plan, arguments, lower, tolerance).run()
 
 
 def run_whole(program: Program, arguments: Arrays, mesh: Mesh) -> Arrays:
     """The global program as it is: see `run_text`."""
-    bare = rewrite_ops(program, lambda b, op, operands: operands if _is_mark(op) else None)
+    bare = rewrite_ops(program, lambda b, op, operands: operands if op.is_mark else None)
     return run_text(emit(bare, mesh), program, arguments, mesh)
 
 
@@ -100,28 +101,18 @@ def host_arrays(arrays: Sequence[Any]) -> Arrays:
     return [np.asarray(array) for array in arrays]
 
 
-def _is_mark(op: Op) -> bool:
-    return op.is_mark
-
-
-class _Search:
+class _Search(NamedTuple):
     """The search in one block: the program, or a body taken by itself."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        arguments: Arrays,
-        lower: Lower,
-        tolerance: Tolerance,
-        inside: tuple[str, ...],
-    ) -> None:
-        self.plan = plan
-        self.program = plan.program
-        self.ops = plan.program.body.ops
-        self.arguments = arguments
-        self.lower = lower
-        self.tolerance = tolerance
-        self.inside = inside
+    plan: Plan
+    arguments: Arrays
+    lower: Lower
+    tolerance: Tolerance
+    inside: tuple[str, ...] = ()
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return self.plan.program.body.ops
 
     def run(self) -> Culprit | None:
         # Nothing differs at the cut `equal`, something at `differs`; cut n is behind n ops, and the
@@ -161,17 +152,13 @@ class _Search:
         program = plan.program
         got = host_arrays(executable(self.lower(plan))(*arguments))
         want = run_whole(program, arguments, plan.mesh)
-        values = program.body.results
-        compared = (
-            compare(name, program.types[v], a, b, self.tolerance)
-            for name, v, a, b in zip(program.result_names, values, got, want, strict=True)
-        )
+        compared = compare_results(program, got, want, self.tolerance)
         return tuple(comparison for comparison in compared if not comparison.ok)
 
     def values_before(self, index: int, values: Sequence[Value]) -> Arrays:
         """The values that the whole program has in front of an op."""
-        body = self.program.body
-        program = _with_body(self.program, Region(body.args, body.ops[:index], tuple(values)))
+        body = self.plan.program.body
+        program = _with_body(self.plan.program, Region(body.args, body.ops[:index], tuple(values)))
         return run_whole(program, self.arguments, self.plan.mesh)
 
     # Control flow.
@@ -216,10 +203,7 @@ class _Search:
             equal, wrong = wrong, min(2 * wrong, most)
             if equal == wrong:
                 return 0
-        while wrong - equal > 1:
-            middle = (equal + wrong) // 2
-            equal, wrong = (equal, middle) if differs(middle) else (middle, wrong)
-        return wrong
+        return equal + 1 + bisect_left(range(equal + 1, wrong), True, key=differs)
 
     def search_region(
         self, index: int, region: Region, arguments: Sequence[Any], place: str
@@ -233,7 +217,7 @@ class _Search:
         if any(state is not None and state.partial for state in states):
             return None  # a partial value cannot be handed in from outside
         given = [*arguments, *self.values_before(index, captured)]
-        return _Search(plan, given, self.lower, self.tolerance, (*self.inside, place)).run()
+        return self._replace(plan=plan, arguments=given, inside=(*self.inside, place)).run()
 
 
 def _branch(op: Op, selector: int) -> int:

@@ -112,6 +112,17 @@ def compare(
     )
 
 
+def compare_results(
+    program: Program, got: Iterable[Any], wanted: Iterable[Any], tolerance: Tolerance
+) -> tuple[Comparison, ...]:
+    """Compares the results of two runs of a program, one by one."""
+    values = program.body.results
+    return tuple(
+        compare(name, program.types[v], a, b, tolerance)
+        for name, v, a, b in zip(program.result_names, values, got, wanted, strict=True)
+    )
+
+
 def _wide(array: Any) -> Any:
     """Elements in a type in which differences are exact enough."""
     elements = np.asarray(array)

@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from spmd.errors import ArgumentError
-from spmd.ir.program import Program
 from spmd.lowering.execute import without_shardings
-from spmd.mesh.mesh import Mesh
 from spmd.planning.plan import Plan
 from spmd.verify.bisect import (
     Arrays,
@@ -19,7 +17,7 @@ from spmd.verify.bisect import (
     run_text,
     run_whole,
 )
-from spmd.verify.compare import Comparison, Tolerance, compare
+from spmd.verify.compare import Comparison, Tolerance, compare_results
 
 _READ_WRONGLY = "the module was read wrongly: as imported and not partitioned, it differs as well"
 _NOT_REPRODUCED = "partitioned once more, without XLA's options and donation, the results agree"
@@ -88,32 +86,20 @@ def verify(
     program = plan.program
     given = host_arrays([_local(a, n) for a, n in zip(arguments, program.arg_names, strict=True)])
     tolerance = Tolerance.of(program, rtol, atol)
-    want = run_module(module, program, given, plan.mesh)
-    comparisons = _compared(program, host_arrays(run([a.copy() for a in given])), want, tolerance)
+    want = run_text(without_shardings(module), program, given, plan.mesh)
+    comparisons = compare_results(
+        program, host_arrays(run([a.copy() for a in given])), want, tolerance
+    )
     # The imported program, run whole, lies between the two: if it differs from the module already,
     # the importer is to blame, and no op of the partitioned program.
     if all(c.ok for c in comparisons):
         return Verification(True, comparisons)
-    imported = _compared(program, run_whole(program, given, plan.mesh), want, tolerance)
+    imported = compare_results(program, run_whole(program, given, plan.mesh), want, tolerance)
     if not all(c.ok for c in imported):
         return Verification(False, comparisons, problem=_READ_WRONGLY)
     culprit = find_culprit(plan, given, lower, tolerance) if bisect else None
     problem = _NOT_REPRODUCED if bisect and culprit is None else ""
     return Verification(False, comparisons, culprit, problem)
-
-
-def run_module(module: Any, program: Program, arguments: Arrays, mesh: Mesh) -> Arrays:
-    """Runs a module with its shardings ignored: see `run_text`."""
-    return run_text(without_shardings(module), program, arguments, mesh)
-
-
-def _compared(
-    program: Program, got: Arrays, want: Arrays, tolerance: Tolerance
-) -> tuple[Comparison, ...]:
-    return tuple(
-        compare(name, program.types[v], a, b, tolerance)
-        for name, v, a, b in zip(program.result_names, program.body.results, got, want, strict=True)
-    )
 
 
 def _local(argument: Any, name: str) -> Any:

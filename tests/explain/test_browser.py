@@ -93,7 +93,7 @@ def test_every_collective_has_its_row(page: Browser, lowered: Any) -> None:
     assert len(keys(page, 0)) == len(rows)
     text = page.run(f"{TABLE}.textContent")
     for row in rows:
-        assert source_text(row.reason) in text
+        assert source_text(row.like.reason) in text
 
 
 def test_the_table_sorts_by_a_click(page: Browser) -> None:

@@ -12,7 +12,7 @@ def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
     one = Collective("all_gather", ("data",), 100, 4, "t.py:1", "because", 1e-6)
     other = one._replace(source="t.py:2", bytes=1000)
     rows = collective_rows([one, other, one])
-    assert [(row.source, row.ops, row.total_bytes) for row in rows] == [
+    assert [(row.like.source, row.ops, row.bytes) for row in rows] == [
         ("t.py:2", 1, 4000),
         ("t.py:1", 2, 800),
     ]

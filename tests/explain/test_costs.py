@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -105,7 +106,7 @@ def test_a_notebook_shows_the_first_screen(lowered: Any) -> None:
 
 
 def test_a_notebook_escapes_names(lowered: Any) -> None:
-    html = notebook_cell("<lambda>", lowered.stages, lowered.collectives, lowered.memory)
+    html = notebook_cell(replace(lowered._facts(), given_name="<lambda>"))
     assert "<lambda>" not in html
     assert "&lt;lambda&gt;" in html
 

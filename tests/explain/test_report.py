@@ -10,7 +10,6 @@ import pytest
 import spmd
 from spmd.errors import ArgumentError
 from spmd.explain.collectives import collective_rows, traffic
-from spmd.explain.overview import overview
 from spmd.explain.page.page import render
 from spmd.explain.page.picture import mesh_picture, tile_picture
 from spmd.explain.text.report import explain_program, summarize
@@ -27,7 +26,7 @@ from tests.mesh.shardings import parse_sharding
 
 @pytest.fixture(scope="module")
 def text(compiled: Any) -> str:
-    return explain_program(compiled.stages, compiled.collectives, compiled.memory, compiled.prices)
+    return explain_program(compiled._facts(prices=True))
 
 
 def test_text_names_every_argument_result_and_collective(compiled: Any, text: str) -> None:
@@ -35,8 +34,8 @@ def test_text_names_every_argument_result_and_collective(compiled: Any, text: st
     for name in (*program.arg_names, *program.result_names):
         assert name in text
     for row in collective_rows(compiled.collectives):
-        assert source_text(row.source) in text
-        assert row.reason in text
+        assert source_text(row.like.source) in text
+        assert row.like.reason in text
     for section in ("predicted", "largest values inside", "totals by kind", "memory per device"):
         assert section in text
 
@@ -44,11 +43,11 @@ def test_text_names_every_argument_result_and_collective(compiled: Any, text: st
 def test_bytes_add_up(compiled: Any) -> None:
     total = sum(c.bytes * c.count for c in compiled.collectives)
     assert total > 0
-    assert sum(row.total_bytes for row in collective_rows(compiled.collectives)) == total
+    assert sum(row.bytes for row in collective_rows(compiled.collectives)) == total
     assert sum(row.bytes for row in traffic(compiled.collectives)) == total
-    figures = overview(compiled.stages, compiled.collectives, compiled.memory)
-    assert figures.comm_bytes == total
-    assert figures.argument_bytes == compiled.memory.arguments
+    figures = compiled._facts()
+    assert figures.sent_bytes == total
+    assert sum(leaf.local.bytes for leaf in figures.arguments) == compiled.memory.arguments
 
 
 def test_text_says_where_shardings_come_from(text: str) -> None:
@@ -59,11 +58,11 @@ def test_text_says_where_shardings_come_from(text: str) -> None:
 
 
 def test_the_summary_is_short(compiled: Any) -> None:
-    short = summarize(compiled.stages, compiled.collectives, compiled.memory)
+    short = summarize(compiled._facts())
     assert 8 <= len(short.splitlines()) <= 25
     assert "5, 4 of them split" in short
     for row in traffic(compiled.collectives):
-        assert re.search(rf"{row.kind} +{row.axes[0]} +{row.ops} +{row.runs} ", short)
+        assert re.search(rf"{row.like.kind} +{row.like.axes[0]} +{row.ops} +{row.runs} ", short)
 
 
 def test_nothing_to_report(devices8: Any) -> None:
@@ -144,9 +143,7 @@ class _Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(compiled: Any) -> str:
-    held = compiled.predicted_memory
-    facts = (compiled.stages, compiled.collectives, compiled.memory, held)
-    return render(*facts, compiled.prices, compiled.name)
+    return render(compiled._facts(prices=True), compiled.predicted_memory)
 
 
 def test_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
@@ -165,8 +162,8 @@ def test_page_escapes_names(page: str) -> None:
 def test_page_has_every_collective(compiled: Any, page: str) -> None:
     plain = unescape(re.sub(r"<[^>]*>", "", page))
     for row in collective_rows(compiled.collectives):
-        assert row.reason in plain
-        assert row.source in unescape(page)
+        assert row.like.reason in plain
+        assert row.like.source in unescape(page)
     keys = re.findall(r'data-v="([^"]*)"', page[page.index('id="collectives"') :])
     total = sum(c.bytes * c.count for c in compiled.collectives)
     rows = len(collective_rows(compiled.collectives))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from spmd.explain.words import bytes_text, price_text, seconds_text, source_text, spec_text
+from spmd.explain.price import Price
+from spmd.explain.words import bytes_text, seconds_text, source_text, spec_text
 from spmd.mesh.mesh import Mesh
 from tests.mesh.shardings import parse_sharding
 
@@ -42,4 +43,4 @@ def test_shardings_as_specs() -> None:
     ],
 )
 def test_prices_as_text(seconds: float, count: int, text: str) -> None:
-    assert price_text(seconds, count) == text
+    assert Price(seconds, count).text == text

@@ -78,12 +78,7 @@ class Bars(NamedTuple):
 
     def lane_seconds(self, lane: str) -> float:
         """How long a lane is busy, loops included."""
-        own = sum(s.seconds for s in self.segments if lane in s.lanes)
-        return own + sum(
-            loop.body.lane_seconds(lane) * loop.seconds / loop.body.seconds
-            for loop in self.loops
-            if loop.body.seconds
-        )
+        return sum(s.seconds for s in self.flat() if lane in s.lanes)
 
     def flat(self) -> Iterator[Segment]:
         """Every segment, those of a loop stretched from one iteration to all."""

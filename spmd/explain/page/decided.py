@@ -6,48 +6,52 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from spmd.explain.decisions import ConflictRow, LosingClaim, mark_rows, marks_title
+from spmd.explain.decisions import ConflictRow, loser_text, marks_title
+from spmd.explain.document import Cell, Table, code, count, number, source
+from spmd.explain.facts import Facts
 from spmd.explain.page import parts as h
-from spmd.explain.page.parts import Cell
-from spmd.explain.prices import Prices
-from spmd.explain.words import seconds_text
-from spmd.pipeline import Stages
+from spmd.explain.price import Price
+from spmd.explain.words import seconds_text, spec_text
 
 
-def mark_table(stages: Stages, prices: Prices | None) -> str:
+def mark_table(facts: Facts) -> str:
     """Marks that forbid something cheaper."""
-    if prices is None or not prices.marks.groups:
+    if facts.prices is None or not facts.prices.marks.groups:
         return ""
     rows = [
         (
-            Cell(h.source(row.name), row.name, "w"),
-            h.code(row.sharding),
-            h.number(str(row.values), row.values),
-            h.number(seconds_text(-row.seconds), -row.seconds),
-            Cell(escape(row.text), row.text, "w"),
+            source(marks.name),
+            code(spec_text(marks.sharding, facts.plan.mesh)),
+            count(len(marks.values)),
+            number(seconds_text(-price.seconds), -price.seconds),
+            Cell(price.text, style="w"),
         )
-        for row in mark_rows(stages, prices)
+        for marks, price in facts.prices.marks.reliefs
     ]
     heads = ("mark", "sharding", "values", "costs", "without it")
-    found = h.table(heads, rows, sort="costs")
+    found = h.table(Table(heads, rows, sort="costs"))
     none = "<p>None of them costs 1% of the collectives' time or more.</p>"
-    return f"<p>{escape(marks_title(prices).capitalize())}.</p>{found or none}"
+    return f"<p>{escape(marks_title(facts.prices).capitalize())}.</p>{found or none}"
 
 
 def conflict_table(conflicts: Sequence[ConflictRow]) -> str:
     """Disagreements that the planner settled."""
     rows = [
         (
-            Cell(f"{escape(row.op)}<br>{h.source(row.source)}", f"{row.op} {row.source}", "w"),
-            h.number(str(row.ops), row.ops),
-            Cell("<br>".join(map(_claim, row.claims)), str(row.claims), "w"),
-            Cell(f"<b>{escape(row.taken)}</b>", row.taken, "t"),
-            Cell(_losers(row.losers), _least(row.losers), "w"),
+            _html(f"{escape(row.op)}<br>{h.source(row.source)}", f"{row.op} {row.source}"),
+            count(row.ops),
+            _html("<br>".join(map(_claim, row.claims)), str(row.claims)),
+            _html(f"<b>{escape(row.taken)}</b>", row.taken, "t"),
+            _html(_losers(row.losers), _least(row.losers)),
         )
         for row in conflicts
     ]
     heads = ("op", "n", "who wants what", "the plan took", "what else would cost")
-    return h.table(heads, rows, search="an op, an argument, an axis")
+    return h.table(Table(heads, rows, search="an op, an argument, an axis"))
+
+
+def _html(shown: str, key: str | float, style: str = "w") -> Cell:
+    return Cell(shown, "html", key, style)
 
 
 def _claim(claim: tuple[str, str, int, str]) -> str:
@@ -58,11 +62,14 @@ def _claim(claim: tuple[str, str, int, str]) -> str:
     )
 
 
-def _losers(losers: Sequence[LosingClaim] | None) -> str:
+_Losers = Sequence[tuple[str, Price | None]]
+
+
+def _losers(losers: _Losers | None) -> str:
     if losers is None:
         return '<span class="soft">not asked</span>'
-    return "<br>".join(f"<b>{escape(x.axes)}</b>: {escape(x.text)}" for x in losers)
+    return "<br>".join(f"<b>{escape(axes)}</b>: {escape(loser_text(p))}" for axes, p in losers)
 
 
-def _least(losers: Sequence[LosingClaim] | None) -> float:
-    return min((x.seconds for x in losers or () if x.seconds is not None), default=math.inf)
+def _least(losers: _Losers | None) -> float:
+    return min((price.seconds for _, price in losers or () if price), default=math.inf)

@@ -5,16 +5,12 @@ The page opens with it, and notebooks show it alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from spmd.explain.collectives import Collective
-from spmd.explain.costs import Cost, code_lines, costs, largest, seconds_by_kind
-from spmd.explain.memory import Memory
-from spmd.explain.overview import Overview, overview
+from spmd.explain.costs import Cost, code_lines, largest, seconds_by_kind
+from spmd.explain.facts import Facts
 from spmd.explain.words import bytes_text, seconds_text, share_text, source_text
-from spmd.pipeline import Stages
 
 
 def resource(name: str) -> str:
@@ -22,57 +18,41 @@ def resource(name: str) -> str:
     return files("spmd.explain.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def notebook_cell(
-    name: str, stages: Stages, collectives: Sequence[Collective], memory: Memory | None
-) -> str:
-    """The first screen as a piece of HTML that brings its own style.
-
-    Args:
-      name: what the program is called.
-      stages: the pipeline's results.
-      collectives: what one run of the program exchanges.
-      memory: what XLA reports, or None where it has not compiled the program.
-    """
-    figures = overview(stages, collectives, memory)
-    found = costs(figures.timeline, stages.plan.mesh, stages.plan.topology)
+def notebook_cell(facts: Facts) -> str:
+    """The first screen as a piece of HTML that brings its own style."""
     return (
         f'<div class="spmd spmd-cell"><style>{resource("first.css")}</style>'
-        f'<p class="title"><b>{escape(name)}</b> on {escape(figures.mesh)}, '
-        f"{escape(figures.topology)}</p>{first_screen(figures, found)}</div>"
+        f'<p class="title"><b>{escape(facts.name)}</b> on {escape(str(facts.plan.mesh))}, '
+        f"{escape(str(facts.plan.topology))}</p>{first_screen(facts)}</div>"
     )
 
 
-def first_screen(figures: Overview, found: Sequence[Cost]) -> str:
+def first_screen(facts: Facts) -> str:
     """The figures, and the largest of what the time is spent on."""
-    return f"{_cards(figures)}{_spent(figures, found)}{_largest(figures, found)}"
+    return f"{_cards(facts)}{_spent(facts)}{_largest(facts)}"
 
 
-def _cards(figures: Overview) -> str:
-    memory = figures.memory
-    known = memory is not None and memory.peak_bytes
-    held = memory.peak_bytes if memory is not None and known else figures.argument_bytes
-    whole = bytes_text(figures.whole_argument_bytes)
-    peak = "predicted" if memory is not None and memory.is_predicted else "at most"
-    waits = figures.timeline.exposed_seconds
+def _cards(facts: Facts) -> str:
+    memory, mesh, waits = facts.memory, facts.plan.mesh, facts.timeline.exposed_seconds
+    given = bytes_text(sum(leaf.local.bytes for leaf in facts.arguments))
+    whole = bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
+    held, remark = given, f"arguments, of {whole} unpartitioned"
+    if memory is not None and memory.peak_bytes:
+        held = bytes_text(memory.peak_bytes)
+        remark = f"peak, {facts.peak_kind}; arguments {given} of {whole}"
     cards = [
-        ("devices", str(figures.devices), figures.mesh),
+        ("devices", str(mesh.size), str(mesh)),
         (
             "predicted time of one run",
-            seconds_text(figures.seconds),
+            seconds_text(facts.timeline.seconds),
             f"{seconds_text(waits)} of it waiting for collectives" if waits else "all compute",
         ),
         (
             "sent by each device",
-            bytes_text(figures.comm_bytes),
-            f"in one run, by {figures.collectives} collective ops",
+            bytes_text(facts.sent_bytes),
+            f"in one run, by {len(facts.collectives)} collective ops",
         ),
-        (
-            "memory of each device",
-            bytes_text(held),
-            f"peak, {peak}; arguments {bytes_text(figures.argument_bytes)} of {whole}"
-            if known
-            else f"arguments, of {whole} unpartitioned",
-        ),
+        ("memory of each device", held, remark),
     ]
     return '<div class="cards">' + "".join(
         f'<div class="card"><span class="label">{escape(label)}</span><b>{escape(value)}</b>'
@@ -81,9 +61,9 @@ def _cards(figures: Overview) -> str:
     ) + "</div>"  # fmt: skip
 
 
-def _spent(figures: Overview, found: Sequence[Cost]) -> str:
+def _spent(facts: Facts) -> str:
     """The whole run as one bar: compute, and what each kind of collective adds to it."""
-    totals = seconds_by_kind(found)
+    totals = seconds_by_kind(facts.costs)
     whole = sum(totals.values())
     parts = "".join(
         f'<span style="flex:{seconds / whole:.4f};background:var(--{kind})" '
@@ -92,15 +72,15 @@ def _spent(figures: Overview, found: Sequence[Cost]) -> str:
     )
     legend = "".join(
         f'<span><i style="background:var(--{kind})"></i>{kind} '
-        f"{share_text(seconds, figures.seconds)}</span>"
+        f"{share_text(seconds, facts.timeline.seconds)}</span>"
         for kind, seconds in totals.items()
     )
     return f'<div class="spent">{parts}</div><p class="kinds">{legend}</p>' if whole else ""
 
 
-def _largest(figures: Overview, found: Sequence[Cost]) -> str:
-    title, most = largest(found, figures.seconds)
-    rows = "".join(_row(cost, figures.seconds, most[0].seconds) for cost in most)
+def _largest(facts: Facts) -> str:
+    title, most = largest(facts.costs, facts.timeline.seconds)
+    rows = "".join(_row(cost, facts.timeline.seconds, most[0].seconds) for cost in most)
     head = f'<p class="head"><b>{title.capitalize()}</b></p>'
     return f'{head}<ol class="costs">{rows}</ol>' if rows else ""
 

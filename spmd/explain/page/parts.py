@@ -3,61 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import NamedTuple
 
+from spmd.explain.document import Cell, Look, Table
 from spmd.explain.words import source_text
 
-
-class Cell(NamedTuple):
-    """A table cell: its HTML, what it sorts by, and its class (`n`: a number, flush right)."""
-
-    html: str
-    key: str | float = ""
-    style: str = ""
-
-
-def text(content: str, style: str = "") -> Cell:
-    """Plain text."""
-    return Cell(escape(content), content, style)
-
-
-def code(content: str, style: str = "t") -> Cell:
-    """Text in a fixed-width font."""
-    return Cell(f"<code>{escape(content)}</code>", content, style)
+_LOOKS: dict[Look, Callable[[str], str]] = {
+    "text": escape,
+    "number": escape,
+    "code": lambda text: f"<code>{escape(text)}</code>",
+    "path": lambda text: breakable(text),
+    "name": lambda text: f"<code>{breakable(text)}</code>",
+    "source": lambda text: source(text),
+    "kind": lambda text: kind(text),
+    "html": str,
+}
+"""A cell's look -> its text as HTML."""
 
 
-def number(content: str, key: float) -> Cell:
-    """A number as text, which sorts by `key`."""
-    return Cell(escape(content), key, "n")
-
-
-def table(
-    heads: Sequence[str], rows: Iterable[Sequence[Cell]], sort: str = "", search: str = ""
-) -> str:
-    """A sortable table.
-
-    Args:
-      heads: the columns' names.
-      rows: their cells.
-      sort: the column by which the rows already are in order, descending.
-      search: what the rows are, for a box that filters them; no box if empty.
-    """
-    made = list(rows)
-    if not made:
+def table(given: Table) -> str:
+    """A sortable table; nothing where it has no rows."""
+    if not given.rows:
         return ""
     head = "".join(
-        f"<th{_class(cell.style if cell.style == 'n' else '')}"
-        f'{" aria-sort=descending" if name == sort else ""}><button type="button">'
+        f"<th{_class('n' if cell.look == 'number' else '')}"
+        f'{" aria-sort=descending" if name == given.sort else ""}><button type="button">'
         f"{escape(name)}</button></th>"
-        for name, cell in zip(heads, made[0], strict=True)
+        for name, cell in zip(given.heads, given.rows[0], strict=True)
     )
-    body = "".join(f"<tr>{''.join(map(_td, row))}</tr>" for row in made)
+    body = "".join(f"<tr>{''.join(map(_td, row))}</tr>" for row in given.rows)
     box = (
-        f'<label class="filter">filter <input type="search" placeholder="{escape(search)}">'
-        f"<output>{len(made)} rows</output></label>"
-        if search
+        f'<label class="filter">filter <input type="search" placeholder="{escape(given.search)}">'
+        f"<output>{len(given.rows)} rows</output></label>"
+        if given.search
         else ""
     )
     return (
@@ -67,7 +46,18 @@ def table(
 
 
 def _td(cell: Cell) -> str:
-    return f'<td{_class(cell.style)} data-v="{escape(str(cell.key))}">{cell.html}</td>'
+    style = "n" if cell.look == "number" else cell.style
+    key = cell.text if cell.key is None else cell.key
+    shown = _LOOKS[cell.look](cell.text)
+    if cell.parts:
+        items = "".join(
+            f"<li><code>{breakable(name)}</code> {breakable(remark)}</li>"
+            for name, remark in cell.parts
+        )
+        shown = f"<details><summary>{shown}</summary><ul>{items}</ul></details>"
+    if cell.note:
+        shown += f'<span class="reason">{escape(source_text(cell.note))}</span>'
+    return f'<td{_class(style)} data-v="{escape(str(key))}">{shown}</td>'
 
 
 def _class(name: str) -> str:

@@ -1,39 +1,39 @@
-"""Parts of the page about one run: the plan, the timeline, the collectives."""
+"""Parts of the page about one run: the plan, the timeline, the collectives, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from spmd.explain.collectives import Collective, collective_rows, traffic
-from spmd.explain.overview import Overview, quality_rows
+from spmd.explain.collectives import collective_rows, traffic
+from spmd.explain.document import Cell, Table, code, count, number, source
+from spmd.explain.facts import Facts, memory_rows, quality_rows
+from spmd.explain.memory import KINDS, MemoryCurve
 from spmd.explain.page import charts
 from spmd.explain.page import parts as h
-from spmd.explain.page.bars import Bars, Loop
-from spmd.explain.page.parts import Cell
-from spmd.explain.words import bytes_text, seconds_text, source_text
-from spmd.pipeline import Stages
+from spmd.explain.page.bars import Bars, Loop, bars_of
+from spmd.explain.tables import collective_table
+from spmd.explain.words import bytes_text, seconds_text
 from spmd.predict.timeline import COMPUTE
 
+TOP_VALUES = 15
+"""Rows of the table of what is alive at the peak."""
 
-def quality(figures: Overview) -> str:
+
+def quality(facts: Facts) -> str:
     """This plan beside the greedy one and the best there can be."""
-    remarks = dict(quality_rows(figures))
-    rows = [("this plan", figures.seconds, seconds_text(figures.seconds), "var(--accent)")]
-    for name, seconds in (
-        ("greedy plan", figures.greedy_seconds),
-        ("lower bound", figures.lower_seconds),
-    ):
-        if name in remarks:
-            rows.append((name, seconds, remarks[name], "var(--soft)"))
-    return h.bars(rows)
+    seconds = facts.timeline.seconds
+    rows = [("this plan", seconds, seconds_text(seconds), "var(--accent)")]
+    return h.bars(rows + [(*row, "var(--soft)") for row in quality_rows(facts)])
 
 
-def timeline_chart(timeline: Bars, lost: float, stages: Stages) -> str:
-    """The predicted run as a picture; `lost` is what running side by side adds, seconds."""
+def timeline_chart(facts: Facts) -> str:
+    """The predicted run as a picture."""
+    timeline = bars_of(facts.timeline, facts.plan.mesh)
     if not timeline.seconds:
         return ""
-    axes = [name for name, atoms in stages.plan.mesh.axis_atoms.items() if atoms]
+    lost = facts.timeline.seconds - timeline.seconds
+    axes = [name for name, atoms in facts.plan.mesh.axis_atoms.items() if atoms]
     kinds = [COMPUTE, *dict.fromkeys(s.kind for s in timeline.flat() if s.kind != COMPUTE)]
     intro = (
         "<p>Compute, and the links of every mesh axis. A collective starts when its operands are "
@@ -73,56 +73,64 @@ def _where(timeline: Bars) -> str:
     ordered = sorted(totals.items(), key=lambda item: -sum(item[1]))
     rows = [
         (
-            Cell(h.source(group), group, "w"),
-            h.number(seconds_text(compute), compute),
-            h.number(seconds_text(comm), comm),
-            h.number(seconds_text(compute + comm), compute + comm),
-            h.number(f"{100 * (compute + comm) / busy:.1f}%", compute + comm),
+            source(group),
+            number(seconds_text(compute), compute),
+            number(seconds_text(comm), comm),
+            number(seconds_text(compute + comm), compute + comm),
+            number(f"{100 * (compute + comm) / busy:.1f}%", compute + comm),
         )
         for group, (compute, comm) in ordered
     ]
     heads = ("source", "compute", "collectives", "together", "share")
-    made = h.table(heads, rows, sort="together", search="a function or a file")
-    return h.folded("time by source line", made)
+    made = Table(heads, rows, sort="together", search="a function or a file")
+    return h.folded("time by source line", h.table(made))
 
 
-def collective_table(collectives: Sequence[Collective]) -> str:
+def collectives(facts: Facts) -> str:
     """Every collective, equal ones together, those that take longest first."""
-    heads = ("kind", "axes", "bytes", "times", "ops", "total", "time", "source and reason")
-    ordered = sorted(collective_rows(collectives), key=lambda row: -row.seconds)
-    rows = [
-        (
-            Cell(h.kind(row.kind), row.kind, "t"),
-            h.text(", ".join(row.axes), "t"),
-            h.number(bytes_text(row.bytes), row.bytes),
-            h.number(str(row.count), row.count),
-            h.number(str(row.ops), row.ops),
-            h.number(bytes_text(row.total_bytes), row.total_bytes),
-            h.number(seconds_text(row.seconds), row.seconds),
-            Cell(
-                f'{h.source(row.source)}<span class="reason">'
-                f"{escape(source_text(row.reason))}</span>",
-                row.source,
-                "w",
-            ),
-        )
-        for row in ordered
-    ]
-    made = h.table(heads, rows, sort="time", search="all_gather data mlp")
-    return made or "<p>None: no device ever waits for another.</p>"
+    ordered = sorted(collective_rows(facts.collectives), key=lambda row: -row.seconds)
+    made = collective_table(ordered).without("ms")
+    made = made._replace(heads=(*made.heads[:-1], "source and reason"))
+    return h.table(made) or "<p>None: no device ever waits for another.</p>"
 
 
-def bytes_by_kind(collectives: Sequence[Collective]) -> str:
+def bytes_by_kind(facts: Facts) -> str:
     """What each device sends, by kind and axes."""
     return h.bars(
         [
             (
-                f"{h.kind(total.kind)} "
-                f"<span class=soft>over {escape(', '.join(total.axes))}</span>",
+                f"{h.kind(total.like.kind)} "
+                f"<span class=soft>over {escape(', '.join(total.like.axes))}</span>",
                 total.bytes,
                 f"{bytes_text(total.bytes)}, {total.runs}x, {seconds_text(total.seconds)}",
-                f"var(--{total.kind})",
+                f"var(--{total.like.kind})",
             )
-            for total in traffic(collectives)
+            for total in traffic(facts.collectives)
         ]
+    )
+
+
+def memory_chart(facts: Facts, curve: MemoryCurve) -> str:
+    """Memory over a run as a picture, what is held at its peak, and the totals."""
+    chart = charts.memory_svg(curve, facts.plan.topology.hbm_bytes)
+    legend = h.legend(list(zip(KINDS, charts.MEMORY_COLOURS, strict=True)))
+    rows = [
+        (
+            number(bytes_text(row.bytes), row.bytes),
+            count(row.values),
+            Cell(row.kind, style="t"),
+            Cell(row.label, "name", style="w"),
+            code(row.type),
+            source(row.source),
+        )
+        for row in curve.at_peak[:TOP_VALUES]
+    ]
+    heads = ("bytes", "n", "alive as", "made by", "local type", "source")
+    peak = h.folded("the largest at the peak", h.table(Table(heads, rows, sort="bytes")))
+    figures = [(Cell(what), Cell(size)) for what, size in memory_rows(facts)]
+    totals = h.folded("totals", h.table(Table(("what", "bytes"), figures)))
+    return (
+        "<p>Predicted from the local program: only values that XLA stores count. Arguments and "
+        "results are held throughout; results that donated arguments make room for are part of the "
+        f"arguments.</p>{legend}{chart}{peak}{totals}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from spmd.explain.document import Table
 from spmd.explain.words import source_text
 
 Lines = Iterator[str]
@@ -27,7 +28,7 @@ def counted(texts: Iterable[str]) -> list[str]:
     ]
 
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Rows as aligned columns; those numbered in `right` are flush right."""
     if not rows:
         return []
@@ -39,3 +40,18 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
         ).rstrip()
         for row in rows
     ]
+
+
+def table_lines(table: Table) -> list[str]:
+    """A table under its heads, numbers flush right, notes below their rows; none without rows."""
+    if not table.rows:
+        return []
+    cells = [table.heads, *([source_text(cell.text) for cell in row] for row in table.rows)]
+    right = [i for i, cell in enumerate(table.rows[0]) if cell.look == "number"]
+    head, *lines = aligned(cells, right)
+    below = [[cell.note for cell in row if cell.note] for row in table.rows]
+    noted = [
+        [line, *(f"    {source_text(note)}" for note in notes)]
+        for line, notes in zip(lines, below, strict=True)
+    ]
+    return [head, *(line for lines in noted for line in lines)]

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmd.explain.prices import Prices
-from spmd.explain.text.layout import Lines, table
+from spmd.explain.text.layout import Lines, aligned
 from spmd.explain.words import (
-    arguments_text,
     axes_text,
     bytes_text,
-    price_text,
     source_text,
     spec_text,
     type_text,
@@ -56,7 +54,7 @@ def value_lines(
         rows.append(("mark", source_text(mark.reason)))
     if (state := plan.states[value]) is not None and state != sharding:
         rows.append(("as made", spec_text(state, plan.mesh)))
-    lines = [f"{title}: {type_text(type_)}", *(f"  {line}" for line in table(rows))]
+    lines = [f"{title}: {type_text(type_)}", *(f"  {line}" for line in aligned(rows))]
     for dim in range(type_.rank):
         lines += [f"  {line}" for line in _dim(stages, value, sharding, dim)]
     lines += _others(plan, value, prices) if prices is not None else []
@@ -71,17 +69,13 @@ def _others(plan: Plan, value: Value, prices: Prices) -> list[str]:
         relief = prices.without_mark(value)
         more = len(relief.marks.values) - 1
         alike = f" and the {more} made with it" if more else ""
-        return [f"  without this mark{alike}: {price_text(relief.seconds, relief.bytes)}"]
-    rows = []
-    for other in prices.others(value):
-        text = price_text(other.seconds, other.bytes)
-        if other.argument_bytes:
-            text += f"; {arguments_text(other.argument_bytes)}"
-        rows.append((spec_text(other.sharding, plan.mesh), text))
+        return [f"  without this mark{alike}: {relief.price.run_text}"]
+    others = prices.others(value)
+    rows = [(spec_text(sharding, plan.mesh), price.text) for sharding, price in others]
     if not rows:
         return ["  no other state of it was weighed: nothing around it asks for one"]
     how = "planned again with each" if is_argument else "the rest of the plan adapting"
-    return [f"  instead ({how}):", *(f"    {line}" for line in table(rows))]
+    return [f"  instead ({how}):", *(f"    {line}" for line in aligned(rows))]
 
 
 def _dim(stages: Stages, value: Value, sharding: Sharding, dim: int) -> Lines:

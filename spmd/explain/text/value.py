@@ -11,7 +11,9 @@ from spmd.explain.prices import Prices
 from spmd.explain.text.reasons import value_lines
 from spmd.explain.words import value_name
 from spmd.ir.program import Op, Program, Value
+from spmd.mesh.sharding import Sharding
 from spmd.pipeline import Stages
+from spmd.planning.plan import Plan
 
 
 def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> str:
@@ -26,48 +28,53 @@ def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> st
     Raises:
       ArgumentError: no value has this name.
     """
-    found = _named(stages, name, prices) or _numbered(stages, name, prices)
-    found = found or _at_line(stages, name, prices)
+    plan = stages.plan
+    found = _named(plan, name) or _numbered(plan, name)
+    rest = f"match {name!r}"
     if not found:
-        raise _unknown(name, stages.plan.program)
-    return "\n".join(found).rstrip() + "\n"
+        found, rest = _at_line(plan, name), f"are made at {name}"
+    if not found:
+        raise _unknown(name, plan.program)
+    lines = [
+        line
+        for title, value, sharding in found[:MOST_VALUES]
+        for line in value_lines(stages, title, value, sharding, prices)
+    ]
+    if len(found) > MOST_VALUES:
+        lines.append(f"{len(found) - MOST_VALUES} more {rest}")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 MOST_VALUES = 8
 """Values that one pattern or source line shows."""
 
+Found = list[tuple[str, Value, Sharding | None]]
+"""(title, value, what it lies in) of values that are asked for."""
 
-def _named(stages: Stages, name: str, prices: Prices | None) -> list[str]:
+
+def _named(plan: Plan, name: str) -> Found:
     """Arguments and results of this name, or that match it as a pattern."""
-    plan = stages.plan
     program = plan.program
+    arguments = zip(program.arg_names, program.body.args, plan.arguments, strict=True)
+    results = zip(program.result_names, program.body.results, plan.results, strict=True)
     boundary = [
-        (label, value, sharding, what)
-        for names, values, shardings, what in (
-            (program.arg_names, program.body.args, plan.arguments, "argument"),
-            (program.result_names, program.body.results, plan.results, "result"),
-        )
-        for label, value, sharding in zip(names, values, shardings, strict=True)
+        (what, label, value, sharding)
+        for what, leaves in (("argument", arguments), ("result", results))
+        for label, value, sharding in leaves
     ]
-    fitting = [b for b in boundary if b[0] == name]
-    fitting = fitting or [b for b in boundary if fnmatch.fnmatchcase(b[0], name)]
-    found: list[str] = []
-    for label, value, sharding, what in fitting[:MOST_VALUES]:
-        found += value_lines(stages, f"{what} {label} (%{value})", value, sharding, prices)
-    if len(fitting) > MOST_VALUES:
-        found.append(f"{len(fitting) - MOST_VALUES} more match {name!r}")
-    return found
+    fitting = [b for b in boundary if b[1] == name]
+    fitting = fitting or [b for b in boundary if fnmatch.fnmatchcase(b[1], name)]
+    return [(f"{what} {label} (%{value})", value, s) for what, label, value, s in fitting]
 
 
-def _numbered(stages: Stages, name: str, prices: Prices | None) -> list[str]:
-    program = stages.plan.program
-    number = _number(name, len(program.types))
+def _numbered(plan: Plan, name: str) -> Found:
+    number = _number(name, len(plan.program.types))
     if number is None:
         return []
     title = f"value {name}"
-    if number in program.body.args:
-        title = f"argument {value_name(program, number)} ({name})"
-    return value_lines(stages, title, number, stages.plan.states[number], prices)
+    if number in plan.program.body.args:
+        title = f"argument {value_name(plan.program, number)} ({name})"
+    return [(title, number, plan.states[number])]
 
 
 def _number(name: str, limit: int) -> int | None:
@@ -77,11 +84,10 @@ def _number(name: str, limit: int) -> int | None:
     return int(digits)
 
 
-def _at_line(stages: Stages, name: str, prices: Prices | None) -> list[str]:
+def _at_line(plan: Plan, name: str) -> Found:
     """What the ops of a source line make; results that are alike are shown once."""
     if not re.search(r":\d+$", name):
         return []
-    plan = stages.plan
     alike: dict[object, list[tuple[Op, Value]]] = {}
     for op in plan.program.walk():
         places = [f"{frame.file}:{frame.line}" for frame in op.loc.user_frames[:2]]
@@ -89,14 +95,10 @@ def _at_line(stages: Stages, name: str, prices: Prices | None) -> list[str]:
             for value in op.results:
                 key = (op.label, plan.program.types[value], plan.states[value])
                 alike.setdefault(key, []).append((op, value))
-    found: list[str] = []
-    for members in list(alike.values())[:MOST_VALUES]:
-        op, value = members[0]
-        more = f" and {len(members) - 1} alike" if len(members) > 1 else ""
-        title = f"value %{value}, {op.label}{more}"
-        found += value_lines(stages, title, value, plan.states[value], prices)
-    if len(alike) > MOST_VALUES:
-        found.append(f"{len(alike) - MOST_VALUES} more are made at {name}")
+    found: Found = []
+    for (op, value), *others in alike.values():
+        more = f" and {len(others)} alike" if others else ""
+        found.append((f"value %{value}, {op.label}{more}", value, plan.states[value]))
     return found
 
 

@@ -1,0 +1,123 @@
+"""What reports are made from: a program's stages, and the figures of one run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from spmd.explain.collectives import Collective
+from spmd.explain.costs import Cost, costs
+from spmd.explain.leaves import Leaf, argument_leaves, result_leaves
+from spmd.explain.memory import Memory
+from spmd.explain.prices import Prices
+from spmd.explain.words import bytes_text, seconds_text
+from spmd.pipeline import Stages
+from spmd.planning.plan import Plan
+from spmd.predict.timeline import Timeline, predict_timeline
+
+CLOSE = 1e-6
+"""A plan whose relative distance from its lower bound is smaller is called the best."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A program, and the figures of one run of it.
+
+    Attributes:
+      stages: the pipeline's results.
+      collectives: what one run of the program exchanges.
+      memory: what XLA reports, once compiled; our prediction, or None, before.
+      prices: of what the plan decided against; reports leave them out if not given.
+      given_name: what the program is called; the function's name if not given.
+    """
+
+    stages: Stages
+    collectives: Sequence[Collective]
+    memory: Memory | None
+    prices: Prices | None = None
+    given_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """What the program is called."""
+        return self.given_name or self.plan.program.name
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.stages.plan
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What runs when, collectives beside arithmetic where neither waits."""
+        plan = self.plan
+        return predict_timeline(self.stages.optimized.program, plan.mesh, plan.topology)
+
+    @cached_property
+    def costs(self) -> tuple[Cost, ...]:
+        """What a run's time is spent on, the largest cost first."""
+        return costs(self.timeline, self.plan.mesh, self.plan.topology)
+
+    @cached_property
+    def arguments(self) -> tuple[Leaf, ...]:
+        """Every argument, in order."""
+        return argument_leaves(self.stages)
+
+    @cached_property
+    def results(self) -> tuple[Leaf, ...]:
+        """Every result, in order."""
+        return result_leaves(self.stages)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one device sends in one run."""
+        return sum(c.bytes * c.count for c in self.collectives)
+
+    @property
+    def peak_kind(self) -> str:
+        """What the peak of the memory is: `predicted`, or `at most` so much."""
+        return "predicted" if self.memory is not None and self.memory.is_predicted else "at most"
+
+
+def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:
+    """(what, seconds, as text): the greedy plan, and the best there can be, beside this one.
+
+    Both are times without anything side by side; the best is that of the plans weighed.
+    """
+    plan, seconds = facts.plan, facts.timeline.seconds
+    rows = []
+    if plan.greedy_seconds and plan.solver != "greedy":
+        more = plan.greedy_seconds / seconds - 1 if seconds else 0.0
+        text = f"{seconds_text(plan.greedy_seconds)}, {more:.1%} slower than this one"
+        rows.append(("greedy plan", plan.greedy_seconds, text))
+    if plan.lower_seconds:
+        gap = seconds / plan.lower_seconds - 1
+        best = "this plan is the best" if gap < CLOSE else f"at most {gap:.2%} better than this one"
+        text = f"{seconds_text(plan.lower_seconds)}: of the plans weighed, {best}"
+        rows.append(("lower bound", plan.lower_seconds, text))
+    return tuple(rows)
+
+
+def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
+    """(what, bytes as text) per device; what XLA reports once it has compiled the program."""
+    memory = facts.memory
+    rows = [("arguments", _against(facts.arguments)), ("results", _against(facts.results))]
+    if memory is not None and memory.peak_bytes:
+        limit = bytes_text(facts.plan.topology.hbm_bytes)
+        rows += [
+            ("results in donated arguments", bytes_text(memory.aliased)),
+            ("temporary", bytes_text(memory.temporary)),
+            (f"peak, {facts.peak_kind}", f"{bytes_text(memory.peak_bytes)} of {limit}"),
+        ]
+    return tuple(rows)
+
+
+def _against(leaves: Sequence[Leaf]) -> str:
+    """What one device holds of arguments or results, against all of them."""
+    part, whole = (
+        sum(leaf.local.bytes for leaf in leaves),
+        sum(leaf.type.bytes for leaf in leaves),
+    )
+    ratio = f", {whole / part:.3g}x less" if 0 < part < whole else ""
+    return f"{bytes_text(part)} (unpartitioned {bytes_text(whole)}{ratio})"
