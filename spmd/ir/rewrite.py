@@ -65,8 +65,7 @@ def edit_ops(program: Program, edit: Edit) -> Program:
     before: `%1 = a %0; %2 = b %1`, with an edit that replaces `%1` by `c %0`
     after:  `%3 = c %0; %2 = b %3`
     """
-    b = Builder()
-    b.types = list(program.types)
+    b = Builder(program.types)
     replaced: dict[Value, Value] = {}
 
     def now(value: Value) -> Value:
