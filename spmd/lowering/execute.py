@@ -129,7 +129,8 @@ def executable_on(module: str, out_types: Sequence[TensorType], where: Any) -> A
       out_types: types of its results.
       where: a jax device, or the mesh of the program's manual regions.
     """
-    run, place, more = _runner(module, tuple(out_types)), where, {}
+    run, place = _runner(module, tuple(out_types)), where
+    more: dict[str, Any] = {}
     if isinstance(where, Mesh):
         place = NamedSharding(jax_mesh(where), PartitionSpec())
         more = {"out_shardings": place}
