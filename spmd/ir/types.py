@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -186,6 +186,22 @@ class ConvDims(NamedTuple):
     output_batch: int
     output_feature: int
     output_spatial: tuple[int, ...]
+
+
+DIM_NUMBERS: Mapping[type, tuple[str, tuple[str, ...]]] = {
+    DotDims: (
+        "dot",
+        (
+            "lhs_batching_dimensions",
+            "rhs_batching_dimensions",
+            "lhs_contracting_dimensions",
+            "rhs_contracting_dimensions",
+        ),
+    ),
+    GatherDims: ("gather", GatherDims._fields),
+    ScatterDims: ("scatter", ScatterDims._fields),
+}
+"""Which dim is what -> the attribute in MLIR, and its fields there in the order of ours."""
 
 
 class ShardingAttr(NamedTuple):

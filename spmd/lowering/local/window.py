@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from spmd.ir.dialect.bodies import inline_elementwise
 from spmd.ir.dialect.builder import resized
-from spmd.ir.dialect.halo import Need, Window
+from spmd.ir.dialect.halo import Need
 from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import REDUCE, WINDOW
 from spmd.ir.dialect.window import (
@@ -18,6 +18,7 @@ from spmd.ir.dialect.window import (
     contracts,
     covers,
     kernel_window,
+    pool_window,
     result_window,
     running_dim,
 )
@@ -50,9 +51,7 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
             xs = [fetched(op, i, x, d, axes, need, fill) for i, x in enumerate(xs)]
             sizes[d], strides[d], padding[d] = need.length, 1, (0, 0)
         elif (axes := dims.split(d, WINDOW)) and running is None:
-            span = (sizes[d] - 1) * sliding.window[d] + 1
-            out = kind.results[0].shape[d]
-            window = Window(out, strides[d], padding[d][0], base[d], span)
+            window = pool_window(kind, sliding, d)
             made = [
                 base_of(op, i, x, d, window, axes, init)
                 for i, (x, init) in enumerate(zip(xs, inits, strict=True))
