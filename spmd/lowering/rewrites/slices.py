@@ -167,12 +167,10 @@ def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Cut]:
 
 def _passes(op: Op, cut: _Cut) -> bool:
     """Whether the slice of an op's result is the same op on slices of its operands."""
-    if op.collective == "all_gather":
-        attrs = op.kind.attrs
+    attrs = op.kind.attrs
+    if op.collective in ("all_gather", "all_reduce"):
         apart = "groups" not in attrs and set(cut.axes).isdisjoint(attrs["axes"])
-        return apart and cut.dim != attrs["all_gather_dim"]
-    if op.collective == "all_reduce":
-        return "groups" not in op.kind.attrs and set(cut.axes).isdisjoint(op.kind.attrs["axes"])
+        return apart and cut.dim != attrs.get("all_gather_dim")
     return is_move(op.kind) or is_elementwise(op.kind)
 
 
