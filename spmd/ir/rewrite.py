@@ -35,7 +35,7 @@ def append_ops(
     """Appends a program's ops to another program.
 
     Args:
-      b: where to.
+      b: the builder that ops are appended to.
       program: the program.
       args: what its arguments are there.
       rewrite: may replace ops.
