@@ -6,7 +6,7 @@ to the number of ops, so tests check every stage always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from spmd.errors import LegalityError
@@ -25,6 +25,16 @@ def fail(stage: str, check: str, problem: str, op: Op | None = None) -> NoReturn
         source=op.loc.source if op else None,
         fix="this is a bug in spmd: please report it, with the program",
     )
+
+
+def hold(
+    stage: str, checks: Iterable[Callable[..., str | None]], op: Op | None, *given: object
+) -> None:
+    """Asks some checks about what they are given; the first problem is an error of the stage."""
+    for check in checks:
+        problem = check(*given)
+        if problem is not None:
+            fail(stage, check.__name__, problem, op)
 
 
 class View(NamedTuple):
@@ -258,8 +268,7 @@ class _Walk:
             view.visible.difference_update(op.results)
 
     def op(self, op: Op) -> None:
-        for check in self.checks:
-            self.hold(check.__name__, check(self.view, op), op)
+        hold(self.stage, self.checks, op, self.view, op)
         for attr in op.kind.attrs.values():
             if isinstance(attr, Body):
                 self.body(attr, op)
@@ -267,7 +276,7 @@ class _Walk:
         for region in op.regions:
             self.region(region, op)
         self.view.around.pop()
-        self.hold(regions_fit.__name__, regions_fit(self.view, op), op)
+        hold(self.stage, (regions_fit,), op, self.view, op)
         self.view.defined.update(op.results)
         self.view.visible.update(op.results)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.program import Loc, Op, Program, Region, Value
 
 Rewrite = Callable[[Builder, Op, tuple[Value, ...]], "Sequence[Value] | None"]
 """Given the builder, an op without regions and its new operands: the new results, or None to
@@ -19,33 +19,57 @@ def rewrite_ops(program: Program, rewrite: Rewrite) -> Program:
     after:  `%1 = c %0; %2 = d %1; %3 = b %2`
     """
     b = Builder()
-    env: dict[Value, Value] = {}
+    args = [b.value(program.types[v]) for v in program.body.args]
+    b.begin(isolated=True)
+    results = append_ops(b, program, args, rewrite)
+    return program._replace(body=b.end(args, results), types=tuple(b.types))
+
+
+def append_ops(
+    b: Builder,
+    program: Program,
+    args: Sequence[Value],
+    rewrite: Rewrite | None = None,
+    loc: Loc | None = None,
+) -> tuple[Value, ...]:
+    """Appends a program's ops to another program.
+
+    Args:
+      b: the builder that ops are appended to.
+      program: the program.
+      args: what its arguments are there.
+      rewrite: may replace ops.
+      loc: where all of the ops come from; from where they did if left out.
+
+    Returns:
+      What its results are there.
+    """
+    env = dict(zip(program.body.args, args, strict=True))
 
     def bind(values: Sequence[Value]) -> tuple[Value, ...]:
-        for value in values:
-            env[value] = b.value(program.types[value])
-        return tuple(env[value] for value in values)
+        env.update((v, b.value(program.types[v])) for v in values)
+        return tuple([env[v] for v in values])
 
     def region(old: Region, isolated: bool) -> Region:
-        args = bind(old.args)
+        inner = bind(old.args)
         b.begin(isolated)
         for op in old.ops:
             visit(op)
-        return b.end(args, [env[v] for v in old.results])
+        return b.end(inner, [env[v] for v in old.results])
 
     def visit(op: Op) -> None:
         operands = tuple([env[v] for v in op.operands])
-        b.loc = op.loc
-        results = None if op.regions else rewrite(b, op, operands)
+        b.loc = loc or op.loc
+        results = rewrite(b, op, operands) if rewrite and not op.regions else None
         if results is None:
-            is_loop = op.is_loop
-            regions = tuple(region(r, is_loop) for r in op.regions)
-            results = bind(op.results)
-            b.append(Op(op.kind, operands, tuple(results), regions, op.loc))
-        env.update(zip(op.results, results, strict=True))
+            regions = tuple(region(r, op.is_loop) for r in op.regions)
+            b.append(Op(op.kind, operands, bind(op.results), regions, loc or op.loc))
+        else:
+            env.update(zip(op.results, results, strict=True))
 
-    body = region(program.body, True)
-    return program._replace(types=tuple(b.types), body=body)
+    for op in program.body.ops:
+        visit(op)
+    return tuple([env[v] for v in program.body.results])
 
 
 Now = Callable[[Value], Value]
@@ -65,8 +89,7 @@ def edit_ops(program: Program, edit: Edit) -> Program:
     before: `%1 = a %0; %2 = b %1`, with an edit that replaces `%1` by `c %0`
     after:  `%3 = c %0; %2 = b %3`
     """
-    b = Builder()
-    b.types = list(program.types)
+    b = Builder(program.types)
     replaced: dict[Value, Value] = {}
 
     def now(value: Value) -> Value:

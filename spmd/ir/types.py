@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -46,52 +46,39 @@ class TensorType(NamedTuple):
         """The same element type with another shape."""
         return TensorType(shape, self.dtype)
 
+    def with_dim(self, dim: int, size: int) -> TensorType:
+        """The same type with another size of one dim."""
+        return self.with_shape((*self.shape[:dim], size, *self.shape[dim + 1 :]))
+
+    def scaled(self, dim: int, times: int, parts: int = 1) -> TensorType:
+        """The same type with one dim multiplied by `times` and divided by `parts`."""
+        return self.with_dim(dim, self.shape[dim] * times // parts)
+
 
 def local_type(type_: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:
     """The type of one device's piece."""
     return type_.with_shape(local_shape(type_.shape, sharding, mesh))
 
 
+_SMALL_FLOATS = (
+    "f4E2M1FN", "f8E3M4", "f8E4M3", "f8E4M3FN", "f8E4M3FNUZ", "f8E4M3B11FNUZ", "f8E5M2",
+    "f8E5M2FNUZ", "f8E8M0FNU",
+)  # fmt: skip
 _NUMPY_DTYPES: dict[str, Any] = {
     "i1": np.bool_,
-    "i2": ml_dtypes.int2,
-    "i4": ml_dtypes.int4,
-    "i8": np.int8,
-    "i16": np.int16,
-    "i32": np.int32,
-    "i64": np.int64,
-    "ui2": ml_dtypes.uint2,
-    "ui4": ml_dtypes.uint4,
-    "ui8": np.uint8,
-    "ui16": np.uint16,
-    "ui32": np.uint32,
-    "ui64": np.uint64,
-    "f16": np.float16,
-    "f32": np.float32,
-    "f64": np.float64,
+    **{f"i{n}": getattr(np, f"int{n}") for n in (8, 16, 32, 64)},
+    **{f"ui{n}": getattr(np, f"uint{n}") for n in (8, 16, 32, 64)},
+    **{f"f{n}": getattr(np, f"float{n}") for n in (16, 32, 64)},
+    **{f"i{n}": getattr(ml_dtypes, f"int{n}") for n in (2, 4)},
+    **{f"ui{n}": getattr(ml_dtypes, f"uint{n}") for n in (2, 4)},
+    **{f: getattr(ml_dtypes, f"float{f[1]}_{f[2:].lower()}") for f in _SMALL_FLOATS},
     "bf16": ml_dtypes.bfloat16,
-    "f4E2M1FN": ml_dtypes.float4_e2m1fn,
-    "f8E3M4": ml_dtypes.float8_e3m4,
-    "f8E4M3": ml_dtypes.float8_e4m3,
-    "f8E4M3FN": ml_dtypes.float8_e4m3fn,
-    "f8E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
-    "f8E4M3B11FNUZ": ml_dtypes.float8_e4m3b11fnuz,
-    "f8E5M2": ml_dtypes.float8_e5m2,
-    "f8E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
-    "f8E8M0FNU": ml_dtypes.float8_e8m0fnu,
     "complex<f32>": np.complex64,
     "complex<f64>": np.complex128,
 }
 
-_BITS = {
-    "i1": 8,
-    "i2": 2,
-    "ui2": 2,
-    "i4": 4,
-    "ui4": 4,
-    "f4E2M1FN": 4,
-    "token": 0,
-}
+_BITS = {"i2": 2, "ui2": 2, "i4": 4, "ui4": 4, "f4E2M1FN": 4, "token": 0}
+"""Of the types whose elements are packed below a byte, or are none."""
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
@@ -199,6 +186,22 @@ class ConvDims(NamedTuple):
     output_batch: int
     output_feature: int
     output_spatial: tuple[int, ...]
+
+
+DIM_NUMBERS: Mapping[type, tuple[str, tuple[str, ...]]] = {
+    DotDims: (
+        "dot",
+        (
+            "lhs_batching_dimensions",
+            "rhs_batching_dimensions",
+            "lhs_contracting_dimensions",
+            "rhs_contracting_dimensions",
+        ),
+    ),
+    GatherDims: ("gather", GatherDims._fields),
+    ScatterDims: ("scatter", ScatterDims._fields),
+}
+"""Which dim is what -> the attribute in MLIR, and its fields there in the order of ours."""
 
 
 class ShardingAttr(NamedTuple):

@@ -6,6 +6,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
+from spmd.lowering.local.dims import gather_dim
 from spmd.lowering.local.padding import cut, join
 from spmd.mesh.mesh import Mesh
 from spmd.reshard.paths import Step, permute_pairs
@@ -27,7 +28,6 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
     # Collectives know equal pieces only. A dim that is about to be split is padded first (`cut`),
     # and one that was just joined loses its inner padding afterwards (`join`).
     type_ = local_type(global_type, step.after, mesh)
-    count = mesh.extent(step.axes)
     if step.kind == "slice":
         x = cut(b, x, step.dims[0], step.axes, mesh)
         return b.local_slice(x, type_, step.axes, step.dims[0])
@@ -36,17 +36,15 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
         return b.select(first, x, b.splat(0, type_))
     if step.kind == "all_gather":
         (dim,) = step.dims
-        pieces = _scaled(b.types[x], dim, count)
-        x = b.collective(step.kind, x, pieces, step.axes, all_gather_dim=dim)
+        x = gather_dim(b, x, dim, step.axes, mesh)
         return join(b, x, dim, type_.shape[dim], step.axes, mesh)
     if step.kind == "all_to_all":
         source, target = step.dims
         x = cut(b, x, target, step.axes, mesh)
-        pieces = _scaled(b.types[x], source, count)
-        pieces = pieces.with_shape(_replaced(pieces.shape, target, type_.shape[target]))
-        x = b.collective(
-            step.kind, x, pieces, step.axes, concat_dimension=source, split_dimension=target
-        )
+        pieces = b.types[x].scaled(source, mesh.extent(step.axes))
+        pieces = pieces.with_dim(target, type_.shape[target])
+        how = {"concat_dimension": source, "split_dimension": target}
+        x = b.collective(step.kind, x, pieces, step.axes, **how)
         return join(b, x, source, type_.shape[source], step.axes, mesh)
     if step.kind == "collective_permute":
         pairs = permute_pairs(step.before, step.after, mesh)
@@ -54,22 +52,11 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
     if step.kind == "reduce_scatter":
         x = cut(b, x, step.dims[0], step.axes, mesh)
     if not _has_collective(step.before.kind, type_.dtype):
-        return _reduce_gathered(b, x, type_, step, mesh.extent(step.axes))
+        return _reduce_gathered(b, x, type_, step, mesh)
     body = reducer_body(step.before.kind, type_.dtype)
-    if step.kind == "reduce_scatter":
-        return b.collective(
-            step.kind, x, type_, step.axes, scatter_dimension=step.dims[0], body=body
-        )
-    assert step.kind == "all_reduce", step.kind
-    return b.collective(step.kind, x, type_, step.axes, body=body)
-
-
-def _scaled(type_: TensorType, dim: int, count: int) -> TensorType:
-    return type_.with_shape(_replaced(type_.shape, dim, type_.shape[dim] * count))
-
-
-def _replaced(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
+    dims = {"scatter_dimension": step.dims[0]} if step.kind == "reduce_scatter" else {}
+    assert dims or step.kind == "all_reduce", step.kind
+    return b.collective(step.kind, x, type_, step.axes, body=body, **dims)
 
 
 def _has_collective(kind: str, dtype: str) -> bool:
@@ -77,21 +64,10 @@ def _has_collective(kind: str, dtype: str) -> bool:
     return kind in ("add", "mul", "max", "min") or (kind in ("and", "or") and dtype == "i1")
 
 
-def _reduce_gathered(b: Builder, x: Value, result: TensorType, step: Step, count: int) -> Value:
-    """A reduction that no backend offers as a collective: gather the terms, reduce them locally.
-
-    Args:
-      b: the builder that ops are appended to.
-      x: this device's term.
-      result: local type after the step.
-      step: an all-reduce or reduce-scatter.
-      count: number of terms.
-    """
-    local, kind = b.types[x], step.before.kind
-    stacked = b.reshape(x, (1, *local.shape))
-    gathered_type = local.with_shape((count, *local.shape))
-    gathered = b.collective("all_gather", stacked, gathered_type, step.axes, all_gather_dim=0)
-    reduced = b.reduce(kind, gathered, (0,))
+def _reduce_gathered(b: Builder, x: Value, result: TensorType, step: Step, mesh: Mesh) -> Value:
+    """A reduction that no backend offers as a collective: gather the terms, reduce them locally."""
+    terms = gather_dim(b, b.reshape(x, (1, *b.types[x].shape)), 0, step.axes, mesh)
+    reduced = b.reduce(step.before.kind, terms, (0,))
     if step.kind == "all_reduce":
         return reduced
     return b.local_slice(reduced, result, step.axes, step.dims[0])

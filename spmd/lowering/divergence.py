@@ -18,6 +18,7 @@ import numpy as np
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import rewrite_ops
+from spmd.lowering.local.dims import gather_dim
 from spmd.mesh.mesh import Mesh
 
 HELD = "spmd.held"
@@ -53,10 +54,8 @@ def _gathered(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
     # to it, or -1. For pairs [[0, 1], [1, 2]] of four devices it is -1 0 1 -1. Devices without a
     # sender have zeros, as behind a permute.
     axes, type_ = op.kind.attrs["axes"], b.types[x]
-    count, shape = mesh.extent(axes), type_.shape
-    stacked = b.reshape(x, (1, *shape))
-    everyone = type_.with_shape((count, *shape))
-    gathered = b.collective("all_gather", stacked, everyone, axes, all_gather_dim=0)
+    shape = type_.shape
+    gathered = gather_dim(b, b.reshape(x, (1, *shape)), 0, axes, mesh)
     sender = dict.fromkeys(range(mesh.size), -1)
     sender |= {to: mesh.coordinate(source, axes) for source, to in op.kind.attrs["pairs"]}
     table = b.constant(np.array(list(sender.values()), np.int32), "i32")

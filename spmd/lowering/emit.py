@@ -8,25 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from spmd.ir.description import COMPOSITE
 from spmd.ir.dialect.collectives import COLLECTIVES
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Loc, Op, Program, Region, Value
-from spmd.ir.types import (
-    Attribute,
-    ConvDims,
-    Dense,
-    DotDims,
-    GatherDims,
-    Opaque,
-    ScatterDims,
-    TensorType,
-    numpy_dtype,
-)
+from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
 from spmd.lowering.local.composite import traced_composite
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs
@@ -98,17 +85,13 @@ class _Emitter:
         ways_out = [made[v] for v in region.results]
         operands = ", ".join(self.names[inner.operands[0]] for inner in ways_in)
         manual_axes = self.axis_names(op.kind.attrs["axes"])
-        attrs = ", ".join(
-            (
-                f"in_shardings = {self.crossings(ways_in)}",
-                f"out_shardings = {self.crossings(ways_out)}",
-                f"manual_axes = #sdy<manual_axes{manual_axes}>",
-            )
+        attrs = (
+            f"in_shardings = {self.crossings(ways_in)}, "
+            f"out_shardings = {self.crossings(ways_out)}, "
+            f"manual_axes = #sdy<manual_axes{manual_axes}>"
         )
-        outer = ", ".join(str(inner.kind.operands[0]) for inner in ways_in)
-        signature = f"({outer}) -> ({', '.join(map(str, op.kind.results))})"
-        head = f'{self.define(op.results)} = "sdy.manual_computation"({operands}) ({{'
-        self.lines.append(head)
+        signature = _signature([w.kind.operands[0] for w in ways_in], op.kind.results)
+        self.lines.append(f'{self.define(op.results)} = "sdy.manual_computation"({operands}) ({{')
         args = tuple(inner.results[0] for inner in ways_in)
         body = tuple(o for o in region.ops if o.name not in (TO_MANUAL, FROM_MANUAL))
         results = tuple(inner.operands[0] for inner in ways_out)
@@ -126,26 +109,20 @@ class _Emitter:
         return "{" + ", ".join([*names, *(["?"] if open_ else [])]) + "}"
 
     def op(self, op: Op, types: Sequence[TensorType]) -> None:
-        if op.name == MANUAL:
-            self.manual(op)
-            return
-        if op.name == COMPOSITE:
-            self.composite(op)
+        if op.name in (MANUAL, COMPOSITE):
+            (self.manual if op.name == MANUAL else self.composite)(op)
             return
         operands = ", ".join([self.names[v] for v in op.operands])
         target = f"{self.define(op.results)} = " if op.results else ""
         attrs = [f"{n} = {_attribute(a)}" for n, a in op.kind.attrs.items() if _is_emitted(n, a)]
         if op.name in COLLECTIVES:
             attrs += self.collective_attrs(op)
-        kept_op_name = op.name
-        head = f'{target}"{kept_op_name}"({operands})'
+        head = f'{target}"{op.name}"({operands})'
         bodies = [a for a in op.kind.attrs.values() if isinstance(a, Body)]
         if op.name == "stablehlo.select_and_scatter":
             bodies = [op.kind.attrs["select"], op.kind.attrs["scatter"]]
         dictionary = f" {{{', '.join(attrs)}}}" if attrs else ""
-        signature = (
-            f"({', '.join(map(str, op.kind.operands))}) -> ({', '.join(map(str, op.kind.results))})"
-        )
+        signature = _signature(op.kind.operands, op.kind.results)
         tail = f"{dictionary} : {signature} loc({self.loc(op.loc)})"
         if not op.regions and not bodies:
             self.lines.append(head + tail)
@@ -165,9 +142,7 @@ class _Emitter:
         assert traced is not None, op.label
         self.functions[traced.entry] = traced.functions
         operands = ", ".join(self.names[v] for v in op.operands)
-        signature = (
-            f"({', '.join(map(str, op.kind.operands))}) -> ({', '.join(map(str, op.kind.results))})"
-        )
+        signature = _signature(op.kind.operands, op.kind.results)
         self.lines.append(
             f'{self.define(op.results)} = "func.call"({operands}) {{callee = @{traced.entry}}} : '
             f"{signature} loc({self.loc(op.loc)})"
@@ -185,8 +160,8 @@ class _Emitter:
             self.lines.append(f"^bb0({args}):")
         self.ops(region.ops, types)
         values = ", ".join(self.names[v] for v in region.results)
-        result_types = ", ".join(str(types[v]) for v in region.results)
-        self.lines.append(f'"{end}"({values}) : ({result_types}) -> ()')
+        signature = _signature([types[v] for v in region.results], ())
+        self.lines.append(f'"{end}"({values}) : {signature}')
 
     def body(self, body: Body) -> None:
         """A scalar body: its values get a prefix, since bodies are numbered from 0, too."""
@@ -204,14 +179,12 @@ class _Emitter:
         attrs = [f"channel_handle = {handle}"]
         axes = op.kind.attrs["axes"]
         if op.collective == "collective_permute":
-            pairs = op.kind.attrs["pairs"]
-            text = ", ".join(f"[{a}, {b}]" for a, b in pairs)
-            return [*attrs, f"source_target_pairs = dense<[{text}]> : tensor<{len(pairs)}x2xi64>"]
+            return [*attrs, f"source_target_pairs = {_matrix(op.kind.attrs['pairs'])}"]
         if "groups" in op.kind.attrs:
-            groups = _replica_groups(op.kind.attrs["groups"])
+            groups = _matrix(op.kind.attrs["groups"])
         else:
             if axes not in self.groups:
-                self.groups[axes] = _replica_groups(self.mesh.groups(axes))
+                self.groups[axes] = _matrix(self.mesh.groups(axes))
             groups = self.groups[axes]
         attrs.append(f"replica_groups = {groups}")
         if op.name == "stablehlo.all_to_all":
@@ -227,9 +200,12 @@ class _Emitter:
         return self.locs.setdefault(short, f"#loc{len(self.locs)}")
 
 
-def _replica_groups(groups: Sequence[Sequence[int]]) -> str:
-    rows = ", ".join("[" + ", ".join(map(str, g)) + "]" for g in groups)
-    return f"dense<[{rows}]> : tensor<{len(groups)}x{len(groups[0])}xi64>"
+def _matrix(rows: Sequence[Sequence[int]]) -> str:
+    return f"dense<{list(map(list, rows))}> : tensor<{len(rows)}x{len(rows[0])}xi64>"
+
+
+def _signature(operands: Sequence[TensorType], results: Sequence[TensorType]) -> str:
+    return f"({', '.join(map(str, operands))}) -> ({', '.join(map(str, results))})"
 
 
 def _is_emitted(name: str, attr: Attribute) -> bool:
@@ -260,26 +236,18 @@ def _attribute(attr: Attribute) -> str:
         return attr.text
     if isinstance(attr, Dense):
         return _dense(attr)
-    if isinstance(attr, DotDims):
-        return _struct(
-            "dot",
-            lhs_batching_dimensions=attr.lhs_batch,
-            rhs_batching_dimensions=attr.rhs_batch,
-            lhs_contracting_dimensions=attr.lhs_contract,
-            rhs_contracting_dimensions=attr.rhs_contract,
-        )
-    if isinstance(attr, GatherDims):
-        return _struct("gather", **attr._asdict())
     if isinstance(attr, ConvDims):
         return _conv(attr)
-    if isinstance(attr, ScatterDims):
-        return _struct("scatter", **attr._asdict())
+    if type(attr) in DIM_NUMBERS:
+        word, names = DIM_NUMBERS[type(attr)]
+        fields = zip(names, attr, strict=True)
+        stated = [f"{n} = {list(v) if isinstance(v, tuple) else v}" for n, v in fields if v != ()]
+        return f"#stablehlo.{word}<{', '.join(stated)}>"
     if isinstance(attr, tuple):
         if attr and isinstance(attr[0], bool):
             return "array<i1: " + ", ".join("true" if a else "false" for a in attr) + ">"
         if attr and isinstance(attr[0], tuple):
-            rows = ", ".join(f"[{low}, {high}]" for low, high in attr)
-            return f"dense<[{rows}]> : tensor<{len(attr)}x2xi64>"
+            return _matrix(attr)
         return "array<i64" + (": " + ", ".join(map(str, attr)) if attr else "") + ">"
     raise TypeError(f"attribute {attr!r} cannot be emitted")
 
@@ -298,34 +266,11 @@ def _conv(dims: ConvDims) -> str:
     return f"#stablehlo.conv<{source}x{kernel}->{result}>"
 
 
-def _struct(name: str, **fields: Any) -> str:
-    parts = []
-    for field, value in fields.items():
-        if isinstance(value, tuple):
-            if value:
-                parts.append(f"{field} = [{', '.join(map(str, value))}]")
-        else:
-            parts.append(f"{field} = {value}")
-    return f"#stablehlo.{name}<{', '.join(parts)}>"
-
-
 def _dense(dense: Dense) -> str:
-    type_ = dense.type
-    if type_.size == 0:
-        return f"dense<> : {type_}"
-    if type_.dtype == "i1":
-        flags = np.frombuffer(dense.data, np.bool_)
-        if dense.splat:
-            return f"dense<{str(bool(flags[0])).lower()}> : {type_}"
-        return f"dense<{_nested(dense.array())}> : {type_}"
-    if type_.dtype.lstrip("u") in ("i2", "i4"):
-        text = str(int(dense.array().reshape(-1)[0])) if dense.splat else _nested(dense.array())
-        return f"dense<{text}> : {type_}"
-    little = np.frombuffer(dense.data, numpy_dtype(type_.dtype)).tobytes()
-    return f'dense<"0x{little.hex().upper()}"> : {type_}'
-
-
-def _nested(array: np.ndarray[Any, Any]) -> str:
-    if array.ndim == 0:
-        return str(bool(array)).lower() if array.dtype == np.bool_ else str(int(array))
-    return "[" + ", ".join(_nested(row) for row in array) + "]"
+    if dense.type.size == 0:
+        return f"dense<> : {dense.type}"
+    if dense.type.dtype.lstrip("u") not in ("i1", "i2", "i4"):
+        return f'dense<"0x{dense.data.hex().upper()}"> : {dense.type}'
+    array = dense.array().reshape(-1)[0] if dense.splat else dense.array()
+    plain = array.astype(bool if dense.type.dtype == "i1" else int).tolist()
+    return f"dense<{json.dumps(plain)}> : {dense.type}"

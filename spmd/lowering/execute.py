@@ -7,7 +7,7 @@ jax's own. The module is merged into the surrounding one when jax lowers the pri
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,11 +102,8 @@ def executable(emitted: Emitted, devices: Sequence[Any] | None = None) -> Any:
       devices: as for `compile_emitted`.
     """
     mesh = jax_mesh(emitted.mesh, devices)
-    module, out_types = emitted.module, emitted.result_types
+    run = _runner(emitted.module, emitted.result_types)
     arguments, results = emitted.argument_specs, emitted.result_specs
-
-    def run(*args: Any) -> Any:
-        return tuple(_program.bind(*args, module=module, out_types=out_types))
 
     def named(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, spec) for spec in specs)
@@ -121,39 +118,31 @@ def executable(emitted: Emitted, devices: Sequence[Any] | None = None) -> Any:
     )
 
 
-def executable_on_one_device(module: str, out_types: Sequence[TensorType], device: Any) -> Any:
-    """A function of host arrays that runs a whole program, as it is, on one device.
+def executable_on(module: str, out_types: Sequence[TensorType], where: Any) -> Any:
+    """A function of host arrays that runs a whole program, as it is, on one device or a mesh.
+
+    On a mesh every device holds all arguments and results; what is between is left to XLA's
+    partitioner.
 
     Args:
       module: StableHLO text with a function `main`.
       out_types: types of its results.
-      device: a jax device.
+      where: a jax device, or the mesh of the program's manual regions.
     """
+    run, place = _runner(module, tuple(out_types)), where
+    more: dict[str, Any] = {}
+    if isinstance(where, Mesh):
+        place = NamedSharding(jax_mesh(where), PartitionSpec())
+        more = {"out_shardings": place}
+    jitted = jax.jit(run, keep_unused=True, **more)
+    return lambda *args: jitted(*jax.device_put(args, place))
 
+
+def _runner(module: str, out_types: tuple[TensorType, ...]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        return tuple(_program.bind(*args, module=module, out_types=tuple(out_types)))
+        return tuple(_program.bind(*args, module=module, out_types=out_types))
 
-    jitted = jax.jit(run, keep_unused=True)
-    return lambda *args: jitted(*jax.device_put(args, device))
-
-
-def executable_on_mesh(module: str, out_types: Sequence[TensorType], mesh: Mesh) -> Any:
-    """A function of host arrays that runs a whole program with manual regions, XLA's way.
-
-    Every device holds all arguments and results; what is between is left to XLA's partitioner.
-
-    Args:
-      module: StableHLO text with a function `main`.
-      out_types: types of its results.
-      mesh: the mesh of its manual regions.
-    """
-
-    def run(*args: Any) -> Any:
-        return tuple(_program.bind(*args, module=module, out_types=tuple(out_types)))
-
-    everywhere = NamedSharding(jax_mesh(mesh), PartitionSpec())
-    jitted = jax.jit(run, keep_unused=True, out_shardings=everywhere)
-    return lambda *args: jitted(*jax.device_put(args, everywhere))
+    return run
 
 
 def without_shardings(module: ir.Module) -> str:

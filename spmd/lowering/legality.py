@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE
-from spmd.ir.legality import check_program, fail
+from spmd.ir.legality import check_program, fail, hold
 from spmd.ir.program import Body, Op, Program
 from spmd.ir.types import TensorType, local_type
 from spmd.lowering.partition import Partitioned
@@ -29,10 +29,7 @@ def check_local(partitioned: Partitioned, stage: str, whole: Program | None = No
     """
     check_program(partitioned.program, stage)
     for op in partitioned.program.walk():
-        for check in OP_CHECKS.get(op.collective or op.name, ()):
-            problem = check(partitioned.mesh, op)
-            if problem is not None:
-                fail(stage, check.__name__, problem, op)
+        hold(stage, OP_CHECKS.get(op.collective or op.name, ()), op, partitioned.mesh, op)
     _check_boundary(partitioned, stage, whole)
 
 
@@ -164,20 +161,15 @@ def _resized(op: Op, factors: Mapping[object, tuple[int, int]]) -> str | None:
         for dim in factors:
             if type(dim) is not int or not 0 <= dim < before.rank:
                 return f"{before} has no dim {dim}"
-        wanted = [_scaled(size, *factors.get(d, (1, 1))) for d, size in enumerate(before.shape)]
-        if None in wanted:
-            return f"{before} can't be cut into equal pieces"
-        if after != TensorType(tuple(n for n in wanted if n is not None), before.dtype):
-            return f"{before} becomes {after} instead of {_dims(wanted)}"
+        wanted = before
+        for dim, (times, parts) in factors.items():
+            assert isinstance(dim, int)
+            if before.shape[dim] % parts:
+                return f"{before} can't be cut into equal pieces"
+            wanted = wanted.scaled(dim, times, parts)
+        if after != wanted:
+            return f"{before} becomes {after} instead of {'x'.join(map(str, wanted.shape))}"
     return None
-
-
-def _scaled(size: int, times: int, parts: int) -> int | None:
-    return None if size % parts else size * times // parts
-
-
-def _dims(sizes: Sequence[int | None]) -> str:
-    return "x".join(map(str, sizes))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -89,14 +89,8 @@ class _Partitioner:
             self.b.loc = Loc(frames=self.frames(value))
             self.user = (None, i, f"result {numberless(program.result_names[i])}")
             results.append(self.get(value, sharding))
-        local = Program(
-            program.name,
-            tuple(self.b.types),
-            self.b.end(args, results),
-            program.arg_names,
-            program.result_names,
-        )
-        local = without_permutes(local._replace(types=tuple(self.b.types)), self.mesh)
+        local = program._replace(body=self.b.end(args, results), types=tuple(self.b.types))
+        local = without_permutes(local, self.mesh)
         return Partitioned(local, self.mesh, self.plan.arguments, self.plan.results)
 
     def frames(self, value: Value) -> tuple[Frame, ...]:
@@ -237,19 +231,18 @@ class _Partitioner:
             return
         choice = self.plan.choices[op.results[0]]
         self.b.loc = op.loc
-        operands = tuple(
-            [
-                self.operand(op, i, v, s)
-                for i, (v, s) in enumerate(zip(op.operands, choice.operands, strict=True))
-            ]
-        )
-        results = self.lower(op, choice, operands)
+        self.keep(op, choice, self.lower(op, choice, self.operands(op, choice)))
+
+    def operands(self, op: Op, choice: Choice) -> tuple[Value, ...]:
+        found = []
+        for i, (value, wanted) in enumerate(zip(op.operands, choice.operands, strict=True)):
+            self.user = (op, i, "")
+            found.append(self.get(value, wanted))
+        return tuple(found)
+
+    def keep(self, op: Op, choice: Choice, results: tuple[Value, ...]) -> None:
         for value, sharding, local in zip(op.results, choice.results, results, strict=True):
             self.copies[-1][value] = {sharding: local}
-
-    def operand(self, op: Op, index: int, value: Value, wanted: Sharding) -> Value:
-        self.user = (op, index, "")
-        return self.get(value, wanted)
 
     @property
     def use(self) -> str:
@@ -278,10 +271,7 @@ class _Partitioner:
     def control_flow(self, op: Op) -> None:
         choice = self.plan.choice(op)
         self.b.loc = op.loc
-        operands = [
-            self.operand(op, i, v, s)
-            for i, (v, s) in enumerate(zip(op.operands, choice.operands, strict=True))
-        ]
+        operands = self.operands(op, choice)
         is_loop = op.is_loop
         regions = []
         for number, region in enumerate(op.regions):
@@ -297,9 +287,7 @@ class _Partitioner:
         held = self.resharder.held(op.results[0])
         if held and self.plan.trips.get(op.results[0]) is None:
             attrs = {**attrs, HELD: held}
-        results = self.b.op(op.name, operands, types, attrs, tuple(regions))
-        for value, sharding, local in zip(op.results, choice.results, results, strict=True):
-            self.copies[-1][value] = {sharding: local}
+        self.keep(op, choice, self.b.op(op.name, operands, types, attrs, tuple(regions)))
 
     def region(
         self,

@@ -184,12 +184,9 @@ class Mesh:
 
     def coordinates(self, atoms: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The coordinate along some atoms of every device, by position."""
-        positions = np.arange(self.size)
-        index = np.zeros_like(positions)
-        for a in atoms:
-            atom = self.atoms[a]
-            index = index * atom.size + positions // atom.stride % atom.size
-        return index
+        positions: Any = np.arange(self.size)
+        index: np.ndarray[Any, np.dtype[np.int64]] = 0 * positions
+        return index + self.coordinate(positions, atoms)
 
     def groups(self, atoms: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Replica groups of a collective over some atoms, as positions in the flattened mesh.

@@ -129,6 +129,11 @@ def tile(size: int, axes: Axes, mesh: Mesh, index: int) -> tuple[int, int]:
     return start, own
 
 
+def tiles(size: int, axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
+    """`tile` of every piece along `axes`, in order."""
+    return [tile(size, axes, mesh, i) for i in range(mesh.extent(axes))]
+
+
 def is_even(size: int, axes: Axes, mesh: Mesh) -> bool:
     """Whether a dim's pieces have no padding."""
     return size % mesh.extent(axes) == 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import Rule
-from spmd.ir.legality import fail
+from spmd.ir.legality import fail, hold
 from spmd.ir.program import Op, Value
 from spmd.mesh.sharding import (
     Axes,
@@ -30,10 +30,7 @@ def check_plan(plan: Plan) -> None:
     Raises:
       LegalityError: a check that does not hold, with the op.
     """
-    for check in PLAN_CHECKS:
-        problem = check(plan)
-        if problem is not None:
-            fail("planned", check.__name__, problem)
+    hold("planned", PLAN_CHECKS, None, plan)
     for op in plan.program.walk():
         _check_op(plan, op)
 
@@ -44,11 +41,7 @@ def _check_op(plan: Plan, op: Op) -> None:
     choice = plan.choices.get(op.results[0]) if op.results else None
     if choice is None:
         fail("planned", "has_choice", "an op that is not cheap has no choice", op)
-    checks = REGION_OP_CHECKS if op.regions else OP_CHECKS
-    for check in checks:
-        problem = check(plan, op, choice)
-        if problem is not None:
-            fail("planned", check.__name__, problem, op)
+    hold("planned", REGION_OP_CHECKS if op.regions else OP_CHECKS, op, plan, op, choice)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -238,21 +238,19 @@ class _Simulation:
         size = self.bytes(value)
         if kernel.writes_over:
             self.take_over(size)
-        self.held += size
-        self.dying.setdefault(end, []).append(len(self.buffers))
         of = self.kernels.copied.get(value, value)
-        self.buffers.append(Buffer(of, kernel.op, size, now, end, kernel.is_copy))
-        if self.held > self.most:
-            self.most, self.most_at = self.held, now
+        self.hold(Buffer(of, kernel.op, size, now, end, kernel.is_copy))
 
     def hold_workspace(self, kernel: Kernel) -> None:
         """Allocates what a composite holds while it runs, beside its operands and results."""
         size = kernel.op.kind.attrs.get(WORKSPACE, 0)
-        if not size or kernel.is_copy:
-            return
-        self.held += size
-        self.dying.setdefault(self.now, []).append(len(self.buffers))
-        self.buffers.append(Buffer(kernel.makes[0], kernel.op, size, self.now, self.now))
+        if size and not kernel.is_copy:
+            self.hold(Buffer(kernel.makes[0], kernel.op, size, self.now, self.now))
+
+    def hold(self, buffer: Buffer) -> None:
+        self.held += buffer.bytes
+        self.dying.setdefault(buffer.end, []).append(len(self.buffers))
+        self.buffers.append(buffer)
         if self.held > self.most:
             self.most, self.most_at = self.held, self.now
 

@@ -23,7 +23,7 @@ from spmd.ir.text import format_op
 from spmd.ir.types import TensorType
 from spmd.lowering.emit import emit
 from spmd.lowering.emitted import Emitted
-from spmd.lowering.execute import executable, executable_on_mesh, executable_on_one_device
+from spmd.lowering.execute import executable, executable_on
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.mesh.spec import jax_mesh
@@ -90,10 +90,9 @@ def run_text(text: str, program: Program, arguments: Arrays, mesh: Mesh) -> Arra
     With manual regions it takes the whole mesh, and XLA's partitioner.
     """
     types = tuple(program.types[v] for v in program.body.results)
-    if any(op.name == MANUAL for op in program.walk()):
-        return host_arrays(executable_on_mesh(text, types, mesh)(*arguments))
-    device = jax_mesh(mesh).devices.flat[0]
-    return host_arrays(executable_on_one_device(text, types, device)(*arguments))
+    is_manual = any(op.name == MANUAL for op in program.walk())
+    where = mesh if is_manual else jax_mesh(mesh).devices.flat[0]
+    return host_arrays(executable_on(text, types, where)(*arguments))
 
 
 def host_arrays(arrays: Sequence[Any]) -> Arrays:

@@ -6,12 +6,12 @@ after:  `%2 = broadcast_in_dim %1; %3 = stablehlo.add %0, %2`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from spmd.frontend.canonicalize.site import Canonical, Site
+from spmd.frontend.canonicalize.site import Site, canonical
 from spmd.ir.dialect.bodies import inline_elementwise, is_elementwise
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Body, Value
@@ -29,6 +29,7 @@ BROADCASTING = {
 """Broadcasting op -> the op that it is once its operands have one shape."""
 
 
+@canonical(*BROADCASTING)
 def _broadcasting(site: Site) -> Sequence[Value]:
     name = BROADCASTING[site.op.name]
     shape = site.result.shape
@@ -53,10 +54,12 @@ def _as_stablehlo(attr: Attribute) -> Attribute:
     return Opaque(attr.text.replace("#chlo<", "#stablehlo<")) if isinstance(attr, Opaque) else attr
 
 
+@canonical("chlo.constant")
 def _constant(site: Site) -> Sequence[Value]:
     return site.b.op("stablehlo.constant", (), (site.result,), site.attrs)
 
 
+@canonical("chlo.constant_like")
 def _constant_like(site: Site) -> Sequence[Value]:
     return (site.b.splat(_number(site.attrs["value"], site.result), site.result),)
 
@@ -74,6 +77,7 @@ def _number(attr: Attribute, type_: TensorType) -> Any:
     return int(text) if dtype.kind in "iu" else float(text)
 
 
+@canonical("chlo.mulhi")
 def _mulhi(site: Site) -> Sequence[Value]:
     """The upper half of a product: of twice the width, or of 32-bit halves for 64 bits."""
     b, dtype = site.b, site.result.dtype
@@ -116,6 +120,7 @@ def _mulhi_64(b: Builder, x: Value, y: Value) -> Value:
     return result
 
 
+@canonical("chlo.scan")
 def _scan(site: Site) -> Sequence[Value]:
     """An associative scan in log2(n) steps, each a shifted combination of the whole.
 
@@ -184,12 +189,3 @@ class _Scan:
     def join(self, first: Value, rest: Value) -> Value:
         parts = (rest, first) if self.is_reverse else (first, rest)
         return self.b.concatenate(parts, self.dim)
-
-
-CHLO: Mapping[str, Canonical] = {
-    **dict.fromkeys(BROADCASTING, _broadcasting),
-    "chlo.constant": _constant,
-    "chlo.constant_like": _constant_like,
-    "chlo.mulhi": _mulhi,
-    "chlo.scan": _scan,
-}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from spmd.frontend.canonicalize.site import Canonical, Site, reduce_add
+from spmd.frontend.canonicalize.site import Site, canonical, reduce_add
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Value
 from spmd.ir.types import DotDims, GatherDims
 
 
+@canonical("stablehlo.dot")
 def _dot(site: Site) -> Sequence[Value]:
     """`dot` contracts the last dim of the left operand with the first of the right one."""
     left = site.op.kind.operands[0].rank
@@ -17,6 +18,7 @@ def _dot(site: Site) -> Sequence[Value]:
     return site.b.op("stablehlo.dot_general", site.operands, (site.result,), attrs)
 
 
+@canonical("stablehlo.einsum")
 def _einsum(site: Site) -> Sequence[Value]:
     """A letter of one side alone is summed first, then `dot_general`, then a transpose.
 
@@ -54,6 +56,7 @@ def _einsum(site: Site) -> Sequence[Value]:
     return (b.transpose(product, [made.index(c) for c in output]),)
 
 
+@canonical("stablehlo.unary_einsum")
 def _unary_einsum(site: Site) -> Sequence[Value]:
     """Letters that the output lacks are summed; the others are put in its order."""
     inputs, output = _letters(site)
@@ -88,6 +91,7 @@ def _sum_letters(b: Builder, term: str, x: Value, kept: set[str]) -> tuple[str, 
     return "".join(c for c in term if c in kept), reduce_add(b, x, alone)
 
 
+@canonical("stablehlo.broadcast")
 def _broadcast(site: Site) -> Sequence[Value]:
     """`broadcast` puts new dims in front."""
     new = len(site.attrs["broadcast_sizes"])
@@ -95,6 +99,7 @@ def _broadcast(site: Site) -> Sequence[Value]:
     return (site.b.broadcast(site.operands[0], site.result.shape, tuple(dims)),)
 
 
+@canonical("stablehlo.torch_index_select")
 def _torch_index_select(site: Site) -> Sequence[Value]:
     """One `gather` along `dim`, with the leading dims of both sides as batch."""
     operand, index = site.op.kind.operands
@@ -111,12 +116,3 @@ def _torch_index_select(site: Site) -> Sequence[Value]:
     sizes = tuple(1 if d < batch or d == dim else n for d, n in enumerate(operand.shape))
     attrs = {"dimension_numbers": dims, "slice_sizes": sizes, "indices_are_sorted": False}
     return site.b.op("stablehlo.gather", site.operands, (site.result,), attrs)
-
-
-CONTRACT: Mapping[str, Canonical] = {
-    "stablehlo.broadcast": _broadcast,
-    "stablehlo.dot": _dot,
-    "stablehlo.einsum": _einsum,
-    "stablehlo.torch_index_select": _torch_index_select,
-    "stablehlo.unary_einsum": _unary_einsum,
-}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from spmd.frontend.canonicalize.site import Canonical, Site
+from spmd.frontend.canonicalize.site import Site, canonical
 from spmd.ir.program import Value
 
 _UNARY = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "erf", "sinh", "tan")
@@ -13,11 +13,13 @@ _PLACED_BY_NUMBER = "custom_call:Sharding"
 """A GSPMD annotation: it numbers devices and knows no axes, so it says nothing about a mesh."""
 
 
+@canonical(*(f"custom_call:mhlo.{name}" for name in _UNARY))
 def _unary(site: Site) -> Sequence[Value]:
     name = str(site.attrs["call_target_name"]).replace("mhlo.", "chlo.")
     return site.b.op(name, site.operands, site.op.kind.results)
 
 
+@canonical("custom_call:TopK", "custom_call:mhlo.topk")
 def _top_k(site: Site) -> Sequence[Value]:
     """`mhlo.topk` and XLA's `TopK` are `chlo.top_k` where they ask for the largest."""
     text = " ".join(str(getattr(site.attrs.get(name), "text", "")) for name in _TOP_K_ATTRS)
@@ -30,6 +32,7 @@ def _top_k(site: Site) -> Sequence[Value]:
 _TOP_K_ATTRS = ("mhlo.attributes", "mhlo.backend_config")
 
 
+@canonical("custom_call:ApproxTopK")
 def _approx_top_k(site: Site) -> Sequence[Value]:
     """A sort by the call's own comparator, then its first elements: recall 1, whatever was asked.
 
@@ -52,14 +55,6 @@ def _approx_top_k(site: Site) -> Sequence[Value]:
     ]
 
 
+@canonical(_PLACED_BY_NUMBER)
 def _same(site: Site) -> Sequence[Value]:
     return site.operands
-
-
-CUSTOM_CALL: Mapping[str, Canonical] = {
-    **dict.fromkeys((f"custom_call:mhlo.{name}" for name in _UNARY), _unary),
-    "custom_call:ApproxTopK": _approx_top_k,
-    "custom_call:TopK": _top_k,
-    "custom_call:mhlo.topk": _top_k,
-    _PLACED_BY_NUMBER: _same,
-}

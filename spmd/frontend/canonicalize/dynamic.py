@@ -8,11 +8,11 @@ after:  `%2 = stablehlo.pad %x, %zero {edge_padding_low = ..., ...}`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from spmd.frontend.canonicalize.site import Canonical, Site
+from spmd.frontend.canonicalize.site import Site, canonical
 from spmd.ir.program import Value
 from spmd.ir.types import GatherDims
 
@@ -28,19 +28,23 @@ def _need(site: Site, operand: int, what: str) -> tuple[int, ...]:
     return found
 
 
+@canonical("stablehlo.dynamic_reshape")
 def _reshape(site: Site) -> Sequence[Value]:
     return (site.b.reshape(site.operands[0], site.result.shape),)
 
 
+@canonical("stablehlo.dynamic_broadcast_in_dim")
 def _broadcast_in_dim(site: Site) -> Sequence[Value]:
     dims = site.attrs["broadcast_dimensions"]
     return (site.b.broadcast(site.operands[0], site.result.shape, dims),)
 
 
+@canonical("stablehlo.dynamic_iota")
 def _iota(site: Site) -> Sequence[Value]:
     return (site.b.iota(site.result, site.attrs["iota_dimension"]),)
 
 
+@canonical("stablehlo.dynamic_gather")
 def _gather(site: Site) -> Sequence[Value]:
     """The result's offset dims have the slice's sizes, what it lacks has size 1."""
     dims: GatherDims = site.attrs["dimension_numbers"]
@@ -54,12 +58,14 @@ def _gather(site: Site) -> Sequence[Value]:
     return site.b.op("stablehlo.gather", site.operands[:2], (site.result,), attrs)
 
 
+@canonical("stablehlo.dynamic_pad")
 def _pad(site: Site) -> Sequence[Value]:
     names = ("edge_padding_low", "edge_padding_high", "interior_padding")
     attrs = {name: _need(site, 2 + i, "its amounts") for i, name in enumerate(names)}
     return site.b.op("stablehlo.pad", site.operands[:2], (site.result,), attrs)
 
 
+@canonical("stablehlo.dynamic_conv")
 def _conv(site: Site) -> Sequence[Value]:
     amounts = _need(site, 2, "its amounts of padding")
     padding = tuple(zip(amounts[::2], amounts[1::2], strict=True))
@@ -67,6 +73,7 @@ def _conv(site: Site) -> Sequence[Value]:
     return site.b.op("stablehlo.convolution", site.operands[:2], (site.result,), attrs)
 
 
+@canonical("stablehlo.real_dynamic_slice")
 def _slice(site: Site) -> Sequence[Value]:
     """Constant starts give a slice, others a dynamic slice if it takes every element."""
     b, strides = site.b, _need(site, 3, "its strides")
@@ -88,27 +95,16 @@ def _slice(site: Site) -> Sequence[Value]:
     return (b.dynamic_slice(site.operands[0], scalars, shape),)
 
 
+@canonical("stablehlo.get_dimension_size")
 def _get_dimension_size(site: Site) -> Sequence[Value]:
     size = site.op.kind.operands[0].shape[site.attrs["dimension"]]
     return (site.b.constant(np.asarray(size), site.result.dtype),)
 
 
+@canonical("stablehlo.set_dimension_size")
 def _set_dimension_size(site: Site) -> Sequence[Value]:
     """Static types leave one size that can be set: the one that is there."""
     size = site.op.kind.operands[0].shape[site.attrs["dimension"]]
     if _need(site, 1, "its sizes") != (size,):
         site.fail(f"it makes a dim of size {size} bounded", "give the dim its final size")
     return site.operands[:1]
-
-
-DYNAMIC: Mapping[str, Canonical] = {
-    "stablehlo.dynamic_broadcast_in_dim": _broadcast_in_dim,
-    "stablehlo.dynamic_conv": _conv,
-    "stablehlo.dynamic_gather": _gather,
-    "stablehlo.dynamic_iota": _iota,
-    "stablehlo.dynamic_pad": _pad,
-    "stablehlo.dynamic_reshape": _reshape,
-    "stablehlo.get_dimension_size": _get_dimension_size,
-    "stablehlo.real_dynamic_slice": _slice,
-    "stablehlo.set_dimension_size": _set_dimension_size,
-}

@@ -6,18 +6,16 @@ after:  `%2 = %0 * %1; %3 = splat 1; %4 = %2 + %3`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from spmd.frontend.canonicalize.site import Canonical, Site
+from spmd.frontend.canonicalize.site import Site, canonical
 from spmd.ir.dialect.bodies import inline_elementwise, is_elementwise
 from spmd.ir.program import Body, Value
 
 
+@canonical("stablehlo.map")
 def _map(site: Site) -> Sequence[Value]:
     body: Body = site.attrs["body"]
     if not is_elementwise(body):
         site.fail("its body is not elementwise", "use elementwise ops in the body")
     return inline_elementwise(site.b, body, site.operands, site.result.shape)
-
-
-MAP: Mapping[str, Canonical] = {"stablehlo.map": _map}

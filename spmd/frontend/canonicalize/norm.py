@@ -8,9 +8,9 @@ after:  `%mean = sum(%x) / n; %var = sum((%x - %mean)^2) / n; %y = (%x - %mean) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from spmd.frontend.canonicalize.site import Canonical, Site, reduce_add
+from spmd.frontend.canonicalize.site import Site, canonical, reduce_add
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
@@ -56,11 +56,13 @@ class _Norm:
         return b.binary("add", scaled, self.spread(offset))
 
 
+@canonical("stablehlo.batch_norm_inference")
 def _inference(site: Site) -> Sequence[Value]:
     x, scale, offset, mean, variance = site.operands
     return (_Norm(site).normalize(x, scale, offset, mean, variance),)
 
 
+@canonical("stablehlo.batch_norm_training")
 def _training(site: Site) -> Sequence[Value]:
     x, scale, offset = site.operands
     norm = _Norm(site)
@@ -70,6 +72,7 @@ def _training(site: Site) -> Sequence[Value]:
     return norm.normalize(x, scale, offset, mean, variance), mean, variance
 
 
+@canonical("stablehlo.batch_norm_grad")
 def _grad(site: Site) -> Sequence[Value]:
     """`dx = scale / deviation / n * (n * dy - sum(dy) - (x - mean) * sum(dy * (x - mean)) / var)`.
 
@@ -88,10 +91,3 @@ def _grad(site: Site) -> Sequence[Value]:
     flat = b.binary("subtract", b.binary("subtract", dy, shift), tilt)
     dx = b.binary("multiply", norm.spread(b.binary("multiply", scale, inverse)), flat)
     return dx, b.binary("multiply", weighted, inverse), dy_sum
-
-
-NORM: Mapping[str, Canonical] = {
-    "stablehlo.batch_norm_grad": _grad,
-    "stablehlo.batch_norm_inference": _inference,
-    "stablehlo.batch_norm_training": _training,
-}

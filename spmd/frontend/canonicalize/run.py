@@ -9,37 +9,15 @@ after:  `%2 = stablehlo.reshape %x : tensor<2x12xf32>`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from spmd.errors import SpmdError
-from spmd.frontend.canonicalize.chlo import CHLO
-from spmd.frontend.canonicalize.contract import CONTRACT
-from spmd.frontend.canonicalize.custom_call import CUSTOM_CALL
-from spmd.frontend.canonicalize.dynamic import DYNAMIC
-from spmd.frontend.canonicalize.map import MAP
-from spmd.frontend.canonicalize.norm import NORM
-from spmd.frontend.canonicalize.site import Canonical, Site
+from spmd.frontend.canonicalize.site import CANONICAL, Site
 from spmd.ir.control_flow import producers_of
+from spmd.ir.description import key_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import rewrite_ops
-
-CANONICAL: Mapping[str, Canonical] = {
-    **CHLO,
-    **CONTRACT,
-    **CUSTOM_CALL,
-    **DYNAMIC,
-    **MAP,
-    **NORM,
-}
-"""Op (or `custom_call:` and its target) -> how it is written with other ops."""
-
-
-def canonical_name(op: Op) -> str:
-    """The name that an op stands under in the table."""
-    if op.name == "stablehlo.custom_call":
-        return f"custom_call:{op.kind.attrs.get('call_target_name', '')}"
-    return op.name
 
 
 def canonicalize(program: Program) -> Program:
@@ -48,12 +26,12 @@ def canonicalize(program: Program) -> Program:
     Raises:
       UnsupportedOpError: a form of an op that no other ops say.
     """
-    if not any(canonical_name(op) in CANONICAL for op in program.walk()):
+    if not any(key_of(op.name, op.kind.attrs) in CANONICAL for op in program.walk()):
         return program
     producers = producers_of(program)
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
-        function = CANONICAL.get(canonical_name(op))
+        function = CANONICAL.get(key_of(op.name, op.kind.attrs))
         if function is None:
             return None
         results = function(Site(b, op, operands, producers))

@@ -52,6 +52,20 @@ class Site(NamedTuple):
 
 Canonical = Callable[[Site], Sequence[Value]]
 
+CANONICAL: dict[str, Canonical] = {}
+"""Op (or `custom_call:` and its target) -> how it is written with other ops."""
+
+
+def canonical(*names: str) -> Callable[[Canonical], Canonical]:
+    """Decorator: the function writes these ops with others."""
+
+    def register(function: Canonical) -> Canonical:
+        CANONICAL.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
 _SAME_ELEMENTS = {"stablehlo.convert", "stablehlo.reshape"}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from spmd.errors import FrontendError
 from spmd.frontend.importer.manual import COLLECTIVE_DIMS, Exchange
 from spmd.ir.program import Frame
 from spmd.ir.types import (
+    DIM_NUMBERS,
     Attribute,
     ConvDims,
     Dense,
@@ -160,7 +162,7 @@ def attribute(op_name: str, name: str, attr: Any) -> Attribute:
     if isinstance(attr, ir.StringAttr):
         return str(attr.value)
     if (op_name, name) in _DIMS:
-        return _DIMS[op_name, name](attr)
+        return _dims(_DIMS[op_name, name], attr)
     if name == "padding" and isinstance(attr, ir.DenseIntElementsAttr):
         return tuple((int(low), int(high)) for low, high in np.asarray(attr)) or None
     if op_name == "sdy.sharding_constraint":
@@ -222,64 +224,35 @@ def string_of(attr: Any) -> str:
     return str(ir.StringAttr(attr).value)
 
 
-def _dot_dims(attr: Any) -> DotDims:
-    dims = hlo.DotDimensionNumbers(attr)
-    return DotDims(
-        tuple(dims.lhs_batching_dimensions),
-        tuple(dims.rhs_batching_dimensions),
-        tuple(dims.lhs_contracting_dimensions),
-        tuple(dims.rhs_contracting_dimensions),
-    )
-
-
-def _gather_dims(attr: Any) -> GatherDims:
-    dims = hlo.GatherDimensionNumbers(attr)
-    return GatherDims(
-        tuple(dims.offset_dims),
-        tuple(dims.collapsed_slice_dims),
-        tuple(dims.operand_batching_dims),
-        tuple(dims.start_indices_batching_dims),
-        tuple(dims.start_index_map),
-        dims.index_vector_dim,
-    )
-
-
-def _scatter_dims(attr: Any) -> ScatterDims:
-    dims = hlo.ScatterDimensionNumbers(attr)
-    return ScatterDims(
-        tuple(dims.update_window_dims),
-        tuple(dims.inserted_window_dims),
-        tuple(dims.input_batching_dims),
-        tuple(dims.scatter_indices_batching_dims),
-        tuple(dims.scattered_dims_to_operand_dims),
-        dims.index_vector_dim,
-    )
-
-
-def _conv_dims(attr: Any) -> ConvDims:
-    dims = hlo.ConvDimensionNumbers(attr)
-    return ConvDims(
-        dims.input_batch_dimension,
-        dims.input_feature_dimension,
-        tuple(dims.input_spatial_dimensions),
-        dims.kernel_input_feature_dimension,
-        dims.kernel_output_feature_dimension,
-        tuple(dims.kernel_spatial_dimensions),
-        dims.output_batch_dimension,
-        dims.output_feature_dimension,
-        tuple(dims.output_spatial_dimensions),
-    )
-
-
-_DIMS: Mapping[tuple[str, str], Callable[[Any], Attribute]] = {
-    ("stablehlo.convolution", "dimension_numbers"): _conv_dims,
-    ("stablehlo.dot_general", "dot_dimension_numbers"): _dot_dims,
-    ("stablehlo.dynamic_conv", "dimension_numbers"): _conv_dims,
-    ("stablehlo.dynamic_gather", "dimension_numbers"): _gather_dims,
-    ("stablehlo.gather", "dimension_numbers"): _gather_dims,
-    ("stablehlo.scatter", "scatter_dimension_numbers"): _scatter_dims,
+_NUMBERS: Mapping[type, tuple[Any, Sequence[str]]] = {
+    ConvDims: (
+        hlo.ConvDimensionNumbers,
+        [f"{n}_dimension{'s' * n.endswith('spatial')}" for n in ConvDims._fields],
+    ),
+    DotDims: (hlo.DotDimensionNumbers, DIM_NUMBERS[DotDims][1]),
+    GatherDims: (hlo.GatherDimensionNumbers, GatherDims._fields),
+    ScatterDims: (
+        hlo.ScatterDimensionNumbers,
+        [n.replace("scatter_dims", "scattered_dims") for n in ScatterDims._fields],
+    ),
 }
-"""(op, attribute) -> how to read attributes that say which dim is what."""
+"""Attributes that say which dim is what -> their class in the bindings, and its fields."""
+
+_DIMS: Mapping[tuple[str, str], type] = {
+    ("stablehlo.convolution", "dimension_numbers"): ConvDims,
+    ("stablehlo.dot_general", "dot_dimension_numbers"): DotDims,
+    ("stablehlo.dynamic_conv", "dimension_numbers"): ConvDims,
+    ("stablehlo.dynamic_gather", "dimension_numbers"): GatherDims,
+    ("stablehlo.gather", "dimension_numbers"): GatherDims,
+    ("stablehlo.scatter", "scatter_dimension_numbers"): ScatterDims,
+}
+"""(op, attribute) -> what it is as data."""
+
+
+def _dims(kind: type, attr: Any) -> Attribute:
+    numbers, names = _NUMBERS[kind]
+    fields = [getattr(numbers(attr), name) for name in names]
+    return kind(*(field if isinstance(field, int) else tuple(field) for field in fields))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -320,11 +293,8 @@ def mesh_axes(attr: Any) -> tuple[tuple[str, int], ...]:
 def partitions_of(module: ir.Module) -> int:
     """The number of devices that a module says it is for."""
     found = module.operation.attributes
-    count = 1
-    for name in ("mhlo.num_partitions", "mhlo.num_replicas"):
-        if name in found:
-            count *= int(ir.IntegerAttr(found[name]).value)
-    return count
+    names = ("mhlo.num_partitions", "mhlo.num_replicas")
+    return math.prod(integer_of(found[name]) for name in names if name in found)
 
 
 def exchange_of(op: Any) -> Exchange:
@@ -332,15 +302,13 @@ def exchange_of(op: Any) -> Exchange:
     attrs = op.attributes
     permutes = op.name == "stablehlo.collective_permute"
     stated = attrs["source_target_pairs" if permutes else "replica_groups"]
-    rows: list[list[int]] = []
     is_dense = isinstance(stated, ir.DenseIntElementsAttr)
-    if is_dense:
-        rows = np.asarray(stated).tolist()
+    rows = np.asarray(stated).tolist() if is_dense else []
     channel = str(attrs["channel_handle"]) if "channel_handle" in attrs else ""
     number = re.search(r"handle = (\d+)", channel)
     return Exchange(
         op.name,
-        {name: int(ir.IntegerAttr(attrs[name]).value) for name in COLLECTIVE_DIMS if name in attrs},
+        {name: integer_of(attrs[name]) for name in COLLECTIVE_DIMS if name in attrs},
         tuple(tuple(row) for row in rows),
         "" if is_dense else str(stated),
         int(number[1]) if number else 0,

@@ -13,8 +13,6 @@ from spmd.ir.program import Loc, Op, OpKind, Region, Value
 from spmd.ir.types import Attribute, Dense, Opaque, TensorType, numpy_dtype
 from spmd.mesh.sharding import Axes
 
-SCALAR_I32 = TensorType((), "i32")
-
 AXIS_INDEX = "spmd.axis_index"
 """One device's coordinate along the atoms `axes`, major to minor: an i32 scalar."""
 
@@ -25,8 +23,8 @@ LOCAL_SLICE = "spmd.local_slice"
 class Builder:
     """Collects types and ops. `region()` opens a nested region; `loc` is stamped on new ops."""
 
-    def __init__(self) -> None:
-        self.types: list[TensorType] = []
+    def __init__(self, types: Sequence[TensorType] = ()) -> None:
+        self.types = list(types)
         self.loc = Loc()
         self._blocks: list[list[Op]] = [[]]
         self._shared: list[dict[Any, Value]] = [{}]
@@ -59,16 +57,16 @@ class Builder:
         kind = OpKind(
             name, tuple(self.types[v] for v in operands), tuple(results), dict(attrs or {})
         )
-        outs = tuple(self.value(t) for t in results)
-        self._blocks[-1].append(Op(kind, tuple(operands), outs, regions, self.loc))
-        return outs
+        return self.repeat(kind, tuple(operands), regions)
 
-    def repeat(self, kind: OpKind, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+    def repeat(
+        self, kind: OpKind, operands: tuple[Value, ...], regions: tuple[Region, ...] = ()
+    ) -> tuple[Value, ...]:
         """Appends an op of a kind that is known to fit its operands."""
         start = len(self.types)
         self.types.extend(kind.results)
         outs = tuple(range(start, len(self.types)))
-        self._blocks[-1].append(Op(kind, operands, outs, (), self.loc))
+        self._blocks[-1].append(Op(kind, operands, outs, regions, self.loc))
         return outs
 
     @property
@@ -119,18 +117,16 @@ class Builder:
 
     def constant(self, array: Any, dtype: str) -> Value:
         """A constant from numpy elements."""
-        dense = Dense.of(array, dtype)
-        return self.once(
-            dense, lambda: self.op("stablehlo.constant", (), (dense.type,), {"value": dense})[0]
-        )
+        return self._constant(Dense.of(array, dtype))
 
     def splat(self, number: Any, type_: TensorType) -> Value:
         """A constant of one repeated element."""
         element = np.asarray(number, numpy_dtype(type_.dtype))
-        dense = Dense(type_, element.tobytes(), True)
-        return self.once(
-            dense, lambda: self.op("stablehlo.constant", (), (type_,), {"value": dense})[0]
-        )
+        return self._constant(Dense(type_, element.tobytes(), True))
+
+    def _constant(self, dense: Dense) -> Value:
+        attrs = {"value": dense}
+        return self.once(dense, lambda: self.op("stablehlo.constant", (), (dense.type,), attrs)[0])
 
     def unary(self, name: str, x: Value) -> Value:
         """`stablehlo.<name>` of one value, result typed like it."""
@@ -226,8 +222,7 @@ class Builder:
             "interior_padding": resized(none, dim, interior),
         }
         size += low + high + max(0, size - 1) * interior
-        result = type_.with_shape(resized(type_.shape, dim, size))
-        return self.op("stablehlo.pad", (x, fill), (result,), attrs)[0]
+        return self.op("stablehlo.pad", (x, fill), (type_.with_dim(dim, size),), attrs)[0]
 
     def concatenate(self, values: Sequence[Value], dim: int) -> Value:
         """`stablehlo.concatenate`, nothing for one value."""
@@ -235,8 +230,8 @@ class Builder:
             return values[0]
         type_ = self.types[values[0]]
         size = sum(self.types[v].shape[dim] for v in values)
-        result = type_.with_shape(resized(type_.shape, dim, size))
-        return self.op("stablehlo.concatenate", values, (result,), {"dimension": dim})[0]
+        attrs = {"dimension": dim}
+        return self.op("stablehlo.concatenate", values, (type_.with_dim(dim, size),), attrs)[0]
 
     def reduce(self, kind: str, x: Value, dims: Sequence[int], **attrs: Attribute) -> Value:
         """`stablehlo.reduce` over some dims: `add`, `max`, ..., from the reduction's identity."""

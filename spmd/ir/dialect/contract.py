@@ -19,7 +19,7 @@ from spmd.ir.dialect.rule import (
     RuleBuilder,
 )
 from spmd.ir.program import OpKind
-from spmd.ir.types import DotDims
+from spmd.ir.types import DIM_NUMBERS, DotDims
 
 
 def dot_flops(kind: OpKind) -> int:
@@ -33,22 +33,30 @@ def dot_flops(kind: OpKind) -> int:
 def _dot_general(kind: OpKind) -> Rule:
     """`b i k, b j k -> b i j {k: reduce add}`; linear in each operand alone."""
     build = RuleBuilder()
-    dims: DotDims = kind.attrs["dot_dimension_numbers"]
+    lhs, rhs, result = _product(build, kind, kind.attrs["dot_dimension_numbers"])
+    return build.build([lhs, rhs], [result], reduction="add", linear=((0,), (1,)))
+
+
+def _product(
+    build: RuleBuilder, kind: OpKind, dims: DotDims, group: int | None = None
+) -> tuple[list[DimFactors], list[DimFactors], list[DimFactors]]:
+    """Factors of the operands and of the result; `group` is a dim of the right one, summed too."""
     lhs_shape, rhs_shape = kind.operands[0].shape, kind.operands[1].shape
     lhs: list[DimFactors] = [()] * len(lhs_shape)
     rhs: list[DimFactors] = [()] * len(rhs_shape)
     for i, j in zip(dims.lhs_batch, dims.rhs_batch, strict=True):
         lhs[i] = rhs[j] = build.factor(lhs_shape[i])
-    result = [lhs[i] for i in dims.lhs_batch]
     for i, j in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
         lhs[i] = rhs[j] = build.factor(lhs_shape[i], REDUCE)
-    lhs = [dim or build.factor(size) for dim, size in zip(lhs, lhs_shape, strict=True)]
-    rhs = [dim or build.factor(size) for dim, size in zip(rhs, rhs_shape, strict=True)]
-    summed_lhs = {*dims.lhs_batch, *dims.lhs_contract}
-    summed_rhs = {*dims.rhs_batch, *dims.rhs_contract}
-    result += [dim for i, dim in enumerate(lhs) if i not in summed_lhs]
-    result += [dim for j, dim in enumerate(rhs) if j not in summed_rhs]
-    return build.build([lhs, rhs], [result], reduction="add", linear=((0,), (1,)))
+    if group is not None:
+        rhs[group] = build.factor(rhs_shape[group], REDUCE)
+    result = [lhs[i] for i in dims.lhs_batch]
+    for side, shape in ((lhs, lhs_shape), (rhs, rhs_shape)):
+        for d, size in enumerate(shape):
+            if not side[d]:
+                side[d] = build.factor(size)
+                result.append(side[d])
+    return lhs, rhs, result
 
 
 @op("stablehlo.reduce", is_reduce=True, role=Role.FOLD)
@@ -97,10 +105,7 @@ def _partial_results(kind: OpKind, operand: list[DimFactors]) -> list[Merge]:
 class RaggedDims(NamedTuple):
     """`#chlo.ragged_dot`: dims of each operand by role; there is one `ragged` and one `group`."""
 
-    lhs_batch: tuple[int, ...]
-    rhs_batch: tuple[int, ...]
-    lhs_contract: tuple[int, ...]
-    rhs_contract: tuple[int, ...]
+    dot: DotDims
     ragged: int
     group: int | None
 
@@ -114,14 +119,8 @@ class RaggedDims(NamedTuple):
             return tuple(map(int, found[1].replace(",", " ").split())) if found else ()
 
         group = dims("rhs_group_dimensions")
-        return RaggedDims(
-            dims("lhs_batching_dimensions"),
-            dims("rhs_batching_dimensions"),
-            dims("lhs_contracting_dimensions"),
-            dims("rhs_contracting_dimensions"),
-            dims("lhs_ragged_dimensions")[0],
-            group[0] if group else None,
-        )
+        dot = DotDims(*map(dims, DIM_NUMBERS[DotDims][1]))
+        return RaggedDims(dot, dims("lhs_ragged_dimensions")[0], group[0] if group else None)
 
 
 @op("chlo.ragged_dot")
@@ -135,34 +134,20 @@ def _ragged_dot(kind: OpKind) -> Rule:
     # Rows of lhs are sorted by group: with group sizes 3, 7 and 6, rows 0..2 meet rhs[0], 3..9 meet
     # rhs[1], 10..15 meet rhs[2]. Where `g` is split each row has its group on one device alone.
     build, dims = RuleBuilder(), RaggedDims.of(kind)
-    lhs_shape, rhs_shape, sizes_shape = (t.shape for t in kind.operands)
-    lhs: list[DimFactors] = [()] * len(lhs_shape)
-    rhs: list[DimFactors] = [()] * len(rhs_shape)
-    for i, j in zip(dims.lhs_batch, dims.rhs_batch, strict=True):
-        lhs[i] = rhs[j] = build.factor(lhs_shape[i])
-    for i, j in zip(dims.lhs_contract, dims.rhs_contract, strict=True):
-        lhs[i] = rhs[j] = build.factor(lhs_shape[i], REDUCE)
-    if dims.group is not None:
-        rhs[dims.group] = build.factor(rhs_shape[dims.group], REDUCE)
-    lhs = [dim or build.factor(size, PASS) for dim, size in zip(lhs, lhs_shape, strict=True)]
-    rhs = [dim or build.factor(size, PASS) for dim, size in zip(rhs, rhs_shape, strict=True)]
-    result = [lhs[i] for i in dims.lhs_batch]
-    result += [d for i, d in enumerate(lhs) if i not in (*dims.lhs_batch, *dims.lhs_contract)]
-    gone = (*dims.rhs_batch, *dims.rhs_contract, dims.group)
-    result += [d for j, d in enumerate(rhs) if j not in gone]
-    if dims.ragged in dims.lhs_contract:
+    sizes_shape = kind.operands[2].shape
+    lhs, rhs, result = _product(build, kind, dims.dot, dims.group)
+    if dims.ragged in dims.dot.lhs_contract:
         result = [build.factor(sizes_shape[-1], REPLICATE), *result]
-    outer = _outer_dims(dims, len(lhs_shape)) if len(sizes_shape) > 1 else ()
+    outer = _outer_dims(dims) if len(sizes_shape) > 1 else ()
     sizes = [lhs[i] for i in outer] + [build.factor(sizes_shape[-1], REPLICATE)]
     return build.build([lhs, rhs, sizes], [result], reduction="add", linear=((0,), (1,)))
 
 
-def _outer_dims(dims: RaggedDims, rank: int) -> tuple[int, ...]:
+def _outer_dims(dims: RaggedDims) -> tuple[int, ...]:
     """Dims of the left operand in front of the ragged one: each index has its own group sizes."""
-    if dims.ragged in dims.lhs_batch:
-        return dims.lhs_batch[: dims.lhs_batch.index(dims.ragged)]
-    if dims.ragged in dims.lhs_contract:
-        before = dims.lhs_contract[: dims.lhs_contract.index(dims.ragged)]
-        return (*dims.lhs_batch, *before)
-    taken = (*dims.lhs_batch, *dims.lhs_contract)
-    return (*dims.lhs_batch, *(i for i in range(dims.ragged) if i not in taken))
+    ragged, batch, summed = dims.ragged, dims.dot.lhs_batch, dims.dot.lhs_contract
+    if ragged in batch:
+        return batch[: batch.index(ragged)]
+    if ragged in summed:
+        return (*batch, *summed[: summed.index(ragged)])
+    return (*batch, *(i for i in range(ragged) if i not in (*batch, *summed)))

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, piece_sizes, tile
+from spmd.mesh.sharding import Axes, piece_sizes, tiles
 
 
 class Window(NamedTuple):
@@ -123,11 +123,11 @@ def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
     total, dilation = window.tiled, window.dilation
     piece = piece_sizes(total, axes, mesh)[-1]
     base = (piece - 1) * window.stride + window.span
-    tiles = [tile(total, axes, mesh, i) for i in range(mesh.extent(axes))]
+    owned = tiles(total, axes, mesh)
     firsts = [
-        (total - s - piece if window.reverse else s) * window.stride - window.low for s, _ in tiles
+        (total - s - piece if window.reverse else s) * window.stride - window.low for s, _ in owned
     ]
-    phases = {-first % dilation for first, (_, own) in zip(firsts, tiles, strict=True) if own}
+    phases = {-first % dilation for first, (_, own) in zip(firsts, owned, strict=True) if own}
     phase = phases.pop() if len(phases) == 1 else None
     if phase is not None:
         length = max(1, (base - 1 - phase) // dilation + 1)
@@ -136,14 +136,14 @@ def reads_of(window: Window, size: int, axes: Axes, mesh: Mesh) -> Reads:
         length = -(-(base + dilation - 2) // dilation) + 1
         starts = [first // dilation for first in firsts]
     ranges = []
-    for (s, own), start in zip(tiles, starts, strict=True):
+    for (s, own), start in zip(owned, starts, strict=True):
         begin = total - s - own if window.reverse else s
         low = -(-(begin * window.stride - window.low) // dilation)
         last = (begin + own - 1) * window.stride - window.low + window.span - 1
         ranges.append((start, low, last // dilation + 1 if own else low))
     skips = tuple(
         first - start * dilation if phase is None and own else 0
-        for first, start, (_, own) in zip(firsts, starts, tiles, strict=True)
+        for first, start, (_, own) in zip(firsts, starts, owned, strict=True)
     )
     return Reads(Need.of(size, length, ranges), base, phase, skips)
 
@@ -176,17 +176,17 @@ class Exchange(NamedTuple):
 @lru_cache(maxsize=4096)
 def exchange(need: Need, size: int, axes: Axes, mesh: Mesh) -> Exchange:
     """The rounds that bring a need together, for a dim of `size` elements split over `axes`."""
-    tiles = [tile(size, axes, mesh, i) for i in range(mesh.extent(axes))]
+    owned = tiles(size, axes, mesh)
     found: list[Transfer] = []
     for target, (low, high) in enumerate(zip(need.lows, need.highs, strict=True)):
-        for source, (start, own) in enumerate(tiles):
+        for source, (start, own) in enumerate(owned):
             begin, end = max(low, start), min(high, start + own)
             if begin < end and source != target:
                 found.append(Transfer(source, target, begin, end))
     rounds = _rounds(sorted(found, key=lambda t: (t.source - t.target, t.target)))
     lengths = tuple(max(t.high - t.low for t in transfers) for transfers in rounds)
     piece = piece_sizes(size, axes, mesh)[-1]
-    gather = sum(lengths) > 0 and sum(lengths) >= (len(tiles) - 1) * piece
+    gather = sum(lengths) > 0 and sum(lengths) >= (len(owned) - 1) * piece
     return Exchange(rounds, lengths, gather)
 
 
@@ -197,17 +197,13 @@ def _rounds(transfers: Iterable[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
     #   0->3 opens round 0;   0->2 and 1->3 round 1;   0->1 round 2;   1->2 fits into round 0;
     #   2->3 meets a busy 3 in rounds 0 and 1 and joins round 2
     rounds: list[list[Transfer]] = []
-    busy: list[tuple[set[int], set[int]]] = []
+    busy: list[set[tuple[str, int]]] = []
     for transfer in transfers:
-        source, target = transfer.source, transfer.target
-        number = next(
-            (n for n, (out, into) in enumerate(busy) if source not in out and target not in into),
-            len(rounds),
-        )
+        taken = {("source", transfer.source), ("target", transfer.target)}
+        number = next((n for n, all_ in enumerate(busy) if taken.isdisjoint(all_)), len(rounds))
         if number == len(rounds):
             rounds.append([])
-            busy.append((set(), set()))
+            busy.append(set())
         rounds[number].append(transfer)
-        busy[number][0].add(source)
-        busy[number][1].add(target)
+        busy[number] |= taken
     return tuple(map(tuple, rounds))

@@ -22,27 +22,19 @@ def _gather(kind: OpKind) -> Rule:
     sizes = kind.attrs["slice_sizes"]
     table, indices_type = kind.operands
     indices = _index_dims(build, indices_type.shape, dims.index_vector_dim)
-    result: list[DimFactors] = [()] * kind.results[0].rank
-    batch = [d for d in range(len(indices)) if d != dims.index_vector_dim]
-    places = [d for d in range(len(result)) if d not in dims.offset_dims]
-    for place, d in zip(places, batch, strict=True):
-        result[place] = indices[d]
+    result = _around(dims.offset_dims, indices, dims.index_vector_dim, kind.results[0].rank)
+    batched = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True))
     operand: list[DimFactors] = []
     offsets = iter(dims.offset_dims)
     for d, size in enumerate(table.shape):
-        if d in dims.operand_batching_dims:
-            position = dims.operand_batching_dims.index(d)
-            operand.append(indices[dims.start_indices_batching_dims[position]])
+        if d in batched:
+            operand.append(indices[batched[d]])
             continue
-        kept = None if d in dims.collapsed_slice_dims else next(offsets)
-        if sizes[d] == size and size > 1:
-            operand.append(build.factor(size))
-        elif sizes[d] == 1 and d in dims.start_index_map:
-            operand.append(build.factor(size, REDUCE))
-        else:
-            operand.append(build.factor(size, REPLICATE))
-        if kept is not None:
-            whole = sizes[d] == size and size > 1
+        whole = sizes[d] == size and size > 1
+        picked = sizes[d] == 1 and d in dims.start_index_map
+        operand.append(build.factor(size, PASS if whole else REDUCE if picked else REPLICATE))
+        if d not in dims.collapsed_slice_dims:
+            kept = next(offsets)
             result[kept] = operand[-1] if whole else build.factor(sizes[d], REPLICATE)
     return build.build([operand, indices], [result], reduction="add", linear=((0,),))
 
@@ -59,26 +51,20 @@ def _scatter(kind: OpKind) -> Rule:
     indices = _index_dims(build, indices_type.shape, dims.index_vector_dim, batch_kind)
     for d in dims.scatter_indices_batching_dims:
         indices[d] = build.factor(indices_type.shape[d])
-    update: list[DimFactors] = [()] * update_type.rank
-    batch = [d for d in range(len(indices)) if d != dims.index_vector_dim]
-    places = [d for d in range(len(update)) if d not in dims.update_window_dims]
-    for place, d in zip(places, batch, strict=True):
-        update[place] = indices[d]
+    update = _around(dims.update_window_dims, indices, dims.index_vector_dim, update_type.rank)
+    batched = dict(zip(dims.input_batching_dims, dims.scatter_indices_batching_dims, strict=True))
     operand: list[DimFactors] = []
     windows = iter(dims.update_window_dims)
     for d, size in enumerate(table.shape):
-        if d in dims.input_batching_dims:
-            position = dims.input_batching_dims.index(d)
-            operand.append(indices[dims.scatter_indices_batching_dims[position]])
+        if d in batched:
+            operand.append(indices[batched[d]])
         elif d in dims.inserted_window_dims:
             operand.append(build.factor(size, PASS))
         else:
             place = next(windows)
-            whole = update_type.shape[place] == size
-            operand.append(build.factor(size, PASS if whole else REPLICATE))
-            update[place] = (
-                operand[-1] if whole else build.factor(update_type.shape[place], REPLICATE)
-            )
+            part = update_type.shape[place]
+            operand.append(build.factor(size, PASS if part == size else REPLICATE))
+            update[place] = operand[-1] if part == size else build.factor(part, REPLICATE)
     linear: tuple[tuple[int, ...], ...] = ()
     if reducer == "add":
         linear = ((*range(count), *range(count + 1, 2 * count + 1)),)
@@ -88,6 +74,14 @@ def _scatter(kind: OpKind) -> Rule:
         reduction=reducer,
         linear=linear,
     )
+
+
+def _around(
+    windows: tuple[int, ...], indices: list[DimFactors], vector_dim: int, rank: int
+) -> list[DimFactors]:
+    """Dims of a result or update: the indices' batch dims around those of the windows, still ()."""
+    batch = iter([dim for d, dim in enumerate(indices) if d != vector_dim])
+    return [() if d in windows else next(batch) for d in range(rank)]
 
 
 def _index_dims(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.ir.dialect.halo import Halo
+from spmd.ir.dialect.halo import Halo, Window
 from spmd.ir.dialect.merge import Merge
 from spmd.ir.types import TensorType
 
@@ -23,6 +23,9 @@ MERGE = "merge"
 
 DimFactors = tuple[int, ...]
 """Factors of one dim, major to minor."""
+
+Pair = tuple[DimFactors, DimFactors]
+"""Factors of an operand's dim and of the result's."""
 
 
 class Factor(NamedTuple):
@@ -200,11 +203,34 @@ class RuleBuilder:
 
     def __init__(self) -> None:
         self.factors: list[Factor] = []
+        self.halos: list[Halo] = []
 
     def factor(self, size: int, kind: str = PASS, axes: tuple[int, ...] = ()) -> DimFactors:
         """A new factor, as the factors of a dim."""
         self.factors.append(Factor(size, kind, axes))
         return (len(self.factors) - 1,)
+
+    def passes(self, size: int) -> Pair:
+        """A factor for an operand's dim and the result's."""
+        return (self.factor(size),) * 2
+
+    def apart(self, size: int, result: int, kind: str = REPLICATE) -> Pair:
+        """A factor for an operand's dim, by default kept whole, and one for the result's, whole."""
+        return self.factor(size, kind), self.factor(result, REPLICATE)
+
+    def window(self, operand: int, dim: int, size: int, window: Window) -> Pair:
+        """A window factor for both dims; dims of one element stay whole, which saves a halo."""
+        if size == 0 or window.tiled < 2:
+            return self.apart(size, window.tiled)
+        result = self.factor(window.tiled, WINDOW)
+        if size == 1:
+            return self.factor(size, REPLICATE), result
+        self.read(operand, dim, result, window)
+        return result, result
+
+    def read(self, operand: int, dim: int, factor: DimFactors, window: Window | None) -> None:
+        """One more operand that reads around the tiles of a factor."""
+        self.halos.append(Halo(operand, dim, factor[0], window))
 
     def build(
         self,
@@ -214,7 +240,6 @@ class RuleBuilder:
         reduction: str = "",
         linear: Iterable[Sequence[int]] = (),
         moves: bool = False,
-        halos: Iterable[Halo] = (),
         held: Iterable[int] = (),
         merges: Iterable[Merge] = (),
     ) -> Rule:
@@ -226,7 +251,7 @@ class RuleBuilder:
             reduction,
             tuple(tuple(group) for group in linear),
             moves,
-            tuple(halos),
+            tuple(self.halos),
             tuple(held),
             tuple(merges),
         )

@@ -8,45 +8,16 @@ from __future__ import annotations
 
 from spmd.ir.description import Role, Traffic
 from spmd.ir.dialect.bodies import is_elementwise
-from spmd.ir.dialect.halo import Halo, Window
+from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.registry import op
-from spmd.ir.dialect.rule import REDUCE, REPLICATE, WINDOW, DimFactors, Rule, RuleBuilder
+from spmd.ir.dialect.rule import REDUCE, REPLICATE, WINDOW, DimFactors, Pair, Rule, RuleBuilder
 from spmd.ir.program import OpKind
 from spmd.ir.types import ConvDims
-
-Pair = tuple[DimFactors, DimFactors]
-"""Factors of an operand's dim and of the result's."""
 
 
 def term_kind(dtype: str) -> str:
     """The reduction that combines terms of which all but one device's are zero."""
     return "or" if dtype == "i1" else "add"
-
-
-def _apart(build: RuleBuilder, size: int, result: int) -> Pair:
-    return build.factor(size, REPLICATE), build.factor(result, REPLICATE)
-
-
-class _Windows:
-    """Makes the factors of windowed dims and remembers their halos."""
-
-    def __init__(self, build: RuleBuilder) -> None:
-        self.build = build
-        self.halos: list[Halo] = []
-
-    def dim(self, operand: int, dim: int, size: int, window: Window) -> Pair:
-        """A window factor for both dims; dims of one element stay whole, which saves a halo."""
-        if size == 0 or window.tiled < 2:
-            return _apart(self.build, size, window.tiled)
-        result = self.build.factor(window.tiled, WINDOW)
-        if size == 1:
-            return self.build.factor(size, REPLICATE), result
-        self.read(operand, dim, result, window)
-        return result, result
-
-    def read(self, operand: int, dim: int, factor: DimFactors, window: Window | None) -> None:
-        """One more operand that reads around the tiles of a factor."""
-        self.halos.append(Halo(operand, dim, factor[0], window))
 
 
 @op("stablehlo.slice", traffic=Traffic.PIECE, role=Role.INSIDE)
@@ -58,29 +29,24 @@ def _slice(kind: OpKind) -> Rule:
     # [2:8] of 8 elements over {2, 2}: the six results lie as 2 3 | 4 . | 5 6 | 7 . and the operand
     # as 0 1 | 2 3 | 4 5 | 6 7. One round brings 2 3, 4 and 6 one tile to the left.
     build = RuleBuilder()
-    windows = _Windows(build)
-    operand, result = [], []
+    pairs: list[Pair] = []
     for d, (size, out) in enumerate(
         zip(kind.operands[0].shape, kind.results[0].shape, strict=True)
     ):
-        pair: Pair
         if size == out:
-            pair = (build.factor(size),) * 2
+            pairs.append(build.passes(size))
         elif out == 1:
-            pair = build.factor(size, REDUCE), build.factor(1, REPLICATE)
+            pairs.append(build.apart(size, 1, REDUCE))
         else:
             start, stride = kind.attrs["start_indices"][d], kind.attrs["strides"][d]
-            pair = windows.dim(0, d, size, Window(out, stride, -start))
-        operand.append(pair[0])
-        result.append(pair[1])
-    return build.build(
-        [operand],
-        [result],
-        reduction=term_kind(kind.operands[0].dtype),
-        linear=((0,),),
-        moves=True,
-        halos=windows.halos,
-    )
+            pairs.append(build.window(0, d, size, Window(out, stride, -start)))
+    operand, result = _sides(pairs)
+    reduction = term_kind(kind.operands[0].dtype)
+    return build.build([operand], [result], reduction=reduction, linear=((0,),), moves=True)
+
+
+def _sides(pairs: list[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
 @op("stablehlo.reverse", role=Role.INSIDE)
@@ -90,15 +56,14 @@ def _reverse(kind: OpKind) -> Rule:
     StableHLO specification, section reverse: `result[o] = operand[size - 1 - o]`.
     """
     build = RuleBuilder()
-    windows = _Windows(build)
     turned = kind.attrs["dimensions"]
     dims = [
-        windows.dim(0, d, size, Window(size, reverse=True))[1]
+        build.window(0, d, size, Window(size, reverse=True))[1]
         if d in turned and size > 1
         else build.factor(size)
         for d, size in enumerate(kind.results[0].shape)
     ]
-    return build.build([dims], [dims], linear=((0,),), moves=True, halos=windows.halos)
+    return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
 @op("stablehlo.pad", role=Role.INSIDE)
@@ -108,21 +73,18 @@ def _pad(kind: OpKind) -> Rule:
     StableHLO specification, section pad: `result[low + e * (interior + 1)] = operand[e]`.
     """
     build = RuleBuilder()
-    windows = _Windows(build)
     low, high = kind.attrs["edge_padding_low"], kind.attrs["edge_padding_high"]
     inner = kind.attrs["interior_padding"]
-    operand, result = [], []
+    pairs: list[Pair] = []
     for d, size in enumerate(kind.operands[0].shape):
-        pair: Pair
         if (low[d], high[d], inner[d]) == (0, 0, 0):
-            pair = (build.factor(size),) * 2
+            pairs.append(build.passes(size))
         else:
             window = Window(kind.results[0].shape[d], 1, low[d], inner[d] + 1)
-            pair = windows.dim(0, d, size, window)
-        operand.append(pair[0])
-        result.append(pair[1])
+            pairs.append(build.window(0, d, size, window))
+    operand, result = _sides(pairs)
     linear = ((0,),) if kind.attrs.get("spmd.neutral") else ()
-    return build.build([operand, []], [result], linear=linear, halos=windows.halos)
+    return build.build([operand, []], [result], linear=linear)
 
 
 @op("stablehlo.concatenate", role=Role.INSIDE)
@@ -132,7 +94,6 @@ def _concatenate(kind: OpKind) -> Rule:
     StableHLO specification, section concatenate.
     """
     build = RuleBuilder()
-    windows = _Windows(build)
     along = kind.attrs["dimension"]
     shape = kind.results[0].shape
     splittable = shape[along] > 1 and len(kind.operands) > 1
@@ -147,11 +108,11 @@ def _concatenate(kind: OpKind) -> Rule:
         if len(kind.operands) > 1 and size < 2:
             dims[along] = build.factor(size, REPLICATE)
         elif len(kind.operands) > 1:
-            windows.read(i, along, result[along], Window(shape[along], 1, start))
+            build.read(i, along, result[along], Window(shape[along], 1, start))
         operands.append(dims)
         start += size
     every = tuple(range(len(operands)))
-    return build.build(operands, [result], linear=(every,), moves=True, halos=windows.halos)
+    return build.build(operands, [result], linear=(every,), moves=True)
 
 
 @op("stablehlo.dynamic_slice", is_dynamic_slice=True, traffic=Traffic.PIECE, role=Role.INSIDE)
@@ -246,25 +207,23 @@ def _reduce_window(kind: OpKind) -> Rule:
     """
     count = len(kind.operands) // 2
     build = RuleBuilder()
-    windows = _Windows(build)
     sliding = Sliding(kind, kind.operands[0].rank)
     running = running_dim(kind)
-    operand, result = [], []
+    pairs: list[Pair] = []
     for d, size in enumerate(kind.operands[0].shape):
-        pair: Pair
         if running is not None and d == running[0]:
-            pair = (build.factor(size, WINDOW),) * 2
-            windows.read(0, d, pair[0], None)
+            factor = build.factor(size, WINDOW)
+            pairs.append((factor, factor))
+            build.read(0, d, factor, None)
         elif kind.attrs["window_dimensions"][d] == 1 and sliding.is_plain(d):
-            pair = (build.factor(size),) * 2
+            pairs.append(build.passes(size))
         elif covers(kind, sliding, d):
-            pair = build.factor(size, REDUCE), build.factor(1, REPLICATE)
+            pairs.append(build.apart(size, 1, REDUCE))
         else:
-            pair = _pooled(windows, kind, sliding, d)
-        operand.append(pair[0])
-        result.append(pair[1])
+            pairs.append(build.window(0, d, size, pool_window(kind, sliding, d)))
+    operand, result = _sides(pairs)
     for i in range(1, count):
-        windows.halos += [halo._replace(operand=i) for halo in windows.halos if halo.operand == 0]
+        build.halos += [halo._replace(operand=i) for halo in build.halos if halo.operand == 0]
     neutral = kind.attrs.get("reducer") == "add" and kind.attrs.get("spmd.neutral")
     scalars: list[list[DimFactors]] = [[]] * count
     return build.build(
@@ -272,7 +231,6 @@ def _reduce_window(kind: OpKind) -> Rule:
         [result] * count,
         reduction=kind.attrs.get("reducer", ""),
         linear=((0,),) if neutral else (),
-        halos=windows.halos,
     )
 
 
@@ -291,12 +249,11 @@ def covers(kind: OpKind, sliding: Sliding, d: int) -> bool:
     )
 
 
-def _pooled(windows: _Windows, kind: OpKind, sliding: Sliding, d: int) -> Pair:
+def pool_window(kind: OpKind, sliding: Sliding, d: int) -> Window:
+    """The window of the operand that each element of a result's dim reads."""
     span = (kind.attrs["window_dimensions"][d] - 1) * sliding.window[d] + 1
-    low = sliding.padding[d][0]
-    out = kind.results[0].shape[d]
-    window = Window(out, sliding.strides[d], low, sliding.base[d], span)
-    return windows.dim(0, d, kind.operands[0].shape[d], window)
+    low, out = sliding.padding[d][0], kind.results[0].shape[d]
+    return Window(out, sliding.strides[d], low, sliding.base[d], span)
 
 
 @op("stablehlo.select_and_scatter")
@@ -307,29 +264,27 @@ def _select_and_scatter(kind: OpKind) -> Rule:
     pads the operand first) and where the scatter is no known reduction, the dim stays whole.
     """
     build = RuleBuilder()
-    windows = _Windows(build)
     sliding = Sliding(kind, kind.operands[0].rank)
-    operand, source = [], []
+    pairs: list[Pair] = []
     for d, size in enumerate(kind.operands[0].shape):
         span, stride = kind.attrs["window_dimensions"][d], sliding.strides[d]
         count = kind.operands[1].shape[d]
         if span == 1 and sliding.is_plain(d):
-            pair: Pair = (build.factor(size),) * 2
+            pairs.append(build.passes(size))
         elif sliding.padding[d] != (0, 0) or not kind.attrs.get("reducer") or count < 2:
-            pair = _apart(build, size, count)
+            pairs.append(build.apart(size, count))
         else:
             # Windows of 3 at stride 2 start at 0, 2, 4, ...: those of sources 0 and 1, [0, 3) and
             # [2, 5), touch the tile [2, 4). Position o reads the sources at base positions o - 2
             # to o (source s lies at 2 * s), and the operand from o - 2 to o + 2, since every
             # window has to be whole for its maximum to be known.
             factor = build.factor(size, WINDOW)
-            pair = factor, factor
+            pairs.append((factor, factor))
             reach = span - 1
-            windows.read(1, d, factor, Window(size, 1, reach, stride, span))
-            windows.read(0, d, factor, Window(size, 1, reach, 1, 2 * reach + 1))
-        operand.append(pair[0])
-        source.append(pair[1])
-    return build.build([operand, source, []], [operand], halos=windows.halos)
+            build.read(1, d, factor, Window(size, 1, reach, stride, span))
+            build.read(0, d, factor, Window(size, 1, reach, 1, 2 * reach + 1))
+    operand, source = _sides(pairs)
+    return build.build([operand, source, []], [operand])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -385,7 +340,6 @@ def _convolution(kind: OpKind) -> Rule:
     """
     dims: ConvDims = kind.attrs["dimension_numbers"]
     build = RuleBuilder()
-    windows = _Windows(build)
     lhs: list[DimFactors] = [()] * kind.operands[0].rank
     rhs: list[DimFactors] = [()] * kind.operands[1].rank
     out: list[DimFactors] = [()] * kind.results[0].rank
@@ -399,14 +353,14 @@ def _convolution(kind: OpKind) -> Rule:
         if contracts(kind, i) and size > 1:
             out[y] = build.factor(result, REPLICATE)
             lhs[x] = rhs[k] = build.factor(kernel, REDUCE)
-            windows.read(0, x, rhs[k], kernel_window(kind, i, sliding))
+            build.read(0, x, rhs[k], kernel_window(kind, i, sliding))
         elif contracts(kind, i) or result < 2:
-            lhs[x], out[y] = _apart(build, size, result)
+            lhs[x], out[y] = build.apart(size, result)
             rhs[k] = build.factor(kernel, REPLICATE)
         else:
-            lhs[x], out[y] = windows.dim(0, x, size, result_window(kind, i, sliding))
+            lhs[x], out[y] = build.window(0, x, size, result_window(kind, i, sliding))
             rhs[k] = build.factor(kernel, REPLICATE)
-    return build.build([lhs, rhs], [out], reduction="add", linear=((0,), (1,)), halos=windows.halos)
+    return build.build([lhs, rhs], [out], reduction="add", linear=((0,), (1,)))
 
 
 def _batch_and_features(

@@ -12,7 +12,6 @@ calls survive untouched. Their names carry a digest of the text, so equal functi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,6 @@ from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import import_module, signature
 from spmd.frontend.trace import trace
 from spmd.ir.description import COMPOSITE
-from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.composites import (
     KERNEL,
     PLATFORM,
@@ -32,7 +30,8 @@ from spmd.ir.dialect.composites import (
     arguments_of,
     composite_of,
 )
-from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.program import OpKind, Program, Value
+from spmd.ir.rewrite import append_ops
 from spmd.ir.types import TensorType, needs_x64, numpy_dtype
 from spmd.lowering.local.table import LocalOp
 from spmd.predict.memory import peak_memory
@@ -78,7 +77,7 @@ def lower_composite(op: LocalOp) -> tuple[Value, ...]:
         )
     if traced.program is None:
         return _call(op, kind, traced)
-    return _inlined(op.b, traced.program, op.operands)
+    return append_ops(op.b, traced.program, op.operands, loc=op.b.loc)
 
 
 def _local_kind(op: LocalOp, *, is_kernel: bool) -> OpKind:
@@ -89,31 +88,6 @@ def _local_kind(op: LocalOp, *, is_kernel: bool) -> OpKind:
 def _call(op: LocalOp, kind: OpKind, traced: Traced) -> tuple[Value, ...]:
     attrs = {**kind.attrs, WORKSPACE: traced.workspace}
     return op.b.op(COMPOSITE, op.operands, kind.results, attrs)
-
-
-def _inlined(b: Builder, program: Program, operands: Sequence[Value]) -> tuple[Value, ...]:
-    """Appends a program's ops, as if they came from where the composite does."""
-    env = dict(zip(program.body.args, operands, strict=True))
-
-    def bind(values: Sequence[Value]) -> tuple[Value, ...]:
-        env.update((v, b.value(program.types[v])) for v in values)
-        return tuple(env[v] for v in values)
-
-    def region(old: Region, isolated: bool) -> Region:
-        args = bind(old.args)
-        b.begin(isolated)
-        for op in old.ops:
-            append(op)
-        return b.end(args, [env[v] for v in old.results])
-
-    def append(op: Op) -> None:
-        given = tuple(env[v] for v in op.operands)
-        regions = tuple(region(r, op.is_loop) for r in op.regions)
-        b.append(Op(op.kind, given, bind(op.results), regions, b.loc))
-
-    for op in program.body.ops:
-        append(op)
-    return tuple(env[v] for v in program.body.results)
 
 
 def traced_composite(kind: OpKind) -> Traced | None:

@@ -103,7 +103,7 @@ def _shifted(b: Builder, ends: Value) -> Value:
     """Where each group starts: where the one before it ends."""
     shape = b.types[ends].shape
     before = b.slice_dim(ends, len(shape) - 1, 0, shape[-1] - 1)
-    zero = b.splat(0, b.types[ends].with_shape((*shape[:-1], 1)))
+    zero = b.splat(0, b.types[ends].with_dim(len(shape) - 1, 1))
     return b.concatenate([zero, before], len(shape) - 1)
 
 
@@ -112,8 +112,7 @@ def _piece(op: LocalOp, bounds: Value, groups: Axes) -> Value:
     b = op.b
     last = b.types[bounds].rank - 1
     whole = cut(b, bounds, last, groups, op.mesh)
-    shape = b.types[whole].shape
-    type_ = b.types[bounds].with_shape((*shape[:-1], shape[-1] // op.mesh.extent(groups)))
+    type_ = b.types[whole].scaled(last, 1, op.mesh.extent(groups))
     return b.local_slice(whole, type_, groups, last)
 
 

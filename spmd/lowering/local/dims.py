@@ -32,8 +32,7 @@ def dynamic_take_dim(b: Builder, x: Value, dim: int, start: Value, length: int) 
 
 def gather_dim(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
     """All-gathers a dim: the pieces of all devices along some atoms, in order."""
-    type_ = b.types[x]
-    whole = type_.with_shape(resized(type_.shape, dim, type_.shape[dim] * mesh.extent(axes)))
+    whole = b.types[x].scaled(dim, mesh.extent(axes))
     return b.collective("all_gather", x, whole, axes, all_gather_dim=dim)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
@@ -122,7 +123,5 @@ def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
     type_ = b.types[update]
     there = b.dynamic_slice(x, starts, type_.shape)
     masks = [b.broadcast(flag, type_.shape, (d,)) for d, flag in flags]
-    inside = masks[0]
-    for mask in masks[1:]:
-        inside = b.binary("and", inside, mask)
+    inside = reduce(lambda one, other: b.binary("and", one, other), masks)
     return op.emit([x, b.select(inside, update, there), *starts])

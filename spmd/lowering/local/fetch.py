@@ -15,14 +15,14 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from spmd.ir.dialect.builder import Builder, resized
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.halo import Need, Transfer, exchange
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local.dims import gather_dim, per_device, take_dim
 from spmd.lowering.local.padding import join
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, piece_sizes, tile
+from spmd.mesh.sharding import Axes, piece_sizes, tile, tiles
 
 
 class Part(NamedTuple):
@@ -48,39 +48,36 @@ class Part(NamedTuple):
         return [i for i, (low, high) in enumerate(ranges) if low < high]
 
 
+class Split(NamedTuple):
+    """A dim of `size` elements in all, of which each device has a tile over `axes`."""
+
+    dim: int
+    size: int
+    axes: Axes
+    mesh: Mesh
+
+
 def fetch(
-    b: Builder,
-    x: Value,
-    dim: int,
-    size: int,
-    axes: Axes,
-    mesh: Mesh,
-    need: Need,
-    fill: Value | None = None,
+    b: Builder, x: Value, split: Split, need: Need, axes: Axes, fill: Value | None = None
 ) -> Value:
-    """The range that each device needs of a dim split over `axes`, with `fill` outside of it.
+    """The range that each device needs of a dim, with `fill` outside of it.
 
     Args:
       b: the builder that ops are appended to.
       x: the local tile.
-      dim: the dim.
-      size: its global size.
-      axes: what it is split over.
-      mesh: the mesh.
-      need: for each tile, the elements wanted.
+      split: the dim.
+      need: for each tile that wants some, the elements.
+      axes: what the tiles that want them are split over.
       fill: a scalar for what is not needed or does not exist; zero if left out.
 
     Returns:
       A value whose dim has `need.length` elements.
     """
-    parts = parts_of(b, x, dim, size, axes, mesh, need)
-    return assemble(b, parts, dim, axes, b.types[x].with_shape(
-        resized(b.types[x].shape, dim, need.length)), fill)  # fmt: skip
+    type_ = b.types[x].with_dim(split.dim, need.length)
+    return assemble(b, parts_of(b, x, split, need), split.dim, axes, type_, fill)
 
 
-def parts_of(
-    b: Builder, x: Value, dim: int, size: int, axes: Axes, mesh: Mesh, need: Need
-) -> list[Part]:
+def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Part]:
     """The parts of each device's range: those of its own tile, and those that others send it."""
     # Tiles 0 1 | 2 3 | 4 5 | 6 7, each wanted with one more on both sides: ranges of 4 elements
     # from -1, 1, 3 and 5. Places in the range, tile by tile:
@@ -89,19 +86,18 @@ def parts_of(
     #   own tile                   1   1:3  1:3  1:3  1:3
     #   from the left tile         0   none 0:1  0:1  0:1
     #   from the right tile        3   3:4  3:4  3:4  none
+    dim, size, axes, mesh = split
     if not axes:
         return [_whole_part(x, need)]
     plan = exchange(need, size, axes, mesh)
     if plan.gather:
         pieces = gather_dim(b, x, dim, axes, mesh)
-        found = [_whole_part(join(b, pieces, dim, size, axes, mesh), need)]
-    else:
-        own = [Transfer(i, i, *_overlap(need, i, *tile(size, axes, mesh, i)))
-               for i in range(mesh.extent(axes))]  # fmt: skip
-        starts = [tile(size, axes, mesh, i)[0] for i in range(mesh.extent(axes))]
-        found = [_part(x, own, starts, need)]
-        for transfers, length in zip(plan.rounds, plan.lengths, strict=True):
-            found.append(_round(b, x, dim, size, axes, mesh, need, transfers, length))
+        return [_whole_part(join(b, pieces, dim, size, axes, mesh), need)]
+    owned = tiles(size, axes, mesh)
+    own = [Transfer(i, i, *_overlap(need, i, *place)) for i, place in enumerate(owned)]
+    found = [_part(x, own, [start for start, _ in owned], need)]
+    for transfers, length in zip(plan.rounds, plan.lengths, strict=True):
+        found.append(_round(b, x, split, need, transfers, length))
     return found
 
 
@@ -134,19 +130,12 @@ def _part(
 
 
 def _round(
-    b: Builder,
-    x: Value,
-    dim: int,
-    size: int,
-    axes: Axes,
-    mesh: Mesh,
-    need: Need,
-    transfers: Sequence[Transfer],
-    length: int,
+    b: Builder, x: Value, split: Split, need: Need, transfers: Sequence[Transfer], length: int
 ) -> Part:
     """One permute: every source sends the `length` elements of its tile that hold the transfer."""
     # All sources send equally many elements. Where a shorter transfer ends at the tile's end the
     # slice starts earlier, so that it stays in the tile; `_part` knows where it starts.
+    dim, size, axes, mesh = split
     count, piece = mesh.extent(axes), piece_sizes(size, axes, mesh)[-1]
     sends, firsts = [-1] * count, [0] * count
     for source, target, low, _ in transfers:
@@ -192,14 +181,13 @@ def assemble(
     pieces, at = [], 0
     for low, high, part in segments:
         if at < low:
-            pieces.append(_filler(b, type_.with_shape(resized(type_.shape, dim, low - at)), fill))
+            pieces.append(_filler(b, type_.with_dim(dim, low - at), fill))
         offset = part.offsets[part.used[0]]
         piece = b.slice_dim(part.value, dim, low - offset, high - offset)
         pieces.append(_masked(b, piece, part, dim, axes, low, fill))
         at = high
     if at < type_.shape[dim]:
-        rest = resized(type_.shape, dim, type_.shape[dim] - at)
-        pieces.append(_filler(b, type_.with_shape(rest), fill))
+        pieces.append(_filler(b, type_.with_dim(dim, type_.shape[dim] - at), fill))
     return b.concatenate(pieces, dim)
 
 

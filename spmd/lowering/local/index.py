@@ -46,8 +46,7 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
         return op.emit(slice_sizes=sizes)
     indices = _as_signed(b, indices)
     vector = _VectorDim(b, indices, dims.index_vector_dim)
-    clamped = b.binary("minimum", b.binary("maximum", indices, vector.of([0] * len(last))),
-                       vector.of(last))  # fmt: skip
+    clamped = vector.clamped(indices, last)
     if not any(split):  # XLA makes it a dynamic slice, which must be in range (see `expand`)
         return op.emit([table, clamped], slice_sizes=sizes)
     where = list(zip(dims.start_index_map, split, strict=True))
@@ -77,32 +76,21 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
     reducer = op.attrs["reducer"]
     if axes:  # padded updates must change nothing, wherever their padded indices point
         updates = tuple(
-            op.masked(
-                count + 1 + i,
-                identity_element(reducer, b.types[u].dtype),
-                op.reduced_dims(count + 1 + i),
-            )
-            for i, u in enumerate(updates)
+            op.masked(i, identity_element(reducer, b.types[u].dtype), op.reduced_dims(i))
+            for i, u in enumerate(updates, count + 1)
         )
     if axes and reducer not in ("max", "min", "and", "or"):
         first = op.is_first(axes)
-        tables = tuple(
-            b.select(first, t, b.splat(identity_element(reducer, b.types[t].dtype), b.types[t]))
-            for t in tables
-        )
-    split = [op.split(op.rule.operands[0], d) for d in dims.scatter_dims_to_operand_dims]
+        tables = tuple(_or_identity(b, first, t, reducer) for t in tables)
+    places = dims.scatter_dims_to_operand_dims
     split = [
-        s if d in dims.inserted_window_dims else ()
-        for s, d in zip(split, dims.scatter_dims_to_operand_dims, strict=True)
+        op.split(op.rule.operands[0], d) if d in dims.inserted_window_dims else () for d in places
     ]
     if any(split):
         indices = _as_signed(b, indices)
         vector = _VectorDim(b, indices, dims.index_vector_dim)
         whole = op.op.kind.operands[0].shape
-        starts = [
-            start_of(b, whole[d], s, op.mesh)
-            for s, d in zip(split, dims.scatter_dims_to_operand_dims, strict=True)
-        ]
+        starts = [start_of(b, whole[d], s, op.mesh) for s, d in zip(split, places, strict=True)]
         indices = b.binary("subtract", indices, vector.join(starts))
         if b.types[indices].size == len(split):
             return _scatter_one(op, tables, indices, updates)
@@ -123,18 +111,22 @@ def _scatter_one(
     sizes = [1 if d in single else update[next(windows)] for d in range(len(piece))]
     vector = _VectorDim(b, indices, dims.index_vector_dim)
     places = dims.scatter_dims_to_operand_dims
-    first, last = vector.of([0] * len(places)), vector.of([piece[d] - sizes[d] for d in places])
+    room = [piece[d] - sizes[d] for d in places]
+    first, last = vector.of([0] * len(places)), vector.of(room)
     inside = b.binary("and", b.compare("GE", indices, first), b.compare("LE", indices, last))
     belongs = b.reshape(vector.all(inside), ())
-    indices = b.binary("minimum", b.binary("maximum", indices, first), last)
+    indices = vector.clamped(indices, room)
     if not reducer:
         results = op.emit([*tables, indices, *updates])
         return tuple(b.select(belongs, r, t) for r, t in zip(results, tables, strict=True))
-    masked = [
-        b.select(belongs, u, b.splat(identity_element(reducer, b.types[u].dtype), b.types[u]))
-        for u in updates
-    ]
+    masked = [_or_identity(b, belongs, u, reducer) for u in updates]
     return op.emit([*tables, indices, *masked])
+
+
+def _or_identity(b: Builder, flag: Value, x: Value, reducer: str) -> Value:
+    """A value where a flag is set, else what changes nothing."""
+    type_ = b.types[x]
+    return b.select(flag, x, b.splat(identity_element(reducer, type_.dtype), type_))
 
 
 def _as_signed(b: Builder, indices: Value) -> Value:
@@ -154,6 +146,12 @@ class _VectorDim:
     def of(self, numbers: Sequence[int]) -> Value:
         """One constant a component, in the shape of the indices."""
         return self.spread(self.b.constant(np.asarray(numbers), self.type.dtype))
+
+    def clamped(self, indices: Value, last: Sequence[int]) -> Value:
+        """Each component between 0 and its last."""
+        b = self.b
+        above = b.binary("maximum", indices, self.of([0] * len(last)))
+        return b.binary("minimum", above, self.of(last))
 
     def join(self, scalars: Sequence[Value]) -> Value:
         """One i32 scalar a component, in the shape and type of the indices."""

@@ -19,10 +19,10 @@ from spmd.ir.dialect.rule import MERGE
 from spmd.ir.program import Body, Value
 from spmd.ir.types import GatherDims, TensorType, numpy_dtype
 from spmd.lowering.local.dims import gather_dim, per_device
-from spmd.lowering.local.fetch import assemble, parts_of
-from spmd.lowering.local.padding import mask, own_count, replace_padding, start_of
+from spmd.lowering.local.fetch import Split, fetch
+from spmd.lowering.local.padding import own_count, start_of
 from spmd.lowering.local.table import LocalOp, local
-from spmd.mesh.sharding import Axes, is_even, piece_sizes, tile
+from spmd.mesh.sharding import Axes, is_even, piece_sizes, tiles
 
 
 def merged_dims(op: LocalOp) -> tuple[int, ...]:
@@ -56,17 +56,13 @@ def reduce_merged(op: LocalOp) -> tuple[Value, ...]:
     b, count = op.b, len(op.operands) // 2
     xs, inits = op.operands[:count], op.operands[count:]
     split = merged_dims(op)
-    shape = op.op.kind.operands[0].shape
-    sharding = op.choice.operands[0]
-    xs = tuple(
-        replace_padding(b, x, shape, sharding, op.mesh, _spread(b, init, x), split)
-        for x, init in zip(xs, inits, strict=True)
-    )
+    axes_of = op.choice.operands[0].dims
+    xs = tuple(op.masked(i, _spread(b, init, xs[i]), split) for i, init in enumerate(inits))
     left = tuple(sorted(op.attrs["dimensions"]))
     for d in reversed(split):
         found = _reduced(op, xs, inits, [r for r in left if r >= d])
         rows = [b.reshape(x, _inserted(b.types[x].shape, d)) for x in found]
-        xs = tuple(_gathered(op, row, d, sharding.dims[d]) for row in rows)
+        xs = tuple(_gathered(op, row, d, axes_of[d]) for row in rows)
         left = (*(r for r in left if r < d), d)
     return _reduced(op, xs, inits, left)
 
@@ -108,8 +104,7 @@ def _top_k(op: LocalOp) -> tuple[Value, ...]:
     b, (dim,), k = op.b, split, op.op.kind.results[0].shape[-1]
     type_, axes = op.op.kind.operands[0], op.choice.operands[0].dims[dim]
     size = type_.shape[dim]
-    x = mask(b, op.operands[0], type_.shape, op.choice.operands[0], op.mesh,
-             last_element(type_.dtype), split)  # fmt: skip
+    x = op.masked(0, last_element(type_.dtype), split)
     count = min(k, b.types[x].shape[dim])
     values, places = _top(op, x, count)
     start = b.convert(start_of(b, size, axes, op.mesh), b.types[places].dtype)
@@ -148,8 +143,8 @@ def _without_padding(op: LocalOp, x: Value, dim: int, count: int) -> Value:
     # would still win against an equal one behind them.
     size, axes = op.op.kind.operands[0].shape[dim], op.choice.operands[0].dims[dim]
     runs: list[tuple[int, int]] = []
-    for i in range(op.mesh.extent(axes)):
-        start, stop = i * count, i * count + min(count, tile(size, axes, op.mesh, i)[1])
+    for i, (_, own) in enumerate(tiles(size, axes, op.mesh)):
+        start, stop = i * count, i * count + min(count, own)
         if runs and runs[-1][1] == start:
             start = runs.pop()[0]
         if start < stop:
@@ -285,11 +280,11 @@ def _met(
     shape = b.types[xs[0]].shape
     first = _comes_first(b, op, xs, theirs, shape)
     lows, highs = {low for low, _ in pairs}, {high for _, high in pairs}
-    tiles = range(mesh.extent(axes))
-    keeps_last = _flag(op, axes, [i in highs for i in tiles], shape)
+    every = range(mesh.extent(axes))
+    keeps_last = _flag(op, axes, [i in highs for i in every], shape)
     kept = b.binary("xor", first, keeps_last)
-    if len(lows) + len(highs) < len(tiles):
-        idle = _flag(op, axes, [i not in lows and i not in highs for i in tiles], shape)
+    if len(lows) + len(highs) < len(every):
+        idle = _flag(op, axes, [i not in lows and i not in highs for i in every], shape)
         kept = b.binary("or", kept, idle)
     return tuple(b.select(kept, x, y) for x, y in zip(xs, theirs, strict=True))
 
@@ -307,9 +302,9 @@ def _settled(op: LocalOp, x: Value, dim: int, axes: Axes) -> Value:
     # 0 1 | 2 . | 3 4 | . .
     b, size, mesh = op.b, op.op.kind.operands[0].shape[dim], op.mesh
     piece = piece_sizes(size, axes, mesh)[-1]
-    tiles = [tile(size, axes, mesh, i) for i in range(mesh.extent(axes))]
-    if all(start == i * piece for i, (start, own) in enumerate(tiles) if own):
+    owned = tiles(size, axes, mesh)
+    if all(start == i * piece for i, (start, own) in enumerate(owned) if own):
         return x
-    padded = piece * len(tiles)
-    need = Need.of(padded, piece, [(start, start, start + own) for start, own in tiles])
-    return assemble(b, parts_of(b, x, dim, padded, axes, mesh, need), dim, axes, b.types[x])
+    padded = piece * len(owned)
+    need = Need.of(padded, piece, [(start, start, start + own) for start, own in owned])
+    return fetch(b, x, Split(dim, padded, axes, mesh), need, axes)

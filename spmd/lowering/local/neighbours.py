@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spmd.ir.dialect.builder import resized
 from spmd.ir.dialect.halo import Need, Reads, Window, reads_of
 from spmd.ir.program import Value
 from spmd.lowering.local.dims import take_dim
-from spmd.lowering.local.fetch import assemble, parts_of
+from spmd.lowering.local.fetch import Split, fetch
 from spmd.lowering.local.table import LocalOp
 from spmd.mesh.sharding import Axes
 
@@ -55,9 +54,7 @@ def fetched(
     b = op.b
     size, source = op.op.kind.operands[number].shape[dim], op.choice.operands[number].dims[dim]
     with b.noted(note_of(op, number, dim)):
-        parts = parts_of(b, x, dim, size, source, op.mesh, need)
-        type_ = b.types[x].with_shape(resized(b.types[x].shape, dim, need.length))
-        return assemble(b, parts, dim, axes, type_, fill)
+        return fetch(b, x, Split(dim, size, source, op.mesh), need, axes, fill)
 
 
 def note_of(op: LocalOp, number: int, dim: int) -> str:

@@ -7,7 +7,6 @@ dim, a contraction, a look-up by position. See `spmd.mesh.sharding` for how piec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Value
@@ -31,7 +30,8 @@ def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
     for level, a in enumerate(axes):
         count, piece = mesh.atom_sizes[a], pieces[level + 1]
         x = _resize(b, x, dim + level, count * piece)
-        x = _split_dim(b, x, dim + level, count)
+        shape = b.types[x].shape
+        x = b.reshape(x, (*shape[: dim + level], count, piece, *shape[dim + level + 1 :]))
     shape = b.types[x].shape
     whole = mesh.extent(axes) * pieces[-1]
     return b.reshape(x, (*shape[:dim], whole, *shape[dim + len(axes) + 1 :]))
@@ -60,11 +60,6 @@ def join(b: Builder, x: Value, dim: int, size: int, axes: Axes, mesh: Mesh) -> V
         x = b.reshape(x, (*inner[:at], inner[at] * inner[at + 1], *inner[at + 2 :]))
         x = _resize(b, x, at, pieces[level])
     return x
-
-
-def _split_dim(b: Builder, x: Value, dim: int, count: int) -> Value:
-    shape = b.types[x].shape
-    return b.reshape(x, (*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]))
 
 
 def _resize(b: Builder, x: Value, dim: int, size: int) -> Value:
@@ -118,7 +113,7 @@ def mask(
     shape: Sequence[int],
     sharding: Sharding,
     mesh: Mesh,
-    fill: Any,
+    filler: Callable[[], Value],
     dims: Sequence[int],
 ) -> Value:
     """Replaces the padding along some dims.
@@ -129,22 +124,9 @@ def mask(
       shape: global shape.
       sharding: how it is split.
       mesh: the mesh.
-      fill: the element that padding becomes.
+      filler: makes the value that padding is taken from; called only if there is padding.
       dims: the dims along which padding would be seen.
     """
-    return replace_padding(b, x, shape, sharding, mesh, lambda: b.splat(fill, b.types[x]), dims)
-
-
-def replace_padding(
-    b: Builder,
-    x: Value,
-    shape: Sequence[int],
-    sharding: Sharding,
-    mesh: Mesh,
-    filler: Callable[[], Value],
-    dims: Sequence[int],
-) -> Value:
-    """As `mask`, with the value that `filler` makes; it is called only if there is padding."""
     type_ = b.types[x]
     for d in dims:
         axes = sharding.dims[d]

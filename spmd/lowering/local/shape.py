@@ -7,7 +7,7 @@ from spmd.ir.dialect.rule import REDUCE, WINDOW
 from spmd.ir.program import Value
 from spmd.ir.types import Dense
 from spmd.lowering.local.dynamic_slice import pick
-from spmd.lowering.local.fetch import assemble, parts_of
+from spmd.lowering.local.fetch import Split, assemble, parts_of
 from spmd.lowering.local.neighbours import Dims, base_of, note_of, read
 from spmd.lowering.local.padding import cut, start_of
 from spmd.lowering.local.table import LocalOp, local
@@ -24,10 +24,8 @@ def _constant(op: LocalOp) -> tuple[Value, ...]:
     for dim, axes in enumerate(op.choice.results[0].dims):
         if axes:
             piece = cut(op.b, piece, dim, axes, op.mesh)
-            shape = op.b.types[piece].shape
-            kept = type_.with_shape((*shape[:dim], type_.shape[dim], *shape[dim + 1 :]))
-            attrs = {"axes": axes, "dim": dim}
-            (piece,) = op.b.op("spmd.local_slice", (piece,), (kept,), attrs)
+            kept = op.b.types[piece].with_dim(dim, type_.shape[dim])
+            piece = op.b.local_slice(piece, kept, axes, dim)
     return (piece,)
 
 
@@ -70,12 +68,8 @@ def _slice(op: LocalOp) -> tuple[Value, ...]:
         if not dims.split(d, WINDOW):
             strides[d] = 1
         starts[d], limits[d] = 0, (result[d] - 1) * strides[d] + 1
-    attrs = {
-        "start_indices": tuple(starts),
-        "limit_indices": tuple(limits),
-        "strides": tuple(strides),
-    }
-    return op.emit([x], **attrs)
+    names = ("start_indices", "limit_indices", "strides")
+    return op.emit([x], **dict(zip(names, map(tuple, (starts, limits, strides)), strict=True)))
 
 
 @local("stablehlo.reverse")
@@ -123,6 +117,6 @@ def _concatenate(op: LocalOp) -> tuple[Value, ...]:
             need = reads_of(Window(total, 1, start), size, axes, op.mesh).need
             source = op.choice.operands[i].dims[along]
             with b.noted(note_of(op, i, along)):
-                parts += parts_of(b, x, along, size, source, op.mesh, need)
+                parts += parts_of(b, x, Split(along, size, source, op.mesh), need)
         start += size
     return (assemble(b, parts, along, axes, op.result_types()[0]),)

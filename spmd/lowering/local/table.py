@@ -72,15 +72,17 @@ class LocalOp:
         """Atoms that split one dim of a value, given by its factors."""
         return tuple(a for f in value_dims[dim] for a in self.choice.assignment[f])
 
-    def index(self, axes: Axes) -> Value:
-        """This device's coordinate along some atoms, an i32 scalar."""
-        return self.b.axis_index(axes)
-
     def masked(self, number: int, fill: Any, dims: Sequence[int]) -> Value:
-        """An operand with the padding along some of its dims replaced by `fill`."""
-        shape = self.op.kind.operands[number].shape
-        sharding = self.choice.operands[number]
-        return mask(self.b, self.operands[number], shape, sharding, self.mesh, fill, dims)
+        """An operand with the padding along some of its dims replaced.
+
+        Args:
+          number: of the operand.
+          fill: the element that padding becomes, or a function that makes a value of them.
+          dims: the dims along which padding would be seen.
+        """
+        x, shape = self.operands[number], self.op.kind.operands[number].shape
+        filler = fill if callable(fill) else lambda: self.b.splat(fill, self.b.types[x])
+        return mask(self.b, x, shape, self.choice.operands[number], self.mesh, filler, dims)
 
     def reduced_dims(self, number: int) -> tuple[int, ...]:
         """Dims of an operand along which the op reduces."""
@@ -89,7 +91,7 @@ class LocalOp:
 
     def is_first(self, axes: Axes) -> Value:
         """Whether this device's coordinate along some atoms is 0, an i1 scalar."""
-        return self.b.compare("EQ", self.index(axes), self.b.constant(0, "i32"))
+        return self.b.compare("EQ", self.b.axis_index(axes), self.b.constant(0, "i32"))
 
 
 LocalFunction = Callable[[LocalOp], tuple[Value, ...]]

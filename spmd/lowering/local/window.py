@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from spmd.ir.dialect.bodies import inline_elementwise
 from spmd.ir.dialect.builder import resized
-from spmd.ir.dialect.halo import Need, Window
+from spmd.ir.dialect.halo import Need
 from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.rule import REDUCE, WINDOW
 from spmd.ir.dialect.window import (
@@ -18,6 +18,7 @@ from spmd.ir.dialect.window import (
     contracts,
     covers,
     kernel_window,
+    pool_window,
     result_window,
     running_dim,
 )
@@ -26,7 +27,7 @@ from spmd.ir.types import Attribute, ConvDims
 from spmd.lowering.local.dims import gather_dim, take_dim
 from spmd.lowering.local.neighbours import Dims, base_of, fetched
 from spmd.lowering.local.table import LocalOp, local
-from spmd.mesh.sharding import Axes, piece_sizes, tile
+from spmd.mesh.sharding import Axes, piece_sizes, tiles
 
 
 @local("stablehlo.reduce_window")
@@ -50,9 +51,7 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
             xs = [fetched(op, i, x, d, axes, need, fill) for i, x in enumerate(xs)]
             sizes[d], strides[d], padding[d] = need.length, 1, (0, 0)
         elif (axes := dims.split(d, WINDOW)) and running is None:
-            span = (sizes[d] - 1) * sliding.window[d] + 1
-            out = kind.results[0].shape[d]
-            window = Window(out, strides[d], padding[d][0], base[d], span)
+            window = pool_window(kind, sliding, d)
             made = [
                 base_of(op, i, x, d, window, axes, init)
                 for i, (x, init) in enumerate(zip(xs, inits, strict=True))
@@ -72,8 +71,8 @@ def _own(op: LocalOp, dim: int, axes: Axes) -> Need:
     """The need of a tile itself, without its padding."""
     size = op.op.kind.operands[0].shape[dim]
     piece = piece_sizes(size, axes, op.mesh)[-1]
-    tiles = [tile(size, axes, op.mesh, i) for i in range(op.mesh.extent(axes))]
-    return Need.of(size, piece, [(start, start, start + own) for start, own in tiles])
+    owned = tiles(size, axes, op.mesh)
+    return Need.of(size, piece, [(start, start, start + own) for start, own in owned])
 
 
 def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
@@ -96,12 +95,12 @@ def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
     need = _own(op, dim, axes)
     xs = [fetched(op, i, op.operands[i], dim, axes, need, inits[i]) for i in range(count)]
     piece = need.length
-    totals = _windows_of(op, xs, inits, dim, piece, piece - 1, backwards)
+    totals = _windows_of(op, xs, dim, piece, piece - 1, backwards)
     last = 0 if backwards else piece - 1
     edges = [b.slice_dim(t, dim, last, last + 1) for t in totals]
     with b.noted(f"{op.op.label} along dim {dim} needs the totals of the pieces before"):
         gathered = [gather_dim(b, edge, dim, axes, op.mesh) for edge in edges]
-    sums = _windows_of(op, gathered, inits, dim, devices, devices, backwards)
+    sums = _windows_of(op, gathered, dim, devices, devices, backwards)
     places = [i + backwards for i in range(devices)]
     before = [
         b.broadcast(take_dim(b, s, dim, axes, places, 1), b.types[t].shape, range(b.types[t].rank))
@@ -112,15 +111,10 @@ def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
 
 
 def _windows_of(
-    op: LocalOp,
-    xs: Sequence[Value],
-    inits: Sequence[Value],
-    dim: int,
-    size: int,
-    pad: int,
-    backwards: bool,
+    op: LocalOp, xs: Sequence[Value], dim: int, size: int, pad: int, backwards: bool
 ) -> tuple[Value, ...]:
     """The op with windows of `size` along a dim and `pad` elements before (or behind) it."""
+    inits = op.operands[len(xs) :]
     b, rank = op.b, op.op.kind.results[0].rank
     padding = (0, pad) if backwards else (pad, 0)
     length = b.types[xs[0]].shape[dim] + pad - size + 1
@@ -129,7 +123,7 @@ def _windows_of(
         "window_dimensions": resized((1,) * rank, dim, size),
         "padding": tuple(padding if d == dim else (0, 0) for d in range(rank)),
     }
-    types = [b.types[x].with_shape(resized(b.types[x].shape, dim, length)) for x in xs]
+    types = [b.types[x].with_dim(dim, length) for x in xs]
     return b.op(op.op.name, (*xs, *inits), types, attrs)
 
 
@@ -170,16 +164,16 @@ def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[
     span = op.attrs["window_dimensions"][dim]
     stride = Sliding(kind, kind.operands[0].rank).strides[dim]
     piece = piece_sizes(size, axes, mesh)[-1]
-    tiles = [tile(size, axes, mesh, i) for i in range(mesh.extent(axes))]
-    firsts = [(start - span + 1) // stride for start, _ in tiles]
-    skips = [start - first * stride for (start, _), first in zip(tiles, firsts, strict=True)]
-    skips = [skip if own else skips[0] for skip, (_, own) in zip(skips, tiles, strict=True)]
-    lasts = [(start + own - 1) // stride for start, own in tiles]
+    owned = tiles(size, axes, mesh)
+    firsts = [(start - span + 1) // stride for start, _ in owned]
+    skips = [start - first * stride for (start, _), first in zip(owned, firsts, strict=True)]
+    skips = [skip if own else skips[0] for skip, (_, own) in zip(skips, owned, strict=True)]
+    lasts = [(start + own - 1) // stride for start, own in owned]
     touching = max(last - first + 1 for first, last in zip(firsts, lasts, strict=True))
     length = max((touching - 1) * stride + span, max(skips) + piece)
     touching = (length - span) // stride + 1
     windows, around = [], []
-    for first, last, (start, own) in zip(firsts, lasts, tiles, strict=True):
+    for first, last, (start, own) in zip(firsts, lasts, owned, strict=True):
         low, high = (max(first, 0), min(last + 1, count)) if own else (0, 0)
         windows.append((first, low, high))
         reach = ((high - 1) * stride + span) if low < high else start

@@ -14,7 +14,6 @@ the flat buffer takes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value, free_values
@@ -28,14 +27,8 @@ PATIENCE = 16
 """A collective waits, or comes early, for at most so many times its own duration."""
 
 
-class _Key(NamedTuple):
-    """What collectives have to share in order to travel together."""
-
-    name: str
-    axes: tuple[int, ...]
-    groups: object
-    body: object
-    dtype: str
+_Key = tuple[object, ...]
+"""What collectives have to share in order to travel together."""
 
 
 class _Bucket:
@@ -75,8 +68,7 @@ def combine(program: Program, clock: Clock, target: int) -> Program:
 class _Combiner:
     def __init__(self, program: Program, clock: Clock, target: int) -> None:
         self.clock, self.target = clock, target
-        self.b = Builder()
-        self.b.types = list(program.types)
+        self.b = Builder(program.types)
 
     def region(self, old: Region) -> Region:
         """A block with its collectives combined."""
@@ -196,7 +188,7 @@ class _Combiner:
 def _key(op: Op) -> _Key:
     attrs = op.kind.attrs
     dtype = op.kind.operands[0].dtype
-    return _Key(op.name, attrs["axes"], attrs.get("groups"), attrs.get("body"), dtype)
+    return op.name, attrs["axes"], attrs.get("groups"), attrs.get("body"), dtype
 
 
 def _bytes(op: Op) -> int:

@@ -25,22 +25,14 @@ def dedupe(program: Program) -> Program:
         seen = dict(visible)
         for op in old.ops:
             operands = tuple([same.get(v, v) for v in op.operands])
-            if op.regions:
-                outer = {} if op.is_loop else seen
-                op = op._replace(
-                    operands=operands, regions=tuple(region(r, outer) for r in op.regions)
-                )
-            elif op.kind.about.is_repeatable:
+            if not op.regions and op.kind.about.is_repeatable:
                 first = seen.setdefault((op.kind, operands), op)
                 if first is not op:
-                    same.update(
-                        zip(op.results, (same.get(v, v) for v in first.results), strict=True)
-                    )
+                    same.update(zip(op.results, first.results, strict=True))
                     continue
-                op = op._replace(operands=operands)
-            else:
-                op = op._replace(operands=operands)
-            ops.append(op)
+            outer = {} if op.is_loop else seen
+            regions = tuple([region(r, outer) for r in op.regions])
+            ops.append(op._replace(operands=operands, regions=regions))
         return Region(old.args, tuple(ops), tuple(same.get(v, v) for v in old.results))
 
     return program._replace(body=region(program.body, {}))

@@ -39,7 +39,7 @@ def combined(b: Builder, group: Sequence[Op]) -> None:
     first, attr = group[0], group[0].kind.about.along
     b.loc = first.loc._replace(note=f"{first.loc.note} (and {len(group) - 1} more with it)".strip())
     rows = [_rows(b, op) for op in group]
-    joined = _joined(b, rows)
+    joined = b.concatenate(rows, 1)
     count, width = b.types[joined].shape
     parts = _parts(first) if attr else 1
     after = parts * count if first.collective == "all_gather" else count // parts
@@ -50,7 +50,7 @@ def combined(b: Builder, group: Sequence[Op]) -> None:
     for op, row in zip(group, rows, strict=True):
         size = b.types[row].shape[1]
         b.loc = op.loc
-        _unpacked(b, op, _columns(b, moved, start, start + size))
+        _unpacked(b, op, b.slice_dim(moved, 1, start, start + size))
         start += size
 
 
@@ -76,14 +76,6 @@ def _rows(b: Builder, op: Op) -> Value:
 def _turned(b: Builder, x: Value, shape: tuple[int, int, int]) -> Value:
     """Reshapes a value to three dims and swaps the first two."""
     return x if 1 in shape[:2] else b.transpose(b.reshape(x, shape), (1, 0, 2))
-
-
-def _joined(b: Builder, rows: Sequence[Value]) -> Value:
-    return b.concatenate(rows, 1)
-
-
-def _columns(b: Builder, x: Value, start: int, end: int) -> Value:
-    return b.slice(x, (0, start), (b.types[x].shape[0], end))
 
 
 def _unpacked(b: Builder, op: Op, part: Value) -> None:

@@ -41,8 +41,7 @@ class _Hoist:
         self.program, self.room = program, room
         self.trips = Index(program).trips
         self.taken = 0
-        self.b = Builder()
-        self.b.types = list(program.types)
+        self.b = Builder(program.types)
 
     @cached_property
     def left(self) -> int:

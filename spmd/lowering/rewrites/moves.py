@@ -2,7 +2,7 @@
 
 A convert, a transpose or a reshape of a gathered value is the gathered value of a convert, a
 transpose or a reshape; a slice of an elementwise op is the op of slices. All that changes is the
-size of one dim, which `operand_dim` and `result_dim` follow from one side of the op to the other.
+size of one dim, which `operand_dim` follows from the result to the operands.
 """
 
 from __future__ import annotations
@@ -35,16 +35,6 @@ def operand_dim(kind: OpKind, dim: int) -> int | None:
     return dim if is_elementwise(kind) else None
 
 
-def result_dim(kind: OpKind, dim: int) -> int | None:
-    """The result's dim that is cut (or joined) where the operands' dim is; None if none is."""
-    if kind.about.is_transpose:
-        found: int = kind.attrs["permutation"].index(dim)
-        return found
-    if kind.about.is_reshape:
-        return _same_place(kind.operands[0].shape, dim, kind.results[0].shape)
-    return dim if is_elementwise(kind) else None
-
-
 def _same_place(shape: Sequence[int], dim: int, other: Sequence[int]) -> int | None:
     """The dim of `other`, a reshape of `shape`, in front of which the same elements lie.
 
@@ -56,12 +46,6 @@ def _same_place(shape: Sequence[int], dim: int, other: Sequence[int]) -> int | N
     if not before or not places:
         return None
     return next((d for d in places if other[d] > 1), places[-1])
-
-
-def resized(type_: TensorType, dim: int, times: int, parts: int = 1) -> TensorType:
-    """A type with one dim multiplied by `times` and divided by `parts`."""
-    shape = type_.shape
-    return type_.with_shape((*shape[:dim], shape[dim] * times // parts, *shape[dim + 1 :]))
 
 
 def again(b: Builder, op: Op, operands: Sequence[Value], result: TensorType) -> Value:

@@ -25,7 +25,7 @@ from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.lowering.rewrites.dead import remove_dead
-from spmd.lowering.rewrites.moves import again, operand_dim, resized
+from spmd.lowering.rewrites.moves import again, operand_dim
 
 
 def regather(program: Program) -> Program:
@@ -94,5 +94,5 @@ def _whole(b: Builder, gather: Op, x: Value, way: Sequence[Op]) -> Value:
     times = wide.shape[dims[0]] // narrow.shape[dims[0]]
     for op, dim in zip(reversed(between), reversed(dims[: len(between)]), strict=True):
         b.loc = op.loc
-        x = again(b, op, (x,), resized(op.kind.results[0], dim, times))
+        x = again(b, op, (x,), op.kind.results[0].scaled(dim, times))
     return x

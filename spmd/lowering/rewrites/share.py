@@ -20,7 +20,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType
-from spmd.lowering.rewrites.moves import again, is_move, operand_dim, resized
+from spmd.lowering.rewrites.moves import again, is_move, operand_dim
 
 
 class _Form(NamedTuple):
@@ -135,7 +135,7 @@ def _gather(b: Builder, gather: Op, source: _Source, x: Value) -> Value:
     note = f"{gather.loc.note} (one gather for {source.forms} forms of it)".strip()
     b.loc = gather.loc._replace(note=note)
     x = b.convert(x, source.dtype)
-    result = resized(b.types[x], source.dim, _times(gather))
+    result = b.types[x].scaled(source.dim, _times(gather))
     attrs = {**gather.kind.attrs, "all_gather_dim": source.dim}
     return b.op(gather.name, (x,), (result,), attrs)[0]
 
@@ -148,6 +148,6 @@ def _formed(b: Builder, form: _Form, source: Value, x: Value) -> Value:
         if move.kind.about.is_convert:
             x = b.convert(x, move.kind.results[0].dtype)
         else:
-            shape = resized(move.kind.results[0], dim, times).shape
+            shape = move.kind.results[0].scaled(dim, times).shape
             x = again(b, move, (x,), TensorType(shape, b.types[x].dtype))
     return x

@@ -34,7 +34,7 @@ from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.lowering.divergence import HELD
-from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim, resized
+from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
@@ -83,7 +83,7 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
             x if inside is None else cut(b, x, was, axes, inside)
             for x, was, inside in zip(op.operands, whole, _operand_dims(op, dim), strict=True)
         ]
-        type_ = resized(op.kind.results[0], dim, 1, mesh.extent(axes))
+        type_ = op.kind.results[0].scaled(dim, 1, mesh.extent(axes))
         b.loc = op.loc
         return (again(b, op, operands, type_),)
 
@@ -98,7 +98,7 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
 def _sliced(b: Builder, x: Value, axes: Axes, dim: int, mesh: Mesh) -> Value:
     if not axes:
         return x
-    type_ = resized(b.types[x], dim, 1, mesh.extent(axes))
+    type_ = b.types[x].scaled(dim, 1, mesh.extent(axes))
     return b.once((LOCAL_SLICE, x, axes, dim), lambda: b.local_slice(x, type_, axes, dim))
 
 
@@ -122,7 +122,7 @@ def _scattered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
     for is_summed, run in groupby(axes, key=lambda a: a in attrs["axes"]):
         atoms = tuple(run)
         if is_summed:
-            type_ = resized(b.types[x], dim, 1, mesh.extent(atoms))
+            type_ = b.types[x].scaled(dim, 1, mesh.extent(atoms))
             how = {"scatter_dimension": dim, "body": attrs["body"]}
             x = b.collective("reduce_scatter", x, type_, atoms, **how)
         else:
@@ -167,12 +167,10 @@ def _cuts(program: Program, mesh: Mesh) -> dict[Value, _Cut]:
 
 def _passes(op: Op, cut: _Cut) -> bool:
     """Whether the slice of an op's result is the same op on slices of its operands."""
-    if op.collective == "all_gather":
-        attrs = op.kind.attrs
+    attrs = op.kind.attrs
+    if op.collective in ("all_gather", "all_reduce"):
         apart = "groups" not in attrs and set(cut.axes).isdisjoint(attrs["axes"])
-        return apart and cut.dim != attrs["all_gather_dim"]
-    if op.collective == "all_reduce":
-        return "groups" not in op.kind.attrs and set(cut.axes).isdisjoint(op.kind.attrs["axes"])
+        return apart and cut.dim != attrs.get("all_gather_dim")
     return is_move(op.kind) or is_elementwise(op.kind)
 
 
@@ -231,13 +229,13 @@ def _ungathered(b: Builder, op: Op, axes: Axes, dim: int, mesh: Mesh) -> Value:
     if axes[: len(have)] == have:
         if dim != joined:
             parts = mesh.extent(have)
-            type_ = resized(resized(b.types[x], joined, parts), dim, 1, parts)
+            type_ = b.types[x].scaled(joined, parts).scaled(dim, 1, parts)
             how = {"concat_dimension": joined, "split_dimension": dim}
             x = b.collective("all_to_all", x, type_, have, **how)
         return _sliced(b, x, axes[len(have) :], dim, mesh)
     if have[: len(axes)] == axes:
         rest = have[len(axes) :]
-        type_ = resized(b.types[x], dim, mesh.extent(rest))
+        type_ = b.types[x].scaled(dim, mesh.extent(rest))
         return b.collective("all_gather", x, type_, rest, all_gather_dim=dim)
     wanted = mesh.coordinates(axes).tolist()
     pairs = sorted((group[wanted[p]], p) for group in mesh.groups(have) for p in group)

@@ -32,7 +32,6 @@ from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType
 from spmd.lowering.rewrites.dead import remove_dead
-from spmd.lowering.rewrites.moves import resized
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
@@ -145,49 +144,34 @@ def _all_reduce(
     made, body = _Parts(b, op, 3, slow), attrs["body"]
     flat = x if dim is not None else _flat(b, x, padded)
     at = dim or 0
-    all_, one = b.types[flat], resized(b.types[flat], at, 1, parts)
+    all_, one = b.types[flat], b.types[flat].scaled(at, 1, parts)
     y = made.add("reduce_scatter", flat, one, fast, scatter_dimension=at, body=body)
     y = made.add("all_reduce", y, one, slow, body=body)
     y = made.add("all_gather", y, all_, fast, all_gather_dim=at)
     return y if dim is not None else _unflat(b, y, type_)
 
 
-def _all_gather(
+def _gather_or_scatter(
     b: Builder, op: Op, x: Value, axes: Axes, limit: float, machine: _Machine
 ) -> Value | None:
-    attrs, mesh = op.kind.attrs, machine.mesh
-    dim = attrs["all_gather_dim"]
+    # A gather goes over the slow links first, a reduce-scatter last: while pieces are small.
+    attrs, mesh, along = op.kind.attrs, machine.mesh, op.kind.about.along
+    dim, gathers = attrs[along], op.collective == "all_gather"
     fast, slow = machine.levels(axes)
-    one, all_ = op.kind.operands[0], op.kind.results[0]
-    some = resized(one, dim, mesh.extent(slow))
-    seconds = machine.seconds("all_gather", slow, one.bytes, some.bytes)
-    seconds += machine.seconds("all_gather", fast, some.bytes, all_.bytes)
-    seconds += 0.0 if axes == fast + slow else machine.copy_seconds(all_.bytes)
+    first, second = (slow, fast) if gathers else (fast, slow)
+    (before,), (after,) = op.kind.operands, op.kind.results
+    some = (before if gathers else after).scaled(dim, mesh.extent(slow))
+    seconds = machine.seconds(op.collective, first, before.bytes, some.bytes)
+    seconds += machine.seconds(op.collective, second, some.bytes, after.bytes)
+    if axes != fast + slow:
+        seconds += machine.copy_seconds(max(before.bytes, after.bytes))
     if seconds >= limit:
         return None
-    made = _Parts(b, op, 2, slow)
-    y = made.add("all_gather", x, some, slow, all_gather_dim=dim)
-    y = made.add("all_gather", y, all_, fast, all_gather_dim=dim)
-    return _reordered(b, y, dim, fast + slow, axes, mesh)
-
-
-def _reduce_scatter(
-    b: Builder, op: Op, x: Value, axes: Axes, limit: float, machine: _Machine
-) -> Value | None:
-    attrs, mesh = op.kind.attrs, machine.mesh
-    dim, body = attrs["scatter_dimension"], attrs["body"]
-    fast, slow = machine.levels(axes)
-    all_, one = op.kind.operands[0], op.kind.results[0]
-    some = resized(one, dim, mesh.extent(slow))
-    seconds = machine.seconds("reduce_scatter", fast, all_.bytes, some.bytes)
-    seconds += machine.seconds("reduce_scatter", slow, some.bytes, one.bytes)
-    seconds += 0.0 if axes == fast + slow else machine.copy_seconds(all_.bytes)
-    if seconds >= limit:
-        return None
-    made = _Parts(b, op, 2, slow)
-    x = _reordered(b, x, dim, axes, fast + slow, mesh)
-    y = made.add("reduce_scatter", x, some, fast, scatter_dimension=dim, body=body)
-    return made.add("reduce_scatter", y, one, slow, scatter_dimension=dim, body=body)
+    made, how = _Parts(b, op, 2, slow), {n: attrs[n] for n in (along, "body") if n in attrs}
+    y = x if gathers else _reordered(b, x, dim, axes, fast + slow, mesh)
+    y = made.add(op.collective, y, some, first, **how)
+    y = made.add(op.collective, y, after, second, **how)
+    return _reordered(b, y, dim, fast + slow, axes, mesh) if gathers else y
 
 
 _Way = Callable[[Builder, Op, Value, Axes, float, _Machine], "Value | None"]
@@ -196,8 +180,8 @@ its result made in parts, or None where that takes longer."""
 
 _WAYS: dict[str, _Way] = {
     "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
+    "all_gather": _gather_or_scatter,
+    "reduce_scatter": _gather_or_scatter,
 }
 
 

@@ -20,7 +20,7 @@ from spmd.lowering.emitted import emit_local
 from spmd.lowering.execute import executable
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
-from spmd.lowering.local.fetch import fetch
+from spmd.lowering.local.fetch import Split, fetch
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.sharding import Axes, Sharding, piece_sizes, tile
 
@@ -88,7 +88,7 @@ def fetching(size: int, axes: Axes, mesh: spmd.Mesh, needs: list[Need], fill: fl
     b.begin()
     x = b.value(TensorType((piece_sizes(size, axes, mesh)[-1], 2), "f32"))
     scalar = None if fill is None else b.constant(fill, "f32")
-    outs = [fetch(b, x, 0, size, axes, mesh, need, scalar) for need in needs]
+    outs = [fetch(b, x, Split(0, size, axes, mesh), need, axes, scalar) for need in needs]
     body = b.end([x], outs)
     names = tuple(f"result{i}" for i in range(len(outs)))
     program = Program("fetch", tuple(b.types), body, ("x",), names)

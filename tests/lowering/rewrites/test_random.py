@@ -11,7 +11,6 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
-from spmd.lowering.rewrites.moves import resized
 from spmd.lowering.rewrites.optimize import optimize
 from spmd.lowering.rewrites.room import Room
 from spmd.mesh.mesh import Mesh
@@ -99,7 +98,7 @@ class _Maker:
         axes, dim, type_ = self.atoms(), self.dim(x), self.b.types[x]
         parts = self.mesh.extent(axes)
         if type_.size * parts <= MOST_ELEMENTS:
-            out = resized(type_, dim, parts)
+            out = type_.scaled(dim, parts)
             self.exchange("all_gather", x, axes, out, all_gather_dim=dim)
 
     def sum(self, x: Value) -> None:
@@ -111,7 +110,7 @@ class _Maker:
         axes, dim, type_ = self.atoms(), self.dim(x), self.b.types[x]
         parts = self.mesh.extent(axes)
         if type_.shape[dim] % parts == 0:
-            out, body = resized(type_, dim, 1, parts), reducer_body("add", type_.dtype)
+            out, body = type_.scaled(dim, 1, parts), reducer_body("add", type_.dtype)
             self.exchange("reduce_scatter", x, axes, out, scatter_dimension=dim, body=body)
 
     def slice(self, x: Value) -> None:
@@ -119,14 +118,14 @@ class _Maker:
         parts = self.mesh.extent(axes)
         if type_.shape[dim] % parts == 0 and self.same[x].issuperset(axes):
             attrs = {"axes": axes, "dim": dim}
-            (made,) = self.b.op("spmd.local_slice", (x,), (resized(type_, dim, 1, parts),), attrs)
+            (made,) = self.b.op("spmd.local_slice", (x,), (type_.scaled(dim, 1, parts),), attrs)
             self.keep(made, self.same[x] - set(axes))
 
     def swap(self, x: Value) -> None:
         axes, joined, split, type_ = self.atoms(), self.dim(x), self.dim(x), self.b.types[x]
         parts = self.mesh.extent(axes)
         if joined != split and type_.shape[split] % parts == 0:
-            out = resized(resized(type_, joined, parts), split, 1, parts)
+            out = type_.scaled(joined, parts).scaled(split, 1, parts)
             dims = {"concat_dimension": joined, "split_dimension": split}
             self.exchange("all_to_all", x, axes, out, **dims)
 
