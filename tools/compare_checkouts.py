@@ -1,10 +1,9 @@
 """Compares the plans and the compile times of two checkouts: of one before and one after a change.
 
-Each checkout's `spmd` lowers the programs of NEW's benchmarks
-(the catalog, and Llama training steps) in a process of its own. The tables show the programs of
-which any stage's text, predicted seconds or bytes sent differ, and the seconds of each stage:
-sums of each program's fastest of N runs, in which the two take turns. The exit status is 1 if the
-new checkout made any plan dearer.
+Each checkout's `spmd` lowers the programs of the new checkout's benchmarks (the catalog, and Llama
+training steps) in a process of its own. The tables show the programs of which any stage's text,
+predicted seconds or bytes sent differ, and the seconds of each stage: the sum of each program's
+fastest run; the two checkouts take turns. The exit status is 1 if a plan became dearer.
 
 A refactor that should change nothing says `N programs, N equal, 0 cheaper, 0 dearer`.
 
