@@ -9,6 +9,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,19 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
 
 import spmd
+from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.ops import attention
-
-_LENGTHS = flags.DEFINE_list("lengths", ["2048", "4096", "8192"], "tokens in a sequence")
-_TOKENS = flags.DEFINE_integer("tokens", 16384, "tokens of a batch: sequences times length")
-_HEADS = flags.DEFINE_integer("heads", 32, "query heads", lower_bound=1)
-_KEY_HEADS = flags.DEFINE_integer("key_heads", 32, "key heads", lower_bound=1)
-_WIDTH = flags.DEFINE_integer("width", 128, "width of a head", lower_bound=1)
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "of tensors")
-_PACKED = flags.DEFINE_bool("packed", False, "four documents in each sequence")
-_STEPS = flags.DEFINE_integer("steps", 10, "timed runs, after two others", lower_bound=1)
 
 IMPLEMENTATIONS = ("kernel", "xla", "cudnn")
 
@@ -50,10 +42,10 @@ def functions(name: str, segments: Any) -> tuple[Callable[..., Any], Callable[..
     return spmd.jit(forward, mesh=mesh), spmd.jit(both, mesh=mesh)
 
 
-def milliseconds(run: Callable[..., Any], args: Sequence[Any]) -> float:
+def milliseconds(given: argparse.Namespace, run: Callable[..., Any], args: Sequence[Any]) -> float:
     """Median time of a run."""
     times = []
-    for number in range(_STEPS.value + 2):
+    for number in range(given.steps + 2):
         start = time.perf_counter()
         jax.block_until_ready(run(*args))
         if number >= 2:
@@ -61,23 +53,23 @@ def milliseconds(run: Callable[..., Any], args: Sequence[Any]) -> float:
     return 1e3 * statistics.median(times)
 
 
-def row(name: str, length: int) -> str:
+def row(given: argparse.Namespace, name: str, length: int) -> str:
     """One line of the table."""
-    batch = max(1, _TOKENS.value // length)
+    batch = max(1, given.tokens // length)
     keys = jax.random.split(jax.random.key(0), 3)
     args = [
-        jax.random.normal(key, (batch, length, heads, _WIDTH.value), _DTYPE.value)
-        for key, heads in zip(keys, (_HEADS.value, *(_KEY_HEADS.value,) * 2), strict=True)
+        jax.random.normal(key, (batch, length, heads, given.width), given.dtype)
+        for key, heads in zip(keys, (given.heads, *(given.key_heads,) * 2), strict=True)
     ]
     segments = None
-    if _PACKED.value:
+    if given.packed:
         ids = jnp.arange(length, dtype=jnp.int32) * 4 // length
         segments = jnp.broadcast_to(ids, (batch, length))
-    product = batch * _HEADS.value * length * length * _WIDTH.value  # two FLOPs, of which half
+    product = batch * given.heads * length * length * given.width  # two FLOPs, of which half
     cells = []
     for run, products in zip(functions(name, segments), (2, 7), strict=True):
         try:
-            took = milliseconds(run, args)
+            took = milliseconds(given, run, args)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             cells += [str(error).strip().splitlines()[0][:60], "-"]
         else:
@@ -85,24 +77,41 @@ def row(name: str, length: int) -> str:
     return f"| {name} | {batch} x {length} | {' | '.join(cells)} |"
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run attention", __doc__)
+    add = parser.add_argument
+    add("--lengths", type=words, default="2048,4096,8192", help="tokens in a sequence")
+    add("--tokens", type=positive, default=16384, help="tokens of a batch: sequences times length")
+    add("--heads", type=positive, default=32, help="query heads")
+    add("--key_heads", type=positive, default=32, help="key heads")
+    add("--width", type=positive, default=128, help="width of a head")
+    add(
+        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of tensors"
+    )
+    add("--packed", action=Switch, help="four documents in each sequence")
+    add("--steps", type=positive, default=10, help="timed runs, after two others")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
-    del argv
-    if _HEADS.value % _KEY_HEADS.value:
+    given = make_parser().parse_args(arguments)
+    if given.heads % given.key_heads:
         raise SystemExit(
-            f"error: --heads {_HEADS.value} is no multiple of --key_heads {_KEY_HEADS.value}"
+            f"error: --heads {given.heads} is no multiple of --key_heads {given.key_heads}"
         )
     device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {device.device_kind}; {_HEADS.value} heads of {_WIDTH.value}, "
-          f"{_KEY_HEADS.value} key heads, {_DTYPE.value}, causal"
-          f"{', packed' if _PACKED.value else ''}")  # fmt: skip
+    print(f"jax {jax.__version__}, {device.device_kind}; {given.heads} heads of {given.width}, "
+          f"{given.key_heads} key heads, {given.dtype}, causal"
+          f"{', packed' if given.packed else ''}")  # fmt: skip
     print("| attention | batch | forward, ms | TFLOP/s | with gradient, ms | TFLOP/s |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for length in map(int, _LENGTHS.value):
+    for length in map(int, given.lengths):
         for name in IMPLEMENTATIONS:
             if name != "cudnn" or device.platform == "gpu":
-                print(row(name, length), flush=True)
+                print(row(given, name, length), flush=True)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

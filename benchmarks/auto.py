@@ -9,6 +9,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -16,22 +17,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import optax
-from absl import app, flags
 
 import spmd
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig, named_config
 from models.llama.training import argument_types, train_step
-
-_MODEL = flags.DEFINE_string("model", "llama2-7b", "named config")
-_LAYERS = flags.DEFINE_list("layers", ["4", "32"], "numbers of layers")
-_SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
-_MESHES = flags.DEFINE_list("meshes", ["data=4:model=2"], "meshes to choose from")
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens in a sequence")
-_BATCH = flags.DEFINE_integer("global_batch", 16, "sequences in a step")
-_TOPOLOGY = flags.DEFINE_string("topology", "h200:8", "machine to plan for")
-_LIMIT = flags.DEFINE_float("memory_limit", 0, "GiB of a device; 0: what the topology has")
-_RULES = flags.DEFINE_bool("rules", False, "print what was chosen")
+from spmd.cli.flags import Parser, Switch, positive, words
 
 
 def parse_mesh(text: str) -> spmd.Mesh:
@@ -40,31 +31,49 @@ def parse_mesh(text: str) -> spmd.Mesh:
     return spmd.Mesh(None, tuple(axes.values()), tuple(axes))
 
 
-def by_hand(config: LlamaConfig, mesh: spmd.Mesh, topology: spmd.Topology) -> float:
+def by_hand(
+    given: argparse.Namespace, config: LlamaConfig, mesh: spmd.Mesh, topology: spmd.Topology
+) -> float:
     """Predicted seconds of the plan under the hand-written specs."""
     optimizer = optax.adamw(1e-4)
     step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    types = argument_types(config, optimizer, mesh, (_BATCH.value, _SEQ_LEN.value))
+    types = argument_types(config, optimizer, mesh, (given.global_batch, given.seq_len))
     lowered = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).lower(*types, topology=topology)
     return lowered.stages.plan.seconds
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run auto", __doc__)
+    add = parser.add_argument
+    add("--model", default="llama2-7b", help="named config")
+    add("--layers", type=words, default="4,32", help="numbers of layers")
+    add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
+    add("--meshes", type=words, default="data=4:model=2", help="meshes to choose from")
+    add("--seq_len", type=positive, default=1024, help="tokens in a sequence")
+    add("--global_batch", type=positive, default=16, help="sequences in a step")
+    add("--topology", default="h200:8", help="machine to plan for")
+    add("--memory_limit", type=float, default=0, help="giB of a device; 0: what the topology has")
+    add("--rules", action=Switch, help="print what was chosen")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a row for each number of layers."""
-    del argv
-    topology = spmd.Topology(_TOPOLOGY.value)
-    meshes = [parse_mesh(text) for text in _MESHES.value]
-    limit = int(_LIMIT.value * 2**30) or None
-    print(f"{_MODEL.value}, batch {_BATCH.value} x {_SEQ_LEN.value}, adamw, {topology}")
+    given = make_parser().parse_args(arguments)
+    topology = spmd.Topology(given.topology)
+    meshes = [parse_mesh(text) for text in given.meshes]
+    limit = int(given.memory_limit * 2**30) or None
+    print(f"{given.model}, batch {given.global_batch} x {given.seq_len}, adamw, {topology}")
     print("| layers | best by hand, s | on | auto, s | on | ratio | auto took, s |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for layers in map(int, _LAYERS.value):
+    for layers in map(int, given.layers):
         config = dataclasses.replace(
-            named_config(_MODEL.value), num_hidden_layers=layers, scan_layers=_SCAN.value
+            named_config(given.model), num_hidden_layers=layers, scan_layers=given.scan
         )
         optimizer = optax.adamw(1e-4)
         params = jax.eval_shape(lambda key, c=config: model.init(key, c), jax.random.key(0))
-        tokens = jax.ShapeDtypeStruct((_BATCH.value, _SEQ_LEN.value), np.int32)
+        tokens = jax.ShapeDtypeStruct((given.global_batch, given.seq_len), np.int32)
         args = (
             params,
             jax.eval_shape(optimizer.init, params),
@@ -80,13 +89,13 @@ def main(argv: Sequence[str]) -> None:
             donate_argnums=(0, 1),
         )
         took = time.perf_counter() - start
-        hand, where = min((by_hand(config, mesh, topology), str(mesh)) for mesh in meshes)
-        how = "scanned" if _SCAN.value else "unrolled"
+        hand, where = min((by_hand(given, config, mesh, topology), str(mesh)) for mesh in meshes)
+        how = "scanned" if given.scan else "unrolled"
         print(f"| {layers}, {how} | {hand:.4f} | {where} | {found.seconds:.4f} | {found.mesh} "
               f"| {found.seconds / hand:.3f} | {took:.1f} |", flush=True)  # fmt: skip
-        if _RULES.value:
+        if given.rules:
             print(found)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -26,8 +26,6 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from absl import app, flags
-
 from benchmarks.environment import xla_flags
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -51,17 +49,7 @@ from benchmarks.programs.catalog import programs
 from benchmarks.programs.conditions import small_machine
 from benchmarks.programs.program import Program
 from benchmarks.shardy_bytes import Peer, partition_all
-
-_ONLY = flags.DEFINE_string("only", "", "programs whose name this regular expression finds")
-_LIST = flags.DEFINE_bool("list", False, "print the programs' names and do nothing else")
-_SHARDY = flags.DEFINE_bool("shardy", True, "also run Shardy's own partitioner")
-_JSON = flags.DEFINE_string("json", None, "also write everything to this file")
-_MARKDOWN = flags.DEFINE_bool("markdown", False, "print tables for a page, not for a terminal")
-_ALL = flags.DEFINE_bool("all", False, "show every reshard, not just those that lose")
-_TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "plan for it, as in h200:8; default: H200s, scaled down"
-)
-_PLANNER = flags.DEFINE_enum("planner", "exact", ["exact", "greedy"], "our planner")
+from spmd.cli.flags import Parser, Switch
 
 
 def measure_all(found: Sequence[Program], options: spmd.Options) -> list[Row]:
@@ -89,31 +77,45 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run bytes", __doc__)
+    add = parser.add_argument
+    add("--only", default="", help="programs whose name this regular expression finds")
+    add("--list", action=Switch, help="print the programs' names and do nothing else")
+    add("--shardy", action=Switch, default=True, help="also run Shardy's own partitioner")
+    add("--json", help="also write everything to this file")
+    add("--markdown", action=Switch, help="print tables for a page, not for a terminal")
+    add("--all", action=Switch, help="show every reshard, not just those that lose")
+    add("--topology", help="plan for it, as in h200:8; default: H200s, scaled down")
+    add("--planner", choices=["exact", "greedy"], default="exact", help="our planner")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints two tables."""
-    if len(argv) > 1:
-        raise app.UsageError(f"{argv[1]!r} is no flag; did you mean --only {argv[1]}?")
-    found = programs(_ONLY.value)
+    given = make_parser().parse_args(arguments)
+    found = programs(given.only)
     if not found:
-        raise app.UsageError(f"no program's name holds {_ONLY.value!r}; --list shows them")
-    if _LIST.value:
+        sys.exit(f"error: no program's name holds {given.only!r}; --list shows them")
+    if given.list:
         print("\n".join(program.name for program in found))
         return
-    topology = spmd.Topology(_TOPOLOGY.value) if _TOPOLOGY.value else small_machine()
-    planner: Literal["exact", "greedy"] = "greedy" if _PLANNER.value == "greedy" else "exact"
+    topology = spmd.Topology(given.topology) if given.topology else small_machine()
+    planner: Literal["exact", "greedy"] = "greedy" if given.planner == "greedy" else "exact"
     options = spmd.Options(topology=topology, planner=planner)
     rows = measure_all(found, options)
-    peers = ask_shardy(found) if _SHARDY.value else {}
+    peers = ask_shardy(found) if given.shardy else {}
     results = [Result(row, peers.get(row.name)) for row in rows]
-    if _JSON.value:
-        with open(_JSON.value, "w", encoding="utf-8") as file:
+    if given.json:
+        with open(given.json, "w", encoding="utf-8") as file:
             json.dump([as_json(result) for result in results], file, indent=1)
-    render = markdown if _MARKDOWN.value else aligned
-    print(render(HEADER, program_lines(results, _ALL.value)))
+    render = markdown if given.markdown else aligned
+    print(render(HEADER, program_lines(results, given.all)))
     print()
     print(render(FAMILY_HEADER, family_lines(results)))
     print(f"\n{planning_line(results)}\n{explained_line(results)}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -12,6 +12,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import shutil
@@ -24,16 +25,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
 from absl import logging as absl_logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.training.checkpoints.store import Checkpoints
 from models.training.run.loop import TrainState
-
-_MEGABYTES = flags.DEFINE_integer("megabytes", 1024, "Size of the state, on all devices together.")
-_SAVES = flags.DEFINE_integer("saves", 4, "How often it is saved.")
-_FOLDER = flags.DEFINE_string("folder", None, "Where to. Default: a temporary folder.")
+from spmd.cli.flags import Parser, positive
 
 ARRAYS = 16
 WIDTH = 4096
@@ -65,20 +62,22 @@ def step(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def folder() -> Iterator[Path]:
+def folder(given: argparse.Namespace) -> Iterator[Path]:
     """Where the checkpoints go; empty, and removed afterwards."""
-    path = Path(_FOLDER.value or tempfile.mkdtemp())
+    path = Path(given.folder or tempfile.mkdtemp())
     try:
         yield path / "bench_checkpoint"
     finally:
         shutil.rmtree(path / "bench_checkpoint", ignore_errors=True)
 
 
-def measure(state: TrainState, checkpoints: Checkpoints) -> tuple[TrainState, list[dict[str, Any]]]:
+def measure(
+    given: argparse.Namespace, state: TrainState, checkpoints: Checkpoints
+) -> tuple[TrainState, list[dict[str, Any]]]:
     """Save, go on stepping until the save has ended, and again."""
     records: list[dict[str, Any]] = []
     params, opt_state = state.params, state.opt_state
-    for number in range(1, _SAVES.value + 1):
+    for number in range(1, given.saves + 1):
         jax.block_until_ready((params, opt_state))
         checkpoints.save(TrainState(params, opt_state, number))
         steps = 0
@@ -90,21 +89,36 @@ def measure(state: TrainState, checkpoints: Checkpoints) -> tuple[TrainState, li
             steps += 1
             ended = checkpoints.poll()
         records.append({**ended[0], "steps": steps})
-    return TrainState(params, opt_state, _SAVES.value), records
+    return TrainState(params, opt_state, given.saves), records
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run checkpoint", __doc__)
+    add = parser.add_argument
+    add(
+        "--megabytes",
+        type=positive,
+        default=1024,
+        help="size of the state, on all devices together",
+    )
+    add("--saves", type=positive, default=4, help="how often it is saved")
+    add("--folder", help="where it is saved (default: a temporary folder)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
-    del argv
+    given = make_parser().parse_args(arguments)
     absl_logging.set_verbosity(absl_logging.WARNING)
-    state = make_state(_MEGABYTES.value)
+    state = make_state(given.megabytes)
     size = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
     device = jax.devices()[0].device_kind
     print(f"{size / 2**20:,.0f} MiB on {jax.device_count()} x {device}")
     print("| save | training waited, s | checkpoint, s | share | MiB/s | steps meanwhile |")
     print("| --- | --- | --- | --- | --- | --- |")
-    with folder() as path, Checkpoints(path, keep_last=2) as checkpoints:
-        state, records = measure(state, checkpoints)
+    with folder(given) as path, Checkpoints(path, keep_last=2) as checkpoints:
+        state, records = measure(given, state, checkpoints)
         for record in records:
             if "error" in record:
                 sys.exit(f"error: {record['error']}")
@@ -130,4 +144,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -14,6 +14,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import sys
@@ -25,20 +26,10 @@ from typing import NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-from absl import app, flags
 
 from benchmarks import shardy
 from benchmarks.programs.step import Step, lower
-
-_MODEL = flags.DEFINE_string("model", "llama2-7b", "named config")
-_MESHES = flags.DEFINE_list("meshes", ["data=4:model=2"], "meshes; they need no devices")
-_LAYERS = flags.DEFINE_list("layers", ["4"], "numbers of layers")
-_SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
-_GROWTH = flags.DEFINE_bool("growth", False, "show how time grows with layers and with devices")
-_OPTIMIZER = flags.DEFINE_enum("optimizer", "adamw", ["adamw", "adafactor"], "optimizer")
-_CHIP = flags.DEFINE_string("chip", "h200", "chip to plan for")
-_SHARDY = flags.DEFINE_bool("shardy", True, "time Shardy's propagation on the same module too")
-_REPEAT = flags.DEFINE_integer("repeat", 3, "runs; the fastest is shown")
+from spmd.cli.flags import Parser, Switch, positive, words
 
 STAGES = (
     "import", "canonicalize", "sink", "propagate", "plan",
@@ -75,47 +66,68 @@ def measure(row: Step, peer: bool) -> Run:
     return Run(lowered.mesh.size, ops, dict(lowered.stages.seconds), seconds)
 
 
-def table_row(row: Step) -> str:
+def table_row(given: argparse.Namespace, row: Step) -> str:
     """Seconds of each stage in the fastest of several runs, and Shardy's fastest."""
     alone = multiprocessing.get_context("spawn")
     runs = []
-    for _ in range(_REPEAT.value):
+    for _ in range(given.repeat):
         with ProcessPoolExecutor(1, alone) as process:
-            runs.append(process.submit(measure, row, _SHARDY.value).result())
+            runs.append(process.submit(measure, row, given.shardy).result())
     best, peer = min(runs, key=lambda run: run.total), min(run.peer for run in runs)
     cells = [f"{row.layers}, {'scanned' if row.scan else 'unrolled'}"]
     cells += [f"{best.devices}", f"{best.ops}", *(f"{best.seconds[name]:.3f}" for name in STAGES)]
     cells += [f"{best.total:.3f}", f"{best.total / best.ops * 1e6:.0f}"]
-    cells += [f"{peer:.3f}", f"{best.total / peer:.2f}"] if _SHARDY.value else []
+    cells += [f"{peer:.3f}", f"{best.total / peer:.2f}"] if given.shardy else []
     return f"| {' | '.join(cells)} |"
 
 
-def tables() -> Iterator[list[Step]]:
+def tables(given: argparse.Namespace) -> Iterator[list[Step]]:
     """The rows of each table that the flags ask for."""
-    rest = (_MODEL.value, _OPTIMIZER.value, _CHIP.value)
-    if not _GROWTH.value:
-        counts = [int(n) for n in _LAYERS.value]
-        yield [Step(n, _SCAN.value, mesh, *rest) for mesh in _MESHES.value for n in counts]
+    rest = (given.model, given.optimizer, given.chip)
+    if not given.growth:
+        counts = [int(n) for n in given.layers]
+        yield [Step(n, given.scan, mesh, *rest) for mesh in given.meshes for n in counts]
         return
-    yield [Step(layers, False, _MESHES.value[0], *rest) for layers in MORE_LAYERS]
+    yield [Step(layers, False, given.meshes[0], *rest) for layers in MORE_LAYERS]
     yield [Step(32, True, mesh, *rest) for mesh in MORE_DEVICES]
     yield [Step(8, False, mesh, *rest) for mesh in MORE_DEVICES]
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run compiler", __doc__)
+    add = parser.add_argument
+    add("--model", default="llama2-7b", help="named config")
+    add("--meshes", type=words, default="data=4:model=2", help="meshes; they need no devices")
+    add("--layers", type=words, default="4", help="numbers of layers")
+    add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
+    add("--growth", action=Switch, help="show how time grows with layers and with devices")
+    add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="optimizer")
+    add("--chip", default="h200", help="chip to plan for")
+    add(
+        "--shardy",
+        action=Switch,
+        default=True,
+        help="time Shardy's propagation on the same module too",
+    )
+    add("--repeat", type=positive, default=3, help="runs; the fastest is shown")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table, or those of --growth."""
-    del argv
+    given = make_parser().parse_args(arguments)
     versions = f"Python {sys.version.split()[0]}, jax {jax.__version__}, jaxlib {version('jaxlib')}"
-    what = f"{_MODEL.value}, {_OPTIMIZER.value}, planned for {_CHIP.value}"
+    what = f"{given.model}, {given.optimizer}, planned for {given.chip}"
     print(f"{versions}, {os.cpu_count()} cores; {what}")
     titles = ["layers", "devices", "ops", *STAGES, "import to partition, s", "us/op"]
-    titles += ["Shardy propagation, s", "ratio"] if _SHARDY.value else []
-    for rows in tables():
+    titles += ["Shardy propagation, s", "ratio"] if given.shardy else []
+    for rows in tables(given):
         print(f"\n| {' | '.join(titles)} |")
         print("| --- " * len(titles) + "|")
         for row in rows:
-            print(table_row(row), flush=True)
+            print(table_row(given, row), flush=True)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -12,10 +12,12 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
 
 import spmd
 from models.function import Function
@@ -33,22 +34,7 @@ from models.llama.quantize import QUANTIZATIONS, quantized_types
 from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
 from serving.llama_backend import info
-
-_MODEL = flags.DEFINE_string("model", "quickstart", "named config")
-_LAYERS = flags.DEFINE_integer("layers", 0, "overrides the number of layers; 0 keeps it")
-_AXIS = flags.DEFINE_integer("model_axis", 1, "devices that share a layer")
-_BATCHES = flags.DEFINE_list("batches", ["1"], "slots, all of them in use")
-_CONTEXT = flags.DEFINE_integer("context", 1024, "positions that are read")
-_QUANTIZE = flags.DEFINE_list("quantize", ["none"], "of " + ", ".join(QUANTIZATIONS))
-_CACHE = flags.DEFINE_string("cache_dtype", "bfloat16", "of keys and values")
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "of activations, and weights not quantized")
-_PER_CALL = flags.DEFINE_list("steps_per_call", ["1", "10"], "tokens of a call")
-_AHEAD = flags.DEFINE_integer("ahead", 1, "calls that are issued before the last one is read")
-_TOKENS = flags.DEFINE_integer("tokens", 60, "timed tokens")
-_BANDWIDTH = flags.DEFINE_float("bandwidth", 4.3e12, "bytes a second that a device copies")
-_XLA = flags.DEFINE_list("xla", [], "XLA's options for our programs, as in name=value")
-_PEER = flags.DEFINE_bool("peer", False, "also plain jax.jit of the same function, on one device")
-
+from spmd.cli.flags import Parser, Switch, positive, words
 
 WARM_UP = 2
 """Calls that are not timed."""
@@ -74,34 +60,34 @@ def random_weights(types: Any, shardings: Any, config: LlamaConfig) -> Any:
     )
 
 
-def floor_seconds(bundle: Bundle) -> float:
+def floor_seconds(given: argparse.Namespace, bundle: Bundle) -> float:
     """Seconds of reading what a step reads once."""
     facts = info(bundle)
-    return float(facts["read_weight_bytes"] + facts["cache_bytes"]) / float(_BANDWIDTH.value)
+    return float(facts["read_weight_bytes"] + facts["cache_bytes"]) / float(given.bandwidth)
 
 
-def timed(run: Any, calls: int) -> float:
+def timed(given: argparse.Namespace, run: Any, calls: int) -> float:
     """Median seconds from one call's tokens on the host to the next one's."""
-    under_way = collections.deque(run() for _ in range(_AHEAD.value))
+    under_way = collections.deque(run() for _ in range(given.ahead))
     times = []
-    for _ in range(calls + WARM_UP - _AHEAD.value):
+    for _ in range(calls + WARM_UP - given.ahead):
         under_way.append(run())
         np.asarray(under_way.popleft())
         times.append(time.perf_counter())
     return statistics.median(np.diff(times[WARM_UP - 1 :]))
 
 
-def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
+def bench(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: int) -> list[str]:
     """Rows of the table: one for each number of tokens of a call."""
-    per_call = [int(n) for n in _PER_CALL.value]
-    length = _CONTEXT.value
+    per_call = [int(n) for n in given.steps_per_call]
+    length = given.context
     shape = decode.ServingShape(
-        batch, length, (16,), (length,), max(per_call), cache_dtype=_CACHE.value
+        batch, length, (16,), (length,), max(per_call), cache_dtype=given.cache_dtype
     )
     types = quantized_types(config, quantize)
     functions, state, specs, primary = decode.functions(config, shape, types)
     only = [function for function in functions if function.name == primary]
-    mesh = spmd.make_mesh(data=1, model=_AXIS.value, devices=jax.devices()[: _AXIS.value])
+    mesh = spmd.make_mesh(data=1, model=given.model_axis, devices=jax.devices()[: given.model_axis])
     start = time.perf_counter()
     bundle = compile_bundle(
         only,
@@ -111,16 +97,16 @@ def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
         specs=specs,
         state=state,
         primary=primary,
-        options=spmd.Options(compiler_options=dict(option.split("=", 1) for option in _XLA.value)),
+        options=spmd.Options(compiler_options=dict(option.split("=", 1) for option in given.xla)),
     )
     compile_seconds = time.perf_counter() - start
-    least = floor_seconds(bundle)
+    least = floor_seconds(given, bundle)
     rows = []
     for steps in per_call:
-        calls = max(3, _TOKENS.value // steps)
+        calls = max(3, given.tokens // steps)
         begin = np.full(batch, length - (calls + WARM_UP) * steps, np.int32)
         if begin[0] < 0:
-            raise app.UsageError(f"--tokens {_TOKENS.value} do not fit into --context {length}")
+            sys.exit(f"error: --tokens {given.tokens} do not fit into --context {length}")
         bundle.put_state({"state/lengths": begin})
         control = {
             "active": np.ones(batch, np.bool_),
@@ -131,18 +117,19 @@ def bench(config: LlamaConfig, quantize: str, batch: int) -> list[str]:
         def run(control: Any = control) -> Any:
             return bundle.run(primary, control).ids
 
-        seconds = timed(run, calls) / steps
+        seconds = timed(given, run, calls) / steps
         rows.append(
-            f"| {quantize} | {_CACHE.value} | {batch} | {_AXIS.value} | {steps} | "
+            f"| {quantize} | {given.cache_dtype} | {batch} | {given.model_axis} | {steps} | "
             f"{seconds * 1e3:.2f} | {least * 1e3:.2f} | {seconds / least:.2f} | "
             f"{least / seconds:.0%} | {batch / seconds:,.0f} | {compile_seconds:.0f} |"
         )
-    if _PEER.value and _AXIS.value == 1:
-        rows.append(_peer(bundle, only[0], control, per_call[-1], least, quantize, batch))
+    if given.peer and given.model_axis == 1:
+        rows.append(_peer(given, bundle, only[0], control, per_call[-1], least, quantize, batch))
     return rows
 
 
 def _peer(
+    given: argparse.Namespace,
     bundle: Bundle,
     function: Function,
     control: Any,
@@ -156,8 +143,8 @@ def _peer(
         jax.tree.unflatten(jax.tree.structure(struct), list(arrays.values()))
         for struct, arrays in zip(function.args, (bundle.weights, bundle.state), strict=False)
     )
-    calls = max(3, _TOKENS.value // steps)
-    begin = np.full(batch, _CONTEXT.value - (calls + WARM_UP) * steps, np.int32)
+    calls = max(3, given.tokens // steps)
+    begin = np.full(batch, given.context - (calls + WARM_UP) * steps, np.int32)
     state = {**state, "lengths": jnp.asarray(begin)}
 
     def run() -> Any:
@@ -165,34 +152,60 @@ def _peer(
         state, made = plain(weights, state, control)
         return made.ids
 
-    seconds = timed(run, calls) / steps
+    seconds = timed(given, run, calls) / steps
     return (
-        f"| {quantize}, jax.jit | {_CACHE.value} | {batch} | 1 | {steps} | {seconds * 1e3:.2f} | "
-        f"{least * 1e3:.2f} | {seconds / least:.2f} | {least / seconds:.0%} | "
-        f"{batch / seconds:,.0f} | |"
+        f"| {quantize}, jax.jit | {given.cache_dtype} | {batch} | 1 | {steps} | "
+        f"{seconds * 1e3:.2f} | {least * 1e3:.2f} | {seconds / least:.2f} | "
+        f"{least / seconds:.0%} | {batch / seconds:,.0f} | |"
     )
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run decode", __doc__)
+    add = parser.add_argument
+    add("--model", default="quickstart", help="named config")
+    add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
+    add("--model_axis", type=positive, default=1, help="devices that share a layer")
+    add("--batches", type=words, default="1", help="slots, all of them in use")
+    add("--context", type=positive, default=1024, help="positions that are read")
+    add("--quantize", type=words, default="none", help="of " + ", ".join(QUANTIZATIONS))
+    add("--cache_dtype", default="bfloat16", help="of keys and values")
+    add("--dtype", default="bfloat16", help="of activations, and weights not quantized")
+    add("--steps_per_call", type=words, default="1,10", help="tokens of a call")
+    add("--ahead", type=int, default=1, help="calls that are issued before the last one is read")
+    add("--tokens", type=positive, default=60, help="timed tokens")
+    add(
+        "--bandwidth",
+        type=float,
+        default=4.3e12,
+        help="bytes a second that a device copies",
+    )
+    add("--xla", type=words, default=(), help="XLA's options for our programs, as in name=value")
+    add("--peer", action=Switch, help="also plain jax.jit of the same function, on one device")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
-    del argv
-    dtype = jnp.dtype(_DTYPE.value).name
+    given = make_parser().parse_args(arguments)
+    dtype = jnp.dtype(given.dtype).name
     config = dataclasses.replace(
-        named_config(_MODEL.value), scan_layers=False, dtype=dtype, param_dtype=dtype
+        named_config(given.model), scan_layers=False, dtype=dtype, param_dtype=dtype
     )
-    if _LAYERS.value:
-        config = dataclasses.replace(config, num_hidden_layers=_LAYERS.value)
+    if given.layers:
+        config = dataclasses.replace(config, num_hidden_layers=given.layers)
     device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {_AXIS.value} x {device.device_kind}; {_MODEL.value}, "
-          f"context {_CONTEXT.value}, greedy")  # fmt: skip
+    print(f"jax {jax.__version__}, {given.model_axis} x {device.device_kind}; {given.model}, "
+          f"context {given.context}, greedy")  # fmt: skip
     print("| weights | cache | batch | devices | tokens a call | ms/token | floor, ms | x floor | "
           "roofline | tokens/s | compile s |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for quantize in _QUANTIZE.value:
-        for batch in _BATCHES.value:
-            for row in bench(config, quantize, int(batch)):
+    for quantize in given.quantize:
+        for batch in given.batches:
+            for row in bench(given, config, quantize, int(batch)):
                 print(row, flush=True)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -26,18 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
 
 import spmd
 from benchmarks.programs import catalog
 from benchmarks.programs.program import Program as CatalogProgram
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig
+from spmd.cli.flags import Parser, positive
 from spmd.explain.memory import Memory
-
-_TOPOLOGY = flags.DEFINE_string("topology", "", "compile for this machine instead, e.g. v5e:2x4")
-_ONLY = flags.DEFINE_string("only", "", "programs whose name this regular expression finds")
-_SCALE = flags.DEFINE_integer("scale", 1, "batches of this file's programs are so much larger")
 
 LLAMA = LlamaConfig(
     vocab_size=2048,
@@ -266,19 +262,34 @@ def row(name: str, lowered: spmd.Lowered) -> str:
     return f"| {name} | {' | '.join(cells)} | {ratio:.2f} |"
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run memory", __doc__)
+    add = parser.add_argument
+    add("--topology", default="", help="compile for this machine instead, e.g. v5e:2x4")
+    add("--only", default="", help="programs whose name this regular expression finds")
+    add(
+        "--scale",
+        type=positive,
+        default=1,
+        help="batches of this file's programs are so much larger",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
-    del argv
-    topology = spmd.Topology(_TOPOLOGY.value) if _TOPOLOGY.value else None
+    given = make_parser().parse_args(arguments)
+    topology = spmd.Topology(given.topology) if given.topology else None
     machine = topology or f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
     print(f"jax {jax.__version__}, {machine}; MiB of each device")
     print(
         "| program | arguments | temporary, predicted | XLA's | peak, predicted | XLA's | ratio |"
     )
     print("| --- " * 7 + "|")
-    for name, make in programs(_ONLY.value, _SCALE.value).items():
+    for name, make in programs(given.only, given.scale).items():
         print(row(name, make(topology)), flush=True)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

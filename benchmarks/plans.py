@@ -11,6 +11,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import math
@@ -24,25 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
 
 import spmd
 from models.llama import model, sharding
 from models.llama.config import ATTENTIONS, LlamaConfig, named_config
 from models.llama.training import train_step
+from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.mesh.topology import Topology
-
-_MODEL = flags.DEFINE_string("model", "quickstart", "named config")
-_LAYERS = flags.DEFINE_integer("layers", 0, "overrides the number of layers; 0 keeps it")
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens in a sequence")
-_BATCH = flags.DEFINE_integer("global_batch", 8, "sequences in a step")
-_STEPS = flags.DEFINE_integer("steps", 6, "timed steps")
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "compute dtype")
-_SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
-_ATTENTION = flags.DEFINE_enum("attention", "einsum", ATTENTIONS, "of the model")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "file of tools/calibrate; default: known figures")
-_ONLY = flags.DEFINE_list("only", [], "plans to run, by name; all if empty")
-_MARGIN = flags.DEFINE_float("margin", 0.03, "pairs of plans nearer than this are a draw")
 
 
 class Way(NamedTuple):
@@ -100,7 +89,9 @@ def marks(way: Way, mesh: spmd.Mesh, config: LlamaConfig) -> model.Mark:
     return sharding.activation_marks(mesh, config, sharding.TABLES[table])
 
 
-def compile_way(way: Way, config: LlamaConfig, topology: Topology | None) -> Any:
+def compile_way(
+    given: argparse.Namespace, way: Way, config: LlamaConfig, topology: Topology | None
+) -> Any:
     """The compiled step of one plan, its marked arguments open where the way leaves them."""
     mesh = spmd.make_mesh(data=way.data, model=way.model)
     optimizer = optax.adamw(1e-4)
@@ -112,7 +103,7 @@ def compile_way(way: Way, config: LlamaConfig, topology: Topology | None) -> Any
         params = jax.tree.map(
             lambda leaf: spmd.mark_sharding(leaf, mesh, (None,) * len(leaf.shape)), params
         )
-    tokens = jax.ShapeDtypeStruct((_BATCH.value, _SEQ_LEN.value), np.int32)
+    tokens = jax.ShapeDtypeStruct((given.global_batch, given.seq_len), np.int32)
     batch = sharding.mark_batch({"inputs": tokens, "targets": tokens}, mesh)
     step = spmd.jit(
         train_step(config, optimizer, marks(way, mesh, config)),
@@ -123,17 +114,17 @@ def compile_way(way: Way, config: LlamaConfig, topology: Topology | None) -> Any
     return step.compile(params, state, batch)
 
 
-def run(way: Way, config: LlamaConfig, topology: Topology | None) -> Row:
+def run(given: argparse.Namespace, way: Way, config: LlamaConfig, topology: Topology | None) -> Row:
     """Compiles a plan and times its steps."""
-    compiled = compile_way(way, config, topology)
+    compiled = compile_way(given, way, config, topology)
     optimizer = optax.adamw(1e-4)
     params = compiled.init(0, lambda key: model.init(key, config), jax.random.key(0))
     state = compiled.init(1, optimizer.init, params)
-    shape = (_BATCH.value, _SEQ_LEN.value)
+    shape = (given.global_batch, given.seq_len)
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
     batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
     times, loss = [], math.nan
-    for number in range(_STEPS.value + 2):
+    for number in range(given.steps + 2):
         start = time.perf_counter()
         params, state, value = compiled(params, state, batch)
         loss = float(value)
@@ -160,28 +151,46 @@ def agreement(rows: Sequence[Row], margin: float) -> tuple[int, int]:
     return same, total
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run plans", __doc__)
+    add = parser.add_argument
+    add("--model", default="quickstart", help="named config")
+    add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
+    add("--seq_len", type=positive, default=1024, help="tokens in a sequence")
+    add("--global_batch", type=positive, default=8, help="sequences in a step")
+    add("--steps", type=positive, default=6, help="timed steps")
+    add("--dtype", default="bfloat16", help="compute dtype")
+    add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
+    add("--attention", choices=ATTENTIONS, default="einsum", help="of the model")
+    add("--topology", help="file of tools/calibrate; default: known figures")
+    add("--only", type=words, default=(), help="plans to run, by name; all if empty")
+    add("--margin", type=float, default=0.03, help="pairs of plans nearer than this are a draw")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
-    del argv
+    given = make_parser().parse_args(arguments)
     config = dataclasses.replace(
-        named_config(_MODEL.value),
-        dtype=jnp.dtype(_DTYPE.value).name,
-        scan_layers=_SCAN.value,
-        attention=_ATTENTION.value,
+        named_config(given.model),
+        dtype=jnp.dtype(given.dtype).name,
+        scan_layers=given.scan,
+        attention=given.attention,
     )
 
-    if _LAYERS.value:
-        config = dataclasses.replace(config, num_hidden_layers=_LAYERS.value)
-    topology = Topology.load(_TOPOLOGY.value) if _TOPOLOGY.value else None
+    if given.layers:
+        config = dataclasses.replace(config, num_hidden_layers=given.layers)
+    topology = Topology.load(given.topology) if given.topology else None
     devices = jax.devices()
     print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}")
-    print(f"{_MODEL.value}, {config.num_hidden_layers} layers "
-          f"{'scanned' if _SCAN.value else 'unrolled'}, batch {_BATCH.value} x {_SEQ_LEN.value}, "
-          f"{_DTYPE.value}, adamw")  # fmt: skip
+    layers = f"{config.num_hidden_layers} layers {'scanned' if given.scan else 'unrolled'}"
+    batch = f"batch {given.global_batch} x {given.seq_len}"
+    print(f"{given.model}, {layers}, {batch}, {given.dtype}, adamw")
     rows = []
     for way in ways(len(devices)):
-        if not _ONLY.value or way.name in _ONLY.value:
-            rows.append(run(way, config, topology))
+        if not given.only or way.name in given.only:
+            rows.append(run(given, way, config, topology))
             print(f"  {way.name}: {rows[-1].measured * 1e3:.1f} ms", file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row.measured)
     print("\n| plan | mesh | measured ms | predicted ms | predicted / measured | MB sent | GiB "
@@ -191,10 +200,10 @@ def main(argv: Sequence[str]) -> None:
         print(f"| {r.way.name} | {r.way.data} x {r.way.model} | {r.measured * 1e3:.1f} "
               f"| {r.predicted * 1e3:.1f} | {r.predicted / r.measured:.2f} | {r.megabytes:.0f} "
               f"| {r.gib:.1f} | {r.predicted_gib:.1f} | {r.loss:.4f} |")  # fmt: skip
-    same, total = agreement(rows, _MARGIN.value)
-    print(f"\n{same} of {total} pairs that are more than {_MARGIN.value:.0%} apart are predicted "
+    same, total = agreement(rows, given.margin)
+    print(f"\n{same} of {total} pairs that are more than {given.margin:.0%} apart are predicted "
           f"in the measured order")  # fmt: skip
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -13,6 +13,7 @@ Examples:
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import collections
 import json
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
-from absl import app, flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -40,24 +40,7 @@ from benchmarks.load_client import (
     parse_bounds,
     run_load,
 )
-
-_URL = flags.DEFINE_string("url", "http://127.0.0.1:8000", "The server, without /v1.")
-_MODEL = flags.DEFINE_string("model", None, "The model's name. Default: the server's first.")
-_KEY = flags.DEFINE_string("api_key", None, "Sent as the bearer token.")
-_REQUESTS = flags.DEFINE_integer("requests", 100, "How many.", lower_bound=1)
-_CONCURRENCY = flags.DEFINE_integer("concurrency", 16, "Requests at once.", lower_bound=1)
-_RATE = flags.DEFINE_float("rate", None, "Requests a second instead of so many at once.")
-_WORDS = flags.DEFINE_list("words", "8,128", "Least and most words of a prompt.")
-_TOKENS = flags.DEFINE_list("tokens", "16,128", "Least and most tokens of an answer.")
-_DISCONNECT = flags.DEFINE_float(
-    "disconnect", 0.0, "Share of the requests that leave early.", lower_bound=0.0, upper_bound=1.0
-)
-_CHAT = flags.DEFINE_bool("chat", False, "Ask as chats.")
-_IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Ask for all tokens, past the model's ends.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of everything random.")
-_VERIFY = flags.DEFINE_integer("verify", 0, "Ask so many again, alone.", lower_bound=0)
-_TIMEOUT = flags.DEFINE_float("timeout", 600.0, "Seconds that one read may take.")
-_JSON = flags.DEFINE_string("json", None, "Write the numbers to this file too.")
+from spmd.cli.flags import Parser, Switch, positive, words
 
 PERCENTILES = (50, 90, 99)
 
@@ -71,20 +54,20 @@ class Result(NamedTuple):
     same: int
 
 
-def make_load() -> Load:
+def make_load(given: argparse.Namespace) -> Load:
     """What the flags ask for."""
-    if _RATE.value is not None and _RATE.value <= 0:
-        raise BenchError(f"--rate: requests a second are more than 0, not {_RATE.value}")
+    if given.rate is not None and given.rate <= 0:
+        raise BenchError(f"--rate: requests a second are more than 0, not {given.rate}")
     return Load(
-        requests=_REQUESTS.value,
-        concurrency=_CONCURRENCY.value,
-        rate=_RATE.value,
-        words=parse_bounds("words", _WORDS.value),
-        tokens=parse_bounds("tokens", _TOKENS.value),
-        disconnect=_DISCONNECT.value,
-        chat=_CHAT.value,
-        ignore_eos=_IGNORE_EOS.value,
-        seed=_SEED.value,
+        requests=given.requests,
+        concurrency=given.concurrency,
+        rate=given.rate,
+        words=parse_bounds("words", given.words),
+        tokens=parse_bounds("tokens", given.tokens),
+        disconnect=given.disconnect,
+        chat=given.chat,
+        ignore_eos=given.ignore_eos,
+        seed=given.seed,
     )
 
 
@@ -100,9 +83,9 @@ async def find_model(client: httpx.AsyncClient) -> str:
         raise BenchError(f"{client.base_url} names no models: give one with --model") from error
 
 
-async def run(load: Load, console: Console) -> Result:
+async def run(given: argparse.Namespace, load: Load, console: Console) -> Result:
     """Put the load on the server, with a bar on a terminal."""
-    headers = {"Authorization": f"Bearer {_KEY.value}"} if _KEY.value else {}
+    headers = {"Authorization": f"Bearer {given.api_key}"} if given.api_key else {}
     columns = (
         TextColumn("asking"),
         BarColumn(),
@@ -112,13 +95,13 @@ async def run(load: Load, console: Console) -> Result:
     )
     asks = make_asks(load)
     async with httpx.AsyncClient(
-        base_url=_URL.value,
+        base_url=given.url,
         headers=headers,
-        timeout=httpx.Timeout(_TIMEOUT.value, connect=30.0),
+        timeout=httpx.Timeout(given.timeout, connect=30.0),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=False,
     ) as client:
-        model = _MODEL.value or await find_model(client)
+        model = given.model or await find_model(client)
         with Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal
         ) as bar:
@@ -133,7 +116,7 @@ async def run(load: Load, console: Console) -> Result:
             started = time.perf_counter()
             answers = await run_load(client, load, model, asks, report)
             seconds = time.perf_counter() - started
-        done = [answer for answer in answers if answer.outcome == "done"][: _VERIFY.value]
+        done = [answer for answer in answers if answer.outcome == "done"][: given.verify]
         same = await _ask_again(client, load, model, done)
     return Result(answers, seconds, len(done), same)
 
@@ -211,19 +194,40 @@ def check(result: Result) -> None:
         )
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run serve", __doc__)
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="the server, without /v1")
+    add("--model", help="the model's name (default: the server's first)")
+    add("--api_key", help="sent as the bearer token")
+    add("--requests", type=positive, default=100, help="how many")
+    add("--concurrency", type=positive, default=16, help="requests at once")
+    add("--rate", type=float, help="requests a second instead of so many at once")
+    add("--words", type=words, default="8,128", help="least and most words of a prompt")
+    add("--tokens", type=words, default="16,128", help="least and most tokens of an answer")
+    add("--disconnect", type=float, default=0.0, help="share of the requests that leave early")
+    add("--chat", action=Switch, help="ask as chats")
+    add("--ignore_eos", action=Switch, help="ask for all tokens, past the model's ends")
+    add("--seed", type=int, default=0, help="of everything random")
+    add("--verify", type=int, default=0, help="ask so many again, alone")
+    add("--timeout", type=float, default=600.0, help="seconds that one read may take")
+    add("--json", help="write the numbers to this file too")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the load and print what came of it."""
+    given = make_parser().parse_args(arguments)
     console = Console(stderr=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
     try:
-        if len(argv) > 1:
-            raise BenchError(f"what is {argv[1]!r}? Everything is said with flags: see --help")
-        load = make_load()
-        result = asyncio.run(run(load, console))
+        load = make_load(given)
+        result = asyncio.run(run(given, load, console))
         summary = summarize(result)
         print_summary(summary, Console())
-        if _JSON.value:
-            Path(_JSON.value).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        if given.json:
+            Path(given.json).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         check(result)
     except (BenchError, OSError) as error:
         console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
@@ -231,4 +235,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

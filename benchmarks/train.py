@@ -11,6 +11,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
 import time
@@ -21,31 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
 
 import spmd
 from models.llama import model, sharding
 from models.llama.config import ATTENTIONS, LlamaConfig, named_config
 from models.llama.training import Step, argument_types, train_step
 from models.training.run.metrics import peak_flops
-
-_MODEL = flags.DEFINE_string("model", "quickstart", "named config")
-_MESHES = flags.DEFINE_list("meshes", ["data=8"], "meshes, e.g. 'data=8' (axes joined by ':')")
-_LAYERS = flags.DEFINE_integer("layers", 0, "overrides the number of layers; 0 keeps it")
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "tokens in a sequence")
-_BATCH = flags.DEFINE_integer("global_batch", 16, "sequences in a step")
-_STEPS = flags.DEFINE_integer("steps", 8, "timed steps")
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "compute dtype")
-_SCAN = flags.DEFINE_bool("scan", True, "scan over layers, or unroll them")
-_OPTIMIZER = flags.DEFINE_enum("optimizer", "adamw", ["adamw", "adafactor"], "of optax")
-_PARAM_DTYPE = flags.DEFINE_string("param_dtype", "float32", "what parameters are stored in")
-_REMAT = flags.DEFINE_string("remat", "none", "activations to keep, as in scripts/train_llama.py")
-_PEER = flags.DEFINE_bool("peer", True, "also run plain jax.jit")
-_ATTENTION = flags.DEFINE_enum("attention", "auto", ATTENTIONS, "attention of our program")
-_PEER_ATTENTION = flags.DEFINE_enum(
-    "peer_attention", None, ATTENTIONS,
-    "attention of jax.jit's program; cudnn on GPUs with 16-bit floats when left out, else einsum",
-)  # fmt: skip
+from spmd.cli.flags import Parser, Switch, positive, words
 
 
 def parse_mesh(text: str) -> spmd.Mesh:
@@ -54,11 +37,13 @@ def parse_mesh(text: str) -> spmd.Mesh:
     return spmd.make_mesh(**{"data": 1, "model": 1, **axes})
 
 
-def time_steps(step: Any, params: Any, state: Any, batch: Any) -> tuple[float, float]:
+def time_steps(
+    given: argparse.Namespace, step: Any, params: Any, state: Any, batch: Any
+) -> tuple[float, float]:
     """Median seconds of a step, and the last loss."""
     times = []
     loss = 0.0
-    for number in range(_STEPS.value + 2):
+    for number in range(given.steps + 2):
         start = time.perf_counter()
         params, state, value = step(params, state, batch)
         loss = float(value)
@@ -68,31 +53,34 @@ def time_steps(step: Any, params: Any, state: Any, batch: Any) -> tuple[float, f
 
 
 def peer_step(
-    config: LlamaConfig, optimizer: optax.GradientTransformation, mesh: spmd.Mesh
+    given: argparse.Namespace,
+    config: LlamaConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: spmd.Mesh,
 ) -> Step:
     """The step for plain `jax.jit`, with the attention that is best there."""
     fused = jax.devices()[0].platform == "gpu" and config.dtype in ("bfloat16", "float16")
-    attention = _PEER_ATTENTION.value or ("cudnn" if fused else "einsum")
+    attention = given.peer_attention or ("cudnn" if fused else "einsum")
     config = dataclasses.replace(config, attention=attention)
     return train_step(config, optimizer, sharding.activation_marks(mesh, config))
 
 
-def bench(text: str) -> list[str]:
+def bench(given: argparse.Namespace, text: str) -> list[str]:
     """Rows of the table for one mesh."""
     mesh = parse_mesh(text)
     config = dataclasses.replace(
-        named_config(_MODEL.value),
-        dtype=jnp.dtype(_DTYPE.value).name,
-        scan_layers=_SCAN.value,
-        attention=_ATTENTION.value,
-        param_dtype=_PARAM_DTYPE.value,
-        remat=_REMAT.value,
+        named_config(given.model),
+        dtype=jnp.dtype(given.dtype).name,
+        scan_layers=given.scan,
+        attention=given.attention,
+        param_dtype=given.param_dtype,
+        remat=given.remat,
     )
-    if _LAYERS.value:
-        config = dataclasses.replace(config, num_hidden_layers=_LAYERS.value)
-    optimizer = getattr(optax, _OPTIMIZER.value)(1e-4)
+    if given.layers:
+        config = dataclasses.replace(config, num_hidden_layers=given.layers)
+    optimizer = getattr(optax, given.optimizer)(1e-4)
     step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
-    shape = (_BATCH.value, _SEQ_LEN.value)
+    shape = (given.global_batch, given.seq_len)
     types = argument_types(config, optimizer, mesh, shape)
     start = time.perf_counter()
     compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).compile(*types)
@@ -104,10 +92,10 @@ def bench(text: str) -> list[str]:
         params = compiled.init(0, lambda key: model.init(key, config), jax.random.key(0))
         return params, compiled.init(1, optimizer.init, params)
 
-    if _PEER.value:
+    if given.peer:
         start = time.perf_counter()
         plain = jax.jit(
-            peer_step(config, optimizer, mesh),
+            peer_step(given, config, optimizer, mesh),
             donate_argnums=(0, 1),
             in_shardings=compiled.in_shardings,
             out_shardings=(*compiled.in_shardings[:2], None),
@@ -119,11 +107,11 @@ def bench(text: str) -> list[str]:
     lines = []
     for name, program, compile_seconds in rows:
         params, state = fresh()
-        seconds, loss = time_steps(program, params, state, batch)
+        seconds, loss = time_steps(given, program, params, state, batch)
         del params, state
         rate = shape[0] * shape[1] / seconds / mesh.size
         peak = peak_flops(jax.devices()[0].device_kind, config.dtype)
-        mfu = config.flops_per_token(_SEQ_LEN.value) * rate / peak if peak else float("nan")
+        mfu = config.flops_per_token(given.seq_len) * rate / peak if peak else float("nan")
         temp = program.memory_analysis() if hasattr(program, "memory_analysis") else None
         peak_bytes = (
             program.memory.peak_bytes
@@ -137,20 +125,50 @@ def bench(text: str) -> list[str]:
     return lines
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run train", __doc__)
+    add = parser.add_argument
+    add("--model", default="quickstart", help="named config")
+    add(
+        "--meshes",
+        type=words,
+        default="data=8",
+        help="meshes, e.g. 'data=8' (axes joined by ':')",
+    )
+    add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
+    add("--seq_len", type=positive, default=1024, help="tokens in a sequence")
+    add("--global_batch", type=positive, default=16, help="sequences in a step")
+    add("--steps", type=positive, default=8, help="timed steps")
+    add("--dtype", default="bfloat16", help="compute dtype")
+    add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
+    add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="of optax")
+    add("--param_dtype", default="float32", help="what parameters are stored in")
+    add("--remat", default="none", help="activations to keep, as in scripts/train_llama.py")
+    add("--peer", action=Switch, default=True, help="also run plain jax.jit")
+    add("--attention", choices=ATTENTIONS, default="auto", help="attention of our program")
+    add(
+        "--peer_attention",
+        choices=ATTENTIONS,
+        help="of jax.jit's program (default: cudnn on GPUs with 16-bit floats, else einsum)",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
-    del argv
+    given = make_parser().parse_args(arguments)
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
-    print(f"{_MODEL.value}, batch {_BATCH.value} x {_SEQ_LEN.value}, {_DTYPE.value} on "
-          f"{_PARAM_DTYPE.value}, {_OPTIMIZER.value}, {'scanned' if _SCAN.value else 'unrolled'}, "
-          f"recomputed: {_REMAT.value}")  # fmt: skip
+    print(f"{given.model}, batch {given.global_batch} x {given.seq_len}, {given.dtype} on "
+          f"{given.param_dtype}, {given.optimizer}, {'scanned' if given.scan else 'unrolled'}, "
+          f"recomputed: {given.remat}")  # fmt: skip
     print("| program | mesh | ms/step | tokens/s/device | MFU | peak GiB | compile s | loss |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for text in _MESHES.value:
-        for line in bench(text):
+    for text in given.meshes:
+        for line in bench(given, text):
             print(line, flush=True)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -10,14 +10,16 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 
 import jax
-from absl import app, flags
 
 import spmd
+from spmd.cli.flags import Parser, positive, words
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds
 from tools.calibration import (
@@ -30,13 +32,6 @@ from tools.calibration import (
     peak_flops,
 )
 
-_OUT = flags.DEFINE_string("out", "topology.json", "file to write")
-_MESH = flags.DEFINE_string("mesh", "", "axes to measure, e.g. data=2,model=2; all in one if empty")
-_SMALLEST = flags.DEFINE_integer("smallest", 4 << 10, "bytes of the smallest message of a device")
-_LARGEST = flags.DEFINE_integer("largest", 256 << 20, "bytes of the largest message of a device")
-_SHAPES = flags.DEFINE_list("shapes", ["2048", "4096", "8192"], "sizes of square matrix products")
-_REPEAT = flags.DEFINE_integer("repeat", 10, "timed runs of each; the median counts")
-
 
 def parse_mesh(text: str, count: int) -> spmd.Mesh:
     """`data=2,model=2`, or one axis of all devices."""
@@ -45,40 +40,68 @@ def parse_mesh(text: str, count: int) -> spmd.Mesh:
     return spmd.make_mesh(**{n: int(size) for n, size in (p.split("=") for p in text.split(","))})
 
 
-def sizes() -> Iterator[int]:
+def sizes(given: argparse.Namespace) -> Iterator[int]:
     """Message sizes, each four times the one before."""
-    size = _SMALLEST.value
-    while size <= _LARGEST.value:
+    size = given.smallest
+    while size <= given.largest:
         yield size
         size *= 4
 
 
-def main(argv: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("tools/run calibrate", __doc__)
+    add = parser.add_argument
+    add("--out", default="topology.json", help="file to write")
+    add("--mesh", default="", help="axes to measure, e.g. data=2,model=2; all in one if empty")
+    add(
+        "--smallest",
+        type=positive,
+        default=4 << 10,
+        help="bytes of the smallest message of a device",
+    )
+    add(
+        "--largest",
+        type=positive,
+        default=256 << 20,
+        help="bytes of the largest message of a device",
+    )
+    add(
+        "--shapes",
+        type=words,
+        default="2048,4096,8192",
+        help="sizes of square matrix products",
+    )
+    add("--repeat", type=positive, default=10, help="timed runs of each; the median counts")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints measured beside fitted times, writes the file."""
-    del argv
+    given = make_parser().parse_args(arguments)
     devices = jax.devices()
     base = Topology.for_devices(devices)
-    mesh = parse_mesh(_MESH.value, len(devices))
+    mesh = parse_mesh(given.mesh, len(devices))
     print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}, mesh {mesh}")
-    shapes, repeat = [int(size) for size in _SHAPES.value], _REPEAT.value
+    shapes, repeat = [int(size) for size in given.shapes], given.repeat
     peaks = {
         short: peak_flops(dtype, shapes, repeat)
         for short, dtype in (("f32", "float32"), ("bf16", "bfloat16"))
     }
-    hbm = memory_bandwidth(4 * _LARGEST.value, repeat)
+    hbm = memory_bandwidth(4 * given.largest, repeat)
     samples = [
         measure(mesh, axes, kind, size, repeat)
         for axes in axis_sets(mesh)
         for kind in KINDS
-        for size in sizes()
+        for size in sizes(given)
     ]
     if not samples:
-        raise app.UsageError("collectives take at least two devices")
+        sys.exit("error: collectives take at least two devices")
     topology = calibrated(base, mesh, samples, peaks, hbm)
     print_figures(base, topology)
     print_samples(samples, mesh, topology)
-    topology.save(_OUT.value)
-    print(f"wrote {_OUT.value}")
+    topology.save(given.out)
+    print(f"wrote {given.out}")
 
 
 def print_figures(base: Topology, topology: Topology) -> None:
@@ -113,4 +136,4 @@ def print_samples(samples: Sequence[Sample], mesh: spmd.Mesh, topology: Topology
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -1,14 +1,14 @@
 """Compares the plans and the compile times of two checkouts: of one before and one after a change.
 
-Usage: tools/run compare_checkouts BASE [NEW] [--only REGEX] [--repeat N]
-
-NEW is this repository if left out. Each checkout's `spmd` lowers the programs of NEW's benchmarks
-(the catalog, and Llama training steps) in a process of its own. The tables show the programs of
-which any stage's text, predicted seconds or bytes sent differ, and the seconds of each stage:
-sums of each program's fastest of N runs, in which the two take turns. The exit status is 1 if the
-new checkout made any plan dearer.
+Each checkout's `spmd` lowers the programs of the new checkout's benchmarks (the catalog, and Llama
+training steps) in a process of its own. The tables show the programs of which any stage's text,
+predicted seconds or bytes sent differ, and the seconds of each stage: the sum of each program's
+fastest run; the two checkouts take turns. The exit status is 1 if a plan became dearer.
 
 A refactor that should change nothing says `N programs, N equal, 0 cheaper, 0 dearer`.
+
+Example:
+    tools/run compare_checkouts /tmp/before
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from benchmarks.environment import xla_flags
+from spmd.cli.flags import Parser, positive
 from tools.checkout_table import (
     Measured,
     Pair,
@@ -131,24 +133,23 @@ def checkout_of(path: str) -> Path:
     return checkout
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """What can be given."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("base", type=checkout_of, help="a checkout")
-    parser.add_argument(
-        "new", type=checkout_of, nargs="?", default=HERE, help="another; this one if left out"
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("tools/run compare_checkouts", __doc__)
+    add = parser.add_argument
+    add("base", type=checkout_of, help="the checkout before the change")
+    add(
+        "new", type=checkout_of, nargs="?", default=HERE, help="after it (default: this repository)"
     )
-    parser.add_argument("--only", default="", help="programs whose name this regex finds")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the fastest counts")
+    add("--only", default="", help="programs whose name this regular expression finds")
+    add("--repeat", type=positive, default=3, help="runs of each program; the fastest counts")
     return parser
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables; returns the exit status."""
     parser = make_parser()
-    given = parser.parse_args()
-    if given.repeat < 1:
-        parser.error(f"--repeat is {given.repeat}; it has to be at least 1")
+    given = parser.parse_args(arguments)
     pairs = compare(given.base, given.new, given.only, given.repeat)
     if not pairs:
         parser.error(f"no program's name holds {given.only!r}")

@@ -1,8 +1,10 @@
 """Writes docs/shardy.md: our propagation beside Shardy's, module by module, with the reasons.
 
-Usage: tools/run compare_shardy [--differences module]
-
 With --differences it writes nothing, and prints every difference in one module.
+
+Examples:
+    tools/run compare_shardy
+    tools/run compare_shardy --differences 'llama'
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks import shardy
+from spmd.cli.flags import Parser
 from tests.ir.dialect.cases_given import CASES
 from tests.propagation.against_shardy import (
     COARSER,
@@ -135,17 +138,25 @@ def page(found: Mapping[str, Comparison]) -> str:
     return head + lines(reasons) + TABLE + lines([*rows, ["**all**", *sums, ""]])
 
 
-def main() -> int:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("tools/run compare_shardy", __doc__)
+    parser.add_argument("--differences", help="a module of the page, to print its differences")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the page, or prints the differences of one module."""
+    module = make_parser().parse_args(arguments).differences
     found = comparisons()
-    if "--differences" not in sys.argv:
+    if module is None:
         PAGE.write_text(page(found), encoding="utf-8")
-        return 0
-    comparison = found[sys.argv[-1]]
-    for pair, reasons in explain(comparison).items():
-        print(describe(comparison, pair, reasons))
-    return 0
+        return
+    if module not in found:
+        sys.exit(f"error: no module is called {module!r}; there are {', '.join(found)}")
+    for pair, reasons in explain(found[module]).items():
+        print(describe(found[module], pair, reasons))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

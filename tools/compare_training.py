@@ -14,39 +14,44 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from absl import app, flags
-
 import spmd
 from models.llama.config import CONFIGS, named_config
 from models.training.data import source as data
+from spmd.cli.flags import Parser, positive
 from tools.training_peers import apart, losses
 
-_MODEL = flags.DEFINE_enum("model", "quickstart", sorted(CONFIGS), "which Llama")
-_MESH = flags.DEFINE_string("mesh", "data=4,model=2", "mesh of the partitioned run")
-_STEPS = flags.DEFINE_integer("steps", 50, "steps")
-_BATCH = flags.DEFINE_integer("batch", 8, "sequences of a step")
-_SEQ_LEN = flags.DEFINE_integer("seq_len", 64, "tokens of a sequence")
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("tools/run compare_training", __doc__)
+    add = parser.add_argument
+    add("--model", choices=sorted(CONFIGS), default="quickstart", help="which Llama")
+    add("--mesh", default="data=4,model=2", help="mesh of the partitioned run")
+    add("--steps", type=positive, default=50, help="steps")
+    add("--batch", type=positive, default=8, help="sequences of a step")
+    add("--seq_len", type=positive, default=64, help="tokens of a sequence")
+    return parser
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the losses of the three."""
-    del argv
-    config = named_config(_MODEL.value)
-    axes = {name: int(size) for name, size in (p.split("=") for p in _MESH.value.split(","))}
+    given = make_parser().parse_args(arguments)
+    config = named_config(given.model)
+    axes = {name: int(size) for name, size in (p.split("=") for p in given.mesh.split(","))}
     batches, _ = data.load_datasets(
-        data.DataConfig(), seq_len=_SEQ_LEN.value, batch_size=_BATCH.value
+        data.DataConfig(), seq_len=given.seq_len, batch_size=given.batch
     )
-    found = losses(config, batches, _STEPS.value, spmd.make_mesh(**axes))
-    print(f"{_MODEL.value}, {_BATCH.value} x {_SEQ_LEN.value}, {_MESH.value}\n")
+    found = losses(config, batches, given.steps, spmd.make_mesh(**axes))
+    print(f"{given.model}, {given.batch} x {given.seq_len}, {given.mesh}\n")
     print(f"| step | {' | '.join(found)} |")
     print("| --- " * (len(found) + 1) + "|")
-    for number in range(0, _STEPS.value, max(1, _STEPS.value // 10)):
+    for number in range(0, given.steps, max(1, given.steps // 10)):
         print(f"| {number + 1} | {' | '.join(f'{run[number]:.6f}' for run in found.values())} |")
-    print(f"| {_STEPS.value} | {' | '.join(f'{run[-1]:.6f}' for run in found.values())} |\n")
+    print(f"| {given.steps} | {' | '.join(f'{run[-1]:.6f}' for run in found.values())} |\n")
     for other in list(found)[1:]:
-        print(f"spmd and {other}: at most {apart(found, other):.2e} apart in {_STEPS.value} steps")
+        print(f"spmd and {other}: at most {apart(found, other):.2e} apart in {given.steps} steps")
 
 
 if __name__ == "__main__":
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    app.run(main)
+    main()

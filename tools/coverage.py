@@ -1,8 +1,9 @@
 """Writes docs/coverage.md: what becomes of every StableHLO and CHLO op, and of whole programs.
 
-Usage: tools/run coverage [--check]
-
 With --check it writes nothing, and fails if the page is out of date.
+
+Example:
+    tools/run coverage --check
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from spmd.cli.flags import Parser, Switch
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "coverage.md"
@@ -171,17 +174,22 @@ def page() -> str:
     return HEAD + rows(ops, ran) + CALLS_HEAD + rows(calls, ran) + programs()
 
 
-def main() -> int:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("tools/run coverage", __doc__)
+    parser.add_argument("--check", action=Switch, help="write nothing; fail if the page is old")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the page, or checks it."""
+    given = make_parser().parse_args(arguments)
     text = page()
-    if "--check" not in sys.argv:
+    if not given.check:
         PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is out of date: run tools/run coverage")
-    return 1
+    elif PAGE.read_text(encoding="utf-8") != text:
+        sys.exit(f"error: {PAGE.relative_to(ROOT)} is out of date: run tools/run coverage")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

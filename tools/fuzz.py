@@ -1,8 +1,9 @@
 """The long fuzz: many cases from many seeds, every failure shrunk and written to a file of its own.
 
-    tools/run fuzz --minutes 10 --seed 7 --out /tmp/failures
-
 A worker process runs the cases, so that one that aborts or hangs is a failure like any other.
+
+Example:
+    tools/run fuzz --minutes 10 --seed 7 --out /tmp/failures
 """
 
 from __future__ import annotations
@@ -13,15 +14,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
-
-_MINUTES = flags.DEFINE_float("minutes", 5.0, "How long to run.", lower_bound=0.0)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the first batch of cases.", lower_bound=0)
-_OUT = flags.DEFINE_string("out", "fuzz_failures", "Directory for the reproducers.")
-_UNEVEN = flags.DEFINE_bool("uneven_marks", False, "Also mark dims with axes that don't divide.")
-_WORKER = flags.DEFINE_bool("worker", False, "Run cases in this process (the script's own use).")
+from spmd.cli.flags import Parser, Switch
 
 BATCH = 25
 HANGS_AFTER = 240.0
@@ -132,7 +128,7 @@ def supervise(out: Path, seed: int, minutes: float, uneven: bool) -> list[Counte
         left = (end - time.time()) / 60
         worker = subprocess.Popen(
             [sys.executable, "-m", "tools.fuzz", "--worker", f"--out={out}", f"--seed={seed}",
-             f"--minutes={left}", f"--uneven_marks={uneven}"],
+             f"--minutes={left}", "--uneven_marks" if uneven else "--nouneven_marks"],
             cwd=ROOT, env=_environment(),
         )  # fmt: skip
         problem = _wait(worker, out / "running.py")
@@ -191,16 +187,27 @@ def _keep_running(out: Path, problem: str) -> None:
         print(f"fuzz: {out / f'failure_{number}.py'}: {problem}", flush=True)
 
 
-def main(argv: list[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("tools/run fuzz", __doc__)
+    add = parser.add_argument
+    add("--minutes", type=float, default=5.0, help="how long to run")
+    add("--seed", type=int, default=0, help="seed of the first batch of cases")
+    add("--out", default="fuzz_failures", help="directory for the reproducers")
+    add("--uneven_marks", action=Switch, help="also mark dims with axes that don't divide")
+    add("--worker", action=Switch, help="run cases in this process (the script's own use)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Explores with the flags of the command line."""
-    if len(argv) > 1:
-        sys.exit(f"error: {argv[1]!r} is no flag of tools/run fuzz")
-    out = Path(_OUT.value).absolute()
+    given = make_parser().parse_args(arguments)
+    out = Path(given.out).absolute()
     out.mkdir(parents=True, exist_ok=True)
-    if _WORKER.value:
-        Worker(out, _SEED.value, time.time() + 60 * _MINUTES.value, _UNEVEN.value).run()
+    if given.worker:
+        Worker(out, given.seed, time.time() + 60 * given.minutes, given.uneven_marks).run()
         return
-    outcomes, causes, unsupported = supervise(out, _SEED.value, _MINUTES.value, _UNEVEN.value)
+    outcomes, causes, unsupported = supervise(out, given.seed, given.minutes, given.uneven_marks)
     print(f"fuzz: {sum(outcomes.values())} cases: {dict(sorted(outcomes.items()))}")
     for title, counts in (("failed", causes), ("unsupported", unsupported)):
         for cause, n in counts.most_common():
@@ -210,4 +217,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -1,8 +1,6 @@
 """Prints how large and how tidy checkouts are, one column each, as a markdown table.
 
-Usage: tools/run house [CHECKOUT ...]
-
-A checkout is a folder, or a git revision of this repository; this repository if left out. Only
+A checkout is a folder, or a git revision of this repository. Only
 Python files count, and a folder is one that holds such a file itself. Functions count with their
 docstrings, inner ones on their own as well. An op's name is a whole string like
 `"stablehlo.dot_general"`, outside docstrings.
@@ -18,7 +16,6 @@ import io
 import math
 import re
 import subprocess
-import sys
 import tarfile
 import tokenize
 from collections import Counter
@@ -26,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from statistics import median
 
+from spmd.cli.flags import Parser
 from tools.imports import module_graph, module_name
 
 HERE = Path(__file__).resolve().parent.parent
@@ -177,12 +175,19 @@ def table(columns: Mapping[str, Mapping[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def main(checkouts: Sequence[str]) -> None:
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("tools/run house", __doc__)
+    about = "folders or revisions (default: this repository)"
+    parser.add_argument("checkouts", nargs="*", default=[str(HERE)], help=about)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
-    if any(name.startswith("-") for name in checkouts):
-        sys.exit(str(__doc__))
-    print(table({name: facts(read(name)) for name in checkouts or (str(HERE),)}))
+    given = make_parser().parse_args(arguments)
+    print(table({name: facts(read(name)) for name in given.checkouts}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
