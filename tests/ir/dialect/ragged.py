@@ -27,7 +27,7 @@ def _by_groups(b: Builder, op: Op, operands: tuple[Value, ...]) -> Value:
     dims = RaggedDims.of(op.kind)
     lhs, rhs, sizes = operands
     result = op.kind.results[0]
-    stacked = dims.ragged in dims.lhs_contract
+    stacked = dims.ragged in dims.dot.lhs_contract
     parts = []
     end = None
     for group in range(b.types[sizes].shape[-1]):
@@ -62,7 +62,7 @@ def _masked(b: Builder, lhs: Value, dims: RaggedDims, start: Value, end: Value) 
     """The left operand, zero outside one group; there are other bounds for each batch."""
     type_ = b.types[lhs]
     row = b.iota(TensorType(type_.shape, b.types[start].dtype), dims.ragged)
-    outer = dims.lhs_batch[: b.types[start].rank]
+    outer = dims.dot.lhs_batch[: b.types[start].rank]
     low, high = (b.broadcast(v, type_.shape, outer) for v in (start, end))
     inside = b.binary("and", b.compare("GE", row, low), b.compare("LT", row, high))
     return b.select(inside, lhs, b.splat(0, type_))
@@ -76,7 +76,7 @@ def _product(
         return indices if group is None else tuple(i - (i > group) for i in indices)
 
     numbers = DotDims(
-        dims.lhs_batch, kept(dims.rhs_batch), dims.lhs_contract, kept(dims.rhs_contract)
+        dims.dot.lhs_batch, kept(dims.dot.rhs_batch), dims.dot.lhs_contract, kept(dims.dot.rhs_contract)
     )
     type_ = result.with_shape(result.shape[1:]) if stacked else result
     attrs = {"dot_dimension_numbers": numbers}
