@@ -76,10 +76,7 @@ def _product(
         return indices if group is None else tuple(i - (i > group) for i in indices)
 
     numbers = DotDims(
-        dims.dot.lhs_batch,
-        kept(dims.dot.rhs_batch),
-        dims.dot.lhs_contract,
-        kept(dims.dot.rhs_contract),
+        dims.dot.lhs_batch, kept(dims.dot.rhs_batch), dims.dot.lhs_contract, kept(dims.dot.rhs_contract)
     )
     type_ = result.with_shape(result.shape[1:]) if stacked else result
     attrs = {"dot_dimension_numbers": numbers}
