@@ -9,7 +9,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.contract import RaggedDims
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import rewrite_ops
-from spmd.ir.types import DotDims, TensorType
+from spmd.ir.types import TensorType
 from spmd.lowering.expand import expand
 
 
@@ -75,9 +75,8 @@ def _product(
         group = dims.group
         return indices if group is None else tuple(i - (i > group) for i in indices)
 
-    numbers = DotDims(
-        dims.dot.lhs_batch, kept(dims.dot.rhs_batch), dims.dot.lhs_contract, kept(dims.dot.rhs_contract)
-    )
+    dot = dims.dot
+    numbers = dot._replace(rhs_batch=kept(dot.rhs_batch), rhs_contract=kept(dot.rhs_contract))
     type_ = result.with_shape(result.shape[1:]) if stacked else result
     attrs = {"dot_dimension_numbers": numbers}
     return b.op("stablehlo.dot_general", (rows, matrix), (type_,), attrs)[0]
