@@ -27,10 +27,7 @@ def compile_stablehlo(
     options: Options | None = None,
     updates: Sequence[tuple[int, int]] = (),
 ) -> Compiled:
-    """Compiles a StableHLO module that any framework wrote.
-
-    Args:
-      module_or_path, mesh, arg_specs, result_specs, options, updates: as for `lower_stablehlo`.
+    """Compiles a StableHLO module that any framework wrote; arguments as for `lower_stablehlo`.
 
     Returns:
       A program to call with one array for each argument; it returns a tuple.
