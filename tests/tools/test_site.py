@@ -28,7 +28,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
         ("benchmarks/bytes.md", "../../tests/conftest.py", "../source/tests/conftest.py.md"),
         ("CHANGELOG.md", "docs/launch.md", "launch.md"),
         ("CHANGELOG.md", "LICENSE", "source/LICENSE.md"),
-        ("explain.md", "explain.png", "explain.png"),
+        ("explain.md", "assets/explain.png", "assets/explain.png"),
     ],
 )
 def test_links_lead_to_pages_of_the_site(page: str, link: str, wanted: str) -> None:
