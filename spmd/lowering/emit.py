@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 
 from spmd.ir.description import COMPOSITE
-from spmd.ir.dialect.collectives import COLLECTIVES
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Loc, Op, Program, Region, Value
 from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
@@ -115,7 +114,7 @@ class _Emitter:
         operands = ", ".join([self.names[v] for v in op.operands])
         target = f"{self.define(op.results)} = " if op.results else ""
         attrs = [f"{n} = {_attribute(a)}" for n, a in op.kind.attrs.items() if _is_emitted(n, a)]
-        if op.name in COLLECTIVES:
+        if op.collective:
             attrs += self.collective_attrs(op)
         head = f'{target}"{op.name}"({operands})'
         bodies = [a for a in op.kind.attrs.values() if isinstance(a, Body)]
