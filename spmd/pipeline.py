@@ -1,6 +1,7 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> canonicalize -> sink -> propagate -> plan -> partition -> optimize -> expand -> emit
+    import -> canonicalize -> separate -> sink -> propagate -> plan
+    -> partition -> optimize -> expand -> emit
 
 Each stage is a pure function from a frozen value to a frozen value.
 """
@@ -18,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import Imported, import_module
 from spmd.frontend.marks import Entries, collect_marks, result_mark
+from spmd.frontend.separate import separate
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program, Value
@@ -82,7 +84,7 @@ class Stages:
     """What the stages made, and how long each took.
 
     Attributes:
-      program: the whole program, imported, canonicalized and sunk.
+      program: the whole program, imported, canonicalized, separated and sunk.
       propagated: its proposals.
       plan: its plan.
       partitioned: the local program.
@@ -127,7 +129,8 @@ def _front(request: Request, clock: _Clock) -> tuple[Imported, Propagated]:
     """The stages in front of the plan: what a module says, and what follows from its marks."""
     imported = clock("import", _import, request)
     canonical = clock("canonicalize", canonicalize, imported.program)
-    imported = imported._replace(program=clock("sink", sink_invariants, canonical))
+    separated = clock("separate", separate, canonical)
+    imported = imported._replace(program=clock("sink", sink_invariants, separated))
     return imported, clock("propagate", _propagate, request, imported)
 
 

@@ -79,6 +79,7 @@ class Description(NamedTuple):
       is_source: it has no operands, and any piece of it can be made anywhere.
       is_broadcast, is_convert, is_dynamic_slice, is_product, is_reduce, is_reshape, is_scatter,
         is_transpose: as named; a product multiplies its operands, or its operand by itself.
+      is_barrier: nothing that reads its result begins before its operand is there.
       is_mark: the user said how its result is split.
       is_repeatable: equal ops over equal operands may be done once.
       has_effect: it is kept even if nobody reads its results.
@@ -114,6 +115,7 @@ class Description(NamedTuple):
     is_reshape: bool = False
     is_scatter: bool = False
     is_transpose: bool = False
+    is_barrier: bool = False
     is_mark: bool = False
     is_repeatable: bool = True
     has_effect: bool = False

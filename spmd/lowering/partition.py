@@ -6,6 +6,7 @@ visible, from the cheapest copy there is. Cheap values are made anew in every sh
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
@@ -37,6 +38,22 @@ def _returned(op: Op, index: int) -> str:
     if op.is_loop:
         return f"carry {index} of the loop, at the end of each iteration,"
     return f"result {index} of a branch of {op.label}"
+
+
+def _barriers_together(ops: Sequence[Op]) -> Iterator[list[Op]]:
+    """Ops one by one, but barriers next to each other of which none waits for another, at once."""
+    waiting: list[Op] = []
+    for op in ops:
+        fresh = {v for barrier in waiting for v in barrier.results}
+        if waiting and not (op.kind.about.is_barrier and fresh.isdisjoint(op.operands)):
+            yield waiting
+            waiting = []
+        if op.kind.about.is_barrier:
+            waiting.append(op)
+        else:
+            yield [op]
+    if waiting:
+        yield waiting
 
 
 class Partitioned(NamedTuple):
@@ -80,8 +97,7 @@ class _Partitioner:
             for value, sharding in zip(program.body.args, self.plan.arguments, strict=True)
         ]
         self.b.begin()
-        for op in program.body.ops:
-            self.op(op)
+        self.ops(program.body.ops)
         results = []
         for i, (value, sharding) in enumerate(
             zip(program.body.results, self.plan.results, strict=True)
@@ -219,6 +235,24 @@ class _Partitioner:
 
     # Ops.
 
+    def ops(self, ops: Sequence[Op]) -> None:
+        for together in _barriers_together(ops):
+            if together[0].kind.about.is_barrier:
+                self.barrier(together)
+            else:
+                self.op(together[0])
+
+    def barrier(self, ops: Sequence[Op]) -> None:
+        """One barrier for several, so that whatever follows any of them waits for all."""
+        choices = [self.plan.choice(op) for op in ops]
+        operands = [
+            v for op, choice in zip(ops, choices, strict=True) for v in self.operands(op, choice)
+        ]
+        self.b.loc = ops[0].loc
+        results = self.b.op(ops[0].name, operands, [self.b.types[v] for v in operands])
+        for op, choice, result in zip(ops, choices, results, strict=True):
+            self.keep(op, choice, (result,))
+
     def op(self, op: Op) -> None:
         if op.name == MANUAL:
             self.manual(op)
@@ -259,8 +293,7 @@ class _Partitioner:
     def manual(self, op: Op) -> None:
         """Puts the ops of a manual region, which are local already, among those around it."""
         (region,) = op.regions
-        for inner in region.ops:
-            self.op(inner)
+        self.ops(region.ops)
         for i, (value, source, state) in enumerate(
             zip(op.results, region.results, self.plan.choice(op).results, strict=True)
         ):
@@ -299,8 +332,7 @@ class _Partitioner:
         self.copies.append({})
         args = [self.bind(v, s) for v, s in zip(region.args, arguments, strict=True)]
         self.b.begin(isolated=op.is_loop)
-        for inner in region.ops:
-            self.op(inner)
+        self.ops(region.ops)
         self.b.loc = op.loc
         outs = []
         for i, (value, sharding) in enumerate(zip(region.results, results, strict=True)):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Body, Value
+from spmd.ir.program import Body, Op, Region, Value
 
 _SCALAR_ATTRS = {
     "compare_type",
@@ -56,3 +56,46 @@ def inline_elementwise(
             outs = b.op(op.name, [env[v] for v in op.operands], results, op.kind.attrs)
             env.update(zip(op.results, outs, strict=True))
     return tuple(env[v] for v in body.region.results)
+
+
+def separated(body: Body, count: int) -> tuple[Body, ...]:
+    """A body of several results as one body for each; none if they share anything.
+
+    Args:
+      body: a body with two groups of `count` arguments and as many results.
+      count: the number of its results.
+
+    Returns:
+      For each result the body that makes it, of its own argument in either group.
+
+    Example:
+      `(a, b, c, d): a + c, max(b, d)` is `(a, c): a + c` and `(b, d): max(b, d)`.
+    """
+    parts = [_part(body, k, (k, count + k)) for k in range(count)]
+    return tuple(part for part in parts if part is not None) if all(parts) else ()
+
+
+def _part(body: Body, result: int, arguments: tuple[int, ...]) -> Body | None:
+    """What makes one result of a body, if it needs no other arguments than these."""
+    region = body.region
+    needed = {region.results[result]}
+    ops: list[Op] = []
+    for op in reversed(region.ops):
+        if not needed.isdisjoint(op.results):
+            needed.update(op.operands)
+            ops.insert(0, op)
+    args = [region.args[i] for i in arguments]
+    if not needed.isdisjoint(set(region.args) - set(args)):
+        return None
+    values = [*args, *(v for op in ops for v in op.results)]
+    number = {value: i for i, value in enumerate(values)}
+    renumbered = tuple(
+        op._replace(
+            operands=tuple(number[v] for v in op.operands),
+            results=tuple(number[v] for v in op.results),
+        )
+        for op in ops
+    )
+    outs = (number[region.results[result]],)
+    types = tuple(body.types[v] for v in values)
+    return Body(types, Region(tuple(range(len(args))), renumbered, outs))

@@ -18,6 +18,9 @@ REDUCER_OPS = {
 }
 """Reduction kind (`add`, `max`, ...) -> the op that combines two terms."""
 
+NEUTRAL = "spmd.neutral"
+"""Attribute of reductions and pads: whether initial or padding values change nothing."""
+
 
 def body_reducer(body: Body) -> str:
     """`add`, `max`, ... when a body is that one op over its two arguments, else an empty string."""
@@ -35,6 +38,14 @@ def reducer_body(kind: str, dtype: str) -> Body:
     scalar = TensorType((), dtype)
     op_kind = OpKind(REDUCER_OPS[kind], (scalar, scalar), (scalar,), {})
     return Body((scalar,) * 3, Region((0, 1), (Op(op_kind, (0, 1), (2,)),), (2,)))
+
+
+def is_identity(kind: OpKind, reducer: str) -> bool:
+    """Whether an op of this kind is the constant that leaves a reduction unchanged."""
+    if not reducer or not kind.about.is_constant:
+        return False
+    identity = identity_element(reducer, kind.results[0].dtype)
+    return bool((kind.attrs["value"].array() == identity).all())
 
 
 def identity_element(kind: str, dtype: str) -> Any:

@@ -139,12 +139,19 @@ def _bitcast_convert(kind: OpKind) -> Rule:
     return build.build([operand], [result])
 
 
-@op("stablehlo.optimization_barrier", is_same_locally=True, is_repeatable=False, role=Role.ALIAS)
+@op(
+    "stablehlo.optimization_barrier",
+    is_same_locally=True,
+    is_repeatable=False,
+    is_barrier=True,
+    traffic=Traffic.NOTHING,
+    role=Role.ALIAS,
+)
 def _optimization_barrier(kind: OpKind) -> Rule:
-    """Each operand is its own result: no factor is shared between them."""
+    """`i j -> i j`: in the whole program a barrier has one operand (`spmd.frontend.separate`)."""
     build = RuleBuilder()
-    values = [[build.factor(size) for size in t.shape] for t in kind.operands]
-    return build.build(values, values)
+    dims = [build.factor(size) for size in kind.operands[0].shape]
+    return build.build([dims], [dims], linear=((0,),), moves=True)
 
 
 @op("spmd.mark", is_mark=True, is_global=True, vanishes=True, traffic=Traffic.NOTHING)
