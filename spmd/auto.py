@@ -21,8 +21,7 @@ from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import as_mesh, partition_spec
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import Request, propagated_of
-from spmd.planning.exact import plan_exactly
+from spmd.pipeline import Request, plan_problem, propagated_of
 from spmd.planning.plan import Plan
 from spmd.planning.problem import opened, problem_of
 from spmd.progress import doing, progress
@@ -190,7 +189,8 @@ def _open_plan(request: Request, memory_limit: int | None) -> Plan:
     problem = problem_of(propagated, request.topology, (), request.links)
     entries = request.arg_entries or (None,) * len(problem.arguments)
     free = [entry is None or None in entry for entry in entries]
-    return plan_exactly(opened(problem, free), memory_limit)
+    options = Options(memory_limit=memory_limit)
+    return plan_problem(opened(problem, free), options, request.donated).plan
 
 
 def _inferred(request: Request, plan: Plan) -> frozenset[str]:

@@ -1,7 +1,8 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> canonicalize -> separate -> sink -> propagate -> plan
-    -> partition -> optimize -> expand -> emit
+    import -> canonicalize -> separate -> sink -> propagate
+    -> plan -> partition -> optimize -> (time, memory: back to plan)
+    -> expand -> emit
 
 Each stage is a pure function from a frozen value to a frozen value.
 """
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 from spmd.frontend.canonicalize.run import canonicalize
@@ -37,7 +39,9 @@ from spmd.planning.exact import plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
-from spmd.planning.problem import problem_of
+from spmd.planning.problem import Problem, problem_of
+from spmd.predict.memory import peak_memory
+from spmd.predict.timeline import predict_timeline
 from spmd.progress import doing
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import propagate
@@ -111,9 +115,18 @@ def compile_module(request: Request, options: Options) -> Stages:
     clock = _Clock(options.verbose)
     with _no_garbage_collection():
         imported, propagated = _front(request, clock)
-        plan = clock("plan", _plan, request, options, imported, propagated)
-        local = lower_plan(plan, options, request.donated, clock)
-        stages = Stages(imported.program, propagated, plan, *local, clock.seconds)
+        problem = _problem(request, imported, propagated)
+        trial = plan_problem(problem, options, request.donated, clock)
+        emitted = _emit(trial.optimized, request.donated, clock)
+        stages = Stages(
+            imported.program,
+            propagated,
+            trial.plan,
+            trial.partitioned,
+            trial.optimized,
+            emitted,
+            clock.seconds,
+        )
         if options.check:
             check_stages(stages)
     return stages
@@ -134,15 +147,76 @@ def _front(request: Request, clock: _Clock) -> tuple[Imported, Propagated]:
     return imported, clock("propagate", _propagate, request, imported)
 
 
-def lower_plan(
-    plan: Plan, options: Options, donated: tuple[int, ...] = (), clock: _Clock | None = None
-) -> tuple[Partitioned, Partitioned, Emitted]:
-    """The stages behind the plan: the local program as partitioned, optimized and emitted."""
+class Trial:
+    """A plan brought down to one device, and what its program is predicted to take.
+
+    Attributes:
+      plan: the plan.
+      partitioned: the local program.
+      optimized: the local program after its rewrites.
+    """
+
+    def __init__(
+        self, plan: Plan, options: Options, donated: tuple[int, ...], clock: _Clock
+    ) -> None:
+        self.plan = plan
+        self.partitioned = clock("partition", partition, plan)
+        self.optimized = clock("optimize", _optimize, self.partitioned, plan, options)
+        self._donated, self._clock = donated, clock
+
+    @cached_property
+    def seconds(self) -> float:
+        """Predicted time of one run, communication hidden behind independent arithmetic."""
+        plan, program = self.plan, self.optimized.program
+        return self._clock("time", predict_timeline, program, plan.mesh, plan.topology).seconds
+
+    @cached_property
+    def bytes(self) -> int:
+        """Predicted memory of one device."""
+        program, platform = self.optimized.program, self.plan.topology.platform
+        return self._clock("memory", peak_memory, program, self._donated, platform).peak
+
+
+def plan_problem(
+    problem: Problem,
+    options: Options,
+    donated: tuple[int, ...] = (),
+    clock: _Clock | None = None,
+) -> Trial:
+    """Plans: what is proposed is partitioned, optimized and timed, and the fastest is taken.
+
+    Args:
+      problem: what is to be planned.
+      options: the planner, the memory limit, and what rewrites do.
+      donated: flat indices of the donated arguments.
+      clock: times the stages.
+
+    Raises:
+      PlanError: no plan was found that keeps to the memory limit.
+    """
     clock = clock or _Clock()
-    partitioned = clock("partition", partition, plan)
-    optimized = clock("optimize", _optimize, partitioned, plan, options)
-    expanded = clock("expand", _expand, optimized)
-    return partitioned, optimized, clock("emit", emit_local, expanded, donated)
+    tried: list[Trial] = []
+
+    def try_out(plan: Plan) -> Trial:
+        tried.append(Trial(plan, options, donated, clock))
+        return tried[-1]
+
+    if options.planner == "greedy":
+        return try_out(clock("plan", plan_greedily, problem))
+    plan = clock("plan", plan_exactly, problem, try_out, options.memory_limit)
+    trial = next(trial for trial in tried if trial.plan.states is plan.states)
+    trial.plan = plan
+    return trial
+
+
+def emit_plan(plan: Plan, options: Options) -> Emitted:
+    """The stages behind a plan that is given."""
+    clock = _Clock()
+    return _emit(Trial(plan, options, (), clock).optimized, (), clock)
+
+
+def _emit(optimized: Partitioned, donated: tuple[int, ...], clock: _Clock) -> Emitted:
+    return clock("emit", emit_local, clock("expand", _expand, optimized), donated)
 
 
 def check_stages(stages: Stages) -> None:
@@ -183,12 +257,9 @@ def _propagate(request: Request, imported: Imported) -> Propagated:
     return propagate(program, request.mesh, marks, cheap_values(program), links)
 
 
-def _plan(request: Request, options: Options, imported: Imported, propagated: Propagated) -> Plan:
+def _problem(request: Request, imported: Imported, propagated: Propagated) -> Problem:
     results = _result_shardings(request, imported)
-    problem = problem_of(propagated, request.topology, results, request.links)
-    if options.planner == "greedy":
-        return plan_greedily(problem)
-    return plan_exactly(problem, options.memory_limit)
+    return problem_of(propagated, request.topology, results, request.links)
 
 
 def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding | None]:
@@ -228,17 +299,20 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class _Clock:
-    """Times stages; prints them when verbose."""
+    """Times stages, each without those that it calls; prints them when verbose."""
 
     def __init__(self, verbose: bool = False) -> None:
         self.verbose = verbose
         self.seconds: dict[str, float] = {}
+        self._inside = 0.0
 
     def __call__(self, stage: str, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         doing(stage)
-        start = time.perf_counter()
+        start, outside, self._inside = time.perf_counter(), self._inside, 0.0
         result = run(*args, **kwargs)
-        self.seconds[stage] = time.perf_counter() - start
+        whole = time.perf_counter() - start
+        own, self._inside = whole - self._inside, outside + whole
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + own
         if self.verbose:
-            print(f"spmd: {stage:<12} {self.seconds[stage] * 1e3:9.1f} ms", file=sys.stderr)
+            print(f"spmd: {stage:<12} {own * 1e3:9.1f} ms", file=sys.stderr)
         return result

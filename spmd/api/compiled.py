@@ -21,7 +21,7 @@ from spmd.lowering.execute import compile_emitted, x64_if
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import Stages, lower_plan
+from spmd.pipeline import Stages, emit_plan
 from spmd.planning.plan import Plan
 from spmd.progress import doing, progress
 from spmd.verify.run import Verification, verify
@@ -140,7 +140,7 @@ class Compiled(Planned):
         """
 
         def lower(plan: Plan) -> Emitted:
-            return lower_plan(plan, self.options)[-1]
+            return emit_plan(plan, self.options)
 
         def run(arrays: Sequence[Any]) -> Sequence[Any]:
             placed = jax.device_put(list(arrays), list(self._boundary.arguments))

@@ -16,7 +16,8 @@ from spmd.ir.program import Op, Program, Value, numberless
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import local_type
 from spmd.mesh.sharding import Mark, Sharding
-from spmd.planning.exact import plan_exactly
+from spmd.options import Options
+from spmd.pipeline import plan_problem
 from spmd.planning.plan import Move, Plan
 from spmd.planning.problem import problem_of
 from spmd.propagation.cheap import cheap_values
@@ -200,7 +201,7 @@ def replanned(
         None if value in drop else mark
         for value, mark in zip(old.program.body.results, plan.problem.results, strict=True)
     ]
-    return plan_exactly(problem_of(propagated, plan.topology, wanted, links))
+    return plan_problem(problem_of(propagated, plan.topology, wanted, links), Options()).plan
 
 
 def _without_mark_ops(program: Program, drop: Collection[Value]) -> Program:

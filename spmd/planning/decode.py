@@ -16,7 +16,7 @@ def decoded(costs: CostNetwork, solution: Solution) -> Plan:
 
     The network takes units that look alike for one, so what the plan costs is summed anew.
     """
-    return _Decoded(costs, solution).run()._replace(lower_seconds=solution.lower)
+    return _Decoded(costs, solution).run()
 
 
 class _Decoded(Walk):

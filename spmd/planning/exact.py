@@ -1,4 +1,10 @@
-"""The exact plan: every op's choice and every carry's state at once, for the least total cost."""
+"""The exact planner: all decisions weighed together, in plans that are then tried out.
+
+Every op's choice and every carry's state are variables of one network, of which the cheapest joint
+state is found. A network adds up costs. What a run takes is less: communication hides behind
+arithmetic that does not wait for it. So several plans are proposed, at different prices of
+communication, and of these the one is taken whose program is predicted to be the fastest.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +12,26 @@ from spmd.planning.choices import Choices
 from spmd.planning.decode import decoded
 from spmd.planning.domains import domains_of
 from spmd.planning.greedy import plan_greedily
-from spmd.planning.limit import Prices, plan_within
+from spmd.planning.limit import Prices, TryOut, fastest_within
 from spmd.planning.network import CostNetwork
 from spmd.planning.plan import Plan
 from spmd.planning.problem import Problem
 from spmd.planning.solver.solve import solve
 from spmd.planning.units import units_of
 
+LEAST_EXPOSED = 0.1
+"""Share of its time that a reshard costs at least, where the machine could hide all of it."""
 
-def plan_exactly(problem: Problem, memory_limit: int | None = None) -> Plan:
-    """Plans a whole program: the greedy plan, what is weighed, the best of that, the limit.
 
-    The greedy plan's choices are among those that are weighed, and where the two plans come out
-    alike in spite of all, the cheaper one is returned.
+def plan_exactly(problem: Problem, try_out: TryOut, memory_limit: int | None = None) -> Plan:
+    """Plans a whole program.
+
+    Three plans are proposed: the cheapest where reshards take their time, the cheapest where they
+    are hidden as far as the machine can, and the greedy one, whose choices both of them weigh.
 
     Args:
       problem: what is to be planned.
+      try_out: brings a plan down to one device, and predicts what its program takes.
       memory_limit: bytes that one device may use; the topology's memory if left out, which is then
         a wish: a plan that misses it is returned with a note.
 
@@ -29,16 +39,19 @@ def plan_exactly(problem: Problem, memory_limit: int | None = None) -> Plan:
       PlanError: no plan was found that keeps to the limit that was given.
     """
     greedy, costs = weighed(problem)
-    solution = solve(costs.network)
-    best = decoded(costs, solution)
-    if best.seconds > greedy.seconds:
-        best = greedy._replace(lower_seconds=solution.lower)
+    proposed = [decoded(costs, solve(costs.network)), greedy]
+    exposed = max(LEAST_EXPOSED, 1 - problem.topology.chip.overlap)
+    if exposed < 1:
+        hidden = CostNetwork(problem, costs.units, costs.choices, costs.domains, exposed)
+        proposed.insert(1, decoded(hidden, solve(hidden.network)))
+    tried = [try_out(plan) for plan in _different(proposed)]
 
     def priced(prices: Prices) -> Plan:
         return decoded(costs, solve(costs.priced(prices)))
 
-    plan = plan_within(memory_limit, (best, greedy), priced)
-    return plan._replace(greedy_seconds=greedy.seconds)
+    plan = fastest_within(memory_limit, tried, priced, try_out)
+    seconds = next(trial.seconds for trial in tried if trial.plan.choices == greedy.choices)
+    return plan._replace(greedy_seconds=seconds)
 
 
 def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
@@ -48,3 +61,12 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
     units = units_of(problem)
     domains = domains_of(problem, units, choices, greedy)
     return greedy, CostNetwork(problem, units, choices, domains)
+
+
+def _different(plans: list[Plan]) -> list[Plan]:
+    """The plans that decide differently, in their order."""
+    kept: list[Plan] = []
+    for plan in plans:
+        if all((plan.choices, plan.copies) != (k.choices, k.copies) for k in kept):
+            kept.append(plan)
+    return kept

@@ -30,8 +30,7 @@ def plan_greedily(problem: Problem, choices: Choices | None = None) -> Plan:
       problem: what is to be planned; of the shardings that an argument may have, the first counts.
       choices: what makes the choices of ops, if there is one for the problem already.
     """
-    plan = _Greedy(problem, choices or Choices(problem)).run()
-    return plan._replace(greedy_seconds=plan.seconds)
+    return _Greedy(problem, choices or Choices(problem)).run()
 
 
 class _Greedy(Walk):

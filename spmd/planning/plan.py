@@ -59,11 +59,10 @@ class Plan(NamedTuple):
       arguments, results: boundary shardings: whole axes, nothing partial.
       trips: a loop's first result -> how often it runs, None where that is not known.
       moves: every reshard that takes time, in program order.
-      seconds: predicted compute and reshard time of one run.
+      seconds: compute and reshard times of one run added up, as if nothing ran side by side.
       solver: which solver made it.
       notes: what people should know (fallbacks taken), in program order.
-      greedy_seconds: what the greedy plan costs.
-      lower_seconds: what no plan of the choices that were weighed undercuts; 0 if unknown.
+      greedy_seconds: predicted time of the greedy plan's program; 0 if that was not tried.
     """
 
     problem: Problem
@@ -78,7 +77,6 @@ class Plan(NamedTuple):
     solver: str
     notes: tuple[str, ...]
     greedy_seconds: float = 0.0
-    lower_seconds: float = 0.0
 
     @property
     def propagated(self) -> Propagated:

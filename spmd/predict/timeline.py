@@ -14,7 +14,7 @@ where they are stored (`spmd.predict.fusion`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from spmd.ir.description import Role, Traffic
@@ -96,6 +96,32 @@ def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeli
     hidden = max(0.0, compute + comm - end)
     end += (1 - topology.chip.overlap) * hidden
     return Timeline(tuple(run.slots), end, compute, comm, max(0.0, end - compute))
+
+
+def least_seconds(program: Program, mesh: Mesh, topology: Topology) -> float:
+    """What no partition of a program undercuts: its arithmetic, split evenly over all devices.
+
+    Args:
+      program: the whole program.
+      mesh: the mesh.
+      topology: the machine.
+    """
+    index = Index(program)
+
+    def region(ops: Iterable[Op]) -> float:
+        total = 0.0
+        for op in ops:
+            inside = [region(inner.ops) for inner in op.regions]
+            if op.is_loop:
+                total += sum(inside) * index.runs(op)
+            elif inside:
+                total += max(inside)
+            elif op.kind.about.flops is not None:
+                peak = topology.peak_flops(op.kind.operands[0].dtype)
+                total += op.kind.about.flops(op.kind) / peak
+        return total
+
+    return region(program.body.ops) / mesh.size
 
 
 class _Schedule:
