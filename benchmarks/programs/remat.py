@@ -32,9 +32,7 @@ CHECKPOINTS: dict[str, Callable[[Layer], Layer]] = {
     "no-prevent-cse": partial(jax.checkpoint, prevent_cse=False),
     "everything": partial(jax.checkpoint, policy=policies.everything_saveable),
     "dots": partial(jax.checkpoint, policy=policies.dots_saveable),
-    "no-batch-dots": partial(
-        jax.checkpoint, policy=policies.dots_with_no_batch_dims_saveable
-    ),
+    "no-batch-dots": partial(jax.checkpoint, policy=policies.dots_with_no_batch_dims_saveable),
     "names": partial(jax.checkpoint, policy=policies.save_only_these_names(*NAMED)),
     "offload": partial(
         jax.checkpoint,
@@ -75,7 +73,8 @@ def gradient(mesh: spmd.Mesh, kind: str, policy: str, stack: str = "scan") -> Bu
     """
     layer, shapes = LAYER_KINDS[kind]
     parameters = {
-        name: marked(mesh, (None, *spec), (LAYERS, *shape)) for name, (shape, spec) in shapes.items()
+        name: marked(mesh, (None, *spec), (LAYERS, *shape))
+        for name, (shape, spec) in shapes.items()
     }
     x = marked(mesh, ("data",), (BATCH, POSITIONS, MODEL))
 
@@ -146,7 +145,8 @@ _MLP = {
     "out_FD": ((HIDDEN, MODEL), ("model", "data")),
 }
 _HEADS = {
-    name: ((MODEL, HEADS, MODEL // HEADS), ("data", "model")) for name in ("q_DHK", "k_DHK", "v_DHK")
+    name: ((MODEL, HEADS, MODEL // HEADS), ("data", "model"))
+    for name in ("q_DHK", "k_DHK", "v_DHK")
 } | {"o_HKD": ((HEADS, MODEL // HEADS, MODEL), ("model", None, "data"))}
 _EXPERTS = {
     "router_DE": ((MODEL, EXPERTS), ("data",)),

@@ -55,7 +55,10 @@ class Facts:
     def least_seconds(self) -> float:
         """What no plan undercuts: all arithmetic split evenly, nothing sent."""
         # Rewrites do equal ops once, so a program may have less to do than was written.
-        return min(least_seconds(self.plan.program, self.plan.mesh, self.plan.topology), self.timeline.seconds)
+        return min(
+            least_seconds(self.plan.program, self.plan.mesh, self.plan.topology),
+            self.timeline.seconds,
+        )
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:

@@ -52,15 +52,17 @@ def _bodies(op: Op) -> tuple[Body, ...]:
     """For each result of a reduction the body that makes it; none if the results share anything."""
     # A sort has a body, too, but its body has one result: the order of all of its operands.
     body = op.kind.attrs.get("body")
-    several = isinstance(body, Body) and len(body.region.results) == len(op.results)
-    return separated(body, len(op.results)) if several else ()
+    if not isinstance(body, Body) or len(body.region.results) != len(op.results):
+        return ()
+    return separated(body, len(op.results))
 
 
 def _reductions(
     b: Builder, op: Op, operands: tuple[Value, ...], producers: Mapping[Value, Op]
 ) -> list[Value]:
     # What is reduced comes first, what it is reduced with last; a scatter's indices are between.
-    count, made = len(op.results), []
+    made: list[Value] = []
+    count = len(op.results)
     shared = operands[count : len(operands) - count]
     for k, body in enumerate(_bodies(op)):
         reducer = body_reducer(body)
