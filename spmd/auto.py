@@ -190,7 +190,7 @@ def _open_plan(request: Request, memory_limit: int | None) -> Plan:
     entries = request.arg_entries or (None,) * len(problem.arguments)
     free = [entry is None or None in entry for entry in entries]
     options = Options(memory_limit=memory_limit)
-    return plan_problem(opened(problem, free), options, request.donated).plan
+    return plan_problem(replace(opened(problem, free), is_open=True), options, request.donated).plan
 
 
 def _inferred(request: Request, plan: Plan) -> frozenset[str]:

@@ -39,7 +39,7 @@ from spmd.planning.exact import plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan
-from spmd.planning.problem import Problem, problem_of
+from spmd.planning.problem import Problem, opened, problem_of
 from spmd.predict.memory import peak_memory
 from spmd.predict.timeline import predict_timeline
 from spmd.progress import doing
@@ -259,7 +259,8 @@ def _propagate(request: Request, imported: Imported) -> Propagated:
 
 def _problem(request: Request, imported: Imported, propagated: Propagated) -> Problem:
     results = _result_shardings(request, imported)
-    return problem_of(propagated, request.topology, results, request.links)
+    problem = problem_of(propagated, request.topology, results, request.links)
+    return opened(problem, [entry is None for entry in request.arg_entries])
 
 
 def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding | None]:

@@ -95,14 +95,19 @@ def problem_of(
 
 
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
-    """The same problem, but the arguments that are free may lie in every way that divides them."""
+    """The same problem, but the arguments that are free may lie in every way that divides them.
+
+    Args:
+      problem: the problem.
+      free: for each argument, whether nobody said how it lies.
+    """
     types, values = problem.program.types, problem.program.body.args
     arguments = list(problem.arguments)
     for i, value in enumerate(values):
         if free[i]:
             every = every_state(types[value], problem.mesh)
             arguments[i] = tuple(dict.fromkeys((*arguments[i], *every)))
-    return replace(problem, arguments=tuple(arguments), is_open=True)
+    return replace(problem, arguments=tuple(arguments))
 
 
 def every_state(type_: TensorType, mesh: Mesh) -> States:
