@@ -260,7 +260,7 @@ def _propagate(request: Request, imported: Imported) -> Propagated:
 def _problem(request: Request, imported: Imported, propagated: Propagated) -> Problem:
     results = _result_shardings(request, imported)
     problem = problem_of(propagated, request.topology, results, request.links)
-    return opened(problem, [entry is None for entry in request.arg_entries])
+    return opened(problem, [v not in propagated.marks for v in imported.program.body.args])
 
 
 def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding | None]:

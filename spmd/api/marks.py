@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
-from spmd.frontend.trace import mark_uneven, seen_meshes
+from spmd.frontend.trace import mark_uneven, note_mesh
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
 from spmd.mesh.spec import (
@@ -132,8 +132,7 @@ def some_of(names: Sequence[str], most: int = 8) -> str:
 
 def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:
     """The constraint on a tracer that a mark is."""
-    if mesh not in seen_meshes:  # under plain jax.jit nobody empties it
-        seen_meshes.append(mesh)
+    note_mesh(mesh)
     manual = _manual_axes(mesh)
     _check_not_manual(entries, manual, what, source)
     if len(manual) == len(mesh.axis_names):

@@ -192,16 +192,16 @@ def _trace(
 ) -> tuple[Any, Any, Mesh]:
     """The function as a module, structs of its results, and the mesh: given, or that of marks."""
     static, dynamic = dict(call.static), iter(structs[0])
-    seen_meshes.clear()
-    module, out_tree, manual_meshes = trace(
-        recipe.fn,
-        [static[i] if i in static else next(dynamic) for i in range(call.positional)],
-        structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
-        platform=platform,
-        static_argnums=recipe.static_argnums,
-        static_argnames=recipe.static_argnames,
-    )
-    found = [mesh] if mesh is not None else seen_meshes
+    with seen_meshes() as seen:
+        module, out_tree, manual_meshes = trace(
+            recipe.fn,
+            [static[i] if i in static else next(dynamic) for i in range(call.positional)],
+            structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
+            platform=platform,
+            static_argnums=recipe.static_argnums,
+            static_argnames=recipe.static_argnames,
+        )
+    found = [mesh] if mesh is not None else seen
     found = found or [as_mesh(other) for other in manual_meshes]
     if not found:
         raise no_mesh(function_name(recipe.fn), recipe.in_specs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,26 @@ from spmd.mesh.mesh import Mesh
 
 register_exclusion(str(Path(__file__).parent.parent))  # our own frames are not the user's
 
-seen_meshes: list[Mesh] = []
-"""Meshes of the marks met while tracing, in order; `jit` without a mesh takes the first."""
+_SEEN: ContextVar[list[Mesh] | None] = ContextVar("seen meshes", default=None)
+"""Of this thread's trace, if it is in one: the meshes of the marks that it met."""
+
+
+@contextmanager
+def seen_meshes() -> Iterator[list[Mesh]]:
+    """The meshes of the marks met while tracing, in order; `jit` without a mesh takes the first."""
+    found: list[Mesh] = []
+    token = _SEEN.set(found)
+    try:
+        yield found
+    finally:
+        _SEEN.reset(token)
+
+
+def note_mesh(mesh: Mesh) -> None:
+    """A mark over this mesh was met; nothing to note under plain `jax.jit`."""
+    found = _SEEN.get()
+    if found is not None and mesh not in found:
+        found.append(mesh)
 
 
 def trace(

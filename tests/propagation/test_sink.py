@@ -25,6 +25,12 @@ def carries(program: Program) -> list[int]:
     return [len(op.results) for op in program.walk() if op.name == "stablehlo.while"]
 
 
+def shapes(program: Program) -> list[tuple[int, ...]]:
+    """The shapes that the program's only loop carries."""
+    (loop,) = (op for op in program.walk() if op.is_loop)
+    return [t.shape for t in loop.kind.results]
+
+
 X = jnp.arange(32.0).reshape(4, 8)
 
 
@@ -49,13 +55,16 @@ def test_masks_are_made_inside() -> None:
     assert sink_invariants(after) == after
 
 
-def test_what_depends_on_an_argument_stays() -> None:
+def test_of_what_depends_on_a_scalar_argument_the_scalar_is_carried() -> None:
     def scaled(x: jax.Array, s: jax.Array) -> jax.Array:
         ramp = jnp.broadcast_to(s, (4, 8))
         return jax.lax.fori_loop(0, 3, lambda _, y: y * ramp, x)
 
-    program = imported(scaled, X, jnp.float32(2))
-    assert sink_invariants(program) == program
+    before = imported(scaled, X, jnp.float32(2))
+    after = sink_invariants(before)
+    check_program(after)
+    assert sorted(shapes(before)) == [(), (4, 8), (4, 8)]
+    assert sorted(shapes(after)) == [(), (), (4, 8)]
 
 
 @pytest.mark.usefixtures("devices8")
