@@ -52,6 +52,7 @@ MLIR_FILES = (
     "spmd/frontend/artifact.py",
     "spmd/frontend/bytecode.py",
     "spmd/frontend/importer/attributes.py",
+    "spmd/frontend/importer/legalize.py",
     "spmd/frontend/importer/module.py",
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",

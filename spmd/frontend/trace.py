@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning_p
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import mlir
 
@@ -60,7 +60,7 @@ def trace(
     lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=_PARAMETERS)
     module = lowered.compiler_ir("stablehlo")
     has_mesh = any(op.operation.name == "sdy.mesh" for op in module.body.operations)
-    meshes = dict.fromkeys(_shard_map_meshes(traced.jaxpr)) if has_mesh else {}
+    meshes = dict.fromkeys(_shard_map_meshes(traced.jaxpr.jaxpr)) if has_mesh else {}
     return module, lowered.out_info, list(meshes)
 
 
@@ -76,14 +76,12 @@ def _explicit_axes(error: ValueError) -> FrontendError:
 
 
 def _shard_map_meshes(jaxpr: Any) -> Iterator[Any]:
-    """The mesh of every `shard_map` of a (closed) jaxpr and of those inside it."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    """The mesh of every `shard_map` of a jaxpr and of those inside it."""
+    for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
             yield eqn.params["mesh"]
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, (tuple, list)) else (param,):
-                if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
-                    yield from _shard_map_meshes(inner)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _shard_map_meshes(inner)
 
 
 # ---------------------------------------------------------------------------------------------
