@@ -21,6 +21,8 @@ from spmd.propagation.propagated import Conflict
 
 NO_AXIS = "no axis"
 
+Losers = tuple[tuple[str, Price | None], ...]
+
 
 class ConflictRow(NamedTuple):
     """Values around an op that want different axes, and what the planner made of it.
@@ -40,7 +42,7 @@ class ConflictRow(NamedTuple):
     claims: tuple[tuple[str, str, int, str], ...]
     taken: str
     ops: int
-    losers: tuple[tuple[str, Price | None], ...] | None = None
+    losers: Losers | None = None
 
 
 def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[ConflictRow, ...]:
@@ -83,9 +85,7 @@ def _conflict_row(plan: Plan, conflict: Conflict) -> ConflictRow:
     return ConflictRow(conflict.op.label, conflict.op.loc.trail, claims, taken, 1)
 
 
-def _losers(
-    row: ConflictRow, priced: Iterable[tuple[Axes, Price]], mesh: Mesh
-) -> tuple[tuple[str, Price | None], ...]:
+def _losers(row: ConflictRow, priced: Iterable[tuple[Axes, Price]], mesh: Mesh) -> Losers:
     """The losing claims, the cheapest first; those without a price last."""
     found: dict[str, Price | None] = {
         axes_text(axes, mesh) or NO_AXIS: price for axes, price in priced

@@ -43,24 +43,21 @@ class Segment(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop: its iterations are all alike, so that one is shown.
+    """A loop, of whose equal iterations one is shown; or a conditional.
 
     Attributes:
-      label: where it is.
+      title: how often it runs: `loop ×4`.
+      place: the user's source line, and its caller's.
       start: when its first iteration begins.
-      trips: how often it runs, None where that is not known (16 are counted).
+      seconds: all iterations together.
       body: one iteration, times from its own beginning.
     """
 
-    label: str
+    title: str
+    place: str
     start: float
-    trips: int | None
+    seconds: float
     body: Bars
-
-    @property
-    def seconds(self) -> float:
-        """All iterations together."""
-        return self.body.seconds * (UNKNOWN_TRIPS if self.trips is None else self.trips)
 
 
 class Bars(NamedTuple):
@@ -106,23 +103,26 @@ def _bars(waiting: list[Slot], mesh: Mesh, depth: int, begin: float, seconds: fl
         if not slot.op.regions:
             segments.append(_segment(slot, mesh, begin))
             continue
-        is_loop = slot.op.is_loop
-        place = slot.op.loc.trail or "an unknown place"
-        label = f"{'loop' if is_loop else 'branches'} at {place}"
         once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)
         body = _bars(waiting, mesh, depth + 1, slot.start, once)
-        loops.append(Loop(label, slot.start - begin, slot.runs, body))
+        place = slot.op.loc.trail or "an unknown place"
+        loops.append(Loop(_trips_text(slot), place, slot.start - begin, slot.seconds, body))
     return Bars(tuple(segments), tuple(loops), seconds)
+
+
+def _trips_text(slot: Slot) -> str:
+    if not slot.op.is_loop:
+        return "conditional"
+    return "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
 
 
 def _segment(slot: Slot, mesh: Mesh, begin: float) -> Segment:
     op, start = slot.op, slot.start - begin
     if slot.lane == COMPUTE:
         return Segment((COMPUTE,), COMPUTE, op.label, op.loc.trail, start, slot.seconds)
-    kind = op.name.removeprefix("stablehlo.")
     axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in op.kind.attrs["axes"])
-    label = f"{kind} over {slot.lane}"
-    return Segment(tuple(axes), kind, label, op.loc.trail, start, slot.seconds)
+    label = f"{op.collective} over {slot.lane}"
+    return Segment(tuple(axes), op.collective, label, op.loc.trail, start, slot.seconds)
 
 
 def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
@@ -136,8 +136,7 @@ def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
     last: dict[tuple[str, ...], int] = {}
     made: list[Segment] = []
     for s in sorted(segments, key=lambda s: s.start):
-        before = made[last[s.lanes]] if s.lanes in last else None
-        joint = _joint(before, s, least) if before is not None else None
+        joint = _joint(made[last[s.lanes]], s, least) if s.lanes in last else None
         if joint is None:
             last[s.lanes] = len(made)
             made.append(s)
