@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from spmd.planning.network import CostNetwork
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.solver.dominate import undominated
 from spmd.planning.solver.eliminate import Elimination
-from spmd.planning.solver.network import FORBIDDEN, Network, Table
+from spmd.planning.solver.network import FORBIDDEN, Network
 from spmd.planning.solver.solve import TABLE_LIMIT, Solution, solve
 from spmd.planning.units import CARRY, OP
 from spmd.propagation.propagated import Conflict
@@ -63,7 +63,10 @@ class Alternatives:
     @cached_property
     def best_bytes(self) -> int:
         """Bytes that each device sends for the reshards of the cheapest plan."""
-        return round(self._bytes.cost(self.best.states) * UNIT)
+        return self._sent_bytes(self.best)
+
+    def _sent_bytes(self, solution: Solution) -> int:
+        return round(self._bytes.cost(solution.states) * UNIT)
 
     # Questions.
 
@@ -88,15 +91,14 @@ class Alternatives:
         """
         places = [self._factor(conflict) for conflict in conflicts]
         together = tuple(sorted({number for number, _ in places if number >= 0}))
-        found = []
+        found: list[tuple[tuple[Axes, Price], ...]] = []
         for conflict, (number, given) in zip(conflicts, places, strict=True):
+            if number < 0:
+                found.append(())
+                continue
             claims = {(), *(axes for axes, _, _ in conflict.claims)}
-            wanted = tuple(axes if axes in claims else None for axes in given)
-            found.append(
-                self._priced(number, wanted, self._taken(number, given), together)
-                if number >= 0
-                else ()
-            )
+            wanted = [axes if axes in claims else None for axes in given]
+            found.append(self._priced(number, wanted, self._taken(number, given), together))
         return tuple(found)
 
     # Answers.
@@ -108,7 +110,7 @@ class Alternatives:
             number = units.of[op.results[0]][0]
             if number < 0:
                 return -1, ()
-            options: tuple[Choice, ...] = self._built.domains.choices[number]
+            options = self._built.domains.choices[number]
             if options and conflict.factor < len(options[0].assignment):
                 return number, tuple(c.assignment[conflict.factor] for c in options)
         for _, value, dim in conflict.claims:
@@ -118,6 +120,7 @@ class Alternatives:
         return -1, ()
 
     def _taken(self, number: int, given: Sequence[Axes]) -> Axes:
+        """What the cheapest plan took of what each choice of a class gives."""
         state = self.best.states[self._built.variables[number].number]
         return given[self._built.variables[number].rows[state][0]]
 
@@ -125,9 +128,8 @@ class Alternatives:
         self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
     ) -> tuple[tuple[T, Price], ...]:
         """The price of each label but the one taken, given the label of each choice of a class."""
-        rows = self._built.variables[number].rows
         groups: dict[T, list[int]] = {}
-        for state, (choice, _) in enumerate(rows):
+        for state, (choice, _) in enumerate(self._built.variables[number].rows):
             label = labels[choice]
             if label is not None and label != taken:
                 groups.setdefault(label, []).append(state)
@@ -143,52 +145,46 @@ class Alternatives:
     ) -> Price | None:
         """What the best plan costs more in which a class is in some states; None: forbidden."""
         if (number, states) not in self._prices:
-            variables = self._built.variables
+            network, variables = self._built.network, self._built.variables
             if together not in self._rooms:
-                kept = [variables[n].number for n in together]
-                self._rooms[together] = _Room.of(self._built.network, kept)
-            room = self._rooms[together]
-            solution = room.solve(self._built.network, variables[number].number, states)
+                self._rooms[together] = _Room(network, [variables[n].number for n in together])
+            solution = self._rooms[together].solve(variables[number].number, states)
             price = None
             if solution.cost < FORBIDDEN / 2:
-                more = round(self._bytes.cost(solution.states) * UNIT) - self.best_bytes
+                more = self._sent_bytes(solution) - self.best_bytes
                 seconds = max(0.0, solution.cost - self.best.cost)
                 price = Price(seconds, more, exact=solution.exact)
             self._prices[number, states] = price
         return self._prices[number, states]
 
 
-class _Room(NamedTuple):
+class _Room:
     """A network with only those variables and states that matter to questions about a few of them.
 
     Attributes:
-      alive: for each variable of the whole network the states that do not always lose.
+      network: the whole network.
+      alive: for each of its variables the states that do not always lose.
       gone: how the variables with one or two neighbours follow from the others.
       core: the others.
     """
 
-    alive: Sequence[Table]
-    gone: Elimination
-    core: Network
-
-    @staticmethod
-    def of(network: Network, keep: Collection[int]) -> _Room:
+    def __init__(self, network: Network, keep: Collection[int]) -> None:
         kept = frozenset(keep)
-        alive = undominated(network, kept)
-        gone = Elimination(network.restricted(alive))
-        gone.run(TABLE_LIMIT, neighbours=2, keep=kept)
-        return _Room(alive, gone, gone.core())
+        self.network = network
+        self.alive = undominated(network, kept)
+        self.gone = Elimination(network.restricted(self.alive))
+        self.gone.run(TABLE_LIMIT, neighbours=2, keep=kept)
+        self.core = self.gone.core()
 
-    def solve(self, network: Network, variable: int, states: Sequence[int]) -> Solution:
+    def solve(self, variable: int, states: Sequence[int]) -> Solution:
         """The cheapest joint state of the whole network in which a variable is in some states."""
         left = self.gone.left
         kept = [np.arange(len(costs)) for costs in self.core.unary]
-        place = left.index(variable)
-        kept[place] = np.flatnonzero(np.isin(self.alive[variable], states))
+        kept[left.index(variable)] = np.flatnonzero(np.isin(self.alive[variable], states))
         found = solve(self.core.restricted(kept))
         known = {v: int(k[s]) for v, k, s in zip(left, kept, found.states, strict=True)}
         joint = [int(a[s]) for a, s in zip(self.alive, self.gone.unwound(known), strict=True)]
-        cost = network.cost(joint)
+        cost = self.network.cost(joint)
         return Solution(tuple(joint), cost, cost - (found.cost - found.lower))
 
 

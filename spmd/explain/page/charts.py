@@ -131,10 +131,10 @@ def memory_svg(curve: MemoryCurve, limit: int) -> Html:
         words(x + shift, max(peak_y - 6, 12), peak, "strong", text_anchor=anchor),
     ]
     if is_near:
-        y, label = y_of(limit), f"the device's {bytes_text(limit)}"
+        y, text = y_of(limit), f"the device's {bytes_text(limit)}"
         parts += [
             line("limit", LEFT, y, _RIGHT, y),
-            words(_RIGHT, y - 5, label, text_anchor="end"),
+            words(_RIGHT, y - 5, text, text_anchor="end"),
         ]
     last = f"last of {count} kernels of the local program"
     parts += [

@@ -10,7 +10,7 @@ from spmd.explain.document import Cell, Look, Table
 from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.words import source_text
 
-_LOOKS: dict[Look, Callable[[str], str]] = {
+_LOOKS: dict[Look, Callable[[str], Html]] = {
     "code": lambda text: tag("code", text),
     "path": lambda text: breakable(text),
     "name": lambda text: tag("code", breakable(text)),
@@ -44,7 +44,7 @@ def table(given: Table) -> Html:
 
 def _td(cell: Cell) -> Html:
     style = "n" if cell.look == "number" else cell.style
-    shown = _LOOKS.get(cell.look, lambda text: text)(cell.text)
+    shown = _LOOKS[cell.look](cell.text) if cell.look in _LOOKS else cell.text
     if cell.parts:
         items = [
             tag("li", tag("code", breakable(name)), " ", breakable(remark))

@@ -60,9 +60,10 @@ def tile_picture(type_: TensorType, sharding: Sharding, mesh: Mesh) -> Html:
         tile = mesh.coordinate(position, down), mesh.coordinate(position, across)
         if max(tile) < MAX_PIECES:
             holders.setdefault(tile, []).append(position)
-    labels = [""] * (2 - len(shown)) + [_dim_text(size, axes, mesh) for size, axes in shown]
+    text_across = _dim_text(size_across, across, mesh) if shown else ""
+    text_down = _dim_text(size_down, down, mesh) if len(shown) == 2 else ""
     width, height = _box(size_down, size_across)
-    return _grid(mesh, holders, width, height, *labels, "the tensor's tiles")
+    return _grid(mesh, holders, width, height, text_down, text_across, "the tensor's tiles")
 
 
 def _box(down: int, across: int) -> tuple[int, int]:
