@@ -10,7 +10,7 @@ from spmd.explain.words import source_text
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.sharding import Sharding
-from spmd.pipeline import Stages
+from spmd.planning.plan import Plan
 from spmd.propagation.propagated import Propagated
 
 
@@ -75,25 +75,23 @@ class Group(NamedTuple):
         return sum(different[1:-1]) == 1 and not different[0] and not different[-1]
 
 
-def argument_leaves(stages: Stages) -> tuple[Leaf, ...]:
+def argument_leaves(plan: Plan) -> tuple[Leaf, ...]:
     """Every argument, in order."""
-    program = stages.plan.program
-    return _leaves(stages, program.arg_names, program.body.args, stages.plan.arguments)
+    program = plan.program
+    return _leaves(plan, zip(program.arg_names, program.body.args, plan.arguments, strict=True))
 
 
-def result_leaves(stages: Stages) -> tuple[Leaf, ...]:
+def result_leaves(plan: Plan) -> tuple[Leaf, ...]:
     """Every result, in order."""
-    program = stages.plan.program
-    return _leaves(stages, program.result_names, program.body.results, stages.plan.results)
+    program = plan.program
+    return _leaves(plan, zip(program.result_names, program.body.results, plan.results, strict=True))
 
 
-def _leaves(
-    stages: Stages, names: Sequence[str], values: Sequence[Value], shardings: Sequence[Sharding]
-) -> tuple[Leaf, ...]:
-    types, mesh = stages.plan.program.types, stages.plan.mesh
+def _leaves(plan: Plan, boundary: Iterable[tuple[str, Value, Sharding]]) -> tuple[Leaf, ...]:
+    types = plan.program.types
     return tuple(
-        Leaf(name, types[v], s, local_type(types[v], s, mesh), _origin(stages.propagated, v, s))
-        for name, v, s in zip(names, values, shardings, strict=True)
+        Leaf(name, types[v], s, local_type(types[v], s, plan.mesh), _origin(plan.propagated, v, s))
+        for name, v, s in boundary
     )
 
 

@@ -42,78 +42,65 @@ class Segment(NamedTuple):
         return self.start + self.seconds
 
 
-class Loop(NamedTuple):
-    """A loop, of whose equal iterations one is shown; or a conditional.
-
-    Attributes:
-      title: how often it runs: `loop ×4`.
-      place: the user's source line, and its caller's.
-      start: when its first iteration begins.
-      seconds: all iterations together.
-      body: one iteration, times from its own beginning.
-    """
-
-    title: str
-    place: str
-    start: float
-    seconds: float
-    body: Bars
-
-
 class Bars(NamedTuple):
-    """What happens in a region, in order.
+    """What happens in a region, in order: in a program, a branch, or one iteration of a loop.
 
     Attributes:
       segments: ops and collectives outside of inner loops.
-      loops: the loops.
-      seconds: all of it.
+      loops: the loops and conditionals, of whose equal iterations one is shown.
+      once: seconds of all of it, once.
+      start: when it begins first, seconds after what is around it began.
+      seconds: all iterations together.
+      title: of a loop, how often it runs: `loop ×4`.
+      place: of a loop, the user's source line and its caller's.
     """
 
     segments: tuple[Segment, ...]
-    loops: tuple[Loop, ...]
+    loops: tuple[Bars, ...]
+    once: float
+    start: float
     seconds: float
+    title: str = ""
+    place: str = ""
 
     def lane_seconds(self, lane: str) -> float:
-        """How long a lane is busy, loops included."""
+        """How long a lane is busy in one iteration, inner loops included."""
         return sum(s.seconds for s in self.flat() if lane in s.lanes)
 
     def flat(self) -> Iterator[Segment]:
-        """Every segment, those of a loop stretched from one iteration to all."""
+        """Every segment of one iteration, those of inner loops stretched to all of theirs."""
         yield from self.segments
         for loop in self.loops:
-            if loop.body.seconds:
-                scale = loop.seconds / loop.body.seconds
-                for s in loop.body.flat():
-                    start = loop.start + s.start * scale
-                    yield s._replace(start=start, seconds=s.seconds * scale)
+            scale = loop.seconds / loop.once if loop.once else 0.0
+            for s in loop.flat():
+                yield s._replace(start=loop.start + s.start * scale, seconds=s.seconds * scale)
 
 
 def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
     """The predicted run of a program on a mesh, as bars."""
-    waiting = list(reversed(timeline.slots))
-    return _bars(waiting, mesh, 0, 0.0, timeline.scheduled_seconds)
+    segments, loops = _region(list(reversed(timeline.slots)), mesh, 0, 0.0)
+    whole = timeline.scheduled_seconds
+    return Bars(segments, loops, whole, 0.0, whole)
 
 
-def _bars(waiting: list[Slot], mesh: Mesh, depth: int, begin: float, seconds: float) -> Bars:
+def _region(
+    waiting: list[Slot], mesh: Mesh, depth: int, begin: float
+) -> tuple[tuple[Segment, ...], tuple[Bars, ...]]:
     """Takes the slots of one region off the end of `waiting`, with those of its loops."""
     segments: list[Segment] = []
-    loops: list[Loop] = []
+    loops: list[Bars] = []
     while waiting and waiting[-1].depth >= depth:
         slot = waiting.pop()
         if not slot.op.regions:
             segments.append(_segment(slot, mesh, begin))
             continue
+        inside = _region(waiting, mesh, depth + 1, slot.start)
         once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)
-        body = _bars(waiting, mesh, depth + 1, slot.start, once)
+        trips = "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
+        title = trips if slot.op.is_loop else "conditional"
         place = slot.op.loc.trail or "an unknown place"
-        loops.append(Loop(_trips_text(slot), place, slot.start - begin, slot.seconds, body))
-    return Bars(tuple(segments), tuple(loops), seconds)
-
-
-def _trips_text(slot: Slot) -> str:
-    if not slot.op.is_loop:
-        return "conditional"
-    return "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
+        loops.append(Bars(*inside, once, slot.start - begin, slot.seconds, title, place))
+    return tuple(segments), tuple(loops)
 
 
 def _segment(slot: Slot, mesh: Mesh, begin: float) -> Segment:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from spmd.explain.memory import KINDS, MemoryCurve
-from spmd.explain.page.bars import Bars, Loop, Segment, functions_of, merged
+from spmd.explain.page.bars import Bars, Segment, functions_of, merged
 from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
 from spmd.explain.words import bytes_text, seconds_text, source_text
 from spmd.predict.timeline import COMPUTE
@@ -32,7 +32,7 @@ _HEIGHT, _STEPS = 240, 700
 def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
     """A timeline, loops stretched to their whole time under a bracket."""
     lanes = (COMPUTE, *axes)
-    total = timeline.seconds or 1.0
+    total = timeline.once or 1.0
     scale = ACROSS / total
     shown = merged(list(timeline.flat()), total / _FINEST)
     top = _TOP + (24 if timeline.loops else 0)
@@ -66,7 +66,7 @@ def _bar(s: Segment, scale: float, y: int) -> Html:
     return drawn
 
 
-def _bracket(loop: Loop, scale: float, top: int, lanes: int) -> Html:
+def _bracket(loop: Bars, scale: float, top: int, lanes: int) -> Html:
     """A loop: a band behind the lanes and how often it runs."""
     x, width = LEFT + loop.start * scale, loop.seconds * scale
     height = lanes * (_LANE + _GAP) - _GAP + 8

@@ -11,7 +11,6 @@ from spmd.explain.page import decided, picture, run
 from spmd.explain.page import parts as h
 from spmd.explain.page.first import first_screen, resource
 from spmd.explain.page.html import Html, tag
-from spmd.explain.page.tiles import tiles
 from spmd.explain.tables import largest_table, leaf_table, split_text
 from spmd.explain.words import bytes_text, plural, seconds_text, source_text
 from spmd.predict.memory import MemoryUse
@@ -87,7 +86,7 @@ def _sections(facts: Facts, use: MemoryUse) -> list[_Section]:
                  decided.conflict_table(conflicts)),
         _Section("memory", "Memory over time", "of each device",
                  run.memory_chart(facts, curve), True),
-        _Section("mesh", "Mesh and tiles", "who holds what", tiles(facts)),
+        _Section("mesh", "Mesh and tiles", "who holds what", picture.tiles(facts)),
         _Section("arguments", "Arguments", split_text(facts.arguments),
                  h.table(leaf_table(facts.arguments, mesh))),
         _Section("results", "Results", split_text(facts.results),

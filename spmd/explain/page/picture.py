@@ -1,4 +1,4 @@
-"""Pictures of meshes and of tensors cut into tiles, as SVG.
+"""Who holds what: pictures of the mesh and of tensors cut into tiles, as SVG.
 
 A device has one colour in all pictures: the hue is its coordinate along the first mesh axis, the
 lightness that along the others. A tile that several devices hold shows the colours of all of them
@@ -10,11 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from spmd.explain.page.html import Html, drawing, joined, rect, words
-from spmd.explain.words import axes_text
+from spmd.explain.facts import Facts
+from spmd.explain.leaves import Group, group_leaves
+from spmd.explain.page.html import Html, drawing, joined, rect, tag, words
+from spmd.explain.page.parts import breakable
+from spmd.explain.words import axes_text, spec_text, type_text
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
+
+PICTURES = 8
+"""How many arguments are drawn, and the mesh."""
 
 MAX_DEVICES = 256
 """Devices that a mesh's picture shows."""
@@ -35,6 +41,45 @@ HATCH = Html(
 
 _Holders = Mapping[tuple[int, int], Sequence[int]]
 """(row, column) -> positions in the mesh of the devices that hold this tile."""
+
+
+def tiles(facts: Facts) -> Html:
+    """The mesh and the largest arguments as pictures: who holds what."""
+    mesh = facts.plan.mesh
+    shown = ""
+    if mesh.size > MAX_DEVICES:
+        shown = f", the first {MAX_DEVICES} of {mesh.size}"
+    figures = [_figure(mesh_picture(mesh), "the mesh", f"{mesh}{shown}", "device ids")]
+    for group in _drawn(facts):
+        leaf = group.leaves[0]
+        figures.append(
+            _figure(
+                tile_picture(leaf.type, leaf.sharding, mesh),
+                group.pattern,
+                f"{type_text(leaf.type)} {spec_text(leaf.sharding, mesh)}",
+                f"{type_text(leaf.local)} on each device",
+            )
+        )
+    intro = tag(
+        "p",
+        "Every device has its colour. A tile shows the devices that hold it; hatched ones are "
+        "held by several. Of a tensor with more than two dims two are drawn, split ones first.",
+    )
+    return joined(intro, tag("div.tiles", *figures))
+
+
+def _figure(svg: Html, title: str, *captions: str) -> Html:
+    lines = [tag("span", tag("code", text)) for text in captions]
+    return tag("figure", svg, tag("figcaption", tag("b", breakable(title)), *lines))
+
+
+def _drawn(facts: Facts) -> list[Group]:
+    """The largest leaf of every sharding first, then the next largest ones."""
+    groups = [g for g in group_leaves(facts.arguments) if g.leaves[0].type.rank]
+    groups.sort(key=lambda group: -group.leaves[0].type.bytes)
+    first = {group.leaves[0].sharding: group for group in reversed(groups)}
+    groups.sort(key=lambda group: first[group.leaves[0].sharding] is not group)
+    return groups[: PICTURES - 1]
 
 
 def mesh_picture(mesh: Mesh) -> Html:

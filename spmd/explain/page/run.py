@@ -10,7 +10,7 @@ from spmd.explain.facts import Facts, memory_rows, quality_rows
 from spmd.explain.memory import KINDS, MemoryCurve
 from spmd.explain.page import charts
 from spmd.explain.page import parts as h
-from spmd.explain.page.bars import Loop, bars_of
+from spmd.explain.page.bars import Bars, bars_of
 from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.tables import collective_table
 from spmd.explain.words import bytes_text, seconds_text, share_text
@@ -56,14 +56,14 @@ def timeline_chart(facts: Facts) -> Html:
     )
 
 
-def _loop(loop: Loop, axes: Sequence[str]) -> Html:
+def _loop(loop: Bars, axes: Sequence[str]) -> Html:
     """One iteration of a loop, to unfold, with the loops inside it."""
-    each = f": {seconds_text(loop.body.seconds)}"
+    each = f": {seconds_text(loop.once)}"
     return tag(
         "details.iteration",
         tag("summary", f"one iteration of the {loop.title} at ", h.source(loop.place), each),
-        charts.timeline_svg(loop.body, axes, "timeline of one iteration"),
-        *(_loop(inside, axes) for inside in loop.body.loops),
+        charts.timeline_svg(loop, axes, "timeline of one iteration"),
+        *(_loop(inside, axes) for inside in loop.loops),
     )
 
 
