@@ -9,7 +9,7 @@ other ops adapt as far as that pays.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TypeVar
 
@@ -42,7 +42,7 @@ class Alternatives:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._prices: dict[tuple[int, tuple[int, ...]], Price | None] = {}
-        self._rooms: dict[tuple[int, ...], _Room] = {}
+        self._reduced: dict[tuple[int, ...], _Reduced] = {}
 
     @cached_property
     def _built(self) -> CostNetwork:
@@ -90,12 +90,13 @@ class Alternatives:
         A claim that no plan can honour (an axis that the factor cannot take) has no price.
         """
         places = [self._factor(conflict) for conflict in conflicts]
-        together = tuple(sorted({number for number, _ in places if number >= 0}))
+        together = tuple(sorted({place[0] for place in places if place is not None}))
         found: list[tuple[tuple[Axes, Price], ...]] = []
-        for conflict, (number, given) in zip(conflicts, places, strict=True):
-            if number < 0:
+        for conflict, place in zip(conflicts, places, strict=True):
+            if place is None:
                 found.append(())
                 continue
+            number, given = place
             claims = {(), *(axes for axes, _, _ in conflict.claims)}
             wanted = [axes if axes in claims else None for axes in given]
             found.append(self._priced(number, wanted, self._taken(number, given), together))
@@ -103,13 +104,16 @@ class Alternatives:
 
     # Answers.
 
-    def _factor(self, conflict: Conflict) -> tuple[int, tuple[Axes, ...]]:
-        """The class of units that a conflict is about, and the factor's axes for each choice."""
+    def _factor(self, conflict: Conflict) -> tuple[int, tuple[Axes, ...]] | None:
+        """The class of units that a conflict is about, and the factor's axes for each choice.
+
+        None where the network does not choose: around values made anew for every use.
+        """
         op, units = conflict.op, self._built.units
         if op.results:
             number = units.of[op.results[0]][0]
             if number < 0:
-                return -1, ()
+                return None
             options = self._built.domains.choices[number]
             if options and conflict.factor < len(options[0].assignment):
                 return number, tuple(c.assignment[conflict.factor] for c in options)
@@ -117,7 +121,7 @@ class Alternatives:
             number, index = units.of[value]
             if number >= 0 and units.units[number].role == CARRY:
                 return number, tuple(s.dims[dim] for s in self._built.domains.left[number][index])
-        return -1, ()
+        return None
 
     def _taken(self, number: int, given: Sequence[Axes]) -> Axes:
         """What the cheapest plan took of what each choice of a class gives."""
@@ -127,7 +131,14 @@ class Alternatives:
     def _priced(
         self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
     ) -> tuple[tuple[T, Price], ...]:
-        """The price of each label but the one taken, given the label of each choice of a class."""
+        """The price of each label but the one taken, the cheapest first.
+
+        Args:
+          number: a class of units.
+          labels: what each of its choices amounts to, None for choices that nobody asks about.
+          taken: the label of the choice that was made.
+          together: the classes that are asked about beside this one.
+        """
         groups: dict[T, list[int]] = {}
         for state, (choice, _) in enumerate(self._built.variables[number].rows):
             label = labels[choice]
@@ -146,9 +157,10 @@ class Alternatives:
         """What the best plan costs more in which a class is in some states; None: forbidden."""
         if (number, states) not in self._prices:
             network, variables = self._built.network, self._built.variables
-            if together not in self._rooms:
-                self._rooms[together] = _Room(network, [variables[n].number for n in together])
-            solution = self._rooms[together].solve(variables[number].number, states)
+            if together not in self._reduced:
+                kept = frozenset(variables[n].number for n in together)
+                self._reduced[together] = _Reduced(network, kept)
+            solution = self._reduced[together].solve(variables[number].number, states)
             price = None
             if solution.cost < FORBIDDEN / 2:
                 more = self._sent_bytes(solution) - self.best_bytes
@@ -158,18 +170,20 @@ class Alternatives:
         return self._prices[number, states]
 
 
-class _Room:
-    """A network with only those variables and states that matter to questions about a few of them.
+class _Reduced:
+    """A network made small for questions about a few of its variables, with the way back.
+
+    To make it small takes longer than to solve what is left, so it is done once for many questions.
 
     Attributes:
       network: the whole network.
-      alive: for each of its variables the states that do not always lose.
+      alive: for each of its variables, the states that no other state always undercuts; variables
+        that are asked about keep all of theirs.
       gone: how the variables with one or two neighbours follow from the others.
-      core: the others.
+      core: the network of the others.
     """
 
-    def __init__(self, network: Network, keep: Collection[int]) -> None:
-        kept = frozenset(keep)
+    def __init__(self, network: Network, kept: frozenset[int]) -> None:
         self.network = network
         self.alive = undominated(network, kept)
         self.gone = Elimination(network.restricted(self.alive))
@@ -179,10 +193,11 @@ class _Room:
     def solve(self, variable: int, states: Sequence[int]) -> Solution:
         """The cheapest joint state of the whole network in which a variable is in some states."""
         left = self.gone.left
-        kept = [np.arange(len(costs)) for costs in self.core.unary]
-        kept[left.index(variable)] = np.flatnonzero(np.isin(self.alive[variable], states))
-        found = solve(self.core.restricted(kept))
-        known = {v: int(k[s]) for v, k, s in zip(left, kept, found.states, strict=True)}
+        allowed = [np.arange(len(costs)) for costs in self.core.unary]
+        allowed[left.index(variable)] = np.flatnonzero(np.isin(self.alive[variable], states))
+        found = solve(self.core.restricted(allowed))
+        # States were numbered anew twice: among those allowed, and among those alive.
+        known = {v: int(k[s]) for v, k, s in zip(left, allowed, found.states, strict=True)}
         joint = [int(a[s]) for a, s in zip(self.alive, self.gone.unwound(known), strict=True)]
         cost = self.network.cost(joint)
         return Solution(tuple(joint), cost, cost - (found.cost - found.lower))

@@ -101,17 +101,10 @@ def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[To
 def _totals(
     collectives: Iterable[Collective], look: Callable[[Collective], Hashable]
 ) -> tuple[Total, ...]:
-    groups: dict[Hashable, list[Collective]] = {}
-    for collective in collectives:
-        groups.setdefault(look(collective), []).append(collective)
-    made = [
-        Total(
-            found[0],
-            len(found),
-            sum(c.count for c in found),
-            sum(c.bytes * c.count for c in found),
-            sum(c.seconds * c.count for c in found),
-        )
-        for found in groups.values()
-    ]
-    return tuple(sorted(made, key=lambda total: (-total.bytes, -total.seconds)))
+    """The totals of collectives that have the same look."""
+    totals: dict[Hashable, Total] = {}
+    for c in collectives:
+        like, ops, runs, sent, seconds = totals.get(look(c), Total(c, 0, 0, 0, 0.0))
+        sent, seconds = sent + c.bytes * c.count, seconds + c.seconds * c.count
+        totals[look(c)] = Total(like, ops + 1, runs + c.count, sent, seconds)
+    return tuple(sorted(totals.values(), key=lambda total: (-total.bytes, -total.seconds)))
