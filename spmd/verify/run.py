@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from spmd.errors import ArgumentError
 from spmd.lowering.execute import without_shardings
 from spmd.planning.plan import Plan
 from spmd.verify.bisect import (
-    Arrays,
     Culprit,
     Lower,
+    Run,
     find_culprit,
     host_arrays,
-    run_text,
-    run_whole,
+    text_run,
+    whole_run,
 )
 from spmd.verify.compare import Comparison, Tolerance, compare_results
 
@@ -59,12 +59,11 @@ class Verification(NamedTuple):
 def verify(
     plan: Plan,
     module: Any,
-    run: Callable[[Arrays], Sequence[Any]],
+    run: Run,
     arguments: Sequence[Any],
     lower: Lower,
     rtol: float | None = None,
     atol: float | None = None,
-    bisect: bool = True,
 ) -> Verification:
     """Runs both programs, compares every result, and if one differs looks for the wrong op.
 
@@ -78,7 +77,6 @@ def verify(
       arguments: flat arguments; they are copied, so donation does not reach them.
       lower: the stages from a plan to an emitted module.
       rtol, atol: the tolerance of floats; by dtype when left out, see `Tolerance`.
-      bisect: look for the op.
 
     Raises:
       ArgumentError: an argument that this process does not hold whole.
@@ -86,20 +84,18 @@ def verify(
     program = plan.program
     given = host_arrays([_local(a, n) for a, n in zip(arguments, program.arg_names, strict=True)])
     tolerance = Tolerance.of(program, rtol, atol)
-    want = run_text(without_shardings(module), program, given, plan.mesh)
-    comparisons = compare_results(
-        program, host_arrays(run([a.copy() for a in given])), want, tolerance
-    )
+    want = text_run(without_shardings(module), program, plan.mesh)(given)
+    got = host_arrays(run([a.copy() for a in given]))
+    comparisons = compare_results(program, got, want, tolerance)
     # The imported program, run whole, lies between the two: if it differs from the module already,
     # the importer is to blame, and no op of the partitioned program.
     if all(c.ok for c in comparisons):
         return Verification(True, comparisons)
-    imported = compare_results(program, run_whole(program, given, plan.mesh), want, tolerance)
-    if not all(c.ok for c in imported):
+    imported = whole_run(program, plan.mesh)(given)
+    if not all(c.ok for c in compare_results(program, imported, want, tolerance)):
         return Verification(False, comparisons, problem=_READ_WRONGLY)
-    culprit = find_culprit(plan, given, lower, tolerance) if bisect else None
-    problem = _NOT_REPRODUCED if bisect and culprit is None else ""
-    return Verification(False, comparisons, culprit, problem)
+    culprit = find_culprit(plan, given, lower, tolerance)
+    return Verification(False, comparisons, culprit, "" if culprit else _NOT_REPRODUCED)
 
 
 def _local(argument: Any, name: str) -> Any:
