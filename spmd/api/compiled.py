@@ -142,8 +142,8 @@ class Compiled(Planned):
         def lower(plan: Plan) -> Emitted:
             return lower_plan(plan, self.options)[-1]
 
-        def run(arrays: Sequence[Any]) -> Sequence[Any]:
-            placed = jax.device_put(list(arrays), list(self._boundary.arguments))
+        def run(arrays: list[Any]) -> list[Any]:
+            placed = jax.device_put(arrays, list(self._boundary.arguments))
             return list(self.executable(*placed))
 
         self._check_here()

@@ -23,8 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -42,7 +41,6 @@ COLLECTIVE_FAILED = re.compile(
 """Words in errors that another process's end most likely caused."""
 
 
-@dataclass
 class Signs:
     """When each process last gave a sign of life.
 
@@ -52,10 +50,9 @@ class Signs:
       started: the clock's time from which silence counts.
     """
 
-    processes: int
-    timeout_s: float
-    started: float
-    _seen: dict[int, tuple[str, float]] = field(default_factory=dict)
+    def __init__(self, processes: int, timeout_s: float, started: float) -> None:
+        self.timeout_s = timeout_s
+        self._seen = dict.fromkeys(range(processes), ("", started))
 
     def silent(self, now: float, signs: Mapping[int, str]) -> dict[int, float]:
         """Process -> seconds of silence, for those that have been silent for too long.
@@ -67,14 +64,13 @@ class Signs:
         # Signs are counters, not times: hosts' clocks differ. Only this process's clock is read,
         # at the moment when it sees a counter change.
         for process, sign in signs.items():
-            if self._seen.get(process, ("", 0.0))[0] != sign:
+            if self._seen[process][0] != sign:
                 self._seen[process] = (sign, now)
-        ages = {}
-        for process in range(self.processes):
-            sign, last = self._seen.get(process, ("", self.started))
-            if sign != LEFT and now - last > self.timeout_s:
-                ages[process] = now - last
-        return ages
+        return {
+            process: now - since
+            for process, (sign, since) in self._seen.items()
+            if sign != LEFT and now - since > self.timeout_s
+        }
 
 
 class Peers:
@@ -153,7 +149,7 @@ class Peers:
             raise SystemExit  # the service ends with the job: this thread does, too
         if time.monotonic() - self._contact < self.timeout_s and not self.is_coordinator_gone():
             return None
-        return f"process 0, the coordinator, was lost ({_first_line(error)})"
+        return f"process 0, the coordinator, was lost ({first_line(error)})"
 
     def is_coordinator_gone(self) -> bool:
         """Whether the coordinator refuses connections, or its store was silent for too long."""
@@ -170,11 +166,17 @@ class Peers:
         """Says why and ends this process at once, whatever its other threads do."""
         with self._stopping:
             code = EXIT_PEER_LOST if self.failed is None else self.failed
-            _say(f"error: process {self.process} of {self.processes} stops: {verdict}")
-            if self.process == 0:
-                time.sleep(2 * self.interval_s + 0.5)  # the others read the verdict from us
             _flush()
-            os._exit(code)
+            with contextlib.suppress(OSError):  # at once and unbuffered: this process ends
+                text = f"error: process {self.process} of {self.processes} stops: {verdict}\n"
+                os.write(2, text.encode())
+            self._exit(code)
+
+    def _exit(self, code: int) -> NoReturn:
+        if self.process == 0:
+            time.sleep(2 * self.interval_s + 0.5)  # the others read the verdict from us
+        _flush()
+        os._exit(code)
 
     # This process's own end.
 
@@ -194,7 +196,7 @@ class Peers:
         with self._stopping:
             self.failed = code
         with contextlib.suppress(Exception):
-            self.store.claim(VERDICT, f"process {self.process} failed: {_first_line(why)}")
+            self.store.claim(VERDICT, f"process {self.process} failed: {first_line(why)}")
 
     def leave(self) -> None:
         """Runs at the interpreter's end, before jax waits for the other processes."""
@@ -202,11 +204,8 @@ class Peers:
             self._leaving.set()
             return
         with self._stopping:
-            if self.process == 0:
-                time.sleep(2 * self.interval_s + 0.5)
             logging.shutdown()
-            _flush()
-            os._exit(self.failed)
+            self._exit(self.failed)
 
 
 def describe_silent(silent: Mapping[int, float]) -> str:
@@ -229,7 +228,7 @@ def watch_peers(peers: Peers) -> None:
     _peers = peers
     peers.start()
     atexit.register(peers.leave)
-    sys.excepthook = _reporting(sys.excepthook)
+    _report_exceptions(peers)
     _install_abort_handler(peers)
 
 
@@ -277,21 +276,19 @@ def stopping_peers() -> Iterator[None]:
         raise
 
 
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+def _report_exceptions(peers: Peers) -> None:
+    """Tells the other processes of an exception that nobody catches."""
+    show = sys.excepthook
 
-
-def _reporting(hook: Hook) -> Hook:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         why = "".join(traceback.format_exception_only(kind, error)).strip()
-        if _peers is not None:
-            _peers.wait_for_cause(why)
-        hook(kind, error, trace)
-        if _peers is not None:
-            _peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        peers.wait_for_cause(why)
+        show(kind, error, trace)
+        peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
-    return report
+    sys.excepthook = report
 
 
 # When its coordinator is lost, jax's client aborts the process from C++. The handler below turns
@@ -315,16 +312,10 @@ def _install_abort_handler(peers: Peers) -> None:
     libc.signal(signal.SIGABRT, handler)
 
 
-def _first_line(error: object) -> str:
+def first_line(error: object) -> str:
+    """The first line of an error's text, or its type where it has none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:500]
-
-
-def _say(text: str) -> None:
-    """Writes a line to stderr at once and unbuffered: the process may end right after."""
-    _flush()
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())
 
 
 def _flush() -> None:
