@@ -16,7 +16,7 @@ from spmd.api.arguments import (
     function_name,
     key_dtype,
     like_parameters,
-    mesh_of_leaves,
+    mesh_sharding,
     parameter_names,
     updates_of,
 )
@@ -145,7 +145,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     structs = jax.tree.unflatten(
         call.tree, [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in call.avals]
     )
-    given = recipe.mesh or mesh_of_leaves(call.leaves)
+    placed = filter(None, map(mesh_sharding, call.leaves))
+    given = recipe.mesh or next((sharding.mesh for sharding in placed), None)
     mesh = None if given is None else as_mesh(given)
     platform = (topology.platform if topology else None) or platform_of(mesh)
     module, out_tree, mesh = _trace(recipe, call, structs, mesh, platform)

@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from spmd.errors import MeshError
-
 
 class Link(NamedTuple):
     """One device's connection to its neighbours along a mesh axis.
@@ -167,21 +165,6 @@ DEVICE_KINDS = (
     (r"H100", "h100"),
     (r"cpu", "cpu"),
 )
-
-
-def known_chip(kind: str) -> Chip:
-    """The chip with this name.
-
-    Raises:
-      MeshError: it is not in the table.
-    """
-    if kind not in CHIPS:
-        raise MeshError(
-            f"unknown chip {kind!r}",
-            required=f"one of {', '.join(CHIPS)}, as in v5e:4x4 or h200:8",
-            fix="use one of these, or pass the figures: Topology(name, chip=Chip(...))",
-        )
-    return CHIPS[kind]
 
 
 def chip_to_json(chip: Chip) -> dict[str, Any]:
