@@ -84,24 +84,19 @@ def _decomposition(x: Any, values: Any, scales: Any = None) -> Any:
     return _scaled(out_BO, scales).astype(x.dtype)
 
 
-def _fused_sum(x: Any, values: Any, scales: Any = None) -> Any:
+def _kernel(x: Any, values: Any, scales: Any = None) -> Any:
     """One row: multiply and sum along the weight's rows, or NotImplemented."""
     if x.shape[0] != 1:
         return NotImplemented
-    x = x[0].astype(jnp.float32)
+    row = x[0].astype(jnp.float32)
     if values.ndim == 3:
         wide = values.astype(jnp.int32)
         low, high = ((wide & 15) - 8, (wide >> 4) - 8)
-        sums_OQW = low.astype(jnp.float32) * x[:, 0] + high.astype(jnp.float32) * x[:, 1]
+        sums_OQW = low.astype(jnp.float32) * row[:, 0] + high.astype(jnp.float32) * row[:, 1]
         sums_OQW *= scales.astype(jnp.float32)[..., None]
         return jnp.sum(sums_OQW, axis=(1, 2))[None].astype(x.dtype)
-    out_O = jnp.sum(values.astype(jnp.float32) * x, axis=1)
-    return _scaled(out_O[None], scales)
-
-
-def _kernel(x: Any, *weight: Any) -> Any:
-    out = _fused_sum(x, *weight)
-    return out if out is NotImplemented else out.astype(x.dtype)
+    out_O = jnp.sum(values.astype(jnp.float32) * row, axis=1)
+    return _scaled(out_O[None], scales).astype(x.dtype)
 
 
 def _scaled(out_BO: Any, scales_O: Any) -> Any:
