@@ -18,7 +18,7 @@ import jax
 from spmd.errors import LaunchError
 from spmd.launch.agree import check_same, digest
 from spmd.launch.meet import Seat, meet
-from spmd.launch.peers import Peers, first_line, watch_peers
+from spmd.launch.peers import first_line, watch_peers
 from spmd.launch.store import (
     Place,
     connected_to,
@@ -93,7 +93,7 @@ def initialize(
     _joined = Place(connected_to(), processes, process)
     if store is None:
         return
-    watch_peers(Peers(store, process, processes, heartbeat_timeout_s, str(connected_to())))
+    watch_peers(store, heartbeat_timeout_s)
     if is_joined:
         check_same(versions(), label="versions", timeout_s=timeout_s)
 

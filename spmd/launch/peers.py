@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from spmd.launch.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.stop import StopVote
-from spmd.launch.store import Store
+from spmd.launch.store import Store, connected_to, this_process
 
 VERDICT = "verdict"
 LEFT = "left"
@@ -78,10 +78,7 @@ class Peers:
 
     Args:
       store: the job's store.
-      process: this process.
-      processes: how many there are.
       timeout_s: after so many seconds of silence a process counts as lost.
-      coordinator: `host:port` of the store.
     """
 
     # How process 2 of 4 is missed, with a timeout of 60 s and a look every 5 s:
@@ -91,30 +88,22 @@ class Peers:
     #   71 s     0 exits last: the store lives in it, and the others had to read the verdict there
     # `claim` writes only once, so a failure that follows from the first one cannot replace it.
 
-    def __init__(
-        self, store: Store, process: int, processes: int, timeout_s: float, coordinator: str
-    ) -> None:
+    def __init__(self, store: Store, timeout_s: float) -> None:
         self.store = store
-        self.process = process
-        self.processes = processes
+        self.process, self.processes = this_process()
         self.timeout_s = timeout_s
-        self.coordinator = coordinator
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
-        self.vote = StopVote(store, process, processes)
+        self.vote = StopVote(store, self.process, self.processes)
         self._sign = LEFT
         self._contact = time.monotonic()
         self._leaving = threading.Event()
         self._stopping = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="spmd peers", daemon=True)
-
-    def start(self) -> None:
-        """Starts to watch."""
-        self._thread.start()
 
     # The thread.
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Watches until the process ends."""
         signs = Signs(self.processes, self.timeout_s, time.monotonic())
         count = 0
         while True:
@@ -155,7 +144,7 @@ class Peers:
         """Whether the coordinator refuses connections, or its store was silent for too long."""
         if self.process == 0:
             return False
-        host, _, port = self.coordinator.rpartition(":")
+        host, _, port = str(connected_to()).rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError:
@@ -222,11 +211,11 @@ def describe_silent(silent: Mapping[int, float]) -> str:
 _peers: Peers | None = None
 
 
-def watch_peers(peers: Peers) -> None:
+def watch_peers(store: Store, timeout_s: float) -> None:
     """Starts to watch; from here on this process's errors end the others, too."""
     global _peers
-    _peers = peers
-    peers.start()
+    _peers = peers = Peers(store, timeout_s)
+    threading.Thread(target=peers.run, name="spmd peers", daemon=True).start()
     atexit.register(peers.leave)
     _report_exceptions(peers)
     _install_abort_handler(peers)

@@ -60,20 +60,6 @@ class Culprit(NamedTuple):
         return "\n".join(lines)
 
 
-def find_culprit(
-    plan: Plan, arguments: Arrays, lower: Lower, tolerance: Tolerance
-) -> Culprit | None:
-    """The first op whose value differs, or None when both programs agree after all.
-
-    Args:
-      plan: the whole program's plan.
-      arguments: for each argument of the program a host array.
-      lower: how a plan becomes a program to run.
-      tolerance: the largest difference that still counts as equal.
-    """
-    return _Search(plan, arguments, lower, tolerance).run()
-
-
 def whole_run(program: Program, mesh: Mesh) -> Run:
     """The global program as it is: see `text_run`."""
     bare = rewrite_ops(program, lambda b, op, operands: operands if op.is_mark else None)
@@ -97,8 +83,16 @@ def host_arrays(arrays: Sequence[Any]) -> Arrays:
     return [np.asarray(array) for array in arrays]
 
 
-class _Search(NamedTuple):
-    """The search in one block: the program, or a body taken by itself."""
+class Search(NamedTuple):
+    """The search in one block: the program, or a body taken by itself.
+
+    Attributes:
+      plan: of the block, as a whole program.
+      arguments: for each argument of the block a host array.
+      lower: how a plan becomes a program to run.
+      tolerance: the largest difference that still counts as equal.
+      inside: as in `Culprit`.
+    """
 
     plan: Plan
     arguments: Arrays
@@ -108,9 +102,11 @@ class _Search(NamedTuple):
 
     @property
     def ops(self) -> tuple[Op, ...]:
+        """The ops of the block."""
         return self.plan.program.body.ops
 
     def run(self) -> Culprit | None:
+        """The first op whose value differs, or None when both programs agree after all."""
         # Nothing differs at the cut `equal`, something at `differs`; cut n is behind n ops, and the
         # one behind all ops and one more has the results in the shardings that are returned. Of 4
         # ops the third is wrong:
@@ -135,6 +131,7 @@ class _Search(NamedTuple):
         return self.descend(equal, op, wrong) or self.culprit(op, wrong)
 
     def culprit(self, op: Op, wrong: tuple[Comparison, ...], *inside: str) -> Culprit:
+        """An op of the block, and where it is."""
         return Culprit(op, _describe(self.plan, op), self.inside + inside, wrong)
 
     # Cuts.

@@ -56,11 +56,6 @@ class Tolerance(NamedTuple):
     rtol: float
     atol: float | None = None
 
-    @staticmethod
-    def of(program: Program, rtol: float | None, atol: float | None) -> Tolerance:
-        """The given tolerance, `rtol` by the narrowest float type in the program if left out."""
-        return Tolerance(default_rtol(program.types) if rtol is None else rtol, atol)
-
 
 def default_rtol(types: Iterable[TensorType]) -> float:
     """The tolerance for programs that compute in these types."""

@@ -12,12 +12,12 @@ from spmd.verify.bisect import (
     Culprit,
     Lower,
     Run,
-    find_culprit,
+    Search,
     host_arrays,
     text_run,
     whole_run,
 )
-from spmd.verify.compare import Comparison, Tolerance, compare_results
+from spmd.verify.compare import Comparison, Tolerance, compare_results, default_rtol
 
 _READ_WRONGLY = "the module was read wrongly: as imported and not partitioned, it differs as well"
 _NOT_REPRODUCED = "partitioned once more, without XLA's options and donation, the results agree"
@@ -82,8 +82,15 @@ def verify(
       ArgumentError: an argument that this process does not hold whole.
     """
     program = plan.program
-    given = host_arrays([_local(a, n) for a, n in zip(arguments, program.arg_names, strict=True)])
-    tolerance = Tolerance.of(program, rtol, atol)
+    for argument, name in zip(arguments, program.arg_names, strict=True):
+        if not getattr(argument, "is_fully_addressable", True):
+            raise ArgumentError(
+                f"argument {name} lies on other processes as well: verify runs the whole program "
+                "in one",
+                fix="verify a smaller mesh in one process",
+            )
+    given = host_arrays(arguments)
+    tolerance = Tolerance(default_rtol(program.types) if rtol is None else rtol, atol)
     want = text_run(without_shardings(module), program, plan.mesh)(given)
     got = host_arrays(run([a.copy() for a in given]))
     comparisons = compare_results(program, got, want, tolerance)
@@ -94,14 +101,5 @@ def verify(
     imported = whole_run(program, plan.mesh)(given)
     if not all(c.ok for c in compare_results(program, imported, want, tolerance)):
         return Verification(False, comparisons, problem=_READ_WRONGLY)
-    culprit = find_culprit(plan, given, lower, tolerance)
+    culprit = Search(plan, given, lower, tolerance).run()
     return Verification(False, comparisons, culprit, "" if culprit else _NOT_REPRODUCED)
-
-
-def _local(argument: Any, name: str) -> Any:
-    if getattr(argument, "is_fully_addressable", True):
-        return argument
-    raise ArgumentError(
-        f"argument {name} lies on other processes as well: verify runs the whole program in one",
-        fix="verify a smaller mesh in one process",
-    )
