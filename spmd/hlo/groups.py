@@ -5,10 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
-
 from spmd.hlo.text import Instruction, Module, elements
 
 KINDS = {
@@ -66,11 +62,17 @@ def _named_extent(mesh: str, axes: str) -> int:
 
 def _largest_cycle(pairs: re.Match[str] | None) -> int:
     """Devices in the largest set that source-target pairs connect."""
+    neighbours: dict[int, set[int]] = {}
     found = re.findall(r"\{(\d+),\s*(\d+)\}", (pairs and pairs[1]) or "")
-    if not found:
-        return 1
-    sources, targets = np.array(found, int).T
-    size = max(*sources, *targets) + 1
-    graph = csr_array((np.ones(len(found)), (sources, targets)), (size, size))
-    _, labels = connected_components(graph, directed=False)
-    return int(np.bincount(labels).max())
+    for source, target in ((int(a), int(b)) for a, b in found):
+        neighbours.setdefault(source, set()).add(target)
+        neighbours.setdefault(target, set()).add(source)
+    largest = 1
+    while neighbours:
+        waiting, size = [next(iter(neighbours))], 0
+        while waiting:
+            if (near := neighbours.pop(waiting.pop(), None)) is not None:
+                size += 1
+                waiting += near
+        largest = max(largest, size)
+    return largest
