@@ -111,19 +111,16 @@ def like_parameters(
     but would split the state of a parameter that is marked as not split.
     """
     paths = [tuple(name.split("/"))[1:] for name in names]
-    shapes = [aval[0] for aval in avals]
     marked: dict[tuple[tuple[str, ...], Any], int] = {}
-    for i, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
+    for i, path in enumerate(paths):
         if entries[i] is not None and path:
-            marked.setdefault((path, shape), i)
+            marked.setdefault((path, avals[i][0]), i)
     filled = list(entries)
     reasons: list[str | None] = [None] * len(filled)
-    for i, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
-        if entries[i] is not None:
-            continue
-        tails = ((path[k:], shape) for k in range(1, len(path)))
+    for i, path in enumerate(paths):
+        tails = ((path[k:], avals[i][0]) for k in range(1, len(path)))
         like = next((marked[tail] for tail in tails if tail in marked), None)
-        if like is not None:
+        if entries[i] is None and like is not None:
             filled[i] = entries[like]
             reasons[i] = f"like argument {names[like]}"
     return tuple(filled), tuple(reasons)

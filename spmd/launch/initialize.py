@@ -100,19 +100,17 @@ def initialize(
 
 def versions() -> dict[str, str]:
     """The versions that must be equal in all processes that compile one program."""
+    # Hosts that read different checkouts of this package have the same version number.
+    root = Path(__file__).parent.parent
+    sources = (
+        f"{file.relative_to(root)}\0{file.read_text()}" for file in sorted(root.rglob("*.py"))
+    )
     return {
         "version of Python": platform.python_version(),
         "version of jax": jax.__version__,
         "version of jaxlib": metadata.version("jaxlib"),
-        "sources of spmd (hash)": _sources(),
+        "sources of spmd (hash)": digest("".join(sources)),
     }
-
-
-def _sources() -> str:
-    """A hash of this package: hosts that read different checkouts have the same version number."""
-    root = Path(__file__).parent.parent
-    files = sorted(root.rglob("*.py"))
-    return digest("".join(f"{f.relative_to(root)}\0{f.read_text()}" for f in files))
 
 
 def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place | None:

@@ -91,7 +91,12 @@ def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
                 continue
             lines.append(line)
             if process in came:
-                outcome = as_json(_twice(process))
+                outcome = as_json(
+                    LaunchError(
+                        f"two processes of this job have process_id {process}",
+                        fix="number the processes from 0, each its own number",
+                    )
+                )
             came.setdefault(process, its_own)
             if its_own[_COUNT] != about[_COUNT]:
                 break  # nobody knows for whom to wait
@@ -108,13 +113,6 @@ def _read_hello(line: socket.socket) -> tuple[int, dict[str, str]]:
     hello = json.loads(_read_line(line))
     about = {str(name): str(value) for name, value in hello["about"].items()}
     return int(hello["process"]), {_COUNT: "", **about}
-
-
-def _twice(process: int) -> LaunchError:
-    return LaunchError(
-        f"two processes of this job have process_id {process}",
-        fix="number the processes from 0, each its own number",
-    )
 
 
 def _missing(seat: Seat, came: Collection[int], timeout_s: float) -> LaunchError:

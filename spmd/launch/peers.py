@@ -95,7 +95,6 @@ class Peers:
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
         self.vote = StopVote(store, self.process, self.processes)
-        self._sign = LEFT
         self._contact = time.monotonic()
         self._leaving = threading.Event()
         self._stopping = threading.Lock()
