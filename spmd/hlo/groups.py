@@ -20,6 +20,11 @@ KINDS = {
 """Opcode -> kind, of every instruction that moves data between devices."""
 
 
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of a collective that an instruction is or starts, None for anything else."""
+    return KINDS.get(instruction.opcode.removesuffix("-start"))
+
+
 def payload(instruction: Instruction) -> str:
     """The type of what arrives: the type of a start also has its operands and some context.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.errors import ArgumentError
@@ -12,25 +13,22 @@ from spmd.hlo.text import Instruction, Module, names_of
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 
 
-def executions(module: Module, into_fusions: bool = True) -> Counter[str]:
-    """Computation -> how often one run of the module runs it, every branch counted."""
-    calls = {
-        name: [
-            (callee, call.times)
-            for instruction in computation
-            if (call := _call(instruction, module, into_fusions)) is not None
-            for callee in call.callees
-        ]
-        for name, computation in module.computations.items()
-    }
-    return _count(module.entry, calls)
-
-
 def computations_run(
     module: Module, into_fusions: bool = True
 ) -> Iterator[tuple[list[Instruction], int]]:
-    """Each computation that a run of the module reaches, and how often it runs."""
-    counts = executions(module, into_fusions)
+    """Each computation that a run of the module reaches, and how often it runs.
+
+    Every branch of a conditional counts.
+    """
+
+    def calls(name: str) -> list[tuple[str, int]]:
+        return [
+            (callee, call.times)
+            for _, call in _calls_in(module, name, into_fusions)
+            for callee in call.callees
+        ]
+
+    counts = _count(module.entry, calls)
     return ((found, counts[name]) for name, found in module.computations.items() if counts[name])
 
 
@@ -47,54 +45,45 @@ def communication(
     Raises:
       ArgumentError: unless trips are guessed, such a loop communicates.
     """
-    # From the entry down: what a computation moves is its own plus what it calls, times trips. Of a
-    # conditional only the branch that moves most is followed, so that bytes are those of one run,
-    # at worst; the others count as if they never ran.
-    moved: dict[str, int] = {}
-    calls: dict[str, list[tuple[str, int]]] = {}
+    # What a computation moves is its own plus what it calls, times trips. Of a conditional only the
+    # branch that moves most is followed, so that bytes are those of one run, at worst; the others
+    # count as if they never ran.
 
-    def visit(name: str) -> int:
-        if name in moved:
-            return moved[name]
-        total = sum(sent.get(name, ()))
-        calls[name] = []
-        for instruction in module.computations.get(name, ()):
-            call = _call(instruction, module, into_fusions=True)
-            if call is None:
-                continue
-            callees = [callee for callee in call.callees if communicates(callee)]
-            if callees and not (call.known or guess_trips):
-                raise _unknown_trips(instruction)
-            if instruction.opcode == "conditional" and callees:
-                callees = [max(callees, key=visit)]
-            calls[name] += [(callee, call.times) for callee in callees]
-            total += call.times * sum(map(visit, callees))
-        moved[name] = total
-        return total
+    @functools.cache
+    def moved(name: str) -> tuple[int, int]:
+        """Bytes and collectives of one execution."""
+        size, number = sum(sent.get(name, ())), len(sent.get(name, ()))
+        for callee, times in calls(name):
+            size += times * moved(callee)[0]
+            number += moved(callee)[1]
+        return size, number
 
-    def communicates(name: str) -> bool:
-        visit(name)
-        return bool(sent.get(name) or calls.get(name))
+    @functools.cache
+    def calls(name: str) -> list[tuple[str, int]]:
+        found = []
+        for instruction, call in _calls_in(module, name):
+            callees = call.callees
+            if not (call.known or guess_trips) and any(moved(callee)[1] for callee in callees):
+                raise ArgumentError(
+                    f"the loop {instruction.name} communicates, and how often it runs is unknown",
+                    actual=f"{instruction.opcode}({instruction.rest[:200]}",
+                    fix="write it with lax.scan or a lax.fori_loop of constant bounds",
+                )
+            if instruction.opcode == "conditional":
+                callees = [max(callees, key=moved)]
+            found += [(callee, call.times) for callee in callees]
+        return found
 
-    visit(module.entry)
     return _count(module.entry, calls)
 
 
-def _unknown_trips(loop: Instruction) -> ArgumentError:
-    return ArgumentError(
-        f"the loop {loop.name} communicates, and how often it runs is unknown",
-        actual=f"{loop.opcode}({loop.rest[:200]}",
-        fix="write it with lax.scan or a lax.fori_loop of constant bounds",
-    )
-
-
-def _count(entry: str, calls: Mapping[str, Sequence[tuple[str, int]]]) -> Counter[str]:
+def _count(entry: str, calls: Callable[[str], Sequence[tuple[str, int]]]) -> Counter[str]:
     """Computation -> executions, given which ones each runs how often."""
     counts: Counter[str] = Counter()
 
     def visit(name: str, times: int) -> None:
         counts[name] += times
-        for callee, factor in calls.get(name, ()):
+        for callee, factor in calls(name):
             visit(callee, times * factor)
 
     visit(entry, 1)
@@ -120,52 +109,40 @@ class _Call(NamedTuple):
     known: bool
 
 
-def _call(instruction: Instruction, module: Module, into_fusions: bool) -> _Call | None:
-    opcode = instruction.opcode
-    if opcode not in _CALLS or (opcode == "fusion" and not into_fusions):
-        return None
-    names = [name for key in _CALLS[opcode] for name in names_of(instruction.rest, key)]
-    if opcode != "while":
-        return _Call(names, 1, True)
-    known = _known_trips(instruction)
-    return _Call(
-        names, _read_trips(instruction, module) if known is None else known, known is not None
-    )
-
-
-def _known_trips(loop: Instruction) -> int | None:
-    """How often a while runs, as XLA says."""
-    known = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest)
-    return None if known is None else int(known[1])
+def _calls_in(
+    module: Module, name: str, into_fusions: bool = True
+) -> Iterator[tuple[Instruction, _Call]]:
+    """The instructions of a computation that run other ones."""
+    for instruction in module.computations.get(name, ()):
+        opcode = instruction.opcode
+        if opcode not in _CALLS or (opcode == "fusion" and not into_fusions):
+            continue
+        names = [n for key in _CALLS[opcode] for n in names_of(instruction.rest, key)]
+        trips: int | None = 1
+        if opcode == "while":  # XLA states how often it runs, or does not
+            stated = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', instruction.rest)
+            trips = int(stated[1]) if stated else None
+        times = _read_trips(instruction, module) if trips is None else trips
+        yield instruction, _Call(names, times, trips is not None)
 
 
 def _read_trips(loop: Instruction, module: Module) -> int:
     """How often a while runs by `i < n` in its condition, `i` counting from 0, else a guess."""
-    lines = [
-        line
-        for name in names_of(loop.rest, "condition")
-        for line in _with_fusions(module.computations.get(name, ()), module)
-    ]
-    ends = {
-        int(match[1])
-        for line in lines
-        if line.opcode == "constant" and (match := re.match(r"(\d+)\)", line.rest))
-    }
-    directions = {
-        match[1]
-        for line in lines
-        if line.opcode == "compare" and (match := re.search(r"direction=(\w+)", line.rest))
-    }
+    (condition,) = names_of(loop.rest, "condition")
+    ends, directions = set(), set()
+    for line in _with_fusions(condition, module):
+        if line.opcode == "constant" and (match := re.match(r"(\d+)\)", line.rest)):
+            ends.add(int(match[1]))
+        if line.opcode == "compare" and (match := re.search(r"direction=(\w+)", line.rest)):
+            directions.add(match[1])
     if len(ends) != 1 or len(directions) != 1 or not directions <= {"LT", "NE", "LE", "GT"}:
         return UNKNOWN_TRIPS
     return ends.pop() + (directions == {"LE"})
 
 
-def _with_fusions(
-    computation: list[Instruction] | tuple[()], module: Module
-) -> Iterator[Instruction]:
-    for instruction in computation:
+def _with_fusions(computation: str, module: Module) -> Iterator[Instruction]:
+    for instruction in module.computations.get(computation, ()):
         yield instruction
         if instruction.opcode == "fusion":
             for name in names_of(instruction.rest, "calls"):
-                yield from _with_fusions(module.computations.get(name, ()), module)
+                yield from _with_fusions(name, module)
