@@ -24,7 +24,7 @@ LAYERS = (
     ("spmd.reshard",),
     ("spmd.predict",),
     ("spmd.planning",),
-    ("spmd.lowering", "spmd.ops", "spmd.launch", "spmd.hlo"),
+    ("spmd.lowering", "spmd.ops", "spmd.launch"),
     ("spmd.pipeline",),
     ("spmd.explain", "spmd.verify"),
     (

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from spmd.hlo.groups import kind_of, payload
-from spmd.hlo.runs import computations_run
-from spmd.hlo.text import (
+from benchmarks.hlo.groups import kind_of, payload
+from benchmarks.hlo.runs import computations_run
+from benchmarks.hlo.text import (
     Instruction,
     array_bytes,
     arrays,

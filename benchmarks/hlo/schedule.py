@@ -12,16 +12,16 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from spmd.hlo.groups import kind_of
-from spmd.hlo.runs import computations_run
-from spmd.hlo.text import Instruction, Module, parse_module_text
+from benchmarks.hlo.groups import kind_of
+from benchmarks.hlo.runs import computations_run
+from benchmarks.hlo.text import Instruction, Module, parse_module_text
 
 
 class Flight(NamedTuple):
     """One collective of a schedule.
 
     Attributes:
-      kind: as in `spmd.hlo.collectives.HloCollective`.
+      kind: as in `benchmarks.hlo.collectives.HloCollective`.
       name: of the instruction, or of its start.
       count: executions in one run.
       is_async: whether it is a start and a done.

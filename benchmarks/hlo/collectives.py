@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from spmd.hlo.groups import group_size, kind_of, payload
-from spmd.hlo.runs import communication
-from spmd.hlo.scatter import scattered_bytes
-from spmd.hlo.text import (
+from benchmarks.hlo.groups import group_size, kind_of, payload
+from benchmarks.hlo.runs import communication
+from benchmarks.hlo.scatter import scattered_bytes
+from benchmarks.hlo.text import (
     Instruction,
     Module,
     array_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from spmd.hlo.text import Instruction, Module, elements
+from benchmarks.hlo.text import Instruction, Module, elements
 
 KINDS = {
     "all-gather": "all_gather",
