@@ -62,15 +62,14 @@ def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
     b, dims = op.b, RaggedDims.of(op.op.kind)
     lhs, rhs = (op.masked(i, 0, op.reduced_dims(i)) for i in range(2))
     sizes = op.operands[2]
-    rows = op.split(op.rule.operands[0], dims.ragged)
-    groups = op.split(op.rule.operands[1], dims.group) if dims.group is not None else ()
-    if not rows and not groups:
+    rows = op.dim(0, dims.ragged)
+    groups = op.dim(1, dims.group).axes if dims.group is not None else ()
+    if not rows.axes and not groups:
         return op.emit([lhs, rhs, sizes])
     count = b.types[lhs].shape[dims.ragged]
     ends = _running_sum(b, sizes)
-    if rows:
-        start = start_of(b, op.op.kind.operands[0].shape[dims.ragged], rows, op.mesh)
-        ends = _clip(b, ends, start, count)
+    if rows.axes:
+        ends = _clip(b, ends, start_of(b, rows), count)
     starts = _shifted(b, ends)
     if not groups or dims.group is None:
         return op.emit([lhs, rhs, b.binary("subtract", ends, starts)])

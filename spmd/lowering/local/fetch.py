@@ -20,9 +20,8 @@ from spmd.ir.dialect.halo import Need, Transfer, exchange
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local.dims import gather_dim, per_device, take_dim
-from spmd.lowering.local.padding import join
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, piece_sizes, tile, tiles
+from spmd.lowering.local.padding import Split, join
+from spmd.mesh.sharding import Axes, tile, tiles
 
 
 class Part(NamedTuple):
@@ -46,15 +45,6 @@ class Part(NamedTuple):
         """Tiles that take something from here."""
         ranges = zip(self.lows, self.highs, strict=True)
         return [i for i, (low, high) in enumerate(ranges) if low < high]
-
-
-class Split(NamedTuple):
-    """A dim of `size` elements in all, of which each device has a tile over `axes`."""
-
-    dim: int
-    size: int
-    axes: Axes
-    mesh: Mesh
 
 
 def fetch(
@@ -92,7 +82,7 @@ def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Part]:
     plan = exchange(need, size, axes, mesh)
     if plan.gather:
         pieces = gather_dim(b, x, dim, axes, mesh)
-        return [_whole_part(join(b, pieces, dim, size, axes, mesh), need)]
+        return [_whole_part(join(b, pieces, split), need)]
     owned = tiles(size, axes, mesh)
     own = [Transfer(i, i, *_overlap(need, i, *place)) for i, place in enumerate(owned)]
     found = [_part(x, own, [start for start, _ in owned], need)]
@@ -136,7 +126,7 @@ def _round(
     # All sources send equally many elements. Where a shorter transfer ends at the tile's end the
     # slice starts earlier, so that it stays in the tile; `_part` knows where it starts.
     dim, size, axes, mesh = split
-    count, piece = mesh.extent(axes), piece_sizes(size, axes, mesh)[-1]
+    count, piece = mesh.extent(axes), split.pieces[-1]
     sends, firsts = [-1] * count, [0] * count
     for source, target, low, _ in transfers:
         start = tile(size, axes, mesh, source)[0]

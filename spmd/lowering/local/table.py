@@ -13,11 +13,12 @@ from typing import Any
 from spmd.errors import SpmdError, UnsupportedOpError
 from spmd.ir.description import DESCRIPTIONS, UNKNOWN
 from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.registry import rule_name, rule_of
 from spmd.ir.dialect.rule import REDUCE, Rule
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, TensorType, local_type
-from spmd.lowering.local.padding import mask
+from spmd.lowering.local.padding import Split, mask
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.planning.plan import Choice
@@ -68,9 +69,24 @@ class LocalOp:
             {**self.attrs, **changed},
         )
 
-    def split(self, value_dims: Sequence[tuple[int, ...]], dim: int) -> Axes:
-        """Atoms that split one dim of a value, given by its factors."""
-        return tuple(a for f in value_dims[dim] for a in self.choice.assignment[f])
+    def dim(self, number: int, dim: int) -> Split:
+        """A dim of an operand, and what splits it."""
+        size, axes = self.op.kind.operands[number].shape[dim], self.choice.operands[number].dims
+        return Split(dim, size, axes[dim], self.mesh)
+
+    def reads(self, number: int) -> dict[int, tuple[Axes, Window]]:
+        """Dims of an operand of which devices read windows.
+
+        Returns:
+          dim -> what the tiles that read are split over, and the window of each of their elements.
+        """
+        return {
+            read.dim: (axes, read.window)
+            for read in self.rule.reads
+            if read.operand == number
+            and read.window is not None
+            and (axes := self.choice.assignment[read.factor])
+        }
 
     def masked(self, number: int, fill: Any, dims: Sequence[int]) -> Value:
         """An operand with the padding along some of its dims replaced.
@@ -80,9 +96,9 @@ class LocalOp:
           fill: the element that padding becomes, or a function that makes a value of them.
           dims: the dims along which padding would be seen.
         """
-        x, shape = self.operands[number], self.op.kind.operands[number].shape
+        x = self.operands[number]
         filler = fill if callable(fill) else lambda: self.b.splat(fill, self.b.types[x])
-        return mask(self.b, x, shape, self.choice.operands[number], self.mesh, filler, dims)
+        return mask(self.b, x, [self.dim(number, d) for d in dims], filler)
 
     def reduced_dims(self, number: int) -> tuple[int, ...]:
         """Dims of an operand along which the op reduces."""
