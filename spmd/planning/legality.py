@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.dialect.rule import Rule
@@ -273,8 +273,3 @@ _EVERY_OP: tuple[OpCheck, ...] = (
 )
 OP_CHECKS = (*_EVERY_OP, assignment_is_legal, shardings_follow, partials_follow)
 REGION_OP_CHECKS = (*_EVERY_OP, carries_agree)
-TABLE: Mapping[str, tuple[Callable[..., str | None], ...]] = {
-    "plan": PLAN_CHECKS,
-    "op": OP_CHECKS,
-    "region op": REGION_OP_CHECKS,
-}

@@ -30,6 +30,11 @@ Pair = tuple[DimFactors, DimFactors]
 """Factors of an operand's dim and of the result's."""
 
 
+def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
+    """The factors of all dims of the operand, and of the result."""
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
 class Factor(NamedTuple):
     """One index of an op's iteration space.
 

@@ -10,7 +10,16 @@ from spmd.ir.description import Role, Traffic
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.registry import op
-from spmd.ir.dialect.rule import REDUCE, REPLICATE, WINDOW, DimFactors, Pair, Rule, RuleBuilder
+from spmd.ir.dialect.rule import (
+    REDUCE,
+    REPLICATE,
+    WINDOW,
+    DimFactors,
+    Pair,
+    Rule,
+    RuleBuilder,
+    sides,
+)
 from spmd.ir.program import OpKind
 from spmd.ir.types import ConvDims
 
@@ -40,13 +49,9 @@ def _slice(kind: OpKind) -> Rule:
         else:
             start, stride = kind.attrs["start_indices"][d], kind.attrs["strides"][d]
             pairs.append(build.window(0, d, size, Window(out, stride, -start)))
-    operand, result = _sides(pairs)
+    operand, result = sides(pairs)
     reduction = term_kind(kind.operands[0].dtype)
     return build.build([operand], [result], reduction=reduction, linear=((0,),), moves=True)
-
-
-def _sides(pairs: list[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
 @op("stablehlo.reverse", role=Role.INSIDE)
@@ -82,7 +87,7 @@ def _pad(kind: OpKind) -> Rule:
         else:
             window = Window(kind.results[0].shape[d], 1, low[d], inner[d] + 1)
             pairs.append(build.window(0, d, size, window))
-    operand, result = _sides(pairs)
+    operand, result = sides(pairs)
     linear = ((0,),) if kind.attrs.get("spmd.neutral") else ()
     return build.build([operand, []], [result], linear=linear)
 
@@ -226,7 +231,7 @@ def _reduce_window(kind: OpKind) -> Rule:
             low, out = sliding.padding[d][0], kind.results[0].shape[d]
             window = Window(out, sliding.strides[d], low, sliding.base[d], span)
             pairs.append(build.window(0, d, size, window))
-    operand, result = _sides(pairs)
+    operand, result = sides(pairs)
     build.reads = [read._replace(operand=i) for i in range(count) for read in build.reads]
     neutral = kind.attrs.get("reducer") == "add" and kind.attrs.get("spmd.neutral")
     scalars: list[list[DimFactors]] = [[]] * count
@@ -280,7 +285,7 @@ def _select_and_scatter(kind: OpKind) -> Rule:
             reach = span - 1
             build.read(1, d, factor, Window(size, 1, reach, stride, span))
             build.read(0, d, factor, Window(size, 1, reach, 1, 2 * reach + 1))
-    operand, source = _sides(pairs)
+    operand, source = sides(pairs)
     return build.build([operand, source, []], [operand])
 
 
