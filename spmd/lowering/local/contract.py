@@ -8,9 +8,8 @@ from spmd.ir.dialect.reducers import REDUCER_OPS, identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local.merge import merged_dims, reduce_merged
-from spmd.lowering.local.padding import cut, start_of
+from spmd.lowering.local.padding import own_piece, start_of
 from spmd.lowering.local.table import LocalOp, local
-from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import reduced_axes
 
 _IDEMPOTENT = {"max", "min", "and", "or"}
@@ -73,8 +72,12 @@ def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
     starts = _shifted(b, ends)
     if not groups or dims.group is None:
         return op.emit([lhs, rhs, b.binary("subtract", ends, starts)])
-    own = _own_groups(b, _piece(op, starts, groups), _piece(op, ends, groups), count)
-    return op.emit([lhs, _between_zeros(b, rhs, dims.group), own])
+    last = b.types[sizes].rank - 1  # groups of padding get the bounds 0
+    starts, ends = (own_piece(b, bounds, last, groups, op.mesh) for bounds in (starts, ends))
+    own = _own_groups(b, starts, ends, count)
+    # The right operand gets a group of zeros before and after its own.
+    zero = b.splat(0, b.types[rhs].with_shape(()))
+    return op.emit([lhs, b.pad_dim(rhs, dims.group, 1, 1, zero), own])
 
 
 def _running_sum(b: Builder, sizes: Value) -> Value:
@@ -106,15 +109,6 @@ def _shifted(b: Builder, ends: Value) -> Value:
     return b.concatenate([zero, before], len(shape) - 1)
 
 
-def _piece(op: LocalOp, bounds: Value, groups: Axes) -> Value:
-    """Bounds of this device's groups; those of padding are 0."""
-    b = op.b
-    last = b.types[bounds].rank - 1
-    whole = cut(b, bounds, last, groups, op.mesh)
-    type_ = b.types[whole].scaled(last, 1, op.mesh.extent(groups))
-    return b.local_slice(whole, type_, groups, last)
-
-
 def _own_groups(b: Builder, starts: Value, ends: Value, count: int) -> Value:
     """Rows before this device's groups, in each of them, and after them."""
     last = b.types[starts].rank - 1
@@ -124,9 +118,3 @@ def _own_groups(b: Builder, starts: Value, ends: Value, count: int) -> Value:
     done = b.binary("add", before, total)
     after = b.binary("subtract", b.splat(count, b.types[done]), done)
     return b.concatenate([before, sizes, after], last)
-
-
-def _between_zeros(b: Builder, rhs: Value, dim: int) -> Value:
-    """The right operand with a group of zeros before and after its own."""
-    zero = b.constant(identity_element("add", b.types[rhs].dtype), b.types[rhs].dtype)
-    return b.pad_dim(rhs, dim, 1, 1, zero)

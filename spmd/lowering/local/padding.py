@@ -57,6 +57,12 @@ def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
     return b.reshape(x, (*shape[:dim], whole, *shape[dim + len(axes) + 1 :]))
 
 
+def own_piece(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
+    """This device's piece over `axes` of a dim that it holds whole."""
+    x = cut(b, x, dim, axes, mesh)
+    return b.local_slice(x, b.types[x].scaled(dim, 1, mesh.extent(axes)), axes, dim)
+
+
 def join(b: Builder, x: Value, split: Split) -> Value:
     """The inverse of `cut`: `x` has all pieces in order along the dim, with their padding."""
     if split.is_even:

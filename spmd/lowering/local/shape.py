@@ -6,9 +6,9 @@ from spmd.ir.dialect.halo import reads_of
 from spmd.ir.program import Value
 from spmd.ir.types import Dense
 from spmd.lowering.local.dynamic_slice import pick
-from spmd.lowering.local.fetch import assemble, parts_of
+from spmd.lowering.local.fetch import Range, parts_of
 from spmd.lowering.local.neighbours import base_of, note_of, read_around
-from spmd.lowering.local.padding import Split, cut, start_of
+from spmd.lowering.local.padding import Split, own_piece, start_of
 from spmd.lowering.local.table import LocalOp, local
 
 
@@ -22,9 +22,7 @@ def _constant(op: LocalOp) -> tuple[Value, ...]:
     piece = op.b.constant(dense.array(), dense.type.dtype)
     for dim, axes in enumerate(op.choice.results[0].dims):
         if axes:
-            piece = cut(op.b, piece, dim, axes, op.mesh)
-            kept = op.b.types[piece].with_dim(dim, type_.shape[dim])
-            piece = op.b.local_slice(piece, kept, axes, dim)
+            piece = own_piece(op.b, piece, dim, axes, op.mesh)
     return (piece,)
 
 
@@ -96,4 +94,4 @@ def _concatenate(op: LocalOp) -> tuple[Value, ...]:
             split = op.dim(i, along)
             with b.noted(note_of(op, i, along)):
                 parts += parts_of(b, x, split, reads_of(window, split.size, axes, op.mesh).need)
-    return (assemble(b, parts, along, axes, op.result_types()[0]),)
+    return (Range(b, along, axes).assembled(parts, op.result_types()[0]),)
