@@ -158,6 +158,6 @@ def _masked(op: LocalOp) -> LocalOp:
     """The op, fed with the reduction's identity where padding would be reduced."""
     operands = list(op.operands)
     for i, type_ in enumerate(op.op.kind.operands):
-        if dims := op.reduced_dims(i):
-            operands[i] = op.masked(i, identity_element(op.rule.reduction, type_.dtype), dims)
+        if op.reduced_dims(i):
+            operands[i] = op.masked(i, identity_element(op.rule.reduction, type_.dtype))
     return LocalOp(op.b, op.mesh, op.op, op.choice, operands)

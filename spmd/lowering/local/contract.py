@@ -12,13 +12,11 @@ from spmd.lowering.local.padding import own_piece, start_of
 from spmd.lowering.local.table import LocalOp, local
 from spmd.propagation.projection import reduced_axes
 
-_IDEMPOTENT = {"max", "min", "and", "or"}
-
 
 @local("stablehlo.dot_general")
 def _dot_general(op: LocalOp) -> tuple[Value, ...]:
     """A local product; padding along contracted dims is zero on both sides (it may be NaN)."""
-    return op.emit([op.masked(i, 0, op.reduced_dims(i)) for i in range(2)])
+    return op.emit([op.masked(i, 0) for i in range(2)])
 
 
 @local("stablehlo.reduce")
@@ -37,14 +35,11 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
     _, init = op.operands  # a body that is one known op has one operand
     dtype = b.types[init].dtype
     element = identity_element(reducer, dtype)
-    x = op.masked(0, element, op.reduced_dims(0))
+    x = op.masked(0, element)
     if op.attrs.get("spmd.neutral"):
         return op.emit([x, init])
-    identity = b.constant(element, dtype)
-    (terms,) = op.emit([x, identity])
-    if reducer not in _IDEMPOTENT:
-        init = b.select(op.is_first(axes), init, identity)
-    spread = b.broadcast(init, b.types[terms].shape)
+    (terms,) = op.emit([x, b.constant(element, dtype)])
+    spread = b.broadcast(op.once(init, axes, reducer), b.types[terms].shape)
     return (b.binary(REDUCER_OPS[reducer].removeprefix("stablehlo."), terms, spread),)
 
 
@@ -59,7 +54,7 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
 @local("chlo.ragged_dot")
 def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
     b, dims = op.b, RaggedDims.of(op.op.kind)
-    lhs, rhs = (op.masked(i, 0, op.reduced_dims(i)) for i in range(2))
+    lhs, rhs = (op.masked(i, 0) for i in range(2))
     sizes = op.operands[2]
     rows = op.dim(0, dims.ragged)
     groups = op.dim(1, dims.group).axes if dims.group is not None else ()

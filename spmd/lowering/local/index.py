@@ -11,7 +11,7 @@ from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import GatherDims, ScatterDims
 from spmd.lowering.local.padding import Split, own_count, start_of
-from spmd.lowering.local.table import LocalOp, local
+from spmd.lowering.local.table import LocalOp, local, or_identity
 from spmd.propagation.projection import reduced_axes
 
 
@@ -68,12 +68,10 @@ def _scatter(op: LocalOp) -> tuple[Value, ...]:
     reducer = op.attrs["reducer"]
     if axes:  # padded updates must change nothing, wherever their padded indices point
         updates = tuple(
-            op.masked(i, identity_element(reducer, b.types[u].dtype), op.reduced_dims(i))
+            op.masked(i, identity_element(reducer, b.types[u].dtype))
             for i, u in enumerate(updates, count + 1)
         )
-    if axes and reducer not in ("max", "min", "and", "or"):
-        first = op.is_first(axes)
-        tables = tuple(_or_identity(b, first, t, reducer) for t in tables)
+        tables = tuple(op.once(t, axes, reducer) for t in tables)
     places = _indexed(op, dims.scatter_dims_to_operand_dims, dims.inserted_window_dims)
     if any(place.axes for place in places):
         indices = _as_signed(b, indices)
@@ -107,7 +105,7 @@ def _scatter_one(
     if not reducer:
         results = op.emit([*tables, indices, *updates])
         return tuple(b.select(belongs, r, t) for r, t in zip(results, tables, strict=True))
-    masked = [_or_identity(b, belongs, u, reducer) for u in updates]
+    masked = [or_identity(b, belongs, u, reducer) for u in updates]
     return op.emit([*tables, indices, *masked])
 
 
@@ -115,12 +113,6 @@ def _indexed(op: LocalOp, dims: Sequence[int], picked: Container[int]) -> list[S
     """The table's dims that an index has a place in; whole but for those `picked` from."""
     found = [op.dim(0, d) for d in dims]
     return [split if split.dim in picked else split._replace(axes=()) for split in found]
-
-
-def _or_identity(b: Builder, flag: Value, x: Value, reducer: str) -> Value:
-    """A value where a flag is set, else what changes nothing."""
-    type_ = b.types[x]
-    return b.select(flag, x, b.splat(identity_element(reducer, type_.dtype), type_))
 
 
 def _as_signed(b: Builder, indices: Value) -> Value:

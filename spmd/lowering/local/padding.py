@@ -6,12 +6,10 @@ dim, a contraction, a look-up by position. See `spmd.mesh.sharding` for how piec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Value
-from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, is_even, piece_sizes
 
@@ -124,14 +122,3 @@ def own_count(b: Builder, split: Split) -> Value:
         return own
 
     return b.once(("own", size, axes), make)
-
-
-def mask(b: Builder, x: Value, dims: Iterable[Split], filler: Callable[[], Value]) -> Value:
-    """Replaces the padding along some dims by elements of what `filler` makes, if there is any."""
-    type_ = b.types[x]
-    for split in dims:
-        if not split.is_even:
-            position = b.iota(TensorType(type_.shape, "i32"), split.dim)
-            count = b.broadcast(own_count(b, split), type_.shape)
-            x = b.select(b.compare("LT", position, count), x, filler())
-    return x

@@ -54,6 +54,13 @@ def again(b: Builder, op: Op, operands: Sequence[Value], result: TensorType) -> 
     return b.op(op.name, operands, (result,), op.kind.attrs)[0]
 
 
+def pieces_of(op: Op) -> int:
+    """How many devices' pieces a gather joins, or a reduce-scatter takes apart."""
+    dim = op.kind.attrs[op.kind.about.along]
+    sizes = op.kind.operands[0].shape[dim], op.kind.results[0].shape[dim]
+    return max(sizes) // min(sizes)
+
+
 class Chain(NamedTuple):
     """The moves that lead to a gather's operand, followed back, and the gathered dim in each.
 
@@ -87,8 +94,7 @@ class Chain(NamedTuple):
     @property
     def times(self) -> int:
         """How many pieces the gather joins."""
-        dim = self.dims[0]
-        return self.gather.kind.results[0].shape[dim] // self.gather.kind.operands[0].shape[dim]
+        return pieces_of(self.gather)
 
     def repeated(self, b: Builder, count: int, x: Value) -> Value:
         """The last `count` moves again, on a gathered `x`; they convert to what they did."""
