@@ -84,15 +84,14 @@ def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Part]:
         pieces = gather_dim(b, x, dim, axes, mesh)
         return [_whole_part(join(b, pieces, split), need)]
     owned = tiles(size, axes, mesh)
-    own = [Transfer(i, i, *_overlap(need, i, *place)) for i, place in enumerate(owned)]
+    own = [
+        Transfer(i, i, max(need.lows[i], start), min(need.highs[i], start + count))
+        for i, (start, count) in enumerate(owned)
+    ]
     found = [_part(x, own, [start for start, _ in owned], need)]
     for transfers, length in zip(plan.rounds, plan.lengths, strict=True):
         found.append(_round(b, x, split, need, transfers, length))
     return found
-
-
-def _overlap(need: Need, i: int, start: int, own: int) -> tuple[int, int]:
-    return max(need.lows[i], start), min(need.highs[i], start + own)
 
 
 def _whole_part(x: Value, need: Need) -> Part:
@@ -127,23 +126,19 @@ def _round(
     # slice starts earlier, so that it stays in the tile; `_part` knows where it starts.
     dim, size, axes, mesh = split
     count, piece = mesh.extent(axes), split.pieces[-1]
-    sends, firsts = [-1] * count, [0] * count
+    sends, firsts = dict[int, int](), [0] * count
     for source, target, low, _ in transfers:
         start = tile(size, axes, mesh, source)[0]
         sends[source] = min(low - start, piece - length)
         firsts[target] = start + sends[source]
-    sent = take_dim(b, x, dim, axes, _filled(sends, -1), length)
+    anything = sends[min(sends)]  # where nobody reads it; so fewer places differ
+    starts = [sends.get(source, anything) for source in range(count)]
+    sent = take_dim(b, x, dim, axes, starts, length)
     pairs = tuple(
         sorted((group[t.source], group[t.target]) for group in mesh.groups(axes) for t in transfers)
     )
     got = b.collective("collective_permute", sent, b.types[sent], axes, pairs=pairs)
     return _part(got, transfers, firsts, need, zeroed=True)
-
-
-def _filled(numbers: Sequence[int], missing: int) -> list[int]:
-    """Replaces missing numbers, which don't matter, by one that is there: fewer differ then."""
-    known = next((n for n in numbers if n != missing), 0)
-    return [known if n == missing else n for n in numbers]
 
 
 class Range(NamedTuple):
