@@ -13,6 +13,13 @@ Axes = tuple[int, ...]
 """Atoms of a mesh, major to minor."""
 
 
+def common_prefix(first: Axes, second: Axes) -> Axes:
+    """The atoms with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    shorter = min(len(first), len(second))
+    return first[: next((k for k, (a, b) in pairs if a != b), shorter)]
+
+
 class Sharding(NamedTuple):
     """For one value: ordered atoms for each dim, plus the atoms over which it is still partial.
 

@@ -26,10 +26,10 @@ import numpy as np
 from spmd.errors import LegalityError
 from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even
+from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_legal
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds, collective_terms, wire_bytes
-from spmd.reshard.problem import moved
+from spmd.reshard.problem import moved, pieces_after
 from spmd.reshard.question import Dims, Names, ask
 from spmd.reshard.search import Answer, answers, direct_answers, is_small
 
@@ -121,20 +121,16 @@ def reshard(
 
 def _check(src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh) -> None:
     """Refuses what cannot be asked."""
-    fix = ""
-    for sharding in (src, dst):
-        atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
-        if len(sharding.dims) != type_.rank or len(set(atoms)) != len(atoms):
-            fix = "use every atom at most once and give every dim its atoms"
-    if not fix and not can_reshard(src, dst):
-        fix = "leave partial only what is partial already"
-    if fix:
-        raise LegalityError(
-            f"no reshard of {type_} leads from one sharding to the other",
-            actual=format_sharding(src, mesh),
-            required=format_sharding(dst, mesh),
-            fix=fix,
-        )
+    legal = all(is_legal(sharding, type_.shape, mesh, even=False) for sharding in (src, dst))
+    if legal and can_reshard(src, dst):
+        return
+    fix = "use every atom at most once and give every dim its atoms"
+    raise LegalityError(
+        f"no reshard of {type_} leads from one sharding to the other",
+        actual=format_sharding(src, mesh),
+        required=format_sharding(dst, mesh),
+        fix="leave partial only what is partial already" if legal else fix,
+    )
 
 
 def _untorn(
@@ -198,12 +194,10 @@ def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: To
 
 def _padded(src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
     """The shape with every dim that either sharding does not divide rounded up until both do."""
-    sizes = []
-    for size, a, b in zip(shape, src.dims, dst.dims, strict=True):
-        unit = math.lcm(mesh.extent(a), mesh.extent(b))
-        fits = size % mesh.extent(a) == 0 and size % mesh.extent(b) == 0
-        sizes.append(size if fits else -(-size // unit) * unit)
-    return tuple(sizes)
+    units = [
+        math.lcm(mesh.extent(a), mesh.extent(b)) for a, b in zip(src.dims, dst.dims, strict=True)
+    ]
+    return tuple(-(-size // unit) * unit for size, unit in zip(shape, units, strict=True))
 
 
 def torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
@@ -335,10 +329,7 @@ def _legs(
         if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
             axes = tuple(sorted(axes))
         group = mesh.extent(axes)
-        if move.kind in ("slice", "reduce_scatter"):
-            after = before * group
-        else:
-            after = before // group if move.kind == "all_gather" else before
+        after = pieces_after(move.kind, group, before)
         step = Step(move.kind, here, there, axes, tuple([names.dims[d] for d in move.at]))
         terms = (0.0, 0.0)
         if move.kind != "slice":

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
 from spmd.reshard.direct import direct_paths
-from spmd.reshard.moves import DirectedMoves, ExhaustiveMoves, Move, Moves
+from spmd.reshard.moves import DirectedMoves, Move, Moves
 from spmd.reshard.problem import Line, Problem
 from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Question
 
@@ -103,40 +103,22 @@ def _between(search: Search, first: Answer, last: Answer) -> Iterator[Answer]:
 
 
 class _Node:
-    """A sharding, with what does not depend on the value's size.
+    """A sharding that has been met, with what does not depend on the value's size.
 
     Attributes:
       dims: digits of each dim.
       partial: partial digits.
       pieces: into how many the value is split.
-      bounds: lines that no path from here to the goal undercuts.
-      edges: the moves out of it with their costs and where they lead, once that is asked for.
+      bounds: lines that no path from here to the goal undercuts, once that is asked for.
+      edges: the moves out of it, what each costs and where it leads, once that is asked for.
     """
 
     __slots__ = ("bounds", "dims", "edges", "partial", "pieces")
 
-    def __init__(self, dims: Dims, partial: Axes, pieces: int, bounds: list[Line]) -> None:
-        self.dims, self.partial, self.pieces, self.bounds = dims, partial, pieces, bounds
-        self.edges: list[_Edge] | None = None
-
-    def least(self, size: Size) -> Cost:
-        """The lower bound at a size."""
-        if not self.bounds:
-            return 0, 0, 0
-        fixed, growing = size
-        time = max([fixed * line[0] + growing * line[1] for line in self.bounds])
-        _, _, sent, steps = self.bounds[0]
-        return time, sent, steps
-
-
-class _Edge:
-    """A move, what it costs, and where it leads, once that is asked for."""
-
-    __slots__ = ("line", "move", "pieces", "there")
-
-    def __init__(self, line: Line, pieces: int, move: Move) -> None:
-        self.line, self.pieces, self.move = line, pieces, move
-        self.there: _Node | None = None
+    def __init__(self, dims: Dims, partial: Axes, pieces: int) -> None:
+        self.dims, self.partial, self.pieces = dims, partial, pieces
+        self.bounds: list[Line] | None = None
+        self.edges: list[tuple[Line, Move, _Node]] | None = None
 
 
 class _Graph:
@@ -151,25 +133,28 @@ class _Graph:
     def _node(self, dims: Dims, partial: Axes, pieces: int) -> _Node:
         node = self._nodes.get((dims, partial))
         if node is None:
-            node = _Node(dims, partial, pieces, self.problem.bounds(dims, partial))
-            self._nodes[dims, partial] = node
+            node = self._nodes[dims, partial] = _Node(dims, partial, pieces)
         return node
 
-    def edges(self, node: _Node) -> list[_Edge]:
-        """The moves out of a sharding."""
+    def edges(self, node: _Node) -> list[tuple[Line, Move, _Node]]:
+        """The moves out of a sharding, what each costs and where it leads."""
         if node.edges is None:
-            price = self.problem.price
-            node.edges = [
-                _Edge(*price(move.kind, move.axes, node.pieces), move)
-                for move in self.moves.out_of(node.dims, node.partial, node.pieces)
-            ]
+            node.edges = []
+            for move in self.moves.out_of(node.dims, node.partial, node.pieces):
+                line, pieces = self.problem.price(move.kind, move.axes, node.pieces)
+                node.edges.append((line, move, self._node(move.dims, move.partial, pieces)))
         return node.edges
 
-    def end(self, edge: _Edge) -> _Node:
-        """Where a move leads."""
-        if edge.there is None:
-            edge.there = self._node(edge.move.dims, edge.move.partial, edge.pieces)
-        return edge.there
+    def least(self, node: _Node, size: Size) -> Cost:
+        """What no path from a sharding to the goal undercuts at a size."""
+        if node.bounds is None:
+            node.bounds = self.problem.bounds(node.dims, node.partial)
+        if not node.bounds:
+            return 0, 0, 0
+        fixed, growing = size
+        time = max([fixed * line[0] + growing * line[1] for line in node.bounds])
+        _, _, sent, steps = node.bounds[0]
+        return time, sent, steps
 
 
 class Search:
@@ -189,7 +174,7 @@ class Search:
         self.exact = is_small(question) and not is_joined(question)
         self._exhaustive: _Graph | None = None
         if is_small(question):
-            self._exhaustive = _Graph(self.problem, ExhaustiveMoves(self.problem))
+            self._exhaustive = _Graph(self.problem, Moves(self.problem))
 
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
         """The best direct path where that is provably best; else the best that a search finds.
@@ -201,7 +186,7 @@ class Search:
         paths = [*found, *self.direct]
         known = min(paths, key=lambda path: size.cost(self.line(path)), default=None)
         limit = size.cost(self.line(known)) if known is not None else None
-        if limit is not None and limit[:2] <= self._directed.start.least(size)[:2]:
+        if limit is not None and limit[:2] <= self._directed.least(self._directed.start, size)[:2]:
             return known
         if self._exhaustive is not None:
             return _search(self._exhaustive, size, limit) or known
@@ -262,19 +247,17 @@ def _search(
         expanded += 1
         time, sent, count = spent
         permuted = here in came and came[here][1].kind == "collective_permute"
-        for number, edge in enumerate(graph.edges(here)):
-            line, move = edge.line, edge.move
+        for number, (line, move, there) in enumerate(graph.edges(here)):
             if permuted and move.kind == "collective_permute":
                 continue  # two that follow one another are one
             cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
             if limit is not None and cost >= limit:
                 continue
-            there = edge.there or graph.end(edge)
             if there in best and best[there] <= cost:
                 continue
             left = bounds.get(there)
             if left is None:
-                left = bounds[there] = there.least(size)
+                left = bounds[there] = graph.least(there, size)
             estimate = (cost[0] + greed * left[0], cost[1] + left[1], cost[2] + left[2])
             if limit is not None and estimate >= limit:
                 continue
