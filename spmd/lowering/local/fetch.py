@@ -22,7 +22,7 @@ from spmd.ir.types import TensorType
 from spmd.lowering.local.dims import gather_dim, per_device, take_dim
 from spmd.lowering.local.padding import join
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, piece_sizes, tile, tiles
+from spmd.mesh.sharding import Axes, piece_sizes, tiles
 
 
 class Part(NamedTuple):
@@ -138,8 +138,9 @@ def _round(
     dim, size, axes, mesh = split
     count, piece = mesh.extent(axes), piece_sizes(size, axes, mesh)[-1]
     sends, firsts = [-1] * count, [0] * count
+    owned = tiles(size, axes, mesh)
     for source, target, low, _ in transfers:
-        start = tile(size, axes, mesh, source)[0]
+        start = owned[source][0]
         sends[source] = min(low - start, piece - length)
         firsts[target] = start + sends[source]
     sent = take_dim(b, x, dim, axes, _filled(sends, -1), length)
