@@ -64,14 +64,6 @@ class Change(NamedTuple):
     source_dim: int
 
 
-class _Dispute(NamedTuple):
-    """An atom that two dims of one of a node's values claim."""
-
-    position: int
-    atom: int
-    dims: tuple[int, int]
-
-
 class Flow(NamedTuple):
     """What a visit of a node does, given the proposals around it.
 
@@ -79,13 +71,13 @@ class Flow(NamedTuple):
       changes: dims that get longer axes.
       conflicts: factors that are wanted split in different ways, with the claims.
       undivided: dims at the boundary, with wanted axes that don't divide them.
-      disputed: atoms that two dims of a value claim.
+      disputed: atoms that two dims of a value claim: its position, the atom, and the dims.
     """
 
     changes: tuple[Change, ...]
     conflicts: tuple[tuple[int, tuple[_Claim, ...]], ...]
     undivided: tuple[tuple[int, int, Axes], ...]
-    disputed: tuple[_Dispute, ...]
+    disputed: tuple[tuple[int, int, tuple[int, int]], ...]
 
 
 def flow_through(
@@ -117,7 +109,7 @@ def flow_through(
     assignment = [merged[f][0] if f in merged else () for f in range(len(rule.factors))]
     changes: list[Change] = []
     undivided: list[tuple[int, int, Axes]] = []
-    disputed: list[_Dispute] = []
+    disputed: list[tuple[int, int, tuple[int, int]]] = []
     for position, (flags, have) in enumerate(zip(shape.flags, around, strict=True)):
         if flags is None:
             continue
@@ -131,7 +123,7 @@ def flow_through(
                 kept = max(kept, have[d], key=len)
             wanted.append(kept)
         longer, stuck = _extensions(have, wanted, guess)
-        disputed += [_Dispute(position, atom, dims) for atom, dims in stuck]
+        disputed += [(position, atom, dims) for atom, dims in stuck]
         for d, axes in longer:
             changes += _changes(rule, position, d, len(have[d]), axes, merged)
     return Flow(tuple(changes), tuple(conflicts), tuple(undivided), tuple(disputed))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
-from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
 from spmd.reshard.moves import (
@@ -53,29 +52,21 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
                 yield path
 
 
-class _Style(NamedTuple):
-    """How a path deals with links of different speed.
-
-    Attributes:
-      in_turn: whether reductions and gathers go link by link.
-      helpers: digits to park.
-    """
-
-    in_turn: bool
-    helpers: Axes
+_Style = tuple[bool, Axes]
+"""Whether reductions and gathers go link by link, and the digits to park."""
 
 
 def _styles(problem: Problem) -> Iterator[_Style]:
     """All links at once; in turn; with what is fast parked; and all that is partial as well."""
-    yield _Style(False, ())
+    yield False, ()
     if not problem.slow:
         return
-    yield _Style(True, ())
+    yield True, ()
     if any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
         idle = unused(problem.digits, problem.src + problem.dst, ())
         fast = without(idle, problem.slow[0][2])
         both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
-        yield from (_Style(True, parked) for parked in dict.fromkeys((fast, both)) if parked)
+        yield from ((True, parked) for parked in dict.fromkeys((fast, both)) if parked)
 
 
 class _Builder:
@@ -83,6 +74,7 @@ class _Builder:
 
     def __init__(self, problem: Problem, style: _Style) -> None:
         self.problem, self.style = problem, style
+        self.in_turn, self.helpers = style
         self.moves: list[Move] = []
         self.dims, self.partial = problem.src, problem.partial
 
@@ -124,7 +116,7 @@ class _Builder:
         """Appends helpers to dims that neither end splits."""
         problem = self.problem
         for dim, (axes, goal) in enumerate(zip(problem.src, problem.dst, strict=True)):
-            for alike in self._in_turn(self.style.helpers) if not (axes or goal) else ():
+            for alike in self._runs_in_turn(self.helpers) if not (axes or goal) else ():
                 pool = [a for a in self._pool(kind) if a in alike]
                 self._append(kind, dim, problem.dividing(problem.room[dim], self.dims[dim], pool))
 
@@ -138,16 +130,16 @@ class _Builder:
             return unused(self.problem.digits, self.dims, self.partial)
         return self.partial
 
-    def _in_turn(self, run: Axes) -> list[Axes]:
+    def _runs_in_turn(self, run: Axes) -> list[Axes]:
         """Runs of digits over equal links, if links are taken in turn."""
-        if not self.style.in_turn:
+        if not self.in_turn:
             return [run]
         return [tuple(part) for _, part in groupby(run, lambda a: self.problem.paces[a])]
 
     def reduce_rest(self) -> None:
         """All-reduces what is still partial."""
         owed = tuple(sorted(self.partial, key=lambda a: self.problem.paces[a]))
-        for run in self._in_turn(owed) if owed else ():
+        for run in self._runs_in_turn(owed) if owed else ():
             self._add(reduce(self.dims, self.partial, run))
 
     def finished(self, after: Dims) -> list[Move] | None:
@@ -185,6 +177,6 @@ class _Builder:
         paces, goal = self.problem.paces, self.problem.dst
         beyond = {dim: self.dims[dim][len(goal[dim]) :] for dim in self._straying()}
         for dim in sorted(beyond, key=lambda dim: -max(paces[a] for a in beyond[dim])):
-            for run in reversed(self._in_turn(beyond[dim])):
+            for run in reversed(self._runs_in_turn(beyond[dim])):
                 keep = len(self.dims[dim]) - len(run)
                 self._add(gather(self.dims, self.partial, dim, keep))

@@ -331,9 +331,7 @@ def _legs(
         group = mesh.extent(axes)
         after = pieces_after(move.kind, group, before)
         step = Step(move.kind, here, there, axes, tuple([names.dims[d] for d in move.at]))
-        terms = (0.0, 0.0)
-        if move.kind != "slice":
-            terms = collective_terms(move.kind, axes, mesh, topology)
+        terms = collective_terms(move.kind, axes, mesh, topology)
         yield _Leg(step, group, *terms, before, after)
         here, before = there, after
 
