@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from itertools import groupby
 
 from spmd.mesh.sharding import Axes
@@ -73,7 +74,7 @@ class _Builder:
     """A path that is being written down: its moves so far, and where they have led."""
 
     def __init__(self, problem: Problem, style: _Style) -> None:
-        self.problem, self.style = problem, style
+        self.problem = problem
         self.in_turn, self.helpers = style
         self.moves: list[Move] = []
         self.dims, self.partial = problem.src, problem.partial
@@ -144,8 +145,8 @@ class _Builder:
 
     def finished(self, after: Dims) -> list[Move] | None:
         """These moves, a permute to `after`, exchanges, gathers; None if that misses the goal."""
-        whole = _Builder(self.problem, self.style)
-        whole.moves, whole.dims, whole.partial = list(self.moves), self.dims, self.partial
+        whole = copy(self)
+        whole.moves = list(self.moves)
         whole.reduce_rest()
         if after != whole.dims:
             whole._add(permute(self.problem, whole.dims, whole.partial, after))

@@ -150,31 +150,30 @@ def _untorn(
         for s in (src, dst)
     )
     if bare != src:
-        first = _one_by_one("all_gather", src, bare, type_, mesh, topology)
-        return _joined(first, reshard(bare, dst, type_, mesh, topology, held))
-    cuts = _one_by_one("slice", last, dst, type_, mesh, topology)
-    return _joined(reshard(src, last, type_, mesh, topology, held), cuts)
+        first = _one_by_one(src, bare, type_, mesh, topology)
+        second = reshard(bare, dst, type_, mesh, topology, held)
+    else:
+        first = reshard(src, last, type_, mesh, topology, held)
+        second = _one_by_one(last, dst, type_, mesh, topology)
+    seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
+    return Path(first.steps + second.steps, seconds, sent)
 
 
 def _one_by_one(
-    kind: str, src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
+    src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
 ) -> Path:
-    """A gather, or a slice, of every dim in which two shardings differ."""
-    path, here = Path((), 0.0, 0), src
+    """A step for every dim that is split at one end alone: a gather, or a slice."""
+    steps, seconds, sent, here = [], 0.0, 0, src
     for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         if a != b:
             there = here._replace(dims=(*here.dims[:d], b, *here.dims[d + 1 :]))
-            step = Step(kind, here, there, a or b, (d,))
+            step = Step("all_gather" if a else "slice", here, there, a or b, (d,))
             before, after = (local_type(type_, s, mesh).bytes for s in (here, there))
-            seconds = collective_seconds(kind, step.axes, before, after, mesh, topology)
-            sent = wire_bytes(kind, mesh.extent(step.axes), before, after)
-            path, here = _joined(path, Path((step,), seconds, sent)), there
-    return path
-
-
-def _joined(first: Path, second: Path) -> Path:
-    seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
-    return Path(first.steps + second.steps, seconds, sent)
+            seconds += collective_seconds(step.kind, step.axes, before, after, mesh, topology)
+            sent += wire_bytes(step.kind, mesh.extent(step.axes), before, after)
+            steps.append(step)
+            here = there
+    return Path(tuple(steps), seconds, sent)
 
 
 def can_reshard(src: Sharding, dst: Sharding) -> bool:
