@@ -9,7 +9,7 @@ among them. As carries they would need a sharding and memory; as cheap values th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from spmd.ir.control_flow import producers_of
 from spmd.ir.program import Op, OpKind, Program, Region, Value
@@ -50,43 +50,32 @@ class _Sink:
 
     def loop(self, op: Op) -> Op:
         """The loop without the carries that can be made inside."""
-        body = op.regions[1]
-        sunk = {
-            i: chain
-            for i, value in enumerate(op.operands)
-            if body.results[i] == body.args[i] and (chain := self.chain(value)) is not None
-        }
+        cond, body = op.regions
+        sunk: set[int] = set()
+        makers: dict[Value, Op] = {}
+        for i, value in enumerate(op.operands):
+            if body.results[i] == body.args[i] and (found := self.makers(value)):
+                sunk.add(i)
+                makers.update(found)
+                self.instead[op.results[i]] = value
         if not sunk:
             return op
-        for i in sunk:
-            self.instead[op.results[i]] = op.operands[i]
-        kept = [i for i in range(len(op.operands)) if i not in sunk]
+
+        def kept(values: Sequence[Value]) -> tuple[Value, ...]:
+            return tuple(v for i, v in enumerate(values) if i not in sunk)
+
         regions = []
         for region in op.regions:
-            ops = list(region.ops)
-            made: dict[Value, Value] = {}
-            first: list[Op] = []
-            for i, chain in sunk.items():
-                for maker in chain:
-                    self.copy(maker, made, first)
-                self.instead[region.args[i]] = made[op.operands[i]]
-            is_body = region is body
-            results = tuple(region.results[i] for i in kept) if is_body else region.results
-            args = tuple(region.args[i] for i in kept)
-            regions.append(Region(args, (*first, *ops), results))
-        types = tuple(op.kind.results[i] for i in kept)
-        return Op(
-            OpKind(op.name, types, types, op.kind.attrs),
-            tuple(op.operands[i] for i in kept),
-            tuple(op.results[i] for i in kept),
-            tuple(regions),
-            op.loc,
-        )
+            copies, made = self.copied(makers)
+            self.instead.update((region.args[i], made[op.operands[i]]) for i in sunk)
+            results = kept(body.results) if region is body else cond.results
+            regions.append(Region(kept(region.args), (*copies, *region.ops), results))
+        types = tuple(self.types[v] for v in kept(op.results))
+        kind = OpKind(op.name, types, types, op.kind.attrs)
+        return Op(kind, kept(op.operands), kept(op.results), tuple(regions), op.loc)
 
-    def chain(self, value: Value) -> list[Op] | None:
-        """The ops that make a cheap value from nothing, in order; None if they need a scalar."""
-        if value not in self.cheap:
-            return None
+    def makers(self, value: Value) -> dict[Value, Op]:
+        """The ops that make a cheap value from nothing, in order; none if they need a scalar."""
         found: dict[Value, Op] = {}
 
         def visit(v: Value) -> bool:
@@ -95,22 +84,22 @@ class _Sink:
             op = self.producers.get(v)
             if op is None or not (v in self.cheap or op.kind.about.is_constant):
                 return False
-            if not all(visit(operand) for operand in self.values(op.operands)):
+            op = op._replace(operands=self.values(op.operands))
+            if not all(visit(operand) for operand in op.operands):
                 return False
-            found[v] = op._replace(operands=self.values(op.operands))
+            found[v] = op
             return True
 
-        return list(found.values()) if visit(value) else None
+        return found if value in self.cheap and visit(value) else {}
 
-    def copy(self, op: Op, made: dict[Value, Value], into: list[Op]) -> None:
-        """Appends a copy of one op of a chain."""
-        (old,) = op.results
-        if old in made:
-            return
-        new = made[old] = len(self.types)
-        self.types.append(self.types[old])
-        copied = op._replace(operands=tuple(made[v] for v in op.operands), results=(new,))
-        into.append(copied)
-        self.producers[new] = copied
-        if old in self.cheap:
-            self.cheap.add(new)
+    def copied(self, makers: Mapping[Value, Op]) -> tuple[list[Op], dict[Value, Value]]:
+        """The same ops once more, and for each of their values the copy."""
+        made: dict[Value, Value] = {}
+        for old, op in makers.items():
+            new = made[old] = len(self.types)
+            self.types.append(self.types[old])
+            operands = tuple(made[v] for v in op.operands)
+            self.producers[new] = op._replace(operands=operands, results=(new,))
+            if old in self.cheap:
+                self.cheap.add(new)
+        return [self.producers[new] for new in made.values()], made

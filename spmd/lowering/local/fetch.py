@@ -21,7 +21,7 @@ from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local.dims import gather_dim, per_device, take_dim
 from spmd.lowering.local.padding import Split, join
-from spmd.mesh.sharding import Axes, tile, tiles
+from spmd.mesh.sharding import Axes, tiles
 
 
 class Part(NamedTuple):
@@ -127,8 +127,9 @@ def _round(
     dim, size, axes, mesh = split
     count, piece = mesh.extent(axes), split.pieces[-1]
     sends, firsts = dict[int, int](), [0] * count
+    owned = tiles(size, axes, mesh)
     for source, target, low, _ in transfers:
-        start = tile(size, axes, mesh, source)[0]
+        start = owned[source][0]
         sends[source] = min(low - start, piece - length)
         firsts[target] = start + sends[source]
     anything = sends[min(sends)]  # where nobody reads it; so fewer places differ
