@@ -17,12 +17,12 @@ import jax
 from jax.sharding import NamedSharding
 
 import spmd
+from benchmarks.hlo.collectives import HloCollective, hlo_collectives
+from benchmarks.hlo.sizes import matmul_flops
 from benchmarks.programs.conditions import forget
 from benchmarks.programs.program import Built, Program
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
-from spmd.hlo.collectives import HloCollective, hlo_collectives
-from spmd.hlo.sizes import matmul_flops
 from spmd.mesh.spec import jax_mesh, partition_spec
 
 

@@ -15,13 +15,11 @@ import jax
 
 from spmd.api import Jitted, jit, like_parameters, mark_sharding
 from spmd.errors import MeshError, PlanError, SpmdError
-from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import as_mesh, partition_spec
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import Request, plan_problem, propagated_of
+from spmd.pipeline import plan_problem, propagated_of
 from spmd.planning.plan import Plan
 from spmd.planning.problem import opened, problem_of
 from spmd.progress import doing, progress
@@ -73,20 +71,19 @@ class AutoSharding:
 
     def rules(self, argument: str) -> dict[str, tuple[Any, ...]]:
         """Rules for `mark_tree` of one argument; leaves that agree share a pattern."""
-        paths = {
-            name.partition("/")[2]: spec
-            for name, spec in self.specs.items()
-            if name.partition("/")[0] == argument and name not in self._inferred
-        }
-        return _patterns({path: spec for path, spec in paths.items() if path})
+        return _patterns(
+            {
+                name.removeprefix(f"{argument}/"): spec
+                for name, spec in self.specs.items()
+                if name.startswith(f"{argument}/") and name not in self._inferred
+            }
+        )
 
     def __str__(self) -> str:
         """Code to paste: the mesh, and a mark for each argument."""
-        axes = ", ".join(
-            f"{n}={s}" for n, s in zip(self.mesh.axis_names, self.mesh.sizes, strict=True)
-        )
-        lines = [f"mesh = spmd.make_mesh({axes})  # {self.seconds * 1e3:.3g} ms a step, predicted"]
-        for argument in dict.fromkeys(name.partition("/")[0] for name in self._names):
+        took = f"{self.seconds * 1e3:.3g} ms a step, predicted"
+        lines = [f"mesh = spmd.make_mesh({self.mesh})  # {took}"]
+        for argument in dict.fromkeys(map(_root, self._names)):
             rules = self.rules(argument)
             if rules:
                 lines.append(f"{argument} = spmd.mark_tree({argument}, mesh, {{")
@@ -140,9 +137,10 @@ def auto(
     meshes = list(mesh) if isinstance(mesh, list | tuple) else [mesh]
     if not meshes:
         raise MeshError("auto has no mesh to choose from", fix="pass at least one mesh")
-    tried: list[tuple[Considered, AutoSharding | None]] = []
+    options = Options(topology=topology, memory_limit=memory_limit)
+    considered: list[Considered] = []
+    found: list[AutoSharding] = []
     for given in meshes:
-        options = Options(topology=topology, memory_limit=memory_limit)
         jitted = jit(
             fn,
             mesh=given,
@@ -150,87 +148,81 @@ def auto(
             static_argnums=static_argnums,
             options=options,
         )
+        ours = as_mesh(given)
         try:
-            what = f"specs of {jitted.__name__} on {as_mesh(given)}"
-            with progress(what, options.shows_progress):
-                found = _on_mesh(jitted, as_mesh(given), args, memory_limit)
-            tried.append((Considered(found.mesh, found.seconds), found))
+            with progress(f"specs of {jitted.__name__} on {ours}", options.shows_progress):
+                found.append(_on_mesh(jitted, ours, args, memory_limit))
+            considered.append(Considered(ours, found[-1].seconds))
         except PlanError as error:
-            tried.append((Considered(as_mesh(given), None, error.what), None))
-    considered = tuple(entry for entry, _ in tried)
-    best = [found for _, found in tried if found is not None]
-    if not best:
+            considered.append(Considered(ours, None, error.what))
+    if not found:
         reasons = "; ".join(f"{entry.mesh}: {entry.reason}" for entry in considered)
         raise PlanError(
             "auto found no plan", actual=reasons, fix="use more devices or microbatches"
         )
-    fastest = min(best, key=lambda found: found.seconds)
-    return replace(fastest, considered=considered)
+    fastest = min(found, key=lambda choice: choice.seconds)
+    return replace(fastest, considered=tuple(considered))
 
 
 def _on_mesh(
     jitted: Jitted[..., Any], mesh: Mesh, args: Sequence[Any], memory_limit: int | None
 ) -> AutoSharding:
-    request = jitted.request(*args)
-    plan = _open_plan(request, memory_limit)
-    names = request.arg_names
-    specs = {
-        name: tuple(partition_spec(sharding, mesh))
-        for name, sharding in zip(names, plan.arguments, strict=True)
-    }
-    inferred = _inferred(request, plan)
-    return AutoSharding(mesh, specs, plan.seconds, (), jitted, names, inferred)
-
-
-def _open_plan(request: Request, memory_limit: int | None) -> Plan:
     """The plan in which arguments without a spec may lie in any way."""
+    request = jitted.request(*args)
     propagated = propagated_of(request)
     doing("plan")
     problem = problem_of(propagated, request.topology, (), request.links)
     entries = request.arg_entries or (None,) * len(problem.arguments)
     free = [entry is None or None in entry for entry in entries]
     options = Options(memory_limit=memory_limit)
-    return plan_problem(replace(opened(problem, free), is_open=True), options, request.donated).plan
-
-
-def _inferred(request: Request, plan: Plan) -> frozenset[str]:
-    """Arguments that get their spec without being told: optimizer state, like its parameter."""
+    problem = replace(opened(problem, free), is_open=True)
+    plan = plan_problem(problem, options, request.donated).plan
     names = request.arg_names
-    types = plan.program.types
-    avals = [(types[value].shape,) for value in plan.program.body.args]
-    roots = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    specs = {
+        name: tuple(partition_spec(sharding, mesh))
+        for name, sharding in zip(names, plan.arguments, strict=True)
+    }
+    inferred = _inferred(names, list(specs.values()), plan)
+    return AutoSharding(mesh, specs, plan.seconds, (), jitted, names, inferred)
+
+
+def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan) -> frozenset[str]:
+    """Arguments that get their spec without being told: optimizer state, like its parameter.
+
+    An argument is left out as a whole, when every leaf but its scalars would get the spec that it
+    has from the leaves of the other arguments.
+    """
+    shapes = [plan.program.types[value].shape for value in plan.program.body.args]
+    entries = [tuple(map(_axes, spec)) for spec in specs]
+    roots = [_root(name) for name in names]
     found: set[str] = set()
-    for root in roots:
-        others: list[Entries | None] = [
-            None if name.partition("/")[0] == root else _entries(sharding, plan.mesh)
-            for name, sharding in zip(names, plan.arguments, strict=True)
-        ]
-        filled, reasons = like_parameters(names, avals, others)
-        mine = [i for i, name in enumerate(names) if name.partition("/")[0] == root]
-        alike = [
-            reasons[i] is not None and filled[i] == _entries(plan.arguments[i], plan.mesh)
-            for i in mine
-        ]
-        scalar = [not types[plan.program.body.args[i]].rank for i in mine]
-        if any(alike) and all(a or s for a, s in zip(alike, scalar, strict=True)):
+    for root in dict.fromkeys(roots):
+        others = [None if r == root else e for r, e in zip(roots, entries, strict=True)]
+        filled, reasons = like_parameters(names, [(shape,) for shape in shapes], others)
+        mine = [i for i, r in enumerate(roots) if r == root]
+        alike = [i for i in mine if reasons[i] is not None and filled[i] == entries[i]]
+        if alike and all(i in alike or not shapes[i] for i in mine):
             found.update(names[i] for i in mine)
     return frozenset(found)
 
 
-def _entries(sharding: Sharding, mesh: Mesh) -> Entries:
-    spec = partition_spec(sharding, mesh)
-    return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in spec)
+def _root(name: str) -> str:
+    """`params/layers/0/w` -> `params`."""
+    return name.partition("/")[0]
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The axes that one entry of a spec names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def _patterns(specs: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Paths to specs, numbered siblings that agree under one pattern."""
-    groups: dict[str, list[str]] = {}
-    for path in specs:
-        groups.setdefault(re.sub(r"(^|/)\d+(?=/|$)", r"\1*", path), []).append(path)
+    """Paths to specs, numbered siblings that agree under one pattern; patterns come last."""
+    groups: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for path, spec in specs.items():
+        groups.setdefault(re.sub(r"(^|/)\d+(?=/|$)", r"\1*", path), {})[path] = spec
     rules: dict[str, tuple[Any, ...]] = {}
-    for pattern, paths in groups.items():
-        if len({specs[path] for path in paths}) == 1:
-            rules[pattern] = specs[paths[0]]
-        else:
-            rules.update({path: specs[path] for path in paths})
+    for pattern, members in groups.items():
+        agreed = set(members.values())
+        rules |= {pattern: agreed.pop()} if len(agreed) == 1 else members
     return dict(sorted(rules.items(), key=lambda rule: "*" in rule[0]))

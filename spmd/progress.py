@@ -45,7 +45,8 @@ def progress(what: str, wanted: bool, stream: TextIO | None = None) -> Iterator[
         yield
     finally:
         _line.reset(token)
-        line.erase()
+        line.done.set()
+        line.join()
 
 
 def doing(stage: str) -> None:
@@ -62,29 +63,25 @@ class _Line(threading.Thread):
         super().__init__(name="spmd progress", daemon=True)
         self.what, self.stream, self.stage = what, stream, ""
         self.width = 0
-        self.begin = time.monotonic()
         self.done = threading.Event()
 
     def run(self) -> None:
-        wait = PATIENCE
+        begin, wait = time.monotonic(), PATIENCE
         while not self.done.wait(wait):
-            self.write()
+            stage = f", {self.stage}" if self.stage else ""
+            text = f"spmd: {self.what}{stage} ({time.monotonic() - begin:.0f} s)"
+            self.show(text[: shutil.get_terminal_size().columns - 1])
             wait = EVERY
+        if self.width:
+            self.show("")
+            self.stream.write("\r")
+            self.stream.flush()
 
-    def write(self) -> None:
-        stage = f", {self.stage}" if self.stage else ""
-        text = f"spmd: {self.what}{stage} ({time.monotonic() - self.begin:.0f} s)"
-        text = text[: shutil.get_terminal_size().columns - 1]
+    def show(self, text: str) -> None:
+        # A terminal keeps what the text before had more: blanks go over it.
         self.stream.write(f"\r{text.ljust(self.width)}")
         self.stream.flush()
         self.width = len(text)
-
-    def erase(self) -> None:
-        self.done.set()
-        self.join()
-        if self.width:
-            self.stream.write(f"\r{' ' * self.width}\r")
-            self.stream.flush()
 
 
 _line: ContextVar[_Line | None] = ContextVar("spmd progress", default=None)

@@ -24,7 +24,7 @@ LAYERS = (
     ("spmd.reshard",),
     ("spmd.predict",),
     ("spmd.planning",),
-    ("spmd.lowering", "spmd.ops", "spmd.launch", "spmd.hlo"),
+    ("spmd.lowering", "spmd.ops", "spmd.launch"),
     ("spmd.pipeline",),
     ("spmd.explain", "spmd.verify"),
     (
@@ -52,6 +52,7 @@ MLIR_FILES = (
     "spmd/frontend/artifact.py",
     "spmd/frontend/bytecode.py",
     "spmd/frontend/importer/attributes.py",
+    "spmd/frontend/importer/legalize.py",
     "spmd/frontend/importer/module.py",
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import spmd
-from spmd.hlo.sizes import largest_values
+from benchmarks.hlo.sizes import largest_values
 from tests.programs import Training, llama
 
 

@@ -59,12 +59,6 @@ def mesh_sharding(leaf: Any) -> NamedSharding | None:
     return sharding
 
 
-def mesh_of_leaves(leaves: Sequence[Any]) -> Any:
-    """The mesh of the first argument that lies on one."""
-    placed = (mesh_sharding(leaf) for leaf in leaves)
-    return next((sharding.mesh for sharding in placed if sharding is not None), None)
-
-
 def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
     """An argument's spelled-out spec: given, or read off the array's own placement.
 
@@ -76,8 +70,19 @@ def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
     shape = leaf.shape if hasattr(leaf, "shape") else np.shape(leaf)
     if spec is None:
         placed = mesh_sharding(leaf)
-        if placed is None or _is_elsewhere(placed, what, mesh):
+        if placed is None:
             return None
+        other = as_mesh(placed.mesh)
+        if (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes):
+            if placed.is_fully_replicated:  # on another mesh, which says nothing of this one
+                return None
+            raise MeshError(
+                "two different meshes in one program",
+                source=caller(),
+                actual=f"{what} is placed on the mesh ({other}) with spec {placed.spec}",
+                required=f"the mesh that the program is compiled for ({mesh})",
+                fix="mark all arguments on one mesh, and compile for it",
+            )
         spec = placed.spec
     return fitting_entries(spec, shape, leaf, what, mesh)
 
@@ -96,22 +101,6 @@ def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh:
     return entries if key_dtype(leaf) is None else (*entries, ())
 
 
-def _is_elsewhere(placed: NamedSharding, what: str, mesh: Mesh) -> bool:
-    """Whether an array is whole on every device of another mesh, which says nothing of this one."""
-    other = as_mesh(placed.mesh)
-    if (other.axis_names, other.sizes) == (mesh.axis_names, mesh.sizes):
-        return False
-    if placed.is_fully_replicated:
-        return True
-    raise MeshError(
-        "two different meshes in one program",
-        source=caller(),
-        actual=f"{what} is placed on the mesh ({other}) with spec {placed.spec}",
-        required=f"the mesh that the program is compiled for ({mesh})",
-        fix="mark all arguments on one mesh, and compile for it",
-    )
-
-
 def like_parameters(
     names: Sequence[str], avals: Sequence[Any], entries: Sequence[Entries | None]
 ) -> tuple[tuple[Entries | None, ...], tuple[str | None, ...]]:
@@ -122,19 +111,16 @@ def like_parameters(
     but would split the state of a parameter that is marked as not split.
     """
     paths = [tuple(name.split("/"))[1:] for name in names]
-    shapes = [aval[0] for aval in avals]
     marked: dict[tuple[tuple[str, ...], Any], int] = {}
-    for i, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
+    for i, path in enumerate(paths):
         if entries[i] is not None and path:
-            marked.setdefault((path, shape), i)
+            marked.setdefault((path, avals[i][0]), i)
     filled = list(entries)
     reasons: list[str | None] = [None] * len(filled)
-    for i, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
-        if entries[i] is not None:
-            continue
-        tails = ((path[k:], shape) for k in range(1, len(path)))
+    for i, path in enumerate(paths):
+        tails = ((path[k:], avals[i][0]) for k in range(1, len(path)))
         like = next((marked[tail] for tail in tails if tail in marked), None)
-        if like is not None:
+        if entries[i] is None and like is not None:
             filled[i] = entries[like]
             reasons[i] = f"like argument {names[like]}"
     return tuple(filled), tuple(reasons)

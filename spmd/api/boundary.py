@@ -43,8 +43,10 @@ class Boundary:
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments placed on a mesh lie as this program wants them."""
         return all(
-            getattr(leaf, "sharding", None) is known or self._accepts(index, leaf)
-            for index, (leaf, known) in enumerate(zip(leaves, self._known, strict=True))
+            self._lies_right(index, leaf)
+            or mesh_sharding(leaf) is None
+            or self._key_dtypes[index] is not None
+            for index, leaf in enumerate(leaves)
         )
 
     def take(self, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -52,17 +54,15 @@ class Boundary:
         have = [getattr(leaf, "sharding", None) for leaf in leaves]
         if len(have) == len(self._known) and not any(map(is_not, have, self._known)):
             return leaves
-        elsewhere = [
-            index
-            for index, (sharding, known) in enumerate(zip(have, self._known, strict=True))
-            if sharding is not known and not self._lies_right(index, sharding, leaves[index])
-        ]
-        placed = list(leaves)
-        if not elsewhere:
-            return placed
-        for index, leaf in zip(elsewhere, self._placed(leaves, elsewhere), strict=True):
-            placed[index] = leaf
-        return placed
+        elsewhere = [i for i, leaf in enumerate(leaves) if not self._lies_right(i, leaf)]
+        taken = list(leaves)
+        if elsewhere:
+            data = [self._data(i, leaves[i]) for i in elsewhere]
+            with x64_if(self._needs_x64):  # else jax narrows 64-bit elements on the way in
+                placed = jax.device_put(data, [self.arguments[i] for i in elsewhere])
+            for index, leaf in zip(elsewhere, placed, strict=True):
+                taken[index] = leaf
+        return taken
 
     def hand_back(self, results: list[Any]) -> list[Any]:
         """The program's results as the function returns them."""
@@ -79,24 +79,14 @@ class Boundary:
     def _data(self, index: int, leaf: Any) -> Any:
         return leaf if self._key_dtypes[index] is None else jax.random.key_data(leaf)
 
-    def _accepts(self, index: int, leaf: Any) -> bool:
-        have = mesh_sharding(leaf)
-        if have is None or self._key_dtypes[index] is not None:
-            return True
-        return self.arguments[index].is_equivalent_to(have, len(leaf.shape))
-
-    def _lies_right(self, index: int, have: Any, leaf: Any) -> bool:
+    def _lies_right(self, index: int, leaf: Any) -> bool:
         """Whether an argument lies as the program wants it; the next time it is known to."""
+        have = getattr(leaf, "sharding", None)
+        if have is self._known[index]:
+            return True
         if self._key_dtypes[index] is not None or not isinstance(have, NamedSharding):
             return False
         if not have.is_equivalent_to(self.arguments[index], leaf.ndim):
             return False
         self._known[index] = have
         return True
-
-    def _placed(self, leaves: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-        """Some of the arguments, put to where the program wants them."""
-        data = [self._data(i, leaves[i]) for i in indices]
-        with x64_if(self._needs_x64):  # else jax narrows 64-bit elements on the way in
-            placed = jax.device_put(data, [self.arguments[i] for i in indices])
-        return list(placed)

@@ -75,17 +75,13 @@ class Compiled(Planned):
                 check_alive(self.request.arg_names, taken)
             results = self.executable(*taken)
         except (TypeError, RuntimeError):
-            self._check_call(leaves, taken)
-            raise
+            program, names = self.stages.program, self.request.arg_names
+            check_concrete(self.name, leaves)
+            check_alive(names, taken)
+            types = [program.types[value] for value in program.body.args]
+            check_types(names, types, self._boundary.data(leaves))
+            raise  # it is none of these
         return jax.tree.unflatten(self.traced.out_tree, self._boundary.hand_back(list(results)))
-
-    def _check_call(self, leaves: Sequence[Any], taken: Sequence[Any]) -> None:
-        """Says which argument the program cannot take, if it is that."""
-        program, names = self.stages.program, self.request.arg_names
-        check_concrete(self.name, leaves)
-        check_alive(names, taken)
-        types = [program.types[value] for value in program.body.args]
-        check_types(names, types, self._boundary.data(leaves))
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments placed on a mesh lie as this program wants them."""
@@ -142,8 +138,8 @@ class Compiled(Planned):
         def lower(plan: Plan) -> Emitted:
             return emit_plan(plan, self.options)
 
-        def run(arrays: Sequence[Any]) -> Sequence[Any]:
-            placed = jax.device_put(list(arrays), list(self._boundary.arguments))
+        def run(arrays: list[Any]) -> list[Any]:
+            placed = jax.device_put(arrays, list(self._boundary.arguments))
             return list(self.executable(*placed))
 
         self._check_here()
@@ -152,13 +148,9 @@ class Compiled(Planned):
             return verify(plan, self.request.module, run, given, lower, rtol, atol)
 
     @cached_property
-    def _memory(self) -> Memory:
-        return Memory.of(self.executable.memory_analysis())
-
-    @property
     def memory(self) -> Memory:
         """Bytes per device, as XLA reports them; `predicted_memory` is what we expected."""
-        return self._memory
+        return Memory.of(self.executable.memory_analysis())
 
     def as_text(self, stage: str = "planned") -> str:
         """The program after a stage; `hlo` is XLA's optimized module."""

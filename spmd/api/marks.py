@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
-from spmd.frontend.trace import mark_uneven, note_mesh
+from spmd.frontend.trace import note_mesh
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
 from spmd.mesh.spec import (
@@ -70,7 +70,8 @@ def _mark(t: Any, mesh: Any, spec: Any) -> Any:
     dims_of(entries, shape, own, what=what, source=source)
     if isinstance(t, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=_open_sharding(own, entries))
-    return jax.device_put(t, NamedSharding(jax_mesh(own), _jax_spec(entries, None)))
+    closed = PartitionSpec(*(entry or () for entry in entries))
+    return jax.device_put(t, NamedSharding(jax_mesh(own), closed))
 
 
 def mark_tree(tree: T, mesh: Any, rules: Mapping[str, Any]) -> T:
@@ -134,16 +135,28 @@ def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | No
     """The constraint on a tracer that a mark is."""
     note_mesh(mesh)
     manual = _manual_axes(mesh)
-    _check_not_manual(entries, manual, what, source)
+    for name in (name for entry in entries for name in entry or ()):
+        if name in manual:
+            raise SpecError(
+                f"axis {name!r} splits {what} inside a jax.shard_map over it",
+                source=source,
+                actual=f"here every device has its own tensor along {name!r} already",
+                fix="mark the other axes alone, or mark outside of shard_map",
+            )
     if len(manual) == len(mesh.axis_names):
         return t
     dims, _ = dims_of(entries, t.shape, mesh, what=what, source=source, even=False)
-    if not is_legal(Sharding(dims), t.shape, mesh):
-        return mark_uneven(t, mesh, entries)
     sharding = _open_sharding(mesh, entries)
     if manual:
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
-    return jax.lax.with_sharding_constraint(t, sharding)
+    try:
+        return jax.lax.with_sharding_constraint(t, sharding)
+    except ValueError:
+        # Axes that don't divide a dim are for compiled code only. A tracer of `jax.grad` outside of
+        # `jax.jit` computes as it goes, with jax's arrays, whose pieces are equal: it stays whole.
+        if is_legal(Sharding(dims), t.shape, mesh):
+            raise
+        return t
 
 
 def _manual_axes(mesh: Mesh) -> frozenset[str]:
@@ -155,36 +168,15 @@ def _manual_axes(mesh: Mesh) -> frozenset[str]:
     return frozenset(name for name, type_ in types if type_ == AxisType.Manual)
 
 
-def _check_not_manual(
-    entries: Entries, manual: frozenset[str], what: str, source: str | None
-) -> None:
-    for name in (name for entry in entries for name in entry or ()):
-        if name in manual:
-            raise SpecError(
-                f"axis {name!r} splits {what} inside a jax.shard_map over it",
-                source=source,
-                actual=f"here every device has its own tensor along {name!r} already",
-                fix="mark the other axes alone, or mark outside of shard_map",
-            )
-
-
 def _open_sharding(mesh: Mesh, entries: Entries) -> NamedSharding:
     """A sharding that keeps open dims open, on a mesh whose devices need not be here."""
-    where = jax_mesh(mesh) if has_devices(mesh) else _abstract_mesh(mesh)
-    return NamedSharding(where, _jax_spec(entries, OPEN))
-
-
-def _abstract_mesh(mesh: Mesh) -> AbstractMesh:
-    return AbstractMesh(mesh.sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.sizes))
-
-
-def _jax_spec(entries: Entries, open_entry: Any) -> PartitionSpec:
-    return PartitionSpec(
-        *(
-            open_entry if e is None else None if not e else e[0] if len(e) == 1 else e
-            for e in entries
-        )
-    )
+    where: jax.sharding.Mesh | AbstractMesh
+    if has_devices(mesh):
+        where = jax_mesh(mesh)
+    else:
+        where = AbstractMesh(mesh.sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.sizes))
+    spec = PartitionSpec(*(OPEN if entry is None else entry for entry in entries))
+    return NamedSharding(where, spec)
 
 
 def caller() -> str | None:

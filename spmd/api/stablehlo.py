@@ -84,22 +84,12 @@ def lower_stablehlo(
     )
     with progress("module", options.shows_progress):
         stages = compile_module(request, options)
-    return Lowered(_traced(request, args, results, mesh), stages, options)
-
-
-def _traced(
-    request: Request, args: Sequence[TensorType], results: Sequence[TensorType], mesh: Any
-) -> Traced:
-    """A module as if it had been traced: a function of as many arrays, which returns a tuple."""
+    # As if a function of as many arrays had been traced, which returns a tuple.
     structs = tuple(jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in results)
-    return Traced(
-        request,
-        jax.tree.structure((tuple(range(len(args))), {})),
-        jax.tree.structure(structs),
-        structs,
-        mesh,
-        (None,) * len(args),
-    )
+    in_tree = jax.tree.structure((tuple(range(len(args))), {}))
+    out_tree = jax.tree.structure(structs)
+    traced = Traced(request, in_tree, out_tree, structs, mesh, key_dtypes=(None,) * len(args))
+    return Lowered(traced, stages, options)
 
 
 def _check_updates(

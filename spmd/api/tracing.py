@@ -16,7 +16,7 @@ from spmd.api.arguments import (
     function_name,
     key_dtype,
     like_parameters,
-    mesh_of_leaves,
+    mesh_sharding,
     parameter_names,
     updates_of,
 )
@@ -145,17 +145,24 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     structs = jax.tree.unflatten(
         call.tree, [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in call.avals]
     )
-    given = recipe.mesh or mesh_of_leaves(call.leaves)
+    placed = filter(None, map(mesh_sharding, call.leaves))
+    given = recipe.mesh or next((sharding.mesh for sharding in placed), None)
     mesh = None if given is None else as_mesh(given)
     platform = (topology.platform if topology else None) or platform_of(mesh)
     module, out_tree, mesh = _trace(recipe, call, structs, mesh, platform)
-    out_leaves, out_def = jax.tree.flatten(out_tree)
     names = argument_names(recipe.fn, structs, call.argnums)
-    result_names = _result_names(out_tree)
-    entries, reasons = like_parameters(
-        names, call.avals, _call_entries(recipe, call, structs[0], names, mesh)
-    )
+    heads = parameter_names(recipe.fn, call.positional)
+    specs = arg_specs(recipe.in_specs, structs[0], call.argnums, heads)
+    specs += [None] * (len(call.leaves) - len(specs))  # keyword arguments lie as they are placed
+    given_entries = [
+        arg_entries(leaf, spec, name, mesh)
+        for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
+    ]
+    entries, reasons = like_parameters(names, call.avals, given_entries)
+    out_paths, out_def = jax.tree_util.tree_flatten_with_path(out_tree)
+    result_names = tuple(path_name(path) or "result" for path, _ in out_paths)
     donate = _positions(recipe.donate_argnums, call.positional)
+    numbers = jax.tree.leaves(jax.tree.broadcast(call.argnums, structs[0]))
     request = Request(
         module,
         mesh,
@@ -166,14 +173,14 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         out_entries(recipe.out_specs, out_tree, result_names, mesh),
         reasons,
         updates_of(structs[0], call.argnums, out_tree, donate),
-        _donated(call, structs[0], donate),
+        tuple(i for i, number in enumerate(numbers) if number in donate),
         platform,
     )
     return Traced(
         request,
         call.tree,
         out_def,
-        tuple(out_leaves),
+        tuple(leaf for _, leaf in out_paths),
         given,
         tuple(map(key_dtype, call.leaves)),
         function_name(recipe.fn),
@@ -222,34 +229,6 @@ def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:
                 required=f"device ids {list(mesh.device_ids)}",
                 fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
             )
-
-
-def _call_entries(
-    recipe: Recipe, call: Call, positional: Sequence[Any], names: Sequence[str], mesh: Mesh
-) -> list[Any]:
-    """The spelled-out spec of each flat argument; of keyword arguments only as they are placed."""
-    heads = parameter_names(recipe.fn, call.positional)
-    specs = arg_specs(recipe.in_specs, positional, call.argnums, heads)
-    specs += [None] * (len(call.leaves) - len(specs))
-    return [
-        arg_entries(leaf, spec, name, mesh)
-        for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
-    ]
-
-
-def _result_names(out_tree: Any) -> tuple[str, ...]:
-    paths = jax.tree_util.tree_flatten_with_path(out_tree)[0]
-    return tuple(path_name(path) or "result" for path, _ in paths)
-
-
-def _donated(call: Call, positional: Sequence[Any], donate: frozenset[int]) -> tuple[int, ...]:
-    """Flat indices of the donated arguments."""
-    numbers = [
-        number
-        for number, arg in zip(call.argnums, positional, strict=True)
-        for _ in jax.tree.leaves(arg)
-    ]
-    return tuple(i for i, number in enumerate(numbers) if number in donate)
 
 
 def _positions(argnums: Sequence[int], count: int) -> frozenset[int]:

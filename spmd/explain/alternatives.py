@@ -9,9 +9,9 @@ other ops adapt as far as that pays.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from spmd.planning.network import CostNetwork
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.solver.dominate import undominated
 from spmd.planning.solver.eliminate import Elimination
-from spmd.planning.solver.network import FORBIDDEN, Network, Table
+from spmd.planning.solver.network import FORBIDDEN, Network
 from spmd.planning.solver.solve import TABLE_LIMIT, Solution, solve
 from spmd.planning.units import CARRY, OP
 from spmd.propagation.propagated import Conflict
@@ -42,7 +42,7 @@ class Alternatives:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._prices: dict[tuple[int, tuple[int, ...]], Price | None] = {}
-        self._rooms: dict[tuple[int, ...], _Room] = {}
+        self._reduced: dict[tuple[int, ...], _Reduced] = {}
 
     @cached_property
     def _built(self) -> CostNetwork:
@@ -63,7 +63,10 @@ class Alternatives:
     @cached_property
     def best_bytes(self) -> int:
         """Bytes that each device sends for the reshards of the cheapest plan."""
-        return round(self._bytes.cost(self.best.states) * UNIT)
+        return self._sent_bytes(self.best)
+
+    def _sent_bytes(self, solution: Solution) -> int:
+        return round(self._bytes.cost(solution.states) * UNIT)
 
     # Questions.
 
@@ -87,47 +90,57 @@ class Alternatives:
         A claim that no plan can honour (an axis that the factor cannot take) has no price.
         """
         places = [self._factor(conflict) for conflict in conflicts]
-        together = tuple(sorted({number for number, _ in places if number >= 0}))
-        found = []
-        for conflict, (number, given) in zip(conflicts, places, strict=True):
+        together = tuple(sorted({place[0] for place in places if place is not None}))
+        found: list[tuple[tuple[Axes, Price], ...]] = []
+        for conflict, place in zip(conflicts, places, strict=True):
+            if place is None:
+                found.append(())
+                continue
+            number, given = place
             claims = {(), *(axes for axes, _, _ in conflict.claims)}
-            wanted = tuple(axes if axes in claims else None for axes in given)
-            found.append(
-                self._priced(number, wanted, self._taken(number, given), together)
-                if number >= 0
-                else ()
-            )
+            wanted = [axes if axes in claims else None for axes in given]
+            found.append(self._priced(number, wanted, self._taken(number, given), together))
         return tuple(found)
 
     # Answers.
 
-    def _factor(self, conflict: Conflict) -> tuple[int, tuple[Axes, ...]]:
-        """The class of units that a conflict is about, and the factor's axes for each choice."""
+    def _factor(self, conflict: Conflict) -> tuple[int, tuple[Axes, ...]] | None:
+        """The class of units that a conflict is about, and the factor's axes for each choice.
+
+        None where the network does not choose: around values made anew for every use.
+        """
         op, units = conflict.op, self._built.units
         if op.results:
             number = units.of[op.results[0]][0]
             if number < 0:
-                return -1, ()
-            options: tuple[Choice, ...] = self._built.domains.choices[number]
+                return None
+            options = self._built.domains.choices[number]
             if options and conflict.factor < len(options[0].assignment):
                 return number, tuple(c.assignment[conflict.factor] for c in options)
         for _, value, dim in conflict.claims:
             number, index = units.of[value]
             if number >= 0 and units.units[number].role == CARRY:
                 return number, tuple(s.dims[dim] for s in self._built.domains.left[number][index])
-        return -1, ()
+        return None
 
     def _taken(self, number: int, given: Sequence[Axes]) -> Axes:
+        """What the cheapest plan took of what each choice of a class gives."""
         state = self.best.states[self._built.variables[number].number]
         return given[self._built.variables[number].rows[state][0]]
 
     def _priced(
         self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
     ) -> tuple[tuple[T, Price], ...]:
-        """The price of each label but the one taken, given the label of each choice of a class."""
-        rows = self._built.variables[number].rows
+        """The price of each label but the one taken, the cheapest first.
+
+        Args:
+          number: a class of units.
+          labels: what each of its choices amounts to, None for choices that nobody asks about.
+          taken: the label of the choice that was made.
+          together: the classes that are asked about beside this one.
+        """
         groups: dict[T, list[int]] = {}
-        for state, (choice, _) in enumerate(rows):
+        for state, (choice, _) in enumerate(self._built.variables[number].rows):
             label = labels[choice]
             if label is not None and label != taken:
                 groups.setdefault(label, []).append(state)
@@ -143,52 +156,50 @@ class Alternatives:
     ) -> Price | None:
         """What the best plan costs more in which a class is in some states; None: forbidden."""
         if (number, states) not in self._prices:
-            variables = self._built.variables
-            if together not in self._rooms:
-                kept = [variables[n].number for n in together]
-                self._rooms[together] = _Room.of(self._built.network, kept)
-            room = self._rooms[together]
-            solution = room.solve(self._built.network, variables[number].number, states)
+            network, variables = self._built.network, self._built.variables
+            if together not in self._reduced:
+                kept = frozenset(variables[n].number for n in together)
+                self._reduced[together] = _Reduced(network, kept)
+            solution = self._reduced[together].solve(variables[number].number, states)
             price = None
             if solution.cost < FORBIDDEN / 2:
-                more = round(self._bytes.cost(solution.states) * UNIT) - self.best_bytes
+                more = self._sent_bytes(solution) - self.best_bytes
                 seconds = max(0.0, solution.cost - self.best.cost)
                 price = Price(seconds, more, exact=solution.exact)
             self._prices[number, states] = price
         return self._prices[number, states]
 
 
-class _Room(NamedTuple):
-    """A network with only those variables and states that matter to questions about a few of them.
+class _Reduced:
+    """A network made small for questions about a few of its variables, with the way back.
+
+    To make it small takes longer than to solve what is left, so it is done once for many questions.
 
     Attributes:
-      alive: for each variable of the whole network the states that do not always lose.
+      network: the whole network.
+      alive: for each of its variables, the states that no other state always undercuts; variables
+        that are asked about keep all of theirs.
       gone: how the variables with one or two neighbours follow from the others.
-      core: the others.
+      core: the network of the others.
     """
 
-    alive: Sequence[Table]
-    gone: Elimination
-    core: Network
+    def __init__(self, network: Network, kept: frozenset[int]) -> None:
+        self.network = network
+        self.alive = undominated(network, kept)
+        self.gone = Elimination(network.restricted(self.alive))
+        self.gone.run(TABLE_LIMIT, neighbours=2, keep=kept)
+        self.core = self.gone.core()
 
-    @staticmethod
-    def of(network: Network, keep: Collection[int]) -> _Room:
-        kept = frozenset(keep)
-        alive = undominated(network, kept)
-        gone = Elimination(network.restricted(alive))
-        gone.run(TABLE_LIMIT, neighbours=2, keep=kept)
-        return _Room(alive, gone, gone.core())
-
-    def solve(self, network: Network, variable: int, states: Sequence[int]) -> Solution:
+    def solve(self, variable: int, states: Sequence[int]) -> Solution:
         """The cheapest joint state of the whole network in which a variable is in some states."""
         left = self.gone.left
-        kept = [np.arange(len(costs)) for costs in self.core.unary]
-        place = left.index(variable)
-        kept[place] = np.flatnonzero(np.isin(self.alive[variable], states))
-        found = solve(self.core.restricted(kept))
-        known = {v: int(k[s]) for v, k, s in zip(left, kept, found.states, strict=True)}
+        allowed = [np.arange(len(costs)) for costs in self.core.unary]
+        allowed[left.index(variable)] = np.flatnonzero(np.isin(self.alive[variable], states))
+        found = solve(self.core.restricted(allowed))
+        # States were numbered anew twice: among those allowed, and among those alive.
+        known = {v: int(k[s]) for v, k, s in zip(left, allowed, found.states, strict=True)}
         joint = [int(a[s]) for a, s in zip(self.alive, self.gone.unwound(known), strict=True)]
-        cost = network.cost(joint)
+        cost = self.network.cost(joint)
         return Solution(tuple(joint), cost, cost - (found.cost - found.lower))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from spmd.ir.index import Index
@@ -40,40 +40,33 @@ def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Coll
     """Every collective of a local program, in program order."""
     program, mesh = partitioned.program, partitioned.mesh
     index = Index(program)
-    found: list[Collective] = []
 
-    def visit(region: Region, times: int) -> None:
+    def found(region: Region, times: int) -> Iterator[Collective]:
         for op in region.ops:
-            if op.regions:
-                for inner in op.regions:
-                    visit(inner, times * index.runs(op))
-            elif op.collective and "axes" in op.kind.attrs:
-                found.append(record(op, times))
+            for inner in op.regions:
+                yield from found(inner, times * index.runs(op))
+            if op.collective and "axes" in op.kind.attrs:
+                yield _collective(op, times, mesh, topology)
 
-    def record(op: Op, times: int) -> Collective:
-        kind = op.collective
-        axes = op.kind.attrs["axes"]
-        sent = sum(t.bytes for t in op.kind.operands)
-        received = sum(t.bytes for t in op.kind.results)
-        return Collective(
-            kind,
-            tuple(str(ref) for ref in axis_refs(axes, mesh)),
-            sent_bytes(op, mesh),
-            times,
-            op.loc.trail,
-            op.loc.note,
-            collective_seconds(kind, axes, sent, received, mesh, topology),
-        )
+    return tuple(found(program.body, 1))
 
-    visit(program.body, 1)
-    return tuple(found)
+
+def _collective(op: Op, times: int, mesh: Mesh, topology: Topology) -> Collective:
+    kind, axes = op.collective, op.kind.attrs["axes"]
+    names = tuple(str(ref) for ref in axis_refs(axes, mesh))
+    seconds = collective_seconds(kind, axes, *_sizes(op), mesh, topology)
+    sent = sent_bytes(op, mesh)
+    return Collective(kind, names, sent, times, op.loc.trail, op.loc.note, seconds)
 
 
 def sent_bytes(op: Op, mesh: Mesh) -> int:
     """What one device sends in one run of a collective."""
-    sent = sum(t.bytes for t in op.kind.operands)
-    received = sum(t.bytes for t in op.kind.results)
-    return wire_bytes(op.collective, group_size(op.kind.attrs, mesh), sent, received)
+    return wire_bytes(op.collective, group_size(op.kind.attrs, mesh), *_sizes(op))
+
+
+def _sizes(op: Op) -> tuple[int, int]:
+    """Bytes of what a device puts into a collective, and of what it gets."""
+    return sum(t.bytes for t in op.kind.operands), sum(t.bytes for t in op.kind.results)
 
 
 class Total(NamedTuple):
@@ -108,17 +101,10 @@ def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[To
 def _totals(
     collectives: Iterable[Collective], look: Callable[[Collective], Hashable]
 ) -> tuple[Total, ...]:
-    groups: dict[Hashable, list[Collective]] = {}
-    for collective in collectives:
-        groups.setdefault(look(collective), []).append(collective)
-    made = [
-        Total(
-            found[0],
-            len(found),
-            sum(c.count for c in found),
-            sum(c.bytes * c.count for c in found),
-            sum(c.seconds * c.count for c in found),
-        )
-        for found in groups.values()
-    ]
-    return tuple(sorted(made, key=lambda total: (-total.bytes, -total.seconds)))
+    """The totals of collectives that have the same look."""
+    totals: dict[Hashable, Total] = {}
+    for c in collectives:
+        like, ops, runs, sent, seconds = totals.get(look(c), Total(c, 0, 0, 0, 0.0))
+        sent, seconds = sent + c.bytes * c.count, seconds + c.seconds * c.count
+        totals[look(c)] = Total(like, ops + 1, runs + c.count, sent, seconds)
+    return tuple(sorted(totals.values(), key=lambda total: (-total.bytes, -total.seconds)))

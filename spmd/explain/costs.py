@@ -92,6 +92,7 @@ def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...
 
 
 def _cost(members: Sequence[tuple[Slot, float]], mesh: Mesh) -> Cost:
+    """What slots of one lane, kind and source line cost, given what is hidden of each."""
     longest = max((slot for slot, _ in members), key=lambda slot: slot.seconds * slot.trips)
     hidden = sum(hidden * slot.trips for slot, hidden in members)
     is_compute = longest.lane == COMPUTE
@@ -109,7 +110,7 @@ def _cost(members: Sequence[tuple[Slot, float]], mesh: Mesh) -> Cost:
 
 
 def _kind(slot: Slot) -> str:
-    return COMPUTE if slot.lane == COMPUTE else slot.op.name.removeprefix("stablehlo.")
+    return COMPUTE if slot.lane == COMPUTE else slot.op.collective
 
 
 def _seconds_beside(slots: Sequence[Slot]) -> list[float]:
@@ -123,10 +124,9 @@ def _seconds_beside(slots: Sequence[Slot]) -> list[float]:
     before = list(accumulate((end - start for start, end in busy), initial=0.0))
 
     def busy_until(moment: float) -> float:
+        # Arithmetic that began before, without what the last of it does afterwards.
         count = bisect_right(starts, moment)
-        if not count:
-            return 0.0
-        return before[count] - max(0.0, busy[count - 1][1] - moment)
+        return before[count] - max(0.0, busy[count - 1][1] - moment) if count else 0.0
 
     return [
         0.0 if slot.lane == COMPUTE else busy_until(slot.end) - busy_until(slot.start)

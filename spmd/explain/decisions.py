@@ -7,11 +7,7 @@ from typing import NamedTuple
 
 from spmd.explain.price import Price
 from spmd.explain.prices import MOST_CONFLICTS, Prices
-from spmd.explain.words import (
-    axes_text,
-    type_text,
-    value_name,
-)
+from spmd.explain.words import axes_text, type_text, value_name
 from spmd.ir.program import numberless
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
@@ -20,6 +16,8 @@ from spmd.planning.plan import Plan
 from spmd.propagation.propagated import Conflict
 
 NO_AXIS = "no axis"
+
+Losers = tuple[tuple[str, Price | None], ...]
 
 
 class ConflictRow(NamedTuple):
@@ -40,7 +38,7 @@ class ConflictRow(NamedTuple):
     claims: tuple[tuple[str, str, int, str], ...]
     taken: str
     ops: int
-    losers: tuple[tuple[str, Price | None], ...] | None = None
+    losers: Losers | None = None
 
 
 def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[ConflictRow, ...]:
@@ -48,51 +46,40 @@ def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[Conflic
 
     The conflicts about the most bytes come first; with `prices`, the first few get prices.
     """
-    rows: dict[object, list[Conflict]] = {}
+    plan, types = stages.plan, stages.plan.program.types
+    groups: dict[object, list[Conflict]] = {}
     for conflict in stages.propagated.conflicts:
-        row = _conflict_row(stages.plan, conflict)
+        row = _conflict_row(plan, conflict)
         wishes = tuple(claim[1:] for claim in row.claims)
-        rows.setdefault((row.op, row.source, wishes, row.taken), []).append(conflict)
-    types = stages.plan.program.types
+        groups.setdefault((row.op, row.source, wishes, row.taken), []).append(conflict)
     ordered = sorted(
-        rows.values(),
-        key=lambda found: -len(found) * max(types[v].bytes for _, v, _ in found[0].claims),
+        groups.values(),
+        key=lambda alike: -len(alike) * max(types[v].bytes for _, v, _ in alike[0].claims),
     )
-    first = [found[0] for found in ordered][: MOST_CONFLICTS if prices else 0]
-    losers = prices.alternatives.of_conflicts(first) if prices and first else ()
-    made = []
-    for k, found in enumerate(ordered):
-        row = _conflict_row(stages.plan, found[0])._replace(ops=len(found))
-        if k < len(losers):
-            row = row._replace(losers=_losers(row, losers[k], stages.plan.mesh))
-        made.append(row)
-    return tuple(made)
+    rows = [_conflict_row(plan, alike[0])._replace(ops=len(alike)) for alike in ordered]
+    if prices is not None:
+        first = [alike[0] for alike in ordered[:MOST_CONFLICTS]]
+        for i, priced in enumerate(prices.alternatives.of_conflicts(first)):
+            rows[i] = rows[i]._replace(losers=_losers(rows[i], priced, plan.mesh))
+    return tuple(rows)
 
 
 def _conflict_row(plan: Plan, conflict: Conflict) -> ConflictRow:
-    claims = tuple(
-        (
-            numberless(value_name(plan.program, value)),
-            type_text(plan.program.types[value]),
-            dim,
-            axes_text(axes, plan.mesh),
-        )
-        for axes, value, dim in conflict.claims
-    )
-    taken = axes_text(taken_axes(plan, conflict), plan.mesh) or NO_AXIS
-    return ConflictRow(conflict.op.label, conflict.op.loc.trail, claims, taken, 1)
+    program, mesh = plan.program, plan.mesh
+    claims = []
+    for axes, value, dim in conflict.claims:
+        name = numberless(value_name(program, value))
+        claims.append((name, type_text(program.types[value]), dim, axes_text(axes, mesh)))
+    taken = axes_text(taken_axes(plan, conflict), mesh) or NO_AXIS
+    return ConflictRow(conflict.op.label, conflict.op.loc.trail, tuple(claims), taken, 1)
 
 
-def _losers(
-    row: ConflictRow, priced: Iterable[tuple[Axes, Price]], mesh: Mesh
-) -> tuple[tuple[str, Price | None], ...]:
+def _losers(row: ConflictRow, priced: Iterable[tuple[Axes, Price]], mesh: Mesh) -> Losers:
     """The losing claims, the cheapest first; those without a price last."""
-    found: dict[str, Price | None] = {
-        axes_text(axes, mesh) or NO_AXIS: price for axes, price in priced
-    }
-    claims = dict.fromkeys((*(claim[3] for claim in row.claims), NO_AXIS))
-    found |= {axes: None for axes in claims if axes not in found}
-    return tuple(pair for pair in found.items() if pair[0] != row.taken)
+    found = {axes_text(axes, mesh) or NO_AXIS: price for axes, price in priced}
+    claims = (*(axes for *_, axes in row.claims), NO_AXIS)
+    unpriced = {axes: None for axes in claims if axes not in found}
+    return tuple((axes, price) for axes, price in (found | unpriced).items() if axes != row.taken)
 
 
 def loser_text(price: Price | None) -> str:

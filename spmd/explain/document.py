@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Look = Literal["text", "number", "code", "path", "name", "source", "kind", "html"]
+Look = Literal["text", "number", "code", "path", "name", "source", "kind"]
 """What a cell holds: a `path` may break at its slashes, a `name` is a path in a fixed-width font, a
-`source` is a source line and its caller's, a `kind` that of a collective, `html` the page's own."""
+`source` is a source line and its caller's, a `kind` that of a collective."""
 
 
 class Cell(NamedTuple):

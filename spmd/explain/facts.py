@@ -68,12 +68,12 @@ class Facts:
     @cached_property
     def arguments(self) -> tuple[Leaf, ...]:
         """Every argument, in order."""
-        return argument_leaves(self.stages)
+        return argument_leaves(self.plan)
 
     @cached_property
     def results(self) -> tuple[Leaf, ...]:
         """Every result, in order."""
-        return result_leaves(self.stages)
+        return result_leaves(self.plan)
 
     @property
     def sent_bytes(self) -> int:
@@ -117,9 +117,7 @@ def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
 
 def _against(leaves: Sequence[Leaf]) -> str:
     """What one device holds of arguments or results, against all of them."""
-    part, whole = (
-        sum(leaf.local.bytes for leaf in leaves),
-        sum(leaf.type.bytes for leaf in leaves),
-    )
+    part = sum(leaf.local.bytes for leaf in leaves)
+    whole = sum(leaf.type.bytes for leaf in leaves)
     ratio = f", {whole / part:.3g}x less" if 0 < part < whole else ""
     return f"{bytes_text(part)} (unpartitioned {bytes_text(whole)}{ratio})"

@@ -10,7 +10,7 @@ from spmd.explain.words import source_text
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.mesh.sharding import Sharding
-from spmd.pipeline import Stages
+from spmd.planning.plan import Plan
 from spmd.propagation.propagated import Propagated
 
 
@@ -35,41 +35,63 @@ class Leaf(NamedTuple):
 class Group(NamedTuple):
     """Leaves of one type and sharding whose names differ in numbers or in single parts.
 
+    There is a leaf (or one for each number) for every combination of the parts of names.
+
     Attributes:
-      pattern: their common name, `layers/*/{mu,nu}/weight`.
+      parts: what stands in each place of the leaves' names, numbers written as `*`.
+      look: what the leaves have in common beside that.
       leaves: at least one; they differ in name and origin alone.
-      origin: the leaves' origins, abbreviated the same way.
     """
 
-    pattern: str
+    parts: tuple[frozenset[str], ...]
+    look: object
     leaves: tuple[Leaf, ...]
-    origin: str
+
+    @property
+    def pattern(self) -> str:
+        """The leaves' common name, `layers/*/{mu,nu}/weight`."""
+        return pattern(leaf.name for leaf in self.leaves)
+
+    @property
+    def origin(self) -> str:
+        """The leaves' origins, abbreviated the same way."""
+        return pattern(leaf.origin for leaf in self.leaves)
 
     @property
     def bytes(self) -> int:
         """Bytes per device of all leaves together."""
         return sum(leaf.local.bytes for leaf in self.leaves)
 
+    def union(self, other: Group) -> Group:
+        """The leaves of both."""
+        parts = tuple(a | b for a, b in zip(self.parts, other.parts, strict=True))
+        return Group(parts, self.look, self.leaves + other.leaves)
 
-def argument_leaves(stages: Stages) -> tuple[Leaf, ...]:
+    def differs_in_one_part(self, other: Group) -> bool:
+        """Whether the union is a group again; first and last parts of names stay apart."""
+        if self.look != other.look or len(self.parts) != len(other.parts):
+            return False
+        different = [a != b for a, b in zip(self.parts, other.parts, strict=True)]
+        return sum(different[1:-1]) == 1 and not different[0] and not different[-1]
+
+
+def argument_leaves(plan: Plan) -> tuple[Leaf, ...]:
     """Every argument, in order."""
-    program = stages.plan.program
-    return _leaves(stages, program.arg_names, program.body.args, stages.plan.arguments)
+    program = plan.program
+    return _leaves(plan, zip(program.arg_names, program.body.args, plan.arguments, strict=True))
 
 
-def result_leaves(stages: Stages) -> tuple[Leaf, ...]:
+def result_leaves(plan: Plan) -> tuple[Leaf, ...]:
     """Every result, in order."""
-    program = stages.plan.program
-    return _leaves(stages, program.result_names, program.body.results, stages.plan.results)
+    program = plan.program
+    return _leaves(plan, zip(program.result_names, program.body.results, plan.results, strict=True))
 
 
-def _leaves(
-    stages: Stages, names: Sequence[str], values: Sequence[Value], shardings: Sequence[Sharding]
-) -> tuple[Leaf, ...]:
-    types, mesh = stages.plan.program.types, stages.plan.mesh
+def _leaves(plan: Plan, boundary: Iterable[tuple[str, Value, Sharding]]) -> tuple[Leaf, ...]:
+    types = plan.program.types
     return tuple(
-        Leaf(name, types[v], s, local_type(types[v], s, mesh), _origin(stages.propagated, v, s))
-        for name, v, s in zip(names, values, shardings, strict=True)
+        Leaf(name, types[v], s, local_type(types[v], s, plan.mesh), _origin(plan.propagated, v, s))
+        for name, v, s in boundary
     )
 
 
@@ -93,42 +115,21 @@ def group_leaves(leaves: Iterable[Leaf]) -> tuple[Group, ...]:
     Names that differ only in numbers go together, then groups whose names differ in one part, as
     long as the result holds every combination: `{mu,nu}/{w,b}` stands for four leaves.
     """
-    boxes: dict[object, _Box] = {}
+    alike: dict[tuple[str, object], list[Leaf]] = {}
     for leaf in leaves:
-        parts = tuple(frozenset((part,)) for part in re.sub(r"\d+", "*", leaf.name).split("/"))
         look = (leaf.type, leaf.sharding, _kind_of(leaf.origin))
-        box = boxes.setdefault((parts, look), _Box(parts, look, []))
-        box.leaves.append(leaf)
-    merged: list[_Box] = []
-    for box in boxes.values():
+        alike.setdefault((re.sub(r"\d+", "*", leaf.name), look), []).append(leaf)
+    merged: list[Group] = []
+    for (name, common), members in alike.items():
+        parts = tuple(frozenset((part,)) for part in name.split("/"))
+        group = Group(parts, common, tuple(members))
         place = len(merged)
-        while (i := next((i for i, b in enumerate(merged) if b.differs_in_one_part(box)), -1)) >= 0:
-            box = merged.pop(i).union(box)
-            place = min(place, i)
-        merged.insert(place, box)
-    return tuple(
-        Group(pattern(m.name for m in members), tuple(members), pattern(m.origin for m in members))
-        for _, _, members in merged
-    )
-
-
-class _Box(NamedTuple):
-    """Leaves that look alike, one (or one for each number) for every combination of name parts."""
-
-    parts: tuple[frozenset[str], ...]
-    look: object
-    leaves: list[Leaf]
-
-    def union(self, other: _Box) -> _Box:
-        parts = tuple(a | b for a, b in zip(self.parts, other.parts, strict=True))
-        return _Box(parts, self.look, self.leaves + other.leaves)
-
-    def differs_in_one_part(self, other: _Box) -> bool:
-        if self.look != other.look or len(self.parts) != len(other.parts):
-            return False
-        if self.parts[0] != other.parts[0] or self.parts[-1] != other.parts[-1]:
-            return False
-        return sum(a != b for a, b in zip(self.parts, other.parts, strict=True)) == 1
+        # A union may be one part away from yet another group: look again until none is left.
+        while fitting := [i for i, g in enumerate(merged) if g.differs_in_one_part(group)]:
+            group = merged.pop(fitting[0]).union(group)
+            place = min(place, fitting[0])
+        merged.insert(place, group)
+    return tuple(merged)
 
 
 def _kind_of(origin: str) -> str:

@@ -6,11 +6,12 @@ they are held for, and which values are alive at the peak.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from spmd.explain.words import type_text
 from spmd.ir.program import Op, Program, numberless
-from spmd.ir.types import TensorType
 from spmd.predict.memory import Buffer, MemoryUse
 
 ARGUMENTS, RESULTS, SAVED, TEMPORARY = "arguments", "results", "saved for the gradient", "temporary"
@@ -102,46 +103,40 @@ def memory_curve(use: MemoryUse, program: Program) -> MemoryCurve:
       use: what the program is predicted to hold.
       program: the local program.
     """
-    ops = use.order
-    kinds = [SAVED if _is_saved(buffer, ops) else TEMPORARY for buffer in use.buffers]
-    changes = [[0] * len(KINDS) for _ in range(len(ops) + 1)]
+    count = len(use.order)
+    kinds = [SAVED if _is_saved(buffer, use.order) else TEMPORARY for buffer in use.buffers]
+    changes = [[0] * len(KINDS) for _ in range(count + 1)]
+    changes[0] = [use.arguments, use.results - use.aliased, 0, 0]
     for kind, buffer in zip(kinds, use.buffers, strict=True):
         changes[buffer.start][KINDS.index(kind)] += buffer.bytes
-        changes[min(buffer.end + 1, len(ops))][KINDS.index(kind)] -= buffer.bytes
-    held = [use.arguments, use.results - use.aliased, 0, 0]
-    steps = []
-    for here in changes[:-1]:
-        held = [a + b for a, b in zip(held, here, strict=True)]
-        steps.append(tuple(held))
-    return MemoryCurve(tuple(steps), use.peak_at, _at_peak(use, program, kinds))
+        changes[min(buffer.end + 1, count)][KINDS.index(kind)] -= buffer.bytes
+    held = accumulate(changes[:-1], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+    return MemoryCurve(tuple(map(tuple, held)), use.peak_at, _at_peak(use, program, kinds))
 
 
-def _is_saved(buffer: Buffer, ops: tuple[Op, ...]) -> bool:
+def _is_saved(buffer: Buffer, order: Sequence[Op]) -> bool:
     """Whether the forward pass makes it and the backward pass reads it last."""
-    return not _is_gradient(buffer.op) and _is_gradient(ops[min(buffer.end, len(ops) - 1)])
+    last = order[min(buffer.end, len(order) - 1)]
+    return "transpose(" in last.loc.scope and "transpose(" not in buffer.op.loc.scope
 
 
-def _is_gradient(op: Op) -> bool:
-    return "transpose(" in op.loc.scope
-
-
-def _at_peak(use: MemoryUse, program: Program, kinds: list[str]) -> tuple[Alive, ...]:
+def _at_peak(use: MemoryUse, program: Program, kinds: Sequence[str]) -> tuple[Alive, ...]:
     """What is held at the peak, values that look alike together."""
+    types, body = program.types, program.body
+    held = [
+        (kind, b.label, types[b.value], b.op.loc.trail, b.bytes)
+        for kind, b in zip(kinds, use.buffers, strict=True)
+        if b.start <= use.peak_at <= b.end
+    ]
+    results = zip(program.result_names, body.results, strict=True)
+    for kind, leaves in (
+        (ARGUMENTS, zip(program.arg_names, body.args, strict=True)),
+        (RESULTS, [leaf for i, leaf in enumerate(results) if i not in use.reused]),
+    ):
+        held += [(kind, numberless(name), types[v], "", types[v].bytes) for name, v in leaves]
     rows: dict[tuple[str, str, str, str], Alive] = {}
-
-    def note(kind: str, label: str, type_: TensorType, source: str, size: int) -> None:
+    for kind, label, type_, source, size in held:
         key = (kind, label, type_text(type_), source)
         old = rows.get(key, Alive(*key, 0, 0))
         rows[key] = old._replace(values=old.values + 1, bytes=old.bytes + size)
-
-    types, body = program.types, program.body
-    for kind, b in zip(kinds, use.buffers, strict=True):
-        if b.start <= use.peak_at <= b.end:
-            note(kind, b.label, types[b.value], b.op.loc.trail, b.bytes)
-    for name, value in zip(program.arg_names, body.args, strict=True):
-        note(ARGUMENTS, numberless(name), types[value], "", types[value].bytes)
-    named = zip(program.result_names, body.results, strict=True)
-    for position, (name, value) in enumerate(named):
-        if position not in use.reused:
-            note(RESULTS, numberless(name), types[value], "", types[value].bytes)
     return tuple(sorted(rows.values(), key=lambda row: -row.bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 from spmd.explain.alternatives import Alternatives
@@ -16,6 +17,7 @@ from spmd.explain.relax import (
     replanned,
 )
 from spmd.ir.program import Value
+from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
 from spmd.planning.plan import Plan
 from spmd.planning.problem import is_whole
@@ -57,32 +59,29 @@ class Prices:
         Those of an argument are the ones in which its uses take it, open, and whole: the program is
         planned again for each. Those of other values are the ones that the planner weighed.
         """
-        if value in self.plan.program.body.args:
-            return self._other_arguments(value)
-        return self.alternatives.of_value(value)
-
-    def _other_arguments(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
         plan = self.plan
+        if value not in plan.program.body.args:
+            return self.alternatives.of_value(value)
         type_ = plan.program.types[value]
         have = plan.arguments[plan.program.body.args.index(value)]
-        wanted = [m.wanted.full() for m in plan.moves if m.value == value]
-        whole = Sharding(((),) * type_.rank)
-        wanted += [Sharding(dims) for dims in _single_axes(plan, value)]
-        found = []
-        legal = [s for s in dict.fromkeys([*wanted, whole]) if is_legal(s, type_.shape, plan.mesh)]
-        for sharding in [s for s in legal if s != have and is_whole(s, plan.mesh)][:MOST_OTHERS]:
-            other = replanned(plan, change={value: sharding})
-            found.append((sharding, price_of(plan, other)))
+        wanted = [move.wanted.full() for move in plan.moves if move.value == value]
+        wanted += [*_over_one_axis(plan.mesh, type_.rank), Sharding(((),) * type_.rank)]
+        legal = [
+            sharding
+            for sharding in dict.fromkeys(wanted)
+            if sharding != have
+            and is_legal(sharding, type_.shape, plan.mesh)
+            and is_whole(sharding, plan.mesh)
+        ]
+        found = [
+            (sharding, price_of(plan, replanned(plan, change={value: sharding})))
+            for sharding in legal[:MOST_OTHERS]
+        ]
         return tuple(sorted(found, key=lambda pair: pair[1].seconds))
 
 
-def _single_axes(plan: Plan, value: Value) -> list[tuple[tuple[int, ...], ...]]:
-    """Dims of a value split over one axis of the mesh each, larger axes first."""
-    rank = plan.program.types[value].rank
-    axes = sorted(plan.mesh.axis_atoms.values(), key=plan.mesh.extent, reverse=True)
-    return [
-        tuple(atoms if d == dim else () for d in range(rank))
-        for atoms in axes
-        if atoms
-        for dim in range(rank)
-    ]
+def _over_one_axis(mesh: Mesh, rank: int) -> Iterator[Sharding]:
+    """A value with one dim split over one axis of the mesh, larger axes first."""
+    for atoms in sorted(mesh.axis_atoms.values(), key=mesh.extent, reverse=True):
+        for dim in range(rank if atoms else 0):
+            yield Sharding(tuple(atoms if d == dim else () for d in range(rank)))

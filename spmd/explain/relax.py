@@ -22,7 +22,6 @@ from spmd.planning.plan import Move, Plan
 from spmd.planning.problem import problem_of
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import propagate
-from spmd.propagation.propagated import Propagated
 
 WORTH = 0.01
 """The part of the time of all reshards that a mark must cost to be mentioned."""
@@ -75,9 +74,7 @@ def mark_prices(plan: Plan, tries: int) -> MarkPrices:
     groups = mark_groups(plan)
     least = WORTH * sum(move.seconds for move in plan.moves)
     found = [relief_of(plan, group) for group in groups[:tries]]
-    worth = [
-        relief for relief in found if relief.price.seconds < 0 and -relief.price.seconds >= least
-    ]
+    worth = [relief for relief in found if 0 < -relief.price.seconds >= least]
     worth.sort(key=lambda relief: relief.price.seconds)
     return MarkPrices(tuple(worth), len(found), len(groups))
 
@@ -89,20 +86,15 @@ def relief_of(plan: Plan, group: MarkGroup) -> Relief:
 
 def price_of(plan: Plan, other: Plan) -> Price:
     """What another plan costs more than a plan."""
-    return Price(
-        other.seconds - plan.seconds,
-        sum(m.bytes for m in other.moves) - sum(m.bytes for m in plan.moves),
-        argument_bytes(other) - argument_bytes(plan),
-    )
 
+    def sent(of: Plan) -> int:
+        return sum(move.bytes for move in of.moves)
 
-def argument_bytes(plan: Plan) -> int:
-    """Bytes of all arguments on one device."""
-    types = plan.program.types
-    return sum(
-        local_type(types[v], s, plan.mesh).bytes
-        for v, s in zip(plan.program.body.args, plan.arguments, strict=True)
-    )
+    def held(of: Plan) -> int:
+        leaves = zip(of.program.body.args, of.arguments, strict=True)
+        return sum(local_type(of.program.types[v], s, of.mesh).bytes for v, s in leaves)
+
+    return Price(other.seconds - plan.seconds, sent(other) - sent(plan), held(other) - held(plan))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -117,14 +109,15 @@ def mark_groups(plan: Plan, every: bool = False) -> tuple[MarkGroup, ...]:
       every: whether marks that are next to no reshard are among them, too.
     """
     marks = plan.propagated.marks
-    names = _names(plan)
-    seconds: dict[str, float] = dict.fromkeys(names.values(), 0.0) if every else {}
+    members: dict[str, list[Value]] = {}
+    for value, mark in marks.items():
+        # Arguments that are marked like another one belong to that one's group.
+        members.setdefault(numberless(mark.reason.removeprefix("like ")), []).append(value)
+    names = {value: name for name, values in members.items() for value in values}
+    seconds = dict.fromkeys(members, 0.0) if every else {}
     for move in plan.moves:
         for name in dict.fromkeys(names[value] for value in _marks_around(plan, move)):
             seconds[name] = seconds.get(name, 0.0) + move.seconds
-    members: dict[str, list[Value]] = {}
-    for value in marks:
-        members.setdefault(names[value], []).append(value)
     groups = [
         MarkGroup(name, tuple(members[name]), Sharding(marks[members[name][0]].dims), time)
         for name, time in seconds.items()
@@ -132,43 +125,24 @@ def mark_groups(plan: Plan, every: bool = False) -> tuple[MarkGroup, ...]:
     return tuple(sorted(groups, key=lambda group: -group.seconds))
 
 
-def _names(plan: Plan) -> dict[Value, str]:
-    """Each mark's group. Arguments that are marked like another one belong to that one's."""
-    return {
-        value: numberless(mark.reason.removeprefix("like "))
-        for value, mark in plan.propagated.marks.items()
-    }
-
-
 def _marks_around(plan: Plan, move: Move) -> Iterator[Value]:
     """The marked values that a reshard comes from or goes to: itself, its user, or origins."""
-    marks = plan.propagated.marks
-    if move.value in marks:
-        yield move.value
-    if move.user is not None:
-        yield from (v for v in move.user.results if v in marks)
-    elif move.value in plan.program.body.results:
-        index = plan.program.body.results.index(move.value)
-        argument = plan.problem.links.get(index)
-        if argument is not None and plan.program.body.args[argument] in marks:
-            yield plan.program.body.args[argument]
-    around = (move.value, *(move.user.operands + move.user.results if move.user else ()))
+    propagated, body = plan.propagated, plan.program.body
+    reads = (*move.user.operands, *move.user.results) if move.user else ()
+    ends = [move.value, *(move.user.results if move.user else ())]
+    if move.user is None and move.value in body.results:
+        # It became the result that updates an argument, and had to look like that.
+        argument = plan.problem.links.get(body.results.index(move.value))
+        ends += [] if argument is None else [body.args[argument]]
+    yield from (value for value in ends if value in propagated.marks)
     changed = {(d, a) for d, axes in enumerate(move.have.dims) for a in axes} ^ {
         (d, a) for d, axes in enumerate(move.wanted.dims) for a in axes
     }
     atoms = {a for _, a in changed}.union(move.have.partial)
-    for value in around:
-        yield from _roots(plan.propagated, value, atoms)
-
-
-def _roots(propagated: Propagated, value: Value, atoms: Collection[int]) -> Iterator[Value]:
-    """The marks that some atoms of a value's proposal come from."""
-    for dim, axes in enumerate(propagated.proposals[value]):
-        for atom in axes:
-            if atom in atoms:
-                root = propagated.root(value, dim, atom)
-                if root is not None:
-                    yield root
+    for value in (move.value, *reads):
+        for dim, axes in enumerate(propagated.proposals[value]):
+            roots = (propagated.root(value, dim, atom) for atom in axes if atom in atoms)
+            yield from (root for root in roots if root is not None)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from spmd.explain.collectives import Total
 from spmd.explain.document import Cell, Table, code, count, number, source
-from spmd.explain.largest import largest_values
 from spmd.explain.leaves import Group, Leaf, group_leaves
 from spmd.explain.words import bytes_text, seconds_text, spec_text, type_text
+from spmd.ir.program import Value
+from spmd.ir.types import TensorType, local_type
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Sharding
 from spmd.pipeline import Stages
 
 
@@ -41,21 +44,42 @@ def _leaf_row(group: Group, mesh: Mesh) -> tuple[Cell, ...]:
 
 
 def largest_table(stages: Stages, n: int) -> Table:
-    """The `n` largest values that are made inside the program."""
+    """The `n` largest values that are made inside the program, those that are alike in one row.
+
+    They are the results of ops, and copies: values that an op needs in another sharding.
+    """
+    plan = stages.plan
+    found: Counter[tuple[str, TensorType, Sharding, str]] = Counter()
+    copies: set[tuple[Value, Sharding]] = set()
+    for op in plan.program.walk():
+        for value in op.results:
+            if (state := plan.states[value]) is not None:
+                found[op.label, plan.program.types[value], state, op.loc.trail] += 1
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        for value, wanted in zip(op.operands, choice.operands if choice else (), strict=False):
+            is_copy = plan.states[value] not in (None, wanted)
+            if is_copy and (value, wanted) not in copies:
+                copies.add((value, wanted))
+                found[f"copy for {op.label}", plan.program.types[value], wanted, op.loc.trail] += 1
+    rows = [_value_row(*look, values, plan.mesh) for look, values in found.items()]
+    rows.sort(key=lambda row: -float(row[0].key or 0))
     heads = ("per device", "n", "type", "sharding", "local", "op", "source")
-    rows = [
-        (
-            number(bytes_text(row.local.bytes), row.local.bytes),
-            count(row.values),
-            code(type_text(row.type)),
-            code(spec_text(row.sharding, stages.plan.mesh), "w"),
-            code(type_text(row.local)),
-            Cell(f"copy for {row.op}" if row.copy else row.op, style="w"),
-            source(row.source),
-        )
-        for row in largest_values(stages, n)
-    ]
-    return Table(heads, rows, sort="per device")
+    return Table(heads, rows[:n], sort="per device")
+
+
+def _value_row(
+    what: str, type_: TensorType, sharding: Sharding, trail: str, values: int, mesh: Mesh
+) -> tuple[Cell, ...]:
+    local = local_type(type_, sharding, mesh)
+    return (
+        number(bytes_text(local.bytes), local.bytes),
+        count(values),
+        code(type_text(type_)),
+        code(spec_text(sharding, mesh), "w"),
+        code(type_text(local)),
+        Cell(what, style="w"),
+        source(trail),
+    )
 
 
 def collective_table(rows: Sequence[Total]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spmd.errors import MeshError, SpecError
+from spmd.frontend.importer.manual import atoms_of_refs
 from spmd.frontend.importer.module import Imported
 from spmd.ir.dialect.manual import MANUAL
 from spmd.ir.program import Value
@@ -47,16 +48,13 @@ def collect_marks(
         marks[op.results[0]] = Mark(
             dims, attr.open, f"mark_sharding at {op.loc.trail or 'unknown'}"
         )
-    for i, (value, entries) in enumerate(zip(program.body.args, arg_entries, strict=True)):
+    for i, value in enumerate(program.body.args):
         what = f"argument {program.arg_names[i]}"
-        shape = program.types[value].shape
-        attr_mark = imported.arg_marks[i]
-        if entries is not None:
-            dims, is_open = dims_of(entries, shape, mesh, what=what)
-            marks[value] = Mark(dims, is_open, arg_reasons[i] or what)
-        elif attr_mark is not None:
-            dims = atoms_of_attr(attr_mark, shape, mesh, what, None)
-            marks[value] = Mark(dims, attr_mark.open, what)
+        shape, entries = program.types[value].shape, arg_entries[i]
+        mark = _boundary_mark(mesh, what, shape, entries, imported.arg_marks[i])
+        if mark is not None:
+            stated = arg_reasons[i] if entries is not None else None
+            marks[value] = mark._replace(reason=stated or what)
     for i, value in enumerate(program.body.results):
         mark = result_mark(imported, mesh, result_entries, i)
         if mark is not None:
@@ -75,9 +73,18 @@ def result_mark(
     program = imported.program
     what = f"result {program.result_names[index]}"
     shape = program.types[program.body.results[index]].shape
-    spec, attr = entries[index], imported.result_marks[index]
-    if spec is not None:
-        return Mark(*dims_of(spec, shape, mesh, what=what), what)
+    return _boundary_mark(mesh, what, shape, entries[index], imported.result_marks[index])
+
+
+def _boundary_mark(
+    mesh: Mesh,
+    what: str,
+    shape: Sequence[int],
+    entries: Entries | None,
+    attr: ShardingAttr | None,
+) -> Mark | None:
+    if entries is not None:
+        return Mark(*dims_of(entries, shape, mesh, what=what), what)
     if attr is not None:
         return Mark(atoms_of_attr(attr, shape, mesh, what, None), attr.open, what)
     return None
@@ -118,15 +125,11 @@ def atoms_of_attr(
         spec_entries(entries, len(shape), mesh, what=what, source=source)
         return dims_of(entries, shape, mesh, what=what, source=source, even=even)[0]
     dims = []
-    for size, axes in zip(shape, attr.dims, strict=True):
-        atoms: Axes = ()
-        for name, pre, part in axes:
-            whole = mesh.axis_atoms[name]
-            if part:
-                whole = tuple(a for a in whole if pre <= mesh.atoms[a].pre < pre * part)
-                if mesh.extent(whole) != part:
-                    raise SpecError(f"sub-axis {name}:({pre}){part} does not exist in ({mesh})")
-            atoms += whole
+    for size, refs in zip(shape, attr.dims, strict=True):
+        for name, pre, part in refs:
+            if part and mesh.extent(atoms_of_refs([(name, pre, part)], mesh)) != part:
+                raise SpecError(f"sub-axis {name}:({pre}){part} does not exist in ({mesh})")
+        atoms = atoms_of_refs(refs, mesh)
         if even and size % mesh.extent(atoms):
             raise SpecError(
                 f"a dim of {what} has size {size}, which {mesh.extent(atoms)} does not divide",

@@ -86,48 +86,42 @@ def kind_has_types(view: View, op: Op) -> str | None:
 
 def regions_fit(view: View, op: Op) -> str | None:
     """Control flow has the regions that it needs, and only control flow has regions."""
-    check = _REGIONS.get(op.kind.about.region)
-    if check is not None:
-        return check(view, op)
-    return "it has regions and is not control flow" if op.regions else None
-
-
-def _while_fits(view: View, op: Op) -> str | None:
-    if len(op.regions) != 2:
-        return f"{len(op.regions)} regions instead of a condition and a body"
-    cond, body = op.regions
-    carries = op.kind.operands
-    return (
-        _same(view, "results", op.results, carries)
-        or _same(view, "arguments of the condition", cond.args, carries)
-        or _same(view, "results of the condition", cond.results, (_PREDICATE,))
-        or _same(view, "arguments of the body", body.args, carries)
-        or _same(view, "results of the body", body.results, carries)
-    )
-
-
-def _branches_fit(view: View, op: Op) -> str | None:
-    wanted = TensorType((), op.kind.about.selector)
-    if op.kind.operands != (wanted,):
-        return f"its operands are not one {wanted}"
-    if not op.regions or (wanted == _PREDICATE and len(op.regions) != 2):
-        return f"{len(op.regions)} branches"
-    for i, branch in enumerate(op.regions):
-        problem = _same(view, f"arguments of branch {i}", branch.args, ()) or _same(
-            view, f"results of branch {i}", branch.results, op.kind.results
+    operands, results, regions = _form(op)
+    for what, have, wanted in (
+        ("operands", op.kind.operands, operands),
+        ("results", op.kind.results, results),
+    ):
+        if have != wanted:
+            return f"its {what} are not ({', '.join(map(str, wanted))})"
+    if len(op.regions) != len(regions):
+        names = ", ".join(name for name, _, _ in regions) or "none: it is not control flow"
+        return f"{len(op.regions)} regions instead of {names}"
+    for region, (name, taken, given) in zip(op.regions, regions, strict=True):
+        problem = _same(view, f"arguments of {name}", region.args, taken) or _same(
+            view, f"results of {name}", region.results, given
         )
         if problem:
             return problem
     return None
 
 
-def _manual_fits(view: View, op: Op) -> str | None:
-    if op.operands or len(op.regions) != 1:
-        return f"{len(op.operands)} operands and {len(op.regions)} regions instead of one region"
-    (body,) = op.regions
-    return _same(view, "arguments of the body", body.args, ()) or _same(
-        view, "results of the body", body.results, op.kind.results
-    )
+_Types = tuple[TensorType, ...]
+_PREDICATE = TensorType((), "i1")
+
+
+def _form(op: Op) -> tuple[_Types, _Types, list[tuple[str, _Types, _Types]]]:
+    """Types of an op's operands and results; name, arguments and results of each region."""
+    about, operands, results = op.kind.about, op.kind.operands, op.kind.results
+    if about.region == "loop":  # what it carries goes in, through both regions, and out
+        condition, body = (operands, (_PREDICATE,)), (operands, operands)
+        return operands, operands, [("the condition", *condition), ("the body", *body)]
+    if about.region == "branches":
+        selector = TensorType((), about.selector)
+        count = 2 if selector == _PREDICATE else max(1, len(op.regions))
+        return (selector,), results, [(f"branch {i}", (), results) for i in range(count)]
+    if about.region == "manual":
+        return (), results, [("the body", (), results)]
+    return operands, results, []
 
 
 def dialect_known(view: View, op: Op) -> str | None:
@@ -160,14 +154,6 @@ def _axes_known(op: Op) -> str | None:
 def is_expanded(view: View, op: Op) -> str | None:
     """What is emitted has no ops of our own."""
     return "an op that only spmd knows" if op.name.startswith("spmd.") else None
-
-
-_PREDICATE = TensorType((), "i1")
-_REGIONS: Mapping[str, OpCheck] = {
-    "branches": _branches_fit,
-    "loop": _while_fits,
-    "manual": _manual_fits,
-}
 
 
 def _once(view: View, values: Sequence[Value]) -> str | None:

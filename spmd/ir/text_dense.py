@@ -57,7 +57,7 @@ def element_bytes(text: str, dtype: np.dtype[Any]) -> bytes:
       ValueError, OverflowError: the text is not an element of the dtype.
     """
     if text.startswith("0x"):
-        return bytes.fromhex(text[2:])[::-1]
+        return int(text, 16).to_bytes(dtype.itemsize, "little")
     number: Any
     if dtype == np.bool_:
         number = {"true": True, "false": False}.get(text)

@@ -65,11 +65,18 @@ def check_same(
     # process takes part in every group.
     _calls[members] += 1
     group = "all" if len(members) == count else "-".join(map(str, members))
-    round_ = Round(store, f"same/{group}/{_calls[members]}", members, me, timeout_s)
-    round_.run({"checked": label, **what})
+    folder = f"same/{group}/{_calls[members]}"
+    compare(store, folder, members, me, {"checked": label, **what}, timeout_s)
 
 
-class Round:
+def compare(
+    store: Store,
+    folder: str,
+    members: Sequence[int],
+    me: int,
+    what: Mapping[str, str],
+    timeout_s: float,
+) -> None:
     """One comparison: everyone writes, the first one compares, everyone reads the outcome.
 
     Args:
@@ -77,52 +84,42 @@ class Round:
       folder: where in the store; another one for each comparison.
       members: the processes that take part.
       me: this process, one of them.
+      what: as for `check_same`, with what is compared as `checked`.
       timeout_s: seconds to wait for each other.
+
+    Raises:
+      LaunchError: as for `check_same`.
     """
+    # Processes 0 1 2 with --steps 100 100 90:
+    #   each writes same/all/1/<its number>; 0 waits for all three
+    #   0 writes same/all/1/outcome: "process 2: 90; processes 0, 1: 100"
+    #   all three read that, and raise the same error
+    # Had 2 not come, the outcome would say so after `timeout_s`. The others wait half as long
+    # again, so that 0's answer reaches them before their own patience ends.
 
-    def __init__(
-        self, store: Store, folder: str, members: Sequence[int], me: int, timeout_s: float
-    ) -> None:
-        self.store = store
-        self.folder = folder
-        self.members = members
-        self.me = me
-        self.timeout_s = timeout_s
+    def missing(process: int) -> str:
+        return as_json(
+            LaunchError(
+                f"process {process} did not come to compare {what['checked']} within "
+                f"{timeout_s:g} s",
+                fix="see what it does: its output, or the files of a watchdog",
+            )
+        )
 
-    def run(self, what: Mapping[str, str]) -> None:
-        """Compares; see `check_same`."""
-        # Processes 0 1 2 with --steps 100 100 90:
-        #   each writes same/all/1/<its number>; 0 waits for all three
-        #   0 writes same/all/1/outcome: "process 2: 90; processes 0, 1: 100"
-        #   all three read that, and raise the same error
-        # Had 2 not come, the outcome would say so after `timeout_s`. The others wait half as long
-        # again, so that 0's answer reaches them before their own patience ends.
-        self.store.put(f"{self.folder}/{self.me}", json.dumps(dict(what)))
-        if self.me == self.members[0]:
-            self.store.put(f"{self.folder}/outcome", self._compared(what["checked"]))
-        outcome = self.store.get(f"{self.folder}/outcome", 1.5 * self.timeout_s)
-        if outcome is None:
-            raise self._missing(self.members[:1], what["checked"])
-        if not outcome:
-            return
-        raise from_json(outcome)
-
-    def _compared(self, label: str) -> str:
-        """The outcome as JSON: what differs, or nothing."""
+    def compared() -> str:
         found: dict[int, dict[str, str]] = {}
-        for process in self.members:
-            text = self.store.get(f"{self.folder}/{process}", self.timeout_s)
+        for process in members:
+            text = store.get(f"{folder}/{process}", timeout_s)
             if text is None:
-                return as_json(self._missing((process,), label))
+                return missing(process)
             found[process] = json.loads(text)
         return differences(found)
 
-    def _missing(self, processes: Sequence[int], label: str) -> LaunchError:
-        names = ", ".join(map(str, processes))
-        return LaunchError(
-            f"process {names} did not come to compare {label} within {self.timeout_s:g} s",
-            fix="see what it does: its output, or the files of a watchdog",
-        )
+    store.put(f"{folder}/{me}", json.dumps(what))
+    if me == members[0]:
+        store.put(f"{folder}/outcome", compared())
+    outcome = store.get(f"{folder}/outcome", 1.5 * timeout_s)
+    raise_json(missing(members[0]) if outcome is None else outcome)
 
 
 def differences(found: Mapping[int, Mapping[str, str]]) -> str:
@@ -174,14 +171,14 @@ def _short(value: str) -> str:
 
 
 def as_json(error: LaunchError) -> str:
-    """An error as text that another process raises; see `from_json`."""
+    """An error as text that another process raises; see `raise_json`."""
     return json.dumps({"what": error.what, "actual": error.actual, "fix": error.fix})
 
 
-def from_json(text: str) -> LaunchError:
-    """The inverse of `as_json`."""
-    fields = json.loads(text)
-    return LaunchError(fields["what"], actual=fields["actual"], fix=fields["fix"])
+def raise_json(outcome: str) -> None:
+    """Raises the error that `as_json` made; an empty text is none."""
+    if outcome:
+        raise LaunchError(**json.loads(outcome))
 
 
 def digest(text: str) -> str:

@@ -18,16 +18,14 @@ import jax
 from spmd.errors import LaunchError
 from spmd.launch.agree import check_same, digest
 from spmd.launch.meet import Seat, meet
-from spmd.launch.peers import Peers, watch_peers
+from spmd.launch.peers import first_line, watch_peers
 from spmd.launch.store import (
     Place,
+    connected_to,
     detect_cluster,
     devices_are_open,
     job_store,
     this_process,
-)
-from spmd.launch.store import (
-    coordinator_address as connected_to,
 )
 
 ENV_COORDINATOR = "JAX_COORDINATOR_ADDRESS"
@@ -78,7 +76,8 @@ def initialize(
       >>> spmd.initialize()   # the same line on a laptop, under Slurm, on a TPU pod
     """
     global _joined
-    given = Place(coordinator_address, num_processes, process_id, _ids(local_device_ids))
+    devices = None if local_device_ids is None else tuple(local_device_ids)
+    given = Place(coordinator_address, num_processes, process_id, devices)
     if _joined is not None:
         _check_again(given, _joined)
         return
@@ -89,32 +88,29 @@ def initialize(
         place = find_place(given, os.environ, timeout_s)
         if place is None:
             return
-        _check_place(place)
-        _join(place, timeout_s, heartbeat_timeout_s)
+        _join(_seat(place), place.devices, timeout_s, heartbeat_timeout_s)
     store, (process, processes) = job_store(), this_process()
     _joined = Place(connected_to(), processes, process)
     if store is None:
         return
-    watch_peers(Peers(store, process, processes, heartbeat_timeout_s, str(connected_to())))
+    watch_peers(store, heartbeat_timeout_s)
     if is_joined:
         check_same(versions(), label="versions", timeout_s=timeout_s)
 
 
 def versions() -> dict[str, str]:
     """The versions that must be equal in all processes that compile one program."""
+    # Hosts that read different checkouts of this package have the same version number.
+    root = Path(__file__).parent.parent
+    sources = (
+        f"{file.relative_to(root)}\0{file.read_text()}" for file in sorted(root.rglob("*.py"))
+    )
     return {
         "version of Python": platform.python_version(),
         "version of jax": jax.__version__,
         "version of jaxlib": metadata.version("jaxlib"),
-        "sources of spmd (hash)": _sources(),
+        "sources of spmd (hash)": digest("".join(sources)),
     }
-
-
-def _sources() -> str:
-    """A hash of this package: hosts that read different checkouts have the same version number."""
-    root = Path(__file__).parent.parent
-    files = sorted(root.rglob("*.py"))
-    return digest("".join(f"{f.relative_to(root)}\0{f.read_text()}" for f in files))
 
 
 def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place | None:
@@ -126,33 +122,23 @@ def find_place(given: Place, env: Mapping[str, str], timeout_s: float) -> Place 
     place = _with_environment(given, env)
     if None in (place.coordinator, place.processes, place.process):
         place = detect_cluster(place, timeout_s)
-    if place.coordinator is None and place.processes is None and place.process is None:
-        return None
-    if place.processes == 1:
-        return None
-    return place
+    is_unknown = place == Place(devices=place.devices)
+    return None if is_unknown or place.processes == 1 else place
 
 
 def _with_environment(given: Place, env: Mapping[str, str]) -> Place:
     coordinator = given.coordinator or env.get(ENV_COORDINATOR) or None
+    processes = _from(env, ENV_PROCESSES) if given.processes is None else given.processes
+    process = _from(env, ENV_PROCESS) if given.process is None else given.process
     devices = given.devices
     if devices is None and env.get(ENV_DEVICES):
         devices = tuple(_number(ENV_DEVICES, text) for text in env[ENV_DEVICES].split(","))
-    processes = _first(given.processes, _from(env, ENV_PROCESSES))
-    process = _first(given.process, _from(env, ENV_PROCESS))
-    if coordinator is None or process is not None:
-        return Place(coordinator, processes, process, devices)
-    for size, rank, local in RANKS:
-        if size in env and rank in env:
-            processes, process = _first(processes, _from(env, size)), _from(env, rank)
-            number = _from(env, local)
-            devices = devices or (None if number is None else (number,))
-            break
+    engine = next((names for names in RANKS if names[0] in env and names[1] in env), None)
+    if coordinator and process is None and engine:
+        count, process, local = (_from(env, name) for name in engine)
+        processes = count if processes is None else processes
+        devices = devices or (None if local is None else (local,))
     return Place(coordinator, processes, process, devices)
-
-
-def _first(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a
 
 
 def _from(env: Mapping[str, str], name: str) -> int | None:
@@ -166,24 +152,24 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def _ids(given: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if given is None else tuple(given)
+def _seat(place: Place) -> Seat:
+    """A place of which everything is known.
 
-
-def _check_place(place: Place) -> None:
+    Raises:
+      LaunchError: something is missing or cannot be.
+    """
     parts = {
         f"coordinator_address ({ENV_COORDINATOR})": place.coordinator,
         f"num_processes ({ENV_PROCESSES})": place.processes,
         f"process_id ({ENV_PROCESS})": place.process,
     }
-    missing = [name for name, part in parts.items() if part is None]
-    if missing:
+    if place.coordinator is None or place.processes is None or place.process is None:
         raise LaunchError(
-            f"a job of several processes lacks {', '.join(missing)}",
+            "a job of several processes lacks "
+            + ", ".join(name for name, part in parts.items() if part is None),
             actual=", ".join(f"{n} is {p}" for n, p in parts.items() if p is not None),
             fix="pass it to spmd.initialize, set the variable, or start the job by scripts/launch",
         )
-    assert place.coordinator and place.processes is not None and place.process is not None
     host, _, port = place.coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise LaunchError(
@@ -196,6 +182,7 @@ def _check_place(place: Place) -> None:
             required=f"process_id from 0 to {place.processes - 1}",
             fix="number the processes from 0",
         )
+    return Seat(place.coordinator, place.processes, place.process)
 
 
 def _check_again(given: Place, joined: Place) -> None:
@@ -209,19 +196,22 @@ def _check_again(given: Place, joined: Place) -> None:
             )
 
 
-def _join(place: Place, timeout_s: float, heartbeat_timeout_s: float) -> None:
-    _check_early()
-    assert place.coordinator and place.processes is not None and place.process is not None
-    meet(Seat(place.coordinator, place.processes, place.process), versions(), timeout_s)
+def _join(
+    seat: Seat, devices: Sequence[int] | None, timeout_s: float, heartbeat_timeout_s: float
+) -> None:
+    if devices_are_open():
+        raise LaunchError(
+            "spmd.initialize comes too late: jax has opened its devices already",
+            fix="call it before jax.devices(), jax.random.key() or any array is made",
+        )
+    meet(seat, versions(), timeout_s)
     if getattr(jax.config, "jax_cpu_collectives_implementation", None) != "mpi":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     on_term = signal.getsignal(signal.SIGTERM)
     try:
         jax.distributed.initialize(
-            place.coordinator,
-            place.processes,
-            place.process,
-            place.devices,
+            *seat,
+            devices,
             cluster_detection_method="deactivate",
             initialization_timeout=max(10, int(timeout_s)),
             # Ours speaks first, for it knows names; jax's is what remains if Python hangs.
@@ -230,22 +220,14 @@ def _join(place: Place, timeout_s: float, heartbeat_timeout_s: float) -> None:
         )
     except Exception as error:
         raise LaunchError(
-            f"process {place.process} could not join {place.coordinator}",
-            actual=str(error).splitlines()[0][:500],
+            f"process {seat.process} could not join {seat.coordinator}",
+            actual=first_line(error),
             fix="see the coordinator's output; another port may help",
         ) from error
     finally:
         # jax's preemption service catches SIGTERM and only takes a note: nothing would end by it.
         if on_term is not None:
             signal.signal(signal.SIGTERM, on_term)
-
-
-def _check_early() -> None:
-    if devices_are_open():
-        raise LaunchError(
-            "spmd.initialize comes too late: jax has opened its devices already",
-            fix="call it before jax.devices(), jax.random.key() or any array is made",
-        )
 
 
 def is_main_process() -> bool:

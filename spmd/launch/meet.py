@@ -11,17 +11,19 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from spmd.errors import LaunchError
-from spmd.launch.agree import as_json, differences, from_json
+from spmd.launch.agree import as_json, differences, raise_json
 
 _SLOW_S = 10.0
 """Seconds that process 0 may be late with its answer."""
 
 _LONGEST = 1 << 16
 """Bytes of a message."""
+
+_COUNT = "number of processes"
 
 
 class Seat(NamedTuple):
@@ -56,89 +58,72 @@ def meet(seat: Seat, about: Mapping[str, str], timeout_s: float) -> None:
     """
     if seat.processes < 2:
         return
-    hello = {"process": seat.process, "processes": seat.processes, "about": dict(about)}
-    if seat.process == 0:
-        outcome = _Host(seat, hello).run(timeout_s)
-    else:
-        outcome = _ask(seat, hello, timeout_s)
-    if outcome:
-        raise from_json(outcome)
+    hello = {_COUNT: str(seat.processes), **about}
+    raise_json((_ask if seat.process else _host)(seat, hello, timeout_s))
 
 
 # Process 0.
 
 
-class _Host:
+def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
     """Collects who comes, and answers all when the last one is there or it is too late."""
-
-    def __init__(self, seat: Seat, hello: dict[str, Any]) -> None:
-        self.seat = seat
-        self.came: dict[int, dict[str, Any]] = {0: hello}
-        self.lines: list[socket.socket] = []
-
-    def run(self, timeout_s: float) -> str:
-        # A job of 3:  1 -> 0 {"process": 1, "processes": 3, "about": {versions}}
-        #              2 -> 0 {"process": 2, ...}          connections stay open meanwhile
-        #              0 -> 1, 2  an empty line: all agree; else the error as JSON
-        # All are answered at once and alike, so that either all go on to jax's own connection or
-        # all raise. The socket is closed by then: jax's coordinator listens at the same port.
-        deadline = time.monotonic() + timeout_s
-        outcome = ""
-        with _listen(self.seat.port, self.seat.processes) as server:
-            while not outcome and len(self.came) < self.seat.processes:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    outcome = as_json(self._missing(timeout_s))
-                    break
-                server.settimeout(left)
-                with contextlib.suppress(TimeoutError):
-                    outcome = self._seat(server.accept()[0])
-            outcome = outcome or differences({p: h["about"] for p, h in self.came.items()})
-            for line in self.lines:
-                with contextlib.suppress(OSError):
-                    line.sendall(f"{outcome}\n".encode())
-                    line.close()
-        return outcome
-
-    def _seat(self, line: socket.socket) -> str:
-        """Reads who is at a connection; returns an error for all if it cannot belong here."""
-        try:
-            line.settimeout(_SLOW_S)
-            hello = json.loads(_read_line(line))
-            process, processes = int(hello["process"]), int(hello["processes"])
-            hello["about"] = {str(k): str(v) for k, v in hello["about"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            line.close()  # somebody else's connection
-            return ""
-        self.lines.append(line)
-        if processes != self.seat.processes:
-            return as_json(
-                LaunchError(
-                    f"process {process} expects {processes} processes, process 0 expects "
-                    f"{self.seat.processes}",
-                    fix="give all processes the same number of processes",
+    # A job of 3:  1 -> 0 {"process": 1, "about": {number of processes, versions}}
+    #              2 -> 0 {"process": 2, ...}          connections stay open meanwhile
+    #              0 -> 1, 2  an empty line: all agree; else the error as JSON
+    # All are answered at once and alike, so that either all go on to jax's own connection or
+    # all raise. The socket is closed by then: jax's coordinator listens at the same port.
+    deadline = time.monotonic() + timeout_s
+    came = {0: about}
+    lines: list[socket.socket] = []
+    outcome = ""
+    with _listen(seat.port, seat.processes) as server:
+        while not outcome and len(came) < seat.processes:
+            server.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                line, _ = server.accept()
+            except TimeoutError:
+                outcome = as_json(_missing(seat, came, timeout_s))
+                break
+            try:
+                process, its_own = _read_hello(line)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                line.close()  # somebody else's connection
+                continue
+            lines.append(line)
+            if process in came:
+                outcome = as_json(
+                    LaunchError(
+                        f"two processes of this job have process_id {process}",
+                        fix="number the processes from 0, each its own number",
+                    )
                 )
-            )
-        if process in self.came or not 0 < process < processes:
-            return as_json(
-                LaunchError(
-                    f"two processes of this job have process_id {process}",
-                    fix="number the processes from 0, each its own number",
-                )
-            )
-        self.came[process] = hello
-        return ""
+            came.setdefault(process, its_own)
+            if its_own[_COUNT] != about[_COUNT]:
+                break  # nobody knows for whom to wait
+        outcome = outcome or differences(came)
+        for line in lines:
+            with contextlib.suppress(OSError), line:
+                line.sendall(f"{outcome}\n".encode())
+    return outcome
 
-    def _missing(self, timeout_s: float) -> LaunchError:
-        missing = [str(p) for p in range(self.seat.processes) if p not in self.came]
-        names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-        many = len(missing) > 1
-        return LaunchError(
-            f"process{'es' if many else ''} {names} did not come to {self.seat.coordinator} within "
-            f"{timeout_s:g} s",
-            actual=f"{len(self.came)} of {self.seat.processes} processes came",
-            fix="see why it did not start, or whether a firewall closes the port",
-        )
+
+def _read_hello(line: socket.socket) -> tuple[int, dict[str, str]]:
+    """Which process is at a connection, and what it says of itself."""
+    line.settimeout(_SLOW_S)
+    hello = json.loads(_read_line(line))
+    about = {str(name): str(value) for name, value in hello["about"].items()}
+    return int(hello["process"]), {_COUNT: "", **about}
+
+
+def _missing(seat: Seat, came: Collection[int], timeout_s: float) -> LaunchError:
+    missing = [str(p) for p in range(seat.processes) if p not in came]
+    names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+    return LaunchError(
+        f"process{'es' if len(missing) > 1 else ''} {names} did not come to {seat.coordinator} "
+        f"within {timeout_s:g} s",
+        actual=f"{len(came)} of {seat.processes} processes came",
+        fix="see why it did not start, or whether a firewall closes the port",
+    )
 
 
 def _listen(port: int, backlog: int) -> socket.socket:
@@ -161,15 +146,15 @@ def _listen(port: int, backlog: int) -> socket.socket:
 # The others.
 
 
-def _ask(seat: Seat, hello: dict[str, Any], timeout_s: float) -> str:
+def _ask(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
     """Connects until process 0 is there, and waits for its answer."""
     deadline = time.monotonic() + timeout_s
-    text = f"{json.dumps(hello)}\n".encode()
+    hello = json.dumps({"process": seat.process, "about": about})
     while True:
         left = max(0.1, deadline - time.monotonic())
         try:
             with socket.create_connection((seat.host, seat.port), timeout=left) as line:
-                line.sendall(text)
+                line.sendall(f"{hello}\n".encode())
                 line.settimeout(timeout_s + _SLOW_S)
                 return _read_line(line)
         except OSError as error:
@@ -190,10 +175,8 @@ def _read_line(line: socket.socket) -> str:
     Raises:
       OSError: the other side ended before it was whole.
     """
-    data = b""
-    while not data.endswith(b"\n"):
-        part = line.recv(4096)
-        if not part or len(data) > _LONGEST:
-            raise ConnectionError("the connection was closed")
-        data += part
+    with line.makefile("rb") as file:
+        data = file.readline(_LONGEST)
+    if not data.endswith(b"\n"):
+        raise ConnectionError("the connection was closed")
     return data[:-1].decode()

@@ -23,14 +23,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
 from spmd.launch.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.stop import StopVote
-from spmd.launch.store import Store
+from spmd.launch.store import Store, connected_to, this_process
 
 VERDICT = "verdict"
 LEFT = "left"
@@ -42,7 +41,6 @@ COLLECTIVE_FAILED = re.compile(
 """Words in errors that another process's end most likely caused."""
 
 
-@dataclass
 class Signs:
     """When each process last gave a sign of life.
 
@@ -52,10 +50,9 @@ class Signs:
       started: the clock's time from which silence counts.
     """
 
-    processes: int
-    timeout_s: float
-    started: float
-    _seen: dict[int, tuple[str, float]] = field(default_factory=dict)
+    def __init__(self, processes: int, timeout_s: float, started: float) -> None:
+        self.timeout_s = timeout_s
+        self._seen = dict.fromkeys(range(processes), ("", started))
 
     def silent(self, now: float, signs: Mapping[int, str]) -> dict[int, float]:
         """Process -> seconds of silence, for those that have been silent for too long.
@@ -67,14 +64,13 @@ class Signs:
         # Signs are counters, not times: hosts' clocks differ. Only this process's clock is read,
         # at the moment when it sees a counter change.
         for process, sign in signs.items():
-            if self._seen.get(process, ("", 0.0))[0] != sign:
+            if self._seen[process][0] != sign:
                 self._seen[process] = (sign, now)
-        ages = {}
-        for process in range(self.processes):
-            sign, last = self._seen.get(process, ("", self.started))
-            if sign != LEFT and now - last > self.timeout_s:
-                ages[process] = now - last
-        return ages
+        return {
+            process: now - since
+            for process, (sign, since) in self._seen.items()
+            if sign != LEFT and now - since > self.timeout_s
+        }
 
 
 class Peers:
@@ -82,10 +78,7 @@ class Peers:
 
     Args:
       store: the job's store.
-      process: this process.
-      processes: how many there are.
       timeout_s: after so many seconds of silence a process counts as lost.
-      coordinator: `host:port` of the store.
     """
 
     # How process 2 of 4 is missed, with a timeout of 60 s and a look every 5 s:
@@ -95,30 +88,21 @@ class Peers:
     #   71 s     0 exits last: the store lives in it, and the others had to read the verdict there
     # `claim` writes only once, so a failure that follows from the first one cannot replace it.
 
-    def __init__(
-        self, store: Store, process: int, processes: int, timeout_s: float, coordinator: str
-    ) -> None:
+    def __init__(self, store: Store, timeout_s: float) -> None:
         self.store = store
-        self.process = process
-        self.processes = processes
+        self.process, self.processes = this_process()
         self.timeout_s = timeout_s
-        self.coordinator = coordinator
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
-        self.vote = StopVote(store, process, processes)
-        self._sign = LEFT
+        self.vote = StopVote(store, self.process, self.processes)
         self._contact = time.monotonic()
         self._leaving = threading.Event()
         self._stopping = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="spmd peers", daemon=True)
-
-    def start(self) -> None:
-        """Starts to watch."""
-        self._thread.start()
 
     # The thread.
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Watches until the process ends."""
         signs = Signs(self.processes, self.timeout_s, time.monotonic())
         count = 0
         while True:
@@ -153,13 +137,13 @@ class Peers:
             raise SystemExit  # the service ends with the job: this thread does, too
         if time.monotonic() - self._contact < self.timeout_s and not self.is_coordinator_gone():
             return None
-        return f"process 0, the coordinator, was lost ({_first_line(error)})"
+        return f"process 0, the coordinator, was lost ({first_line(error)})"
 
     def is_coordinator_gone(self) -> bool:
         """Whether the coordinator refuses connections, or its store was silent for too long."""
         if self.process == 0:
             return False
-        host, _, port = self.coordinator.rpartition(":")
+        host, _, port = str(connected_to()).rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError:
@@ -170,11 +154,17 @@ class Peers:
         """Says why and ends this process at once, whatever its other threads do."""
         with self._stopping:
             code = EXIT_PEER_LOST if self.failed is None else self.failed
-            _say(f"error: process {self.process} of {self.processes} stops: {verdict}")
-            if self.process == 0:
-                time.sleep(2 * self.interval_s + 0.5)  # the others read the verdict from us
             _flush()
-            os._exit(code)
+            with contextlib.suppress(OSError):  # at once and unbuffered: this process ends
+                text = f"error: process {self.process} of {self.processes} stops: {verdict}\n"
+                os.write(2, text.encode())
+            self._exit(code)
+
+    def _exit(self, code: int) -> NoReturn:
+        if self.process == 0:
+            time.sleep(2 * self.interval_s + 0.5)  # the others read the verdict from us
+        _flush()
+        os._exit(code)
 
     # This process's own end.
 
@@ -194,7 +184,7 @@ class Peers:
         with self._stopping:
             self.failed = code
         with contextlib.suppress(Exception):
-            self.store.claim(VERDICT, f"process {self.process} failed: {_first_line(why)}")
+            self.store.claim(VERDICT, f"process {self.process} failed: {first_line(why)}")
 
     def leave(self) -> None:
         """Runs at the interpreter's end, before jax waits for the other processes."""
@@ -202,11 +192,8 @@ class Peers:
             self._leaving.set()
             return
         with self._stopping:
-            if self.process == 0:
-                time.sleep(2 * self.interval_s + 0.5)
             logging.shutdown()
-            _flush()
-            os._exit(self.failed)
+            self._exit(self.failed)
 
 
 def describe_silent(silent: Mapping[int, float]) -> str:
@@ -223,13 +210,13 @@ def describe_silent(silent: Mapping[int, float]) -> str:
 _peers: Peers | None = None
 
 
-def watch_peers(peers: Peers) -> None:
+def watch_peers(store: Store, timeout_s: float) -> None:
     """Starts to watch; from here on this process's errors end the others, too."""
     global _peers
-    _peers = peers
-    peers.start()
+    _peers = peers = Peers(store, timeout_s)
+    threading.Thread(target=peers.run, name="spmd peers", daemon=True).start()
     atexit.register(peers.leave)
-    sys.excepthook = _reporting(sys.excepthook)
+    _report_exceptions(peers)
     _install_abort_handler(peers)
 
 
@@ -277,21 +264,19 @@ def stopping_peers() -> Iterator[None]:
         raise
 
 
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+def _report_exceptions(peers: Peers) -> None:
+    """Tells the other processes of an exception that nobody catches."""
+    show = sys.excepthook
 
-
-def _reporting(hook: Hook) -> Hook:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         why = "".join(traceback.format_exception_only(kind, error)).strip()
-        if _peers is not None:
-            _peers.wait_for_cause(why)
-        hook(kind, error, trace)
-        if _peers is not None:
-            _peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        peers.wait_for_cause(why)
+        show(kind, error, trace)
+        peers.fail(why, 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
-    return report
+    sys.excepthook = report
 
 
 # When its coordinator is lost, jax's client aborts the process from C++. The handler below turns
@@ -315,16 +300,10 @@ def _install_abort_handler(peers: Peers) -> None:
     libc.signal(signal.SIGABRT, handler)
 
 
-def _first_line(error: object) -> str:
+def first_line(error: object) -> str:
+    """The first line of an error's text, or its type where it has none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:500]
-
-
-def _say(text: str) -> None:
-    """Writes a line to stderr at once and unbuffered: the process may end right after."""
-    _flush()
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())
 
 
 def _flush() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax._src import distributed, xla_bridge
@@ -17,24 +17,8 @@ _PREFIX = "spmd/"
 _MISSING = re.compile(r"NOT_FOUND|DEADLINE_EXCEEDED")
 
 
-class Store(Protocol):
-    """Text under names, shared by all processes of a job."""
-
-    def put(self, key: str, value: str) -> None:
-        """Writes; what was there is replaced."""
-
-    def claim(self, key: str, value: str) -> bool:
-        """Writes unless another process has; whether it was this one."""
-
-    def get(self, key: str, timeout_s: float = 0.0) -> str | None:
-        """Reads, waiting up to some seconds for it to be written; None if nothing is there."""
-
-    def all(self, folder: str) -> dict[str, str]:
-        """Everything under `folder/`, by the rest of its name."""
-
-
-class CoordinationStore:
-    """The store of the running job, over the coordinator's RPCs.
+class Store:
+    """Text under names, shared by all processes of a job, over the coordinator's RPCs.
 
     Errors of the connection come out as jax raises them, as `jax.errors.JaxRuntimeError`.
     """
@@ -43,21 +27,19 @@ class CoordinationStore:
         self._client = client
 
     def put(self, key: str, value: str) -> None:
-        """See `Store`."""
+        """Writes; what was there is replaced."""
         self._client.key_value_set(_PREFIX + key, value, allow_overwrite=True)
 
-    def claim(self, key: str, value: str) -> bool:
-        """See `Store`."""
+    def claim(self, key: str, value: str) -> None:
+        """Writes unless another process has."""
         try:
             self._client.key_value_set(_PREFIX + key, value)
         except jax.errors.JaxRuntimeError as error:
-            if "ALREADY_EXISTS" in str(error):
-                return False
-            raise
-        return True
+            if "ALREADY_EXISTS" not in str(error):
+                raise
 
     def get(self, key: str, timeout_s: float = 0.0) -> str | None:
-        """See `Store`."""
+        """Reads, waiting up to some seconds for it to be written; None if nothing is there."""
         try:
             if timeout_s > 0:
                 wait = int(timeout_s * 1000)
@@ -69,7 +51,7 @@ class CoordinationStore:
             raise
 
     def all(self, folder: str) -> dict[str, str]:
-        """See `Store`."""
+        """Everything under `folder/`, by the rest of its name."""
         start = f"{_PREFIX}{folder}/"
         found = self._client.key_value_dir_get(start)
         return {key.removeprefix(start): value for key, value in found}
@@ -108,7 +90,7 @@ def this_process() -> tuple[int, int]:
     return state.process_id, (state.num_processes or 1) if state.client is not None else 1
 
 
-def coordinator_address() -> str | None:
+def connected_to() -> str | None:
     """`host:port` of the coordinator that this process is connected to."""
     return distributed.global_state.coordinator_address
 
@@ -123,4 +105,4 @@ def job_store() -> Store | None:
     client = distributed.global_state.client
     if client is None or this_process()[1] < 2:
         return None
-    return CoordinationStore(client)
+    return Store(client)

@@ -16,12 +16,11 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from types import TracebackType
-from typing import IO, NamedTuple
+from typing import IO
 
 from spmd.launch.exit_codes import EXIT_HUNG
 from spmd.launch.peers import fail_peers
-from spmd.launch.store import Store, job_store, this_process
+from spmd.launch.store import job_store, this_process
 
 REMEMBERED = 100
 """How many of the last marks a file shows."""
@@ -33,19 +32,6 @@ REQUEST = "watchdog/dump"
 ANSWER = "watchdog/dumped"
 PATIENCE_S = 10.0
 """How long a hung process waits for the others to write their files."""
-
-
-class Mark(NamedTuple):
-    """Something that the host saw finished: when (seconds since 1970), in which step, and what."""
-
-    time: float
-    step: int | None
-    what: str
-
-    def __str__(self) -> str:
-        when = datetime.datetime.fromtimestamp(self.time).isoformat(" ", "milliseconds")
-        where = "" if self.step is None else f"  step {self.step}"
-        return f"{when}{where}  {self.what}"
 
 
 class Watchdog:
@@ -79,20 +65,20 @@ class Watchdog:
         first_timeout_s: float | None = None,
         stop: bool = True,
     ) -> None:
-        if timeout_s <= 0 or (first_timeout_s is not None and first_timeout_s <= 0):
-            raise ValueError(
-                f"a watchdog's limit is a positive number of seconds, not {timeout_s:g}"
-                if timeout_s <= 0
-                else f"first_timeout_s must be positive, not {first_timeout_s:g}"
-            )
         self.timeout_s = timeout_s
         self.first_timeout_s = FIRST * timeout_s if first_timeout_s is None else first_timeout_s
+        for limit in (self.timeout_s, self.first_timeout_s):
+            if limit <= 0:
+                raise ValueError(
+                    f"a watchdog's limit is a positive number of seconds, not {limit:g}"
+                )
         self.folder = Path(folder)
         self.stop = stop
         self.process, self.processes = this_process()
         self.path = self.folder / f"process-{self.process}.txt"
-        self._store: Store | None = job_store()
-        self._marks: deque[Mark] = deque(maxlen=REMEMBERED)
+        self._store = job_store()
+        self._marks: deque[str] = deque(maxlen=REMEMBERED)
+        self._finished: tuple[str, int | None] = ("", None)
         self._beats = 0
         self._last = time.monotonic()
         self._written_at = -1
@@ -116,12 +102,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Stops watching."""
         self._end.set()
         self._thread.join()
@@ -138,7 +119,10 @@ class Watchdog:
           step: the step that was finished.
           what: what was finished, where it is no step: `"checkpoint"`, `"gradients reduced"`.
         """
-        self._marks.append(Mark(time.time(), step, what))
+        when = datetime.datetime.now().isoformat(" ", "milliseconds")
+        where = "" if step is None else f"  step {step}"
+        self._marks.append(f"{when}{where}  {what}")
+        self._finished = (what, self._finished[1] if step is None else step)
         self._last = time.monotonic()
         self._beats += 1
         self._arm()
@@ -217,11 +201,10 @@ class Watchdog:
         self._store.put(f"{ANSWER}/{self.process}", token)
 
     def _last_mark(self) -> str:
-        steps = [mark.step for mark in self._marks if mark.step is not None]
-        if not self._marks:
+        what, step = self._finished
+        if not what:
             return "nothing was finished yet"
-        last = f"last finished: {self._marks[-1].what}"
-        return f"{last}, step {steps[-1]}" if steps else last
+        return f"last finished: {what}" + ("" if step is None else f", step {step}")
 
     def _who(self) -> str:
         now = datetime.datetime.now().isoformat(" ", "seconds")

@@ -47,36 +47,24 @@ def devices_ahead(mesh: Mesh, topology: Topology) -> list[Any]:
     Raises:
       MeshError: no compiler for the machine is here, or the mesh does not fit it.
     """
-    if topology.platform == "tpu":
-        return _in_mesh_order(mesh, _tpus(topology, _slices(mesh, topology)))
-    chip = topology.name.partition(":")[0]
-    if topology.platform != "cuda" or chip not in GPU_TARGETS:
+    is_tpu, chip = topology.platform == "tpu", topology.name.partition(":")[0]
+    if not is_tpu and (topology.platform != "cuda" or chip not in GPU_TARGETS):
         raise MeshError(
             f"XLA's compiler for {topology} is only where such devices are",
             actual="they are not visible here",
             fix="plan without compiling: use .lower(..., topology=...) instead of .compile(...)",
         )
-    if mesh.size != topology.count:
-        raise _does_not_fit(mesh, topology, f"{topology.count} devices")
-    return _in_mesh_order(mesh, _gpus(topology, chip))
-
-
-def _slices(mesh: Mesh, topology: Topology) -> int:
-    """How many slices the mesh is."""
     slices, rest = divmod(mesh.size, topology.count)
-    if rest or not slices:
-        several = f"{topology.count} devices, or as many in each of several slices"
-        raise _does_not_fit(mesh, topology, several)
-    return slices
-
-
-def _does_not_fit(mesh: Mesh, topology: Topology, required: str) -> MeshError:
-    return MeshError(
-        f"the mesh ({mesh}) does not fit {topology}",
-        actual=f"{mesh.size} devices",
-        required=required,
-        fix="change the mesh or the topology",
-    )
+    if rest or not slices or (slices > 1 and not is_tpu):
+        several = ", or as many in each of several slices" if is_tpu else ""
+        raise MeshError(
+            f"the mesh ({mesh}) does not fit {topology}",
+            actual=f"{mesh.size} devices",
+            required=f"{topology.count} devices{several}",
+            fix="change the mesh or the topology",
+        )
+    devices = _tpus(topology, slices) if is_tpu else _gpus(topology, chip)
+    return _in_mesh_order(mesh, devices)
 
 
 def _tpus(topology: Topology, slices: int) -> list[Any]:

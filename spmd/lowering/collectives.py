@@ -7,7 +7,7 @@ from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
 from spmd.lowering.local.dims import gather_dim
-from spmd.lowering.local.padding import cut, join
+from spmd.lowering.local.padding import Split, cut, join, own_piece
 from spmd.mesh.mesh import Mesh
 from spmd.reshard.paths import Step, permute_pairs
 
@@ -29,15 +29,14 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
     # and one that was just joined loses its inner padding afterwards (`join`).
     type_ = local_type(global_type, step.after, mesh)
     if step.kind == "slice":
-        x = cut(b, x, step.dims[0], step.axes, mesh)
-        return b.local_slice(x, type_, step.axes, step.dims[0])
+        return own_piece(b, x, step.dims[0], step.axes, mesh)
     if step.kind == "mask":
         first = b.compare("EQ", b.axis_index(step.axes), b.constant(0, "i32"))
         return b.select(first, x, b.splat(0, type_))
     if step.kind == "all_gather":
         (dim,) = step.dims
         x = gather_dim(b, x, dim, step.axes, mesh)
-        return join(b, x, dim, type_.shape[dim], step.axes, mesh)
+        return join(b, x, Split(dim, type_.shape[dim], step.axes, mesh))
     if step.kind == "all_to_all":
         source, target = step.dims
         x = cut(b, x, target, step.axes, mesh)
@@ -45,7 +44,7 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
         pieces = pieces.with_dim(target, type_.shape[target])
         how = {"concat_dimension": source, "split_dimension": target}
         x = b.collective(step.kind, x, pieces, step.axes, **how)
-        return join(b, x, source, type_.shape[source], step.axes, mesh)
+        return join(b, x, Split(source, type_.shape[source], step.axes, mesh))
     if step.kind == "collective_permute":
         pairs = permute_pairs(step.before, step.after, mesh)
         return b.collective(step.kind, x, type_, step.axes, pairs=pairs)

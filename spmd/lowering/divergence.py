@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import rewrite_ops
-from spmd.lowering.local.dims import gather_dim
+from spmd.lowering.local.dims import dynamic_take_dim, gather_dim, per_device
 from spmd.mesh.mesh import Mesh
 
 HELD = "spmd.held"
@@ -56,15 +54,13 @@ def _gathered(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
     axes, type_ = op.kind.attrs["axes"], b.types[x]
     shape = type_.shape
     gathered = gather_dim(b, b.reshape(x, (1, *shape)), 0, axes, mesh)
-    sender = dict.fromkeys(range(mesh.size), -1)
-    sender |= {to: mesh.coordinate(source, axes) for source, to in op.kind.attrs["pairs"]}
-    table = b.constant(np.array(list(sender.values()), np.int32), "i32")
-    position = b.axis_index(tuple(range(len(mesh.atoms))))
-    mine = b.reshape(b.dynamic_slice(table, (position,), (1,)), ())
+    sender = [-1] * mesh.size
+    for source, to in op.kind.attrs["pairs"]:
+        sender[to] = mesh.coordinate(source, axes)
+    mine = per_device(b, tuple(range(len(mesh.atoms))), sender)
     zero = b.constant(0, "i32")
     start = b.binary("maximum", mine, zero)
-    picked = b.dynamic_slice(gathered, (start, *[zero] * len(shape)), (1, *shape))
-    received = b.reshape(picked, shape)
-    if -1 not in sender.values():
+    received = b.reshape(dynamic_take_dim(b, gathered, 0, start, 1), shape)
+    if -1 not in sender:
         return received
     return b.select(b.compare("GE", mine, zero), received, b.splat(0, type_))

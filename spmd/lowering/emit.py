@@ -7,11 +7,12 @@ generic form of MLIR is used throughout, so that no op needs a printer of its ow
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from spmd.ir.description import COMPOSITE
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
-from spmd.ir.program import Body, Loc, Op, Program, Region, Value
+from spmd.ir.program import Body, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
 from spmd.lowering.local.composite import traced_composite
 from spmd.mesh.mesh import Mesh
@@ -54,7 +55,8 @@ class _Emitter:
             text = ", ".join(f"{json.dumps(name)}={size}" for name, size in axes)
             self.lines.append(f"sdy.mesh @{_MESH} = <[{text}]>")
         self.lines.append(f"func.func public @main({args}) -> ({results}) {{")
-        self.ops(body.ops, self.program.types)
+        for op in body.ops:
+            self.op(op)
         values = ", ".join(self.names[v] for v in body.results)
         self.lines.append(f'"func.return"({values}) : ({results}) -> ()')
         self.lines.append("}")
@@ -72,9 +74,42 @@ class _Emitter:
             self.names.update((v, f"{name}#{i}") for i, v in enumerate(values))
         return name if len(values) == 1 else f"{name}:{len(values)}"
 
-    def ops(self, ops: Sequence[Op], types: Sequence[TensorType]) -> None:
-        for op in ops:
-            self.op(op, types)
+    def op(self, op: Op) -> None:
+        if op.name == MANUAL:
+            self.manual(op)
+            return
+        kind = op.kind
+        if op.name == COMPOSITE:  # a call of what computes it, whose functions join the module once
+            traced = traced_composite(kind)
+            assert traced is not None, op.label
+            self.functions[traced.entry] = traced.functions
+            call = OpKind("func.call", kind.operands, kind.results, {})
+            self.write(op._replace(kind=call), [f"callee = @{traced.entry}"], [])
+            return
+        attrs = [f"{n} = {_attribute(a)}" for n, a in kind.attrs.items() if _is_emitted(n, a)]
+        if op.collective:
+            attrs += self.collective_attrs(op)
+        bodies = [a for a in kind.attrs.values() if isinstance(a, Body)]
+        if op.name == "stablehlo.select_and_scatter":
+            bodies = [kind.attrs["select"], kind.attrs["scatter"]]
+        blocks = [partial(self.body, body) for body in bodies]
+        blocks += [partial(self.block, region, self.program.types) for region in op.regions]
+        self.write(op, attrs, blocks)
+
+    def write(self, op: Op, attrs: Sequence[str], blocks: Sequence[Callable[[], None]]) -> None:
+        """The lines of an op with some attributes; each of `blocks` writes a region of it."""
+        operands = ", ".join([self.names[v] for v in op.operands])
+        target = f"{self.define(op.results)} = " if op.results else ""
+        dictionary = f" {{{', '.join(attrs)}}}" if attrs else ""
+        signature = _signature(op.kind.operands, op.kind.results)
+        tail = f"{dictionary} : {signature} loc({self.loc(op.loc)})"
+        self.lines.append(f'{target}"{op.name}"({operands})' + (" ({" if blocks else tail))
+        for i, block in enumerate(blocks):
+            if i:
+                self.lines.append("}, {")
+            block()
+        if blocks:
+            self.lines.append("})" + tail)
 
     def manual(self, op: Op) -> None:
         """A manual region: what crosses its boundary are its operands and results."""
@@ -82,20 +117,21 @@ class _Emitter:
         ways_in = [inner for inner in region.ops if inner.name == TO_MANUAL]
         made = {v: inner for inner in region.ops for v in inner.results}
         ways_out = [made[v] for v in region.results]
-        operands = ", ".join(self.names[inner.operands[0]] for inner in ways_in)
-        manual_axes = self.axis_names(op.kind.attrs["axes"])
-        attrs = (
-            f"in_shardings = {self.crossings(ways_in)}, "
-            f"out_shardings = {self.crossings(ways_out)}, "
-            f"manual_axes = #sdy<manual_axes{manual_axes}>"
+        attrs = [
+            f"in_shardings = {self.crossings(ways_in)}",
+            f"out_shardings = {self.crossings(ways_out)}",
+            f"manual_axes = #sdy<manual_axes{self.axis_names(op.kind.attrs['axes'])}>",
+        ]
+        inside = Region(
+            tuple(inner.results[0] for inner in ways_in),
+            tuple(o for o in region.ops if o.name not in (TO_MANUAL, FROM_MANUAL)),
+            tuple(inner.operands[0] for inner in ways_out),
         )
-        signature = _signature([w.kind.operands[0] for w in ways_in], op.kind.results)
-        self.lines.append(f'{self.define(op.results)} = "sdy.manual_computation"({operands}) ({{')
-        args = tuple(inner.results[0] for inner in ways_in)
-        body = tuple(o for o in region.ops if o.name not in (TO_MANUAL, FROM_MANUAL))
-        results = tuple(inner.operands[0] for inner in ways_out)
-        self.block(Region(args, body, results), self.program.types, "sdy.return")
-        self.lines.append(f"}}) {{{attrs}}} : {signature} loc({self.loc(op.loc)})")
+        types = tuple(inner.kind.operands[0] for inner in ways_in)
+        kind = OpKind("sdy.manual_computation", types, op.kind.results, {})
+        operands = tuple(inner.operands[0] for inner in ways_in)
+        block = partial(self.block, inside, self.program.types, "sdy.return")
+        self.write(op._replace(kind=kind, operands=operands), attrs, [block])
 
     def crossings(self, ops: Sequence[Op]) -> str:
         """The shardings of what crosses a manual region's boundary."""
@@ -107,57 +143,14 @@ class _Emitter:
         names = [json.dumps(ref.name) for ref in axis_refs(axes, self.mesh)]
         return "{" + ", ".join([*names, *(["?"] if open_ else [])]) + "}"
 
-    def op(self, op: Op, types: Sequence[TensorType]) -> None:
-        if op.name in (MANUAL, COMPOSITE):
-            (self.manual if op.name == MANUAL else self.composite)(op)
-            return
-        operands = ", ".join([self.names[v] for v in op.operands])
-        target = f"{self.define(op.results)} = " if op.results else ""
-        attrs = [f"{n} = {_attribute(a)}" for n, a in op.kind.attrs.items() if _is_emitted(n, a)]
-        if op.collective:
-            attrs += self.collective_attrs(op)
-        head = f'{target}"{op.name}"({operands})'
-        bodies = [a for a in op.kind.attrs.values() if isinstance(a, Body)]
-        if op.name == "stablehlo.select_and_scatter":
-            bodies = [op.kind.attrs["select"], op.kind.attrs["scatter"]]
-        dictionary = f" {{{', '.join(attrs)}}}" if attrs else ""
-        signature = _signature(op.kind.operands, op.kind.results)
-        tail = f"{dictionary} : {signature} loc({self.loc(op.loc)})"
-        if not op.regions and not bodies:
-            self.lines.append(head + tail)
-            return
-        self.lines.append(f"{head} ({{")
-        for i, body in enumerate(bodies):
-            self.separate(i)
-            self.body(body)
-        for i, region in enumerate(op.regions):
-            self.separate(i)
-            self.block(region, self.program.types)
-        self.lines.append("})" + tail)
-
-    def composite(self, op: Op) -> None:
-        """A composite is a call of what computes it, whose functions join the module once."""
-        traced = traced_composite(op.kind)
-        assert traced is not None, op.label
-        self.functions[traced.entry] = traced.functions
-        operands = ", ".join(self.names[v] for v in op.operands)
-        signature = _signature(op.kind.operands, op.kind.results)
-        self.lines.append(
-            f'{self.define(op.results)} = "func.call"({operands}) {{callee = @{traced.entry}}} : '
-            f"{signature} loc({self.loc(op.loc)})"
-        )
-
-    def separate(self, index: int) -> None:
-        if index:
-            self.lines.append("}, {")
-
     def block(
         self, region: Region, types: Sequence[TensorType], end: str = "stablehlo.return"
     ) -> None:
         if region.args:
             args = ", ".join(f"{self.define((v,))}: {types[v]}" for v in region.args)
             self.lines.append(f"^bb0({args}):")
-        self.ops(region.ops, types)
+        for op in region.ops:
+            self.op(op)
         values = ", ".join(self.names[v] for v in region.results)
         signature = _signature([types[v] for v in region.results], ())
         self.lines.append(f'"{end}"({values}) : {signature}')

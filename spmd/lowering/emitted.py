@@ -57,25 +57,25 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
       local: the program and its boundary.
       donated: flat indices of donated arguments.
     """
-    program, mesh = local.program, local.mesh
+    program, mesh, arguments, results = local
     types, body = program.types, program.body
+    wholes = [  # at the boundary the axes of a dim divide it
+        types[value].with_shape(
+            tuple(
+                size * mesh.extent(axes)
+                for size, axes in zip(types[value].shape, sharding.dims, strict=True)
+            )
+        )
+        for value, sharding in zip(body.args, arguments, strict=True)
+    ]
     return Emitted(
         name=program.name,
         mesh=mesh,
         module=emit(program, mesh),
-        arguments=local.arguments,
-        results=local.results,
-        argument_types=tuple(
-            _global_type(types[value], sharding, mesh)
-            for value, sharding in zip(body.args, local.arguments, strict=True)
-        ),
+        arguments=arguments,
+        results=results,
+        argument_types=tuple(wholes),
         result_types=tuple(types[value] for value in body.results),
         donated=donated,
         needs_x64=needs_x64(types),
     )
-
-
-def _global_type(piece: TensorType, sharding: Sharding, mesh: Mesh) -> TensorType:
-    """The type of a whole value whose dims its axes divide, as they do at the boundary."""
-    sizes = zip(piece.shape, sharding.dims, strict=True)
-    return piece.with_shape(tuple(size * mesh.extent(axes) for size, axes in sizes))

@@ -25,6 +25,7 @@ from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.program import Op, OpKind, Program, Value
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.types import TensorType, numpy_dtype
+from spmd.lowering.local.dims import dynamic_take_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 
@@ -55,11 +56,10 @@ def _axis_index(b: Builder, axes: Axes, mesh: Mesh) -> Value:
                 part = b.binary("divide", part, b.constant(stride, "i32"))
             if stride * size < mesh.size:
                 part = b.binary("remainder", part, b.constant(size, "i32"))
-            if index is None:
-                index = part
-            else:
+            if index is not None:
                 scaled = b.binary("multiply", index, b.constant(size, "i32"))
-                index = b.binary("add", scaled, part)
+                part = b.binary("add", scaled, part)
+            index = part
         return index if index is not None else b.constant(0, "i32")
 
     return b.once(("index", axes), make)
@@ -86,12 +86,10 @@ def _runs(axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
 
 def _local_slice(b: Builder, op: Op, x: Value, mesh: Mesh) -> Value:
     dim = op.kind.attrs["dim"]
-    shape = op.kind.results[0].shape
+    size = op.kind.results[0].shape[dim]
     index = _axis_index(b, op.kind.attrs["axes"], mesh)
-    start = b.binary("multiply", index, b.constant(shape[dim], "i32"))
-    zero = b.constant(0, "i32")
-    starts = [start if d == dim else zero for d in range(len(shape))]
-    return b.dynamic_slice(x, starts, shape)
+    start = b.binary("multiply", index, b.constant(size, "i32"))
+    return dynamic_take_dim(b, x, dim, start, size)
 
 
 def _sliced_again(program: Program) -> frozenset[Value]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE
+from spmd.ir.dialect.collectives import RESIZED, Resized
 from spmd.ir.legality import check_program, fail, hold
 from spmd.ir.program import Body, Op, Program
 from spmd.ir.types import TensorType, local_type
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, axis_refs, format_sharding
+from spmd.mesh.sharding import Sharding, format_sharding
+from spmd.planning.problem import is_whole
 from spmd.reshard.comm import group_size
 
 OpCheck = Callable[[Mesh, Op], str | None]
@@ -58,9 +60,7 @@ def boundary_fits(
     text = format_sharding(sharding, mesh)
     if sharding.rank != local.rank:
         return f"has another rank than {text}"
-    if sharding.partial or not all(
-        r.whole for axes in sharding.dims for r in axis_refs(axes, mesh)
-    ):
+    if sharding.partial or not is_whole(sharding, mesh):
         return f"is {text}: partial, or with a sub-axis"
     if whole and local != local_type(whole, sharding, mesh):
         return f"is not the piece of {whole} in {text}"
@@ -92,35 +92,27 @@ def groups_are_equal(mesh: Mesh, op: Op) -> str | None:
     return None if set(devices) <= set(range(mesh.size)) else f"groups = {groups} leave the mesh"
 
 
-def gather_grows(mesh: Mesh, op: Op) -> str | None:
-    """An all-gather's dim grows by the number of devices in a group."""
-    dim = op.kind.attrs.get("all_gather_dim")
-    return _resized(op, {dim: (group_size(op.kind.attrs, mesh), 1)})
-
-
-def scatter_shrinks(mesh: Mesh, op: Op) -> str | None:
-    """A reduce-scatter's dim shrinks by the number of devices in a group."""
-    dim = op.kind.attrs.get("scatter_dimension")
-    return _resized(op, {dim: (1, group_size(op.kind.attrs, mesh))})
-
-
-def slice_shrinks(mesh: Mesh, op: Op) -> str | None:
-    """A local slice's dim shrinks by the extent of its axes."""
-    return _resized(op, {op.kind.attrs.get("dim"): (1, mesh.extent(op.kind.attrs["axes"]))})
-
-
-def all_to_all_moves(mesh: Mesh, op: Op) -> str | None:
-    """An all-to-all's concatenated dim grows as its split dim shrinks."""
-    extent = group_size(op.kind.attrs, mesh)
-    grows, shrinks = op.kind.attrs.get("concat_dimension"), op.kind.attrs.get("split_dimension")
-    if grows == shrinks:
-        return _resized(op, {grows: (1, 1)})
-    return _resized(op, {grows: (extent, 1), shrinks: (1, extent)})
-
-
-def keeps_types(mesh: Mesh, op: Op) -> str | None:
-    """Results have the types of the operands."""
-    return None if op.kind.operands == op.kind.results else "results are typed unlike the operands"
+def sizes_follow(mesh: Mesh, op: Op) -> str | None:
+    """Results are the operands, but for dims that grow or shrink with the size of a group."""
+    resized = RESIZED[op.collective] if op.collective else Resized(shrinks=op.kind.about.along)
+    devices, attrs = group_size(op.kind.attrs, mesh), op.kind.attrs
+    if len(op.operands) != len(op.results) or not op.operands:
+        return "it has not one result for each operand"
+    for before, after in zip(op.kind.operands, op.kind.results, strict=True):
+        wanted = before
+        for name in filter(None, resized):
+            dim = attrs.get(name)
+            if type(dim) is not int or not 0 <= dim < before.rank:
+                return f"{before} has no dim {dim}"
+            if name == resized.grows:
+                wanted = wanted.scaled(dim, devices)
+            elif wanted.shape[dim] % devices:
+                return f"{before} can't be cut into equal pieces"
+            else:
+                wanted = wanted.scaled(dim, 1, devices)
+        if after != wanted:
+            return f"{before} becomes {after} instead of {'x'.join(map(str, wanted.shape))}"
+    return None
 
 
 def reduces_pairs(mesh: Mesh, op: Op) -> str | None:
@@ -153,39 +145,18 @@ def indexes(mesh: Mesh, op: Op) -> str | None:
     return None if fits else "it is not () -> tensor<i32>"
 
 
-def _resized(op: Op, factors: Mapping[object, tuple[int, int]]) -> str | None:
-    """Results are the operands, each dim multiplied and divided by its factors."""
-    if len(op.operands) != len(op.results) or not op.operands:
-        return "it has not one result for each operand"
-    for before, after in zip(op.kind.operands, op.kind.results, strict=True):
-        for dim in factors:
-            if type(dim) is not int or not 0 <= dim < before.rank:
-                return f"{before} has no dim {dim}"
-        wanted = before
-        for dim, (times, parts) in factors.items():
-            assert isinstance(dim, int)
-            if before.shape[dim] % parts:
-                return f"{before} can't be cut into equal pieces"
-            wanted = wanted.scaled(dim, times, parts)
-        if after != wanted:
-            return f"{before} becomes {after} instead of {'x'.join(map(str, wanted.shape))}"
-    return None
-
-
 # ---------------------------------------------------------------------------------------------
 # The table.
 
-_ONE_RESULT_CHECK: Mapping[str, tuple[OpCheck, ...]] = {
-    "all_gather": (gather_grows,),
-    "all_reduce": (keeps_types, reduces_pairs),
-    "all_to_all": (all_to_all_moves,),
-    "collective_broadcast": (keeps_types,),
-    "collective_permute": (keeps_types, pairs_permute),
-    "reduce_scatter": (scatter_shrinks, reduces_pairs),
-    LOCAL_SLICE: (slice_shrinks,),
+_OWN_CHECKS: Mapping[str, tuple[OpCheck, ...]] = {
+    **dict.fromkeys(RESIZED, (sizes_follow,)),
+    "all_reduce": (sizes_follow, reduces_pairs),
+    "collective_permute": (sizes_follow, pairs_permute),
+    "reduce_scatter": (sizes_follow, reduces_pairs),
+    LOCAL_SLICE: (sizes_follow,),
     AXIS_INDEX: (indexes,),
 }
 OP_CHECKS: Mapping[str, tuple[OpCheck, ...]] = {
-    name: (axes_are_valid, groups_are_equal, *checks) for name, checks in _ONE_RESULT_CHECK.items()
+    name: (axes_are_valid, groups_are_equal, *checks) for name, checks in _OWN_CHECKS.items()
 }
 """Kind of a collective, or name of another op that knows of devices -> its checks."""

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
-from spmd.ir.program import Frame, Loc, Op, OpKind, Program, Region, Value, numberless
+from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, numberless
 from spmd.ir.types import TensorType, local_type
 from spmd.lowering.collectives import apply_step
 from spmd.lowering.divergence import HELD, without_permutes
@@ -23,14 +24,20 @@ from spmd.planning.plan import Choice, Plan
 from spmd.reshard.paths import Step
 
 _USES = {TO_MANUAL: "shard_map", FROM_MANUAL: "shard_map's result"}
-COLLECTIVES = ("all_gather", "all_to_all", "collective_permute", "reduce_scatter", "all_reduce")
-"""Steps of a reshard in which devices wait for each other."""
-
 _REDUCED = {
     "add": "sum", "mul": "product", "max": "maximum", "min": "minimum", "and": "conjunction",
     "or": "disjunction", "xor": "parity",
 }  # fmt: skip
 """Kind of a partial value -> what people call its reduction."""
+
+
+def _use(op: Op, index: int) -> str:
+    """The name of an operand in notes."""
+    if op.is_mark:
+        return f"mark_sharding at {op.loc.trail}" if op.loc.frames else "the mark"
+    if op.is_loop:
+        return f"carry {index} of the loop, before its first iteration,"
+    return _USES.get(op.name) or f"operand {index} of {op.label}"
 
 
 def _returned(op: Op, index: int) -> str:
@@ -86,7 +93,7 @@ class _Partitioner:
         self.resharder = plan.problem.resharder
         self.b = Builder()
         self.copies: list[dict[Value, dict[Sharding, Value]]] = [{}]
-        self.user: tuple[Op | None, int, str] = (None, 0, "")
+        self.use = ""  # the name of what a value is being resharded for, in notes
         self.recipes: dict[tuple[OpKind, Sharding], Choice] = {}
         self.local_kinds: dict[tuple[int, int], OpKind] = {}
 
@@ -98,20 +105,27 @@ class _Partitioner:
         ]
         self.b.begin()
         self.ops(program.body.ops)
-        results = []
-        for i, (value, sharding) in enumerate(
-            zip(program.body.results, self.plan.results, strict=True)
-        ):
-            self.b.loc = Loc(frames=self.frames(value))
-            self.user = (None, i, f"result {numberless(program.result_names[i])}")
-            results.append(self.get(value, sharding))
+        names = [f"result {numberless(name)}" for name in program.result_names]
+        results = self.returned(program.body.results, self.plan.results, names, Loc())
         local = program._replace(body=self.b.end(args, results), types=tuple(self.b.types))
         local = without_permutes(local, self.mesh)
         return Partitioned(local, self.mesh, self.plan.arguments, self.plan.results)
 
-    def frames(self, value: Value) -> tuple[Frame, ...]:
-        op = self.producers.get(value)
-        return op.loc.frames if op else ()
+    def returned(
+        self, values: Sequence[Value], shardings: Sequence[Sharding], names: Sequence[str], loc: Loc
+    ) -> list[Value]:
+        """What a region or the program returns, which notes call by some names.
+
+        Ops that are made for it come from where the value does, else from `loc`.
+        """
+        found = []
+        for value, sharding, name in zip(values, shardings, names, strict=True):
+            maker = self.producers.get(value)
+            frames = maker.loc.frames if maker else ()
+            self.b.loc = Loc(loc.scope, frames or loc.frames)
+            self.use = name
+            found.append(self.get(value, sharding))
+        return found
 
     # Values.
 
@@ -189,10 +203,10 @@ class _Partitioner:
         where = summed.loc if summed is not None else outer
         note = self.reason(value, have, wanted, summed)
         note += " (in the gradient)" if "transpose(" in where.scope else ""
-        steps = sum(step.kind in COLLECTIVES for step in path.steps)
+        steps = sum(step.kind in RESIZED for step in path.steps)
         number = 0
         for step in path.steps:
-            number += step.kind in COLLECTIVES
+            number += step.kind in RESIZED
             part = f" (step {number} of {steps})" if steps > 1 else ""
             self.b.loc = where._replace(note=note + part)
             local = apply_step(self.b, local, self.types[value], step, self.mesh)
@@ -270,36 +284,21 @@ class _Partitioner:
     def operands(self, op: Op, choice: Choice) -> tuple[Value, ...]:
         found = []
         for i, (value, wanted) in enumerate(zip(op.operands, choice.operands, strict=True)):
-            self.user = (op, i, "")
+            self.use = _use(op, i)
             found.append(self.get(value, wanted))
         return tuple(found)
 
-    def keep(self, op: Op, choice: Choice, results: tuple[Value, ...]) -> None:
+    def keep(self, op: Op, choice: Choice, results: Sequence[Value]) -> None:
         for value, sharding, local in zip(op.results, choice.results, results, strict=True):
             self.copies[-1][value] = {sharding: local}
-
-    @property
-    def use(self) -> str:
-        """The name of the use that a value is being resharded for, in notes."""
-        op, index, text = self.user
-        if op is None:
-            return text
-        if op.is_mark:
-            return f"mark_sharding at {op.loc.trail}" if op.loc.frames else "the mark"
-        if op.is_loop:
-            return f"carry {index} of the loop, before its first iteration,"
-        return _USES.get(op.name) or f"operand {index} of {op.label}"
 
     def manual(self, op: Op) -> None:
         """Puts the ops of a manual region, which are local already, among those around it."""
         (region,) = op.regions
         self.ops(region.ops)
-        for i, (value, source, state) in enumerate(
-            zip(op.results, region.results, self.plan.choice(op).results, strict=True)
-        ):
-            self.user = (None, 0, f"result {i} of shard_map")
-            self.b.loc = Loc(op.loc.scope, self.frames(source) or op.loc.frames)
-            self.copies[-1][value] = {state: self.get(source, state)}
+        choice = self.plan.choice(op)
+        names = [f"result {i} of shard_map" for i in range(len(op.results))]
+        self.keep(op, choice, self.returned(region.results, choice.results, names, op.loc))
 
     def control_flow(self, op: Op) -> None:
         choice = self.plan.choice(op)
@@ -333,11 +332,7 @@ class _Partitioner:
         args = [self.bind(v, s) for v, s in zip(region.args, arguments, strict=True)]
         self.b.begin(isolated=op.is_loop)
         self.ops(region.ops)
-        self.b.loc = op.loc
-        outs = []
-        for i, (value, sharding) in enumerate(zip(region.results, results, strict=True)):
-            self.user = (None, i, _returned(op, i))
-            self.b.loc = Loc(op.loc.scope, self.frames(value) or op.loc.frames)
-            outs.append(self.get(value, sharding))
+        names = [_returned(op, i) for i in range(len(results))]
+        outs = self.returned(region.results, results, names, op.loc)
         self.copies.pop()
         return self.b.end(args, outs)

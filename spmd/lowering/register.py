@@ -49,7 +49,7 @@ def register_rule(
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
 
     def lowered(op: LocalOp) -> tuple[Value, ...]:
-        return tuple(lower(op) if lower is not None else _masked(op))
+        return tuple(lower(op) if lower is not None else _masked(op).emit())
 
     registry.op(name)(made)
     local(name)(lowered)
@@ -106,7 +106,7 @@ def register_composite(
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
     add_composite(Composite(name, decomposition, dict(kernels or {})))
     registry.op(f"composite:{name}", flops=flops)(made)
-    local(f"composite:{name}")(_lower_masked)
+    local(f"composite:{name}")(lambda op: lower_composite(_masked(op)))
 
 
 def _rule_function(
@@ -154,21 +154,10 @@ def _rule_function(
     return from_text
 
 
-def _lower_masked(op: LocalOp) -> tuple[Value, ...]:
-    """A composite at local shapes, fed with the reduction's identity where that matters."""
-    masked = LocalOp(op.b, op.mesh, op.op, op.choice, _masked_operands(op))
-    return lower_composite(masked)
-
-
-def _masked(op: LocalOp) -> tuple[Value, ...]:
-    """The op itself, fed with the reduction's identity where padding would be reduced."""
-    return op.emit(_masked_operands(op))
-
-
-def _masked_operands(op: LocalOp) -> list[Value]:
+def _masked(op: LocalOp) -> LocalOp:
+    """The op, fed with the reduction's identity where padding would be reduced."""
     operands = list(op.operands)
     for i, type_ in enumerate(op.op.kind.operands):
-        dims = op.reduced_dims(i)
-        if dims:
-            operands[i] = op.masked(i, identity_element(op.rule.reduction, type_.dtype), dims)
-    return operands
+        if op.reduced_dims(i):
+            operands[i] = op.masked(i, identity_element(op.rule.reduction, type_.dtype))
+    return LocalOp(op.b, op.mesh, op.op, op.choice, operands)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from spmd.errors import MeshError
 
 
 class Link(NamedTuple):
@@ -169,28 +166,13 @@ DEVICE_KINDS = (
 )
 
 
-def known_chip(kind: str) -> Chip:
-    """The chip with this name.
-
-    Raises:
-      MeshError: it is not in the table.
-    """
-    if kind not in CHIPS:
-        raise MeshError(
-            f"unknown chip {kind!r}",
-            required=f"one of {', '.join(CHIPS)}, as in v5e:4x4 or h200:8",
-            fix="use one of these, or pass the figures: Topology(name, chip=Chip(...))",
-        )
-    return CHIPS[kind]
-
-
 def chip_to_json(chip: Chip) -> dict[str, Any]:
     """A chip as a dict that `json` can write."""
-    data = dataclasses.asdict(chip)
+    data = {
+        name: value._asdict() if isinstance(value, Link) else value
+        for name, value in vars(chip).items()
+    }
     data["flops"] = dict(chip.flops)
-    data["ici"] = chip.ici._asdict()
-    data["dcn"] = chip.dcn._asdict()
-    data["core"] = chip.core._asdict() if chip.core else None
     data["measured"] = [m._asdict() for m in chip.measured]
     return data
 
@@ -201,14 +183,9 @@ def chip_from_json(data: dict[str, Any]) -> Chip:
     Raises:
       KeyError, TypeError, ValueError: the dict is not one that `chip_to_json` made.
     """
-    own = ("flops", "ici", "dcn", "core", "measured")
-    rest = {k: v for k, v in data.items() if k not in own}
-    core = data.get("core")
-    return Chip(
-        flops=tuple((dtype, float(data["flops"][dtype])) for dtype in DTYPES),
-        ici=Link(**data["ici"]),
-        dcn=Link(**data["dcn"]),
-        core=Link(**core) if core else None,
-        measured=tuple(Measured(**m) for m in data.get("measured", ())),
-        **rest,
-    )
+    own: dict[str, Any] = {
+        name: Link(**data[name]) for name in ("ici", "dcn", "core") if data.get(name)
+    }
+    own["flops"] = tuple((dtype, float(data["flops"][dtype])) for dtype in DTYPES)
+    own["measured"] = tuple(Measured(**m) for m in data.get("measured", ()))
+    return Chip(**{**data, **own})

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from itertools import combinations
 
+import numpy as np
+
 from spmd.mesh.chips import Chip, Link
 from spmd.mesh.mesh import Mesh
 
@@ -24,21 +26,12 @@ def links_of(chip: Chip, shape: tuple[int, ...], mesh: Mesh) -> tuple[Link, ...]
         # The major part of an axis crosses slices: of data=8 with dcn_sizes 2, atom data:(1)2 does,
         # data:(2)2 and data:(4)2 don't.
         far = atom.pre < mesh.dcn_sizes[atom.axis]
-        if not chip.torus_dims:
-            far = far or _leaves_host(mesh, atom.stride, atom.size, chip.per_host)
+        if not chip.torus_dims:  # behind a switch: whether any two neighbours have two hosts
+            hosts = np.asarray(mesh.device_ids) // chip.per_host
+            along = hosts.reshape(-1, atom.size, atom.stride)
+            far = far or bool((along != along[:, :1]).any())
         links.append(chip.dcn if far else fast[atom.axis])
     return tuple(links)
-
-
-def _leaves_host(mesh: Mesh, stride: int, size: int, per_host: int) -> bool:
-    """Whether some two neighbours along an atom sit in different hosts (by device id)."""
-    ids = mesh.device_ids
-    return any(
-        ids[p] // per_host != ids[p + stride * k] // per_host
-        for p in range(mesh.size)
-        if p // stride % size == 0
-        for k in range(1, size)
-    )
 
 
 def _torus_links(chip: Chip, shape: tuple[int, ...], mesh: Mesh) -> tuple[Link, ...]:

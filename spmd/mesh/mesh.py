@@ -57,7 +57,6 @@ class Mesh:
     sizes: tuple[int, ...]
     axis_names: tuple[str, ...]
     dcn_sizes: tuple[int, ...] = field(default=(), repr=False)
-    _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -80,7 +79,10 @@ class Mesh:
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "axis_names", names)
         object.__setattr__(self, "dcn_sizes", tuple(dcn_shape) or (1,) * len(sizes))
-        object.__setattr__(self, "_hash", hash((ids, sizes, names, self.dcn_sizes)))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.device_ids, self.sizes, self.axis_names, self.dcn_sizes))
 
     def __hash__(self) -> int:
         return self._hash  # made once: every cache asks for it, and there may be thousands of ids
@@ -96,7 +98,7 @@ class Mesh:
         return f"Mesh(device_ids={ids}, shape={self.sizes}, axis_names={self.axis_names})"
 
     def __str__(self) -> str:
-        return ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.sizes, strict=True))
+        return _describe(self.axis_names, self.sizes)
 
     @cached_property
     def shape(self) -> Mapping[str, int]:
@@ -223,24 +225,13 @@ def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
     Example:
       >>> mesh = make_mesh(data=4, model=2)
     """
-    import jax
     from jax.experimental import mesh_utils
 
     if shape_and_names:
         raise _positional(shape_and_names)
     names, sizes = tuple(axes), tuple(axes.values())
     _check_axes(sizes, names)
-    needed = math.prod(sizes)
-    available = list(jax.devices() if devices is None else devices)
-    if needed > len(available):
-        raise MeshError(
-            f"mesh {_describe(names, sizes)} needs {needed} devices",
-            actual=f"{len(available)} {available[0].platform} devices are visible",
-            required=f"{needed} = {' x '.join(map(str, sizes))}",
-            fix="make the mesh smaller, or, to try things on a CPU, set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax starts",
-        )
-    used = available[:needed]
+    used = _first_devices(devices, names, sizes)
     arranged = mesh_utils.create_device_mesh(sizes, devices=used, allow_split_physical_axes=True)
     return Mesh([device.id for device in arranged.flat], sizes, names)
 
@@ -267,7 +258,6 @@ def HybridMesh(
     Example:
       >>> mesh = HybridMesh(ici={"data": 4, "model": 4}, dcn={"data": 2})   # data=8, model=4
     """
-    import jax
     from jax.experimental import mesh_utils
 
     unknown = [name for name in dcn if name not in ici]
@@ -282,15 +272,7 @@ def HybridMesh(
     outer = tuple(dcn.get(name, 1) for name in names)
     sizes = tuple(i * o for i, o in zip(inner, outer, strict=True))
     _check_axes(sizes, names)
-    available = list(jax.devices() if devices is None else devices)
-    needed = math.prod(sizes)
-    if needed > len(available):
-        raise MeshError(
-            f"hybrid mesh {_describe(names, sizes)} needs {needed} devices",
-            actual=f"{len(available)} devices are visible",
-            fix="make the mesh smaller",
-        )
-    used = available[:needed]
+    used = _first_devices(devices, names, sizes)
     slices = {getattr(device, "slice_index", None) for device in used}
     if len(slices) == math.prod(outer) > 1:
         arranged = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=used)
@@ -314,7 +296,24 @@ def prime_factors(number: int) -> tuple[int, ...]:
 
 
 def _describe(names: Sequence[str], sizes: Sequence[int]) -> str:
-    return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)) + ")"
+    return ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
+
+
+def _first_devices(devices: Any, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
+    """As many devices as a mesh takes, of those given or of all visible ones."""
+    import jax
+
+    needed = math.prod(sizes)
+    available = list(jax.devices() if devices is None else devices)
+    if needed > len(available):
+        raise MeshError(
+            f"mesh ({_describe(names, sizes)}) needs {needed} devices",
+            actual=f"{len(available)} {available[0].platform} devices are visible",
+            required=f"{needed} = {' x '.join(map(str, sizes))}",
+            fix="make the mesh smaller, or, to try things on a CPU, set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax starts",
+        )
+    return available[:needed]
 
 
 def _positional(given: Sequence[Any]) -> MeshError:
@@ -349,7 +348,7 @@ def _check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:
     if repeated:
         raise MeshError(
             f"axis name {sorted(repeated)[0]!r} is used twice in one mesh",
-            actual=_describe(names, sizes),
+            actual=f"({_describe(names, sizes)})",
             fix="give every axis its own name",
         )
 

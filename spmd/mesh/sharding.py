@@ -13,6 +13,13 @@ Axes = tuple[int, ...]
 """Atoms of a mesh, major to minor."""
 
 
+def common_prefix(first: Axes, second: Axes) -> Axes:
+    """The atoms with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    shorter = min(len(first), len(second))
+    return first[: next((k for k, (a, b) in pairs if a != b), shorter)]
+
+
 class Sharding(NamedTuple):
     """For one value: ordered atoms for each dim, plus the atoms over which it is still partial.
 
@@ -109,29 +116,18 @@ def local_shape(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> tuple[i
     return tuple(local)
 
 
-def tile(size: int, axes: Axes, mesh: Mesh, index: int) -> tuple[int, int]:
-    """Where the piece with a flat index along `axes` starts, and how many elements are its own.
-
-    The rest of the piece, up to the local size, is padding.
-    """
-    # 10 over {2, 2}: pieces of 10, 5, 3 elements. Tile 3 has the digits 1, 1:
-    #   level 0: start 5, own min(5, 10 - 5) = 5;   level 1: start 5 + 3, own min(3, 5 - 3) = 2
-    # so it starts at 8, owns 2 elements, and ends in one of padding.
-    pieces = piece_sizes(size, axes, mesh)
-    start, own = 0, size
-    rest = index
-    for level in range(len(axes)):
-        below = mesh.extent(axes[level + 1 :])
-        digit, rest = rest // below, rest % below
-        piece = pieces[level + 1]
-        start += digit * piece
-        own = max(0, min(piece, own - digit * piece))
-    return start, own
-
-
 def tiles(size: int, axes: Axes, mesh: Mesh) -> list[tuple[int, int]]:
-    """`tile` of every piece along `axes`, in order."""
-    return [tile(size, axes, mesh, i) for i in range(mesh.extent(axes))]
+    """Where each piece along `axes` starts, in order, and how many elements are its own.
+
+    The rest of a piece, up to the local size, is padding.
+    """
+    # 10 over {2, 2}: pieces of 10, 5, 3 elements.
+    #   (0, 10)  ->  (0, 5), (5, 5)  ->  (0, 3), (3, 2), (5, 3), (8, 2)
+    found = [(0, size)]
+    for piece, a in zip(piece_sizes(size, axes, mesh)[1:], axes, strict=True):
+        steps = [digit * piece for digit in range(mesh.atom_sizes[a])]
+        found = [(start + s, max(0, min(piece, own - s))) for start, own in found for s in steps]
+    return found
 
 
 def is_even(size: int, axes: Axes, mesh: Mesh) -> bool:

@@ -65,11 +65,8 @@ def jax_mesh(mesh: Mesh, devices: Any = None) -> jax.sharding.Mesh:
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} before jax starts",
             )
         devices = [known[i] for i in mesh.device_ids]
-    array = np.empty(len(devices), dtype=object)
-    array[:] = devices
-    return jax.sharding.Mesh(
-        array.reshape(mesh.sizes), mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.sizes)
-    )
+    array = np.asarray(devices, dtype=object).reshape(mesh.sizes)
+    return jax.sharding.Mesh(array, mesh.axis_names, (AxisType.Auto,) * len(mesh.sizes))
 
 
 def has_devices(mesh: Mesh) -> bool:
@@ -86,11 +83,8 @@ def platform_of(mesh: Mesh | None) -> str:
 
 def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
     """A boundary sharding as jax's `PartitionSpec`."""
-    entries: list[Any] = []
-    for axes in sharding.dims:
-        names = tuple(ref.name for ref in axis_refs(axes, mesh))
-        entries.append(None if not names else names[0] if len(names) == 1 else names)
-    return PartitionSpec(*entries)
+    dims = (tuple(ref.name for ref in axis_refs(axes, mesh)) for axes in sharding.dims)
+    return PartitionSpec(*dims)
 
 
 def first_match(name: str, patterns: Iterable[str]) -> str | None:

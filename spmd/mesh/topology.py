@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from spmd.mesh.chips import (
     Measured,
     chip_from_json,
     chip_to_json,
-    known_chip,
 )
 from spmd.mesh.links import links_of
 from spmd.mesh.mesh import Mesh
@@ -45,16 +44,24 @@ class Topology:
     name: str
     chip: Chip
     shape: tuple[int, ...]
-    _hash: int = field(repr=False, compare=False)
 
     def __init__(self, name: str, chip: Chip | None = None) -> None:
         kind, _, shape = name.partition(":")
-        chip = chip or known_chip(kind)
+        if chip is None and kind not in CHIPS:
+            raise MeshError(
+                f"unknown chip {kind!r}",
+                required=f"one of {', '.join(CHIPS)}, as in v5e:4x4 or h200:8",
+                fix="use one of these, or pass the figures: Topology(name, chip=Chip(...))",
+            )
+        chip = chip or CHIPS[kind]
         sizes = _parse_shape(name, shape, chip)
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "chip", chip)
         object.__setattr__(self, "shape", sizes)
-        object.__setattr__(self, "_hash", hash((name, chip)))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.chip))
 
     def __hash__(self) -> int:
         return self._hash

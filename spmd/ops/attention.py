@@ -97,20 +97,24 @@ def attention(
     segments = segment_ids
     if segments is not None and not isinstance(segments, tuple | list):
         segments = (segments, segments)
-    _check(q_BSND, k_BTKD, v_BTKD, segments, implementation)
-    _check_positions(q_BSND, positions, causal)
+    _check(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, implementation)
     if scale is None:
         scale = q_BSND.shape[-1] ** -0.5
     dtype = jnp.dtype(logits_dtype).name
+    queries_BS, keys_BT = segments or (None, None)
     if implementation == "cudnn":
-        return _cudnn(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, scale)
+        visible_BST = Mask(positions, queries_BS, keys_BT).visible(k_BTKD.shape[1])
+        return jax.nn.dot_product_attention(
+            q_BSND, k_BTKD, v_BTKD, scale=scale, implementation="cudnn",
+            mask=None if visible_BST is None else visible_BST[:, None],
+            is_causal=causal and positions is None,
+        )  # fmt: skip
     length = q_BSND.shape[1] if positions is None else ANYWHERE
     spec = _Spec(causal, segments is not None, float(scale), length, dtype, implementation != "xla")
     # Positions are an operand so that a device with a part of the queries has just theirs.
     if causal and positions is None:
         positions = jnp.arange(length)
-    masks = (positions, *(segments or (None, None)))
-    out_BSND: jax.Array = _attend(spec, q_BSND, k_BTKD, v_BTKD, *masks)
+    out_BSND: jax.Array = _attend(spec, q_BSND, k_BTKD, v_BTKD, positions, queries_BS, keys_BT)
     return out_BSND
 
 
@@ -128,10 +132,6 @@ class _Spec(NamedTuple):
     length: int
     logits_dtype: str
     is_whole: bool
-
-
-Masks = tuple[Any, Any, Any]
-"""Positions (S,), segments of queries (B, S) and of keys (B, T); None where there are none."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -165,19 +165,12 @@ def _run(
     given: Sequence[Any],
 ) -> Any:
     """One of the two functions, as a composite or as it is."""
-    attributes = {
-        "causal": spec.causal,
-        "segments": spec.segments,
-        "scale": spec.scale,
-        "length": spec.length,
-        "logits_dtype": spec.logits_dtype,
-    }
+    attributes = spec._asdict()
+    is_whole = attributes.pop("is_whole")
     masks = [mask.astype(jnp.int32) for mask in given if mask is not None]
-    if not spec.is_whole:
+    if not is_whole:
         return reference(*tensors, *masks, **attributes)
-    return _composite(name, reference, attributes, 1 if spec.causal else 0, len(tensors))(
-        *tensors, *masks
-    )
+    return _composite(name, reference, attributes, int(spec.causal), len(tensors))(*tensors, *masks)
 
 
 def _composite(
@@ -212,35 +205,9 @@ def _composite(
     return run
 
 
-def _cudnn(
-    q_BSND: Any,
-    k_BTKD: Any,
-    v_BTKD: Any,
-    segments: Any,
-    positions: Any,
-    causal: bool,
-    scale: float,
-) -> jax.Array:
-    visible_BST = Mask(positions, *(segments or (None, None))).visible(k_BTKD.shape[1])
-    return jax.nn.dot_product_attention(
-        q_BSND, k_BTKD, v_BTKD, scale=scale, implementation="cudnn",
-        mask=None if visible_BST is None else visible_BST[:, None],
-        is_causal=causal and positions is None,
-    )  # fmt: skip
-
-
-def _check_positions(q: Any, positions: Any, causal: bool) -> None:
-    if positions is None or (causal and positions.shape == q.shape[1:2]):
-        return
-    raise ArgumentError(
-        "attention cannot be computed",
-        actual=f"positions {positions.shape} for q {q.shape}, causal={causal}",
-        required="positions (S,) of a causal attention",
-        fix="correct them",
-    )
-
-
-def _check(q: Any, k: Any, v: Any, segments: Any, implementation: str) -> None:
+def _check(
+    q: Any, k: Any, v: Any, segments: Any, positions: Any, causal: bool, implementation: str
+) -> None:
     """Raises ArgumentError where something does not fit."""
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     problem = required = ""
@@ -259,6 +226,9 @@ def _check(q: Any, k: Any, v: Any, segments: Any, implementation: str) -> None:
         have = ", ".join(str(s.shape) for s in segments)
         problem = f"segment_ids {have} for {shapes}"
         required = "one (B, S), where S is T, or a pair (B, S), (B, T)"
+    elif positions is not None and not (causal and positions.shape == q.shape[1:2]):
+        problem = f"positions {positions.shape} for q {q.shape}, causal={causal}"
+        required = "positions (S,) of a causal attention"
     if problem:
         raise ArgumentError(
             "attention cannot be computed", actual=problem, required=required, fix="correct them"

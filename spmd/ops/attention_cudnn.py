@@ -27,15 +27,8 @@ _HIDDEN = {"bfloat16": -2.0 * (1 << 40), "float16": -2.0 * (1 << 14)}
 
 def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> Any:
     """As `attention_reference.forward`; NotImplemented for what cuDNN does not take."""
-    if not takes(q_BSND, k_BTKD, spec):
-        return NotImplemented
-    bias, mask_type = _bias(q_BSND, k_BTKD, masks, spec)
-    static = _static(spec, mask_type, bias)
-    operands = _operands(q_BSND, k_BTKD, v_BTKD, bias)
-    out_BSND, lse_BNS = fused._dot_product_attention_fwd_p.bind(
-        *operands, **static, is_training=True
-    )
-    return out_BSND, lse_BNS
+    tensors = (q_BSND, k_BTKD, v_BTKD)
+    return _call("_dot_product_attention_fwd_p", tensors, (), masks, spec, is_training=True)
 
 
 def gradient(
@@ -49,15 +42,33 @@ def gradient(
     **spec: Any,
 ) -> Any:
     """As `attention_reference.gradient`; NotImplemented for what cuDNN does not take."""
+    tensors, kept = (q_BSND, k_BTKD, v_BTKD), (lse_BNS, out_BSND, dout_BSND)
+    return _call("_dot_product_attention_bwd_p", tensors, kept, masks, spec)
+
+
+def _call(primitive: str, tensors: Any, kept: Any, masks: Any, spec: Any, **more: Any) -> Any:
+    """One of jax's primitives: both take ten operands, then what the forward pass kept."""
+    q_BSND, k_BTKD, _ = tensors
     if not takes(q_BSND, k_BTKD, spec):
         return NotImplemented
     bias, mask_type = _bias(q_BSND, k_BTKD, masks, spec)
-    static = _static(spec, mask_type, bias)
-    operands = _operands(q_BSND, k_BTKD, v_BTKD, bias)
-    gradients = fused._dot_product_attention_bwd_p.bind(
-        *operands, lse_BNS, out_BSND, dout_BSND, **static
+    has_bias = bias is not None
+    unused = jnp.zeros(0, q_BSND.dtype)
+    results = getattr(fused, primitive).bind(
+        *tensors,
+        bias if has_bias else unused,
+        *((unused,) * 6),
+        *kept,
+        scale=spec["scale"],
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(has_bias, has_bias),  # jax always asks for a bias's gradient
+        mask_type=mask_type,
+        layout=fused.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+        **more,
     )
-    return tuple(gradients[:3])
+    return tuple(results[:3])  # without the gradient of the bias
 
 
 def takes(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
@@ -93,23 +104,3 @@ def _bias(q_BSND: Any, k_BTKD: Any, masks: Any, spec: Any) -> tuple[Any, Any]:
         return None, causal
     hidden = np.asarray(_HIDDEN[q_BSND.dtype.name], q_BSND.dtype)
     return jnp.where(visible_BST[:, None], np.zeros((), q_BSND.dtype), hidden), causal
-
-
-def _operands(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, bias: Any) -> tuple[Any, ...]:
-    """The operands in the primitives' order, with empty arrays for unused ones."""
-    unused = jnp.zeros(0, q_BSND.dtype)
-    return (q_BSND, k_BTKD, v_BTKD, unused if bias is None else bias, *((unused,) * 6))
-
-
-def _static(spec: Any, mask_type: Any, bias: Any) -> dict[str, Any]:
-    """The primitives' parameters. Of a bias jax always asks for the gradient, and so do we."""
-    has_bias = bias is not None
-    return {
-        "scale": spec["scale"],
-        "seed": 42,
-        "dropout_rate": 0.0,
-        "variadic_args": (has_bias, has_bias),
-        "mask_type": mask_type,
-        "layout": fused.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
-    }

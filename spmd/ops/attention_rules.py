@@ -7,8 +7,6 @@ With more devices than key heads, several have the same key head for different q
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from spmd.ir.dialect.composites import arguments_of
 from spmd.ir.dialect.rule import PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
@@ -19,28 +17,11 @@ GRADIENT = "spmd.attention_grad"
 Dims = list[DimFactors]
 
 
-class _Terms(NamedTuple):
-    """The dims of each kind of tensor, as factors.
-
-    Attributes:
-      queries: (B, S, N, D), also of outputs.
-      keys: (B, T, K, D), also of values.
-      lse: (B, N, S).
-      masks: of the operands that say which keys are seen.
-    """
-
-    queries: Dims
-    keys: Dims
-    lse: Dims
-    masks: list[Dims]
-
-
 def forward_rule(kind: OpKind) -> Rule:
     """`b s (k g) d, b t k d, b t k d, .. -> b s (k g) d, b (k g) s`, with `t` and `d` whole."""
     build = RuleBuilder()
-    terms = _terms(kind, build, PASS)
-    operands = [terms.queries, terms.keys, terms.keys, *terms.masks]
-    return build.build(operands, [terms.queries, terms.lse])
+    queries, keys, lse, masks = _terms(kind, build, PASS)
+    return build.build([queries, keys, keys, *masks], [queries, lse])
 
 
 def gradient_rule(kind: OpKind) -> Rule:
@@ -50,14 +31,16 @@ def gradient_rule(kind: OpKind) -> Rule:
     -> b s (k g) d, b t k d, b t k d {s: reduce add, g: reduce add}`
     """
     build = RuleBuilder()
-    terms = _terms(kind, build, REDUCE)
-    operands = [terms.queries, terms.keys, terms.keys, terms.queries, terms.lse, terms.queries]
-    results = [terms.queries, terms.keys, terms.keys]
-    return build.build([*operands, *terms.masks], results, reduction="add")
+    queries, keys, lse, masks = _terms(kind, build, REDUCE)
+    operands = [queries, keys, keys, queries, lse, queries, *masks]
+    return build.build(operands, [queries, keys, keys], reduction="add")
 
 
-def _terms(kind: OpKind, build: RuleBuilder, summed: str) -> _Terms:
-    """The terms; queries and the query heads of a key head are factors of the kind `summed`."""
+def _terms(kind: OpKind, build: RuleBuilder, summed: str) -> tuple[Dims, Dims, Dims, list[Dims]]:
+    """The dims of queries and outputs, of keys and values, of the logsumexp, and of each mask.
+
+    Queries, and the query heads of a key head, are factors of the kind `summed`.
+    """
     (batch, queries, heads, width), (_, keys, key_heads, _) = (t.shape for t in kind.operands[:2])
     # 8 query heads of 2 key heads are (k=2, g=4), major to minor as they lie: over 4 devices k is
     # split first, then g, and two devices share a key head.
@@ -74,7 +57,7 @@ def _terms(kind: OpKind, build: RuleBuilder, summed: str) -> _Terms:
     masks: list[Dims] = [[s]] if said["causal"] else []
     if said["segments"]:
         masks += [[b, s], [b, t]]
-    return _Terms([b, s, n, d], [b, t, k, d], [b, n, s], masks)
+    return [b, s, n, d], [b, t, k, d], [b, n, s], masks
 
 
 def forward_flops(kind: OpKind) -> float:

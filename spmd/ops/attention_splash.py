@@ -16,7 +16,9 @@ from spmd.ops.attention_reference import Mask
 LANES = 128
 """Sequences must be multiples of this."""
 
-LARGEST_BLOCK = 512
+BLOCKS = (512, 256, LANES)
+"""Sizes of a block; the first that divides a sequence is taken."""
+
 WIDTHS = (64, 128, 256)
 """Widths of a head."""
 
@@ -29,14 +31,13 @@ def forward(q_BSND: Any, k_BTKD: Any, v_BTKD: Any, *masks: Any, **spec: Any) -> 
     if not takes(q_BSND, k_BTKD, spec):
         return NotImplemented
     kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=True)
-    mask = Mask.of(masks, causal=spec["causal"], segments=spec["segments"])
     q, k, v = (_heads_first(x) for x in (q_BSND * _scale(q_BSND, spec), k_BTKD, v_BTKD))
 
     def one(q: Any, k: Any, v: Any, segments: Any) -> Any:
         out, (lse,) = kernel(q, k, v, segment_ids=segments)
         return out, lse
 
-    out_BNSD, lse_BNS = jax.vmap(one)(q, k, v, _segments(mask))
+    out_BNSD, lse_BNS = jax.vmap(one)(q, k, v, _segments(masks, spec))
     return _heads_first(out_BNSD).astype(q_BSND.dtype), lse_BNS.astype(jnp.float32)
 
 
@@ -51,24 +52,19 @@ def gradient(
     **spec: Any,
 ) -> Any:
     """As `attention_reference.gradient`; NotImplemented for what the kernel does not take."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-
     if not takes(q_BSND, k_BTKD, spec):
         return NotImplemented
     kernel = _kernel(q_BSND, k_BTKD, spec, save_residuals=False)
-    mask = Mask.of(masks, causal=spec["causal"], segments=spec["segments"])
-    scale = _scale(q_BSND, spec)
-    q, k, v, out, dout = (
-        _heads_first(x) for x in (q_BSND * scale, k_BTKD, v_BTKD, out_BSND, dout_BSND)
-    )
+    tensors = (q_BSND * _scale(q_BSND, spec), k_BTKD, v_BTKD, out_BSND, dout_BSND)
+    q, k, v, out, dout = map(_heads_first, tensors)
 
     def one(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
         infos = (kernel.dq_mask_info, kernel.dkv_mask_info)
         kept = (q, k, v, segments, None, out, lse, *infos)
-        return splash._splash_attention_bwd(**kernel.kwargs, res=kept, do=dout)[3:6]
+        return _splash()._splash_attention_bwd(**kernel.kwargs, res=kept, do=dout)[3:6]
 
     # The kernel knows no scale: q comes in multiplied by it, so its gradient has to be, too.
-    dq, dk, dv = jax.vmap(one)(q, k, v, out, lse_BNS, dout, _segments(mask))
+    dq, dk, dv = jax.vmap(one)(q, k, v, out, lse_BNS, dout, _segments(masks, spec))
     dq = _heads_first(dq).astype(jnp.float32) * spec["scale"]
     return dq.astype(q_BSND.dtype), *(_heads_first(x).astype(k_BTKD.dtype) for x in (dk, dv))
 
@@ -91,14 +87,12 @@ def takes(q_BSND: Any, k_BTKD: Any, spec: Any) -> bool:
 
 
 def _kernel(q_BSND: Any, k_BTKD: Any, spec: Any, *, save_residuals: bool) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as splash,
-    )
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape = (q_BSND.shape[1], k_BTKD.shape[1])
     mask = masks.CausalMask(shape) if spec["causal"] else masks.FullMask(shape)
-    rows, columns = (_block(size) for size in shape)
+    rows, columns = (next(b for b in BLOCKS if size % b == 0) for size in shape)
+    splash = _splash()
     return splash.make_splash_mha(
         masks.MultiHeadMask([mask] * q_BSND.shape[2]),
         head_shards=1,
@@ -118,21 +112,22 @@ def _kernel(q_BSND: Any, k_BTKD: Any, spec: Any, *, save_residuals: bool) -> Any
     )
 
 
-def _block(size: int) -> int:
-    """The largest block that divides a sequence."""
-    return next(b for b in (LARGEST_BLOCK, 256, LANES) if size % b == 0)
+def _splash() -> Any:
+    """The module of jax's kernel, which takes long to import."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    return splash_attention_kernel
 
 
 def _scale(q_BSND: Any, spec: Any) -> Any:
     return jnp.asarray(spec["scale"], q_BSND.dtype)
 
 
-def _segments(mask: Mask) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
-
+def _segments(masks: Any, spec: Any) -> Any:
+    mask = Mask.of(masks, causal=spec["causal"], segments=spec["segments"])
     if mask.queries_BS is None:
         return None
-    return SegmentIds(q=mask.queries_BS, kv=mask.keys_BT)
+    return _splash().SegmentIds(q=mask.queries_BS, kv=mask.keys_BT)
 
 
 def _heads_first(x: Any) -> Any:

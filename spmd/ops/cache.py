@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import ArgumentError
-from spmd.ir.dialect.rule import REPLICATE, Rule, RuleBuilder
+from spmd.ir.dialect.rule import REPLICATE, Rule, parse_rule
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
 
@@ -76,13 +76,9 @@ def _rows(cache: Any, new: Any, positions_B: Any) -> Any:
 
 
 def _rule(kind: OpKind) -> Rule:
-    """`b .. t d, b .. d, b -> b .. t d` with `t` whole."""
-    build = RuleBuilder()
-    *outer, length, width = kind.operands[0].shape
-    leading = [build.factor(size) for size in outer]
-    t, d = build.factor(length, REPLICATE), build.factor(width)
-    cache = [*leading, t, d]
-    return build.build([cache, [*leading, d], [leading[0]]], [cache])
+    outer = " ".join(f"b{i}" for i in range(kind.operands[0].rank - 2))
+    text = f"{outer} t d, {outer} d, b0 -> {outer} t d"
+    return parse_rule(text, kind.operands, kind.results, kinds={"t": REPLICATE})
 
 
 register_composite(NAME, _rule, decomposition=_decomposition, kernels={"cuda": _rows})

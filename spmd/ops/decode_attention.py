@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd.errors import ArgumentError
 from spmd.ir.dialect.composites import arguments_of
-from spmd.ir.dialect.rule import REPLICATE, Rule, RuleBuilder
+from spmd.ir.dialect.rule import REPLICATE, Rule, parse_rule
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
 from spmd.ops import decode_attention_triton
@@ -89,14 +89,9 @@ def _decomposition(q_BKGD: Any, cache: Any, positions_B: Any, *scales: Any, leng
 
 
 def _rule(kind: OpKind) -> Rule:
-    """`b k g d, b 2 k t d, b[, b 2 k t] -> b k g d` with `t` and `d` whole."""
-    build = RuleBuilder()
-    (slots, heads, groups, width), cache = (t.shape for t in kind.operands[:2])
-    b, k, g = build.factor(slots), build.factor(heads), build.factor(groups)
-    both, t = build.factor(2, REPLICATE), build.factor(cache[3], REPLICATE)
-    d = build.factor(width, REPLICATE)
-    operands = [[b, k, g, d], [b, both, k, t, d], [b], [b, both, k, t]]
-    return build.build(operands[: len(kind.operands)], [[b, k, g, d]])
+    terms = ("b k g d", "b p k t d", "b", "b p k t")[: len(kind.operands)]
+    whole = dict.fromkeys(("p", "t", "d"), REPLICATE)
+    return parse_rule(f"{', '.join(terms)} -> b k g d", kind.operands, kind.results, kinds=whole)
 
 
 def _flops(kind: OpKind) -> float:

@@ -66,20 +66,18 @@ def decode(
         in_specs += [both((extent,), 0), both((extent,), 1)]
         operands += [scales[0], scales[0]]
     part = (slots, heads, parts, groups)
+    numbers_spec = pl.BlockSpec((None, None, None, groups), lambda b, k, c: (b, k, c, 0))
+    numbers = jax.ShapeDtypeStruct(part, jnp.float32)
     heads_BKCGD, largest_BKCG, sums_BKCG = pl.pallas_call(
         functools.partial(_kernel, groups=groups, tiles=extent // TILE),
         grid=grid,
         in_specs=in_specs,
         out_specs=[
             pl.BlockSpec((None, None, None, groups, width), lambda b, k, c: (b, k, c, 0, 0)),
-            pl.BlockSpec((None, None, None, groups), lambda b, k, c: (b, k, c, 0)),
-            pl.BlockSpec((None, None, None, groups), lambda b, k, c: (b, k, c, 0)),
+            numbers_spec,
+            numbers_spec,
         ],
-        out_shape=[
-            jax.ShapeDtypeStruct((*part, width), jnp.float32),
-            jax.ShapeDtypeStruct(part, jnp.float32),
-            jax.ShapeDtypeStruct(part, jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct((*part, width), jnp.float32), numbers, numbers],
         interpret=interpret,
         **({} if interpret else {"compiler_params": _compiler_params()}),
     )(*operands)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import ArgumentError
-from spmd.ir.dialect.rule import REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
+from spmd.ir.dialect.rule import REDUCE, REPLICATE, Rule, parse_rule
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
 
@@ -84,24 +84,19 @@ def _decomposition(x: Any, values: Any, scales: Any = None) -> Any:
     return _scaled(out_BO, scales).astype(x.dtype)
 
 
-def _fused_sum(x: Any, values: Any, scales: Any = None) -> Any:
+def _kernel(x: Any, values: Any, scales: Any = None) -> Any:
     """One row: multiply and sum along the weight's rows, or NotImplemented."""
     if x.shape[0] != 1:
         return NotImplemented
-    x = x[0].astype(jnp.float32)
+    row = x[0].astype(jnp.float32)
     if values.ndim == 3:
         wide = values.astype(jnp.int32)
         low, high = ((wide & 15) - 8, (wide >> 4) - 8)
-        sums_OQW = low.astype(jnp.float32) * x[:, 0] + high.astype(jnp.float32) * x[:, 1]
+        sums_OQW = low.astype(jnp.float32) * row[:, 0] + high.astype(jnp.float32) * row[:, 1]
         sums_OQW *= scales.astype(jnp.float32)[..., None]
         return jnp.sum(sums_OQW, axis=(1, 2))[None].astype(x.dtype)
-    out_O = jnp.sum(values.astype(jnp.float32) * x, axis=1)
-    return _scaled(out_O[None], scales)
-
-
-def _kernel(x: Any, *weight: Any) -> Any:
-    out = _fused_sum(x, *weight)
-    return out if out is NotImplemented else out.astype(x.dtype)
+    out_O = jnp.sum(values.astype(jnp.float32) * row, axis=1)
+    return _scaled(out_O[None], scales).astype(x.dtype)
 
 
 def _scaled(out_BO: Any, scales_O: Any) -> Any:
@@ -116,19 +111,14 @@ def _nibbles(values_OQW: Any, dtype: Any) -> Any:
 
 
 def _rule(kind: OpKind) -> Rule:
-    """`b i, o i[, o] -> b o` or `b q p w, o q w, o q -> b o`, summed over `i` or `q`."""
-    build = RuleBuilder()
-    x, values = (t.shape for t in kind.operands[:2])
-    b, o, inner = build.factor(x[0]), build.factor(values[0]), build.factor(values[1], REDUCE)
-    rows: list[DimFactors] = [b, inner]
-    weight: list[list[DimFactors]] = [[o, inner], [o]]
-    if len(values) == 3:
-        halves, width = build.factor(x[2], REPLICATE), build.factor(x[3], REPLICATE)
-        rows += [halves, width]
-        weight = [[o, inner, width], [o, inner]]
-    return build.build(
-        [rows, *weight[: len(kind.operands) - 1]], [[b, o]], reduction="add", linear=[(0,)]
-    )
+    terms = ("b i", "o i", "o")
+    if kind.operands[1].rank == 3:  # 4-bit values
+        terms = ("b q p w", "o q w", "o q")
+    return parse_rule(
+        f"{', '.join(terms[: len(kind.operands)])} -> b o", kind.operands, kind.results,
+        kinds={"i": REDUCE, "q": REDUCE, "p": REPLICATE, "w": REPLICATE},
+        reduction="add", linear=[(0,)],
+    )  # fmt: skip
 
 
 def _flops(kind: OpKind) -> float:

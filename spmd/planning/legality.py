@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.dialect.rule import Rule
 from spmd.ir.legality import fail, hold
 from spmd.ir.program import Op, Value
 from spmd.mesh.sharding import (
-    Axes,
     Mark,
     Sharding,
     format_axes,
@@ -124,16 +122,11 @@ def _boundary(
     if len(values) != len(shardings):
         return f"{len(shardings)} shardings for {len(values)} {what}s"
     for i, (value, sharding) in enumerate(zip(values, shardings, strict=True)):
-        type_ = plan.program.types[value]
-        problem = None
+        type_, text = plan.program.types[value], format_sharding(sharding, plan.mesh)
         if not is_legal(sharding, type_.shape, plan.mesh):
-            problem = f"does not fit {type_}"
-        elif sharding.partial:
-            problem = "is partial"
-        elif not is_whole(sharding, plan.mesh):
-            problem = "has a sub-axis"
-        if problem:
-            return f"{what} {i}, {format_sharding(sharding, plan.mesh)}, {problem}"
+            return f"{what} {i}, {text}, does not fit {type_}"
+        if sharding.partial or not is_whole(sharding, plan.mesh):
+            return f"{what} {i}, {text}, is partial or has a sub-axis"
     return None
 
 
@@ -205,9 +198,15 @@ def shardings_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
 def partials_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
     """Partial operands form one group in which the op is linear; the results owe just that."""
     rule = rule_of(op.kind, op.loc)
-    carried, kind, problem = _carried(rule, choice)
-    if problem:
-        return problem
+    partial = tuple(i for i, s in enumerate(choice.operands) if s.partial)
+    states = {(choice.operands[i].partial, choice.operands[i].kind) for i in partial} or {((), "")}
+    if len(states) > 1:
+        return "its operands are partial in different ways"
+    ((carried, kind),) = states
+    if partial and partial not in {tuple(sorted(group)) for group in rule.linear}:
+        return f"operands {partial} are partial, it is linear in {rule.linear}"
+    if partial and kind != "add" and not rule.moves:
+        return f"a partial {kind} can't flow through it"
     reduced = reduced_axes(rule, choice.assignment)
     if reduced and carried and kind != rule.reduction:
         return f"a partial {kind} meets a reduction by {rule.reduction}"
@@ -220,22 +219,6 @@ def partials_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
             have = format_sharding(sharding, plan.mesh)
             return f"a result is {have}, but owes {owed_kind} {format_axes(owed, plan.mesh)}"
     return None
-
-
-def _carried(rule: Rule, choice: Choice) -> tuple[Axes, str, str | None]:
-    """Atoms and kind of the partial operands, and what is wrong with them."""
-    partial = tuple(i for i, s in enumerate(choice.operands) if s.partial)
-    if not partial:
-        return (), "", None
-    states = {(choice.operands[i].partial, choice.operands[i].kind) for i in partial}
-    if len(states) > 1:
-        return (), "", "its operands are partial in different ways"
-    ((atoms, kind),) = states
-    if partial not in {tuple(sorted(group)) for group in rule.linear}:
-        return (), "", f"operands {partial} are partial, it is linear in {rule.linear}"
-    if kind != "add" and not rule.moves:
-        return (), "", f"a partial {kind} can't flow through it"
-    return atoms, kind, None
 
 
 def _assignment(plan: Plan, choice: Choice) -> str:
@@ -273,8 +256,3 @@ _EVERY_OP: tuple[OpCheck, ...] = (
 )
 OP_CHECKS = (*_EVERY_OP, assignment_is_legal, shardings_follow, partials_follow)
 REGION_OP_CHECKS = (*_EVERY_OP, carries_agree)
-TABLE: Mapping[str, tuple[Callable[..., str | None], ...]] = {
-    "plan": PLAN_CHECKS,
-    "op": OP_CHECKS,
-    "region op": REGION_OP_CHECKS,
-}

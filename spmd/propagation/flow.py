@@ -9,10 +9,12 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from spmd.ir.dialect.rule import FIXED, REPLICATE, Rule
-from spmd.mesh.sharding import Axes
+from spmd.ir.dialect.rule import FIXED, MERGE, REDUCE, REPLICATE, WINDOW, Rule
+from spmd.mesh.sharding import Axes, common_prefix
 from spmd.propagation.projection import dim_to_factors, factors_to_dim, fitting
 
 OPEN, CLOSED = -1, -2
@@ -31,19 +33,25 @@ _Claim = tuple[Axes, int, int]
 """Axes, and the position and dim of the value that wants a factor split over them."""
 
 
-class Shape(NamedTuple):
-    """What two nodes share when the same axes flow through them alike: equal nodes are `is`.
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What decides how axes flow through a node, besides the axes; made once for nodes alike.
+
+    Two shapes are compared by identity: flows are remembered by shape, and hashing a rule is slow.
 
     Attributes:
       rule: factors of every value's dims.
       flags: for each value and dim, `OPEN`, `CLOSED`, or the size of a dim at the boundary, where
         axes must divide it; None for a cheap value.
-      reduces: whether the rule sums factors away.
     """
 
     rule: Rule
     flags: tuple[tuple[int, ...] | None, ...]
-    reduces: bool
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether the op does more than pass its dims through, where they are split."""
+        return any(factor.kind in (MERGE, REDUCE, WINDOW) for factor in self.rule.factors)
 
 
 class Change(NamedTuple):
@@ -56,14 +64,6 @@ class Change(NamedTuple):
     source_dim: int
 
 
-class _Dispute(NamedTuple):
-    """An atom that two dims of one of a node's values claim."""
-
-    position: int
-    atom: int
-    dims: tuple[int, int]
-
-
 class Flow(NamedTuple):
     """What a visit of a node does, given the proposals around it.
 
@@ -71,60 +71,71 @@ class Flow(NamedTuple):
       changes: dims that get longer axes.
       conflicts: factors that are wanted split in different ways, with the claims.
       undivided: dims at the boundary, with wanted axes that don't divide them.
-      disputed: atoms that two dims of a value claim.
+      disputed: atoms that two dims of a value claim: its position, the atom, and the dims.
     """
 
     changes: tuple[Change, ...]
     conflicts: tuple[tuple[int, tuple[_Claim, ...]], ...]
     undivided: tuple[tuple[int, int, Axes], ...]
-    disputed: tuple[_Dispute, ...]
+    disputed: tuple[tuple[int, int, tuple[int, int]], ...]
 
 
 def flow_through(
-    shape: Shape, around: tuple[Proposal, ...], guess: bool, sizes: Sequence[int]
+    sizes: Sequence[int], shape: Shape, around: tuple[Proposal, ...], guess: bool
 ) -> Flow:
     """What flows through a node: claims on factors, merged, and projected back onto every dim.
 
     Args:
+      sizes: of all atoms of the mesh.
       shape: the node's.
       around: the proposals of its values.
       guess: whether the more major of two dims gets an atom that both claim, else neither.
-      sizes: of all atoms of the mesh.
     """
+    # Trace, `b i k, k j -> i j` with the first operand [{x}, {}], the second [{}, {y}]:
+    #   claims    i: {x} by dim 0 of the first, j: {y} by dim 1 of the second
+    #   wanted    the result's dims want {x} and {y}; nothing new for the operands
+    #   changes   the result gets {x}, from the first operand, and {y}, from the second
+    # Were the second operand [{}, {x}] both dims of the result would claim x: a dispute.
+    rule = shape.rule
     claims = _claims(shape, around, sizes)
     if not claims:
         return Flow((), (), (), ())
-    assignment, source, conflicts = _merged(claims, len(shape.rule.factors))
+    merged = {factor: _merged(found) for factor, found in claims.items()}
+    conflicts = [
+        (factor, tuple(found))
+        for factor, found in claims.items()
+        if len(merged[factor][0]) < max(len(axes) for axes, _, _ in found)
+    ]
+    assignment = [merged[f][0] if f in merged else () for f in range(len(rule.factors))]
     changes: list[Change] = []
     undivided: list[tuple[int, int, Axes]] = []
-    disputed: list[_Dispute] = []
+    disputed: list[tuple[int, int, tuple[int, int]]] = []
     for position, (flags, have) in enumerate(zip(shape.flags, around, strict=True)):
         if flags is None:
             continue
-        wanted, uneven = _wishes(shape.rule, position, flags, have, assignment, sizes)
-        undivided += [(position, dim, axes) for dim, axes in uneven]
-        more, stuck = _extensions(have, wanted, guess)
-        disputed += [_Dispute(position, atom, dims) for atom, dims in stuck]
-        for dim, axes in more:
-            changes += _changes(shape.rule, position, dim, len(have[dim]), axes, source)
-    return Flow(tuple(changes), conflicts, tuple(undivided), tuple(disputed))
+        wanted = []
+        for d, (dim, flag) in enumerate(zip(rule.values[position], flags, strict=True)):
+            axes = kept = _wanted(have[d], dim, flag, rule, assignment, sizes)
+            while flag >= 0 and flag % math.prod([sizes[a] for a in kept]):
+                kept = kept[:-1]
+            if len(kept) < len(axes):
+                undivided.append((position, d, axes))
+                kept = max(kept, have[d], key=len)
+            wanted.append(kept)
+        longer, stuck = _extensions(have, wanted, guess)
+        disputed += [(position, atom, dims) for atom, dims in stuck]
+        for d, axes in longer:
+            changes += _changes(rule, position, d, len(have[d]), axes, merged)
+    return Flow(tuple(changes), tuple(conflicts), tuple(undivided), tuple(disputed))
 
 
-def _merged(
-    claims: Mapping[int, Sequence[_Claim]], count: int
-) -> tuple[list[Axes], dict[int, tuple[int, int]], tuple[tuple[int, tuple[_Claim, ...]], ...]]:
-    """The axes that claims agree on for each factor, whose claim is the longest, and conflicts."""
-    assignment: list[Axes] = [()] * count
-    source: dict[int, tuple[int, int]] = {}
-    conflicts = []
-    for factor, found in claims.items():
-        axes, position, dim = max(found, key=lambda claim: len(claim[0]))
-        agreed = _common_prefix(axes, found)
-        if agreed != axes:
-            conflicts.append((factor, tuple(found)))
-        assignment[factor] = agreed
-        source[factor] = (position, dim)
-    return assignment, source, tuple(conflicts)
+def _merged(claims: Sequence[_Claim]) -> _Claim:
+    """The longest claim on a factor, up to where another one disagrees with it."""
+    axes, position, dim = max(claims, key=lambda claim: len(claim[0]))
+    for other, _, _ in claims:
+        if axes[: len(other)] != other:
+            axes = common_prefix(axes, other)
+    return axes, position, dim
 
 
 def _claims(
@@ -167,33 +178,13 @@ def _wanted(
     return axes
 
 
-def _wishes(
-    rule: Rule,
-    position: int,
-    flags: Sequence[int],
-    have: Proposal,
-    assignment: Sequence[Axes],
-    sizes: Sequence[int],
-) -> tuple[list[Axes], list[tuple[int, Axes]]]:
-    """What the factors want for each dim of a value, and (dim, axes) that don't divide it."""
-    wanted, undivided = [], []
-    for d, own in enumerate(rule.values[position]):
-        axes = _wanted(have[d], own, flags[d], rule, assignment, sizes)
-        kept = _dividing(axes, flags[d], sizes) if flags[d] >= 0 else axes
-        if len(kept) < len(axes):
-            undivided.append((d, axes))
-            axes = max(kept, have[d], key=len)
-        wanted.append(axes)
-    return wanted, undivided
-
-
 def _changes(
     rule: Rule,
     position: int,
     dim: int,
     held: int,
     axes: Axes,
-    source: Mapping[int, tuple[int, int]],
+    claims: Mapping[int, _Claim],
 ) -> Iterator[Change]:
     """A dim's longer axes: first what the rule fixes of them, then what its factors want."""
     factors = rule.values[position][dim]
@@ -201,15 +192,8 @@ def _changes(
     if held < len(fixed):
         yield Change(position, dim, axes[: len(fixed)], RULE, 0)
     if len(axes) > len(fixed):
-        cause = next(source[f] for f in reversed(factors) if f in source)
-        yield Change(position, dim, axes, *cause)
-
-
-def _dividing(axes: Axes, size: int, sizes: Sequence[int]) -> Axes:
-    """The longest part of some atoms that divides a dim: all that a boundary may have."""
-    while size % math.prod([sizes[a] for a in axes]):
-        axes = axes[:-1]
-    return axes
+        _, source, source_dim = next(claims[f] for f in reversed(factors) if f in claims)
+        yield Change(position, dim, axes, source, source_dim)
 
 
 def _extensions(
@@ -240,29 +224,32 @@ def _extensions(
     return more, disputed
 
 
-def _common_prefix(axes: Axes, claims: Iterable[_Claim]) -> Axes:
-    """The part of the longest claim with which no other claim disagrees."""
-    for other, _, _ in claims:
-        pairs = enumerate(zip(axes, other, strict=False))
-        axes = axes[: next((k for k, (a, b) in pairs if a != b), len(axes))]
-    return axes
-
-
 def spread_through(shape: Shape, around: tuple[Masks, ...]) -> tuple[Masks, ...]:
-    """What may come to each open dim through the factors that it shares with others."""
+    """What may come to each open dim through the factors that it shares with others.
+
+    As `flow_through`, but for atoms that dims may get yet: any of them, in any order.
+    """
     factors = shape.rule.factors
     reach = [0] * len(factors)
-    for masks, terms in zip(around, shape.rule.values, strict=True):
-        for mask, term in zip(masks, terms, strict=True):
-            for factor in term if mask else ():
+    for masks, dims in zip(around, shape.rule.values, strict=True):
+        for mask, dim in zip(masks, dims, strict=True):
+            for factor in dim if mask else ():
                 if factors[factor].kind not in (REPLICATE, FIXED):
                     reach[factor] |= mask
     found: list[Masks] = []
-    for masks, flags, terms in zip(around, shape.flags, shape.rule.values, strict=True):
-        dims = zip(masks, flags or (), terms, strict=False)
-        more = [m if f == CLOSED else union([m, *[reach[x] for x in t]]) for m, f, t in dims]
-        found.append(masks if flags is None else tuple(more))
+    for masks, flags, dims in zip(around, shape.flags, shape.rule.values, strict=True):
+        if flags is not None:
+            masks = tuple(
+                mask if flag == CLOSED else union([mask, *[reach[f] for f in dim]])
+                for mask, flag, dim in zip(masks, flags, dims, strict=True)
+            )
+        found.append(masks)
     return tuple(found)
+
+
+def as_mask(axes: Axes) -> int:
+    """Some atoms as a set, a bit each."""
+    return union(1 << a for a in axes)
 
 
 def union(masks: Iterable[int]) -> int:

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from spmd.ir.control_flow import ties
 from spmd.ir.dialect.registry import rule_of
-from spmd.ir.dialect.rule import MERGE, REDUCE, WINDOW, Factor, Rule
+from spmd.ir.dialect.rule import Factor, Rule
 from spmd.ir.program import Loc, Op, OpKind, Program, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Mark
@@ -34,6 +35,7 @@ from spmd.propagation.flow import (
     Masks,
     Proposal,
     Shape,
+    as_mask,
     flow_through,
     spread_through,
     union,
@@ -42,13 +44,11 @@ from spmd.propagation.propagated import Conflict, Origin, Propagated
 
 
 class _Node(NamedTuple):
-    """An op, or a tie of values that are one, as the propagation sees it."""
+    """An op as the propagation sees it; a tie of values that are one counts as an op over them."""
 
     shape: Shape
     values: tuple[Value, ...]
-    op: Op | None
-    loc: Loc
-    label: str
+    op: Op
 
 
 def propagate(
@@ -80,30 +80,40 @@ def propagate(
 
 
 class _State:
+    """A propagation under way.
+
+    Attributes:
+      proposals: for each value, the axes of each dim so far.
+      flags: for each value, the flags of its dims, as in `Shape`.
+      nodes: every op and tie, in program order.
+      touching: for each value, the nodes that have it, as indices.
+      queues: nodes to be visited: those that only pass dims through, and those that reduce.
+      blocked: nodes that would do more if a dispute were settled.
+      pending: for each value, the atoms that may yet come to each dim (see `dispute`).
+      settled: for each value, the atoms that were pending there and have come to one of its dims.
+    """
+
     def __init__(
         self, program: Program, mesh: Mesh, marks: Mapping[Value, Mark], cheap: frozenset[Value]
     ) -> None:
-        self.program = program
-        self.mesh = mesh
-        self.sizes = mesh.atom_sizes
-        self.marks = marks
-        self.cheap = cheap
-        self.proposals: list[Proposal] = [((),) * len(t.shape) for t in program.types]
-        self.flags: list[tuple[int, ...] | None] = self.value_flags()
-        self.origins: dict[tuple[Value, int], list[Origin]] = {}
+        self.program, self.mesh, self.marks, self.cheap = program, mesh, marks, cheap
+        self.proposals: list[Proposal] = [((),) * t.rank for t in program.types]
+        self.flags = self.value_flags()
         self.nodes: list[_Node] = []
+        self.shapes: dict[tuple[int, tuple[tuple[int, ...] | None, ...]], Shape] = {}
         self.touching: list[list[int]] = [[] for _ in program.types]
-        self.conflicts: dict[tuple[int, int], Conflict] = {}
-        self.undivided: dict[tuple[Value, int], Axes] = {}
-        self.blocked: set[int] = set()
-        self.pending: dict[Value, Masks] = {}
-        self.spreads: dict[tuple[int, tuple[Masks, ...]], tuple[Masks, ...]] = {}
-        self.settled: dict[Value, int] = {}
         self.queues: tuple[deque[int], deque[int]] = (deque(), deque())
         self.queued: set[int] = set()
-        self.shapes: dict[tuple[int, tuple[tuple[int, ...] | None, ...]], Shape] = {}
-        self.tie_rules: dict[tuple[int, tuple[int, ...]], Rule] = {}
-        self.flows: dict[tuple[int, tuple[Proposal, ...], bool], Flow] = {}
+        self.blocked: set[int] = set()
+        self.any_pending = False
+        self.pending: list[Masks] = [(0,) * t.rank for t in program.types]
+        self.settled = [0] * len(program.types)
+        self.origins: dict[tuple[Value, int], list[Origin]] = {}
+        self.conflicts: dict[tuple[int, int], Conflict] = {}
+        self.undivided: dict[tuple[Value, int], Axes] = {}
+        # Equal layers have equal shapes and proposals, so most visits repeat an earlier one.
+        self.flow_through = cache(partial(flow_through, mesh.atom_sizes))
+        self.spread_through = cache(spread_through)
         for value, mark in marks.items():
             self.proposals[value] = mark.dims
             for dim, axes in enumerate(mark.dims):
@@ -112,7 +122,7 @@ class _State:
 
     def value_flags(self) -> list[tuple[int, ...] | None]:
         program = self.program
-        flags: list[tuple[int, ...] | None] = [(OPEN,) * len(t.shape) for t in program.types]
+        flags: list[tuple[int, ...] | None] = [(OPEN,) * t.rank for t in program.types]
         for value in (*program.body.args, *program.body.results):
             flags[value] = program.types[value].shape
         for value, mark in self.marks.items():
@@ -129,45 +139,36 @@ class _State:
     def add_op(self, op: Op) -> None:
         if op.regions:
             for tie in ties(op):
-                values = (*tie.inside, tie.result)
-                if tie.source is not None:
-                    values = (tie.source, *values)
-                self.add_tie(values, op.loc, op.kind.name)
+                source = () if tie.source is None else (tie.source,)
+                self.add_tie((*source, *tie.inside, tie.result), op.loc, op.kind.name)
             return
         cheap = self.cheap
         if cheap and all([v in cheap for v in op.results]):
             return
-        self.add(rule_of(op.kind, op.loc), op.operands + op.results, op, op.loc, op.kind.name)
+        self.add(rule_of(op.kind, op.loc), op)
 
     def add_tie(self, values: tuple[Value, ...], loc: Loc, label: str) -> None:
-        shape = self.program.types[values[-1]].shape
-        rule = self.tie_rules.get((len(values), shape))
-        if rule is None:
-            dims = tuple((i,) for i in range(len(shape)))
-            factors = tuple(Factor(n) for n in shape)
-            rule = Rule((dims,) * (len(values) - 1), (dims,), factors)
-            self.tie_rules[len(values), shape] = rule
-        self.add(rule, values, None, loc, label)
+        rule = _tie_rule(len(values), self.program.types[values[-1]].shape)
+        self.add(rule, Op(OpKind(label, (), (), {}), values, (), (), loc))
 
-    def add(
-        self, rule: Rule, values: tuple[Value, ...], op: Op | None, loc: Loc, label: str
-    ) -> None:
-        if not rule.factors or not self.sizes:
+    def add(self, rule: Rule, op: Op) -> None:
+        if not rule.factors or not self.mesh.atoms:
             return
-        all_flags = self.flags
+        all_flags, values = self.flags, op.operands + op.results
         flags = tuple([all_flags[v] for v in values])
-        key = (id(rule), flags)
-        shape = self.shapes.get(key)
+        shape = self.shapes.get((id(rule), flags))
         if shape is None:
-            reduces = any(f.kind in (MERGE, REDUCE, WINDOW) for f in rule.factors)
-            shape = self.shapes[key] = Shape(rule, flags, reduces)
+            shape = self.shapes[id(rule), flags] = Shape(rule, flags)
         index = len(self.nodes)
-        self.nodes.append(_Node(shape, values, op, loc, label))
-        touching = self.touching
+        self.nodes.append(_Node(shape, values, op))
         for value in values:
-            touching[value].append(index)
-        self.queued.add(index)
-        self.queues[shape.reduces].append(index)
+            self.touching[value].append(index)
+        self.enqueue(index)
+
+    def enqueue(self, index: int) -> None:
+        if index not in self.queued:
+            self.queued.add(index)
+            self.queues[self.nodes[index].shape.reduces].append(index)
 
     # The fixed point.
 
@@ -184,10 +185,9 @@ class _State:
 
     def drain(self) -> None:
         first, second = self.queues
-        queued = self.queued
         while first or second:
             index = (first or second).popleft()
-            queued.discard(index)
+            self.queued.discard(index)
             self.visit(index, False)
 
     def visit(self, index: int, guess: bool) -> bool:
@@ -195,36 +195,52 @@ class _State:
         node = self.nodes[index]
         proposals = self.proposals
         around = tuple([proposals[v] for v in node.values])
-        key = (id(node.shape), around, guess)
-        flow = self.flows.get(key)
-        if flow is None:
-            flow = self.flows[key] = flow_through(node.shape, around, guess, self.sizes)
+        flow = self.flow_through(node.shape, around, guess)
         if flow.conflicts or flow.undivided or flow.disputed:
             self.note(index, node, flow)
         changes = flow.changes
-        if changes and self.pending and not guess:
+        if changes and self.any_pending and not guess:
             changes = self.undisputed(index, node, changes)
         if changes:
             self.apply(index, node, changes)
         return bool(changes)
 
-    def undisputed(self, index: int, node: _Node, changes: Iterable[Change]) -> tuple[Change, ...]:
-        """Changes up to the first atom that another dim may get yet, unless that is settled."""
-        kept = []
+    def note(self, index: int, node: _Node, flow: Flow) -> None:
+        for position, atom, dims in flow.disputed:
+            self.blocked.add(index)
+            self.dispute(node.values[position], atom, dims)
+        for factor, claims in flow.conflicts:
+            named = [(axes, node.values[position], dim) for axes, position, dim in claims]
+            self.conflicts[index, factor] = Conflict(node.op, factor, tuple(dict.fromkeys(named)))
+        for position, dim, axes in flow.undivided:
+            self.undivided[node.values[position], dim] = axes
+
+    def apply(self, index: int, node: _Node, changes: Iterable[Change]) -> None:
+        touched: dict[Value, None] = {}
+        loc = node.op.loc
         for change in changes:
-            value, source = node.values[change.position], node.values[change.source]
-            pending = self.pending.get(value, ())
-            rivals = union(mask for d, mask in enumerate(pending) if d != change.dim)
-            rivals &= ~self.settled.get(source, 0)
-            held = len(self.proposals[value][change.dim])
-            fresh = enumerate(change.axes[held:], held)
-            length = next((k for k, a in fresh if rivals >> a & 1), len(change.axes))
-            if length < len(change.axes):
-                self.blocked.add(index)
-                change = change._replace(axes=change.axes[:length])
-            if length > held:
-                kept.append(change)
-        return tuple(kept)
+            value, dim = node.values[change.position], change.dim
+            have = self.proposals[value]
+            added = change.axes[len(have[dim]) :]
+            if not added:
+                continue  # a value that the node has twice
+            if change.source == RULE:
+                reason = "specs of shard_map" + (f" at {loc.source}" if loc.source else "")
+                origin = Origin(added, None, dim, reason, loc)
+            else:
+                source = node.values[change.source]
+                origin = Origin(added, source, change.source_dim, node.op.kind.name, loc)
+            self.origins.setdefault((value, dim), []).append(origin)
+            self.proposals[value] = (*have[:dim], change.axes, *have[dim + 1 :])
+            if self.any_pending:
+                self.settled[value] |= union(self.pending[value]) & as_mask(added)
+            touched[value] = None
+        for value in touched:
+            for neighbour in self.touching[value]:
+                if neighbour != index:
+                    self.enqueue(neighbour)
+
+    # Disputes.
 
     def dispute(self, value: Value, atom: int, dims: tuple[int, int]) -> None:
         """Notes that either of two dims of a value may get an atom, and what may follow from it.
@@ -243,78 +259,46 @@ class _State:
         Without `pending` the columns of the second product would have taken `data` at once,
         because v meets no resistance, and the batch could not have followed.
         """
-        none: Masks = (0,) * len(self.proposals[value])
-        found = tuple(
-            mask | (1 << atom if d in dims else 0)
-            for d, mask in enumerate(self.pending.get(value, none))
-        )
-        if found == self.pending.get(value):
+        have = self.pending[value]
+        found = tuple(mask | (1 << atom if d in dims else 0) for d, mask in enumerate(have))
+        if found == have:
             return
-        self.pending[value] = found
+        self.pending[value], self.any_pending = found, True
         waiting = deque(self.touching[value])
         while waiting:
-            node = self.nodes[waiting.popleft()]
-            for value in self.spread(node):
-                waiting.extend(self.touching[value])
+            for changed in self.spread(self.nodes[waiting.popleft()]):
+                waiting.extend(self.touching[changed])
 
     def spread(self, node: _Node) -> list[Value]:
         """Takes what may come to a node's values to the others; returns those that it is new to."""
-        pending, proposals = self.pending, self.proposals
-        around = tuple([pending.get(v) or (0,) * len(proposals[v]) for v in node.values])
-        key = (id(node.shape), around)
-        masks = self.spreads.get(key)
-        if masks is None:
-            masks = self.spreads[key] = spread_through(node.shape, around)
+        pending = self.pending
+        around = tuple([pending[v] for v in node.values])
         new = []
-        for value, before, wanted in zip(node.values, around, masks, strict=True):
-            if before == wanted:
-                continue
-            have = pending.get(value, before)  # a node may have a value twice
-            held = union(1 << a for axes in proposals[value] for a in axes)
-            found = tuple([h | (w & ~held) for h, w in zip(have, wanted, strict=True)])
+        for value, wanted in zip(node.values, self.spread_through(node.shape, around), strict=True):
+            taken = union(as_mask(axes) for axes in self.proposals[value])
+            have = pending[value]
+            found = tuple([h | (w & ~taken) for h, w in zip(have, wanted, strict=True)])
             if found != have:
                 pending[value] = found
                 new.append(value)
         return new
 
-    def apply(self, index: int, node: _Node, changes: Iterable[Change]) -> None:
-        touched: dict[Value, None] = {}
+    def undisputed(self, index: int, node: _Node, changes: Iterable[Change]) -> tuple[Change, ...]:
+        """Changes up to the first atom that another dim may get yet, unless that is settled."""
+        kept = []
         for change in changes:
-            value = node.values[change.position]
-            have = self.proposals[value]
-            if len(have[change.dim]) >= len(change.axes):
-                continue  # a value that the node has twice
-            added = change.axes[len(have[change.dim]) :]
-            if change.source == RULE:
-                place = node.loc.source
-                reason = "specs of shard_map" + (f" at {place}" if place else "")
-                origin = Origin(added, None, change.dim, reason, node.loc)
-            else:
-                source = node.values[change.source]
-                origin = Origin(added, source, change.source_dim, node.label, node.loc)
-            self.origins.setdefault((value, change.dim), []).append(origin)
-            dims = (*have[: change.dim], change.axes, *have[change.dim + 1 :])
-            self.proposals[value] = dims
-            if value in self.pending:
-                some = union(self.pending[value]) & union(1 << a for a in added)
-                self.settled[value] = self.settled.get(value, 0) | some
-            touched[value] = None
-        for value in touched:
-            for neighbour in self.touching[value]:
-                if neighbour != index and neighbour not in self.queued:
-                    self.queued.add(neighbour)
-                    self.queues[self.nodes[neighbour].shape.reduces].append(neighbour)
-
-    def note(self, index: int, node: _Node, flow: Flow) -> None:
-        for position, atom, dims in flow.disputed:
-            self.blocked.add(index)
-            self.dispute(node.values[position], atom, dims)
-        for factor, claims in flow.conflicts:
-            named = [(axes, node.values[position], dim) for axes, position, dim in claims]
-            op = node.op or _tie_op(node)
-            self.conflicts[index, factor] = Conflict(op, factor, tuple(dict.fromkeys(named)))
-        for position, dim, axes in flow.undivided:
-            self.undivided[node.values[position], dim] = axes
+            value, source = node.values[change.position], node.values[change.source]
+            rivals = union(m for d, m in enumerate(self.pending[value]) if d != change.dim)
+            rivals &= ~self.settled[source]
+            held = len(self.proposals[value][change.dim])
+            fresh = enumerate(change.axes[held:], held)
+            length = next((k for k, a in fresh if rivals >> a & 1), len(change.axes))
+            if length < len(change.axes):
+                self.blocked.add(index)
+                change = change._replace(axes=change.axes[:length])
+            if length > held:
+                kept.append(change)
+        return tuple(kept)
 
     def finish(self) -> Propagated:
         return Propagated(
@@ -329,6 +313,8 @@ class _State:
         )
 
 
-def _tie_op(node: _Node) -> Op:
-    """Stands for a tie in a conflict: an op of the same name over the tied values."""
-    return Op(OpKind(node.label, (), (), {}), node.values, (), (), node.loc)
+@lru_cache(maxsize=1 << 12)
+def _tie_rule(count: int, shape: tuple[int, ...]) -> Rule:
+    """The rule of `count` values of a shape that are split alike."""
+    dims = tuple((i,) for i in range(len(shape)))
+    return Rule((dims,) * (count - 1), (dims,), tuple(Factor(size) for size in shape))

@@ -3,7 +3,7 @@
 before: `%2 = broadcast %1; %5 = while(%a = %0, %b = %2) { ... add %a, %b ...; return %x, %b }`
 after:  `%5 = while(%a = %0) { %7 = broadcast %6; ... add %a, %7 ...; return %x }`
 
-A scalar that is not constant is carried instead: `broadcast` above may read an argument.
+A scalar that is not constant is carried instead of what is broadcast from it.
 
 jax lifts the constants of a `scan`'s body into carries, masks and zeros as large as activations
 among them. As carries they would need a sharding and memory; as cheap values they need neither.
@@ -11,8 +11,7 @@ among them. As carries they would need a sharding and memory; as cheap values th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 from spmd.ir.control_flow import producers_of
 from spmd.ir.program import Op, OpKind, Program, Region, Value
@@ -25,13 +24,6 @@ def sink_invariants(program: Program) -> Program:
     if not any(op.is_loop for op in program.walk()):
         return program
     return _Sink(program).run()
-
-
-class _Chain(NamedTuple):
-    """What makes a cheap value: ops in order, and the scalars from elsewhere that they read."""
-
-    ops: tuple[Op, ...]
-    scalars: tuple[Value, ...]
 
 
 class _Sink:
@@ -61,79 +53,67 @@ class _Sink:
 
     def loop(self, op: Op) -> Op:
         """The loop without the carries that can be made inside, but with the scalars they need."""
-        body = op.regions[1]
-        sunk = {
-            i: chain
-            for i, value in enumerate(op.operands)
-            if body.results[i] == body.args[i] and (chain := self.chain(value)) is not None
-        }
+        cond, body = op.regions
+        sunk: set[int] = set()
+        makers: dict[Value, Op] = {}
+        scalars: dict[Value, None] = {}
+        for i, value in enumerate(op.operands):
+            if value in self.cheap and body.results[i] == body.args[i]:
+                sunk.add(i)
+                self.find(value, makers, scalars)
+                self.instead[op.results[i]] = value
         if not sunk:
             return op
-        for i in sunk:
-            self.instead[op.results[i]] = op.operands[i]
-        kept = [i for i in range(len(op.operands)) if i not in sunk]
-        scalars = tuple(dict.fromkeys(v for chain in sunk.values() for v in chain.scalars))
+
+        def kept(values: Sequence[Value], more: Iterable[Value]) -> tuple[Value, ...]:
+            return (*(v for i, v in enumerate(values) if i not in sunk), *more)
+
         regions = []
         for region in op.regions:
-            ops = list(region.ops)
-            inside = tuple(self.value(self.types[v]) for v in scalars)
-            made = dict(zip(scalars, inside, strict=True))
-            first: list[Op] = []
-            for i, chain in sunk.items():
-                for maker in chain.ops:
-                    self.copy(maker, made, first)
-                self.instead[region.args[i]] = made[op.operands[i]]
-            results = region.results
-            if region is body:
-                results = (*(results[i] for i in kept), *inside)
-            args = (*(region.args[i] for i in kept), *inside)
-            regions.append(Region(args, (*first, *ops), results))
-        operands = (*(op.operands[i] for i in kept), *scalars)
-        after = tuple(self.value(self.types[v]) for v in scalars)
+            inside = {v: self.value(self.types[v]) for v in scalars}
+            copies, made = self.copied(makers, inside)
+            self.instead.update((region.args[i], made[op.operands[i]]) for i in sunk)
+            args = kept(region.args, inside.values())
+            results = kept(body.results, inside.values()) if region is body else cond.results
+            regions.append(Region(args, (*copies, *region.ops), results))
+        operands = kept(op.operands, scalars)
+        results = kept(op.results, [self.value(self.types[v]) for v in scalars])
         types = tuple(self.types[v] for v in operands)
         kind = OpKind(op.name, types, types, op.kind.attrs)
-        return Op(
-            kind, operands, (*(op.results[i] for i in kept), *after), tuple(regions), op.loc
-        )
+        return Op(kind, operands, results, tuple(regions), op.loc)
 
     def value(self, type_: TensorType) -> Value:
         """A new value."""
         self.types.append(type_)
         return len(self.types) - 1
 
-    def chain(self, value: Value) -> _Chain | None:
-        """What makes a cheap value from scalars; None if the value is not cheap."""
-        if value not in self.cheap:
-            return None
-        ops: dict[Value, Op] = {}
-        scalars: dict[Value, None] = {}
-
-        def visit(v: Value) -> None:
-            op = self.producers.get(v)
-            if v in ops or v in scalars:
-                return
-            if op is None or not (v in self.cheap or _makes_scalar(op)):
-                scalars[v] = None
-                return
-            operands = self.values(op.operands)
-            for operand in operands:
-                visit(operand)
-            ops[v] = op._replace(operands=operands)
-
-        visit(value)
-        return _Chain(tuple(ops.values()), tuple(scalars))
-
-    def copy(self, op: Op, made: dict[Value, Value], into: list[Op]) -> None:
-        """Appends a copy of one op of a chain."""
-        (old,) = op.results
-        if old in made:
+    def find(self, value: Value, makers: dict[Value, Op], scalars: dict[Value, None]) -> None:
+        """Adds the ops that make a value, in order, and the scalars from elsewhere they read."""
+        op = self.producers.get(value)
+        if value in makers or value in scalars:
             return
-        new = made[old] = self.value(self.types[old])
-        copied = op._replace(operands=tuple(made[v] for v in op.operands), results=(new,))
-        into.append(copied)
-        self.producers[new] = copied
-        if old in self.cheap:
-            self.cheap.add(new)
+        if op is None or not (value in self.cheap or _makes_scalar(op)):
+            scalars[value] = None
+            return
+        op = op._replace(operands=self.values(op.operands))
+        for operand in op.operands:
+            self.find(operand, makers, scalars)
+        makers[value] = op
+
+    def copied(
+        self, makers: Mapping[Value, Op], inside: Mapping[Value, Value]
+    ) -> tuple[list[Op], dict[Value, Value]]:
+        """The same ops once more, on copies of scalars; the copy of each of their values."""
+        made = dict(inside)
+        copies = []
+        for old, op in makers.items():
+            new = made[old] = self.value(self.types[old])
+            operands = tuple(made[v] for v in op.operands)
+            self.producers[new] = op._replace(operands=operands, results=(new,))
+            copies.append(self.producers[new])
+            if old in self.cheap:
+                self.cheap.add(new)
+        return copies, made
 
 
 def _makes_scalar(op: Op) -> bool:

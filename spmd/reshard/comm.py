@@ -86,8 +86,6 @@ def collective_seconds(
       mesh: the mesh that the atoms belong to.
       topology: the links; the slowest one among the atoms sets the pace.
     """
-    if kind == "slice" or not atoms:
-        return 0.0
     sent = wire_bytes(kind, mesh.extent(atoms), local_in_bytes, local_out_bytes)
     latency, pace = collective_terms(kind, atoms, mesh, topology)
     return latency + sent * pace
@@ -101,6 +99,8 @@ def collective_terms(
     What was measured inside a host counts there; elsewhere the latency of the slowest link for each
     step, and its bandwidth.
     """
+    if kind == "slice" or not atoms:
+        return 0.0, 0.0
     links = [topology.atom_links(mesh)[a] for a in atoms]
     if all(link == topology.chip.ici for link in links):
         measured = topology.measured(kind, mesh.extent(atoms))

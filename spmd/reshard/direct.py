@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from itertools import groupby
-from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
-from spmd.reshard.moves import DirectedMoves, Move, continuation, put, unused, without
+from spmd.reshard.moves import (
+    DirectedMoves,
+    Move,
+    append,
+    continuation,
+    exchange,
+    gather,
+    permute,
+    reduce,
+    unused,
+    without,
+)
 from spmd.reshard.problem import Problem
 from spmd.reshard.question import Dims
 
@@ -21,119 +32,77 @@ def direct_paths(problem: Problem, directed: DirectedMoves) -> Iterator[list[Mov
     Over links of different speed each of them also link by link, and with the help of digits that
     are parked on a dim that neither end splits: pieces are smaller while they cross the slow links.
     """
-    if not problem.partial and [problem.extent(axes) for axes in problem.src] == list(
-        problem.goal_extents
-    ):
-        moved = problem.moved(problem.src, problem.dst)
-        yield [Move("collective_permute", problem.dst, (), moved, ())]
+    extents = tuple(problem.extent(axes) for axes in problem.src)
+    if not problem.partial and extents == problem.goal_extents:
+        yield [permute(problem, problem.src, (), problem.dst)]
     for style in _styles(problem):
-        begun = _Begun(problem, style)
-        begun.towards_goal("slice")
-        begun.park("reduce_scatter")
-        begun.towards_goal("reduce_scatter")
-        paths = [begun.finished(begun.dims)]
+        plain = _Builder(problem, style)
+        plain.append_all()
+        paths = [plain.finished(plain.dims)]
         if paths[0] is None:
-            paths = [
-                begun.finished(after)
-                for begun in _permutable(problem, style)
-                for after in directed.arrangements(begun.dims, begun.partial)
-            ]
+            paths = []
+            for finer in (False, True) if problem.partial else (False,):
+                shaped = _Builder(problem, style)
+                shaped.append_all(shape=True, finer=finer)
+                shaped.reduce_rest()
+                shaped.append_shape("slice")
+                arrangements = directed.arrangements(shaped.dims, shaped.partial)
+                paths += [shaped.finished(after) for after in arrangements]
         for path in paths:
             if path and all(problem.pieces(move.dims) >= problem.fewest_pieces for move in path):
                 yield path
 
 
-class _Style(NamedTuple):
-    """How a path deals with links of different speed.
-
-    Attributes:
-      in_turn: whether reductions and gathers go link by link.
-      helpers: digits to park.
-    """
-
-    in_turn: bool
-    helpers: Axes
+_Style = tuple[bool, Axes]
+"""Whether reductions and gathers go link by link, and the digits to park."""
 
 
 def _styles(problem: Problem) -> Iterator[_Style]:
     """All links at once; in turn; with what is fast parked; and all that is partial as well."""
-    yield _Style(False, ())
-    slow = problem.fabric.slow
-    if not slow:
+    yield False, ()
+    if not problem.slow:
         return
-    yield _Style(True, ())
+    yield True, ()
     if any(not (a or b) for a, b in zip(problem.src, problem.dst, strict=True)):
-        used = {a for axes in (*problem.src, *problem.dst) for a in axes}
-        idle = [a for a in problem.atoms if a not in used]
-        fast = tuple(a for a in idle if a not in slow[0][2])
+        idle = unused(problem.digits, problem.src + problem.dst, ())
+        fast = without(idle, problem.slow[0][2])
         both = (*fast, *(a for a in problem.partial if a in idle and a not in fast))
-        yield from (_Style(True, parked) for parked in dict.fromkeys((fast, both)) if parked)
+        yield from ((True, parked) for parked in dict.fromkeys((fast, both)) if parked)
 
 
-def _permutable(problem: Problem, style: _Style) -> Iterator[_Begun]:
-    """Paths that are sliced and reduced, ready for a permute; what is owed may be cut finer."""
-    for finer in (False, True) if problem.partial else (False,):
-        begun = _Begun(problem, style)
-        begun.towards_goal("slice")
-        begun.towards_goal_shape("slice")
-        if finer:
-            begun.anywhere("slice")
-        begun.park("reduce_scatter")
-        begun.towards_goal("reduce_scatter")
-        begun.towards_goal_shape("reduce_scatter")
-        if finer:
-            begun.anywhere("reduce_scatter")
-        begun.reduce_rest()
-        begun.towards_goal_shape("slice")
-        yield begun
-
-
-class _Begun:
-    """The moves of a path so far, and where they have led."""
+class _Builder:
+    """A path that is being written down: its moves so far, and where they have led."""
 
     def __init__(self, problem: Problem, style: _Style) -> None:
         self.problem = problem
+        self.in_turn, self.helpers = style
         self.moves: list[Move] = []
         self.dims, self.partial = problem.src, problem.partial
-        self.style = style
-        self.park("slice")
 
-    def park(self, kind: str) -> None:
-        """Appends helpers to dims that neither end splits."""
-        problem, helpers = self.problem, self.style.helpers
-        for dim, (axes, goal) in enumerate(zip(problem.src, problem.dst, strict=True)):
-            for alike in self._in_turn(helpers) if helpers and not (axes or goal) else ():
-                pool = [a for a in self._pool(kind) if a in alike]
-                if run := problem.dividing(problem.room[dim], self.dims[dim], pool):
-                    self._append(kind, dim, run)
+    def _add(self, move: Move) -> None:
+        self.moves.append(move)
+        self.dims, self.partial = move.dims, move.partial
 
-    def _in_turn(self, run: Axes) -> list[Axes]:
-        """Runs of digits over equal links, if links are taken in turn."""
-        paces = self.problem.fabric.paces
-        if not self.style.in_turn:
-            return [run]
-        return [tuple(part) for _, part in groupby(run, lambda a: paces[a])]
+    def append_all(self, shape: bool = False, finer: bool = False) -> None:
+        """Slices by what is idle, then reduce-scatters what is partial.
 
-    def _append(self, kind: str, dim: int, run: Axes) -> None:
-        self.dims = put(self.dims, dim, self.dims[dim] + run)
-        self.partial = without(self.partial, run)
-        self.moves.append(Move(kind, self.dims, self.partial, run, (dim,)))
-
-    def _pool(self, kind: str) -> Axes:
-        """The atoms that a slice or a reduce-scatter can append."""
-        if kind == "slice":
-            return unused(self.problem.atoms, self.dims, self.partial)
-        return self.partial
-
-    def towards_goal(self, kind: str) -> None:
-        """Appends to every dim the atoms that its goal has next."""
-        for dim, goal in enumerate(self.problem.dst):
-            if run := continuation(self.dims[dim], goal, self._pool(kind)):
+        Args:
+          shape: whether digits may stand in for others of the same size.
+          finer: whether dims are split further wherever they divide.
+        """
+        for kind in ("slice", "reduce_scatter"):
+            self._park(kind)
+            for dim, goal in enumerate(self.problem.dst):
+                self._append(kind, dim, continuation(self.dims[dim], goal, self._pool(kind)))
+            if shape:
+                self.append_shape(kind)
+            for dim, room in enumerate(self.problem.room) if finer else ():
+                run = self.problem.dividing(room, self.dims[dim], self._pool(kind))
                 self._append(kind, dim, run)
 
-    def towards_goal_shape(self, kind: str) -> None:
-        """Appends to every dim atoms of the sizes that it lacks against its goal."""
-        sizes = self.problem.fabric.sizes
+    def append_shape(self, kind: str) -> None:
+        """Appends to every dim digits of the sizes that it lacks against its goal."""
+        sizes = self.problem.sizes
         for dim, goal in enumerate(self.problem.dst):
             lacking = Counter(sizes[a] for a in goal)
             lacking.subtract(sizes[a] for a in self.dims[dim])
@@ -142,65 +111,73 @@ class _Begun:
                 if lacking[sizes[a]] > 0:
                     lacking[sizes[a]] -= 1
                     run = (*run, a)
-            if run:
-                self._append(kind, dim, run)
+            self._append(kind, dim, run)
 
-    def anywhere(self, kind: str) -> None:
-        """Appends atoms wherever a dim still divides."""
-        for dim in range(len(self.dims)):
-            room = self.problem.room[dim]
-            if run := self.problem.dividing(room, self.dims[dim], self._pool(kind)):
-                self._append(kind, dim, run)
+    def _park(self, kind: str) -> None:
+        """Appends helpers to dims that neither end splits."""
+        problem = self.problem
+        for dim, (axes, goal) in enumerate(zip(problem.src, problem.dst, strict=True)):
+            for alike in self._runs_in_turn(self.helpers) if not (axes or goal) else ():
+                pool = [a for a in self._pool(kind) if a in alike]
+                self._append(kind, dim, problem.dividing(problem.room[dim], self.dims[dim], pool))
+
+    def _append(self, kind: str, dim: int, run: Axes) -> None:
+        if run:
+            self._add(append(kind, self.dims, self.partial, dim, run))
+
+    def _pool(self, kind: str) -> Axes:
+        """The digits that a slice or a reduce-scatter can append."""
+        if kind == "slice":
+            return unused(self.problem.digits, self.dims, self.partial)
+        return self.partial
+
+    def _runs_in_turn(self, run: Axes) -> list[Axes]:
+        """Runs of digits over equal links, if links are taken in turn."""
+        if not self.in_turn:
+            return [run]
+        return [tuple(part) for _, part in groupby(run, lambda a: self.problem.paces[a])]
 
     def reduce_rest(self) -> None:
-        """All-reduces what is still owed."""
-        paces = self.problem.fabric.paces
-        owed = tuple(sorted(self.partial, key=lambda a: paces[a]))
-        for run in self._in_turn(owed) if owed else ():
-            self.partial = without(self.partial, run)
-            self.moves.append(Move("all_reduce", self.dims, self.partial, run, ()))
+        """All-reduces what is still partial."""
+        owed = tuple(sorted(self.partial, key=lambda a: self.problem.paces[a]))
+        for run in self._runs_in_turn(owed) if owed else ():
+            self._add(reduce(self.dims, self.partial, run))
 
-    def finished(self, dims: Dims) -> list[Move] | None:
-        """The moves so far, a permute to `dims`, exchanges, gathers; None if the goal is missed."""
-        problem, goal = self.problem, self.problem.dst
-        self.reduce_rest()
-        moves = list(self.moves)
-        if dims != self.dims:
-            axes = problem.moved(self.dims, dims)
-            moves.append(Move("collective_permute", dims, self.partial, axes, ()))
-        while found := self._exchange(dims):
-            dims = found.dims
-            moves.append(found)
-        for dim in self._slowest_first(dims):
-            for run in reversed(self._in_turn(dims[dim][len(goal[dim]) :])):
-                dims = put(dims, dim, dims[dim][: -len(run)])
-                moves.append(Move("all_gather", dims, self.partial, run, (dim,)))
-        return moves if dims == goal else None
+    def finished(self, after: Dims) -> list[Move] | None:
+        """These moves, a permute to `after`, exchanges, gathers; None if that misses the goal."""
+        whole = copy(self)
+        whole.moves = list(self.moves)
+        whole.reduce_rest()
+        if after != whole.dims:
+            whole._add(permute(self.problem, whole.dims, whole.partial, after))
+        while found := whole._next_exchange():
+            whole._add(found)
+        whole._gather()
+        return whole.moves if whole.dims == self.problem.dst else None
 
-    def _exchange(self, dims: Dims) -> Move | None:
+    def _next_exchange(self) -> Move | None:
         """An all-to-all of the longest minor run of a dim that another one's goal has next."""
-        goal = self.problem.dst
-        for dim in self._straying(dims):
+        dims, goal = self.dims, self.problem.dst
+        for dim in self._straying():
             for keep in range(len(goal[dim]), len(dims[dim])):
                 run = dims[dim][keep:]
                 for other, wanted in enumerate(goal):
                     if other != dim and continuation(dims[other], wanted, run) == run:
-                        after = put(put(dims, dim, dims[dim][:keep]), other, dims[other] + run)
-                        return Move("all_to_all", after, self.partial, run, (dim, other))
+                        return exchange(dims, self.partial, dim, keep, other)
         return None
 
-    def _straying(self, dims: Dims) -> list[int]:
+    def _straying(self) -> list[int]:
         """Dims that begin as their goal and go on."""
-        ends = enumerate(zip(dims, self.problem.dst, strict=True))
+        ends = enumerate(zip(self.dims, self.problem.dst, strict=True))
         return [
             dim for dim, (axes, goal) in ends if len(axes) > len(goal) and axes[: len(goal)] == goal
         ]
 
-    def _slowest_first(self, dims: Dims) -> list[int]:
-        """The dims to gather: those over slow links while pieces are small."""
-        paces, goal = self.problem.fabric.paces, self.problem.dst
-
-        def pace(dim: int) -> float:
-            return max(paces[a] for a in dims[dim][len(goal[dim]) :])
-
-        return sorted(self._straying(dims), key=lambda dim: -pace(dim))
+    def _gather(self) -> None:
+        """Gathers what goes beyond the goal: first over slow links, while pieces are small."""
+        paces, goal = self.problem.paces, self.problem.dst
+        beyond = {dim: self.dims[dim][len(goal[dim]) :] for dim in self._straying()}
+        for dim in sorted(beyond, key=lambda dim: -max(paces[a] for a in beyond[dim])):
+            for run in reversed(self._runs_in_turn(beyond[dim])):
+                keep = len(self.dims[dim]) - len(run)
+                self._add(gather(self.dims, self.partial, dim, keep))

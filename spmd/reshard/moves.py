@@ -1,18 +1,18 @@
-"""The steps that a reshard tries out of a sharding: all of them, or those towards the goal."""
+"""The steps that a search tries out of a sharding: every legal one, or those towards the goal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, permutations
+from itertools import combinations, groupby, permutations
 from typing import NamedTuple
 
-from spmd.mesh.sharding import Axes
+from spmd.mesh.sharding import Axes, common_prefix
 from spmd.reshard.problem import Problem
 from spmd.reshard.question import Dims
 
 
 class Move(NamedTuple):
-    """A step while it is searched for: the sharding that it leads to, and as in `Step`."""
+    """A `Step` in the words of a question: digits for atoms, and the sharding that it leads to."""
 
     kind: str
     dims: Dims
@@ -21,112 +21,107 @@ class Move(NamedTuple):
     at: tuple[int, ...]
 
 
+def append(kind: str, dims: Dims, partial: Axes, dim: int, run: Axes) -> Move:
+    """A slice or a reduce-scatter: digits become the minor ones of a dim."""
+    return Move(kind, _put(dims, dim, dims[dim] + run), without(partial, run), run, (dim,))
+
+
+def gather(dims: Dims, partial: Axes, dim: int, keep: int) -> Move:
+    """An all-gather: a dim keeps its `keep` most major digits."""
+    axes = dims[dim]
+    return Move("all_gather", _put(dims, dim, axes[:keep]), partial, axes[keep:], (dim,))
+
+
+def exchange(dims: Dims, partial: Axes, dim: int, keep: int, other: int) -> Move:
+    """An all-to-all: what a dim has behind its first `keep` digits goes to the end of `other`."""
+    run = dims[dim][keep:]
+    after = _put(_put(dims, dim, dims[dim][:keep]), other, dims[other] + run)
+    return Move("all_to_all", after, partial, run, (dim, other))
+
+
+def reduce(dims: Dims, partial: Axes, run: Axes) -> Move:
+    """An all-reduce over some of the partial digits."""
+    return Move("all_reduce", dims, without(partial, run), run, ())
+
+
+def permute(problem: Problem, dims: Dims, partial: Axes, after: Dims) -> Move:
+    """A collective-permute to another sharding with the same local shape."""
+    return Move("collective_permute", after, partial, problem.moved(dims, after), ())
+
+
 class Moves:
-    """The moves out of a sharding; subclasses say which runs of atoms and permutes are tried."""
+    """Every legal move out of a sharding; a subclass may try fewer.
+
+    The order of moves decides between paths that cost the same.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.every_dim = range(len(problem.room))
-
-    def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterable[Axes]:
-        """Runs out of `pool` to append to a dim."""
-        raise NotImplementedError
-
-    def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
-        """How many major atoms of a dim an all-gather keeps; it may grow by a factor of `room`."""
-        raise NotImplementedError
-
-    def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
-        """How many major atoms of a dim stay when the rest goes to dim `other`."""
-        raise NotImplementedError
-
-    def _reduced(self, owed: Axes) -> Iterable[Axes]:
-        """Sets of owed atoms to all-reduce at once."""
-        raise NotImplementedError
-
-    def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
-        """Targets of a permute: dims with the same local shape."""
-        raise NotImplementedError
+        self._layouts: dict[tuple[tuple[int, ...], Axes], list[Dims]] = {}
 
     def out_of(self, dims: Dims, partial: Axes, pieces: int) -> Iterator[Move]:
-        """Every move that is tried from here."""
-        yield from self._slices(dims, partial)
-        yield from self._gathers(dims, partial, pieces // self.problem.fewest_pieces)
+        """The moves out of a sharding that splits the value into so many pieces."""
+        idle = unused(self.problem.digits, dims, partial)
+        if idle:
+            yield from self._appends("slice", dims, partial, idle)
+        # A gather may not leave a larger piece than the larger end has: the memory limit.
+        room = pieces // self.problem.fewest_pieces
+        if room > 1:
+            yield from self._gathers(dims, partial, room)
         yield from self._exchanges(dims, partial)
-        yield from self._reductions(dims, partial)
-        yield from self._permutes(dims, partial)
+        if partial:
+            for run in self._reduced(partial):
+                yield reduce(dims, partial, run)
+            yield from self._appends("reduce_scatter", dims, partial, partial)
+        for after in self.arrangements(dims, partial):
+            if after != dims:
+                yield permute(self.problem, dims, partial, after)
 
-    def _slices(self, dims: Dims, partial: Axes) -> Iterator[Move]:
-        pool = unused(self.problem.atoms, dims, partial)
-        for dim in self.every_dim if pool else ():
+    def _appends(self, kind: str, dims: Dims, partial: Axes, pool: Axes) -> Iterator[Move]:
+        for dim in range(len(dims)):
             for run in self._runs(dims, dim, pool):
-                yield Move("slice", put(dims, dim, dims[dim] + run), partial, run, (dim,))
+                if self.problem.divides(dim, dims[dim] + run):
+                    yield append(kind, dims, partial, dim, run)
 
     def _gathers(self, dims: Dims, partial: Axes, room: int) -> Iterator[Move]:
-        for dim in self.every_dim if room > 1 else ():
+        for dim, axes in enumerate(dims):
             for keep in self._gathered(dims, dim, room):
-                run = dims[dim][keep:]
-                if self.problem.extent(run) <= room:
-                    after = put(dims, dim, dims[dim][:keep])
-                    yield Move("all_gather", after, partial, run, (dim,))
+                if self.problem.extent(axes[keep:]) <= room:
+                    yield gather(dims, partial, dim, keep)
 
     def _exchanges(self, dims: Dims, partial: Axes) -> Iterator[Move]:
-        for dim in self.every_dim:
-            for other in self.every_dim if dims[dim] else ():
+        for dim, axes in enumerate(dims):
+            for other in range(len(dims)) if axes else ():
                 if other == dim:
                     continue
                 for keep in self._exchanged(dims, dim, other):
-                    run = dims[dim][keep:]
-                    if self.problem.divides(other, dims[other] + run):
-                        after = put(put(dims, dim, dims[dim][:keep]), other, dims[other] + run)
-                        yield Move("all_to_all", after, partial, run, (dim, other))
-
-    def _reductions(self, dims: Dims, partial: Axes) -> Iterator[Move]:
-        if not partial:
-            return
-        for gone in self._reduced(partial):
-            yield Move("all_reduce", dims, without(partial, gone), gone, ())
-        for dim in self.every_dim:
-            for run in self._runs(dims, dim, partial):
-                after = put(dims, dim, dims[dim] + run)
-                yield Move("reduce_scatter", after, without(partial, run), run, (dim,))
-
-    def _permutes(self, dims: Dims, partial: Axes) -> Iterator[Move]:
-        for after in self.arrangements(dims, partial):
-            if after != dims:
-                axes = self.problem.moved(dims, after)
-                yield Move("collective_permute", after, partial, axes, ())
-
-
-class ExhaustiveMoves(Moves):
-    """Every legal move."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._layouts: dict[tuple[tuple[int, ...], Axes], list[Dims]] = {}
+                    if self.problem.divides(other, dims[other] + axes[keep:]):
+                        yield exchange(dims, partial, dim, keep, other)
 
     def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
+        """Runs out of `pool` to append to a dim, if it divides by them."""
         for count in range(1, len(pool) + 1):
-            for run in permutations(pool, count):
-                if self.problem.divides(dim, dims[dim] + run):
-                    yield run
+            yield from permutations(pool, count)
 
     def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
+        """How many major digits of a dim an all-gather keeps; it may grow by a factor of `room`."""
         return range(len(dims[dim]))
 
     def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
+        """How many major digits of a dim stay when the rest goes to dim `other`."""
         return range(len(dims[dim]))
 
     def _reduced(self, owed: Axes) -> Iterator[Axes]:
+        """Sets of partial digits to all-reduce at once."""
         for count in range(len(owed), 0, -1):
             yield from combinations(owed, count)
 
-    def arrangements(self, dims: Dims, partial: Axes) -> list[Dims]:
-        """Every way to lay free atoms out in the same local shape."""
+    def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
+        """Where a permute may lead: dims with the same local shape, of any digits not partial."""
         extents = tuple([self.problem.extent(axes) for axes in dims])
         found = self._layouts.get((extents, partial))
         if found is None:
-            found = list(self._fill(extents, without(self.problem.atoms, partial)))
+            found = list(self._fill(extents, without(self.problem.digits, partial)))
             self._layouts[extents, partial] = found
         return found
 
@@ -144,118 +139,93 @@ class ExhaustiveMoves(Moves):
             yield ()
             return
         for a in pool:
-            size = self.problem.fabric.sizes[a]
+            size = self.problem.sizes[a]
             if extent % size == 0:
                 for rest in self._exactly(extent // size, without(pool, (a,))):
                     yield (a, *rest)
 
 
 class DirectedMoves(Moves):
-    """Moves towards the goal, with stand-ins where any atom would do.
+    """Moves towards the goal, with stand-ins where any digit would do.
 
-    - Appended are the next atoms of the goal (or of another dim's, to move there together), or
-      stand-ins: as many as go towards the goal's local shape, and as many as there are.
-    - Dropped or exchanged are the atoms behind the prefix in common with the goal, those beyond the
-      goal's local shape, and those that the other dim's goal asks for next.
+    - A slice or a reduce-scatter appends the digits that the goal has next in this dim; or those
+      that it has next in another dim, to go there together with the ones that are here; or, in
+      place of them, any digits: as many as the goal's local shape asks for, and as many as fit.
+    - A gather or an all-to-all takes what lies behind the prefix in common with the goal, or what
+      is beyond the goal's local shape. An all-to-all also takes what the other dim's goal has next.
     - A permute leads to the longest prefixes of the goal that the local shape allows, the rest
-      filled with atoms that then go to the dim that misses them, or that are gathered.
+      filled with digits that then go to the dim that misses them, or that are gathered.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._cuts: list[dict[Axes, tuple[int, ...]]] = [{} for _ in problem.room]
-
     def _runs(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
-        problem = self.problem
-        found = [continuation(dims[dim], problem.dst[dim], pool)]
-        found += self._followers(dims, dim, pool)
-        stand_ins = sorted(pool, key=lambda a: (a in problem.goal_atoms, a))
-        for alike in self._by_size(stand_ins):
-            found.append(self.problem.dividing(problem.goal_extents[dim], dims[dim], alike))
-            found.append(self.problem.dividing(problem.room[dim], dims[dim], alike))
-        for run in dict.fromkeys(found):
-            if run and problem.divides(dim, dims[dim] + run):
-                yield run
-
-    def _followers(self, dims: Dims, dim: int, pool: Axes) -> Iterator[Axes]:
-        """What comes next in the goal of another dim that this one's minor atoms can move to."""
-        for other, goal in enumerate(self.problem.dst):
+        problem, axes = self.problem, dims[dim]
+        found = [continuation(axes, problem.dst[dim], pool)]
+        for other, goal in enumerate(problem.dst):
             if other != dim and goal[: len(dims[other])] == dims[other]:
-                for keep in range(len(dims[dim])):
-                    yield continuation(dims[other] + dims[dim][keep:], goal, pool)
+                found += [
+                    continuation(dims[other] + axes[k:], goal, pool) for k in range(len(axes))
+                ]
+        stand_ins = sorted(pool, key=lambda a: (a in problem.goal_digits, a))
+        for alike in self._by_size(stand_ins):
+            found.append(problem.dividing(problem.goal_extents[dim], axes, alike))
+            found.append(problem.dividing(problem.room[dim], axes, alike))
+        return filter(None, dict.fromkeys(found))
 
     def _by_size(self, pool: Sequence[int]) -> list[Sequence[int]]:
-        sizes = self.problem.fabric.sizes
+        """All of the digits and, where they differ in size, those of each size."""
+        sizes = self.problem.sizes
         different = sorted({sizes[a] for a in pool})
         if len(different) < 2:
             return [pool]
         return [pool, *([a for a in pool if sizes[a] == size] for size in different)]
 
     def _gathered(self, dims: Dims, dim: int, room: int) -> Iterable[int]:
-        axes, paces = dims[dim], self.problem.fabric.paces
-        keeps = set(self._beyond_goal(axes, dim))
-        extent = self.problem.extent
+        axes, paces, extent = dims[dim], self.problem.paces, self.problem.extent
+        keeps = self._beyond_goal(axes, dim)
         keeps.update([k for k in range(len(axes)) if extent(axes[k:]) <= room][:1])
         keeps.update(k for k in range(1, len(axes)) if paces[axes[k - 1]] != paces[axes[k]])
         return sorted(keeps)
 
     def _exchanged(self, dims: Dims, dim: int, other: int) -> Iterable[int]:
         axes, target, goal = dims[dim], dims[other], self.problem.dst[other]
-        keeps = set(self._beyond_goal(axes, dim))
+        keeps = self._beyond_goal(axes, dim)
         extent, wanted = self.problem.extent, self.problem.goal_extents[other]
         space = wanted // extent(target) if wanted % extent(target) == 0 else 1
-        known = goal[: len(target)] == target
         for keep in range(len(axes)):
-            run = axes[keep:]
-            if extent(run) == space or (known and goal[len(target) :][: len(run)] == run):
+            joined = target + axes[keep:]
+            if extent(axes[keep:]) == space or goal[: len(joined)] == joined:
                 keeps.add(keep)
         return sorted(keeps)
 
-    def _beyond_goal(self, axes: Axes, dim: int) -> tuple[int, ...]:
+    def _beyond_goal(self, axes: Axes, dim: int) -> set[int]:
         """Where the prefix in common with the goal ends, and where the goal's extent is reached."""
-        found = self._cuts[dim].get(axes)
-        if found is None:
-            found = self._cuts[dim][axes] = self._find_cuts(axes, dim)
-        return found
-
-    def _find_cuts(self, axes: Axes, dim: int) -> tuple[int, ...]:
-        goal, wanted = self.problem.dst[dim], self.problem.goal_extents[dim]
-        common = 0
-        while common < min(len(axes), len(goal)) and axes[common] == goal[common]:
-            common += 1
-        extent = self.problem.extent
-        return tuple(k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted)
+        wanted, extent = self.problem.goal_extents[dim], self.problem.extent
+        common = len(common_prefix(axes, self.problem.dst[dim]))
+        return {k for k in range(len(axes)) if k == common or extent(axes[:k]) == wanted}
 
     def _reduced(self, owed: Axes) -> Iterator[Axes]:
         yield owed
-        stray = tuple(a for a in owed if a not in self.problem.goal_atoms)
+        stray = without(owed, self.problem.goal_digits)
         if stray and stray != owed:
             yield stray
 
     def arrangements(self, dims: Dims, partial: Axes) -> Iterable[Dims]:
-        """The goal's prefixes, filled up in up to four ways."""
-        prefixes, missing, spaces = self._prefixes(dims, partial)
-        pool = [a for a in self.problem.atoms if a not in partial]
-        orders = [spaces] if len(spaces) < 2 else [spaces, dict(reversed(spaces.items()))]
-        found = [
-            self._filled(dims, prefixes, leaving, dict(order), pool)
-            for order in orders
-            for leaving in ([missing, []] if missing and spaces else [[]])
-        ]
-        return dict.fromkeys(after for after in found if after is not None)
+        """The goal's prefixes, filled up in up to four ways.
 
-    def _prefixes(
-        self, dims: Dims, partial: Axes
-    ) -> tuple[list[Axes], list[tuple[int, int]], dict[int, int]]:
-        """Longest prefixes of the goal that fit; (dim, atom) missing behind; extents to fill."""
-        sizes = self.problem.fabric.sizes
+        Digits that the goal asks for elsewhere wait in the spaces, or do not; the spaces are filled
+        from the first dim to the last, or from the last to the first.
+        """
+        # Trace, with digits of size 2, from [{a, b}, {c}, {}] to [{c}, {a}, {b}]. Dim 0 keeps its
+        # four pieces: c fits, and a space of 2 is left. In dim 1 a fits, in dim 2 nothing does, so
+        # b is missing. It waits in dim 0's space: from [{c, b}, {a}, {}] an all-to-all is enough.
+        sizes = self.problem.sizes
         prefixes: list[Axes] = []
-        missing: list[tuple[int, int]] = []
-        spaces: dict[int, int] = {}
+        missing: list[tuple[int, int]] = []  # (dim, a digit of its goal that does not fit yet)
+        spaces: dict[int, int] = {}  # dim -> the extent that its prefix leaves to be filled
         for dim, (axes, goal) in enumerate(zip(dims, self.problem.dst, strict=True)):
             space, count = self.problem.extent(axes), 0
-            while count < len(goal) and space % sizes[goal[count]] == 0:
-                if goal[count] in partial:
+            while count < len(goal) and goal[count] not in partial:
+                if space % sizes[goal[count]]:
                     break
                 space //= sizes[goal[count]]
                 count += 1
@@ -263,7 +233,13 @@ class DirectedMoves(Moves):
             missing += [(dim, a) for a in goal[count:] if a not in partial]
             if space > 1:
                 spaces[dim] = space
-        return prefixes, missing, spaces
+        pool = set(self.problem.digits).difference(partial, *prefixes)
+        found = [
+            self._filled(dims, prefixes, waiting, dict(order), set(pool))
+            for order in (spaces, dict(reversed(spaces.items())))
+            for waiting in (missing, [])
+        ]
+        return dict.fromkeys(after for after in found if after is not None)
 
     def _filled(
         self,
@@ -271,62 +247,52 @@ class DirectedMoves(Moves):
         prefixes: list[Axes],
         missing: list[tuple[int, int]],
         spaces: dict[int, int],
-        pool: list[int],
+        pool: set[int],
     ) -> Dims | None:
-        """The prefixes, then atoms that will be gathered, then those that will move on."""
-        sizes = self.problem.fabric.sizes
-        leaving: dict[int, list[tuple[int, Axes]]] = {dim: [] for dim in spaces}
-        left = set(pool).difference(*prefixes)
+        """The prefixes, then digits that will be gathered, then those that wait to move on."""
+        sizes, goal_digits = self.problem.sizes, self.problem.goal_digits
+        waiting: dict[int, list[tuple[int, int]]] = {dim: [] for dim in spaces}
         for target, a in missing:
             for dim, space in spaces.items():
                 if dim != target and space % sizes[a] == 0:
                     spaces[dim] = space // sizes[a]
-                    _extend(leaving[dim], target, a)
-                    left.remove(a)
+                    waiting[dim].append((target, a))
+                    pool.remove(a)
                     break
         result = list(prefixes)
         for dim, space in spaces.items():
-            here, goal_atoms = dims[dim], self.problem.goal_atoms
-            spare = sorted(left, key=lambda a: (a not in here, a in goal_atoms, a))
+            spare = sorted(pool, key=lambda a: (a not in dims[dim], a in goal_digits, a))
             run = self.problem.dividing(space, (), spare)
             if self.problem.extent(run) != space:
                 return None
-            left.difference_update(run)
+            pool.difference_update(run)
             result[dim] += run
-        for dim, runs in leaving.items():
-            result[dim] += tuple(a for _, run in reversed(runs) for a in run)
+            # Neighbours with one target move together; the minor end leaves first.
+            runs = [[a for _, a in run] for _, run in groupby(waiting[dim], lambda way: way[0])]
+            result[dim] += tuple(a for run in reversed(runs) for a in run)
         return tuple(result)
 
 
-def put(dims: Dims, dim: int, axes: Axes) -> Dims:
-    """`dims` with the atoms of one dim replaced."""
+def _put(dims: Dims, dim: int, axes: Axes) -> Dims:
+    """`dims` with the digits of one dim replaced."""
     return (*dims[:dim], axes, *dims[dim + 1 :])
 
 
-def without(axes: Axes, gone: Axes) -> Axes:
-    """`axes` less some atoms."""
+def without(axes: Axes, gone: Iterable[int]) -> Axes:
+    """`axes` less some digits."""
     return tuple([a for a in axes if a not in gone])
 
 
 def unused(atoms: Axes, dims: Dims, partial: Axes) -> Axes:
-    """The atoms that neither split a dim nor are partial."""
-    taken = {a for axes in dims for a in axes}.union(partial)
-    return tuple(a for a in atoms if a not in taken)
+    """The digits that neither split a dim nor are partial."""
+    return without(atoms, {a for axes in dims for a in axes}.union(partial))
 
 
 def continuation(axes: Axes, goal: Axes, pool: Axes) -> Axes:
-    """The next atoms of `goal` after its prefix `axes`, as long as they are in `pool`."""
+    """The next digits of `goal` after its prefix `axes`, as long as they are in `pool`."""
     start = end = len(axes)
     if goal[:start] != axes:
         return ()
     while end < len(goal) and goal[end] in pool:
         end += 1
     return goal[start:end]
-
-
-def _extend(runs: list[tuple[int, Axes]], target: int, a: int) -> None:
-    """Adds an atom that goes to dim `target`: neighbours with the same target move together."""
-    if runs and runs[-1][0] == target:
-        runs[-1] = (target, (*runs[-1][1], a))
-    else:
-        runs.append((target, (a,)))

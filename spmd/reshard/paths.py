@@ -26,10 +26,10 @@ import numpy as np
 from spmd.errors import LegalityError
 from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even
+from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_legal
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds, collective_terms, wire_bytes
-from spmd.reshard.problem import moved
+from spmd.reshard.problem import moved, pieces_after
 from spmd.reshard.question import Dims, Names, ask
 from spmd.reshard.search import Answer, answers, direct_answers, is_small
 
@@ -121,20 +121,16 @@ def reshard(
 
 def _check(src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh) -> None:
     """Refuses what cannot be asked."""
-    fix = ""
-    for sharding in (src, dst):
-        atoms = [a for axes in sharding.dims for a in axes] + list(sharding.partial)
-        if len(sharding.dims) != type_.rank or len(set(atoms)) != len(atoms):
-            fix = "use every atom at most once and give every dim its atoms"
-    if not fix and not can_reshard(src, dst):
-        fix = "leave partial only what is partial already"
-    if fix:
-        raise LegalityError(
-            f"no reshard of {type_} leads from one sharding to the other",
-            actual=format_sharding(src, mesh),
-            required=format_sharding(dst, mesh),
-            fix=fix,
-        )
+    legal = all(is_legal(sharding, type_.shape, mesh, even=False) for sharding in (src, dst))
+    if legal and can_reshard(src, dst):
+        return
+    fix = "use every atom at most once and give every dim its atoms"
+    raise LegalityError(
+        f"no reshard of {type_} leads from one sharding to the other",
+        actual=format_sharding(src, mesh),
+        required=format_sharding(dst, mesh),
+        fix="leave partial only what is partial already" if legal else fix,
+    )
 
 
 def _untorn(
@@ -154,31 +150,30 @@ def _untorn(
         for s in (src, dst)
     )
     if bare != src:
-        first = _one_by_one("all_gather", src, bare, type_, mesh, topology)
-        return _joined(first, reshard(bare, dst, type_, mesh, topology, held))
-    cuts = _one_by_one("slice", last, dst, type_, mesh, topology)
-    return _joined(reshard(src, last, type_, mesh, topology, held), cuts)
+        first = _one_by_one(src, bare, type_, mesh, topology)
+        second = reshard(bare, dst, type_, mesh, topology, held)
+    else:
+        first = reshard(src, last, type_, mesh, topology, held)
+        second = _one_by_one(last, dst, type_, mesh, topology)
+    seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
+    return Path(first.steps + second.steps, seconds, sent)
 
 
 def _one_by_one(
-    kind: str, src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
+    src: Sharding, dst: Sharding, type_: TensorType, mesh: Mesh, topology: Topology
 ) -> Path:
-    """A gather, or a slice, of every dim in which two shardings differ."""
-    path, here = Path((), 0.0, 0), src
+    """A step for every dim that is split at one end alone: a gather, or a slice."""
+    steps, seconds, sent, here = [], 0.0, 0, src
     for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         if a != b:
             there = here._replace(dims=(*here.dims[:d], b, *here.dims[d + 1 :]))
-            step = Step(kind, here, there, a or b, (d,))
+            step = Step("all_gather" if a else "slice", here, there, a or b, (d,))
             before, after = (local_type(type_, s, mesh).bytes for s in (here, there))
-            seconds = collective_seconds(kind, step.axes, before, after, mesh, topology)
-            sent = wire_bytes(kind, mesh.extent(step.axes), before, after)
-            path, here = _joined(path, Path((step,), seconds, sent)), there
-    return path
-
-
-def _joined(first: Path, second: Path) -> Path:
-    seconds, sent = first.seconds + second.seconds, first.bytes + second.bytes
-    return Path(first.steps + second.steps, seconds, sent)
+            seconds += collective_seconds(step.kind, step.axes, before, after, mesh, topology)
+            sent += wire_bytes(step.kind, mesh.extent(step.axes), before, after)
+            steps.append(step)
+            here = there
+    return Path(tuple(steps), seconds, sent)
 
 
 def can_reshard(src: Sharding, dst: Sharding) -> bool:
@@ -198,12 +193,10 @@ def mask_seconds(sharding: Sharding, type_: TensorType, mesh: Mesh, topology: To
 
 def _padded(src: Sharding, dst: Sharding, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
     """The shape with every dim that either sharding does not divide rounded up until both do."""
-    sizes = []
-    for size, a, b in zip(shape, src.dims, dst.dims, strict=True):
-        unit = math.lcm(mesh.extent(a), mesh.extent(b))
-        fits = size % mesh.extent(a) == 0 and size % mesh.extent(b) == 0
-        sizes.append(size if fits else -(-size // unit) * unit)
-    return tuple(sizes)
+    units = [
+        math.lcm(mesh.extent(a), mesh.extent(b)) for a, b in zip(src.dims, dst.dims, strict=True)
+    ]
+    return tuple(-(-size // unit) * unit for size, unit in zip(shape, units, strict=True))
 
 
 def torn_dims(step: Step, shape: Sequence[int], mesh: Mesh) -> list[int]:
@@ -335,14 +328,9 @@ def _legs(
         if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
             axes = tuple(sorted(axes))
         group = mesh.extent(axes)
-        if move.kind in ("slice", "reduce_scatter"):
-            after = before * group
-        else:
-            after = before // group if move.kind == "all_gather" else before
+        after = pieces_after(move.kind, group, before)
         step = Step(move.kind, here, there, axes, tuple([names.dims[d] for d in move.at]))
-        terms = (0.0, 0.0)
-        if move.kind != "slice":
-            terms = collective_terms(move.kind, axes, mesh, topology)
+        terms = collective_terms(move.kind, axes, mesh, topology)
         yield _Leg(step, group, *terms, before, after)
         here, before = there, after
 

@@ -1,7 +1,7 @@
 """One reshard as a search problem: what a step costs, and what no path can undercut.
 
 Costs are lines: a time that does not depend on the value's size, and one for each unit of it. All
-are whole numbers, so that order cannot matter, and ties are ties.
+are whole numbers, so that the order of a sum cannot matter, and equal costs are recognised.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
 from spmd.reshard.comm import latency_steps, wire_bytes
-from spmd.reshard.question import Digit, Dims, Question
+from spmd.reshard.question import Dims, Question
 
 TICKS = 1e24
 """Ticks of the clock in a second: what a byte takes is a whole number of them, but for 1e-11."""
@@ -35,74 +35,27 @@ class Line(NamedTuple):
     steps: int
 
 
-class Fabric:
-    """The digits of a question, with what is asked of them again and again."""
-
-    def __init__(self, digits: tuple[Digit, ...]) -> None:
-        self.digits = digits
-        self.sizes = tuple(math.prod(digit.sizes) for digit in digits)
-        self.latencies = [round(digit.latency * TICKS) for digit in digits]
-        self.paces = [round(TICKS / digit.bandwidth) for digit in digits]
-        self.best_latency = min(self.latencies, default=0)
-        self.best_pace = min(self.paces, default=0)
-        self.flat = any(digit.flat for digit in digits)
-        self.slow = self._slow_classes()
-        self._extents: dict[Axes, int] = {}
-
-    def _slow_classes(self) -> list[tuple[int, int, frozenset[int]]]:
-        """For each pace above the best: it, the least latency at it or worse, and those digits."""
-        classes = []
-        for pace in sorted(set(self.paces) - {self.best_pace}):
-            digits = frozenset(a for a, other in enumerate(self.paces) if other >= pace)
-            classes.append((pace, min(self.latencies[a] for a in digits), digits))
-        return classes
-
-    def extent(self, axes: Axes) -> int:
-        """Product of the sizes of some digits."""
-        found = self._extents.get(axes)
-        if found is None:
-            found = self._extents[axes] = math.prod([self.sizes[a] for a in axes])
-        return found
-
-    def rounds(self, axes: Axes) -> int:
-        """Rounds that a gather over some digits takes."""
-        digits = [self.digits[a] for a in axes]
-        return sum(size - 1 for digit in digits if not digit.flat for size in digit.sizes)
-
-    def latency(self, kind: str, axes: Axes) -> int:
-        """Ticks that a collective over some digits takes, however little it sends."""
-        steps = 2
-        if kind != "slice" and not all([self.digits[a].flat for a in axes]):
-            steps = latency_steps(kind, [size for a in axes for size in self.digits[a].sizes])
-        return max([self.latencies[a] for a in axes]) * steps
-
-    def pace(self, axes: Axes) -> int:
-        """Ticks that a byte takes over some digits."""
-        return max([self.paces[a] for a in axes])
-
-
 class _Facts(NamedTuple):
     """One dim against its goal.
 
     Attributes:
       extent: into how many pieces it is split.
-      agreed: into how many pieces what both have in common is split.
+      common: the larger of its extent and the goal's: where neither is `apart`, one is a prefix of
+        the other, so these are the pieces of what a device holds and wants.
       apart: whether the two differ before either ends.
-      losing: whether it has to lose atoms.
-      clash: whether it differs without having to lose any.
-      crossings: for each class of slow atoms, what has to cross them (see `_Crossing`).
+      losing: whether it has to lose digits, because its extent does not divide the goal's.
+      crossings: for each class of slow links, what has to cross them.
     """
 
     extent: int
-    agreed: int
+    common: int
     apart: bool
     losing: bool
-    clash: bool
     crossings: tuple[_Crossing, ...]
 
 
 class _Crossing(NamedTuple):
-    """Slow atoms of one dim that change place.
+    """Digits of one dim over slow links that do not stay where they are.
 
     Attributes:
       extent: their extent.
@@ -122,7 +75,12 @@ class Problem:
       src, dst: digits of each dim, at first and in the end.
       partial: digits that are to be reduced.
       room: for each dim, what its size has in common with the number of devices.
-      atoms: every digit; to the search they are atoms.
+      digits: the numbers of all digits.
+      sizes, paces: of each digit, its size and the ticks that a byte takes over its link.
+      slow: for each pace above the best one, from fast to slow: it, the least latency at it or a
+        slower one, and the digits of these links.
+      goal_digits, goal_extents, goal_pieces: the digits that `dst` uses, the extent of each of its
+        dims, and into how many pieces it splits the value.
       fewest_pieces: into how many pieces the value must at least be split: the memory limit.
       unit: bytes of a value of size 1: so many that every collective sends whole bytes.
     """
@@ -130,28 +88,43 @@ class Problem:
     def __init__(self, question: Question) -> None:
         self.src, self.dst, self.partial = question.src, question.dst, question.partial
         self.room = question.room
-        self.fabric = Fabric(question.digits)
-        self.extent = self.fabric.extent
-        self.atoms = tuple(range(len(question.digits)))
+        self._letters = question.digits
+        self.digits = tuple(range(len(self._letters)))
+        self.sizes = tuple(math.prod(letter.sizes) for letter in self._letters)
+        self.paces = [round(TICKS / letter.bandwidth) for letter in self._letters]
+        self._latencies = [round(letter.latency * TICKS) for letter in self._letters]
+        self._best_pace = min(self.paces, default=0)
+        self._best_latency = min(self._latencies, default=0)
+        self._flat = any(letter.flat for letter in self._letters)
+        self.slow: list[tuple[int, int, frozenset[int]]] = []
+        for pace in sorted(set(self.paces) - {self._best_pace}):
+            slow = frozenset(a for a in self.digits if self.paces[a] >= pace)
+            self.slow.append((pace, min(self._latencies[a] for a in slow), slow))
+
+        self._extents: dict[Axes, int] = {}
+        self._prices: dict[tuple[str, Axes, int], tuple[Line, int]] = {}
+        self._facts: list[dict[Axes, _Facts]] = [{} for _ in self.dst]
+        self._goal_places = places(self.dst, self.sizes)
+        self.goal_digits = frozenset(self._goal_places)
         self.goal_extents = tuple(self.extent(axes) for axes in self.dst)
-        self.goal_atoms = frozenset(a for axes in self.dst for a in axes)
         self.goal_pieces = math.prod(self.goal_extents)
         self.fewest_pieces = min(self.goal_pieces, self.pieces(self.src))
-        self._devices = self.extent(self.atoms)
+        self._devices = self.extent(self.digits)
         self.unit = self._devices**2
-        self._tile = self._smallest_tile()
-        self._facts: list[dict[Axes, _Facts]] = [{} for _ in self.dst]
-        self._goal_places = places(self.dst, self.fabric.sizes)
-        self._prices: dict[tuple[str, Axes, int], tuple[Line, int]] = {}
+        # What a device holds if the value is reduced straight into the smallest tiles.
+        tiles = min(math.prod(self.room) * self.extent(self.partial), self._devices)
+        self._smallest_tile = self.unit // tiles
 
-    def _smallest_tile(self) -> int:
-        """Bytes that one device holds if the value is reduced straight into the smallest tiles."""
-        most = math.prod(self.room) * self.extent(self.partial)
-        return self.unit // min(most, self._devices)
+    def extent(self, axes: Axes) -> int:
+        """Product of the sizes of some digits."""
+        found = self._extents.get(axes)
+        if found is None:
+            found = self._extents[axes] = math.prod([self.sizes[a] for a in axes])
+        return found
 
     def moved(self, before: Dims, after: Dims) -> Axes:
-        """Atoms that change place."""
-        return moved(before, after, self.fabric.sizes)
+        """Digits that change place."""
+        return moved(before, after, self.sizes)
 
     def pieces(self, dims: Dims) -> int:
         """Into how many pieces the value is split."""
@@ -159,15 +132,15 @@ class Problem:
         return math.prod([extent(axes) for axes in dims])
 
     def divides(self, dim: int, axes: Axes) -> bool:
-        """Whether a dim divides by some atoms."""
+        """Whether a dim divides by some digits."""
         return self.room[dim] % self.extent(axes) == 0
 
     def dividing(self, size: int, axes: Axes, pool: Iterable[int]) -> Axes:
-        """As many atoms of `pool` to follow `axes` as `size` still divides by."""
+        """As many digits of `pool` to follow `axes` as `size` still divides by."""
         extent, run = self.extent(axes), []
         for a in pool:
-            if size % (extent * self.fabric.sizes[a]) == 0:
-                extent *= self.fabric.sizes[a]
+            if size % (extent * self.sizes[a]) == 0:
+                extent *= self.sizes[a]
                 run.append(a)
         return tuple(run)
 
@@ -175,29 +148,31 @@ class Problem:
         """What one step from so many pieces costs, and the pieces after it."""
         found = self._prices.get((kind, axes, pieces))
         if found is None:
-            found = self._prices[kind, axes, pieces] = self._price(kind, axes, pieces)
+            after = pieces_after(kind, self.extent(axes), pieces)
+            found = self._prices[kind, axes, pieces] = self._price(kind, axes, pieces, after), after
         return found
 
-    def _price(self, kind: str, axes: Axes, pieces: int) -> tuple[Line, int]:
-        group, after = self.extent(axes), pieces
+    def _price(self, kind: str, axes: Axes, pieces: int, after: int) -> Line:
         if kind == "slice":
-            return Line(0, 0, 0, 1), pieces * group
-        if kind == "all_gather":
-            after = pieces // group
-        elif kind == "reduce_scatter":
-            after = pieces * group
-        sent = wire_bytes(kind, group, self.unit // pieces, self.unit // after)
-        fabric = self.fabric
-        return Line(fabric.latency(kind, axes), sent * fabric.pace(axes), sent, 1), after
+            return Line(0, 0, 0, 1)
+        sent = wire_bytes(kind, self.extent(axes), self.unit // pieces, self.unit // after)
+        letters = [self._letters[a] for a in axes]
+        steps = 2
+        if not all([letter.flat for letter in letters]):
+            steps = latency_steps(kind, [size for letter in letters for size in letter.sizes])
+        latency = max([self._latencies[a] for a in axes]) * steps
+        return Line(latency, sent * max([self.paces[a] for a in axes]), sent, 1)
 
     def bounds(self, dims: Dims, partial: Axes) -> list[Line]:
-        """Lines that no path from here to `dst` can undercut.
+        """Lines that no path from here to `dst` can undercut; none if that may be free.
 
-        Bytes: a device must receive what its final tile has beyond its present one; what is owed
+        Bytes: a device must receive what its final tile has beyond its present one; what is partial
         must be reduced, at best into the smallest tiles. Collectives: every dim that has to lose
-        atoms takes one, so do the dims whose first differing atoms clash, so does a reduction.
-        Rounds: in each of them pieces at most double.
+        digits takes one; so do all dims together that differ from their goal without having to lose
+        any, and so does a reduction. Rounds: in each of them pieces at most double.
         """
+        # [{a}, {}] -> [{}, {a}]: a device holds a row, wants a column, and the first dim has to
+        # lose a digit: one collective. The second is a prefix of its goal, and asks for none.
         pieces = common = 1
         losing = 0
         clash = apart = False
@@ -206,43 +181,46 @@ class Problem:
         ]
         for fact in facts:
             pieces *= fact.extent
-            common *= fact.agreed
+            common *= fact.common
             apart |= fact.apart
             losing += fact.losing
-            clash |= fact.clash
+            clash |= fact.apart and not fact.losing
         ways, sent = self.extent(partial), self.unit // self.goal_pieces
         if partial:
-            sent += self._tile * (ways - 2)
+            sent += self._smallest_tile * (ways - 2)
         elif not apart:
             sent -= -(-self.unit // common)
         launches = max(losing + clash + bool(partial), int(sent > 0))
         if not launches:
             return []
-        rounds = self.fabric.rounds(partial)
-        if not self.fabric.flat:
+        rounds = 0
+        for letter in [self._letters[a] for a in partial]:
+            if not letter.flat:
+                rounds += sum(letter.sizes) - len(letter.sizes)
+        if not self._flat:
             rounds += _doublings(pieces * ways / self.goal_pieces)
-        fixed = self.fabric.best_latency * (launches + max(launches, rounds))
-        line = Line(fixed, self.fabric.best_pace * sent, sent, launches)
-        return self._with_slow_links(line, facts, partial) if self.fabric.slow else [line]
+        fixed = self._best_latency * (launches + max(launches, rounds))
+        line = Line(fixed, self._best_pace * sent, sent, launches)
+        return self._with_slow_links(line, facts, partial) if self.slow else [line]
 
     def _with_slow_links(self, line: Line, facts: Sequence[_Facts], partial: Axes) -> list[Line]:
         """The bound with what slow links add, at least, to the time over the fastest ones.
 
-        The devices with equal coordinates along the atoms that cross hold some of the elements that
-        they need; the others have to come in over slow links, in equal shares.
+        The devices with equal coordinates along the digits that cross hold some of the elements
+        that they need; the others have to come in over slow links, in equal shares.
         """
-        fabric, tile, lines = self.fabric, self._devices, []
-        for number, (pace, latency, atoms) in enumerate(fabric.slow):
+        tile, lines = self._devices, []
+        for number, (pace, latency, slow) in enumerate(self.slow):
             crossings = [fact.crossings[number] for fact in facts]
             extent = math.prod([crossing.extent for crossing in crossings])
-            terms = self.extent(tuple([a for a in partial if a in atoms]))
+            terms = self.extent(tuple([a for a in partial if a in slow]))
             if extent == terms == 1:
                 continue
             kept = math.prod([crossing.kept for crossing in crossings])
             luck = max([crossing.luck for crossing in crossings], default=1)  # a scalar has none
             sent = max(tile * (extent * luck - kept) // (kept * luck), tile * (terms - 1), 0)
-            fixed = line.fixed + 2 * (latency - fabric.best_latency)
-            growing = line.growing + (pace - fabric.best_pace) * sent
+            fixed = line.fixed + 2 * (latency - self._best_latency)
+            growing = line.growing + (pace - self._best_pace) * sent
             lines.append(line._replace(fixed=fixed, growing=growing))
         return lines or [line]
 
@@ -251,36 +229,37 @@ class Problem:
         extent = self.extent(axes)
         shorter = min(len(axes), len(goal))
         apart = axes[:shorter] != goal[:shorter]
-        losing = wanted % extent != 0
-        crossings = tuple(self._crossing(dim, axes, slow) for *_, slow in self.fabric.slow)
-        facts = _Facts(extent, max(extent, wanted), apart, losing, apart and not losing, crossings)
+        crossings = tuple(self._crossing(dim, axes, slow) for *_, slow in self.slow)
+        facts = _Facts(extent, max(extent, wanted), apart, wanted % extent != 0, crossings)
         self._facts[dim][axes] = facts
         return facts
 
     def _crossing(self, dim: int, axes: Axes, slow: frozenset[int]) -> _Crossing:
-        sizes, extent, kept, luck = self.fabric.sizes, 1, 1, 1
-        for a, place in places((axes,), sizes).items():
-            goal = self._goal_places.get(a)
-            if a not in slow or goal == (dim, place[1]):
+        extent = kept = luck = 1
+        for a, (_, above) in places((axes,), self.sizes).items():
+            goal, size = self._goal_places.get(a), self.sizes[a]
+            if a not in slow or goal == (dim, above):
                 continue
-            extent *= sizes[a]
+            extent *= size
             if goal is not None:
-                kept *= sizes[a]
-                if goal[0] != dim or _apart(place[1], goal[1], sizes[a]):
-                    luck = max(luck, sizes[a])
+                kept *= size
+                minor, major = max(above, goal[1]), min(above, goal[1])
+                if goal[0] != dim or minor % (major * size) == 0:
+                    luck = max(luck, size)
         return _Crossing(extent, kept, luck)
+
+
+def pieces_after(kind: str, group: int, pieces: int) -> int:
+    """Into how many pieces a value is split after a step among `group` devices."""
+    if kind in ("slice", "reduce_scatter"):
+        return pieces * group
+    return pieces // group if kind == "all_gather" else pieces
 
 
 def _doublings(growth: float) -> int:
     """Rounds that a gather by such a factor takes at least: in each, pieces double."""
     mantissa, exponent = math.frexp(growth)
     return max(exponent - (mantissa == 0.5), 0)
-
-
-def _apart(first: int, second: int, size: int) -> bool:
-    """Whether digits of a size, below so many pieces of one dim, tell nothing of one another."""
-    major, minor = min(first, second), max(first, second)
-    return minor % (major * size) == 0
 
 
 def moved(before: Dims, after: Dims, sizes: tuple[int, ...]) -> Axes:

@@ -1,30 +1,37 @@
 """What a reshard asks, without names: equal questions have equal answers, on whatever mesh.
 
 A pair of shardings becomes a `Question` about *digits*: atoms, or runs of atoms that play the same
-part at both ends. What no cheapest path touches is left out of it: atoms that stay partial or are
-held, dims that can be split no further, and
+part at both ends. What no cheapest path touches is left out of it:
 
-- the prefix that a dim keeps, where atoms are all alike (else it may stand in for another);
-- of the dims that neither end splits all but the roomiest: one, or two where something is partial
-  or links differ. They are places to put atoms aside.
+- atoms that stay partial, and atoms that no step may use;
+- dims that can be split no further;
+- of the dims that neither end splits all but the roomiest. They are places to put atoms aside. One
+  is kept, or two where something is partial or links differ;
+- the atoms with which a dim begins at both ends, where all atoms are alike: they stay where they
+  are. Where atoms differ they may have to make way for one of another size, or of a faster link.
 
-Dims and digits come in an order that does not depend on their names. `test_reshard_pairs.py`
+Dims and digits come in an order that does not depend on their names. `tests/reshard/test_pairs.py`
 compares with brute force for every pair on small meshes. On larger meshes, where the search is not
-exact anyway, prefixes go and one spare dim stays in all cases, with room for the atoms that neither
-end puts on a dim.
+exact anyway, common beginnings are always left out, and one spare dim stays, with room for the
+atoms that neither end puts on a dim.
+
+Example, on the mesh `data=4, model=2`, whose atoms are 0 and 1 (`data`) and 2 (`model`):
+  from `[{data, model}, {}]` to `[{data}, {model}]`
+  the first dim keeps 0 and 1; left is the question of one digit of size 2, atom 2, which leaves one
+  dim for another: src `((0,), ())`, dst `((), (0,))`. A mesh `x=2` asks the same of `[{x}, {}]` and
+  `[{}, {x}]`.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from spmd.mesh.chips import Link
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding
+from spmd.mesh.sharding import Axes, Sharding, common_prefix
 from spmd.mesh.topology import Topology
 
 EXACT_ATOMS = 4
@@ -43,7 +50,7 @@ class Digit(NamedTuple):
       sizes: of its atoms.
       latency: seconds of one message over its link.
       bandwidth: bytes/s of its link.
-      flat: whether collectives take two latencies, however many devices take part.
+      flat: whether a collective takes two latencies, however many devices take part.
     """
 
     sizes: tuple[int, ...]
@@ -56,7 +63,7 @@ class Question(NamedTuple):
     """From which sharding to which; everything partial is to be reduced.
 
     Attributes:
-      digits: what shardings are made of; their indices are the atoms of this question.
+      digits: what shardings are made of; the other fields name them by their indices.
       src: digits of each dim.
       dst: digits of each dim.
       partial: digits that are partial at first, ascending.
@@ -71,7 +78,7 @@ class Question(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What the words of a question stand for.
+    """What the digits and dims of a question stand for.
 
     Attributes:
       digits: for each digit, its atoms.
@@ -91,10 +98,9 @@ class Names(NamedTuple):
 
 
 class _Dim(NamedTuple):
-    """One dim of the value, less the prefix that it keeps."""
+    """Dim `number` of the value, less the atoms that it keeps."""
 
     number: int
-    kept: Axes
     src: Axes
     dst: Axes
     room: int
@@ -125,13 +131,12 @@ def ask(
       The question, and what its digits and dims stand for.
     """
     letters = _letters(mesh, topology)
-    ends = enumerate(zip(src.dims, dst.dims, shape, strict=True))
     many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
-    if many or alike:
-        dims = [_stripped(number, *dim, mesh) for number, dim in ends]
-    else:  # a prefix may stand in for an atom of another size, or over another link
-        dims = [_Dim(number, (), *dim) for number, dim in ends]
-    prefixes = tuple(dim.kept for dim in dims)
+    dims, prefixes = [], []
+    for number, (a, b, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True)):
+        kept = common_prefix(a, b) if many or alike else ()
+        prefixes.append(kept)
+        dims.append(_Dim(number, a[len(kept) :], b[len(kept) :], size // mesh.extent(kept)))
     aside = {a for axes in prefixes for a in axes}.union(dst.partial)
     aside.update(a for a in held if a not in src.used and a not in dst.used)
     atoms = [a for a in range(len(letters)) if a not in aside]
@@ -141,42 +146,39 @@ def ask(
     placed = {a for dim in dims for a in dim.src + dim.dst}
     parked = mesh.extent(a for a in atoms if a not in placed) if many else devices
     dims = _useful(dims, devices, parked, spares)
-    dims.sort(key=lambda dim: _look(dim, letters))
-    order = _by_appearance(dims, partial, atoms, letters)
+    # What a dim or an atom looks like, not its number, says where it comes in a question.
+    look = letters.__getitem__
+    dims.sort(key=lambda dim: (list(map(look, dim.src)), list(map(look, dim.dst)), dim.room))
+    met = [a for dim in dims for a in dim.src] + [a for dim in dims for a in dim.dst]
+    met += sorted(partial, key=look) + sorted(atoms, key=look)
+    order = list(dict.fromkeys(met))
     runs: list[Axes] = [(a,) for a in order]
     if join and len(runs) > EXACT_ATOMS:
-        runs = _refined(_joined(dims, partial, order, letters), dims, mesh)
-    names = Names(tuple(runs), tuple(dim.number for dim in dims), prefixes)
-    return _spelled(runs, dims, partial, letters), names
+        runs = _joined(dims, partial, order, letters)
+        runs = _refined(runs, [dim.room for dim in dims], mesh)
+    names = Names(tuple(runs), tuple(dim.number for dim in dims), tuple(prefixes))
+    return _in_digits(runs, dims, partial, letters), names
 
 
 @lru_cache(maxsize=64)
 def _letters(mesh: Mesh, topology: Topology) -> tuple[Digit, ...]:
-    """Every atom of a mesh as a digit."""
-    links = topology.atom_links(mesh)
-    return tuple(_letter(size, links[a], topology) for a, size in enumerate(mesh.atom_sizes))
+    """Every atom of a mesh as a digit.
 
-
-def _letter(size: int, link: Link, topology: Topology) -> Digit:
-    """An atom as a search reckons with it: one pace for all kinds, or no bound is worth its name.
-
-    Where kinds of collectives were measured one by one, that is about what they took, as much for
-    few devices as for many; the paths that are found are priced by kind.
+    A digit has one pace for all kinds of collectives: with one for each, no bound would come near
+    the cost of a path. Where kinds were measured one by one the median stands for all; they took
+    about as long among few devices as among many. The paths that are found are priced by kind.
     """
-    measured = topology.chip.measured
-    if link != topology.chip.ici or not measured:
-        return Digit((size,), link.latency, link.bandwidth)
-    latency = statistics.median(m.latency for m in measured)
-    return Digit((size,), latency / 2, statistics.median(m.bandwidth for m in measured), True)
-
-
-def _stripped(number: int, src: Axes, dst: Axes, size: int, mesh: Mesh) -> _Dim:
-    """A dim without the prefix that both ends have."""
-    common = 0
-    while common < min(len(src), len(dst)) and src[common] == dst[common]:
-        common += 1
-    kept = src[:common]
-    return _Dim(number, kept, src[common:], dst[common:], size // mesh.extent(kept))
+    chip, usual = topology.chip, None
+    if chip.measured:
+        latency = statistics.median(m.latency for m in chip.measured)
+        bandwidth = statistics.median(m.bandwidth for m in chip.measured)
+        usual = Digit((), latency / 2, bandwidth, flat=True)
+    return tuple(
+        usual._replace(sizes=(size,))
+        if usual and link == chip.ici
+        else Digit((size,), link.latency, link.bandwidth)
+        for size, link in zip(mesh.atom_sizes, topology.atom_links(mesh), strict=True)
+    )
 
 
 def _useful(dims: Iterable[_Dim], devices: int, parked: int, spares: int) -> list[_Dim]:
@@ -202,25 +204,6 @@ def _useful(dims: Iterable[_Dim], devices: int, parked: int, spares: int) -> lis
     ]
 
 
-def _look(dim: _Dim, letters: Sequence[Digit]) -> tuple[object, ...]:
-    """What a dim looks like without names."""
-    return (
-        [letters[a] for a in dim.src],
-        [letters[a] for a in dim.dst],
-        dim.room,
-    )
-
-
-def _by_appearance(
-    dims: Sequence[_Dim], partial: Sequence[int], atoms: Sequence[int], letters: Sequence[Digit]
-) -> list[int]:
-    """Atoms in the order in which a reader meets them; those that look alike are told apart so."""
-    placed = [a for dim in dims for a in dim.src] + [a for dim in dims for a in dim.dst]
-    seen = dict.fromkeys([*placed, *sorted(partial, key=lambda a: letters[a])])
-    rest = sorted((a for a in atoms if a not in seen), key=lambda a: letters[a])
-    return [*seen, *rest]
-
-
 # ---------------------------------------------------------------------------------------------
 # Atoms that play the same part become one digit.
 
@@ -229,23 +212,19 @@ def _joined(
     dims: Sequence[_Dim], partial: Sequence[int], order: Sequence[int], letters: Sequence[Digit]
 ) -> list[Axes]:
     """Runs of atoms that are neighbours, or alike, at both ends and have equal links."""
-    before = _successors(dim.src for dim in dims)
-    after = _successors(dim.dst for dim in dims)
-    owed = set(partial)
-
-    def follows(a: int, b: int) -> bool:
-        return (
-            letters[a] == letters[b]
-            and (a in owed) == (b in owed)
-            and all(ends[a] == b if a in ends else b not in ends for ends in (before, after))
-        )
-
+    ends = [_successors(dim.src for dim in dims), _successors(dim.dst for dim in dims)]
     runs: list[Axes] = []
-    for a in order:
-        if runs and follows(runs[-1][-1], a):
-            runs[-1] = (*runs[-1], a)
+    for b in order:
+        a = runs[-1][-1] if runs else b
+        if (
+            a != b
+            and letters[a] == letters[b]
+            and (a in partial) == (b in partial)
+            and all(end[a] == b if a in end else b not in end for end in ends)
+        ):
+            runs[-1] = (*runs[-1], b)
         else:
-            runs.append((a,))
+            runs.append((b,))
     return runs
 
 
@@ -254,49 +233,39 @@ def _successors(dims: Iterable[Axes]) -> dict[int, int]:
     return {a: b for axes in dims for a, b in zip(axes, (*axes, -1)[1:], strict=True)}
 
 
-def _refined(runs: list[Axes], dims: Sequence[_Dim], mesh: Mesh) -> list[Axes]:
-    """Runs cut where another run, or a dim, has just room for a part, while few are left."""
-    extent = mesh.extent
+def _refined(runs: list[Axes], rooms: Sequence[int], mesh: Mesh) -> list[Axes]:
+    """Runs cut where another run, or a dim, has just room for a part, while few are left.
+
+    The longest run is cut first, and keeps the longest part that fits.
+    """
     while len(runs) < EXACT_DIGITS:
-        cut = _first_cut(runs, [dim.room for dim in dims], extent)
-        if cut is None:
-            return runs
-        number, keep = cut
+        extents = [mesh.extent(run) for run in runs]
+        fits = {*extents, *(math.gcd(whole, room) for whole in extents for room in rooms)}
+        cuts = [
+            (-extents[number], -keep, number)
+            for number, run in enumerate(runs)
+            for keep in range(1, len(run))
+            if mesh.extent(run[:keep]) in fits
+        ]
+        if not cuts:
+            break
+        _, keep, number = min(cuts)
         run = runs[number]
-        runs = [*runs[:number], run[:keep], run[keep:], *runs[number + 1 :]]
+        runs = [*runs[:number], run[:-keep], run[-keep:], *runs[number + 1 :]]
     return runs
 
 
-def _first_cut(
-    runs: Sequence[Axes], rooms: Sequence[int], extent: Callable[[Axes], int]
-) -> tuple[int, int] | None:
-    """Which run to cut, and how many atoms its major part keeps: the largest parts first."""
-    extents = [extent(run) for run in runs]
-    fits = {*extents, *(math.gcd(whole, room) for whole in extents for room in rooms)}
-
-    def parts() -> Iterator[tuple[int, int, int]]:
-        for number, run in enumerate(runs):
-            for keep in range(1, len(run)):
-                if extent(run[:keep]) in fits:
-                    yield -extents[number], -keep, number
-
-    best = min(parts(), default=None)
-    return None if best is None else (best[2], -best[1])
-
-
-def _spelled(
+def _in_digits(
     runs: Sequence[Axes], dims: Sequence[_Dim], partial: Sequence[int], letters: Sequence[Digit]
 ) -> Question:
     """The question in digits, one for each run."""
     number = {run[0]: i for i, run in enumerate(runs)}
 
     def digits(atoms: Iterable[int]) -> Axes:
-        return tuple(number[a] for a in atoms if a in number)
+        return tuple([number[a] for a in atoms if a in number])
 
     return Question(
-        tuple(
-            letters[run[0]]._replace(sizes=sum((letters[a].sizes for a in run), ())) for run in runs
-        ),
+        tuple(letters[run[0]]._replace(sizes=letters[run[0]].sizes * len(run)) for run in runs),
         tuple(digits(dim.src) for dim in dims),
         tuple(digits(dim.dst) for dim in dims),
         tuple(sorted(digits(partial))),

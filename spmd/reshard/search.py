@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from spmd.mesh.sharding import Axes
 from spmd.reshard.direct import direct_paths
-from spmd.reshard.moves import DirectedMoves, ExhaustiveMoves, Move, Moves
+from spmd.reshard.moves import DirectedMoves, Move, Moves
 from spmd.reshard.problem import Line, Problem
 from spmd.reshard.question import EXACT_ATOMS, EXACT_DIGITS, Dims, Question
 
@@ -40,6 +40,8 @@ class Size(NamedTuple):
 
 SMALLEST = Size(1, 0)
 LARGEST = Size(1, 1 << 60)
+
+NO_LIMIT: Cost = (math.inf, 0, 0)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -103,93 +105,42 @@ def _between(search: Search, first: Answer, last: Answer) -> Iterator[Answer]:
 
 
 class _Node:
-    """A sharding, with what does not depend on the value's size.
+    """A sharding that has been met, with what does not depend on the value's size.
 
     Attributes:
       dims: digits of each dim.
       partial: partial digits.
       pieces: into how many the value is split.
-      bounds: lines that no path from here to the goal undercuts.
-      edges: the moves out of it with their costs and where they lead, once that is asked for.
+      bounds: lines that no path from here to the goal undercuts, once that is asked for.
+      edges: the moves out of it, what each costs and where it leads, once that is asked for.
     """
 
     __slots__ = ("bounds", "dims", "edges", "partial", "pieces")
 
-    def __init__(self, dims: Dims, partial: Axes, pieces: int, bounds: list[Line]) -> None:
-        self.dims, self.partial, self.pieces, self.bounds = dims, partial, pieces, bounds
-        self.edges: list[_Edge] | None = None
-
-    def least(self, size: Size) -> Cost:
-        """The lower bound at a size."""
-        if not self.bounds:
-            return 0, 0, 0
-        fixed, growing = size
-        time = max([fixed * line[0] + growing * line[1] for line in self.bounds])
-        _, _, sent, steps = self.bounds[0]
-        return time, sent, steps
-
-
-class _Edge:
-    """A move, what it costs, and where it leads, once that is asked for."""
-
-    __slots__ = ("line", "move", "pieces", "there")
-
-    def __init__(self, line: Line, pieces: int, move: Move) -> None:
-        self.line, self.pieces, self.move = line, pieces, move
-        self.there: _Node | None = None
-
-
-class _Graph:
-    """The shardings that have been met, and some of the moves between them."""
-
-    def __init__(self, problem: Problem, moves: Moves) -> None:
-        self.problem, self.moves = problem, moves
-        self._nodes: dict[tuple[Dims, Axes], _Node] = {}
-        self.start = self._node(problem.src, problem.partial, problem.pieces(problem.src))
-        self.goal = self._node(problem.dst, (), problem.goal_pieces)
-
-    def _node(self, dims: Dims, partial: Axes, pieces: int) -> _Node:
-        node = self._nodes.get((dims, partial))
-        if node is None:
-            node = _Node(dims, partial, pieces, self.problem.bounds(dims, partial))
-            self._nodes[dims, partial] = node
-        return node
-
-    def edges(self, node: _Node) -> list[_Edge]:
-        """The moves out of a sharding."""
-        if node.edges is None:
-            price = self.problem.price
-            node.edges = [
-                _Edge(*price(move.kind, move.axes, node.pieces), move)
-                for move in self.moves.out_of(node.dims, node.partial, node.pieces)
-            ]
-        return node.edges
-
-    def end(self, edge: _Edge) -> _Node:
-        """Where a move leads."""
-        if edge.there is None:
-            edge.there = self._node(edge.move.dims, edge.move.partial, edge.pieces)
-        return edge.there
+    def __init__(self, dims: Dims, partial: Axes, pieces: int) -> None:
+        self.dims, self.partial, self.pieces = dims, partial, pieces
+        self.bounds: list[Line] | None = None
+        self.edges: list[tuple[Line, Move, _Node]] | None = None
 
 
 class Search:
     """Searches for one question at several sizes.
 
     Attributes:
-      problem: the question, with its costs.
       direct: paths that are written down without a search.
       exact: whether every legal step is tried, atom by atom.
     """
 
     def __init__(self, question: Question) -> None:
-        self.problem = Problem(question)
-        directed = DirectedMoves(self.problem)
-        self.direct = [tuple(moves) for moves in direct_paths(self.problem, directed)]
-        self._directed = _Graph(self.problem, directed)
-        self.exact = is_small(question) and not is_joined(question)
-        self._exhaustive: _Graph | None = None
-        if is_small(question):
-            self._exhaustive = _Graph(self.problem, ExhaustiveMoves(self.problem))
+        problem = self._problem = Problem(question)
+        directed = DirectedMoves(problem)
+        self.direct = [tuple(moves) for moves in direct_paths(problem, directed)]
+        self._tries_all = is_small(question)
+        self.exact = self._tries_all and not is_joined(question)
+        self._moves = Moves(problem) if self._tries_all else directed
+        self._nodes: dict[tuple[Dims, Axes], _Node] = {}
+        self._start = self._node(problem.src, problem.partial, problem.pieces(problem.src))
+        self._goal = self._node(problem.dst, (), problem.goal_pieces)
 
     def best(self, size: Size, found: Sequence[Answer]) -> Answer | None:
         """The best direct path where that is provably best; else the best that a search finds.
@@ -200,89 +151,108 @@ class Search:
         """
         paths = [*found, *self.direct]
         known = min(paths, key=lambda path: size.cost(self.line(path)), default=None)
-        limit = size.cost(self.line(known)) if known is not None else None
-        if limit is not None and limit[:2] <= self._directed.start.least(size)[:2]:
+        limit = NO_LIMIT if known is None else size.cost(self.line(known))
+        if limit[:2] <= self._least(self._start, size)[:2]:
             return known
-        if self._exhaustive is not None:
-            return _search(self._exhaustive, size, limit) or known
+        if self._tries_all:
+            return self._shortest(size, limit) or known
         for greed, budget in PHASES:
-            better = _search(self._directed, size, limit, budget, greed)
+            better = self._shortest(size, limit, budget, greed)
             if better is not None:
                 known, limit = better, size.cost(self.line(better))
-        return known or _search(self._directed, size, None, None, LAST_GREED)
+        return known or self._shortest(size, NO_LIMIT, None, LAST_GREED)
 
     def line(self, path: Answer) -> Line:
         """What a path costs."""
-        pieces, lines = self.problem.pieces(self.problem.src), []
+        pieces, lines = self._start.pieces, []
         for move in path:
-            line, pieces = self.problem.price(move.kind, move.axes, pieces)
+            line, pieces = self._problem.price(move.kind, move.axes, pieces)
             lines.append(line)
         return Line(*map(sum, zip(*lines, strict=True))) if lines else Line(0, 0, 0, 0)
 
+    def _node(self, dims: Dims, partial: Axes, pieces: int) -> _Node:
+        node = self._nodes.get((dims, partial))
+        if node is None:
+            node = self._nodes[dims, partial] = _Node(dims, partial, pieces)
+        return node
 
-def _search(
-    graph: _Graph, size: Size, limit: Cost | None, budget: int | None = None, greed: float = 1
-) -> Answer | None:
-    """A* from the start to the goal.
+    def _edges(self, node: _Node) -> list[tuple[Line, Move, _Node]]:
+        """The moves out of a sharding, what each costs and where it leads."""
+        if node.edges is None:
+            node.edges = []
+            for move in self._moves.out_of(node.dims, node.partial, node.pieces):
+                line, pieces = self._problem.price(move.kind, move.axes, node.pieces)
+                node.edges.append((line, move, self._node(move.dims, move.partial, pieces)))
+        return node.edges
 
-    Args:
-      graph: what is searched.
-      size: how large the value is.
-      limit: a cost that is to be undercut.
-      budget: shardings to expand at most.
-      greed: weight of the lower bound; above 1 it is faster, and no longer optimal.
+    def _least(self, node: _Node, size: Size) -> Cost:
+        """What no path from a sharding to the goal undercuts at a size."""
+        if node.bounds is None:
+            node.bounds = self._problem.bounds(node.dims, node.partial)
+        if not node.bounds:
+            return 0, 0, 0
+        fixed, growing = size
+        time = max([fixed * line[0] + growing * line[1] for line in node.bounds])
+        _, _, sent, steps = node.bounds[0]
+        return time, sent, steps
 
-    Returns:
-      The best path, or None where none undercuts the limit.
-    """
-    # A sharding's estimate is what the way to it cost, plus what no way on from it undercuts. The
-    # cheapest estimate is expanded first, so when that is the goal no other way is cheaper (but for
-    # the greed). A sharding may be met again on a cheaper way: then the entry that it already has
-    # in the heap is out of date, and is skipped.
-    #
-    # Trace, in bytes sent, of 16 bytes from [{x}, {y}] to [{}, {x}] on a 2 x 2 mesh:
-    #   gather y:            4 to [{x}, {}],    4 more at least, estimate 8
-    #   move x behind y:     2 to [{}, {y, x}], 8 more at least, estimate 10
-    #   gather x:            4 to [{}, {y}],    8 more at least, estimate 12
-    # The first is expanded: an all-to-all leads on to the goal, for 8 in all. That is the cheapest
-    # estimate there is, so the other two are never looked at again.
-    fixed, growing = size
-    start, goal = graph.start, graph.goal
-    best: dict[_Node, Cost] = {start: (0, 0, 0)}
-    bounds: dict[_Node, Cost] = {}
-    came: dict[_Node, tuple[_Node, Move]] = {}
-    heap = [((0.0, 0, 0), (0, 0), best[start], start)]
-    expanded = 0
-    while heap and (budget is None or expanded < budget):
-        _, _, spent, here = heapq.heappop(heap)
-        if here is goal:
-            return _unwind(came, here)
-        if best[here] < spent:
-            continue
-        expanded += 1
-        time, sent, count = spent
-        permuted = here in came and came[here][1].kind == "collective_permute"
-        for number, edge in enumerate(graph.edges(here)):
-            line, move = edge.line, edge.move
-            if permuted and move.kind == "collective_permute":
-                continue  # two that follow one another are one
-            cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
-            if limit is not None and cost >= limit:
+    def _shortest(
+        self, size: Size, limit: Cost, budget: int | None = None, greed: float = 1
+    ) -> Answer | None:
+        """A* from the start to the goal.
+
+        Args:
+          size: how large the value is.
+          limit: a cost that is to be undercut.
+          budget: shardings to expand at most.
+          greed: weight of the lower bound; above 1 it is faster, and no longer optimal.
+
+        Returns:
+          The best path, or None where none undercuts the limit.
+        """
+        # A sharding's estimate is what the way to it cost, plus what no way on from it undercuts.
+        # The cheapest estimate is expanded first, so when that is the goal no other way is cheaper
+        # (but for the greed). A sharding may be met again on a cheaper way: then the entry that it
+        # already has in the heap is out of date, and is skipped.
+        #
+        # Trace, in bytes sent, of 16 bytes from [{x}, {y}] to [{}, {x}] on a 2 x 2 mesh:
+        #   gather y:            4 to [{x}, {}],    4 more at least, estimate 8
+        #   move x behind y:     2 to [{}, {y, x}], 8 more at least, estimate 10
+        #   gather x:            4 to [{}, {y}],    8 more at least, estimate 12
+        # The first is expanded: an all-to-all leads on to the goal, for 8 in all. That is the
+        # cheapest estimate there is, so the other two are never looked at again.
+        fixed, growing = size
+        best: dict[_Node, Cost] = {self._start: (0, 0, 0)}
+        bounds: dict[_Node, Cost] = {}
+        came: dict[_Node, tuple[_Node, Move]] = {}
+        heap = [((0.0, 0, 0), (0, 0), best[self._start], self._start)]
+        expanded = 0
+        while heap and (budget is None or expanded < budget):
+            _, _, spent, here = heapq.heappop(heap)
+            if here is self._goal:
+                return _unwind(came, here)
+            if best[here] < spent:
                 continue
-            there = edge.there or graph.end(edge)
-            if there in best and best[there] <= cost:
-                continue
-            left = bounds.get(there)
-            if left is None:
-                left = bounds[there] = there.least(size)
-            estimate = (cost[0] + greed * left[0], cost[1] + left[1], cost[2] + left[2])
-            if limit is not None and estimate >= limit:
-                continue
-            best[there] = cost
-            came[there] = (here, move)
-            turn = (-expanded, number)  # of equals, the one found last: it is nearer to the goal
-            heapq.heappush(heap, (estimate, turn, cost, there))
-    return None
+            expanded += 1
+            time, sent, count = spent
+            permuted = here in came and came[here][1].kind == "collective_permute"
+            for number, (line, move, there) in enumerate(self._edges(here)):
+                if permuted and move.kind == "collective_permute":
+                    continue  # two that follow one another are one
+                cost = (time + fixed * line[0] + growing * line[1], sent + line[2], count + 1)
+                if cost >= limit or (there in best and best[there] <= cost):
+                    continue
+                left = bounds.get(there)
+                if left is None:
+                    left = bounds[there] = self._least(there, size)
+                estimate = (cost[0] + greed * left[0], cost[1] + left[1], cost[2] + left[2])
+                if estimate >= limit:
+                    continue
+                best[there] = cost
+                came[there] = (here, move)
+                turn = (-expanded, number)  # of equals the one found last, nearer to the goal
+                heapq.heappush(heap, (estimate, turn, cost, there))
+        return None
 
 
 def _unwind(came: dict[_Node, tuple[_Node, Move]], here: _Node) -> Answer:

@@ -2,25 +2,23 @@
 
 A *cut* behind some ops of a program is compared by the values that are still needed behind it.
 Nothing differs at the cut before the first op, something does at the one behind the last. The
-search halves this interval, running both programs up to the cut, until one op is left. A loop is
-run for fewer iterations to find the first wrong one, and its body is then searched by itself.
+search halves this interval, running both programs up to the cut, until one op is left. If that is a
+loop, its body is run by itself for one iteration after the other, and the first in which it differs
+is searched in the same way.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.manual import MANUAL
-from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
+from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.text import format_op
-from spmd.ir.types import TensorType
 from spmd.lowering.emit import emit
 from spmd.lowering.emitted import Emitted
 from spmd.lowering.execute import executable, executable_on
@@ -28,18 +26,16 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.mesh.spec import jax_mesh
 from spmd.planning.choices import making_choice
-from spmd.planning.plan import Choice, Plan
+from spmd.planning.plan import Plan
 from spmd.planning.problem import whole_axes
 from spmd.verify.compare import Comparison, Tolerance, compare_results
 
 Arrays = list[Any]
+Run = Callable[[Arrays], Arrays]
+"""A program, from flat host arrays to flat host arrays."""
+
 Lower = Callable[[Plan], Emitted]
 """The stages from the plan to the emitted program."""
-
-_SCALAR = Sharding(())
-_I32 = TensorType((), "i32")
-_MOST_ITERATIONS = 1 << 16
-"""The last iteration that is tried in a loop with an unknown trip count."""
 
 
 class Culprit(NamedTuple):
@@ -64,35 +60,22 @@ class Culprit(NamedTuple):
         return "\n".join(lines)
 
 
-def find_culprit(
-    plan: Plan, arguments: Arrays, lower: Lower, tolerance: Tolerance
-) -> Culprit | None:
-    """The first op whose value differs, or None when both programs agree after all.
-
-    Args:
-      plan: the whole program's plan.
-      arguments: for each argument of the program a host array.
-      lower: how a plan becomes a program to run.
-      tolerance: the largest difference that still counts as equal.
-    """
-    return _Search(plan, arguments, lower, tolerance).run()
-
-
-def run_whole(program: Program, arguments: Arrays, mesh: Mesh) -> Arrays:
-    """The global program as it is: see `run_text`."""
+def whole_run(program: Program, mesh: Mesh) -> Run:
+    """The global program as it is: see `text_run`."""
     bare = rewrite_ops(program, lambda b, op, operands: operands if op.is_mark else None)
-    return run_text(emit(bare, mesh), program, arguments, mesh)
+    return text_run(emit(bare, mesh), program, mesh)
 
 
-def run_text(text: str, program: Program, arguments: Arrays, mesh: Mesh) -> Arrays:
-    """A whole program's module on the first device of the mesh.
+def text_run(text: str, program: Program, mesh: Mesh) -> Run:
+    """A whole program's module, compiled for the first device of the mesh.
 
     With manual regions it takes the whole mesh, and XLA's partitioner.
     """
     types = tuple(program.types[v] for v in program.body.results)
     is_manual = any(op.name == MANUAL for op in program.walk())
     where = mesh if is_manual else jax_mesh(mesh).devices.flat[0]
-    return host_arrays(executable_on(text, types, where)(*arguments))
+    run = executable_on(text, types, where)
+    return lambda arguments: host_arrays(run(*arguments))
 
 
 def host_arrays(arrays: Sequence[Any]) -> Arrays:
@@ -100,8 +83,16 @@ def host_arrays(arrays: Sequence[Any]) -> Arrays:
     return [np.asarray(array) for array in arrays]
 
 
-class _Search(NamedTuple):
-    """The search in one block: the program, or a body taken by itself."""
+class Search(NamedTuple):
+    """The search in one block: the program, or a body taken by itself.
+
+    Attributes:
+      plan: of the block, as a whole program.
+      arguments: for each argument of the block a host array.
+      lower: how a plan becomes a program to run.
+      tolerance: the largest difference that still counts as equal.
+      inside: as in `Culprit`.
+    """
 
     plan: Plan
     arguments: Arrays
@@ -111,9 +102,11 @@ class _Search(NamedTuple):
 
     @property
     def ops(self) -> tuple[Op, ...]:
+        """The ops of the block."""
         return self.plan.program.body.ops
 
     def run(self) -> Culprit | None:
+        """The first op whose value differs, or None when both programs agree after all."""
         # Nothing differs at the cut `equal`, something at `differs`; cut n is behind n ops, and the
         # one behind all ops and one more has the results in the shardings that are returned. Of 4
         # ops the third is wrong:
@@ -138,6 +131,7 @@ class _Search(NamedTuple):
         return self.descend(equal, op, wrong) or self.culprit(op, wrong)
 
     def culprit(self, op: Op, wrong: tuple[Comparison, ...], *inside: str) -> Culprit:
+        """An op of the block, and where it is."""
         return Culprit(op, _describe(self.plan, op), self.inside + inside, wrong)
 
     # Cuts.
@@ -145,78 +139,71 @@ class _Search(NamedTuple):
     def wrong_at(self, cut: int) -> tuple[Comparison, ...]:
         """The values that differ behind the first `cut` ops; see `run` for the last cut."""
         plan = self.plan if cut > len(self.ops) else _until(self.plan, cut)
-        return self.differing(plan, self.arguments) if plan.results else ()
+        return self.differing(plan)(self.arguments) if plan.results else ()
 
-    def differing(self, plan: Plan, arguments: Arrays) -> tuple[Comparison, ...]:
-        program = plan.program
-        got = host_arrays(executable(self.lower(plan))(*arguments))
-        want = run_whole(program, arguments, plan.mesh)
-        compared = compare_results(program, got, want, self.tolerance)
-        return tuple(comparison for comparison in compared if not comparison.ok)
+    def differing(self, plan: Plan) -> Callable[[Arrays], tuple[Comparison, ...]]:
+        """A function of a plan's arguments that runs both programs and returns what differs."""
+        partitioned = executable(self.lower(plan))
+        whole = whole_run(plan.program, plan.mesh)
+
+        def differing_values(arguments: Arrays) -> tuple[Comparison, ...]:
+            got, want = host_arrays(partitioned(*arguments)), whole(arguments)
+            compared = compare_results(plan.program, got, want, self.tolerance)
+            return tuple(comparison for comparison in compared if not comparison.ok)
+
+        return differing_values
 
     def values_before(self, index: int, values: Sequence[Value]) -> Arrays:
         """The values that the whole program has in front of an op."""
         body = self.plan.program.body
         program = _with_body(self.plan.program, Region(body.args, body.ops[:index], tuple(values)))
-        return run_whole(program, self.arguments, self.plan.mesh)
+        return whole_run(program, self.plan.mesh)(self.arguments)
 
     # Control flow.
 
     def descend(self, index: int, op: Op, wrong: tuple[Comparison, ...]) -> Culprit | None:
-        if op.is_loop:
-            return self.descend_loop(index, op, wrong)
+        """The culprit inside of an op; None if nothing in there differs by itself."""
         if op.name == MANUAL:  # what is inside has no value on the whole program's side
             return self.culprit(op, wrong, f"{_place(op)}, taken as one op")
+        if op.is_loop:
+            return self.descend_loop(index, op)
         if op.regions:
             (selector,) = self.values_before(index, op.operands[:1])
             number = _branch(op, int(selector))
-            place = f"branch {number} of {_place(op)}"
-            return self.search_region(index, op.regions[number], (), place)
+            branch = _region_program(self.plan, op.regions[number])
+            captured = self.values_before(index, branch.body.args)
+            plan = _piece_plan(self.plan, branch)
+            return plan and self.search(plan, captured, f"branch {number} of {_place(op)}")
         return None
 
-    def descend_loop(self, index: int, op: Op, wrong: tuple[Comparison, ...]) -> Culprit | None:
-        limited = _with_limit(self.plan, index)
-        last = self.first_wrong_iteration(limited, self.plan.trips.get(op.results[0]))
-        if not last:
+    def descend_loop(self, index: int, op: Op) -> Culprit | None:
+        """Searches the first iteration whose body differs."""
+        # The whole program makes the carries of every iteration, so that an error in one does not
+        # reach the next: the body is always compared on equal inputs.
+        condition, body = (_region_program(self.plan, region) for region in op.regions)
+        plan = _piece_plan(self.plan, body)
+        if plan is None:
             return None
-        before = [*self.arguments, np.int32(last - 1)]
-        carries = run_whole(limited.program, before, self.plan.mesh)
-        place = f"iteration {last} of {_place(op)}"
-        found = self.search_region(index, op.regions[1], carries, place)
-        return found or self.culprit(op, wrong, f"iteration {last}; its body alone does not differ")
+        carries = self.values_before(index, op.operands)
+        tested, read = (
+            self.values_before(index, program.body.args[len(carries) :])
+            for program in (condition, body)
+        )
+        goes_on, step = (whole_run(program, self.plan.mesh) for program in (condition, body))
+        differing = self.differing(plan)
+        iteration = 0
+        while goes_on([*carries, *tested])[0]:
+            iteration += 1
+            given = [*carries, *read]
+            if differing(given):
+                return self.search(plan, given, f"iteration {iteration} of {_place(op)}")
+            carries = step(given)
+        return None
 
-    def first_wrong_iteration(self, limited: Plan, trips: int | None) -> int:
-        """The first iteration after which a carry differs, from 1; 0 if it is none of them."""
-        # Limits double until one differs, then the interval is halved. Where the eleventh of 100
-        # iterations is wrong: 0 1 2 4 8 agree, 16 differs; then 12 differs, 10 agrees, 11 differs.
-        # If carries differ after 0 iterations, their reshard into the loop is to blame.
-
-        def differs(limit: int) -> bool:
-            return bool(self.differing(limited, [*self.arguments, np.int32(limit)]))
-
-        equal, wrong = 0, 1
-        if differs(0):
-            return 0
-        most = _MOST_ITERATIONS if trips is None else trips
-        while not differs(wrong):
-            equal, wrong = wrong, min(2 * wrong, most)
-            if equal == wrong:
-                return 0
-        return equal + 1 + bisect_left(range(equal + 1, wrong), True, key=differs)
-
-    def search_region(
-        self, index: int, region: Region, arguments: Sequence[Any], place: str
-    ) -> Culprit | None:
-        """Searches a region by itself, as a program of its own with these arguments."""
-        piece = _region_program(self.plan, region)
-        captured = piece.body.args[len(region.args) :]
-        arguments_at = tuple(probe_sharding(self.plan, v) for v in piece.body.args)
-        plan = _with_program(self.plan, piece)._replace(arguments=arguments_at)
-        states = [self.plan.states[v] for v in piece.body.args]
-        if any(state is not None and state.partial for state in states):
-            return None  # a partial value cannot be handed in from outside
-        given = [*arguments, *self.values_before(index, captured)]
-        return self._replace(plan=plan, arguments=given, inside=(*self.inside, place)).run()
+    def search(self, plan: Plan, arguments: Arrays, place: str) -> Culprit | None:
+        """Searches a piece of the program as one of its own."""
+        inside = (*self.inside, place)
+        return self._replace(plan=plan, arguments=arguments, inside=inside).run()
 
 
 def _branch(op: Op, selector: int) -> int:
@@ -273,6 +260,15 @@ def _region_program(plan: Plan, region: Region) -> Program:
     return _with_body(plan.program, Region((*region.args, *captured), ops, region.results))
 
 
+def _piece_plan(plan: Plan, piece: Program) -> Plan | None:
+    """The plan of a region's program; None if an argument is partial, for none can be given."""
+    states = [plan.states[v] for v in piece.body.args]
+    if any(state is not None and state.partial for state in states):
+        return None
+    arguments = tuple(probe_sharding(plan, v) for v in piece.body.args)
+    return _with_program(plan, piece)._replace(arguments=arguments)
+
+
 def probe_sharding(plan: Plan, value: Value) -> Sharding:
     """The planned sharding of a value, cut down to what a boundary takes: whole, even axes."""
     state = plan.states[value] or _use_of_cheap(plan, value)
@@ -293,61 +289,6 @@ def _use_of_cheap(plan: Plan, value: Value) -> Sharding:
         if op.results[0] in plan.choices:
             return plan.choice(op).operands[index].full()
     return Sharding(((),) * plan.program.types[value].rank)
-
-
-def _with_limit(plan: Plan, index: int) -> Plan:
-    """The program up to a loop, which also ends after a number of iterations, a new argument.
-
-    before: `%5 = while (%a = %1) cond { c } do { b }`
-    after:  `%5, .. = while (%a = %1, %n = 0, %m = limit) cond { c and n < m } do { b, n + 1, m }`
-    """
-    program = plan.program
-    loop = program.body.ops[index]
-    cond, body = loop.regions
-    b = Builder()
-    b.types = list(program.types)
-    limit = b.value(_I32)
-    start, (zero,) = _scalars(b, lambda: (b.constant(0, "i32"),))
-    count, most = b.value(_I32), b.value(_I32)
-    test, (both,) = _scalars(
-        b, lambda: (b.binary("and", cond.results[0], b.compare("LT", count, most)),)
-    )
-    new_cond = Region((*cond.args, count, most), (*cond.ops, *test), (both,))
-    count, most = b.value(_I32), b.value(_I32)
-    step, (following,) = _scalars(b, lambda: (b.binary("add", count, b.constant(1, "i32")),))
-    new_body = Region(
-        (*body.args, count, most), (*body.ops, *step), (*body.results, following, most)
-    )
-    results = (*loop.results, b.value(_I32), b.value(_I32))
-    kind = OpKind(
-        loop.name, (*loop.kind.operands, _I32, _I32), (*loop.kind.results, _I32, _I32),
-        loop.kind.attrs,
-    )  # fmt: skip
-    limited = Op(kind, (*loop.operands, zero, limit), results, (new_cond, new_body), loop.loc)
-    old = plan.choice(loop)
-    choices = {
-        op.results[0]: Choice((), (_SCALAR,) * len(op.operands), (_SCALAR,))
-        for op in (*start, *test, *step)
-    }
-    more = (_SCALAR, _SCALAR)
-    choices[results[0]] = Choice((), (*old.operands, *more), (*old.results, *more))
-    plan = plan._replace(
-        choices={**plan.choices, **choices},
-        states=plan.states + (_SCALAR,) * (len(b.types) - len(program.types)),
-        arguments=(*plan.arguments, _SCALAR),
-    )
-    ops = (*program.body.ops[:index], *start, limited)
-    region = Region((*program.body.args, limit), ops, loop.results)
-    return _with_program(plan, _with_body(program._replace(types=tuple(b.types)), region))
-
-
-def _scalars(
-    b: Builder, make: Callable[[], tuple[Value, ...]]
-) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
-    """The ops that `make` appends to the builder, and the values that it returns."""
-    b.begin(isolated=True)
-    wanted = make()
-    return b.end((), ()).ops, wanted
 
 
 # ---------------------------------------------------------------------------------------------

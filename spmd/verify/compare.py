@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from spmd.ir.program import Program
-from spmd.ir.types import TensorType, is_float, numpy_dtype
+from spmd.ir.types import TensorType, numpy_dtype
 
 _TOLERANCE_BITS = {64: 1e-9, 32: 1e-4, 16: 3e-2, 8: 3e-1, 4: 5e-1}
 """Relative tolerance by the bits of the narrowest float type that a program computes in."""
@@ -56,11 +57,6 @@ class Tolerance(NamedTuple):
     rtol: float
     atol: float | None = None
 
-    @staticmethod
-    def of(program: Program, rtol: float | None, atol: float | None) -> Tolerance:
-        """The given tolerance, `rtol` by the narrowest float type in the program if left out."""
-        return Tolerance(default_rtol(program.types) if rtol is None else rtol, atol)
-
 
 def default_rtol(types: Iterable[TensorType]) -> float:
     """The tolerance for programs that compute in these types."""
@@ -69,11 +65,8 @@ def default_rtol(types: Iterable[TensorType]) -> float:
 
 
 def _float_bits(dtype: str) -> int:
-    if dtype.startswith("complex"):
-        return numpy_dtype(dtype).itemsize * 4
-    if not is_float(dtype):
-        return 0
-    return 4 if dtype.startswith("f4") else numpy_dtype(dtype).itemsize * 8
+    kind = numpy_dtype(dtype)
+    return int(jnp.finfo(kind).bits) if jnp.issubdtype(kind, jnp.inexact) else 0
 
 
 def compare(

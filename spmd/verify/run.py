@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from spmd.errors import ArgumentError
 from spmd.lowering.execute import without_shardings
 from spmd.planning.plan import Plan
 from spmd.verify.bisect import (
-    Arrays,
     Culprit,
     Lower,
-    find_culprit,
+    Run,
+    Search,
     host_arrays,
-    run_text,
-    run_whole,
+    text_run,
+    whole_run,
 )
-from spmd.verify.compare import Comparison, Tolerance, compare_results
+from spmd.verify.compare import Comparison, Tolerance, compare_results, default_rtol
 
 _READ_WRONGLY = "the module was read wrongly: as imported and not partitioned, it differs as well"
 _NOT_REPRODUCED = "partitioned once more, without XLA's options and donation, the results agree"
@@ -59,12 +59,11 @@ class Verification(NamedTuple):
 def verify(
     plan: Plan,
     module: Any,
-    run: Callable[[Arrays], Sequence[Any]],
+    run: Run,
     arguments: Sequence[Any],
     lower: Lower,
     rtol: float | None = None,
     atol: float | None = None,
-    bisect: bool = True,
 ) -> Verification:
     """Runs both programs, compares every result, and if one differs looks for the wrong op.
 
@@ -78,34 +77,29 @@ def verify(
       arguments: flat arguments; they are copied, so donation does not reach them.
       lower: the stages from a plan to an emitted module.
       rtol, atol: the tolerance of floats; by dtype when left out, see `Tolerance`.
-      bisect: look for the op.
 
     Raises:
       ArgumentError: an argument that this process does not hold whole.
     """
     program = plan.program
-    given = host_arrays([_local(a, n) for a, n in zip(arguments, program.arg_names, strict=True)])
-    tolerance = Tolerance.of(program, rtol, atol)
-    want = run_text(without_shardings(module), program, given, plan.mesh)
-    comparisons = compare_results(
-        program, host_arrays(run([a.copy() for a in given])), want, tolerance
-    )
+    for argument, name in zip(arguments, program.arg_names, strict=True):
+        if not getattr(argument, "is_fully_addressable", True):
+            raise ArgumentError(
+                f"argument {name} lies on other processes as well: verify runs the whole program "
+                "in one",
+                fix="verify a smaller mesh in one process",
+            )
+    given = host_arrays(arguments)
+    tolerance = Tolerance(default_rtol(program.types) if rtol is None else rtol, atol)
+    want = text_run(without_shardings(module), program, plan.mesh)(given)
+    got = host_arrays(run([a.copy() for a in given]))
+    comparisons = compare_results(program, got, want, tolerance)
     # The imported program, run whole, lies between the two: if it differs from the module already,
     # the importer is to blame, and no op of the partitioned program.
     if all(c.ok for c in comparisons):
         return Verification(True, comparisons)
-    imported = compare_results(program, run_whole(program, given, plan.mesh), want, tolerance)
-    if not all(c.ok for c in imported):
+    imported = whole_run(program, plan.mesh)(given)
+    if not all(c.ok for c in compare_results(program, imported, want, tolerance)):
         return Verification(False, comparisons, problem=_READ_WRONGLY)
-    culprit = find_culprit(plan, given, lower, tolerance) if bisect else None
-    problem = _NOT_REPRODUCED if bisect and culprit is None else ""
-    return Verification(False, comparisons, culprit, problem)
-
-
-def _local(argument: Any, name: str) -> Any:
-    if getattr(argument, "is_fully_addressable", True):
-        return argument
-    raise ArgumentError(
-        f"argument {name} lies on other processes as well: verify runs the whole program in one",
-        fix="verify a smaller mesh in one process",
-    )
+    culprit = Search(plan, given, lower, tolerance).run()
+    return Verification(False, comparisons, culprit, "" if culprit else _NOT_REPRODUCED)

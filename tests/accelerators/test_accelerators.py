@@ -20,10 +20,10 @@ import pytest
 from jax import lax
 
 import spmd
+from benchmarks.hlo.collectives import hlo_collectives
 from models.llama import model, sharding
 from models.llama.config import named_config
 from models.llama.training import train_step
-from spmd.hlo.collectives import hlo_collectives
 from tests.accelerators.devices import COUNT, DEVICES
 from tests.ir.dialect.cases import CASES, Case, random_spec
 

@@ -70,12 +70,12 @@ def test_a_loop_is_one_iteration_so_many_times() -> None:
     specs = (("data", None), (None, "model"))
     drawn = bars(lowered(looped, (64, 64), (64, 64), specs=specs))
     (loop,) = drawn.loops
-    assert loop.trips == 5
-    assert loop.seconds == pytest.approx(5 * loop.body.seconds)
-    assert "test_curves.py" in loop.label
+    assert loop.title == "loop ×5"
+    assert loop.seconds == pytest.approx(5 * loop.once)
+    assert "test_curves.py" in loop.place
     assert loop.start + loop.seconds <= drawn.seconds * (1 + 1e-6)
-    assert loop.body.segments
-    assert loop.body.segments[0].start < loop.body.seconds
+    assert loop.segments
+    assert loop.segments[0].start < loop.once
 
 
 def test_memory_over_a_chain_of_products() -> None:

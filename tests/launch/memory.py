@@ -2,8 +2,10 @@
 
 import threading
 
+from spmd.launch.store import Store
 
-class Memory:
+
+class Memory(Store):
     """A store within this process."""
 
     def __init__(self) -> None:
@@ -15,9 +17,9 @@ class Memory:
             self.values[key] = value
             self.changed.notify_all()
 
-    def claim(self, key: str, value: str) -> bool:
+    def claim(self, key: str, value: str) -> None:
         with self.changed:
-            return self.values.setdefault(key, value) == value
+            self.values.setdefault(key, value)
 
     def get(self, key: str, timeout_s: float = 0.0) -> str | None:
         with self.changed:

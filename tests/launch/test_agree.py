@@ -7,10 +7,10 @@ import pytest
 
 from spmd.errors import LaunchError
 from spmd.launch.agree import (
-    Round,
     check_same,
+    compare,
     differences,
-    from_json,
+    raise_json,
     settings,
     without_locations,
 )
@@ -18,13 +18,13 @@ from tests.launch.memory import Memory
 from tests.waiting import PATIENCE
 
 
-def compare(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> list[str]:
+def told_by(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> list[str]:
     """What each process is told, all of them at once."""
     store, members = Memory(), sorted(values)
 
     def run(me: int) -> str:
         try:
-            Round(store, "x", members, me, timeout_s).run({"checked": "flags", **values[me]})
+            compare(store, "x", members, me, {"checked": "flags", **values[me]}, timeout_s)
         except LaunchError as error:
             return str(error)
         return ""
@@ -34,11 +34,11 @@ def compare(values: dict[int, dict[str, str]], timeout_s: float = PATIENCE) -> l
 
 
 def test_equal_values_pass():
-    assert compare({0: {"--a": "1"}, 2: {"--a": "1"}, 5: {"--a": "1"}}) == ["", "", ""]
+    assert told_by({0: {"--a": "1"}, 2: {"--a": "1"}, 5: {"--a": "1"}}) == ["", "", ""]
 
 
 def test_everyone_hears_who_differs():
-    told = compare({0: {"--a": "1"}, 1: {"--a": "1"}, 2: {"--a": "2"}})
+    told = told_by({0: {"--a": "1"}, 1: {"--a": "1"}, 2: {"--a": "2"}})
     assert len(set(told)) == 1
     assert told[0].splitlines()[:2] == [
         "the processes of this job differ in --a",
@@ -49,13 +49,15 @@ def test_everyone_hears_who_differs():
 def test_a_process_that_does_not_come_is_named():
     store = Memory()
     with pytest.raises(LaunchError, match=r"process 1 did not come to compare flags within 0\.2 s"):
-        Round(store, "x", (0, 1), 0, 0.2).run({"checked": "flags"})
+        compare(store, "x", (0, 1), 0, {"checked": "flags"}, 0.2)
     with pytest.raises(LaunchError, match="process 0 did not come"):
-        Round(Memory(), "x", (0, 1), 1, 0.2).run({"checked": "flags"})
+        compare(Memory(), "x", (0, 1), 1, {"checked": "flags"}, 0.2)
 
 
 def differing(found: dict[int, dict[str, str]]) -> str:
-    return str(from_json(differences(found)))
+    with pytest.raises(LaunchError) as error:
+        raise_json(differences(found))
+    return str(error.value)
 
 
 def test_one_who_lacks_a_value_differs():

@@ -79,7 +79,13 @@ def test_unknown_host():
 
 def test_another_number_of_processes():
     answers = told([(0, 2), (1, 3)])
-    assert all("process 1 expects 3 processes, process 0 expects 2" in a for a in answers)
+    assert all("differ in number of processes" in answer for answer in answers)
+    assert all("process 1: 3; process 0: 2" in answer for answer in answers)
+
+
+def test_a_number_of_processes_that_never_come():
+    answers = told([(0, 4), (1, 2)])
+    assert all("process 1: 2; process 0: 4" in answer for answer in answers)
 
 
 def test_a_number_given_twice():

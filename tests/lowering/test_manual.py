@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.hlo.collectives import hlo_collectives
+from benchmarks.hlo.collectives import hlo_collectives
 from spmd.mesh.spec import jax_mesh
 from spmd.options import Options
 from tests.ir.dialect.cases import random_spec

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from spmd.errors import SpecError
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Sharding, parse_axes, tile
+from spmd.mesh.sharding import Sharding, parse_axes, tiles
 
 
 def parse_sharding(text: str, mesh: Mesh) -> Sharding:
@@ -25,6 +25,6 @@ def local_offset(
 ) -> tuple[int, ...]:
     """Where the piece of the device at `position` (row-major in the mesh) starts, for each dim."""
     return tuple(
-        tile(size, axes, mesh, mesh.coordinate(position, axes))[0]
+        tiles(size, axes, mesh)[mesh.coordinate(position, axes)][0]
         for size, axes in zip(shape, sharding.dims, strict=True)
     )

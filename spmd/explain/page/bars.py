@@ -42,87 +42,74 @@ class Segment(NamedTuple):
         return self.start + self.seconds
 
 
-class Loop(NamedTuple):
-    """A loop: its iterations are all alike, so that one is shown.
-
-    Attributes:
-      label: where it is.
-      start: when its first iteration begins.
-      trips: how often it runs, None where that is not known (16 are counted).
-      body: one iteration, times from its own beginning.
-    """
-
-    label: str
-    start: float
-    trips: int | None
-    body: Bars
-
-    @property
-    def seconds(self) -> float:
-        """All iterations together."""
-        return self.body.seconds * (UNKNOWN_TRIPS if self.trips is None else self.trips)
-
-
 class Bars(NamedTuple):
-    """What happens in a region, in order.
+    """What happens in a region, in order: in a program, a branch, or one iteration of a loop.
 
     Attributes:
       segments: ops and collectives outside of inner loops.
-      loops: the loops.
-      seconds: all of it.
+      loops: the loops and conditionals, of whose equal iterations one is shown.
+      once: seconds of all of it, once.
+      start: when it begins first, seconds after what is around it began.
+      seconds: all iterations together.
+      title: of a loop, how often it runs: `loop ×4`.
+      place: of a loop, the user's source line and its caller's.
     """
 
     segments: tuple[Segment, ...]
-    loops: tuple[Loop, ...]
+    loops: tuple[Bars, ...]
+    once: float
+    start: float
     seconds: float
+    title: str = ""
+    place: str = ""
 
     def lane_seconds(self, lane: str) -> float:
-        """How long a lane is busy, loops included."""
+        """How long a lane is busy in one iteration, inner loops included."""
         return sum(s.seconds for s in self.flat() if lane in s.lanes)
 
     def flat(self) -> Iterator[Segment]:
-        """Every segment, those of a loop stretched from one iteration to all."""
+        """Every segment of one iteration, those of inner loops stretched to all of theirs."""
         yield from self.segments
         for loop in self.loops:
-            if loop.body.seconds:
-                scale = loop.seconds / loop.body.seconds
-                for s in loop.body.flat():
-                    start = loop.start + s.start * scale
-                    yield s._replace(start=start, seconds=s.seconds * scale)
+            scale = loop.seconds / loop.once if loop.once else 0.0
+            for s in loop.flat():
+                yield s._replace(start=loop.start + s.start * scale, seconds=s.seconds * scale)
 
 
 def bars_of(timeline: Timeline, mesh: Mesh) -> Bars:
     """The predicted run of a program on a mesh, as bars."""
-    waiting = list(reversed(timeline.slots))
-    return _bars(waiting, mesh, 0, 0.0, timeline.scheduled_seconds)
+    segments, loops = _region(list(reversed(timeline.slots)), mesh, 0, 0.0)
+    whole = timeline.scheduled_seconds
+    return Bars(segments, loops, whole, 0.0, whole)
 
 
-def _bars(waiting: list[Slot], mesh: Mesh, depth: int, begin: float, seconds: float) -> Bars:
+def _region(
+    waiting: list[Slot], mesh: Mesh, depth: int, begin: float
+) -> tuple[tuple[Segment, ...], tuple[Bars, ...]]:
     """Takes the slots of one region off the end of `waiting`, with those of its loops."""
     segments: list[Segment] = []
-    loops: list[Loop] = []
+    loops: list[Bars] = []
     while waiting and waiting[-1].depth >= depth:
         slot = waiting.pop()
         if not slot.op.regions:
             segments.append(_segment(slot, mesh, begin))
             continue
-        is_loop = slot.op.is_loop
-        place = slot.op.loc.trail or "an unknown place"
-        label = f"{'loop' if is_loop else 'branches'} at {place}"
+        inside = _region(waiting, mesh, depth + 1, slot.start)
         once = slot.seconds / ((UNKNOWN_TRIPS if slot.runs is None else slot.runs) or 1)
-        body = _bars(waiting, mesh, depth + 1, slot.start, once)
-        loops.append(Loop(label, slot.start - begin, slot.runs, body))
-    return Bars(tuple(segments), tuple(loops), seconds)
+        trips = "loop, taken as ×16" if slot.runs is None else f"loop ×{slot.runs}"
+        title = trips if slot.op.is_loop else "conditional"
+        place = slot.op.loc.trail or "an unknown place"
+        loops.append(Bars(*inside, once, slot.start - begin, slot.seconds, title, place))
+    return tuple(segments), tuple(loops)
 
 
 def _segment(slot: Slot, mesh: Mesh, begin: float) -> Segment:
     op, start = slot.op, slot.start - begin
     if slot.lane == COMPUTE:
         return Segment((COMPUTE,), COMPUTE, op.label, op.loc.trail, start, slot.seconds)
-    kind = op.name.removeprefix("stablehlo.")
     axes = dict.fromkeys(mesh.axis_names[mesh.atoms[a].axis] for a in op.kind.attrs["axes"])
-    label = f"{kind} over {slot.lane}"
-    return Segment(tuple(axes), kind, label, op.loc.trail, start, slot.seconds)
+    label = f"{op.collective} over {slot.lane}"
+    return Segment(tuple(axes), op.collective, label, op.loc.trail, start, slot.seconds)
 
 
 def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
@@ -136,8 +123,7 @@ def merged(segments: Sequence[Segment], least: float) -> list[Segment]:
     last: dict[tuple[str, ...], int] = {}
     made: list[Segment] = []
     for s in sorted(segments, key=lambda s: s.start):
-        before = made[last[s.lanes]] if s.lanes in last else None
-        joint = _joint(before, s, least) if before is not None else None
+        joint = _joint(made[last[s.lanes]], s, least) if s.lanes in last else None
         if joint is None:
             last[s.lanes] = len(made)
             made.append(s)

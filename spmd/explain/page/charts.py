@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 from spmd.explain.memory import KINDS, MemoryCurve
-from spmd.explain.page.bars import Bars, Loop, Segment, functions_of, merged
+from spmd.explain.page.bars import Bars, Segment, functions_of, merged
+from spmd.explain.page.html import Html, drawing, joined, line, rect, tag, words
 from spmd.explain.words import bytes_text, seconds_text, source_text
 from spmd.predict.timeline import COMPUTE
 
-WIDTH, LEFT, RIGHT = 1116, 92, 8
+LEFT, ACROSS = 92, 1016
+"""Where the drawn part of a chart begins, and its width; before it are labels."""
+
+_RIGHT = LEFT + ACROSS
 _LANE, _GAP, _TOP = 30, 8, 8
 _FINEST = 1000
 """Parts of a timeline below which neighbours are drawn as one."""
@@ -26,30 +29,27 @@ MEMORY_COLOURS = ("var(--arguments)", "var(--results)", "var(--saved)", "var(--t
 _HEIGHT, _STEPS = 240, 700
 
 
-def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> str:
+def timeline_svg(timeline: Bars, axes: Sequence[str], what: str) -> Html:
     """A timeline, loops stretched to their whole time under a bracket."""
     lanes = (COMPUTE, *axes)
-    total = timeline.seconds or 1.0
-    scale = (WIDTH - LEFT - RIGHT) / total
+    total = timeline.once or 1.0
+    scale = ACROSS / total
     shown = merged(list(timeline.flat()), total / _FINEST)
     top = _TOP + (24 if timeline.loops else 0)
     parts = [_bracket(loop, scale, top, len(lanes)) for loop in timeline.loops]
     for row, lane in enumerate(lanes):
         y = top + row * (_LANE + _GAP)
-        busy = f"{100 * timeline.lane_seconds(lane) / total:.0f}%"
-        parts.append(
-            f'<text x="0" y="{y + 13}">{escape(_short(lane, 13))}</text>'
-            f'<text class="soft" x="0" y="{y + 26}">busy {busy}</text>'
-            f'<rect class="lane" x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" '
-            f'height="{_LANE}"/>'
-        )
-        parts += [_bar(s, scale, y, total) for s in shown if lane in s.lanes]
+        parts += [
+            words(0, y + 13, lane if len(lane) <= 13 else f"{lane[:12]}…"),
+            words(0, y + 26, f"busy {timeline.lane_seconds(lane) / total:.0%}", "soft"),
+            rect("lane", (LEFT, y, ACROSS, _LANE)),
+            *(_bar(s, scale, y) for s in shown if lane in s.lanes),
+        ]
     bottom = top + len(lanes) * (_LANE + _GAP)
-    parts.append(_time_axis(total, scale, bottom))
-    return _svg(bottom + 24, parts, what, "timeline")
+    return _chart("timeline", bottom + 24, [*parts, *_time_axis(total, scale, bottom)], what)
 
 
-def _bar(s: Segment, scale: float, y: int, total: float) -> str:
+def _bar(s: Segment, scale: float, y: int) -> Html:
     x, width = LEFT + s.start * scale, max(s.seconds * scale, 0.5)
     width -= 0.6 if width > 3 else 0.0  # tells it from the next one
     what = s.label or (f"{s.ops} ops" if s.kind == COMPUTE else f"{s.ops} {s.kind}")
@@ -57,109 +57,91 @@ def _bar(s: Segment, scale: float, y: int, total: float) -> str:
         what += f" ({s.ops} ops)"
     place = "at " if s.group and not s.group.startswith("in ") else ""
     where = f" {place}{source_text(s.group)}" if s.group else ""
-    info = f"{what}{where}: {seconds_text(s.seconds)}, from {seconds_text(s.start)}"
-    drawn = (
-        f'<rect class="seg" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_LANE}" '
-        f'fill="var(--{s.kind})"><title>{escape(info)}</title></rect>'
-    )
-    name = _function(s.group)
+    title = f"{what}{where}: {seconds_text(s.seconds)}, from {seconds_text(s.start)}"
+    drawn = rect("seg", (x, y, width, _LANE), title, fill=f"var(--{s.kind})")
+    # The caller says more than a helper.
+    name = next(iter(functions_of(s.group)), "")
     if name and s.kind == COMPUTE and width > 7.2 * len(name) + 8:
-        drawn += f'<text class="in" x="{x + 5:.1f}" y="{y + 19}">{escape(name)}</text>'
+        return joined(drawn, words(x + 5, y + 19, name, "in"))
     return drawn
 
 
-def _bracket(loop: Loop, scale: float, top: int, lanes: int) -> str:
+def _bracket(loop: Bars, scale: float, top: int, lanes: int) -> Html:
     """A loop: a band behind the lanes and how often it runs."""
     x, width = LEFT + loop.start * scale, loop.seconds * scale
     height = lanes * (_LANE + _GAP) - _GAP + 8
-    label = f"{trips_text(loop)}, {seconds_text(loop.seconds)}"
-    text = ""
-    if width > 6.8 * len(label):
-        text = f'<text class="soft" x="{x + 4:.1f}" y="{top - 12}">{escape(label)}</text>'
-    title = escape(f"{source_text(loop.label)}: {label}")
-    return (
-        f'<rect class="loop" x="{x:.1f}" y="{top - 4}" width="{width:.1f}" height="{height}">'
-        f'<title>{title}</title></rect><path class="bracket" d="M{x:.1f} {top - 2}v-6h{width:.1f}'
-        f'v6"/>{text}'
+    label = f"{loop.title}, {seconds_text(loop.seconds)}"
+    title = f"{loop.title} at {source_text(loop.place)}: {seconds_text(loop.seconds)}"
+    return joined(
+        rect("loop", (x, top - 4, width, height), title),
+        tag("path.bracket", d=f"M{x:.1f} {top - 2}v-6h{width:.1f}v6"),
+        words(x + 4, top - 12, label, "soft") if width > 6.8 * len(label) else "",
     )
 
 
-def trips_text(loop: Loop) -> str:
-    """How often a loop runs: `loop ×4`."""
-    if not loop.label.startswith("loop"):
-        return "conditional"
-    return "loop, taken as ×16" if loop.trips is None else f"loop ×{loop.trips}"
-
-
-def _time_axis(total: float, scale: float, y: float) -> str:
+def _time_axis(total: float, scale: float, y: float) -> list[Html]:
     step = _nice(total / 8)
     parts = []
     for k in range(int(total / step) + 1):
         x = LEFT + k * step * scale
         text = seconds_text(k * step) if k else "0"
-        anchor = "end" if x > WIDTH - 40 else "middle" if k else "start"
-        parts.append(
-            f'<line class="tick" x1="{x:.1f}" y1="{y - 4}" x2="{x:.1f}" y2="{y}"/>'
-            f'<text class="soft" x="{x:.1f}" y="{y + 14}" text-anchor="{anchor}">{text}</text>'
-        )
-    return "".join(parts)
+        anchor = "end" if x > _RIGHT - 32 else "middle" if k else "start"
+        parts += [line("tick", x, y - 4, x, y), words(x, y + 14, text, "soft", text_anchor=anchor)]
+    return parts
 
 
-def memory_svg(curve: MemoryCurve, limit: int) -> str:
+def _nice(step: float) -> float:
+    """The next larger 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= step * 0.999)
+
+
+def memory_svg(curve: MemoryCurve, limit: int) -> Html:
     """Memory over the kernels of a run, stacked, with its peak and (if near) the device's limit."""
-    steps = _coarse(curve.steps, curve.peak)
-    if not steps:
-        return ""
+    if not curve.steps:
+        return Html()
     most = max(sum(curve.steps[curve.peak]), 1)
-    near = limit if limit and limit < 1.6 * most else 0
-    top = max(most, near) * 1.08
+    is_near = limit and limit < 1.6 * most
+    top = max(most, limit if is_near else 0) * 1.08
     count = len(curve.steps)
-    across = (WIDTH - LEFT - RIGHT) / count
-    parts = []
-    for share in range(5):
-        level = most * share / 4
-        y = _y(level, top)
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="soft" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{bytes_text(level)}</text>"
-        )
+
+    def y_of(level: float) -> float:
+        return 10 + (_HEIGHT - 10) * (1 - level / top)
+
+    base, peak_y = y_of(0), y_of(most)
+    parts: list[Html] = []
+    for level in (most * quarter / 4 for quarter in range(5)):
+        y = y_of(level)
+        label = words(LEFT - 8, y + 4, bytes_text(level), "soft", text_anchor="end")
+        parts += [line("grid", LEFT, y, _RIGHT, y), label]
+    steps = _coarse(curve.steps, curve.peak)
     for kind in reversed(range(len(KINDS))):
-        line = "".join(
-            f"H{LEFT + first * across:.1f}V{_y(sum(held[: kind + 1]), top):.1f}"
+        outline = "".join(
+            f"H{LEFT + first * ACROSS / count:.1f}V{y_of(sum(held[: kind + 1])):.1f}"
             for first, held in steps
         )
-        parts.append(
-            f'<path fill="{MEMORY_COLOURS[kind]}" d="M{LEFT} {_y(0, top):.1f}{line}'
-            f'H{WIDTH - RIGHT}V{_y(0, top):.1f}Z"><title>{KINDS[kind]}</title></path>'
-        )
-    x, y = LEFT + (curve.peak + 0.5) * across, _y(most, top)
-    anchor = "end" if x > WIDTH / 2 else "start"
-    shift = -10 if anchor == "end" else 10
-    parts.append(
-        f'<line class="peak" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{_y(0, top):.1f}"/>'
-        f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
-        f'<text class="strong" x="{x + shift:.1f}" y="{max(y - 6, 12):.1f}" '
-        f'text-anchor="{anchor}">peak {bytes_text(most)}</text>'
-    )
-    if near:
-        y = _y(limit, top)
-        parts.append(
-            f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text x="{WIDTH - RIGHT}" y="{y - 5:.1f}" text-anchor="end">the device\'s '
-            f"{bytes_text(limit)}</text>"
-        )
-    base = _y(0, top)
-    parts.append(
-        f'<text class="soft" x="{LEFT}" y="{base + 16:.0f}">first kernel</text>'
-        f'<text class="soft" x="{WIDTH - RIGHT}" y="{base + 16:.0f}" text-anchor="end">last of '
-        f"{count} kernels of the local program</text>"
-    )
-    return _svg(base + 24, parts, "memory over time", "memory")
-
-
-def _y(level: float, top: float) -> float:
-    return 10 + (_HEIGHT - 10) * (1 - level / top)
+        path = f"M{LEFT} {base:.1f}{outline}H{_RIGHT}V{base:.1f}Z"
+        parts.append(tag("path", tag("title", KINDS[kind]), fill=MEMORY_COLOURS[kind], d=path))
+    x = LEFT + (curve.peak + 0.5) * ACROSS / count
+    shift, anchor = (-10, "end") if x > LEFT + ACROSS / 2 else (10, "start")
+    peak = f"peak {bytes_text(most)}"
+    parts += [
+        line("peak", x, peak_y, x, base),
+        tag("circle.mark", cx=x, cy=peak_y, r=4),
+        words(x + shift, max(peak_y - 6, 12), peak, "strong", text_anchor=anchor),
+    ]
+    if is_near:
+        y, text = y_of(limit), f"the device's {bytes_text(limit)}"
+        parts += [
+            line("limit", LEFT, y, _RIGHT, y),
+            words(_RIGHT, y - 5, text, text_anchor="end"),
+        ]
+    last = f"last of {count} kernels of the local program"
+    parts += [
+        words(LEFT, base + 16, "first kernel", "soft"),
+        words(_RIGHT, base + 16, last, "soft", text_anchor="end"),
+    ]
+    return _chart("memory", base + 24, parts, "memory over time")
 
 
 def _coarse(steps: Sequence[tuple[int, ...]], peak: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -175,23 +157,7 @@ def _coarse(steps: Sequence[tuple[int, ...]], peak: int) -> list[tuple[int, tupl
     return made
 
 
-def _nice(step: float) -> float:
-    """The next larger 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= step * 0.999)
-
-
-def _function(group: str) -> str:
-    """The function to write onto a bar: the caller, which says more than a helper."""
-    return next(iter(functions_of(group)), "")
-
-
-def _short(name: str, most: int) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
-
-
-def _svg(height: float, parts: Sequence[str], what: str, style: str) -> str:
-    return (
-        f'<svg class="chart {style}" viewBox="0 0 {WIDTH} {height:.0f}" tabindex="0" role="img" '
-        f'aria-label="{escape(what)}">{"".join(parts)}</svg><output class="readout"></output>'
-    )
+def _chart(look: str, height: float, parts: Sequence[Html], label: str) -> Html:
+    """A chart that can be focused, and a line below it that report.js writes into."""
+    made = drawing(f"chart {look}", _RIGHT + 8, height, parts, label, tabindex=0)
+    return joined(made, tag("output.readout"))

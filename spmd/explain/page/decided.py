@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
-from spmd.explain.decisions import ConflictRow, loser_text, marks_title
+from spmd.explain.decisions import ConflictRow, Losers, loser_text, marks_title
 from spmd.explain.document import Cell, Table, code, count, number, source
 from spmd.explain.facts import Facts
 from spmd.explain.page import parts as h
-from spmd.explain.price import Price
+from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.words import seconds_text, spec_text
 
+BREAK = tag("br")
 
-def mark_table(facts: Facts) -> str:
+
+def mark_table(facts: Facts) -> Html:
     """Marks that forbid something cheaper."""
     if facts.prices is None or not facts.prices.marks.groups:
-        return ""
+        return Html()
     rows = [
         (
             source(marks.name),
@@ -30,19 +31,19 @@ def mark_table(facts: Facts) -> str:
     ]
     heads = ("mark", "sharding", "values", "costs", "without it")
     found = h.table(Table(heads, rows, sort="costs"))
-    none = "<p>None of them costs 1% of the collectives' time or more.</p>"
-    return f"<p>{escape(marks_title(facts.prices).capitalize())}.</p>{found or none}"
+    none = tag("p", "None of them costs 1% of the collectives' time or more.")
+    return joined(tag("p", f"{marks_title(facts.prices).capitalize()}."), found or none)
 
 
-def conflict_table(conflicts: Sequence[ConflictRow]) -> str:
+def conflict_table(conflicts: Sequence[ConflictRow]) -> Html:
     """Disagreements that the planner settled."""
     rows = [
         (
-            _html(f"{escape(row.op)}<br>{h.source(row.source)}", f"{row.op} {row.source}"),
+            Cell(_place(row), key=f"{row.op} {row.source}", style="w"),
             count(row.ops),
-            _html("<br>".join(map(_claim, row.claims)), str(row.claims)),
-            _html(f"<b>{escape(row.taken)}</b>", row.taken, "t"),
-            _html(_losers(row.losers), _least(row.losers)),
+            Cell(joined(*map(_claim, row.claims), by=BREAK), key=str(row.claims), style="w"),
+            Cell(tag("b", row.taken), key=row.taken, style="t"),
+            Cell(_losers(row.losers), key=_least(row.losers), style="w"),
         )
         for row in conflicts
     ]
@@ -50,26 +51,27 @@ def conflict_table(conflicts: Sequence[ConflictRow]) -> str:
     return h.table(Table(heads, rows, search="an op, an argument, an axis"))
 
 
-def _html(shown: str, key: str | float, style: str = "w") -> Cell:
-    return Cell(shown, "html", key, style)
+def _place(row: ConflictRow) -> Html:
+    return joined(row.op, BREAK, h.source(row.source))
 
 
-def _claim(claim: tuple[str, str, int, str]) -> str:
+def _claim(claim: tuple[str, str, int, str]) -> Html:
     name, type_, dim, axes = claim
-    return (
-        f"<b>{escape(axes)}</b> on dim {dim} of <code>{h.breakable(name)}</code> "
-        f'<code class="soft">{escape(type_)}</code>'
+    return joined(
+        tag("b", axes),
+        f" on dim {dim} of ",
+        tag("code", h.breakable(name)),
+        " ",
+        tag("code.soft", type_),
     )
 
 
-_Losers = Sequence[tuple[str, Price | None]]
-
-
-def _losers(losers: _Losers | None) -> str:
+def _losers(losers: Losers | None) -> Html:
     if losers is None:
-        return '<span class="soft">not asked</span>'
-    return "<br>".join(f"<b>{escape(axes)}</b>: {escape(loser_text(p))}" for axes, p in losers)
+        return tag("span.soft", "not asked")
+    shown = (joined(tag("b", axes), f": {loser_text(price)}") for axes, price in losers)
+    return joined(*shown, by=BREAK)
 
 
-def _least(losers: _Losers | None) -> float:
+def _least(losers: Losers | None) -> float:
     return min((price.seconds for _, price in losers or () if price), default=math.inf)

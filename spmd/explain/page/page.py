@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from html import escape
 from typing import NamedTuple
 
 from spmd.explain.decisions import conflict_rows
@@ -12,7 +10,7 @@ from spmd.explain.memory import memory_curve
 from spmd.explain.page import decided, picture, run
 from spmd.explain.page import parts as h
 from spmd.explain.page.first import first_screen, resource
-from spmd.explain.page.tiles import tiles
+from spmd.explain.page.html import Html, tag
 from spmd.explain.tables import largest_table, leaf_table, split_text
 from spmd.explain.words import bytes_text, plural, seconds_text, source_text
 from spmd.predict.memory import MemoryUse
@@ -26,21 +24,28 @@ def render(facts: Facts, use: MemoryUse) -> str:
       use: what the program is predicted to hold, and when.
     """
     plan = facts.plan
-    sections = [s for s in _sections(facts, use) if s.body]
+    sections = [section for section in _sections(facts, use) if section.body]
+    notes = [tag("li", source_text(note)) for note in dict.fromkeys(plan.notes)]
     title = f"{facts.name} on {plural(plan.mesh.size, 'device')}"
-    links = "".join(f'<a href="#{s.anchor}">{escape(s.title)}</a>' for s in sections)
-    style = f"{resource('report.css')}{resource('first.css')}"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(title)}</title><style>\n{style}</style></head><body class="spmd">'
-        f"{picture.HATCH}<header><h1>{escape(title)}</h1>"
-        f'<p class="lead">Mesh {escape(str(plan.mesh))} on {escape(str(plan.topology))}, '
-        f"planned by the {escape(plan.solver)} solver.</p></header>"
-        f"{_notes(plan.notes)}{first_screen(facts)}"
-        f"<nav>{links}</nav><main>{''.join(map(_folded, sections))}</main>"
-        f"<script>\n{resource('report.js')}</script></body></html>\n"
+    lead = f"Mesh {plan.mesh} on {plan.topology}, planned by the {plan.solver} solver."
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
+        tag("style", resource("report.css"), resource("first.css")),
     )
+    body = tag(
+        "body.spmd",
+        picture.HATCH,
+        tag("header", tag("h1", title), tag("p.lead", lead)),
+        tag("ul.notes", *notes) if notes else "",
+        first_screen(facts),
+        tag("nav", *(tag("a", s.title, href=f"#{s.anchor}") for s in sections)),
+        tag("main", *map(_folded, sections)),
+        tag("script", resource("report.js")),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
 class _Section(NamedTuple):
@@ -49,22 +54,21 @@ class _Section(NamedTuple):
     anchor: str
     title: str
     remark: str
-    body: str
+    body: Html
     is_open: bool = False
 
 
-def _folded(section: _Section) -> str:
-    return (
-        f'<section><details class="part"{" open" * section.is_open}><summary>'
-        f'<h2 id="{section.anchor}">{escape(section.title)}<small>{escape(section.remark)}</small>'
-        f"</h2></summary>{section.body}</details></section>"
-    )
+def _folded(section: _Section) -> Html:
+    head = tag("h2", section.title, tag("small", section.remark), id=section.anchor)
+    part = tag("details.part", tag("summary", head), section.body, open=section.is_open)
+    return tag("section", part)
 
 
 def _sections(facts: Facts, use: MemoryUse) -> list[_Section]:
     stages, mesh = facts.stages, facts.plan.mesh
     conflicts = conflict_rows(stages, facts.prices)
     curve = memory_curve(use, stages.optimized.program)
+    times = [(stage, n, seconds_text(n), "var(--accent)") for stage, n in stages.seconds.items()]
     return [
         _Section("timeline", "Timeline", "predicted; compute and links at the same time where "
                  "neither waits for the other", run.timeline_chart(facts), True),
@@ -82,24 +86,12 @@ def _sections(facts: Facts, use: MemoryUse) -> list[_Section]:
                  decided.conflict_table(conflicts)),
         _Section("memory", "Memory over time", "of each device",
                  run.memory_chart(facts, curve), True),
-        _Section("mesh", "Mesh and tiles", "who holds what", tiles(facts)),
+        _Section("mesh", "Mesh and tiles", "who holds what", picture.tiles(facts)),
         _Section("arguments", "Arguments", split_text(facts.arguments),
                  h.table(leaf_table(facts.arguments, mesh))),
         _Section("results", "Results", split_text(facts.results),
                  h.table(leaf_table(facts.results, mesh))),
         _Section("largest", "Largest values", "made inside the program, bytes per device",
                  h.table(largest_table(stages, 20))),
-        _Section("stages", "Stage times", "of this compiler, without XLA",
-                 _stage_times(stages.seconds)),
+        _Section("stages", "Stage times", "of this compiler, without XLA", h.bars(times)),
     ]  # fmt: skip
-
-
-def _notes(notes: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(source_text(note))}</li>" for note in dict.fromkeys(notes))
-    return f'<ul class="notes">{items}</ul>' if items else ""
-
-
-def _stage_times(seconds: Mapping[str, float]) -> str:
-    return h.bars(
-        [(escape(stage), n, seconds_text(n), "var(--accent)") for stage, n in seconds.items()]
-    )

@@ -3,104 +3,98 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from spmd.explain.document import Cell, Look, Table
+from spmd.explain.page.html import Html, joined, tag
 from spmd.explain.words import source_text
 
-_LOOKS: dict[Look, Callable[[str], str]] = {
-    "text": escape,
-    "number": escape,
-    "code": lambda text: f"<code>{escape(text)}</code>",
+_LOOKS: dict[Look, Callable[[str], Html]] = {
+    "code": lambda text: tag("code", text),
     "path": lambda text: breakable(text),
-    "name": lambda text: f"<code>{breakable(text)}</code>",
+    "name": lambda text: tag("code", breakable(text)),
     "source": lambda text: source(text),
-    "kind": lambda text: kind(text),
-    "html": str,
+    "kind": lambda text: joined(dot(f"var(--{text})"), text),
 }
-"""A cell's look -> its text as HTML."""
+"""How a cell's text is shown; other looks show it as it is."""
 
 
-def table(given: Table) -> str:
+def table(given: Table) -> Html:
     """A sortable table; nothing where it has no rows."""
     if not given.rows:
-        return ""
-    head = "".join(
-        f"<th{_class('n' if cell.look == 'number' else '')}"
-        f'{" aria-sort=descending" if name == given.sort else ""}><button type="button">'
-        f"{escape(name)}</button></th>"
-        for name, cell in zip(given.heads, given.rows[0], strict=True)
-    )
-    body = "".join(f"<tr>{''.join(map(_td, row))}</tr>" for row in given.rows)
-    box = (
-        f'<label class="filter">filter <input type="search" placeholder="{escape(given.search)}">'
-        f"<output>{len(given.rows)} rows</output></label>"
-        if given.search
-        else ""
-    )
-    return (
-        f'<div class="tabled">{box}<div class="scroll"><table class="sortable"><thead><tr>{head}'
-        f"</tr></thead><tbody>{body}</tbody></table></div></div>"
-    )
-
-
-def _td(cell: Cell) -> str:
-    style = "n" if cell.look == "number" else cell.style
-    key = cell.text if cell.key is None else cell.key
-    shown = _LOOKS[cell.look](cell.text)
-    if cell.parts:
-        items = "".join(
-            f"<li><code>{breakable(name)}</code> {breakable(remark)}</li>"
-            for name, remark in cell.parts
+        return Html()
+    heads = [
+        tag(
+            "th.n" if cell.look == "number" else "th",
+            tag("button", name, type="button"),
+            aria_sort="descending" if name == given.sort else None,
         )
-        shown = f"<details><summary>{shown}</summary><ul>{items}</ul></details>"
-    if cell.note:
-        shown += f'<span class="reason">{escape(source_text(cell.note))}</span>'
-    return f'<td{_class(style)} data-v="{escape(str(key))}">{shown}</td>'
+        for name, cell in zip(given.heads, given.rows[0], strict=True)
+    ]
+    box = tag("input", type="search", placeholder=given.search)
+    found = tag("output", f"{len(given.rows)} rows")
+    body = tag("tbody", *(tag("tr", *map(_td, row)) for row in given.rows))
+    return tag(
+        "div.tabled",
+        tag("label.filter", "filter ", box, found) if given.search else "",
+        tag("div.scroll", tag("table.sortable", tag("thead", tag("tr", *heads)), body)),
+    )
 
 
-def _class(name: str) -> str:
-    return f' class="{name}"' if name else ""
+def _td(cell: Cell) -> Html:
+    style = "n" if cell.look == "number" else cell.style
+    shown = _LOOKS[cell.look](cell.text) if cell.look in _LOOKS else cell.text
+    if cell.parts:
+        items = [
+            tag("li", tag("code", breakable(name)), " ", breakable(remark))
+            for name, remark in cell.parts
+        ]
+        shown = folded(shown, tag("ul", *items))
+    note = tag("span.reason", source_text(cell.note)) if cell.note else ""
+    key = cell.text if cell.key is None else cell.key
+    return tag(f"td.{style}", shown, note, data_v=str(key))
 
 
-def folded(title: str, body: str) -> str:
+def folded(title: str, body: Html) -> Html:
     """Something to unfold."""
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+    return tag("details", tag("summary", title), body)
 
 
-def source(trail: str) -> str:
+def source(trail: str) -> Html:
     """A source line with its caller; the whole paths are shown on hovering."""
     first, _, rest = source_text(trail).partition(" <- ")
-    caller = f'<span class="caller"> ← {escape(rest)}</span>' if rest else ""
-    return f'<code title="{escape(trail)}">{escape(first)}{caller}</code>'
+    return tag("code", first, tag("span.caller", f" ← {rest}") if rest else "", title=trail)
 
 
-def breakable(name: str) -> str:
+def breakable(name: str) -> Html:
     """A path that may go on in the next line after any of its parts."""
-    return re.sub(r"([/,])", r"\1<wbr>", escape(name))
+    return Html(re.sub(r"([/,])", r"\1<wbr>", escape(name)))
 
 
-def kind(name: str) -> str:
-    """A collective's kind with its colour."""
-    return f'<span class="dot" style="background:var(--{escape(name)})"></span>{escape(name)}'
+def dot(colour: str) -> Html:
+    """A dot of a colour, before what has the colour in a picture."""
+    return tag("span.dot", style=f"background:{colour}")
 
 
-def legend(entries: Sequence[tuple[str, str]]) -> str:
+def legend(colours: Iterable[tuple[str, str]]) -> Html:
     """(name, CSS colour) as a row of colours."""
-    return '<p class="legend">' + "".join(
-        f'<span><span class="dot" style="background:{colour}"></span>{escape(name)}</span>'
-        for name, colour in entries
-    ) + "</p>"  # fmt: skip
+    return tag("p.legend", *(tag("span", dot(colour), name) for name, colour in colours))
 
 
-def bars(rows: Sequence[tuple[str, float, str, str]]) -> str:
-    """(label as HTML, amount, text, CSS colour) as horizontal bars, the largest one full."""
+def bars(rows: Sequence[tuple[str, float, str, str]]) -> Html:
+    """(label, amount, text, CSS colour) as horizontal bars, the largest one full."""
     most = max((amount for _, amount, _, _ in rows), default=0) or 1
-    cells = "".join(
-        f'<div>{label}</div><div class="track"><div class="bar" style="width:'
-        f'{100 * amount / most:.2f}%;background:{colour}"></div></div>'
-        f'<div class="value">{escape(remark)}</div>'
+    cells = [
+        joined(
+            tag("div", label),
+            tag("div.track", _bar(amount / most, colour)),
+            tag("div.value", remark),
+        )
         for label, amount, remark, colour in rows
-    )
-    return f'<div class="bars">{cells}</div>' if rows else ""
+    ]
+    return tag("div.bars", *cells) if rows else Html()
+
+
+def _bar(share: float, colour: str) -> Html:
+    return tag("div.bar", style=f"width:{share:.2%};background:{colour}")

@@ -6,42 +6,45 @@ from collections.abc import Iterator
 
 from spmd.explain.prices import Prices
 from spmd.explain.text.layout import Lines, aligned
-from spmd.explain.words import (
-    axes_text,
-    bytes_text,
-    source_text,
-    spec_text,
-    type_text,
-)
+from spmd.explain.words import axes_text, bytes_text, source_text, spec_text, type_text
 from spmd.ir.program import Op, Region, Value
 from spmd.ir.types import local_type
 from spmd.mesh.sharding import Sharding
-from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
 from spmd.reshard.comm import wire_bytes
 
 
 def value_lines(
-    stages: Stages, title: str, value: Value, sharding: Sharding | None, prices: Prices | None
-) -> list[str]:
+    plan: Plan, title: str, value: Value, sharding: Sharding | None, prices: Prices | None
+) -> Lines:
     """All about one value, under a title; an empty line behind it.
 
     Args:
-      stages: the pipeline's results.
+      plan: the plan.
       title: what it is called.
       value: the value.
       sharding: what it lies in, None for one without a sharding of its own.
       prices: of what the plan decided against; left out if not given.
     """
-    plan = stages.plan
     type_ = plan.program.types[value]
+    yield f"{title}: {type_text(type_)}"
     if sharding is None:
-        return [
-            f"{title}: {type_text(type_)}",
-            "  it costs nothing to make, so that every use makes its own copy as it wants it",
-            *_uses(plan, value, None),
-            "",
-        ]
+        yield "  it costs nothing to make, so that every use makes its own copy as it wants it"
+    else:
+        yield from (f"  {line}" for line in _facts(plan, value, sharding))
+        for dim in range(type_.rank):
+            yield from (f"  {line}" for line in _dim(plan, value, sharding, dim))
+        if prices is not None:
+            yield from (f"  {line}" for line in _others(plan, value, prices))
+    uses = list(_uses(plan, value, plan.states[value] or sharding))
+    yield "  uses" if uses else "  no uses"
+    yield from (f"    {line}" for line in uses)
+    yield ""
+
+
+def _facts(plan: Plan, value: Value, sharding: Sharding) -> list[str]:
+    """How a value lies on the mesh, and where it comes from."""
+    type_ = plan.program.types[value]
     local = local_type(type_, sharding, plan.mesh)
     rows = [
         ("sharding", spec_text(sharding, plan.mesh)),
@@ -50,66 +53,60 @@ def value_lines(
     ]
     if (op := plan.problem.index.producers.get(value)) is not None:
         rows.append(("made by", f"{op.label} at {source_text(op.loc.trail)}"))
-    if (mark := stages.propagated.marks.get(value)) is not None:
+    if (mark := plan.propagated.marks.get(value)) is not None:
         rows.append(("mark", source_text(mark.reason)))
     if (state := plan.states[value]) is not None and state != sharding:
         rows.append(("as made", spec_text(state, plan.mesh)))
-    lines = [f"{title}: {type_text(type_)}", *(f"  {line}" for line in aligned(rows))]
-    for dim in range(type_.rank):
-        lines += [f"  {line}" for line in _dim(stages, value, sharding, dim)]
-    lines += _others(plan, value, prices) if prices is not None else []
-    return [*lines, *_uses(plan, value, plan.states[value] or sharding), ""]
+    return aligned(rows)
 
 
-def _others(plan: Plan, value: Value, prices: Prices) -> list[str]:
+def _others(plan: Plan, value: Value, prices: Prices) -> Lines:
     """Why not otherwise: other shardings and what they would cost."""
-    is_argument = value in plan.program.body.args
     producer = plan.problem.index.producers.get(value)
     if producer is not None and producer.is_mark:
         relief = prices.without_mark(value)
         more = len(relief.marks.values) - 1
         alike = f" and the {more} made with it" if more else ""
-        return [f"  without this mark{alike}: {relief.price.run_text}"]
+        yield f"without this mark{alike}: {relief.price.run_text}"
+        return
     others = prices.others(value)
-    rows = [(spec_text(sharding, plan.mesh), price.text) for sharding, price in others]
-    if not rows:
-        return ["  no other state of it was weighed: nothing around it asks for one"]
+    if not others:
+        yield "no other state of it was weighed: nothing around it asks for one"
+        return
+    is_argument = value in plan.program.body.args
     how = "planned again with each" if is_argument else "the rest of the plan adapting"
-    return [f"  instead ({how}):", *(f"    {line}" for line in aligned(rows))]
+    yield f"instead ({how}):"
+    rows = [(spec_text(sharding, plan.mesh), price.text) for sharding, price in others]
+    yield from (f"  {line}" for line in aligned(rows))
 
 
-def _dim(stages: Stages, value: Value, sharding: Sharding, dim: int) -> Lines:
+def _dim(plan: Plan, value: Value, sharding: Sharding, dim: int) -> Lines:
     """Why one dim is split over the axes that split it, and why not over the others."""
-    mesh, size = stages.plan.mesh, stages.plan.program.types[value].shape[dim]
-    axes = sharding.dims[dim]
+    size, axes = plan.program.types[value].shape[dim], sharding.dims[dim]
     if not axes:
         yield f"dim {dim} (size {size}) is not split"
-        yield from (f"  {reason}" for reason in _why_not(stages, value, sharding, dim))
+        mark = plan.propagated.marks.get(value)
+        if mark is not None and not mark.open[dim]:
+            yield f"  closed by the mark: {source_text(mark.reason)}"
+            return
+        for name, atoms in plan.mesh.axis_atoms.items():
+            if atoms:
+                yield f"  {name}: {_why_not(plan, value, sharding, dim, name)}"
         return
-    yield f"dim {dim} (size {size}) is split over {axes_text(axes, mesh)}"
-    seen: dict[tuple[str, ...], tuple[int, ...]] = {}
+    yield f"dim {dim} (size {size}) is split over {axes_text(axes, plan.mesh)}"
+    chains: dict[tuple[str, ...], tuple[int, ...]] = {}
     for atom in axes:
-        chain = tuple(map(source_text, stages.propagated.why(value, dim, atom)))
-        seen[chain] = (*seen.get(chain, ()), atom)
-    for chain, atoms in seen.items():
-        yield f"  {axes_text(atoms, mesh)}:"
+        chain = tuple(map(source_text, plan.propagated.why(value, dim, atom)))
+        chains[chain] = (*chains.get(chain, ()), atom)
+    for chain, atoms in chains.items():
+        yield f"  {axes_text(atoms, plan.mesh)}:"
         yield from (f"    {reason}" for reason in chain or ("no mark asks for it: the cheapest",))
 
 
-def _why_not(stages: Stages, value: Value, sharding: Sharding, dim: int) -> Lines:
-    mesh, propagated = stages.plan.mesh, stages.propagated
-    mark = propagated.marks.get(value)
-    if mark is not None and not mark.open[dim]:
-        yield f"closed by the mark: {source_text(mark.reason)}"
-        return
-    for name, atoms in mesh.axis_atoms.items():
-        if atoms:
-            yield f"{name}: {_why_not_axis(stages, value, sharding, dim, name)}"
-
-
-def _why_not_axis(stages: Stages, value: Value, sharding: Sharding, dim: int, axis: str) -> str:
-    mesh, propagated = stages.plan.mesh, stages.propagated
-    atoms, size = mesh.axis_atoms[axis], stages.plan.program.types[value].shape[dim]
+def _why_not(plan: Plan, value: Value, sharding: Sharding, dim: int, axis: str) -> str:
+    """Why a dim that is not split is not split over an axis: the first reason that holds."""
+    mesh, propagated = plan.mesh, plan.propagated
+    atoms, size = mesh.axis_atoms[axis], plan.program.types[value].shape[dim]
     other = next((d for d, axes in enumerate(sharding.dims) if set(axes) & set(atoms)), None)
     if other is not None:
         return f"it already splits dim {other}"
@@ -121,59 +118,47 @@ def _why_not_axis(stages: Stages, value: Value, sharding: Sharding, dim: int, ax
         chain = next(filter(None, (propagated.why(value, dim, atom) for atom in atoms)), ("",))
         cause = source_text(chain[-1]) or "a neighbour"
         return f"{cause} suggests it; the plan found it cheaper without"
-    claims = (
-        conflict
-        for conflict in propagated.conflicts
-        if any(v == value and d == dim for _, v, d in conflict.claims)
-    )
-    if (conflict := next(claims, None)) is not None:
-        where = source_text(conflict.op.loc.trail)
-        return f"its neighbours disagree around {conflict.op.label} at {where}"
+    for conflict in propagated.conflicts:
+        if any(v == value and d == dim for _, v, d in conflict.claims):
+            where = source_text(conflict.op.loc.trail)
+            return f"its neighbours disagree around {conflict.op.label} at {where}"
     return "no mark reaches it"
 
 
-def _uses(plan: Plan, value: Value, state: Sharding | None) -> list[str]:
-    lines: list[str] = []
-    for label, wanted in _wants(plan, value):
+def _uses(plan: Plan, value: Value, state: Sharding | None) -> Lines:
+    """Who reads a value in which sharding, and the collectives that it takes to get there."""
+    for label, wanted in _wants(plan, value, plan.program.body, None):
         if wanted is None:
-            lines.append(f"    {label}")
+            yield label
             continue
-        lines.append(f"    {label} takes it as {spec_text(wanted, plan.mesh)}")
+        yield f"{label} takes it as {spec_text(wanted, plan.mesh)}"
         if state is not None and wanted != state:
-            lines += [f"      {line}" for line in _steps(plan, value, state, wanted)]
-    return ["  uses", *lines] if lines else ["  no uses"]
+            yield from (f"  {line}" for line in _steps(plan, value, state, wanted))
 
 
-def _wants(plan: Plan, value: Value) -> Iterator[tuple[str, Sharding | None]]:
-    """(who reads a value, in which sharding), in program order."""
-
-    def visit(region: Region, owner: Op | None) -> Iterator[tuple[str, Sharding | None]]:
-        for op in region.ops:
-            choice = plan.choices.get(op.results[0]) if op.results else None
-            for i, operand in enumerate(op.operands):
-                if operand == value:
-                    where = f" at {source_text(op.loc.trail)}" if op.loc.frames else ""
-                    label = f"operand {i} of {op.label}{where}"
-                    yield label, choice.operands[i] if choice else None
-            for inner in op.regions:
-                yield from visit(inner, op)
-        for i, result in enumerate(region.results):
-            if result == value:
-                yield _returned(plan, owner, region, i)
-
-    yield from visit(plan.program.body, None)
-
-
-def _returned(
-    plan: Plan, owner: Op | None, region: Region, index: int
-) -> tuple[str, Sharding | None]:
-    if owner is None:
-        return f"result {plan.program.result_names[index]}", plan.results[index]
-    if len(region.results) != len(owner.results):
-        return f"the condition of {owner.name}", None
-    choice = plan.choices.get(owner.results[0])
-    label = f"result {index} of the body of {owner.name}"
-    return label, choice.results[index] if choice else None
+def _wants(
+    plan: Plan, value: Value, region: Region, owner: Op | None
+) -> Iterator[tuple[str, Sharding | None]]:
+    """(who reads a value, in which sharding) of a region and those inside it, in program order."""
+    for op in region.ops:
+        choice = plan.choices.get(op.results[0]) if op.results else None
+        for i, operand in enumerate(op.operands):
+            if operand == value:
+                where = f" at {source_text(op.loc.trail)}" if op.loc.frames else ""
+                yield f"operand {i} of {op.label}{where}", choice.operands[i] if choice else None
+        for inner in op.regions:
+            yield from _wants(plan, value, inner, op)
+    for i, result in enumerate(region.results):
+        if result != value:
+            continue
+        if owner is None:
+            yield f"result {plan.program.result_names[i]}", plan.results[i]
+        elif owner.is_loop and region is owner.regions[0]:
+            yield f"the condition of {owner.name}", None
+        else:
+            choice = plan.choices.get(owner.results[0])
+            label = f"result {i} of the body of {owner.name}"
+            yield label, choice.results[i] if choice else None
 
 
 def _steps(plan: Plan, value: Value, state: Sharding, wanted: Sharding) -> Lines:

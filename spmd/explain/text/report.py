@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from spmd.explain.collectives import collective_rows, traffic
-from spmd.explain.costs import Cost, code_lines, largest
+from spmd.explain.costs import code_lines, largest
 from spmd.explain.decisions import conflict_rows, loser_text, marks_title
 from spmd.explain.facts import Facts, memory_rows, quality_rows
 from spmd.explain.tables import (
@@ -21,26 +19,24 @@ from spmd.explain.words import bytes_text, plural, seconds_text, share_text, sou
 
 def explain_program(facts: Facts) -> str:
     """What costs most, what is sharded how, why, and what it costs."""
-    mesh, sent = facts.plan.mesh, bytes_text(facts.sent_bytes)
-    collectives = table_lines(collective_table(collective_rows(facts.collectives)).without("time"))
-    by_kind = traffic_table(traffic(facts.collectives, by_axes=False)).without("axes")
+    mesh, found = facts.plan.mesh, facts.collectives
+    sent = f"{len(found)}, {bytes_text(facts.sent_bytes)} sent by each device in one run"
+    collectives = collective_table(collective_rows(found)).without("time")
+    by_kind = traffic_table(traffic(found, by_axes=False)).without("axes")
+    by_axes = traffic_table(traffic(found))
+    leaves = {
+        f"{what}: {split_text(given)}": table_lines(leaf_table(given, mesh)) or ["none"]
+        for what, given in (("arguments", facts.arguments), ("results", facts.results))
+    }
     largest_inside = largest_table(facts.stages, 12).without("local")
     sections = (
         _costs(facts),
         section(f"program {facts.name}", _header(facts)),
-        *(
-            section(
-                f"{what}: {split_text(leaves)}", table_lines(leaf_table(leaves, mesh)) or ["none"]
-            )
-            for what, leaves in (("arguments", facts.arguments), ("results", facts.results))
-        ),
+        *(section(title, lines) for title, lines in leaves.items()),
         section("largest values inside", table_lines(largest_inside)),
-        section(
-            f"collectives: {len(facts.collectives)}, {sent} sent by each device in one run",
-            collectives or ["none"],
-        ),
+        section(f"collectives: {sent}", table_lines(collectives) or ["none"]),
         section("totals by kind", table_lines(by_kind)),
-        section("totals by kind and axes", table_lines(traffic_table(traffic(facts.collectives)))),
+        section("totals by kind and axes", table_lines(by_axes)),
         _marks(facts),
         _conflicts(facts),
         section("notes", counted(facts.plan.notes)),
@@ -100,13 +96,10 @@ def _costs(facts: Facts) -> Lines:
     ]
     lines: list[str] = []
     for head, cost in zip(aligned(rows, right=(0, 1)), most, strict=True):
-        lines += [head, *(f"    {line}" for line in _cost_details(cost))]
-    yield from section(title, lines)
-
-
-def _cost_details(cost: Cost) -> list[str]:
-    why = [source_text(cost.reason)] if cost.reason else []
-    return why + aligned([(source_text(place), text) for place, text in code_lines(cost)])
+        why = [source_text(cost.reason)] if cost.reason else []
+        why += aligned([(source_text(place), text) for place, text in code_lines(cost)])
+        lines += [head, *(f"    {line}" for line in why)]
+    return section(title, lines)
 
 
 def _header(facts: Facts) -> list[str]:
@@ -136,7 +129,7 @@ def _marks(facts: Facts) -> Lines:
     """What would have been cheaper, and which mark forbids it."""
     prices = facts.prices
     if prices is None or not prices.marks.groups:
-        return
+        return iter(())
     lines = [f"{marks_title(prices)}:"]
     for marks, price in prices.marks.reliefs:
         more = f" and {len(marks.values) - 1} more" if len(marks.values) > 1 else ""
@@ -144,7 +137,7 @@ def _marks(facts: Facts) -> Lines:
         lines += [f"without {source_text(marks.name)} {spec}{more}:", f"  {price.text}"]
     if len(lines) == 1:
         lines.append("none of them costs 1% of the collectives' time or more")
-    yield from section("marks that forbid something cheaper", lines)
+    return section("marks that forbid something cheaper", lines)
 
 
 def _conflicts(facts: Facts) -> Lines:
@@ -162,19 +155,19 @@ def _conflicts(facts: Facts) -> Lines:
     if asked:
         title += f", of {len(rows)} kinds; what the claims that lost would cost"
         title += "" if asked == len(rows) else f" (the first {asked})"
-    yield from section(title, lines)
+    return section(title, lines)
 
 
 def _top_shardings(facts: Facts, n: int = 6) -> list[str]:
-    count: Counter[str] = Counter()
-    held: Counter[str] = Counter()
+    """The shardings of which each device holds the most, with how many arguments have them."""
+    bytes_of: dict[str, list[int]] = {}
     for leaf in facts.arguments:
         spec = spec_text(leaf.sharding, facts.plan.mesh)
-        count[spec] += 1
-        held[spec] += leaf.local.bytes
+        bytes_of.setdefault(spec, []).append(leaf.local.bytes)
+    most = sorted(bytes_of.items(), key=lambda item: -sum(item[1]))[:n]
     return aligned(
         [
-            (spec, f"{count[spec]} arguments", f"{bytes_text(size)} per device")
-            for spec, size in held.most_common(n)
+            (spec, f"{len(held)} arguments", f"{bytes_text(sum(held))} per device")
+            for spec, held in most
         ]
     )

@@ -38,7 +38,7 @@ def explain_value(stages: Stages, name: str, prices: Prices | None = None) -> st
     lines = [
         line
         for title, value, sharding in found[:MOST_VALUES]
-        for line in value_lines(stages, title, value, sharding, prices)
+        for line in value_lines(plan, title, value, sharding, prices)
     ]
     if len(found) > MOST_VALUES:
         lines.append(f"{len(found) - MOST_VALUES} more {rest}")
@@ -57,31 +57,21 @@ def _named(plan: Plan, name: str) -> Found:
     program = plan.program
     arguments = zip(program.arg_names, program.body.args, plan.arguments, strict=True)
     results = zip(program.result_names, program.body.results, plan.results, strict=True)
-    boundary = [
-        (what, label, value, sharding)
-        for what, leaves in (("argument", arguments), ("result", results))
-        for label, value, sharding in leaves
-    ]
-    fitting = [b for b in boundary if b[1] == name]
-    fitting = fitting or [b for b in boundary if fnmatch.fnmatchcase(b[1], name)]
+    boundary = [("argument", *leaf) for leaf in arguments] + [("result", *leaf) for leaf in results]
+    fitting = [leaf for leaf in boundary if leaf[1] == name]
+    fitting = fitting or [leaf for leaf in boundary if fnmatch.fnmatchcase(leaf[1], name)]
     return [(f"{what} {label} (%{value})", value, s) for what, label, value, s in fitting]
 
 
 def _numbered(plan: Plan, name: str) -> Found:
-    number = _number(name, len(plan.program.types))
-    if number is None:
+    """The value of a number, as in `%12`."""
+    digits = name.removeprefix("%")
+    if not digits.isdecimal() or int(digits) >= len(plan.program.types):
         return []
-    title = f"value {name}"
+    number, title = int(digits), f"value {name}"
     if number in plan.program.body.args:
         title = f"argument {value_name(plan.program, number)} ({name})"
     return [(title, number, plan.states[number])]
-
-
-def _number(name: str, limit: int) -> int | None:
-    digits = name.removeprefix("%")
-    if not digits.isdecimal() or int(digits) >= limit:
-        return None
-    return int(digits)
 
 
 def _at_line(plan: Plan, name: str) -> Found:

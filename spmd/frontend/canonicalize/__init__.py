@@ -3,11 +3,4 @@
 Importing this package fills the table of them.
 """
 
-from spmd.frontend.canonicalize import (  # noqa: F401
-    chlo,
-    contract,
-    custom_call,
-    dynamic,
-    map,
-    norm,
-)
+from spmd.frontend.canonicalize import chlo, custom_call, norm, older  # noqa: F401

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from spmd.errors import SpmdError
 from spmd.frontend.canonicalize.site import CANONICAL, Site
-from spmd.ir.control_flow import producers_of
 from spmd.ir.description import key_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
@@ -28,13 +27,12 @@ def canonicalize(program: Program) -> Program:
     """
     if not any(key_of(op.name, op.kind.attrs) in CANONICAL for op in program.walk()):
         return program
-    producers = producers_of(program)
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         function = CANONICAL.get(key_of(op.name, op.kind.attrs))
         if function is None:
             return None
-        results = function(Site(b, op, operands, producers))
+        results = function(Site(b, op, operands))
         for value, wanted in zip(results, op.kind.results, strict=True):
             if b.types[value] != wanted:
                 raise SpmdError(f"{op.name} was rewritten to {b.types[value]}, not {wanted}")

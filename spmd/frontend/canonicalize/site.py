@@ -1,14 +1,19 @@
-"""`Site`: one op to canonicalize, and small steps that several canonicalizations share."""
+"""`Site`: one op to canonicalize, and the table of how each is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import jax
 
 from spmd.errors import UnsupportedOpError
+from spmd.frontend.importer.module import import_module
+from spmd.frontend.trace import trace
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Value
-from spmd.ir.types import Attribute, TensorType
+from spmd.ir.rewrite import append_ops
+from spmd.ir.types import Attribute, TensorType, needs_x64, numpy_dtype
 
 
 class Site(NamedTuple):
@@ -18,13 +23,11 @@ class Site(NamedTuple):
       b: where the new ops go.
       op: the op as it was.
       operands: its operands, as new values.
-      producers: for each old value, the op that defined it.
     """
 
     b: Builder
     op: Op
     operands: tuple[Value, ...]
-    producers: Mapping[Value, Op]
 
     @property
     def attrs(self) -> Mapping[str, Attribute]:
@@ -36,9 +39,16 @@ class Site(NamedTuple):
         """Type of the first result."""
         return self.op.kind.results[0]
 
-    def ints(self, operand: int) -> tuple[int, ...] | None:
-        """Elements of a constant integer operand, flattened; None if it is not constant."""
-        return constant_ints(self.producers, self.op.operands[operand])
+    def computed(self, function: Callable[..., Any]) -> tuple[Value, ...]:
+        """The op as a jax function of its operands."""
+        kind = self.op.kind
+        structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
+        try:
+            with jax.enable_x64(needs_x64((*kind.operands, *kind.results))):
+                module, _, _ = trace(function, structs, {}, platform="cpu")
+        except (TypeError, ValueError) as error:
+            self.fail(str(error).partition("\n")[0], "correct its attributes")
+        return append_ops(self.b, import_module(module).program, self.operands, loc=self.op.loc)
 
     def fail(self, why: str, fix: str) -> NoReturn:
         """Raises the error of a form that cannot be rewritten."""
@@ -64,30 +74,3 @@ def canonical(*names: str) -> Callable[[Canonical], Canonical]:
         return function
 
     return register
-
-
-_SAME_ELEMENTS = {"stablehlo.convert", "stablehlo.reshape"}
-
-
-def constant_ints(producers: Mapping[Value, Op], value: Value) -> tuple[int, ...] | None:
-    """Elements of an integer value that is made of constants, flattened."""
-    op = producers.get(value)
-    if op is None:
-        return None
-    if op.name == "stablehlo.constant":
-        return tuple(int(n) for n in op.kind.attrs["value"].array().reshape(-1))
-    if op.name in _SAME_ELEMENTS:
-        return constant_ints(producers, op.operands[0])
-    if op.name == "stablehlo.get_dimension_size":
-        return (op.kind.operands[0].shape[op.kind.attrs["dimension"]],)
-    if op.name == "stablehlo.concatenate" and op.kind.results[0].rank == 1:
-        parts = [constant_ints(producers, v) for v in op.operands]
-        return None if None in parts else tuple(n for part in parts for n in part or ())
-    return None
-
-
-def reduce_add(b: Builder, x: Value, dims: Sequence[int]) -> Value:
-    """The sum over some dims; `x` itself for none."""
-    if not dims:
-        return x
-    return b.reduce("add", x, tuple(sorted(dims)), **{"spmd.neutral": True})

@@ -13,8 +13,9 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.manual import COLLECTIVE_DIMS, Exchange
+from spmd.frontend.importer.manual import COLLECTIVE_DIMS, AxisRef, Exchange
 from spmd.ir.program import Frame
+from spmd.ir.text_dense import element_bytes
 from spmd.ir.types import (
     DIM_NUMBERS,
     Attribute,
@@ -80,21 +81,13 @@ def _dense_from_text(text: str) -> Dense:
         raw = bytes.fromhex(match[1][3:-1])
     else:
         part = numpy_dtype(re.sub(r"complex<(.*)>", r"\1", type_.dtype))
-        raw = b"".join([_literal(word, part) for word in re.findall(r"[^\s,()\[\]]+", match[1])])
+        raw = b"".join(
+            [element_bytes(word, part) for word in re.findall(r"[^\s,()\[\]]+", match[1])]
+        )
     elements = np.frombuffer(raw, numpy_dtype(type_.dtype))
     if elements.size == 1:
         return Dense.of(np.broadcast_to(elements.reshape(()), type_.shape), type_.dtype)
     return Dense.of(elements.reshape(type_.shape), type_.dtype)
-
-
-def _literal(word: str, dtype: np.dtype[Any]) -> bytes:
-    """One number as MLIR writes it, as bytes; NaN and infinities are written as their bits."""
-    if word.startswith("0x"):
-        return int(word, 16).to_bytes(dtype.itemsize, "little")
-    number: float | None = {"true": 1, "false": 0}.get(word)
-    if number is None:
-        number = int(word) if re.fullmatch(r"[-+]?\d+", word) else float(word)
-    return np.asarray([number]).astype(dtype).tobytes()
 
 
 def location_of(location: Any) -> tuple[str, list[Frame]]:
@@ -147,25 +140,26 @@ def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:
         return (("value", match[1]),)
 
 
-def attribute(op_name: str, name: str, attr: Any) -> Attribute:
+def attribute(name: str, attr: Any) -> Attribute:
     """One MLIR attribute as plain data; None drops it."""
+    if isinstance(attr, str):  # a constant, from `entries_of`
+        return _dense_from_text(attr)
     if isinstance(attr, ir.DenseElementsAttr) and name == "value":
         return _dense(attr)
-    if isinstance(attr, ir.BoolAttr):
-        return bool(attr.value)
+    if isinstance(attr, ir.BoolAttr | ir.StringAttr):
+        return attr.value
     if isinstance(attr, ir.IntegerAttr) and str(attr.type) == "i64":
-        return int(attr.value)
+        return attr.value
     if isinstance(attr, ir.DenseBoolArrayAttr):
         return tuple(attr) or None  # an empty tuple would be emitted as one of integers
     if isinstance(attr, ir.DenseI64ArrayAttr):
         return tuple(attr)
-    if isinstance(attr, ir.StringAttr):
-        return str(attr.value)
-    if (op_name, name) in _DIMS:
-        return _dims(_DIMS[op_name, name], attr)
+    for kind, (numbers, fields) in _NUMBERS.items():
+        if numbers.isinstance(attr):
+            return _dims(kind, numbers(attr), fields)
     if name == "padding" and isinstance(attr, ir.DenseIntElementsAttr):
         return tuple((int(low), int(high)) for low, high in np.asarray(attr)) or None
-    if op_name == "sdy.sharding_constraint":
+    if sdy.TensorShardingAttr.isinstance(attr):
         return sharding_attr(attr)
     if name == "sdy.sharding_rule":  # its sizes are global ones; rules are ours
         return None
@@ -179,14 +173,8 @@ def composite_attribute(attr: Any) -> Attribute:
     """One attribute of a composite, as a Python value where there is a fitting type."""
     if isinstance(attr, ir.DenseElementsAttr):
         return _dense(attr)
-    if isinstance(attr, ir.BoolAttr):
-        return bool(attr.value)
-    if isinstance(attr, ir.IntegerAttr):
-        return int(attr.value)
-    if isinstance(attr, ir.FloatAttr):
-        return float(attr.value)
-    if isinstance(attr, ir.StringAttr):
-        return str(attr.value)
+    if isinstance(attr, ir.BoolAttr | ir.IntegerAttr | ir.FloatAttr | ir.StringAttr):
+        return attr.value
     if isinstance(attr, ir.ArrayAttr):
         return tuple(composite_attribute(part) for part in attr)
     return Opaque(str(attr))
@@ -194,34 +182,18 @@ def composite_attribute(attr: Any) -> Attribute:
 
 def items_of(dictionary: Any) -> dict[str, Any]:
     """The entries of a dictionary attribute."""
-    entries: Any = ir.DictAttr(dictionary)  # iterable, which its stub does not say
-    return {entry.name: entry.attr for entry in entries}
+    return {entry.name: entry.attr for entry in dictionary}
 
 
 def function_type(function: Any) -> tuple[list[Any], list[Any]]:
     """The types of a function's arguments and results, as the bindings have them."""
-    type_ = ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
+    type_ = function.attributes["function_type"].value
     return list(type_.inputs), list(type_.results)
 
 
 def defining_op(value: Any) -> Any:
     """The op that makes a value; None for the argument of a block."""
     return None if isinstance(value.owner, ir.Block) else value.owner.operation
-
-
-def integer_of(attr: Any) -> int:
-    """An integer attribute."""
-    return int(ir.IntegerAttr(attr).value)
-
-
-def symbol_of(attr: Any) -> str:
-    """The name of the function that an attribute names."""
-    return str(ir.FlatSymbolRefAttr(attr).value)
-
-
-def string_of(attr: Any) -> str:
-    """A string attribute."""
-    return str(ir.StringAttr(attr).value)
 
 
 _NUMBERS: Mapping[type, tuple[Any, Sequence[str]]] = {
@@ -238,21 +210,10 @@ _NUMBERS: Mapping[type, tuple[Any, Sequence[str]]] = {
 }
 """Attributes that say which dim is what -> their class in the bindings, and its fields."""
 
-_DIMS: Mapping[tuple[str, str], type] = {
-    ("stablehlo.convolution", "dimension_numbers"): ConvDims,
-    ("stablehlo.dot_general", "dot_dimension_numbers"): DotDims,
-    ("stablehlo.dynamic_conv", "dimension_numbers"): ConvDims,
-    ("stablehlo.dynamic_gather", "dimension_numbers"): GatherDims,
-    ("stablehlo.gather", "dimension_numbers"): GatherDims,
-    ("stablehlo.scatter", "scatter_dimension_numbers"): ScatterDims,
-}
-"""(op, attribute) -> what it is as data."""
 
-
-def _dims(kind: type, attr: Any) -> Attribute:
-    numbers, names = _NUMBERS[kind]
-    fields = [getattr(numbers(attr), name) for name in names]
-    return kind(*(field if isinstance(field, int) else tuple(field) for field in fields))
+def _dims(kind: type, numbers: Any, fields: Sequence[str]) -> Attribute:
+    values = [getattr(numbers, field) for field in fields]
+    return kind(*(value if isinstance(value, int) else tuple(value) for value in values))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -261,17 +222,26 @@ def _dims(kind: type, attr: Any) -> Attribute:
 
 def sharding_attr(attr: Any) -> ShardingAttr:
     """An `sdy.sharding` of one value as plain data."""
-    dims, is_open = [], []
-    for item in sdy.TensorShardingAttr(attr).dimension_shardings:
-        dim = sdy.DimensionShardingAttr(item)
-        axes = []
-        for ref in map(sdy.AxisRefAttr, dim.axes):
-            info = ref.sub_axis_info
-            sub = sdy.SubAxisInfoAttr(info) if info is not None else None
-            axes.append((ref.name, sub.pre_size if sub else 1, sub.size if sub else 0))
-        dims.append(tuple(axes))
-        is_open.append(not dim.is_closed)
-    return ShardingAttr(tuple(dims), tuple(is_open))
+    dims = [sdy.DimensionShardingAttr(d) for d in sdy.TensorShardingAttr(attr).dimension_shardings]
+    return ShardingAttr(
+        tuple(_axis_refs(dim.axes, sdy) for dim in dims), tuple(not dim.is_closed for dim in dims)
+    )
+
+
+def _axis_refs(refs: Any, dialect: Any) -> tuple[AxisRef, ...]:
+    """References to axes or to parts of them, by the classes of Shardy or of StableHLO."""
+    found = []
+    for ref in map(dialect.AxisRefAttr, refs):
+        info = ref.sub_axis_info
+        sub = None if info is None else dialect.SubAxisInfoAttr(info)
+        found.append((ref.name, sub.pre_size if sub else 1, sub.size if sub else 0))
+    return tuple(found)
+
+
+def manual_axes(attr: Any) -> list[str]:
+    """The names of the axes in `#sdy<manual_axes{"x", "y"}>`."""
+    names = sdy.ManualAxesAttr(attr)
+    return [names[i] for i in range(len(names))]
 
 
 def shardings_of(attr: Any) -> list[Any]:
@@ -292,9 +262,9 @@ def mesh_axes(attr: Any) -> tuple[tuple[str, int], ...]:
 
 def partitions_of(module: ir.Module) -> int:
     """The number of devices that a module says it is for."""
-    found = module.operation.attributes
+    found: Any = module.operation.attributes
     names = ("mhlo.num_partitions", "mhlo.num_replicas")
-    return math.prod(integer_of(found[name]) for name in names if name in found)
+    return math.prod(found[name].value for name in names if name in found)
 
 
 def exchange_of(op: Any) -> Exchange:
@@ -302,15 +272,20 @@ def exchange_of(op: Any) -> Exchange:
     attrs = op.attributes
     permutes = op.name == "stablehlo.collective_permute"
     stated = attrs["source_target_pairs" if permutes else "replica_groups"]
-    is_dense = isinstance(stated, ir.DenseIntElementsAttr)
-    rows = np.asarray(stated).tolist() if is_dense else []
-    channel = str(attrs["channel_handle"]) if "channel_handle" in attrs else ""
-    number = re.search(r"handle = (\d+)", channel)
+    rows: list[list[int]] = []
+    mesh, axes = "", tuple[AxisRef, ...]()
+    if hlo.ReplicaGroupMeshAxesAttr.isinstance(stated):
+        over = hlo.ReplicaGroupMeshAxesAttr(stated)
+        mesh, axes = ir.FlatSymbolRefAttr(over.mesh).value, _axis_refs(ir.ArrayAttr(over.axes), hlo)
+    else:
+        rows = np.asarray(stated).tolist()
+    has_channel = "channel_handle" in attrs
     return Exchange(
         op.name,
-        {name: integer_of(attrs[name]) for name in COLLECTIVE_DIMS if name in attrs},
+        {name: attrs[name].value for name in COLLECTIVE_DIMS if name in attrs},
         tuple(tuple(row) for row in rows),
-        "" if is_dense else str(stated),
-        int(number[1]) if number else 0,
+        mesh,
+        axes,
+        hlo.ChannelHandle(attrs["channel_handle"]).handle if has_channel else 0,
         "use_global_device_ids" in attrs,
     )

@@ -13,10 +13,7 @@ from spmd.errors import FrontendError
 from spmd.frontend.importer.attributes import (
     composite_attribute,
     entries_of,
-    integer_of,
     items_of,
-    string_of,
-    symbol_of,
 )
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
 from spmd.ir.program import Op, Value
@@ -46,17 +43,21 @@ def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str
     tuples: dict[Any, tuple[Value, ...]] = {}
 
     def composite(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-        name = string_of(op.attributes["name"])
+        name = op.attributes["name"].value
+        has_own = "composite_attributes" in op.attributes
+        own = items_of(op.attributes["composite_attributes"]) if has_own else {}
         if name in _CHLO_COMPOSITES:
-            ops.append(importer.op(op, env, name, _stated(importer, op)))
+            attrs = {n: importer.attribute(n, attr) for n, attr in own.items()}
+            ops.append(importer.op(op, env, name, attrs))
         elif name in composites:
-            attrs = {"name": name, **composites[name], **_stated_to_composite(op)}
+            attrs = {f"with.{n}": composite_attribute(attr) for n, attr in own.items()}
+            attrs = {"name": name, **composites[name], **attrs}
             ops.append(importer.op(op, env, attrs=attrs))
         else:
-            _inline(importer, op, symbol_of(op.attributes["decomposition"]), env, ops)
+            _inline(importer, op, op.attributes["decomposition"].value, env, ops)
 
     def call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-        _inline(importer, op, symbol_of(op.attributes["callee"]), env, ops)
+        _inline(importer, op, op.attributes["callee"].value, env, ops)
 
     def make_tuple(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
         if not all(v in env for v in op.operands):
@@ -66,7 +67,7 @@ def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str
     def take_element(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
         if op.operands[0] not in tuples:
             raise _foreign_tuple(importer, op)
-        env[op.results[0]] = tuples[op.operands[0]][integer_of(op.attributes["index"])]
+        env[op.results[0]] = tuples[op.operands[0]][op.attributes["index"].value]
 
     return {
         "func.call": call,
@@ -102,28 +103,13 @@ def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -
     env.update(zip(op.results, results, strict=True))
 
 
-def _stated(importer: Importer, op: Any) -> dict[str, Attribute]:
-    """The attributes of the op that a composite stands for."""
-    return {name: importer.attribute(op.name, name, attr) for name, attr in _own(op).items()}
-
-
-def _stated_to_composite(op: Any) -> dict[str, Attribute]:
-    """The attributes of a composite that stays whole, apart from its name."""
-    return {f"with.{name}": composite_attribute(attr) for name, attr in _own(op).items()}
-
-
-def _own(op: Any) -> dict[str, Any]:
-    stated = "composite_attributes" in op.attributes
-    return items_of(op.attributes["composite_attributes"]) if stated else {}
-
-
 def _custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     """A custom call; the one scalar function that it may name becomes its `body`."""
     if "called_computations" not in op.attributes:
         keep(importer.op(op, env), ops)
         return
-    attrs = {name: importer.attribute(op.name, name, attr) for name, attr in entries_of(op)}
-    names = [symbol_of(attr) for attr in op.attributes["called_computations"]]
+    attrs = {name: importer.attribute(name, attr) for name, attr in entries_of(op)}
+    names = [attr.value for attr in op.attributes["called_computations"]]
     function = importer.contents.functions.get(names[0]) if len(names) == 1 else None
     if function is not None:
         del attrs["called_computations"]

@@ -15,7 +15,6 @@ from spmd.frontend.importer.attributes import (
     mesh_of_sharding,
     partitions_of,
     sharding_attr,
-    string_of,
     tensor_type,
 )
 from spmd.ir.types import ShardingAttr, TensorType
@@ -43,9 +42,9 @@ class Contents:
         for item in module.body.operations:
             op = item.operation
             if op.name == "func.func":
-                self.functions[string_of(op.attributes["sym_name"])] = op
+                self.functions[op.attributes["sym_name"].value] = op
             elif op.name == "sdy.mesh":
-                self.meshes[string_of(op.attributes["sym_name"])] = mesh_axes(op.attributes["mesh"])
+                self.meshes[op.attributes["sym_name"].value] = mesh_axes(op.attributes["mesh"])
 
     def main(self) -> Any:
         """The function to compile.
@@ -117,7 +116,7 @@ def argument_paths(function: Any) -> list[str]:
 def result_names(function: Any) -> tuple[str, ...]:
     """Names of the results as jax writes them, `['w']`, else `result0`, `result1`, ..."""
     return tuple(
-        re.sub(r"^result", "", string_of(stated["jax.result_info"])) or "result"
+        re.sub(r"^result", "", stated["jax.result_info"].value) or "result"
         if "jax.result_info" in stated
         else f"result{i}"
         for i, stated in enumerate(_stated(function, "res_attrs"))

@@ -6,13 +6,11 @@ pairs of a permute and in `partition_id`, whatever ids they have in hardware.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.errors import UnsupportedOpError
 from spmd.frontend.importer.unsupported import refuse
-from spmd.ir.dialect.collectives import COLLECTIVES
 from spmd.ir.program import Loc
 from spmd.ir.types import Attribute, ShardingAttr
 from spmd.mesh.mesh import Mesh
@@ -23,6 +21,10 @@ BY_USER = "written by the user in shard_map"
 
 Groups = tuple[tuple[int, ...], ...]
 """Groups of devices that exchange with one another, in the order of their pieces."""
+
+AxisRef = tuple[str, int, int]
+"""An axis, or the part of it of size `size` behind parts of the sizes `pre`: (name, pre, size).
+Size 0 stands for the whole axis."""
 
 COLLECTIVE_DIMS = ("all_gather_dim", "concat_dimension", "scatter_dimension", "split_dimension")
 _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.reduce_scatter")
@@ -69,10 +71,14 @@ def says_nothing(sharding: ShardingAttr) -> bool:
     return not any(sharding.dims) and all(sharding.open)
 
 
-def manual_axes(text: str) -> tuple[str, ...]:
-    """The names in `#sdy<manual_axes{"x", "y"}>`."""
-    quoted = re.findall(r'"((?:[^"\\]|\\.)*)"', text)
-    return tuple(re.sub(r"\\(.)", r"\1", name) for name in quoted)
+def atoms_of_refs(refs: Iterable[AxisRef], mesh: Mesh) -> Axes:
+    """The atoms of axes and of parts of axes, in their order."""
+    return tuple(
+        a
+        for name, pre, size in refs
+        for a in mesh.axis_atoms[name]
+        if not size or pre <= mesh.atoms[a].pre < pre * size
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -86,7 +92,7 @@ class Exchange(NamedTuple):
       name: the op.
       dims: the attributes that name dims, as `all_gather_dim`.
       rows: its replica groups, padded with -1, or the pairs of a permute.
-      mesh_axes: `#stablehlo.replica_group_mesh_axes<...>`, if it has that in place of groups.
+      mesh, axes: of `#stablehlo.replica_group_mesh_axes`, if it has that in place of groups.
       channel: the number of its channel; 0 if it has none.
       global_ids: whether `use_global_device_ids` is set.
     """
@@ -94,7 +100,8 @@ class Exchange(NamedTuple):
     name: str
     dims: Mapping[str, int]
     rows: Groups
-    mesh_axes: str
+    mesh: str
+    axes: tuple[AxisRef, ...]
     channel: int
     global_ids: bool
 
@@ -191,27 +198,9 @@ def _check(stated: Exchange, groups: Groups, scope: Scope, loc: Loc) -> None:
 
 
 def _groups(stated: Exchange, meshes: Mapping[str, Mesh], everyone: tuple[int, ...]) -> Groups:
-    if stated.mesh_axes:
-        return _mesh_groups(stated.mesh_axes, meshes)
+    if stated.mesh:
+        mesh = meshes[stated.mesh]
+        return mesh.groups(atoms_of_refs(stated.axes, mesh))
     groups = tuple(tuple(p for p in row if p >= 0) for row in stated.rows) or (everyone,)
     of_replicas = stated.name in _WITH_REPLICAS and not stated.global_ids
     return (everyone,) if of_replicas and stated.channel and groups == ((0,),) else groups
-
-
-def _mesh_groups(text: str, meshes: Mapping[str, Mesh]) -> Groups:
-    """`#stablehlo.replica_group_mesh_axes<mesh = @mesh, axes = [#stablehlo.axis_ref<..>]>`."""
-    symbol = re.search(r"mesh = @(\"[^\"]*\"|[\w.$-]+)", text)
-    assert symbol is not None, text
-    mesh = meshes[symbol[1].strip('"')]
-    atoms: Axes = ()
-    for name, rest in re.findall(r'name = "((?:[^"\\]|\\.)*)"([^<>]*(?:<[^<>]*>)?)', text):
-        found = mesh.axis_atoms[name]
-        sub = re.search(r"pre_size = (\d+), size = (\d+)|\((\d+)\)(\d+)", rest)
-        if sub is not None:
-            pre, size = (int(n) for n in sub.groups() if n is not None)
-            found = tuple(a for a in found if pre <= mesh.atoms[a].pre < pre * size)
-        atoms += found
-    return mesh.groups(atoms)
-
-
-assert set(_WITH_REPLICAS) < set(COLLECTIVES)

@@ -25,7 +25,6 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
-from spmd.frontend.importer.attributes import string_of
 from spmd.frontend.importer.calls import call_handlers
 from spmd.frontend.importer.contents import (
     Contents,
@@ -35,6 +34,7 @@ from spmd.frontend.importer.contents import (
     result_names,
     types_of,
 )
+from spmd.frontend.importer.legalize import LEGALIZED
 from spmd.frontend.importer.ops import Importer
 from spmd.frontend.importer.regions import REGION_HANDLERS
 from spmd.frontend.importer.text import check_text, line_of
@@ -78,10 +78,11 @@ def import_module(
     with module.context, _malformed():
         contents = Contents(module)
         main = contents.main()
-        importer = Importer(contents, {**call_handlers(composites), **REGION_HANDLERS})
+        handlers = {**call_handlers(composites), **REGION_HANDLERS, **LEGALIZED}
+        importer = Importer(contents, handlers)
         body = importer.region(main.regions[0].blocks[0], {})
         program = Program(
-            string_of(main.attributes["sym_name"]),
+            main.attributes["sym_name"].value,
             tuple(importer.types),
             body,
             tuple(arg_names) or tuple(f"arg{i}" for i in range(len(body.args))),
@@ -180,10 +181,7 @@ def _malformed() -> Iterator[None]:
         raise
     except RecursionError as error:
         raise FrontendError("the module nests regions or calls too deeply") from error
-    except (
-        ir.MLIRError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError,
-        RuntimeError, TypeError, ValueError,
-    ) as error:  # fmt: skip
+    except Exception as error:
         raise FrontendError(
             "the module is malformed",
             actual=f"{type(error).__name__}: {error}".strip()[:400],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,6 @@ from spmd.frontend.importer.attributes import (
     defining_op,
     entries_of,
     location_of,
-    string_of,
     tensor_type,
 )
 from spmd.frontend.importer.contents import Contents
@@ -43,6 +43,8 @@ class Importer:
     Attributes:
       contents: functions and meshes of the module.
       types: the type of each value so far.
+      type: converts a type; equal ones become the same object.
+      attribute: converts an attribute, given its name and itself.
       calls: names of the functions that are being inlined, outermost first.
       scopes: the manual regions around the current op, outermost first.
       in_bodies: how many scalar bodies are around the current op.
@@ -55,6 +57,8 @@ class Importer:
     def __init__(self, contents: Contents, handlers: Mapping[str, Handler]) -> None:
         self.contents = contents
         self.types: list[TensorType] = []
+        self.type = functools.cache(tensor_type)
+        self.attribute = functools.cache(attribute)
         self.calls: list[str] = []
         self.call_loc = Loc()
         self.scopes: list[Scope] = []
@@ -63,12 +67,10 @@ class Importer:
         self._count = 0
         self._depth = 0
         self._constants: dict[Value, Dense] = {}
-        self._type_cache: dict[Any, TensorType] = {}
-        self._attr_cache: dict[Any, Attribute] = {}
         self._loc_cache: dict[Any, Loc] = {}
         self._kind_cache: dict[Any, OpKind] = {}
 
-    # Values, types, locations.
+    # Values and locations.
 
     def bind(self, env: Env, value: Any) -> Value:
         """Gives a value of the module a new number."""
@@ -78,20 +80,6 @@ class Importer:
     def _new(self, type_: TensorType) -> Value:
         self.types.append(type_)
         return len(self.types) - 1
-
-    def type(self, type_: Any) -> TensorType:
-        """A type as data; equal ones are the same object."""
-        found = self._type_cache.get(type_)
-        if found is None:
-            found = self._type_cache[type_] = tensor_type(type_)
-        return found
-
-    def attribute(self, op_name: str, name: str, attr: Any) -> Attribute:
-        """An attribute as data."""
-        key = (name, attr)
-        if key not in self._attr_cache:
-            self._attr_cache[key] = attribute(op_name, name, attr)
-        return self._attr_cache[key]
 
     def loc(self, location: Any) -> Loc:
         """The location as data; inside an inlined call, the caller's scope and stack are kept."""
@@ -218,9 +206,7 @@ class Importer:
         has_body = name not in _CONTROL_FLOW and len(op.regions) > 0
         kind = None if has_body else self._kind_cache.get(key)
         if kind is None:
-            attrs = (
-                {n: self.attribute(op.name, n, a) for n, a in entries} if given is None else given
-            )
+            attrs = {n: self.attribute(n, a) for n, a in entries} if given is None else given
             if has_body:
                 attrs = {**attrs, **self.bodies(op)}
             if is_alone:
@@ -348,4 +334,4 @@ def _refusal_name(op: Any, name: str) -> str:
     """The name of an op in `unsupported.REFUSED`."""
     if name != "stablehlo.custom_call":
         return name
-    return f"custom_call:{string_of(op.attributes['call_target_name'])}"
+    return f"custom_call:{op.attributes['call_target_name'].value}"

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from spmd.frontend.importer.attributes import exchange_of, sharding_attr, shardings_of
+from spmd.frontend.importer.attributes import (
+    exchange_of,
+    manual_axes,
+    sharding_attr,
+    shardings_of,
+)
 from spmd.frontend.importer.manual import (
     BY_USER,
     collective,
-    manual_axes,
     says_nothing,
     scope_of,
 )
@@ -34,7 +38,7 @@ def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     outer = importer.scopes[-1] if importer.scopes else None
     mesh = importer.contents.mesh_of([*ins, *outs])
     mesh = mesh or (outer.mesh if outer else Mesh(None, (), ()))
-    scope = scope_of(manual_axes(str(op.attributes["manual_axes"])), mesh, outer)
+    scope = scope_of(manual_axes(op.attributes["manual_axes"]), mesh, outer)
     loc, block = importer.loc(op.location), op.regions[0].blocks[0]
     inside: list[Op] = []
     inner: Env = {}

@@ -16,85 +16,69 @@ class Refusal(NamedTuple):
     fix: str
 
 
-_PER_DEVICE = Refusal(
-    "it is written for one device among several, and is outside any jax.shard_map",
-    "leave it out, and let the marks place the collectives; or put it into jax.shard_map",
-)
-_FOR_DEVICES = Refusal(
-    "it says what becomes of one device's piece",
-    "compile the program as one device would run it, and let the marks place the collectives",
-)
-_HOST = Refusal(
-    "it talks to the host or to another program while it runs",
-    "pass the data as arguments and results",
-)
-_TOKEN = Refusal(
-    "tokens order side effects, which every device would repeat",
-    "remove the ordered effects (jax.debug.print(ordered=True), io_callback(ordered=True), ...)",
-)
-_ASYNC = Refusal(
-    "asynchronous ops hold their operands across others",
-    "compile the program before its collectives were split into start and done",
-)
-_RNG = Refusal(
-    "its numbers come from a generator of each device's own, so the devices would disagree",
-    "use jax.random, or stablehlo.rng_bit_generator with an explicit state",
-)
-_CALLBACK = Refusal(
-    "it calls back into Python, which the partitioned program cannot keep alive",
-    "remove the callback (jax.debug.print, jax.pure_callback, jax.experimental.io_callback)",
-)
-_CUSTOM_PARTITIONING = Refusal(
-    "the module only points to what it computes, which is Python in the process that made it",
-    "compile the jax function itself with spmd.jit, which inlines jax.custom_partitioning",
-)
-_QUANTIZED = Refusal(
-    "quantized element types are unknown to jaxlib's MLIR",
-    "write the scale and the zero point out as arithmetic on integers",
-)
+_REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
+    Refusal(
+        "it is written for one device among several, and is outside any jax.shard_map",
+        "leave it out, and let the marks place the collectives; or put it into jax.shard_map",
+    ): (
+        "stablehlo.all_gather",
+        "stablehlo.all_reduce",
+        "stablehlo.all_to_all",
+        "stablehlo.collective_broadcast",
+        "stablehlo.collective_permute",
+        "stablehlo.partition_id",
+        "stablehlo.reduce_scatter",
+        "stablehlo.replica_id",
+    ),
+    Refusal(
+        "it says what becomes of one device's piece",
+        "compile the program as one device would run it, and let the marks place the collectives",
+    ): (
+        "stablehlo.collective_reduce",
+        "stablehlo.cross-replica-sum",
+        "custom_call:SPMDFullToShardShape",
+        "custom_call:SPMDShardToFullShape",
+    ),
+    Refusal(
+        "it talks to the host or to another program while it runs",
+        "pass the data as arguments and results",
+    ): ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stablehlo.send"),
+    Refusal(
+        "tokens order side effects, which every device would repeat",
+        "remove the ordered effects (jax.debug.print(ordered=True), io_callback(ordered=True), "
+        "...)",
+    ): ("stablehlo.after_all", "stablehlo.create_token"),
+    Refusal(
+        "asynchronous ops hold their operands across others",
+        "compile the program before its collectives were split into start and done",
+    ): ("stablehlo.async_done", "stablehlo.async_start"),
+    Refusal(
+        "its numbers come from a generator of each device's own, so the devices would disagree",
+        "use jax.random, or stablehlo.rng_bit_generator with an explicit state",
+    ): ("stablehlo.rng",),
+    Refusal(
+        "it calls back into Python, which the partitioned program cannot keep alive",
+        "remove the callback (jax.debug.print, jax.pure_callback, jax.experimental.io_callback)",
+    ): (
+        "custom_call:xla_ffi_partitioned_python_cpu_callback",
+        "custom_call:xla_ffi_partitioned_python_gpu_callback",
+        "custom_call:xla_ffi_python_cpu_callback",
+        "custom_call:xla_ffi_python_gpu_callback",
+        "custom_call:xla_python_cpu_callback",
+        "custom_call:xla_python_gpu_callback",
+    ),
+    Refusal(
+        "the module only points to what it computes, which is Python in the process that made it",
+        "compile the jax function itself with spmd.jit, which inlines jax.custom_partitioning",
+    ): ("custom_call:CustomSPMDPartitioning",),
+    Refusal(
+        "quantized element types are unknown to jaxlib's MLIR",
+        "write the scale and the zero point out as arithmetic on integers",
+    ): ("stablehlo.uniform_dequantize", "stablehlo.uniform_quantize"),
+}
 
 REFUSED: Mapping[str, Refusal] = {
-    **dict.fromkeys(
-        (
-            "stablehlo.all_gather",
-            "stablehlo.all_reduce",
-            "stablehlo.all_to_all",
-            "stablehlo.collective_broadcast",
-            "stablehlo.collective_permute",
-            "stablehlo.partition_id",
-            "stablehlo.reduce_scatter",
-            "stablehlo.replica_id",
-        ),
-        _PER_DEVICE,
-    ),
-    **dict.fromkeys(
-        (
-            "stablehlo.collective_reduce",
-            "stablehlo.cross-replica-sum",
-            "custom_call:SPMDFullToShardShape",
-            "custom_call:SPMDShardToFullShape",
-        ),
-        _FOR_DEVICES,
-    ),
-    **dict.fromkeys(
-        ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stablehlo.send"), _HOST
-    ),
-    **dict.fromkeys(("stablehlo.after_all", "stablehlo.create_token"), _TOKEN),
-    **dict.fromkeys(("stablehlo.async_done", "stablehlo.async_start"), _ASYNC),
-    "stablehlo.rng": _RNG,
-    **dict.fromkeys(
-        (
-            "custom_call:xla_ffi_partitioned_python_cpu_callback",
-            "custom_call:xla_ffi_partitioned_python_gpu_callback",
-            "custom_call:xla_ffi_python_cpu_callback",
-            "custom_call:xla_ffi_python_gpu_callback",
-            "custom_call:xla_python_cpu_callback",
-            "custom_call:xla_python_gpu_callback",
-        ),
-        _CALLBACK,
-    ),
-    "custom_call:CustomSPMDPartitioning": _CUSTOM_PARTITIONING,
-    **dict.fromkeys(("stablehlo.uniform_dequantize", "stablehlo.uniform_quantize"), _QUANTIZED),
+    name: refusal for refusal, names in _REFUSALS.items() for name in names
 }
 """Op (or `custom_call:` and its target) -> why the importer refuses it."""
 

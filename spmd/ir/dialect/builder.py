@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,9 @@ LOCAL_SLICE = "spmd.local_slice"
 """One device's piece of a value that it holds whole: dim `dim` is split over the atoms `axes`."""
 
 
+Made = TypeVar("Made", Value, tuple[Value, ...])
+
+
 class Builder:
     """Collects types and ops. `region()` opens a nested region; `loc` is stamped on new ops."""
 
@@ -27,7 +30,7 @@ class Builder:
         self.types = list(types)
         self.loc = Loc()
         self._blocks: list[list[Op]] = [[]]
-        self._shared: list[dict[Any, Value]] = [{}]
+        self._shared: list[dict[Any, Any]] = [{}]
         self._isolated: list[bool] = [True]
 
     @contextmanager
@@ -99,17 +102,17 @@ class Builder:
         self._isolated.pop()
         return Region(tuple(args), tuple(self._blocks.pop()), tuple(results))
 
-    def once(self, key: Any, make: Any) -> Value:
-        """The value that was made for `key` if it is visible here, else that of `make()`."""
+    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """What was made for `key` if that is visible here, else the value or values of `make()`."""
         # Scopes are searched from the innermost region outwards, up to the first isolated one. A
         # value made in one branch is gone with the branch's scope when the other branch is built.
         for scope, isolated in zip(reversed(self._shared), reversed(self._isolated), strict=True):
             if key in scope:
-                found: Value = scope[key]
+                found: Made = scope[key]
                 return found
             if isolated:
                 break
-        made: Value = make()
+        made = make()
         self._shared[-1][key] = made
         return made
 

@@ -47,7 +47,8 @@ class Halo(NamedTuple):
 
     Attributes:
       operand, dim: position of the operand, and its dim.
-      factor: the factor of the operand's dim.
+      factor: the factor whose tiles read it: that of the operand's dim, or, where this dim stays
+        whole, that of the result's.
       window: what is read; None for running totals, where each device reads one element (the
         total) of every tile.
     """

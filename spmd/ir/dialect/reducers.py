@@ -7,15 +7,11 @@ from typing import Any
 import numpy as np
 
 from spmd.ir.description import DESCRIPTIONS
-from spmd.ir.dialect.elementwise import elementwise_rule
+from spmd.ir.dialect import elementwise  # noqa: F401 (describes the ops)
 from spmd.ir.program import Body, Op, OpKind, Region
 from spmd.ir.types import TensorType, numpy_dtype
 
-REDUCER_OPS = {
-    about.reducer: name
-    for name, about in DESCRIPTIONS.items()
-    if about.reducer and about.rule is elementwise_rule
-}
+REDUCER_OPS = {about.reducer: name for name, about in DESCRIPTIONS.items() if about.reducer}
 """Reduction kind (`add`, `max`, ...) -> the op that combines two terms."""
 
 NEUTRAL = "spmd.neutral"

@@ -7,6 +7,8 @@ is to split some of its factors; the rule then says what every operand and resul
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,6 +28,11 @@ DimFactors = tuple[int, ...]
 
 Pair = tuple[DimFactors, DimFactors]
 """Factors of an operand's dim and of the result's."""
+
+
+def sides(pairs: Sequence[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
+    """The factors of all dims of the operand, and of the result."""
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
 class Factor(NamedTuple):
@@ -61,7 +68,7 @@ class Rule(NamedTuple):
       linear: groups of operands. If exactly one whole group is partial (by addition, over the
         same axes) and every other operand is full, the results are partial over these axes.
       moves: the op only moves elements, so a partial of any kind may flow through `linear`.
-      halos: dims of operands of which a device reads more than its own tile when they are split.
+      reads: dims of operands of which a device reads other elements than those of its own tile.
       held: atoms that may split fixed factors only, and over which no value may be partial.
       merges: what devices exchange where a `merge` factor is split.
     """
@@ -76,7 +83,7 @@ class Rule(NamedTuple):
     reduction: str = ""
     linear: tuple[tuple[int, ...], ...] = ()
     moves: bool = False
-    halos: tuple[Halo, ...] = ()
+    reads: tuple[Halo, ...] = ()
     held: tuple[int, ...] = ()
     merges: tuple[Merge, ...] = ()
 
@@ -84,6 +91,11 @@ class Rule(NamedTuple):
     def values(self) -> tuple[tuple[DimFactors, ...], ...]:
         """Operands, then results."""
         return self.operands + self.results
+
+    @property
+    def halos(self) -> tuple[Halo, ...]:
+        """The `reads` that devices exchange: those of dims that are split like the tiles."""
+        return tuple(h for h in self.reads if self.operands[h.operand][h.dim] == (h.factor,))
 
     def __str__(self) -> str:
         return format_rule(self)
@@ -137,41 +149,29 @@ def parse_rule(
 
 
 def _parse_term(term: str) -> list[list[str]]:
-    dims: list[list[str]] = []
-    group: list[str] | None = None
-    for token in term.replace("(", " ( ").replace(")", " ) ").split():
-        if token == "(":
-            group = []
-        elif token == ")":
-            dims.append(group or [])
-            group = None
-        elif group is not None:
-            group.append(token)
-        else:
-            dims.append([token])
-    return dims
+    """The factors of each dim: `(i j) k` is `[["i", "j"], ["k"]]`."""
+    return [
+        (group or name).split() for group, name in re.findall(r"\(([^()]*)\)|([^\s()]+|\S)", term)
+    ]
 
 
 def _solve_sizes(
     text: str, terms: Sequence[list[list[str]]], types: Sequence[TensorType]
 ) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    grouped: list[tuple[list[str], int]] = []
+    """The size of each factor: a dim of one factor tells it, any other factor has size 1."""
     for term, type_ in zip(terms, types, strict=True):
         if len(term) != type_.rank:
             raise ValueError(f"rule {text!r}: a term with {len(term)} dims for {type_}")
-        for dim, size in zip(term, type_.shape, strict=True):
-            if len(dim) == 1:
-                if sizes.setdefault(dim[0], size) != size:
-                    raise ValueError(
-                        f"rule {text!r}: factor {dim[0]} is {sizes[dim[0]]} and {size}"
-                    )
-            else:
-                grouped.append((dim, size))
-    for dim, size in grouped:
-        product = 1
-        for name in dim:
-            product *= sizes.setdefault(name, 1)
+    dims = [
+        each
+        for term, type_ in zip(terms, types, strict=True)
+        for each in zip(term, type_.shape, strict=True)
+    ]
+    sizes: dict[str, int] = {}
+    for dim, size in sorted(dims, key=lambda each: len(each[0]) != 1):
+        if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
+            raise ValueError(f"rule {text!r}: factor {dim[0]} is {sizes[dim[0]]} and {size}")
+        product = math.prod(sizes.setdefault(name, 1) for name in dim)
         if product != size:
             raise ValueError(f"rule {text!r}: ({' '.join(dim)}) has size {product}, not {size}")
     return sizes
@@ -203,7 +203,7 @@ class RuleBuilder:
 
     def __init__(self) -> None:
         self.factors: list[Factor] = []
-        self.halos: list[Halo] = []
+        self.reads: list[Halo] = []
 
     def factor(self, size: int, kind: str = PASS, axes: tuple[int, ...] = ()) -> DimFactors:
         """A new factor, as the factors of a dim."""
@@ -223,14 +223,12 @@ class RuleBuilder:
         if size == 0 or window.tiled < 2:
             return self.apart(size, window.tiled)
         result = self.factor(window.tiled, WINDOW)
-        if size == 1:
-            return self.factor(size, REPLICATE), result
         self.read(operand, dim, result, window)
-        return result, result
+        return (self.factor(size, REPLICATE) if size == 1 else result), result
 
     def read(self, operand: int, dim: int, factor: DimFactors, window: Window | None) -> None:
-        """One more operand that reads around the tiles of a factor."""
-        self.halos.append(Halo(operand, dim, factor[0], window))
+        """One more operand that is read around the tiles of a factor."""
+        self.reads.append(Halo(operand, dim, factor[0], window))
 
     def build(
         self,
@@ -251,7 +249,7 @@ class RuleBuilder:
             reduction,
             tuple(tuple(group) for group in linear),
             moves,
-            tuple(self.halos),
+            tuple(self.reads),
             tuple(held),
             tuple(merges),
         )

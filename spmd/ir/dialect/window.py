@@ -10,7 +10,16 @@ from spmd.ir.description import Role, Traffic
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Window
 from spmd.ir.dialect.registry import op
-from spmd.ir.dialect.rule import REDUCE, REPLICATE, WINDOW, DimFactors, Pair, Rule, RuleBuilder
+from spmd.ir.dialect.rule import (
+    REDUCE,
+    REPLICATE,
+    WINDOW,
+    DimFactors,
+    Pair,
+    Rule,
+    RuleBuilder,
+    sides,
+)
 from spmd.ir.program import OpKind
 from spmd.ir.types import ConvDims
 
@@ -40,13 +49,9 @@ def _slice(kind: OpKind) -> Rule:
         else:
             start, stride = kind.attrs["start_indices"][d], kind.attrs["strides"][d]
             pairs.append(build.window(0, d, size, Window(out, stride, -start)))
-    operand, result = _sides(pairs)
+    operand, result = sides(pairs)
     reduction = term_kind(kind.operands[0].dtype)
     return build.build([operand], [result], reduction=reduction, linear=((0,),), moves=True)
-
-
-def _sides(pairs: list[Pair]) -> tuple[list[DimFactors], list[DimFactors]]:
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
 @op("stablehlo.reverse", role=Role.INSIDE)
@@ -82,7 +87,7 @@ def _pad(kind: OpKind) -> Rule:
         else:
             window = Window(kind.results[0].shape[d], 1, low[d], inner[d] + 1)
             pairs.append(build.window(0, d, size, window))
-    operand, result = _sides(pairs)
+    operand, result = sides(pairs)
     linear = ((0,),) if kind.attrs.get("spmd.neutral") else ()
     return build.build([operand, []], [result], linear=linear)
 
@@ -105,10 +110,11 @@ def _concatenate(kind: OpKind) -> Rule:
     for i, type_ in enumerate(kind.operands):
         size = type_.shape[along]
         dims = list(result)
-        if len(kind.operands) > 1 and size < 2:
-            dims[along] = build.factor(size, REPLICATE)
-        elif len(kind.operands) > 1:
-            build.read(i, along, result[along], Window(shape[along], 1, start))
+        if len(kind.operands) > 1:
+            if size < 2:
+                dims[along] = build.factor(size, REPLICATE)
+            if size:
+                build.read(i, along, result[along], Window(shape[along], 1, start))
         operands.append(dims)
         start += size
     every = tuple(range(len(operands)))
@@ -179,23 +185,24 @@ class Sliding:
         return (self.strides[d], self.base[d], self.padding[d]) == (1, 1, (0, 0))
 
 
-def running_dim(kind: OpKind) -> tuple[int, bool] | None:
-    """The dim along which a `reduce_window` is a running total, and whether it runs backwards."""
+def _running_dim(kind: OpKind, sliding: Sliding) -> int | None:
+    """The dim along which a `reduce_window` is a running total, if it is one."""
     # jax writes cumsum as windows as long as the dim, padded by one element less in front of it: of
     # 4 elements, result i is the sum of x[i - 3] to x[i], where what lies below x[0] is padding.
+    # Padding behind the dim makes the total run backwards.
     shape, sizes = kind.operands[0].shape, kind.attrs["window_dimensions"]
-    sliding = Sliding(kind, len(shape))
     wide = [d for d, size in enumerate(sizes) if size > 1 or not sliding.is_plain(d)]
-    if len(wide) != 1 or sizes[wide[0]] != shape[wide[0]]:
+    if len(wide) != 1:
         return None
     (d,) = wide
-    if (sliding.strides[d], sliding.base[d], sliding.window[d]) != (1, 1, 1):
-        return None
     rest = shape[d] - 1
-    backwards = {(rest, 0): False, (0, rest): True}.get(sliding.padding[d])
-    if backwards is None or not is_elementwise(kind.attrs["body"]):
-        return None
-    return d, backwards
+    runs = (
+        sizes[d] == shape[d]
+        and (sliding.strides[d], sliding.base[d], sliding.window[d]) == (1, 1, 1)
+        and sliding.padding[d] in ((rest, 0), (0, rest))
+        and is_elementwise(kind.attrs["body"])
+    )
+    return d if runs else None
 
 
 @op("stablehlo.reduce_window", role=Role.FOLD)
@@ -208,22 +215,24 @@ def _reduce_window(kind: OpKind) -> Rule:
     count = len(kind.operands) // 2
     build = RuleBuilder()
     sliding = Sliding(kind, kind.operands[0].rank)
-    running = running_dim(kind)
+    running = _running_dim(kind, sliding)
     pairs: list[Pair] = []
     for d, size in enumerate(kind.operands[0].shape):
-        if running is not None and d == running[0]:
+        if d == running:
             factor = build.factor(size, WINDOW)
             pairs.append((factor, factor))
             build.read(0, d, factor, None)
         elif kind.attrs["window_dimensions"][d] == 1 and sliding.is_plain(d):
             pairs.append(build.passes(size))
-        elif covers(kind, sliding, d):
+        elif _covers(kind, sliding, d):
             pairs.append(build.apart(size, 1, REDUCE))
         else:
-            pairs.append(build.window(0, d, size, pool_window(kind, sliding, d)))
-    operand, result = _sides(pairs)
-    for i in range(1, count):
-        build.halos += [halo._replace(operand=i) for halo in build.halos if halo.operand == 0]
+            span = (kind.attrs["window_dimensions"][d] - 1) * sliding.window[d] + 1
+            low, out = sliding.padding[d][0], kind.results[0].shape[d]
+            window = Window(out, sliding.strides[d], low, sliding.base[d], span)
+            pairs.append(build.window(0, d, size, window))
+    operand, result = sides(pairs)
+    build.reads = [read._replace(operand=i) for i in range(count) for read in build.reads]
     neutral = kind.attrs.get("reducer") == "add" and kind.attrs.get("spmd.neutral")
     scalars: list[list[DimFactors]] = [[]] * count
     return build.build(
@@ -234,7 +243,7 @@ def _reduce_window(kind: OpKind) -> Rule:
     )
 
 
-def covers(kind: OpKind, sliding: Sliding, d: int) -> bool:
+def _covers(kind: OpKind, sliding: Sliding, d: int) -> bool:
     """Whether one window covers a whole dim, so that the terms of its pieces can be reduced."""
     size, span = kind.operands[0].shape[d], kind.attrs["window_dimensions"][d]
     low = sliding.padding[d][0]
@@ -247,13 +256,6 @@ def covers(kind: OpKind, sliding: Sliding, d: int) -> bool:
         and bool(kind.attrs.get("reducer"))
         and bool(kind.attrs.get("spmd.neutral"))
     )
-
-
-def pool_window(kind: OpKind, sliding: Sliding, d: int) -> Window:
-    """The window of the operand that each element of a result's dim reads."""
-    span = (kind.attrs["window_dimensions"][d] - 1) * sliding.window[d] + 1
-    low, out = sliding.padding[d][0], kind.results[0].shape[d]
-    return Window(out, sliding.strides[d], low, sliding.base[d], span)
 
 
 @op("stablehlo.select_and_scatter")
@@ -283,44 +285,12 @@ def _select_and_scatter(kind: OpKind) -> Rule:
             reach = span - 1
             build.read(1, d, factor, Window(size, 1, reach, stride, span))
             build.read(0, d, factor, Window(size, 1, reach, 1, 2 * reach + 1))
-    operand, source = _sides(pairs)
+    operand, source = sides(pairs)
     return build.build([operand, source, []], [operand])
 
 
 # ---------------------------------------------------------------------------------------------
 # Convolution.
-
-
-def contracts(kind: OpKind, i: int) -> bool:
-    """Whether a spatial dim of a convolution contracts: its kernel is larger than its result.
-
-    The gradient with respect to a kernel looks like that: the gradient of the images, as large as
-    they are, takes the kernel's place. So its dim is split and the results are partial, instead of
-    the kernel being whole on every device.
-    """
-    dims: ConvDims = kind.attrs["dimension_numbers"]
-    kernel = kind.operands[1].shape[dims.kernel_spatial[i]]
-    return kernel > 1 and kind.results[0].shape[dims.output_spatial[i]] < kernel
-
-
-def kernel_window(kind: OpKind, i: int, sliding: Sliding) -> Window:
-    """The window of the input that each element of a kernel's dim reads, over all results."""
-    dims: ConvDims = kind.attrs["dimension_numbers"]
-    kernel = kind.operands[1].shape[dims.kernel_spatial[i]]
-    results = kind.results[0].shape[dims.output_spatial[i]]
-    span = (results - 1) * sliding.strides[i] + 1
-    low, reversal = sliding.padding[i][0], kind.attrs.get("window_reversal")
-    turned = bool(reversal and reversal[i])
-    return Window(kernel, sliding.window[i], low, sliding.base[i], span, turned)
-
-
-def result_window(kind: OpKind, i: int, sliding: Sliding) -> Window:
-    """The window of the input that each element of a result's dim reads, over the kernel."""
-    dims: ConvDims = kind.attrs["dimension_numbers"]
-    kernel = kind.operands[1].shape[dims.kernel_spatial[i]]
-    span = (kernel - 1) * sliding.window[i] + 1
-    out = kind.results[0].shape[dims.output_spatial[i]]
-    return Window(out, sliding.strides[i], sliding.padding[i][0], sliding.base[i], span)
 
 
 def convolution_flops(kind: OpKind) -> int:
@@ -345,20 +315,30 @@ def _convolution(kind: OpKind) -> Rule:
     out: list[DimFactors] = [()] * kind.results[0].rank
     _batch_and_features(kind, build, lhs, rhs, out)
     sliding = Sliding(kind, len(dims.input_spatial))
+    reversal = kind.attrs.get("window_reversal") or (False,) * len(dims.input_spatial)
     for i, (x, k, y) in enumerate(
         zip(dims.input_spatial, dims.kernel_spatial, dims.output_spatial, strict=True)
     ):
         size, kernel = kind.operands[0].shape[x], kind.operands[1].shape[k]
         result = kind.results[0].shape[y]
-        if contracts(kind, i) and size > 1:
+        stride, taps, base = sliding.strides[i], sliding.window[i], sliding.base[i]
+        low = sliding.padding[i][0]
+        # A kernel that is larger than the result is contracted. The gradient with respect to a
+        # kernel looks like that: the gradient of the images, as large as they are, takes the
+        # kernel's place. So its dim is split and the results are partial, instead of the kernel
+        # being whole on every device.
+        contracts = kernel > 1 and result < kernel
+        if contracts and size > 1:
             out[y] = build.factor(result, REPLICATE)
             lhs[x] = rhs[k] = build.factor(kernel, REDUCE)
-            build.read(0, x, rhs[k], kernel_window(kind, i, sliding))
-        elif contracts(kind, i) or result < 2:
+            span = (result - 1) * stride + 1
+            build.read(0, x, rhs[k], Window(kernel, taps, low, base, span, bool(reversal[i])))
+        elif contracts or result < 2:
             lhs[x], out[y] = build.apart(size, result)
             rhs[k] = build.factor(kernel, REPLICATE)
         else:
-            lhs[x], out[y] = build.window(0, x, size, result_window(kind, i, sliding))
+            span = (kernel - 1) * taps + 1
+            lhs[x], out[y] = build.window(0, x, size, Window(result, stride, low, base, span))
             rhs[k] = build.factor(kernel, REPLICATE)
     return build.build([lhs, rhs], [out], reduction="add", linear=((0,), (1,)))
 

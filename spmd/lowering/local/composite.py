@@ -32,7 +32,7 @@ from spmd.ir.dialect.composites import (
 )
 from spmd.ir.program import OpKind, Program, Value
 from spmd.ir.rewrite import append_ops
-from spmd.ir.types import TensorType, needs_x64, numpy_dtype
+from spmd.ir.types import needs_x64, numpy_dtype
 from spmd.lowering.local.table import LocalOp
 from spmd.predict.memory import peak_memory
 
@@ -136,15 +136,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
             actual=f"{type(error).__name__}: {error}".strip()[:400],
             fix="correct it, or let a kernel return NotImplemented for these shapes",
         ) from error
-    _check_results(kind, signature(module)[1], platform)
-    program = _read(module)
-    # Of a kernel nothing is known but what is around its calls.
-    workspace = peak_memory(program, (), platform).temporary if program else 0
-    entry, functions = _functions(module, kind.attrs["name"])
-    return Traced(entry, functions, program, workspace)
-
-
-def _check_results(kind: OpKind, results: tuple[TensorType, ...], platform: str) -> None:
+    results = signature(module)[1]
     if results != kind.results:
         raise SpmdError(
             f"what computes composite {kind.attrs['name']} on {platform} has other results",
@@ -153,6 +145,11 @@ def _check_results(kind: OpKind, results: tuple[TensorType, ...], platform: str)
             required=", ".join(map(str, kind.results)),
             fix="make the rule and the functions given to spmd.register_composite fit",
         )
+    program = _read(module)
+    # Of a kernel nothing is known but what is around its calls.
+    workspace = peak_memory(program, (), platform).temporary if program else 0
+    entry, functions = _functions(module, kind.attrs["name"])
+    return Traced(entry, functions, program, workspace)
 
 
 def _read(module: ir.Module) -> Program | None:

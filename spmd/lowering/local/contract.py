@@ -8,18 +8,15 @@ from spmd.ir.dialect.reducers import REDUCER_OPS, identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local.merge import merged_dims, reduce_merged
-from spmd.lowering.local.padding import cut, start_of
+from spmd.lowering.local.padding import own_piece, start_of
 from spmd.lowering.local.table import LocalOp, local
-from spmd.mesh.sharding import Axes
 from spmd.propagation.projection import reduced_axes
-
-_IDEMPOTENT = {"max", "min", "and", "or"}
 
 
 @local("stablehlo.dot_general")
 def _dot_general(op: LocalOp) -> tuple[Value, ...]:
     """A local product; padding along contracted dims is zero on both sides (it may be NaN)."""
-    return op.emit([op.masked(i, 0, op.reduced_dims(i)) for i in range(2)])
+    return op.emit([op.masked(i, 0) for i in range(2)])
 
 
 @local("stablehlo.reduce")
@@ -38,14 +35,11 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
     _, init = op.operands  # a body that is one known op has one operand
     dtype = b.types[init].dtype
     element = identity_element(reducer, dtype)
-    x = op.masked(0, element, op.reduced_dims(0))
+    x = op.masked(0, element)
     if op.attrs.get("spmd.neutral"):
         return op.emit([x, init])
-    identity = b.constant(element, dtype)
-    (terms,) = op.emit([x, identity])
-    if reducer not in _IDEMPOTENT:
-        init = b.select(op.is_first(axes), init, identity)
-    spread = b.broadcast(init, b.types[terms].shape)
+    (terms,) = op.emit([x, b.constant(element, dtype)])
+    spread = b.broadcast(op.once(init, axes, reducer), b.types[terms].shape)
     return (b.binary(REDUCER_OPS[reducer].removeprefix("stablehlo."), terms, spread),)
 
 
@@ -60,22 +54,25 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
 @local("chlo.ragged_dot")
 def _ragged_dot(op: LocalOp) -> tuple[Value, ...]:
     b, dims = op.b, RaggedDims.of(op.op.kind)
-    lhs, rhs = (op.masked(i, 0, op.reduced_dims(i)) for i in range(2))
+    lhs, rhs = (op.masked(i, 0) for i in range(2))
     sizes = op.operands[2]
-    rows = op.split(op.rule.operands[0], dims.ragged)
-    groups = op.split(op.rule.operands[1], dims.group) if dims.group is not None else ()
-    if not rows and not groups:
+    rows = op.dim(0, dims.ragged)
+    groups = op.dim(1, dims.group).axes if dims.group is not None else ()
+    if not rows.axes and not groups:
         return op.emit([lhs, rhs, sizes])
     count = b.types[lhs].shape[dims.ragged]
     ends = _running_sum(b, sizes)
-    if rows:
-        start = start_of(b, op.op.kind.operands[0].shape[dims.ragged], rows, op.mesh)
-        ends = _clip(b, ends, start, count)
+    if rows.axes:
+        ends = _clip(b, ends, start_of(b, rows), count)
     starts = _shifted(b, ends)
     if not groups or dims.group is None:
         return op.emit([lhs, rhs, b.binary("subtract", ends, starts)])
-    own = _own_groups(b, _piece(op, starts, groups), _piece(op, ends, groups), count)
-    return op.emit([lhs, _between_zeros(b, rhs, dims.group), own])
+    last = b.types[sizes].rank - 1  # groups of padding get the bounds 0
+    starts, ends = (own_piece(b, bounds, last, groups, op.mesh) for bounds in (starts, ends))
+    own = _own_groups(b, starts, ends, count)
+    # The right operand gets a group of zeros before and after its own.
+    zero = b.splat(0, b.types[rhs].with_shape(()))
+    return op.emit([lhs, b.pad_dim(rhs, dims.group, 1, 1, zero), own])
 
 
 def _running_sum(b: Builder, sizes: Value) -> Value:
@@ -107,15 +104,6 @@ def _shifted(b: Builder, ends: Value) -> Value:
     return b.concatenate([zero, before], len(shape) - 1)
 
 
-def _piece(op: LocalOp, bounds: Value, groups: Axes) -> Value:
-    """Bounds of this device's groups; those of padding are 0."""
-    b = op.b
-    last = b.types[bounds].rank - 1
-    whole = cut(b, bounds, last, groups, op.mesh)
-    type_ = b.types[whole].scaled(last, 1, op.mesh.extent(groups))
-    return b.local_slice(whole, type_, groups, last)
-
-
 def _own_groups(b: Builder, starts: Value, ends: Value, count: int) -> Value:
     """Rows before this device's groups, in each of them, and after them."""
     last = b.types[starts].rank - 1
@@ -125,9 +113,3 @@ def _own_groups(b: Builder, starts: Value, ends: Value, count: int) -> Value:
     done = b.binary("add", before, total)
     after = b.binary("subtract", b.splat(count, b.types[done]), done)
     return b.concatenate([before, sizes, after], last)
-
-
-def _between_zeros(b: Builder, rhs: Value, dim: int) -> Value:
-    """The right operand with a group of zeros before and after its own."""
-    zero = b.constant(identity_element("add", b.types[rhs].dtype), b.types[rhs].dtype)
-    return b.pad_dim(rhs, dim, 1, 1, zero)

@@ -5,44 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.expand import clamped_index
 from spmd.lowering.local.dims import dynamic_take_dim
-from spmd.lowering.local.padding import own_count, start_of
+from spmd.lowering.local.padding import Split, own_count, start_of
 from spmd.lowering.local.table import LocalOp, local
-from spmd.mesh.sharding import Axes
 
 
-def pick(
-    op: LocalOp, x: Value, dim: int, size: int, axes: Axes, start: Value, length: int
-) -> Value:
+def pick(b: Builder, x: Value, split: Split, start: Value, length: int) -> Value:
     """The elements `[start, start + length)` of a split dim that this device holds, else zeros.
 
     Args:
-      op: the op that picks them; new ops go to its builder.
+      b: the builder that ops are appended to.
       x: the local tile.
-      dim: the dim.
-      size: its global size.
-      axes: what it is split over.
+      split: the dim.
       start: an i32 scalar such that the range exists.
       length: how many elements.
     """
-    b = op.b
+    dim = split.dim
     have = b.types[x].shape[dim]
     width = min(have, length)
-    here = b.binary("subtract", start, start_of(b, size, axes, op.mesh))
+    here = b.binary("subtract", start, start_of(b, split))
     at = clamped_index(b, here, have - width)
     x = dynamic_take_dim(b, x, dim, at, width)
-    x = _shifted(op, x, dim, b.binary("subtract", here, at), length)
-    own = own_count(b, size, axes, op.mesh)
-    inside = _within(op, length, here, own)
+    x = _shifted(b, x, dim, b.binary("subtract", here, at), length)
+    inside = _within(b, length, here, own_count(b, split))
     return b.select(b.broadcast(inside, b.types[x].shape, (dim,)), x, b.splat(0, b.types[x]))
 
 
-def _shifted(op: LocalOp, x: Value, dim: int, by: Value, length: int) -> Value:
+def _shifted(b: Builder, x: Value, dim: int, by: Value, length: int) -> Value:
     """`length` elements of a dim from position `by` on, with zeros where that is out of range."""
-    b = op.b
     have = b.types[x].shape[dim]
     if have == 1 and length == 1:
         return x
@@ -51,9 +45,8 @@ def _shifted(op: LocalOp, x: Value, dim: int, by: Value, length: int) -> Value:
     return dynamic_take_dim(b, x, dim, clamped_index(b, start, have + length), length)
 
 
-def _within(op: LocalOp, length: int, first: Value, count: Value) -> Value:
+def _within(b: Builder, length: int, first: Value, count: Value) -> Value:
     """Which of the positions `first + [0, length)` are in `[0, count)`."""
-    b = op.b
     line = TensorType((length,), "i32")
     position = b.binary("add", b.iota(line, 0), b.broadcast(first, line.shape))
     return b.binary(
@@ -72,21 +65,24 @@ def _global_starts(op: LocalOp, starts: Sequence[Value], sizes: Sequence[int]) -
     ]
 
 
+def _cut_dims(op: LocalOp, sizes: Sequence[int]) -> list[int]:
+    """Dims of the first operand that are split, and of which a slice of the sizes is a part."""
+    dims = (op.dim(0, d) for d in range(len(sizes)))
+    return [d.dim for d in dims if d.axes and sizes[d.dim] < d.size]
+
+
 @local("stablehlo.dynamic_slice")
 def _dynamic_slice(op: LocalOp) -> tuple[Value, ...]:
     """Dims taken whole are taken whole locally, from 0: any other start is clamped to that.
 
     Written as 0, because XLA adds it to the start of another slice before it clamps.
     """
-    b, (x, *starts) = op.b, op.operands
-    wanted, shape = op.attrs["slice_sizes"], op.op.kind.operands[0].shape
-    split = [
-        d for d, axes in enumerate(op.choice.operands[0].dims) if axes and wanted[d] < shape[d]
-    ]
+    b, (x, *starts), wanted = op.b, op.operands, op.attrs["slice_sizes"]
+    split = _cut_dims(op, wanted)
     if split:
         starts = _global_starts(op, starts, wanted)
         for d in split:
-            x = pick(op, x, d, shape[d], op.choice.operands[0].dims[d], starts[d], wanted[d])
+            x = pick(b, x, op.dim(0, d), starts[d], wanted[d])
     sizes = op.result_types()[0].shape
     starts = [
         b.constant(0, b.types[start].dtype) if size == whole else start
@@ -106,20 +102,19 @@ def _dynamic_update_slice(op: LocalOp) -> tuple[Value, ...]:
     #   shift = 0 - -1 = 1    the update moves up by one, and is 1 2 0 there
     #   flags = T T F         positions 1 2 3 of the update, of which the last does not exist
     b, (x, update, *starts) = op.b, op.operands
-    shape, sizes = (t.shape for t in op.op.kind.operands[:2])
-    dims = op.choice.operands[0].dims
-    split = [d for d, axes in enumerate(dims) if axes and sizes[d] < shape[d]]
+    sizes = op.op.kind.operands[1].shape
+    split = _cut_dims(op, sizes)
     if not split:
         return op.emit()
     starts = _global_starts(op, starts, sizes)
     flags = []
     for d in split:
         width = min(sizes[d], b.types[x].shape[d])
-        here = b.binary("subtract", starts[d], start_of(b, shape[d], dims[d], op.mesh))
+        here = b.binary("subtract", starts[d], start_of(b, op.dim(0, d)))
         starts[d] = clamped_index(b, here, b.types[x].shape[d] - width)
         shift = b.binary("subtract", starts[d], here)
-        update = _shifted(op, update, d, shift, width)
-        flags.append((d, _within(op, width, shift, b.constant(sizes[d], "i32"))))
+        update = _shifted(b, update, d, shift, width)
+        flags.append((d, _within(b, width, shift, b.constant(sizes[d], "i32"))))
     type_ = b.types[update]
     there = b.dynamic_slice(x, starts, type_.shape)
     masks = [b.broadcast(flag, type_.shape, (d,)) for d, flag in flags]

@@ -20,9 +20,8 @@ from spmd.ir.dialect.halo import Need, Transfer, exchange
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local.dims import gather_dim, per_device, take_dim
-from spmd.lowering.local.padding import join
-from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, piece_sizes, tile, tiles
+from spmd.lowering.local.padding import Split, join
+from spmd.mesh.sharding import Axes, tiles
 
 
 class Part(NamedTuple):
@@ -48,15 +47,6 @@ class Part(NamedTuple):
         return [i for i, (low, high) in enumerate(ranges) if low < high]
 
 
-class Split(NamedTuple):
-    """A dim of `size` elements in all, of which each device has a tile over `axes`."""
-
-    dim: int
-    size: int
-    axes: Axes
-    mesh: Mesh
-
-
 def fetch(
     b: Builder, x: Value, split: Split, need: Need, axes: Axes, fill: Value | None = None
 ) -> Value:
@@ -74,7 +64,7 @@ def fetch(
       A value whose dim has `need.length` elements.
     """
     type_ = b.types[x].with_dim(split.dim, need.length)
-    return assemble(b, parts_of(b, x, split, need), split.dim, axes, type_, fill)
+    return Range(b, split.dim, axes, fill).assembled(parts_of(b, x, split, need), type_)
 
 
 def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Part]:
@@ -92,17 +82,16 @@ def parts_of(b: Builder, x: Value, split: Split, need: Need) -> list[Part]:
     plan = exchange(need, size, axes, mesh)
     if plan.gather:
         pieces = gather_dim(b, x, dim, axes, mesh)
-        return [_whole_part(join(b, pieces, dim, size, axes, mesh), need)]
+        return [_whole_part(join(b, pieces, split), need)]
     owned = tiles(size, axes, mesh)
-    own = [Transfer(i, i, *_overlap(need, i, *place)) for i, place in enumerate(owned)]
+    own = [
+        Transfer(i, i, max(need.lows[i], start), min(need.highs[i], start + count))
+        for i, (start, count) in enumerate(owned)
+    ]
     found = [_part(x, own, [start for start, _ in owned], need)]
     for transfers, length in zip(plan.rounds, plan.lengths, strict=True):
         found.append(_round(b, x, split, need, transfers, length))
     return found
-
-
-def _overlap(need: Need, i: int, start: int, own: int) -> tuple[int, int]:
-    return max(need.lows[i], start), min(need.highs[i], start + own)
 
 
 def _whole_part(x: Value, need: Need) -> Part:
@@ -136,13 +125,16 @@ def _round(
     # All sources send equally many elements. Where a shorter transfer ends at the tile's end the
     # slice starts earlier, so that it stays in the tile; `_part` knows where it starts.
     dim, size, axes, mesh = split
-    count, piece = mesh.extent(axes), piece_sizes(size, axes, mesh)[-1]
-    sends, firsts = [-1] * count, [0] * count
+    count, piece = mesh.extent(axes), split.pieces[-1]
+    sends, firsts = dict[int, int](), [0] * count
+    owned = tiles(size, axes, mesh)
     for source, target, low, _ in transfers:
-        start = tile(size, axes, mesh, source)[0]
+        start = owned[source][0]
         sends[source] = min(low - start, piece - length)
         firsts[target] = start + sends[source]
-    sent = take_dim(b, x, dim, axes, _filled(sends, -1), length)
+    anything = sends[min(sends)]  # where nobody reads it; so fewer places differ
+    starts = [sends.get(source, anything) for source in range(count)]
+    sent = take_dim(b, x, dim, axes, starts, length)
     pairs = tuple(
         sorted((group[t.source], group[t.target]) for group in mesh.groups(axes) for t in transfers)
     )
@@ -150,45 +142,92 @@ def _round(
     return _part(got, transfers, firsts, need, zeroed=True)
 
 
-def _filled(numbers: Sequence[int], missing: int) -> list[int]:
-    """Replaces missing numbers, which don't matter, by one that is there: fewer differ then."""
-    known = next((n for n in numbers if n != missing), 0)
-    return [known if n == missing else n for n in numbers]
+class Range(NamedTuple):
+    """A range of a dim that each device puts together from parts.
 
-
-def assemble(
-    b: Builder,
-    parts: Sequence[Part],
-    dim: int,
-    axes: Axes,
-    type_: TensorType,
-    fill: Value | None = None,
-) -> Value:
-    """One range of a dim from parts that do not overlap on any device.
-
-    Args:
+    Attributes:
       b: the builder that ops are appended to.
-      parts: the parts.
       dim: the dim.
       axes: what the tiles are split over.
-      type_: local type of the whole range.
       fill: a scalar for what no part has; zero if left out.
     """
-    parts = [part for part in parts if part.used]
-    segments = _segments(parts)
-    if segments is None:
-        return _overlay(b, parts, dim, axes, type_, fill)
-    pieces, at = [], 0
-    for low, high, part in segments:
-        if at < low:
-            pieces.append(_filler(b, type_.with_dim(dim, low - at), fill))
-        offset = part.offsets[part.used[0]]
-        piece = b.slice_dim(part.value, dim, low - offset, high - offset)
-        pieces.append(_masked(b, piece, part, dim, axes, low, fill))
-        at = high
-    if at < type_.shape[dim]:
-        pieces.append(_filler(b, type_.with_dim(dim, type_.shape[dim] - at), fill))
-    return b.concatenate(pieces, dim)
+
+    b: Builder
+    dim: int
+    axes: Axes
+    fill: Value | None = None
+
+    def assembled(self, parts: Sequence[Part], type_: TensorType) -> Value:
+        """A range of some type from parts that do not overlap on any device."""
+        b, dim = self.b, self.dim
+        parts = [part for part in parts if part.used]
+        segments = _segments(parts)
+        if segments is None:
+            return self.overlaid(parts, type_)
+        pieces, at = [], 0
+        for low, high, part in segments:
+            if at < low:
+                pieces.append(self.filler(type_.with_dim(dim, low - at)))
+            offset = part.offsets[part.used[0]]
+            piece = b.slice_dim(part.value, dim, low - offset, high - offset)
+            pieces.append(self.masked(piece, part, low))
+            at = high
+        if at < type_.shape[dim]:
+            pieces.append(self.filler(type_.with_dim(dim, type_.shape[dim] - at)))
+        return b.concatenate(pieces, dim)
+
+    def overlaid(self, parts: Sequence[Part], type_: TensorType) -> Value:
+        """Each part shifted to its place on this device, one over the other."""
+        # Padding dims may need this. 6 elements in pieces of 6, 3, 2 lie as 0 1 | 2 . | 3 4 | 5 .
+        # With two more in front they become . . | 0 1 | 2 3 | 4 5: tile 2 has 3 in its own second
+        # place, and gets 2 for its first one, while tile 1 gets both of its elements: no common
+        # places.
+        b, dim = self.b, self.dim
+        result = self.filler(type_)
+        length = type_.shape[dim]
+        padding = b.splat(0, type_.with_shape(()))
+        for part in parts:
+            used = part.used
+            offsets = [part.offsets[i if i in used else used[0]] for i in range(len(part.offsets))]
+            have = b.types[part.value].shape[dim]
+            low, high = max(0, *offsets), max(0, *(length - have - o for o in offsets))
+            padded = b.pad_dim(part.value, dim, low, high, padding)
+            shifted = take_dim(b, padded, dim, self.axes, [low - o for o in offsets], length)
+            result = self.selected(shifted, result, part, 0)
+        return result
+
+    def masked(self, x: Value, part: Part, low: int) -> Value:
+        """A part's segment with `fill` wherever a device takes less than all of it."""
+        type_ = self.b.types[x]
+        ranges = set(zip(part.lows, part.highs, strict=True))
+        if part.zeroed and self.fill is None:
+            ranges = {r for r in ranges if r[0] < r[1]}
+        if ranges == {(low, low + type_.shape[self.dim])}:
+            return x
+        return self.selected(x, self.filler(type_), part, low)
+
+    def selected(self, x: Value, other: Value, part: Part, first: int) -> Value:
+        """`x` at the places that a part fills, else `other`; `first` is the place of `x[0]`."""
+        b, type_ = self.b, self.b.types[x]
+        last = first + type_.shape[self.dim]
+        lows = [min(max(low, first), last) for low in part.lows]
+        highs = [max(low, min(high, last)) for low, high in zip(lows, part.highs, strict=True)]
+        flags = None
+        line = TensorType((type_.shape[self.dim],), "i32")
+        for direction, bounds, trivial in (("GE", lows, first), ("LT", highs, last)):
+            if set(bounds) == {trivial}:
+                continue
+            limit = per_device(b, self.axes, [n - first for n in bounds])
+            flag = b.compare(direction, b.iota(line, 0), b.broadcast(limit, line.shape))
+            flags = flag if flags is None else b.binary("and", flags, flag)
+        if flags is None:
+            return x
+        return b.select(b.broadcast(flags, type_.shape, (self.dim,)), x, other)
+
+    def filler(self, type_: TensorType) -> Value:
+        """What no part has, in some type."""
+        b = self.b
+        return b.splat(0, type_) if self.fill is None else b.broadcast(self.fill, type_.shape)
 
 
 def _segments(parts: Sequence[Part]) -> list[tuple[int, int, Part]] | None:
@@ -203,62 +242,3 @@ def _segments(parts: Sequence[Part]) -> list[tuple[int, int, Part]] | None:
     if any(a[1] > b[0] for a, b in pairwise(found)):
         return None
     return found
-
-
-def _overlay(
-    b: Builder, parts: Sequence[Part], dim: int, axes: Axes, type_: TensorType, fill: Value | None
-) -> Value:
-    """Each part shifted to its place on this device, one over the other."""
-    # Padding dims may need this. 6 elements in pieces of 6, 3, 2 lie as 0 1 | 2 . | 3 4 | 5 . With
-    # two more in front they become . . | 0 1 | 2 3 | 4 5: tile 2 has 3 in its own second place, and
-    # gets 2 for its first one, while tile 1 gets both of its elements: no common places.
-    result = _filler(b, type_, fill)
-    length = type_.shape[dim]
-    padding = b.splat(0, type_.with_shape(()))
-    for part in parts:
-        used = part.used
-        offsets = [part.offsets[i if i in used else used[0]] for i in range(len(part.offsets))]
-        have = b.types[part.value].shape[dim]
-        low, high = max(0, *offsets), max(0, *(length - have - o for o in offsets))
-        padded = b.pad_dim(part.value, dim, low, high, padding)
-        shifted = take_dim(b, padded, dim, axes, [low - o for o in offsets], length)
-        result = _select(b, shifted, result, part, dim, axes, 0)
-    return result
-
-
-def _masked(
-    b: Builder, x: Value, part: Part, dim: int, axes: Axes, low: int, fill: Value | None
-) -> Value:
-    """A part's segment with `fill` wherever a device takes less than all of it."""
-    high = low + b.types[x].shape[dim]
-    ranges = set(zip(part.lows, part.highs, strict=True))
-    if part.zeroed and fill is None:
-        ranges = {r for r in ranges if r[0] < r[1]}
-    if ranges == {(low, high)}:
-        return x
-    return _select(b, x, _filler(b, b.types[x], fill), part, dim, axes, low)
-
-
-def _select(
-    b: Builder, x: Value, other: Value, part: Part, dim: int, axes: Axes, first: int
-) -> Value:
-    """`x` at the places that a part fills, else `other`; `first` is the place of `x[0]`."""
-    type_ = b.types[x]
-    last = first + type_.shape[dim]
-    lows = [min(max(low, first), last) for low in part.lows]
-    highs = [max(low, min(high, last)) for low, high in zip(lows, part.highs, strict=True)]
-    flags = None
-    line = TensorType((type_.shape[dim],), "i32")
-    for direction, bounds, trivial in (("GE", lows, first), ("LT", highs, last)):
-        if set(bounds) == {trivial}:
-            continue
-        limit = per_device(b, axes, [n - first for n in bounds])
-        flag = b.compare(direction, b.iota(line, 0), b.broadcast(limit, line.shape))
-        flags = flag if flags is None else b.binary("and", flags, flag)
-    if flags is None:
-        return x
-    return b.select(b.broadcast(flags, type_.shape, (dim,)), x, other)
-
-
-def _filler(b: Builder, type_: TensorType, fill: Value | None) -> Value:
-    return b.splat(0, type_) if fill is None else b.broadcast(fill, type_.shape)

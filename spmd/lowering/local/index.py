@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import GatherDims, ScatterDims
-from spmd.lowering.local.padding import own_count, start_of
-from spmd.lowering.local.table import LocalOp, local
+from spmd.lowering.local.padding import Split, own_count, start_of
+from spmd.lowering.local.table import LocalOp, local, or_identity
 from spmd.propagation.projection import reduced_axes
 
 
@@ -26,36 +26,28 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
     #   device 0   1 6 7 - 0, of which 1 is in its piece: row 1, 0, 0
     #   device 1   1 6 7 - 4 = -3 2 3: 0, row 6, row 7
     # Their sum, the reduction that is owed, is what was asked for.
-    b, dims = op.b, op.attrs["dimension_numbers"]
-    assert isinstance(dims, GatherDims)
-    table, indices = op.operands
-    piece = b.types[table].shape
-    rule_table = op.rule.operands[0]
-    whole = op.op.kind.operands[0].shape
+    b = op.b
+    dims: GatherDims = op.attrs["dimension_numbers"]
+    wanted, (table, indices) = op.attrs["slice_sizes"], op.operands
+    piece, whole = b.types[table].shape, op.op.kind.operands[0].shape
     sizes = tuple(
-        piece[d] if size == whole[d] and size > 1 else size
-        for d, size in enumerate(op.attrs["slice_sizes"])
+        piece[d] if size == whole[d] and size > 1 else size for d, size in enumerate(wanted)
     )
-    split = [
-        op.split(rule_table, d) if op.attrs["slice_sizes"][d] == 1 else ()
-        for d in dims.start_index_map
-    ]
-    last = [whole[d] - op.attrs["slice_sizes"][d] for d in dims.start_index_map]
-    one_slice = b.types[indices].size == len(last)
-    if not any(split) and not one_slice:
+    places = _indexed(op, dims.start_index_map, {d for d, n in enumerate(wanted) if n == 1})
+    is_split = any(place.axes for place in places)
+    if not is_split and b.types[indices].size != len(places):
         return op.emit(slice_sizes=sizes)
     indices = _as_signed(b, indices)
     vector = _VectorDim(b, indices, dims.index_vector_dim)
-    clamped = vector.clamped(indices, last)
-    if not any(split):  # XLA makes it a dynamic slice, which must be in range (see `expand`)
+    clamped = vector.clamped(indices, [place.size - wanted[place.dim] for place in places])
+    if not is_split:  # XLA makes it a dynamic slice, which must be in range (see `expand`)
         return op.emit([table, clamped], slice_sizes=sizes)
-    where = list(zip(dims.start_index_map, split, strict=True))
-    starts = vector.join([start_of(b, whole[d], axes, op.mesh) for d, axes in where])
-    ends = vector.join([own_count(b, whole[d], axes, op.mesh) for d, axes in where])
+    starts = vector.join([start_of(b, place) for place in places])
+    ends = vector.join([own_count(b, place) for place in places])
     local_index = b.binary("subtract", clamped, starts)
     inside = b.binary(
         "and",
-        b.compare("GE", local_index, vector.of([0] * len(where))),
+        b.compare("GE", local_index, vector.of([0] * len(places))),
         b.compare("LT", local_index, ends),
     )
     (found,) = op.emit([table, local_index], slice_sizes=sizes)
@@ -68,31 +60,25 @@ def _gather(op: LocalOp) -> tuple[Value, ...]:
 @local("stablehlo.scatter")
 def _scatter(op: LocalOp) -> tuple[Value, ...]:
     """Updates that fall outside this device's piece are out of range there, and so dropped."""
-    b, dims = op.b, op.attrs["scatter_dimension_numbers"]
-    assert isinstance(dims, ScatterDims)
+    b = op.b
+    dims: ScatterDims = op.attrs["scatter_dimension_numbers"]
     count = (len(op.operands) - 1) // 2
     tables, indices, updates = op.operands[:count], op.operands[count], op.operands[count + 1 :]
     axes = reduced_axes(op.rule, op.choice.assignment)
     reducer = op.attrs["reducer"]
     if axes:  # padded updates must change nothing, wherever their padded indices point
         updates = tuple(
-            op.masked(i, identity_element(reducer, b.types[u].dtype), op.reduced_dims(i))
+            op.masked(i, identity_element(reducer, b.types[u].dtype))
             for i, u in enumerate(updates, count + 1)
         )
-    if axes and reducer not in ("max", "min", "and", "or"):
-        first = op.is_first(axes)
-        tables = tuple(_or_identity(b, first, t, reducer) for t in tables)
-    places = dims.scatter_dims_to_operand_dims
-    split = [
-        op.split(op.rule.operands[0], d) if d in dims.inserted_window_dims else () for d in places
-    ]
-    if any(split):
+        tables = tuple(op.once(t, axes, reducer) for t in tables)
+    places = _indexed(op, dims.scatter_dims_to_operand_dims, dims.inserted_window_dims)
+    if any(place.axes for place in places):
         indices = _as_signed(b, indices)
         vector = _VectorDim(b, indices, dims.index_vector_dim)
-        whole = op.op.kind.operands[0].shape
-        starts = [start_of(b, whole[d], s, op.mesh) for s, d in zip(split, places, strict=True)]
-        indices = b.binary("subtract", indices, vector.join(starts))
-        if b.types[indices].size == len(split):
+        starts = vector.join([start_of(b, place) for place in places])
+        indices = b.binary("subtract", indices, starts)
+        if b.types[indices].size == len(places):
             return _scatter_one(op, tables, indices, updates)
     return op.emit([*tables, indices, *updates])
 
@@ -119,14 +105,14 @@ def _scatter_one(
     if not reducer:
         results = op.emit([*tables, indices, *updates])
         return tuple(b.select(belongs, r, t) for r, t in zip(results, tables, strict=True))
-    masked = [_or_identity(b, belongs, u, reducer) for u in updates]
+    masked = [or_identity(b, belongs, u, reducer) for u in updates]
     return op.emit([*tables, indices, *masked])
 
 
-def _or_identity(b: Builder, flag: Value, x: Value, reducer: str) -> Value:
-    """A value where a flag is set, else what changes nothing."""
-    type_ = b.types[x]
-    return b.select(flag, x, b.splat(identity_element(reducer, type_.dtype), type_))
+def _indexed(op: LocalOp, dims: Sequence[int], picked: Container[int]) -> list[Split]:
+    """The table's dims that an index has a place in; whole but for those `picked` from."""
+    found = [op.dim(0, d) for d in dims]
+    return [split if split.dim in picked else split._replace(axes=()) for split in found]
 
 
 def _as_signed(b: Builder, indices: Value) -> Value:

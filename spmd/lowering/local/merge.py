@@ -5,7 +5,8 @@ Only what the devices found is gathered here, never what they searched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,25 +20,22 @@ from spmd.ir.dialect.rule import MERGE
 from spmd.ir.program import Body, Value
 from spmd.ir.types import GatherDims, TensorType, numpy_dtype
 from spmd.lowering.local.dims import gather_dim, per_device
-from spmd.lowering.local.fetch import Split, fetch
-from spmd.lowering.local.padding import own_count, start_of
+from spmd.lowering.local.fetch import fetch
+from spmd.lowering.local.padding import Split, own_count, start_of
 from spmd.lowering.local.table import LocalOp, local
-from spmd.mesh.sharding import Axes, is_even, piece_sizes, tiles
+from spmd.mesh.sharding import Axes, tiles
 
 
 def merged_dims(op: LocalOp) -> tuple[int, ...]:
     """Dims of the first operand that are split and whose pieces are merged, ascending."""
-    return tuple(
-        d
-        for d, dim in enumerate(op.rule.operands[0])
-        if dim and op.rule.factors[dim[0]].kind == MERGE and op.choice.assignment[dim[0]]
-    )
+    kinds = [op.rule.factors[dim[0]].kind for dim in op.rule.operands[0]]
+    return tuple(d for d, kind in enumerate(kinds) if kind == MERGE and op.dim(0, d).axes)
 
 
-def _gathered(op: LocalOp, x: Value, dim: int, axes: Axes) -> Value:
-    """All-gathers what devices along some atoms found, with a note that says so."""
+def _gathered(op: LocalOp, x: Value, dim: int) -> Value:
+    """All-gathers what the pieces of a dim gave, with a note that says so."""
     with op.b.noted(f"what each piece of dim {dim} found, for {op.op.name}"):
-        return gather_dim(op.b, x, dim, axes, op.mesh)
+        return gather_dim(op.b, x, dim, op.dim(0, dim).axes, op.mesh)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -56,23 +54,18 @@ def reduce_merged(op: LocalOp) -> tuple[Value, ...]:
     b, count = op.b, len(op.operands) // 2
     xs, inits = op.operands[:count], op.operands[count:]
     split = merged_dims(op)
-    axes_of = op.choice.operands[0].dims
-    xs = tuple(op.masked(i, _spread(b, init, xs[i]), split) for i, init in enumerate(inits))
+    shape = b.types[xs[0]].shape
+    xs = tuple(
+        op.masked(i, partial(b.broadcast, init, shape), split) for i, init in enumerate(inits)
+    )
     left = tuple(sorted(op.attrs["dimensions"]))
     for d in reversed(split):
         found = _reduced(op, xs, inits, [r for r in left if r >= d])
-        rows = [b.reshape(x, _inserted(b.types[x].shape, d)) for x in found]
-        xs = tuple(_gathered(op, row, d, axes_of[d]) for row in rows)
+        kept = b.types[found[0]].shape
+        rows = [b.reshape(x, (*kept[:d], 1, *kept[d:])) for x in found]
+        xs = tuple(_gathered(op, row, d) for row in rows)
         left = (*(r for r in left if r < d), d)
     return _reduced(op, xs, inits, left)
-
-
-def _spread(b: Builder, scalar: Value, x: Value) -> Callable[[], Value]:
-    return lambda: b.broadcast(scalar, b.types[x].shape)
-
-
-def _inserted(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], 1, *shape[dim:])
 
 
 def _reduced(
@@ -102,16 +95,12 @@ def _top_k(op: LocalOp) -> tuple[Value, ...]:
     if not split:
         return op.emit()
     b, (dim,), k = op.b, split, op.op.kind.results[0].shape[-1]
-    type_, axes = op.op.kind.operands[0], op.choice.operands[0].dims[dim]
-    size = type_.shape[dim]
-    x = op.masked(0, last_element(type_.dtype), split)
+    x = op.masked(0, last_element(op.op.kind.operands[0].dtype), split)
     count = min(k, b.types[x].shape[dim])
     values, places = _top(op, x, count)
-    start = b.convert(start_of(b, size, axes, op.mesh), b.types[places].dtype)
+    start = b.convert(start_of(b, op.dim(0, dim)), b.types[places].dtype)
     places = b.binary("add", places, b.broadcast(start, b.types[places].shape))
-    found = [
-        _without_padding(op, _gathered(op, v, dim, axes), dim, count) for v in (values, places)
-    ]
+    found = [_without_padding(op, _gathered(op, v, dim), dim, count) for v in (values, places)]
     best, positions = _top(op, found[0], k)
     return best, _picked(b, found[1], positions)
 
@@ -141,7 +130,7 @@ def _without_padding(op: LocalOp, x: Value, dim: int, count: int) -> Value:
     # 5 elements over {2, 2} lie as 0 1 | 2 . | 3 4 | . . With two candidates from each piece, those
     # [0, 3) and [4, 6) of the gathered eight exist. The others are the least element there is, but
     # would still win against an equal one behind them.
-    size, axes = op.op.kind.operands[0].shape[dim], op.choice.operands[0].dims[dim]
+    _, size, axes, _ = op.dim(0, dim)
     runs: list[tuple[int, int]] = []
     for i, (_, own) in enumerate(tiles(size, axes, op.mesh)):
         start, stop = i * count, i * count + min(count, own)
@@ -189,31 +178,25 @@ def _sort(op: LocalOp) -> tuple[Value, ...]:
     split = merged_dims(op)
     if not split:
         return op.emit()
-    b, (dim,) = op.b, split
-    axes = op.choice.operands[0].dims[dim]
-    xs = _ordered(op, (*op.operands, _positions(op, dim, axes)))
-    outer = b.loc
-    b.loc = outer._replace(note=f"pieces of dim {dim} meet to be merged by {op.op.name}")
-    for pairs in rounds(op.mesh.extent(axes)):
-        xs = _ordered(op, _met(op, xs, dim, axes, pairs))
-    found = tuple(_settled(op, x, dim, axes) for x in xs[:-1])
-    b.loc = outer
-    return found
+    dim = op.dim(0, split[0])
+    xs = _ordered(op, (*op.operands, _positions(op, dim)))
+    with op.b.noted(f"pieces of dim {dim.dim} meet to be merged by {op.op.name}"):
+        for pairs in rounds(op.mesh.extent(dim.axes)):
+            xs = _ordered(op, _met(op, xs, dim, pairs))
+        return tuple(_settled(op.b, x, dim) for x in xs[:-1])
 
 
-def _positions(op: LocalOp, dim: int, axes: Axes) -> Value:
+def _positions(op: LocalOp, dim: Split) -> Value:
     """Where each element of a piece lies in the whole dim; padding lies behind all of it."""
     # No two are equal, not even of padding: ties would let a network lose one and double another.
-    b, size = op.b, op.op.kind.operands[0].shape[dim]
-    type_ = TensorType(b.types[op.operands[0]].shape, "i32")
-    count = b.iota(type_, dim)
-    own = b.binary("add", count, b.broadcast(start_of(b, size, axes, op.mesh), type_.shape))
-    if is_even(size, axes, op.mesh):
+    b, shape = op.b, op.b.types[op.operands[0]].shape
+    count = b.iota(TensorType(shape, "i32"), dim.dim)
+    own = b.binary("add", count, b.broadcast(start_of(b, dim), shape))
+    if dim.is_even:
         return own
-    piece = type_.shape[dim]
-    behind = [size + i * piece for i in range(op.mesh.extent(axes))]
-    padding = b.binary("add", count, b.broadcast(per_device(b, axes, behind), type_.shape))
-    exists = b.broadcast(own_count(b, size, axes, op.mesh), type_.shape)
+    behind = [dim.size + i * dim.pieces[-1] for i in range(op.mesh.extent(dim.axes))]
+    padding = b.binary("add", count, b.broadcast(per_device(b, dim.axes, behind), shape))
+    exists = b.broadcast(own_count(b, dim), shape)
     return b.select(b.compare("LT", count, exists), own, padding)
 
 
@@ -262,7 +245,7 @@ def _in_turn(xs: Sequence[Value], ys: Sequence[Value]) -> list[Value]:
 
 
 def _met(
-    op: LocalOp, xs: Sequence[Value], dim: int, axes: Axes, pairs: Sequence[tuple[int, int]]
+    op: LocalOp, xs: Sequence[Value], dim: Split, pairs: Sequence[tuple[int, int]]
 ) -> tuple[Value, ...]:
     """Exchanges pieces between partners; each keeps the first half or the last of both."""
     # 1 4 6 meets 2 3 9. With the partner's reversed, pairs are (1, 9) (4, 3) (6, 2):
@@ -270,41 +253,41 @@ def _met(
     #   the higher one sees (2, 6) (3, 4) (9, 1) and keeps the last of each, 6 4 9
     # Both compare the same pairs, so nothing is kept twice or lost. A tile without a partner in
     # this round receives zeros, and keeps its own (`idle`).
-    b, mesh = op.b, op.mesh
+    b, mesh, axes = op.b, op.mesh, dim.axes
     both = (*pairs, *((high, low) for low, high in pairs))
     sent = tuple(sorted((group[i], group[j]) for group in mesh.groups(axes) for i, j in both))
     theirs = []
     for x in xs:
         got = b.collective("collective_permute", x, b.types[x], axes, pairs=sent)
-        theirs.append(b.op("stablehlo.reverse", (got,), (b.types[x],), {"dimensions": (dim,)})[0])
+        theirs.append(
+            b.op("stablehlo.reverse", (got,), (b.types[x],), {"dimensions": (dim.dim,)})[0]
+        )
     shape = b.types[xs[0]].shape
     first = _comes_first(b, op, xs, theirs, shape)
     lows, highs = {low for low, _ in pairs}, {high for _, high in pairs}
     every = range(mesh.extent(axes))
-    keeps_last = _flag(op, axes, [i in highs for i in every], shape)
+    keeps_last = _flag(b, axes, [i in highs for i in every], shape)
     kept = b.binary("xor", first, keeps_last)
     if len(lows) + len(highs) < len(every):
-        idle = _flag(op, axes, [i not in lows and i not in highs for i in every], shape)
+        idle = _flag(b, axes, [i not in lows and i not in highs for i in every], shape)
         kept = b.binary("or", kept, idle)
     return tuple(b.select(kept, x, y) for x, y in zip(xs, theirs, strict=True))
 
 
-def _flag(op: LocalOp, axes: Axes, flags: Sequence[bool], shape: tuple[int, ...]) -> Value:
+def _flag(b: Builder, axes: Axes, flags: Sequence[bool], shape: tuple[int, ...]) -> Value:
     """This device's flag, repeated over a shape."""
-    b = op.b
     number = per_device(b, axes, [int(flag) for flag in flags])
     return b.broadcast(b.compare("NE", number, b.constant(0, "i32")), shape)
 
 
-def _settled(op: LocalOp, x: Value, dim: int, axes: Axes) -> Value:
+def _settled(b: Builder, x: Value, dim: Split) -> Value:
     """Moves elements from the network's pieces, all full but the last ones, to the dim's own."""
     # 5 elements over {2, 2}: the network leaves 0 1 | 2 3 | 4 . | . ., the dim has the pieces
     # 0 1 | 2 . | 3 4 | . .
-    b, size, mesh = op.b, op.op.kind.operands[0].shape[dim], op.mesh
-    piece = piece_sizes(size, axes, mesh)[-1]
-    owned = tiles(size, axes, mesh)
+    piece = dim.pieces[-1]
+    owned = tiles(dim.size, dim.axes, dim.mesh)
     if all(start == i * piece for i, (start, own) in enumerate(owned) if own):
         return x
-    padded = piece * len(owned)
-    need = Need.of(padded, piece, [(start, start, start + own) for start, own in owned])
-    return fetch(b, x, Split(dim, padded, axes, mesh), need, axes)
+    padded = dim._replace(size=piece * len(owned))
+    need = Need.of(padded.size, piece, [(start, start, start + own) for start, own in owned])
+    return fetch(b, x, padded, need, dim.axes)

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spmd.ir.dialect.halo import Need, Reads, Window, reads_of
+from spmd.ir.dialect.halo import Need, Window, reads_of
 from spmd.ir.program import Value
 from spmd.lowering.local.dims import take_dim
-from spmd.lowering.local.fetch import Split, fetch
+from spmd.lowering.local.fetch import fetch
 from spmd.lowering.local.table import LocalOp
 from spmd.mesh.sharding import Axes
 
 
-class Dims:
-    """Which dims of an op's first operand and result are split, and how."""
-
-    def __init__(self, op: LocalOp) -> None:
-        self.op = op
-        self.operand = op.rule.operands[0]
-        self.result = op.rule.results[0]
-
-    def split(self, dim: int, kind: str, of_result: bool = True) -> Axes:
-        """The atoms that split a dim, if it has one factor and that is of this kind; else ()."""
-        factors = (self.result if of_result else self.operand)[dim]
-        if len(factors) != 1 or self.op.rule.factors[factors[0]].kind != kind:
-            return ()
-        return self.op.choice.assignment[factors[0]]
-
-
-def read(
-    op: LocalOp, number: int, x: Value, dim: int, window: Window, axes: Axes, fill: Value | None
-) -> tuple[Value, Reads]:
-    """Fetches what tiles over `axes` read of an operand's dim, split like them or whole."""
-    size = op.op.kind.operands[number].shape[dim]
-    reads = reads_of(window, size, axes, op.mesh)
-    return fetched(op, number, x, dim, axes, reads.need, fill), reads
+def read_around(op: LocalOp, x: Value) -> Value:
+    """The first operand, of which `x` has all that the tiles of the result read of each dim."""
+    for d, (axes, window) in op.reads(0).items():
+        need = reads_of(window, op.dim(0, d).size, axes, op.mesh).need
+        x = fetched(op, 0, x, d, axes, need, None)
+    return x
 
 
 def fetched(
@@ -51,10 +34,8 @@ def fetched(
       need: for each tile, the elements wanted.
       fill: a scalar; zero if left out.
     """
-    b = op.b
-    size, source = op.op.kind.operands[number].shape[dim], op.choice.operands[number].dims[dim]
-    with b.noted(note_of(op, number, dim)):
-        return fetch(b, x, Split(dim, size, source, op.mesh), need, axes, fill)
+    with op.b.noted(note_of(op, number, dim)):
+        return fetch(op.b, x, op.dim(number, dim), need, axes, fill)
 
 
 def note_of(op: LocalOp, number: int, dim: int) -> str:
@@ -72,14 +53,21 @@ class _Base(NamedTuple):
 
 
 def base_of(
-    op: LocalOp, number: int, x: Value, dim: int, window: Window, axes: Axes, fill: Value | None
+    op: LocalOp,
+    number: int,
+    x: Value,
+    dim: int,
+    axes: Axes,
+    window: Window,
+    fill: Value | None,
 ) -> _Base:
-    """The base positions that tiles read, for an op that pads and dilates them itself.
+    """The base positions that tiles over `axes` read, for an op that pads and dilates them itself.
 
     Where devices start at different phases (see `reads_of`), they are dilated here instead.
     """
     b = op.b
-    x, reads = read(op, number, x, dim, window, axes, fill)
+    reads = reads_of(window, op.dim(number, dim).size, axes, op.mesh)
+    x = fetched(op, number, x, dim, axes, reads.need, fill)
     dilation = window.dilation
     if reads.low is not None:
         filled = reads.low + (reads.need.length - 1) * dilation + 1

@@ -6,13 +6,31 @@ dim, a contraction, a look-up by position. See `spmd.mesh.sharding` for how piec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Value
-from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, is_even, piece_sizes
+from spmd.mesh.sharding import Axes, is_even, piece_sizes
+
+
+class Split(NamedTuple):
+    """A dim of `size` elements in all, of which each device has a tile over `axes`."""
+
+    dim: int
+    size: int
+    axes: Axes
+    mesh: Mesh
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all tiles are of one size, so that none has padding."""
+        return is_even(self.size, self.axes, self.mesh)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The size of a piece at each level of the split; the last one is that of a tile."""
+        return piece_sizes(self.size, self.axes, self.mesh)
 
 
 def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
@@ -37,24 +55,21 @@ def cut(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
     return b.reshape(x, (*shape[:dim], whole, *shape[dim + len(axes) + 1 :]))
 
 
-def join(b: Builder, x: Value, dim: int, size: int, axes: Axes, mesh: Mesh) -> Value:
-    """The inverse of `cut`: pieces lie in order along a dim, with their padding.
+def own_piece(b: Builder, x: Value, dim: int, axes: Axes, mesh: Mesh) -> Value:
+    """This device's piece over `axes` of a dim that it holds whole."""
+    x = cut(b, x, dim, axes, mesh)
+    return b.local_slice(x, b.types[x].scaled(dim, 1, mesh.extent(axes)), axes, dim)
 
-    Args:
-      b: the builder that ops are appended to.
-      x: the value.
-      dim: the dim.
-      size: how many elements it has without padding.
-      axes: what the pieces were cut over.
-      mesh: the mesh.
-    """
-    if is_even(size, axes, mesh):
+
+def join(b: Builder, x: Value, split: Split) -> Value:
+    """The inverse of `cut`: `x` has all pieces in order along the dim, with their padding."""
+    if split.is_even:
         return x
-    pieces = piece_sizes(size, axes, mesh)
+    dim, pieces = split.dim, split.pieces
     shape = b.types[x].shape
-    counts = [mesh.atom_sizes[a] for a in axes]
+    counts = [split.mesh.atom_sizes[a] for a in split.axes]
     x = b.reshape(x, (*shape[:dim], *counts, pieces[-1], *shape[dim + 1 :]))
-    for level in reversed(range(len(axes))):
+    for level in reversed(range(len(counts))):
         at = dim + level
         inner = b.types[x].shape
         x = b.reshape(x, (*inner[:at], inner[at] * inner[at + 1], *inner[at + 2 :]))
@@ -71,12 +86,13 @@ def _resize(b: Builder, x: Value, dim: int, size: int) -> Value:
     return b.pad_dim(x, dim, 0, size - have, zero)
 
 
-def start_of(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:
+def start_of(b: Builder, split: Split) -> Value:
     """Where this device's piece of a dim starts, an i32 scalar."""
-    pieces = piece_sizes(size, axes, mesh)
+    _, size, axes, _ = split
+    pieces = split.pieces
 
     def make() -> Value:
-        if is_even(size, axes, mesh):
+        if split.is_even:
             return b.binary("multiply", b.axis_index(axes), b.constant(pieces[-1], "i32"))
         start = b.constant(0, "i32")
         for level, a in enumerate(axes):
@@ -87,15 +103,16 @@ def start_of(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:
     return b.once(("start", size, axes), make)
 
 
-def own_count(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:
+def own_count(b: Builder, split: Split) -> Value:
     """How many elements of this device's piece are not padding, an i32 scalar."""
-    pieces = piece_sizes(size, axes, mesh)
+    _, size, axes, _ = split
+    pieces = split.pieces
 
     # The pieces of `tile`, computed on the device. 5 over {2, 2} on the device at 1, 0:
     #   min(3, 5 - 1 * 3) = 2 of the first level's piece of 3; then min(2, 2 - 0 * 2) = 2
     def make() -> Value:
         own = b.constant(size, "i32")
-        if is_even(size, axes, mesh):
+        if split.is_even:
             return b.constant(pieces[-1], "i32")
         for level, a in enumerate(axes):
             piece = b.constant(pieces[level + 1], "i32")
@@ -105,34 +122,3 @@ def own_count(b: Builder, size: int, axes: Axes, mesh: Mesh) -> Value:
         return own
 
     return b.once(("own", size, axes), make)
-
-
-def mask(
-    b: Builder,
-    x: Value,
-    shape: Sequence[int],
-    sharding: Sharding,
-    mesh: Mesh,
-    filler: Callable[[], Value],
-    dims: Sequence[int],
-) -> Value:
-    """Replaces the padding along some dims.
-
-    Args:
-      b: the builder that ops are appended to.
-      x: the local value.
-      shape: global shape.
-      sharding: how it is split.
-      mesh: the mesh.
-      filler: makes the value that padding is taken from; called only if there is padding.
-      dims: the dims along which padding would be seen.
-    """
-    type_ = b.types[x]
-    for d in dims:
-        axes = sharding.dims[d]
-        if is_even(shape[d], axes, mesh):
-            continue
-        position = b.iota(TensorType(type_.shape, "i32"), d)
-        count = b.broadcast(own_count(b, shape[d], axes, mesh), type_.shape)
-        x = b.select(b.compare("LT", position, count), x, filler())
-    return x

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from spmd.ir.dialect.halo import Window, reads_of
-from spmd.ir.dialect.rule import REDUCE, WINDOW
+from spmd.ir.dialect.halo import reads_of
 from spmd.ir.program import Value
 from spmd.ir.types import Dense
 from spmd.lowering.local.dynamic_slice import pick
-from spmd.lowering.local.fetch import Split, assemble, parts_of
-from spmd.lowering.local.neighbours import Dims, base_of, note_of, read
-from spmd.lowering.local.padding import cut, start_of
+from spmd.lowering.local.fetch import Range, parts_of
+from spmd.lowering.local.neighbours import base_of, note_of, read_around
+from spmd.lowering.local.padding import Split, own_piece, start_of
 from spmd.lowering.local.table import LocalOp, local
 
 
@@ -23,9 +22,7 @@ def _constant(op: LocalOp) -> tuple[Value, ...]:
     piece = op.b.constant(dense.array(), dense.type.dtype)
     for dim, axes in enumerate(op.choice.results[0].dims):
         if axes:
-            piece = cut(op.b, piece, dim, axes, op.mesh)
-            kept = op.b.types[piece].with_dim(dim, type_.shape[dim])
-            piece = op.b.local_slice(piece, kept, axes, dim)
+            piece = own_piece(op.b, piece, dim, axes, op.mesh)
     return (piece,)
 
 
@@ -38,8 +35,8 @@ def _iota(op: LocalOp) -> tuple[Value, ...]:
     axes = op.choice.results[0].dims[dim]
     if not axes:
         return (count,)
-    size = op.op.kind.results[0].shape[dim]
-    start = op.b.convert(start_of(op.b, size, axes, op.mesh), type_.dtype)
+    split = Split(dim, op.op.kind.results[0].shape[dim], axes, op.mesh)
+    start = op.b.convert(start_of(op.b, split), type_.dtype)
     return (op.b.binary("add", count, op.b.broadcast(start, type_.shape)),)
 
 
@@ -51,55 +48,37 @@ def _iota(op: LocalOp) -> tuple[Value, ...]:
 @local("stablehlo.slice")
 def _slice(op: LocalOp) -> tuple[Value, ...]:
     """Elements that a piece takes lie next to each other, `stride` apart."""
-    b, (x,), dims = op.b, op.operands, Dims(op)
-    result = op.result_types()[0].shape
-    starts, limits = list(op.attrs["start_indices"]), list(op.attrs["limit_indices"])
-    strides = list(op.attrs["strides"])
-    for d, size in enumerate(op.op.kind.operands[0].shape):
-        axes = op.choice.operands[0].dims[d]
+    x, result, windows = op.operands[0], op.result_types()[0].shape, op.reads(0)
+    names = ("start_indices", "limit_indices", "strides")
+    starts, limits, strides = (list(op.attrs[name]) for name in names)
+    for d, axes in enumerate(op.choice.operands[0].dims):
         if not axes:
             continue
-        if dims.split(d, REDUCE, of_result=False):
-            start = b.constant(starts[d], "i32")
-            x = pick(op, x, d, size, axes, start, 1)
-        elif dims.split(d, WINDOW):
-            window = Window(op.op.kind.results[0].shape[d], strides[d], -starts[d])
-            x, _ = read(op, 0, x, d, window, axes, None)
-        if not dims.split(d, WINDOW):
+        if d in op.reduced_dims(0):
+            x = pick(op.b, x, op.dim(0, d), op.b.constant(starts[d], "i32"), 1)
+        if d not in windows:
             strides[d] = 1
         starts[d], limits[d] = 0, (result[d] - 1) * strides[d] + 1
-    names = ("start_indices", "limit_indices", "strides")
+    x = read_around(op, x)
     return op.emit([x], **dict(zip(names, map(tuple, (starts, limits, strides)), strict=True)))
 
 
 @local("stablehlo.reverse")
 def _reverse(op: LocalOp) -> tuple[Value, ...]:
     """The tile at the other end, reversed."""
-    (x,), dims = op.operands, Dims(op)
-    for d in op.attrs["dimensions"]:
-        axes = dims.split(d, WINDOW)
-        if axes:
-            window = Window(op.op.kind.results[0].shape[d], reverse=True)
-            x, _ = read(op, 0, x, d, window, axes, None)
-    return op.emit([x])
+    return op.emit([read_around(op, op.operands[0])])
 
 
 @local("stablehlo.pad")
 def _pad(op: LocalOp) -> tuple[Value, ...]:
     """Fetches the elements that a piece reads, with padding for those beyond the operand's ends."""
-    (x, fill), dims = op.operands, Dims(op)
-    amounts = {
-        name: list(op.attrs[name])
-        for name in ("edge_padding_low", "edge_padding_high", "interior_padding")
-    }
-    low, high, interior = amounts.values()
-    for d, size in enumerate(op.op.kind.results[0].shape):
-        axes = dims.split(d, WINDOW)
-        if axes:
-            window = Window(size, 1, low[d], interior[d] + 1)
-            x, low[d], high[d], dilation = base_of(op, 0, x, d, window, axes, fill)
-            interior[d] = dilation - 1
-    return op.emit([x, fill], **{name: tuple(amount) for name, amount in amounts.items()})
+    x, fill = op.operands
+    names = ("edge_padding_low", "edge_padding_high", "interior_padding")
+    low, high, interior = (list(op.attrs[name]) for name in names)
+    for d, read in op.reads(0).items():
+        x, low[d], high[d], dilation = base_of(op, 0, x, d, *read, fill)
+        interior[d] = dilation - 1
+    return op.emit([x, fill], **dict(zip(names, map(tuple, (low, high, interior)), strict=True)))
 
 
 @local("stablehlo.concatenate")
@@ -109,14 +88,10 @@ def _concatenate(op: LocalOp) -> tuple[Value, ...]:
     axes = op.choice.results[0].dims[along]
     if not axes or len(op.operands) == 1:
         return op.emit()
-    total = op.op.kind.results[0].shape[along]
-    parts, start = [], 0
+    parts = []
     for i, x in enumerate(op.operands):
-        size = op.op.kind.operands[i].shape[along]
-        if size:
-            need = reads_of(Window(total, 1, start), size, axes, op.mesh).need
-            source = op.choice.operands[i].dims[along]
+        for _, window in op.reads(i).values():
+            split = op.dim(i, along)
             with b.noted(note_of(op, i, along)):
-                parts += parts_of(b, x, Split(along, size, source, op.mesh), need)
-        start += size
-    return (assemble(b, parts, along, axes, op.result_types()[0]),)
+                parts += parts_of(b, x, split, reads_of(window, split.size, axes, op.mesh).need)
+    return (Range(b, along, axes).assembled(parts, op.result_types()[0]),)

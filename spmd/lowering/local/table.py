@@ -13,11 +13,13 @@ from typing import Any
 from spmd.errors import SpmdError, UnsupportedOpError
 from spmd.ir.description import DESCRIPTIONS, UNKNOWN
 from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.halo import Window
+from spmd.ir.dialect.reducers import identity_element
 from spmd.ir.dialect.registry import rule_name, rule_of
 from spmd.ir.dialect.rule import REDUCE, Rule
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, TensorType, local_type
-from spmd.lowering.local.padding import mask
+from spmd.lowering.local.padding import Split, own_count
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.planning.plan import Choice
@@ -68,30 +70,66 @@ class LocalOp:
             {**self.attrs, **changed},
         )
 
-    def split(self, value_dims: Sequence[tuple[int, ...]], dim: int) -> Axes:
-        """Atoms that split one dim of a value, given by its factors."""
-        return tuple(a for f in value_dims[dim] for a in self.choice.assignment[f])
+    def dim(self, number: int, dim: int) -> Split:
+        """A dim of an operand, and what splits it."""
+        size, axes = self.op.kind.operands[number].shape[dim], self.choice.operands[number].dims
+        return Split(dim, size, axes[dim], self.mesh)
 
-    def masked(self, number: int, fill: Any, dims: Sequence[int]) -> Value:
-        """An operand with the padding along some of its dims replaced.
+    def reads(self, number: int) -> dict[int, tuple[Axes, Window]]:
+        """Dims of an operand of which devices read windows.
+
+        Returns:
+          dim -> what the tiles that read are split over, and the window of each of their elements.
+        """
+        return {
+            read.dim: (axes, read.window)
+            for read in self.rule.reads
+            if read.operand == number
+            and read.window is not None
+            and (axes := self.choice.assignment[read.factor])
+        }
+
+    def masked(self, number: int, fill: Any, dims: Sequence[int] | None = None) -> Value:
+        """An operand with the padding along some of its dims replaced, where there is any.
 
         Args:
           number: of the operand.
           fill: the element that padding becomes, or a function that makes a value of them.
-          dims: the dims along which padding would be seen.
+          dims: the dims along which padding would be seen: those that the op reduces if left out.
         """
-        x, shape = self.operands[number], self.op.kind.operands[number].shape
-        filler = fill if callable(fill) else lambda: self.b.splat(fill, self.b.types[x])
-        return mask(self.b, x, shape, self.choice.operands[number], self.mesh, filler, dims)
+        b, x = self.b, self.operands[number]
+        type_ = b.types[x]
+        for d in self.reduced_dims(number) if dims is None else dims:
+            split = self.dim(number, d)
+            if not split.is_even:
+                position = b.iota(type_._replace(dtype="i32"), d)
+                count = b.broadcast(own_count(b, split), type_.shape)
+                exists = b.compare("LT", position, count)
+                x = b.select(exists, x, fill() if callable(fill) else b.splat(fill, type_))
+        return x
 
     def reduced_dims(self, number: int) -> tuple[int, ...]:
         """Dims of an operand along which the op reduces."""
         kinds = [self.rule.factors[f].kind for dim in self.rule.operands[number] for f in dim[:1]]
         return tuple(d for d, kind in enumerate(kinds) if kind == REDUCE)
 
-    def is_first(self, axes: Axes) -> Value:
-        """Whether this device's coordinate along some atoms is 0, an i1 scalar."""
-        return self.b.compare("EQ", self.b.axis_index(axes), self.b.constant(0, "i32"))
+    def once(self, x: Value, axes: Axes, reducer: str) -> Value:
+        """A term of a reduction that is to count once among the devices along some atoms.
+
+        The first device has it. The others have what changes nothing, or the term itself where it
+        may be repeated.
+        """
+        if reducer in ("max", "min", "and", "or"):
+            return x
+        b = self.b
+        is_first = b.compare("EQ", b.axis_index(axes), b.constant(0, "i32"))
+        return or_identity(b, is_first, x, reducer)
+
+
+def or_identity(b: Builder, flag: Value, x: Value, reducer: str) -> Value:
+    """A value where a flag is set, else what changes nothing in a reduction."""
+    type_ = b.types[x]
+    return b.select(flag, x, b.splat(identity_element(reducer, type_.dtype), type_))
 
 
 LocalFunction = Callable[[LocalOp], tuple[Value, ...]]

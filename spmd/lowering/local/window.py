@@ -7,25 +7,17 @@ split dims.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from spmd.ir.dialect.bodies import inline_elementwise
 from spmd.ir.dialect.builder import resized
 from spmd.ir.dialect.halo import Need
 from spmd.ir.dialect.reducers import identity_element
-from spmd.ir.dialect.rule import REDUCE, WINDOW
-from spmd.ir.dialect.window import (
-    Sliding,
-    contracts,
-    covers,
-    kernel_window,
-    pool_window,
-    result_window,
-    running_dim,
-)
+from spmd.ir.dialect.window import Sliding
 from spmd.ir.program import Value
 from spmd.ir.types import Attribute, ConvDims
 from spmd.lowering.local.dims import gather_dim, take_dim
-from spmd.lowering.local.neighbours import Dims, base_of, fetched
+from spmd.lowering.local.neighbours import base_of, fetched
 from spmd.lowering.local.table import LocalOp, local
 from spmd.mesh.sharding import Axes, piece_sizes, tiles
 
@@ -33,31 +25,28 @@ from spmd.mesh.sharding import Axes, piece_sizes, tiles
 @local("stablehlo.reduce_window")
 def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
     """Windows over fetched elements; what does not exist is the initial value."""
-    kind, dims = op.op.kind, Dims(op)
-    running = running_dim(kind)
-    if running is not None and dims.split(running[0], WINDOW):
-        return _running(op, *running)
+    kind, b = op.op.kind, op.b
     count = len(op.operands) // 2
-    inits = op.operands[count:]
+    xs, inits = list(op.operands[:count]), op.operands[count:]
     sliding = Sliding(kind, kind.operands[0].rank)
-    xs = list(op.operands[:count])
+    for halo in op.rule.halos:
+        if halo.window is None and op.choice.assignment[halo.factor]:
+            backwards = sliding.padding[halo.dim][0] == 0
+            return _running(op, halo.dim, backwards)
     padding, base = list(sliding.padding), list(sliding.base)
     sizes, strides = list(op.attrs["window_dimensions"]), list(sliding.strides)
-    for d in range(sliding.rank):
-        if covers(kind, sliding, d) and (axes := dims.split(d, REDUCE, of_result=False)):
-            element = identity_element(op.attrs["reducer"], kind.operands[0].dtype)
-            fill = op.b.constant(element, kind.operands[0].dtype)
-            need = _own(op, d, axes)
-            xs = [fetched(op, i, x, d, axes, need, fill) for i, x in enumerate(xs)]
-            sizes[d], strides[d], padding[d] = need.length, 1, (0, 0)
-        elif (axes := dims.split(d, WINDOW)) and running is None:
-            window = pool_window(kind, sliding, d)
-            made = [
-                base_of(op, i, x, d, window, axes, init)
-                for i, (x, init) in enumerate(zip(xs, inits, strict=True))
-            ]
-            xs = [m.value for m in made]
-            padding[d], base[d] = (made[0].low, made[0].high), made[0].dilation
+    covered = [d for d in op.reduced_dims(0) if op.dim(0, d).axes]
+    if covered:  # one window covers the whole dim: here it covers the piece
+        xs = [op.masked(0, identity_element(op.attrs["reducer"], b.types[xs[0]].dtype))]
+        for d in covered:
+            sizes[d], strides[d], padding[d] = b.types[xs[0]].shape[d], 1, (0, 0)
+    for d, read in op.reads(0).items():
+        made = [
+            base_of(op, i, x, d, *read, init)
+            for i, (x, init) in enumerate(zip(xs, inits, strict=True))
+        ]
+        xs = [m.value for m in made]
+        padding[d], base[d] = (made[0].low, made[0].high), made[0].dilation
     attrs: dict[str, Attribute] = {
         "padding": tuple(padding),
         "base_dilations": tuple(base),
@@ -65,14 +54,6 @@ def _reduce_window(op: LocalOp) -> tuple[Value, ...]:
         "window_strides": tuple(strides),
     }
     return op.emit([*xs, *inits], **attrs)
-
-
-def _own(op: LocalOp, dim: int, axes: Axes) -> Need:
-    """The need of a tile itself, without its padding."""
-    size = op.op.kind.operands[0].shape[dim]
-    piece = piece_sizes(size, axes, op.mesh)[-1]
-    owned = tiles(size, axes, op.mesh)
-    return Need.of(size, piece, [(start, start, start + own) for start, own in owned])
 
 
 def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
@@ -89,12 +70,13 @@ def _running(op: LocalOp, dim: int, backwards: bool) -> tuple[Value, ...]:
     #   before   0 | 3 | 10            each device takes its own entry, backwards the next one
     #   result   1 3 | 6 10 | 15 21
     b, count = op.b, len(op.operands) // 2
-    inits = op.operands[count:]
-    axes = op.choice.operands[0].dims[dim]
-    devices = op.mesh.extent(axes)
-    need = _own(op, dim, axes)
-    xs = [fetched(op, i, op.operands[i], dim, axes, need, inits[i]) for i in range(count)]
-    piece = need.length
+    axes = op.dim(0, dim).axes
+    devices, piece = op.mesh.extent(axes), op.dim(0, dim).pieces[-1]
+    shape = b.types[op.operands[0]].shape
+    xs = [
+        op.masked(i, partial(b.broadcast, op.operands[count + i], shape), [dim])
+        for i in range(count)
+    ]
     totals = _windows_of(op, xs, dim, piece, piece - 1, backwards)
     last = 0 if backwards else piece - 1
     edges = [b.slice_dim(t, dim, last, last + 1) for t in totals]
@@ -133,21 +115,18 @@ def _select_and_scatter(op: LocalOp) -> tuple[Value, ...]:
 
     Windows that do not exist scatter the identity of the reduction.
     """
-    b, (x, source, init), dims = op.b, op.operands, Dims(op)
-    kind = op.op.kind
+    b, (x, source, init) = op.b, op.operands
+    dtype = b.types[source].dtype
     shape = list(op.result_types()[0].shape)
     cuts = []
-    for d in range(kind.results[0].rank):
-        axes = dims.split(d, WINDOW)
-        if axes:
-            element = identity_element(op.attrs["reducer"], kind.operands[1].dtype)
-            fill = b.constant(element, kind.operands[1].dtype)
-            around, windows, skips = _scatter_needs(op, d, axes)
-            x = fetched(op, 0, x, d, axes, around, None)
-            source = fetched(op, 1, source, d, axes, windows, fill)
-            cuts.append((d, axes, skips, shape[d]))
-            shape[d] = around.length
-    type_ = kind.results[0].with_shape(tuple(shape))
+    for d, (axes, _) in op.reads(0).items():
+        fill = b.constant(identity_element(op.attrs["reducer"], dtype), dtype)
+        around, windows, skips = _scatter_needs(op, d, axes)
+        x = fetched(op, 0, x, d, axes, around, None)
+        source = fetched(op, 1, source, d, axes, windows, fill)
+        cuts.append((d, axes, skips, shape[d]))
+        shape[d] = around.length
+    type_ = op.op.kind.results[0].with_shape(tuple(shape))
     (made,) = b.op(op.op.name, (x, source, init), (type_,), op.attrs)
     for d, axes, skips, length in cuts:
         made = take_dim(b, made, d, axes, skips, length)
@@ -188,21 +167,14 @@ def _scatter_needs(op: LocalOp, dim: int, axes: Axes) -> tuple[Need, Need, list[
 @local("stablehlo.convolution")
 def _convolution(op: LocalOp) -> tuple[Value, ...]:
     """A convolution of what the piece of the result, or of the kernel, reads of the input."""
-    kind, numbers = op.op.kind, op.attrs["dimension_numbers"]
-    assert isinstance(numbers, ConvDims)
-    lhs, rhs = (op.masked(i, 0, op.reduced_dims(i)) for i in range(2))
-    sliding = Sliding(kind, len(numbers.input_spatial))
+    numbers: ConvDims = op.attrs["dimension_numbers"]
+    lhs, rhs = (op.masked(i, 0) for i in range(2))
+    sliding = Sliding(op.op.kind, len(numbers.input_spatial))
     padding, dilation = list(sliding.padding), list(sliding.base)
-    for i, d in enumerate(numbers.input_spatial):
-        axes = op.choice.operands[0].dims[d]
-        if contracts(kind, i):
-            window = kernel_window(kind, i, sliding)
-        else:
-            window = result_window(kind, i, sliding)
-            axes = op.choice.results[0].dims[numbers.output_spatial[i]]
-        if axes:
-            lhs, low, high, dilation[i] = base_of(op, 0, lhs, d, window, axes, None)
-            padding[i] = low, high
+    for d, read in op.reads(0).items():
+        i = numbers.input_spatial.index(d)
+        lhs, low, high, dilation[i] = base_of(op, 0, lhs, d, *read, None)
+        padding[i] = low, high
     attrs: dict[str, Attribute] = dict(_groups(op, numbers))
     if padding:
         attrs |= {"padding": tuple(padding), "lhs_dilation": tuple(dilation)}
@@ -212,12 +184,12 @@ def _convolution(op: LocalOp) -> tuple[Value, ...]:
 def _groups(op: LocalOp, numbers: ConvDims) -> dict[str, int]:
     """The groups that are left on one device."""
     found = {}
-    for name, dims, d in (
-        ("feature_group_count", op.rule.operands[0], numbers.input_feature),
-        ("batch_group_count", op.rule.operands[0], numbers.input_batch),
+    for name, d in (
+        ("feature_group_count", numbers.input_feature),
+        ("batch_group_count", numbers.input_batch),
     ):
         count = op.attrs.get(name, 1)
         if count > 1:
-            axes = op.choice.assignment[dims[d][0]]
+            axes = op.choice.assignment[op.rule.operands[0][d][0]]
             found[name] = piece_sizes(count, axes, op.mesh)[-1]
     return found

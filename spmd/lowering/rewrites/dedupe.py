@@ -9,30 +9,26 @@ body reuses nothing from outside: XLA's export of loops that capture values is f
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.program import Op, Program, Value
+from spmd.ir.rewrite import Now, edit_ops
 
 
 def dedupe(program: Program) -> Program:
     """Removes ops that repeat a visible one; the first stays where it is."""
+
     # Operands are replaced before they are compared, so that chains collapse: with %3 and %4 equal
-    # gathers, `%5 = tanh %3; %6 = tanh %4` are equal as well, once `same` has %4 -> %3.
-    same: dict[Value, Value] = {}
+    # gathers, `%5 = tanh %3; %6 = tanh %4` are equal as well, once %4 is %3.
+    def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
+        if op.regions or not op.kind.about.is_repeatable:
+            return None
 
-    def region(old: Region, visible: dict[Any, Op]) -> Region:
-        ops = []
-        seen = dict(visible)
-        for op in old.ops:
-            operands = tuple([same.get(v, v) for v in op.operands])
-            if not op.regions and op.kind.about.is_repeatable:
-                first = seen.setdefault((op.kind, operands), op)
-                if first is not op:
-                    same.update(zip(op.results, first.results, strict=True))
-                    continue
-            outer = {} if op.is_loop else seen
-            regions = tuple([region(r, outer) for r in op.regions])
-            ops.append(op._replace(operands=operands, regions=regions))
-        return Region(old.args, tuple(ops), tuple(same.get(v, v) for v in old.results))
+        def keep() -> tuple[Value, ...]:
+            b.append(op)
+            return op.results
 
-    return program._replace(body=region(program.body, {}))
+        return b.once((op.kind, op.operands), keep)
+
+    return edit_ops(program, edit)

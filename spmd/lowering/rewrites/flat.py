@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Value
+from spmd.lowering.rewrites.moves import pieces_of
 
 COMBINED = ("all_gather", "all_reduce", "reduce_scatter")
 """Kinds of collectives that can be combined."""
@@ -41,7 +42,7 @@ def combined(b: Builder, group: Sequence[Op]) -> None:
     rows = [_rows(b, op) for op in group]
     joined = b.concatenate(rows, 1)
     count, width = b.types[joined].shape
-    parts = _parts(first) if attr else 1
+    parts = pieces_of(first) if attr else 1
     after = parts * count if first.collective == "all_gather" else count // parts
     attrs = {**first.kind.attrs, attr: 0} if attr else first.kind.attrs
     type_ = b.types[joined].with_shape((after, width))
@@ -54,20 +55,13 @@ def combined(b: Builder, group: Sequence[Op]) -> None:
         start += size
 
 
-def _parts(op: Op) -> int:
-    """How many devices' parts a gather joins, or a reduce-scatter takes apart."""
-    dim = op.kind.attrs[op.kind.about.along]
-    sizes = op.kind.operands[0].shape[dim], op.kind.results[0].shape[dim]
-    return max(sizes) // min(sizes)
-
-
 def _rows(b: Builder, op: Op) -> Value:
     """An operand as a matrix: for a reduce-scatter a row for each device, else one row."""
     (x,) = op.operands
     type_ = op.kind.operands[0]
     if op.collective != "reduce_scatter":
         return b.reshape(x, (1, type_.size))
-    dim, parts = op.kind.attrs["scatter_dimension"], _parts(op)
+    dim, parts = op.kind.attrs["scatter_dimension"], pieces_of(op)
     before, after = type_.shape[:dim], type_.shape[dim + 1 :]
     x = _turned(b, x, (math.prod(before), parts, type_.shape[dim] // parts * math.prod(after)))
     return b.reshape(x, (parts, type_.size // parts))
@@ -85,5 +79,5 @@ def _unpacked(b: Builder, op: Op, part: Value) -> None:
     if op.collective == "all_gather":
         type_, dim = op.kind.operands[0], op.kind.attrs["all_gather_dim"]
         before = math.prod(type_.shape[:dim])
-        part = _turned(b, part, (_parts(op), before, math.prod(type_.shape[dim:])))
+        part = _turned(b, part, (pieces_of(op), before, math.prod(type_.shape[dim:])))
     b.append(b.reshape_op(part, op))

@@ -54,14 +54,10 @@ class _Hoist:
         for op in old.ops:
             if op.regions:
                 op = op._replace(regions=tuple(map(self.region, op.regions)))
-            if op.is_loop and self.runs_again(op):
+            if op.is_loop and self.trips[op.results[0]] not in (0, 1):
                 op = self.relieved(op)
             self.b.append(op)
         return self.b.end(old.args, old.results)
-
-    def runs_again(self, loop: Op) -> bool:
-        trips = self.trips[loop.results[0]]
-        return trips is None or trips > 1
 
     def relieved(self, loop: Op) -> Op:
         """The loop without its invariant exchanges, which go in front of it."""

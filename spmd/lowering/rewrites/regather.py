@@ -25,74 +25,54 @@ from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.lowering.rewrites.dead import remove_dead
-from spmd.lowering.rewrites.moves import again, operand_dim
+from spmd.lowering.rewrites.moves import Chain
 
 
 def regather(program: Program) -> Program:
     """Undoes gathers of what was whole before, or could have been."""
     made, users = producers_of(program), users_of(program)
-    ways: dict[Value, list[Op]] = {}
+    chains: dict[Value, tuple[Chain, Op]] = {}
     for op in program.walk():
         if op.collective == "all_gather" and len(op.results) == 1:
-            way = _way_back(op, made)
-            if way and (way[-1].name == LOCAL_SLICE or _alone(way, users)):
-                ways[op.results[0]] = way
-    if not ways:
+            chain = Chain.of(op, made)
+            apart = made.get(chain.values[-1])
+            if apart is not None and _undoes(chain, apart, users):
+                chains[op.results[0]] = chain, apart
+    if not chains:
         return program
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        if not op.results or (way := ways.get(op.results[0])) is None:
+        if not op.results or op.results[0] not in chains:
             return None
-        return (_whole(b, op, now(way[-1].operands[0]), way),)
+        chain, apart = chains[op.results[0]]
+        return (_whole(b, chain, apart, now(apart.operands[0])),)
 
     return remove_dead(edit_ops(program, edit))
 
 
-def _way_back(gather: Op, made: Mapping[Value, Op]) -> list[Op]:
-    """The ops from a gather's operand back to what took it apart the same way, else []."""
+def _undoes(
+    chain: Chain, apart: Op, users: Mapping[Value, Sequence[tuple[Op | None, int]]]
+) -> bool:
+    """Whether a gather puts together just what `apart`, in front of its moves, took apart."""
     # %2 = reduce_scatter %1 dim=0; %3 = transpose %2; %4 = all_gather %3 dim=1: the gathered dim is
-    # dim 0 in front of the transpose, as the scattered one is: [transpose, reduce_scatter].
-    way, dim = [], gather.kind.attrs["all_gather_dim"]
-    attrs = gather.kind.attrs
-    op = made.get(gather.operands[0])
-    while op is not None and (op.kind.about.is_transpose or op.kind.about.is_reshape):
-        way.append(op)
-        before = operand_dim(op.kind, dim)
-        if before is None:
-            return []
-        dim, op = before, made.get(op.operands[0])
-    if op is None or not _is_apart(op) or "groups" in attrs or "groups" in op.kind.attrs:
-        return []
-    same = op.kind.attrs["axes"] == attrs["axes"] and op.kind.attrs[op.kind.about.along] == dim
-    return [*way, op] if same else []
+    # dim 0 in front of the transpose, as the scattered one is.
+    scatters = apart.collective == "reduce_scatter"
+    if not scatters and apart.name != LOCAL_SLICE:
+        return False
+    attrs, others = apart.kind.attrs, chain.gather.kind.attrs
+    same = attrs["axes"] == others["axes"] and attrs[apart.kind.about.along] == chain.dims[-1]
+    if not same or "groups" in attrs or "groups" in others:
+        return False
+    converts = any(op.kind.about.is_convert for op in chain.moves)
+    return not converts and (not scatters or all(len(users[v]) == 1 for v in chain.values))
 
 
-def _is_apart(op: Op) -> bool:
-    """Whether an op leaves each device with a piece along a dim."""
-    return op.collective == "reduce_scatter" or op.name == LOCAL_SLICE
-
-
-def _alone(way: Sequence[Op], users: Mapping[Value, Sequence[object]]) -> bool:
-    """Whether each op's result is read only once, by the next op on the way."""
-    return all(len(users[op.results[0]]) == 1 for op in way)
-
-
-def _whole(b: Builder, gather: Op, x: Value, way: Sequence[Op]) -> Value:
-    """The gather's result, made of the whole `x` that the last op of the way took apart."""
-    *between, apart = way
+def _whole(b: Builder, chain: Chain, apart: Op, x: Value) -> Value:
+    """The gather's result, made of the whole `x` that `apart` took apart."""
     if apart.collective == "reduce_scatter":
-        note = f"{apart.loc.note} (and gathered: {gather.loc.note})"
-        b.loc = apart.loc._replace(note=note if gather.loc.note else apart.loc.note)
+        why = chain.gather.loc.note
+        note = f"{apart.loc.note} (and gathered: {why})" if why else apart.loc.note
+        b.loc = apart.loc._replace(note=note)
         attrs = apart.kind.attrs
         x = b.collective("all_reduce", x, b.types[x], attrs["axes"], body=attrs["body"])
-    dims = [gather.kind.attrs["all_gather_dim"]]
-    for op in between[:-1]:
-        found = operand_dim(op.kind, dims[-1])
-        assert found is not None, "the way back followed it"
-        dims.append(found)
-    wide, narrow = gather.kind.results[0], gather.kind.operands[0]
-    times = wide.shape[dims[0]] // narrow.shape[dims[0]]
-    for op, dim in zip(reversed(between), reversed(dims[: len(between)]), strict=True):
-        b.loc = op.loc
-        x = again(b, op, (x,), op.kind.results[0].scaled(dim, times))
-    return x
+    return chain.repeated(b, len(chain.moves), x)

@@ -20,23 +20,7 @@ from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType
-from spmd.lowering.rewrites.moves import again, is_move, operand_dim
-
-
-class _Form(NamedTuple):
-    """A gather, with the chain of moves that leads to its operand.
-
-    Attributes:
-      gather: the op.
-      values: its operand, the value that this is a move of, and so on back.
-      dims: for each of `values`, the dim along which it would be gathered instead.
-      ops: the moves between them, the last one first.
-    """
-
-    gather: Op
-    values: list[Value]
-    dims: list[int]
-    ops: list[Op]
+from spmd.lowering.rewrites.moves import Chain
 
 
 class _Source(NamedTuple):
@@ -51,15 +35,15 @@ class _Source(NamedTuple):
 def share_gathers(program: Program) -> Program:
     """Gathers values of which a block gathers several forms once."""
     made = producers_of(program)
-    sources: dict[Value, tuple[_Form, _Source]] = {}
+    sources: dict[Value, tuple[Chain, _Source]] = {}
 
     def visit(region: Region) -> None:
-        groups: dict[object, list[_Form]] = {}
+        groups: dict[object, list[Chain]] = {}
         for op in region.ops:
             for inner in op.regions:
                 visit(inner)
             if op.collective == "all_gather" and len(op.results) == 1:
-                form = _form(op, made)
+                form = Chain.of(op, made)
                 attrs = op.kind.attrs
                 root = (form.values[-1], form.dims[-1], attrs["axes"], attrs.get("groups"))
                 groups.setdefault(root, []).append(form)
@@ -78,28 +62,14 @@ def share_gathers(program: Program) -> Program:
         form, source = sources[op.results[0]]
         attrs = op.kind.attrs
         key = ("gathered", source, attrs["axes"], attrs.get("groups"))
-        gathered = b.once(key, lambda: _gather(b, op, source, now(source.value)))
+        gathered = b.once(key, lambda: _gather(b, form, source, now(source.value)))
         b.loc = op.loc
-        return (_formed(b, form, source.value, gathered),)
+        return (form.repeated(b, form.values.index(source.value), gathered),)
 
     return edit_ops(program, edit)
 
 
-def _form(gather: Op, made: dict[Value, Op]) -> _Form:
-    value, dim = gather.operands[0], gather.kind.attrs["all_gather_dim"]
-    form = _Form(gather, [value], [dim], [])
-    while (op := made.get(value)) is not None and is_move(op.kind):
-        before = operand_dim(op.kind, dim)
-        if before is None:
-            break
-        value, dim = op.operands[0], before
-        form.values.append(value)
-        form.dims.append(dim)
-        form.ops.append(op)
-    return form
-
-
-def _common(forms: Sequence[_Form], types: Sequence[TensorType]) -> _Source | None:
+def _common(forms: Sequence[Chain], types: Sequence[TensorType]) -> _Source | None:
     """The value to gather for all forms; None where each is better off alone."""
     # Of `%5 = transpose %1; %6 = convert %5`, gathers of %6 and of %5 share %5, gathers of %6 and
     # of %1 share %1: the first value of one chain that is in all others, by value and dim.
@@ -120,34 +90,16 @@ def _common(forms: Sequence[_Form], types: Sequence[TensorType]) -> _Source | No
     return _Source(value, dim, dtype, len(forms)) if fits else None
 
 
-def _converts(form: _Form, source: Value) -> int:
-    return sum(op.kind.about.is_convert for op in form.ops[: form.values.index(source)])
+def _converts(form: Chain, source: Value) -> int:
+    return sum(op.kind.about.is_convert for op in form.moves[: form.values.index(source)])
 
 
-def _times(gather: Op) -> int:
-    """How many pieces a gather joins."""
-    dim = gather.kind.attrs["all_gather_dim"]
-    return gather.kind.results[0].shape[dim] // gather.kind.operands[0].shape[dim]
-
-
-def _gather(b: Builder, gather: Op, source: _Source, x: Value) -> Value:
+def _gather(b: Builder, form: Chain, source: _Source, x: Value) -> Value:
     """Gathers the source `x` of several forms, as one of them would have been."""
+    gather = form.gather
     note = f"{gather.loc.note} (one gather for {source.forms} forms of it)".strip()
     b.loc = gather.loc._replace(note=note)
     x = b.convert(x, source.dtype)
-    result = b.types[x].scaled(source.dim, _times(gather))
+    result = b.types[x].scaled(source.dim, form.times)
     attrs = {**gather.kind.attrs, "all_gather_dim": source.dim}
     return b.op(gather.name, (x,), (result,), attrs)[0]
-
-
-def _formed(b: Builder, form: _Form, source: Value, x: Value) -> Value:
-    """The form of the gathered source `x`: its moves again, at the larger size."""
-    times = _times(form.gather)
-    count = form.values.index(source)
-    for move, dim in zip(reversed(form.ops[:count]), reversed(form.dims[:count]), strict=True):
-        if move.kind.about.is_convert:
-            x = b.convert(x, move.kind.results[0].dtype)
-        else:
-            shape = move.kind.results[0].scaled(dim, times).shape
-            x = again(b, move, (x,), TensorType(shape, b.types[x].dtype))
-    return x

@@ -244,6 +244,12 @@ CONTRACT = (
         SIDES,
     ),
     case(
+        "unary_einsum_diagonal",
+        '%r = "stablehlo.unary_einsum"(%0) {einsum_config = "iji->ji"} : ($0) -> $r',
+        lambda x: np.einsum("iji->ji", x),
+        matrices(8, 4, 8),
+    ),
+    case(
         "stablehlo.broadcast",
         "%r = stablehlo.broadcast %0, sizes = [4, 2] : ($0) -> $r",
         lambda x: np.broadcast_to(x, (4, 2, 8, 16)),

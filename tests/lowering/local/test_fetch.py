@@ -20,9 +20,10 @@ from spmd.lowering.emitted import emit_local
 from spmd.lowering.execute import executable
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
-from spmd.lowering.local.fetch import Split, fetch
+from spmd.lowering.local.fetch import fetch
+from spmd.lowering.local.padding import Split
 from spmd.lowering.partition import Partitioned
-from spmd.mesh.sharding import Axes, Sharding, piece_sizes, tile
+from spmd.mesh.sharding import Axes, Sharding, piece_sizes, tiles
 
 MESHES = {
     "4x2": spmd.Mesh(None, (4, 2), ("data", "model")),
@@ -77,7 +78,7 @@ def tiles_of(x: np.ndarray[Any, Any], axes: Axes, mesh: spmd.Mesh) -> np.ndarray
     piece = piece_sizes(len(x), axes, mesh)[-1]
     rows = np.full((mesh.extent(axes) * piece, *x.shape[1:]), np.nan, x.dtype)
     for i in range(mesh.extent(axes)):
-        start, own = tile(len(x), axes, mesh, i)
+        start, own = tiles(len(x), axes, mesh)[i]
         rows[i * piece : i * piece + own] = x[start : start + own]
     return rows
 
@@ -121,7 +122,7 @@ def test_reads_cover_what_windows_see(name: str, split: tuple[str, ...], size: i
     for w in windows(size):
         reads = reads_of(w, size, axes, mesh)
         for i in range(mesh.extent(axes)):
-            start, own = tile(w.tiled, axes, mesh, i)
+            start, own = tiles(w.tiled, axes, mesh)[i]
             places = range(start, start + own)
             if w.reverse:
                 places = range(w.tiled - start - own, w.tiled - start)

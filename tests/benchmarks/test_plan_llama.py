@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts import plan_llama
-from scripts.plan_llama import ROWS, lower, mfu, plan_cells
+from benchmarks import plan_llama
+from benchmarks.plan_llama import ROWS, lower, mfu, plan_cells
 
 
 def test_one_row_without_the_compiler() -> None:

@@ -5,7 +5,7 @@ v4-256. Bytes, time and memory are predicted from our plan; memory and schedule 
 real TPU compiler makes of it (`tpu` extra), minutes for each row. Nothing runs.
 
 Example:
-    scripts/plan_llama --rows 7b --seq_lens 1024
+    benchmarks/run plan_llama --rows 7b --seq_lens 1024
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if "jax" not in sys.modules:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -29,11 +28,11 @@ import numpy as np
 import optax
 
 import spmd
+from benchmarks.hlo.schedule import Schedule, read_schedule
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig, named_config
 from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.memory import Memory
-from spmd.hlo.schedule import Schedule, read_schedule
 
 COMPILER_OPTIONS = {
     "xla_enable_async_all_gather": "true",
@@ -90,7 +89,7 @@ class Built(NamedTuple):
 
 def make_parser() -> Parser:
     """The flags."""
-    parser = Parser("scripts/plan_llama", __doc__)
+    parser = Parser("benchmarks/run plan_llama", __doc__)
     add = parser.add_argument
     add("--rows", type=words, default=",".join(ROWS), help="which configurations")
     add("--seq_lens", type=words, default="1024,2048", help="tokens in a sequence")

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from spmd.hlo.groups import KINDS, payload
-from spmd.hlo.runs import computations_run
-from spmd.hlo.text import (
+from benchmarks.hlo.groups import kind_of, payload
+from benchmarks.hlo.runs import computations_run
+from benchmarks.hlo.text import (
     Instruction,
     array_bytes,
     arrays,
@@ -115,7 +115,7 @@ def _results(instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
     opcode = instruction.opcode
     if opcode in _ALIASES or opcode.endswith(("-done", "-update")):
         return []
-    if opcode.removesuffix("-start") in KINDS:
+    if kind_of(instruction) is not None:
         return arrays(payload(instruction))
     if opcode == "async-start":
         return arrays(elements(instruction.type)[1])

@@ -12,16 +12,16 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from spmd.hlo.groups import KINDS
-from spmd.hlo.runs import computations_run
-from spmd.hlo.text import Instruction, Module, parse_module_text
+from benchmarks.hlo.groups import kind_of
+from benchmarks.hlo.runs import computations_run
+from benchmarks.hlo.text import Instruction, Module, parse_module_text
 
 
 class Flight(NamedTuple):
     """One collective of a schedule.
 
     Attributes:
-      kind: as in `spmd.hlo.collectives.HloCollective`.
+      kind: as in `benchmarks.hlo.collectives.HloCollective`.
       name: of the instruction, or of its start.
       count: executions in one run.
       is_async: whether it is a start and a done.
@@ -94,13 +94,13 @@ def _flights(computation: Sequence[Instruction], count: int, module: Module) -> 
 
 def _kind(instruction: Instruction, module: Module) -> str | None:
     """The kind of a collective that is issued here, None for anything else."""
-    opcode, name = instruction.opcode, instruction.name
-    if opcode in KINDS or opcode.removesuffix("-start") in KINDS:
-        return KINDS[opcode.removesuffix("-start")]
-    is_start = opcode == "async-start" or name.startswith("async-collective-start")
+    if (kind := kind_of(instruction)) is not None:
+        return kind
+    is_named = instruction.name.startswith("async-collective-start")
+    is_start = is_named or instruction.opcode == "async-start"
     if is_start and (callee := re.search(r"\bcalls=%?([\w.-]+)", instruction.rest)):
         inner = module.computations.get(callee[1], ())
-        return next((KINDS[i.opcode] for i in inner if i.opcode in KINDS), "all_gather")
+        return next(filter(None, map(kind_of, inner)), "all_gather")
     return None
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import spmd
-from spmd.hlo.collectives import hlo_collectives
-from spmd.hlo.sizes import largest_values
+from benchmarks.hlo.collectives import hlo_collectives
+from benchmarks.hlo.sizes import largest_values
 from spmd.mesh.sharding import local_shape
 from tests.programs import Training, llama, mlp
 

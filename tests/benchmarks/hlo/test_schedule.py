@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd.hlo.schedule import read_schedule
+from benchmarks.hlo.schedule import read_schedule
 
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"500"}}'
 

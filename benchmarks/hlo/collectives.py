@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from spmd.hlo.groups import KINDS, group_size, payload
-from spmd.hlo.runs import communication
-from spmd.hlo.scatter import scattered_bytes
-from spmd.hlo.text import (
+from benchmarks.hlo.groups import group_size, kind_of, payload
+from benchmarks.hlo.runs import communication
+from benchmarks.hlo.scatter import scattered_bytes
+from benchmarks.hlo.text import (
     Instruction,
     Module,
     array_bytes,
@@ -90,9 +90,9 @@ def _collectives(
     instruction: Instruction, module: Module, scattered: Mapping[str, int]
 ) -> Iterator[HloCollective]:
     """The collectives of an instruction: two, if a combined all-reduce is scattered in part."""
-    opcode = instruction.opcode.removesuffix("-start")
-    kind = KINDS.get(opcode)
-    if kind is None or (opcode == "send" and "is_host_transfer=true" in instruction.rest):
+    kind = kind_of(instruction)
+    to_host = instruction.opcode == "send" and "is_host_transfer=true" in instruction.rest
+    if kind is None or to_host:
         return
     group = group_size(instruction, kind, module)
     received = sum(array_bytes(dtype, shape) for dtype, shape in arrays(payload(instruction)))

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.hlo.groups import group_size, payload
-from spmd.hlo.text import (
+from benchmarks.hlo.groups import group_size, payload
+from benchmarks.hlo.text import (
     Instruction,
     Module,
     array_bytes,

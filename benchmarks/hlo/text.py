@@ -35,7 +35,7 @@ class Module(NamedTuple):
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _END = re.compile(r"^\}(, execution_thread=.*)?$")
-_PARENTHESIS = re.compile(r"[()]")
+_BRACKET_OR_COMMA = re.compile(r"[(){}\[\],]")
 _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 
 
@@ -88,20 +88,26 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _type_end(body: str) -> int:
-    """Where the type at the start of an instruction ends: tuples nest, layouts hold parentheses."""
+    """Where the type at the start of an instruction ends: a tuple's holds spaces and layouts."""
     if body.startswith("("):
-        return (_closing(body, 1) or len(body) - 1) + 1
+        return _items(body)[1] + 1
     return body.find(" ") if " " in body else len(body)
 
 
-def _closing(text: str, start: int) -> int | None:
-    """Where the parenthesis is that closes the one open at `start`."""
-    depth = 1
-    for match in _PARENTHESIS.finditer(text, start):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return match.start()
-    return None
+def _items(text: str, start: int = 1) -> tuple[list[str], int]:
+    """The items of a list in parentheses that begins at `start`, and where the closing one is."""
+    items, depth = [], 0
+    for match in _BRACKET_OR_COMMA.finditer(text, start):
+        if match[0] in "({[":
+            depth += 1
+        elif depth and match[0] in ")}]":
+            depth -= 1
+        elif depth == 0:
+            items.append(text[start : match.start()].strip())
+            start = match.end()
+            if match[0] == ")":
+                return items, match.start()
+    return items, len(text)
 
 
 def _device_count(text: str) -> int:
@@ -137,8 +143,8 @@ def integer(pattern: str, text: str) -> int:
 
 def operands(instruction: Instruction) -> list[str]:
     """Names of the operands: what stands before the parenthesis that closes them."""
-    end = _closing(instruction.rest, 0)
-    return re.findall(r"%([^\s,(){}]+)", instruction.rest[:end]) if end else []
+    items, _ = _items(instruction.rest, 0)
+    return re.findall(r"%([^\s,(){}]+)", " ".join(items))
 
 
 def names_of(rest: str, key: str) -> list[str]:
@@ -173,18 +179,7 @@ def source_of(instruction: Instruction, module: Module) -> str:
 
 def elements(type_: str) -> list[str]:
     """The top-level elements of a tuple type, at least two: a single one is repeated."""
-    if not type_.startswith("("):
-        return [type_, type_]
-    parts, depth, start = [], 0, 1
-    for match in re.finditer(r"[(){}\[\],]", type_[:-1]):
-        if match[0] in "({[":
-            depth += 1
-        elif match[0] in ")}]":
-            depth -= 1
-        elif depth == 1:
-            parts.append(type_[start : match.start()])
-            start = match.end()
-    parts = [part.strip() for part in [*parts, type_[start:-1]]]
+    parts = _items(type_)[0] if type_.startswith("(") else [type_]
     return parts if len(parts) > 1 else parts * 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from spmd.hlo.text import Instruction, Module, elements
+from benchmarks.hlo.text import Instruction, Module, elements
 
 KINDS = {
     "all-gather": "all_gather",
@@ -18,6 +18,11 @@ KINDS = {
     "send": "collective_permute",
 }
 """Opcode -> kind, of every instruction that moves data between devices."""
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of a collective that an instruction is or starts, None for anything else."""
+    return KINDS.get(instruction.opcode.removesuffix("-start"))
 
 
 def payload(instruction: Instruction) -> str:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from benchmarks.hlo.collectives import HloCollective, hlo_collectives
+from benchmarks.hlo.sizes import HloValue, largest_values, matmul_flops
+from benchmarks.hlo.text import parse_module_text
 from spmd.errors import ArgumentError
-from spmd.hlo.collectives import HloCollective, hlo_collectives
-from spmd.hlo.sizes import HloValue, largest_values, matmul_flops
-from spmd.hlo.text import parse_module_text
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 
 HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
