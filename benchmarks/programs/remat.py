@@ -1,6 +1,7 @@
 """Gradients of layers under `jax.checkpoint`: by policy, scanned, unrolled and nested.
 
-Letters in names: L layers, B batch, S positions, D model, F hidden, H heads, K of a head, E experts.
+Letters in names: L layers, B batch, S and T positions, D model, F hidden, H heads, K of a head,
+E experts.
 """
 
 from __future__ import annotations

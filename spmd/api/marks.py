@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from spmd.errors import MeshError, SpecError, described
 from spmd.frontend.marks import Entries
-from spmd.frontend.trace import note_mesh
+from spmd.frontend.trace import mark_uneven, note_mesh
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
 from spmd.mesh.spec import (
@@ -146,17 +146,12 @@ def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | No
     if len(manual) == len(mesh.axis_names):
         return t
     dims, _ = dims_of(entries, t.shape, mesh, what=what, source=source, even=False)
+    if not is_legal(Sharding(dims), t.shape, mesh):
+        return mark_uneven(t, mesh, entries)
     sharding = _open_sharding(mesh, entries)
     if manual:
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
-    try:
-        return jax.lax.with_sharding_constraint(t, sharding)
-    except ValueError:
-        # Axes that don't divide a dim are for compiled code only. A tracer of `jax.grad` outside of
-        # `jax.jit` computes as it goes, with jax's arrays, whose pieces are equal: it stays whole.
-        if is_legal(Sharding(dims), t.shape, mesh):
-            raise
-        return t
+    return jax.lax.with_sharding_constraint(t, sharding)
 
 
 def _manual_axes(mesh: Mesh) -> frozenset[str]:

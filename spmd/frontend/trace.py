@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning_p
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.source_info_util import register_exclusion
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
 
 from spmd.errors import FrontendError
 from spmd.mesh.mesh import Mesh
@@ -114,3 +116,56 @@ def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
 
 
 _PARAMETERS = mlir.LoweringParameters(override_lowering_rules=((custom_partitioning_p, _inline),))
+
+# ---------------------------------------------------------------------------------------------
+# A mark that jax's own sharding constraint refuses: a dim that its axes don't divide. It is linear
+# like the constraint, lowers to the same op, and so runs under plain `jax.jit` too.
+
+_uneven_mark = Primitive("spmd_mark")
+
+
+def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...]) -> Any:
+    """A sharding constraint on a tracer whose axes need not divide its dims.
+
+    Args:
+      x: a tracer.
+      mesh: the mesh.
+      entries: for each dim its axis names, or None if it is open.
+    """
+    axes = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
+    return _uneven_mark.bind(x, mesh=axes, entries=entries)
+
+
+@_uneven_mark.def_impl  # type: ignore[untyped-decorator]
+def _apply_mark(x: Any, **_: Any) -> Any:
+    return x
+
+
+@_uneven_mark.def_abstract_eval  # type: ignore[untyped-decorator]
+def _mark_type(x: Any, **_: Any) -> Any:
+    return x
+
+
+def _transpose_mark(cotangent: Any, _: Any, **params: Any) -> list[Any]:
+    return [_uneven_mark.bind(cotangent, **params)]
+
+
+def _batch_mark(args: Any, dims: Any, *, mesh: Any, entries: Any) -> tuple[Any, int]:
+    (x,), (dim,) = args, dims
+    spread = (*entries[:dim], None, *entries[dim:])
+    return _uneven_mark.bind(x, mesh=mesh, entries=spread), dim
+
+
+def _lower_mark(ctx: Any, x: Any, *, mesh: Any, entries: Any) -> Any:
+    axes = ", ".join(f'"{name}"={size}' for name, size in mesh)
+    dims = ", ".join(
+        "{?}" if names is None else "{" + ", ".join(f'"{n}"' for n in names) + "}"
+        for names in entries
+    )
+    sharding = ir.Attribute.parse(f"#sdy.sharding<mesh<[{axes}]>, [{dims}]>")
+    return [sdy.ShardingConstraintOp(x, sharding).result]
+
+
+ad.deflinear2(_uneven_mark, _transpose_mark)
+batching.primitive_batchers[_uneven_mark] = _batch_mark
+mlir.register_lowering(_uneven_mark, _lower_mark)
