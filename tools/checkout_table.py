@@ -18,8 +18,8 @@ class Measured(NamedTuple):
 
     Attributes:
       texts: stage -> hash of the program's text after it.
-      plan: seconds of one run that the plan predicts: what the planner makes small.
-      run: the same predicted from the optimized program, what overlaps counting once.
+      plan: seconds of one run, each part's added up.
+      run: predicted seconds of one run, what overlaps counting once: what the planner makes small.
       bytes: that one device sends in one run.
       stages: stage -> seconds that it took.
       error: why it could not be lowered; all else is then empty.
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
     @property
     def cost(self) -> tuple[float, float, float]:
         """What decides which of two is cheaper: later parts, where earlier ones are the same."""
-        return self.plan, self.run, self.bytes
+        return self.run, self.plan, self.bytes
 
 
 class Pair(NamedTuple):
@@ -67,7 +67,7 @@ def verdict(pair: Pair) -> Verdict:
 
     What cannot be lowered is dearer than anything, and never counts as equal.
 
-    >>> verdict(Pair("p", Measured({}, 2.0, 2.0, 8), Measured({}, 1.0, 3.0, 9)))
+    >>> verdict(Pair("p", Measured({}, 2.0, 2.0, 8), Measured({}, 3.0, 1.0, 9)))
     'cheaper'
     """
     base, new = pair.base, pair.new
@@ -91,7 +91,7 @@ def plan_lines(pairs: Iterable[Pair]) -> Iterator[str]:
     rows = [(pair, verdict(pair)) for pair in pairs]
     if all(found == "equal" for _, found in rows):
         return
-    titles = ("program", "texts that differ", "plan, s", "run, s", "bytes", "new is")
+    titles = ("program", "texts that differ", "run, s", "parts, s", "bytes", "new is")
     yield from (row_line(titles), row_line("---" for _ in titles))
     for pair, found in rows:
         if found != "equal":

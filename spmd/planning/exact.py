@@ -22,12 +22,16 @@ from spmd.planning.units import units_of
 LEAST_EXPOSED = 0.1
 """Share of its time that a reshard costs at least, where the machine could hide all of it."""
 
+MOST_EXPOSED = 0.5
+"""Where a machine hides less than the rest, plans of hidden communication are not proposed."""
+
 
 def plan_exactly(problem: Problem, try_out: TryOut, memory_limit: int | None = None) -> Plan:
     """Plans a whole program.
 
     Three plans are proposed: the cheapest where reshards take their time, the cheapest where they
     are hidden as far as the machine can, and the greedy one, whose choices both of them weigh.
+    Their programs are timed, and the fastest is taken.
 
     Args:
       problem: what is to be planned.
@@ -41,7 +45,7 @@ def plan_exactly(problem: Problem, try_out: TryOut, memory_limit: int | None = N
     greedy, costs = weighed(problem)
     proposed = [decoded(costs, solve(costs.network)), greedy]
     exposed = max(LEAST_EXPOSED, 1 - problem.topology.chip.overlap)
-    if exposed < 1:
+    if exposed < MOST_EXPOSED:
         hidden = CostNetwork(problem, costs.units, costs.choices, costs.domains, exposed)
         proposed.insert(1, decoded(hidden, solve(hidden.network)))
     tried = [try_out(plan) for plan in _different(proposed)]

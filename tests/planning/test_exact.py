@@ -11,12 +11,10 @@ import pytest
 
 import spmd
 from spmd.errors import PlanError
-from spmd.pipeline import Request, Stages
+from spmd.pipeline import Request, Stages, plan_problem
 from spmd.planning.choices import Choices
 from spmd.planning.domains import domains_of
-from spmd.planning.exact import plan_exactly
 from spmd.planning.legality import check_plan
-from spmd.planning.liveness import peak_of
 from spmd.planning.network import CostNetwork
 from spmd.planning.problem import problem_of
 from spmd.planning.solver.solve import solve
@@ -121,21 +119,30 @@ def test_the_network_costs_what_the_plan_costs(name: str) -> None:
     choices = Choices(problem)
     network = CostNetwork(problem, units, choices, domains_of(problem, units, choices))
     solution = solve(network.network)
-    plan = plan_exactly(problem)
-    check_plan(plan)
+    trial = plan_problem(problem, spmd.Options())
+    check_plan(trial.plan)
     assert solution.exact
-    assert plan.seconds <= plan.greedy_seconds
-    assert solution.cost <= plan.seconds * (1 + 1e-6)
-    assert plan.lower_seconds <= plan.seconds * (1 + 1e-6)
+    assert solution.cost <= trial.plan.seconds * (1 + 1e-6)
+    assert trial.seconds <= trial.plan.greedy_seconds
 
 
 def test_a_memory_limit_is_kept_or_refused() -> None:
-    free = lowered_steps("scan", ("data", None)).stages.plan
-    needed = peak_of(free).bytes
-    limit = int(needed * 0.95)
-    tight = lowered_steps("scan", ("data", None), memory_limit=limit).stages.plan
-    assert peak_of(tight).bytes <= limit
-    assert tight.seconds > free.seconds
-    assert "times as long" in tight.notes[-1]
+    free = lowered_steps("scan", ("data", None))
+    limit = int(free.predicted_memory.peak * 0.95)
+    tight = lowered_steps("scan", ("data", None), memory_limit=limit)
+    assert tight.predicted_memory.peak <= limit
+    assert tight.cost > free.cost
+    assert "times as long" in tight.stages.plan.notes[-1]
     with pytest.raises(PlanError, match="no plan was found that keeps to"):
         lowered_steps("scan", ("data", None), memory_limit=1 << 20)
+
+
+@pytest.mark.parametrize("limit", [0.5, 0.7, 0.9, 1.0])
+def test_what_is_shown_is_what_a_limit_is_held_against(limit: float) -> None:
+    needed = lowered_steps("scan", ("data", None)).predicted_memory.peak
+    try:
+        found = lowered_steps("scan", ("data", None), memory_limit=int(needed * limit))
+    except PlanError:
+        assert limit < 1
+    else:
+        assert found.predicted_memory.peak <= needed * limit

@@ -1,0 +1,103 @@
+"""Ops of several results that have nothing to do with each other: planned apart, run as written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import spmd
+from spmd.frontend.importer.module import import_module
+from spmd.frontend.separate import separate
+from spmd.ir.legality import check_program
+from spmd.ir.program import Op, Program
+
+X = np.random.default_rng(0).random((8, 16), np.float32)
+
+
+def separated(fn: Any, *args: Any) -> tuple[Program, Program]:
+    """The program as it is imported, and with its ops apart."""
+    module: Any = jax.jit(fn).lower(*args).compiler_ir()
+    before = import_module(module, ()).program
+    after = separate(before)
+    check_program(after)
+    return before, after
+
+
+def named(program: Program, name: str) -> list[Op]:
+    return [op for op in program.walk() if op.name == f"stablehlo.{name}"]
+
+
+def sum_and_most(x: Any, y: Any) -> Any:
+    """Two reductions in one op."""
+    initial = jnp.float32(0), jnp.float32(-jnp.inf)
+    return lax.reduce((x, y), initial, lambda a, b: (a[0] + b[0], lax.max(a[1], b[1])), (0,))
+
+
+def sum_of_both(x: Any, y: Any) -> Any:
+    """Two results that share what they read."""
+    initial = jnp.float32(0), jnp.float32(0)
+    return lax.reduce((x, y), initial, lambda a, b: (a[0] + b[0], a[1] + b[1] * b[0]), (0,))
+
+
+def test_a_barrier_becomes_one_for_each_operand() -> None:
+    before, after = separated(lambda *xs: lax.optimization_barrier(xs), X, X.T, X[0])
+    assert [len(op.results) for op in named(before, "optimization_barrier")] == [3]
+    assert [len(op.results) for op in named(after, "optimization_barrier")] == [1, 1, 1]
+    assert separate(after) is after
+
+
+def test_reductions_know_what_they_are_when_apart() -> None:
+    before, after = separated(sum_and_most, X, X)
+    assert [op.kind.attrs["reducer"] for op in named(before, "reduce")] == [""]
+    kinds = [op.kind.attrs for op in named(after, "reduce")]
+    assert [attrs["reducer"] for attrs in kinds] == ["add", "max"]
+    assert all(attrs["spmd.neutral"] for attrs in kinds)
+
+
+@pytest.mark.parametrize(
+    "fn", [sum_of_both, lambda x, y: lax.sort((x, y), num_keys=1)], ids=["reduce", "sort"]
+)
+def test_what_belongs_together_stays(fn: Any) -> None:
+    before, after = separated(fn, X, X)
+    assert after is before
+
+
+@pytest.mark.usefixtures("devices8")
+def test_each_operand_of_a_barrier_may_have_the_axis() -> None:
+    def fn(x: Any, y: Any) -> Any:
+        return lax.optimization_barrier((x * 2, y * 3))
+
+    mesh = spmd.make_mesh(data=8)
+    specs = (("data", None), (None, "data"))
+    jitted = spmd.jit(fn, mesh=mesh, in_specs=specs, options=spmd.Options(check=True))
+    compiled = jitted.compile(X, X.T.copy())
+    assert not compiled.collectives
+    local = compiled.stages.partitioned.program
+    assert [len(op.results) for op in named(local, "optimization_barrier")] == [2]
+    for got, want in zip(compiled(X, X.T.copy()), fn(X, X.T), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stack", ["scan", "unrolled"])
+@pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable", "dots_saveable"])
+def test_recomputation_sends_what_it_would_without_a_barrier(stack: str, policy: str) -> None:
+    from benchmarks.programs.conditions import small_machine
+    from benchmarks.programs.remat import CHECKPOINTS, gradient
+
+    mesh = spmd.make_mesh(data=4, model=2)
+    sent = []
+    for prevent_cse in (True, False):
+        rule = getattr(jax.checkpoint_policies, policy)
+        CHECKPOINTS["tested"] = lambda layer, p=prevent_cse, r=rule: jax.checkpoint(
+            layer, prevent_cse=p, policy=r
+        )
+        built = gradient(mesh, "mlp", "tested", stack)
+        options = spmd.Options(topology=small_machine())
+        lowered = spmd.jit(built.fn, mesh=mesh, options=options).lower(*built.args)
+        sent.append(sum(c.bytes * c.count for c in lowered.collectives))
+    assert sent[0] == pytest.approx(sent[1], rel=0.02)
