@@ -1,9 +1,9 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
     import -> canonicalize -> separate -> sink -> propagate
-    -> plan -> partition -> optimize -> (time, memory: back to plan)
-    -> expand -> emit
+    plan -> partition -> optimize -> time -> expand -> emit
 
+The planner proposes a few plans. Each is partitioned, optimized and timed, and the fastest goes on.
 Each stage is a pure function from a frozen value to a frozen value.
 """
 
@@ -309,11 +309,12 @@ class _Clock:
 
     def __call__(self, stage: str, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         doing(stage)
+        self.seconds.setdefault(stage, 0.0)  # in the order in which they begin
         start, outside, self._inside = time.perf_counter(), self._inside, 0.0
         result = run(*args, **kwargs)
         whole = time.perf_counter() - start
         own, self._inside = whole - self._inside, outside + whole
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + own
+        self.seconds[stage] += own
         if self.verbose:
             print(f"spmd: {stage:<12} {own * 1e3:9.1f} ms", file=sys.stderr)
         return result

@@ -16,6 +16,9 @@ from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
 from spmd.predict.timeline import Timeline, least_seconds, predict_timeline
 
+CLOSE = 5e-4
+"""Relative difference of two times that a report does not show."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -92,7 +95,8 @@ def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:
     rows = []
     if plan.greedy_seconds and plan.solver != "greedy":
         more = plan.greedy_seconds / seconds - 1 if seconds else 0.0
-        text = f"{seconds_text(plan.greedy_seconds)}, {more:.1%} slower than this one"
+        slower = f"{more:.1%} slower than" if more >= CLOSE else "as fast as"
+        text = f"{seconds_text(plan.greedy_seconds)}, {slower} this one"
         rows.append(("greedy plan", plan.greedy_seconds, text))
     bound = facts.least_seconds
     if bound:

@@ -146,7 +146,14 @@ _ALL = (
     _gpu("h100", (395.8, 791.5, 1583, 1583), 80 * _GB, 3.02e12, 450e9, 50e9, measured=_HOPPER),
     _gpu("h200", (395.8, 791.5, 1583, 1583), 141 * _GB, 4.32e12, 450e9, 50e9, measured=_HOPPER),
     Chip(
-        "cpu", _peaks((0.1,) * 4), 8 * _GIB, 20e9, Link(5e9, 10e-6), Link(1e9, 50e-6), per_host=64
+        "cpu",
+        _peaks((0.1,) * 4),
+        8 * _GIB,
+        20e9,
+        Link(5e9, 10e-6),
+        Link(1e9, 50e-6),
+        per_host=64,
+        overlap=0.0,  # virtual devices send with the cores that compute
     ),
 )
 CHIPS = {chip.name: chip for chip in _ALL}

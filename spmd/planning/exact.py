@@ -29,9 +29,10 @@ MOST_EXPOSED = 0.5
 def plan_exactly(problem: Problem, try_out: TryOut, memory_limit: int | None = None) -> Plan:
     """Plans a whole program.
 
-    Three plans are proposed: the cheapest where reshards take their time, the cheapest where they
-    are hidden as far as the machine can, and the greedy one, whose choices both of them weigh.
-    Their programs are timed, and the fastest is taken.
+    Proposed are the cheapest plan where reshards take their time; where the machine can hide most
+    of it, the cheapest where it does; where there are open arguments, the cheapest in which they
+    lie as the marks suggest; and the greedy plan, whose choices all of them weigh. Their programs
+    are timed, and the fastest is taken.
 
     Args:
       problem: what is to be planned.
@@ -44,10 +45,12 @@ def plan_exactly(problem: Problem, try_out: TryOut, memory_limit: int | None = N
     """
     greedy, costs = weighed(problem)
     proposed = [decoded(costs, solve(costs.network)), greedy]
+    if costs.has_open_arguments and not problem.is_open:
+        proposed.append(decoded(costs, solve(costs.closed())))
     exposed = max(LEAST_EXPOSED, 1 - problem.topology.chip.overlap)
     if exposed < MOST_EXPOSED:
         hidden = CostNetwork(problem, costs.units, costs.choices, costs.domains, exposed)
-        proposed.insert(1, decoded(hidden, solve(hidden.network)))
+        proposed.append(decoded(hidden, solve(hidden.network)))
     tried = [try_out(plan) for plan in _different(proposed)]
 
     def priced(prices: Prices) -> Plan:

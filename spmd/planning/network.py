@@ -83,11 +83,29 @@ class CostNetwork:
         for (source, index), uses in self._uses.items():
             self._connect(source, index, uses)
 
-    def priced(self, prices: Mapping[Value, float]) -> Network:
-        """The network in which values that are alive at the peak cost so many seconds a byte."""
+    @property
+    def has_open_arguments(self) -> bool:
+        """Whether any argument may lie in several ways."""
+        return any(len(states) > 1 for states in self.problem.arguments)
+
+    def closed(self) -> Network:
+        """The network in which every argument lies as the marks suggest."""
+        network = self._copy()
+        for number, variable in enumerate(self.variables):
+            if self.units.units[number].role == ARGUMENT:
+                others = [row for row, (choice, _) in enumerate(variable.rows) if choice]
+                network.unary[variable.number][others] += FORBIDDEN
+        return network
+
+    def _copy(self) -> Network:
         network = Network()
         network.unary = [costs.copy() for costs in self.network.unary]
         network.pairs = self.network.pairs
+        return network
+
+    def priced(self, prices: Mapping[Value, float]) -> Network:
+        """The network in which values that are alive at the peak cost so many seconds a byte."""
+        network = self._copy()
         for value, price in prices.items():
             number, index = self.units.of[value]
             if number < 0:

@@ -60,7 +60,7 @@ def test_text_says_where_shardings_come_from(text: str) -> None:
 def test_the_summary_is_short(compiled: Any) -> None:
     short = summarize(compiled._facts())
     assert 8 <= len(short.splitlines()) <= 25
-    assert "5, 4 of them split" in short
+    assert "5, 5 of them split" in short
     for row in traffic(compiled.collectives):
         assert re.search(rf"{row.like.kind} +{row.like.axes[0]} +{row.ops} +{row.runs} ", short)
 
@@ -87,8 +87,10 @@ def test_a_marked_argument(compiled: Any) -> None:
 def test_why_not(compiled: Any) -> None:
     assert "closed by the mark: argument batch/x" in explain_value(compiled.stages, "batch/x")
     bias = explain_value(compiled.stages, "params/<b>&")
-    assert "dim 0 (size 8) is not split" in bias
-    assert "data: no mark reaches it" in bias
+    assert "dim 0 (size 8) is split over data, model" in bias
+    assert "no mark asks for it: the cheapest" in bias
+    x = explain_value(compiled.stages, "batch/x")
+    assert "dim 1 (size 16) is not split" in x
 
 
 def test_a_result_says_what_is_still_owed(compiled: Any) -> None:
