@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from spmd.ir.program import Op
+from spmd.ir.program import Op, Region
 from spmd.mesh.sharding import Sharding, replicated
 from spmd.planning.choices import Choices, axis_sets
 from spmd.planning.plan import Choice, Plan
@@ -24,8 +24,9 @@ from spmd.reshard.resharder import States
 MOST_STATES = 6
 """States of one value that are looked at."""
 
-MOST_PASSES = 5
-"""Passes forward; there is one backward between two of them."""
+PASSES, MORE_PASSES = 5, 2
+"""Passes forward, with one backward between two of them; and more for each loop inside of another:
+what the innermost one wants has to travel through the carries of all."""
 
 
 class Domains(NamedTuple):
@@ -74,7 +75,8 @@ class _Spread:
             self.into[use.target].append((use.position, use.source, use.result))
 
     def run(self) -> None:
-        for number in range(MOST_PASSES):
+        depth = loop_depth(self.problem.program.body)
+        for number in range(PASSES + MORE_PASSES * max(0, depth - 1)):
             if number:
                 self.backward()
             before = list(self.states)
@@ -177,6 +179,12 @@ class _Everything(_Spread):
         ]
         held = problem.index.held.get(value, ())
         return tuple(s for s in (*full, *partial) if s.used.isdisjoint(held))
+
+
+def loop_depth(region: Region) -> int:
+    """How many loops are inside of each other, at the most."""
+    depths = [max(map(loop_depth, op.regions)) + op.is_loop for op in region.ops if op.regions]
+    return max(depths, default=0)
 
 
 def _first(states: Iterable[Sharding], most: int) -> States:
