@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -10,7 +12,7 @@ from spmd.api.arguments import function_name
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.mistakes import check_jit
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
-from spmd.explain.words import plural
+from spmd.explain.words import idle_text, plural
 from spmd.mesh.spec import as_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -148,7 +150,18 @@ class Jitted(Generic[P, R]):
         with self._progress():
             doing("trace")
             traced = trace_call(self.recipe, call, topology)
-            return Lowered(traced, compile_module(traced.request, options), options, topology)
+            stages = compile_module(traced.request, options)
+        if stages.plan.choices and (idle := stages.plan.idle_axes):
+            warnings.warn(f"{self.__name__}: {idle_text(idle)}", stacklevel=_calls_above())
+        return Lowered(traced, stages, options, topology)
 
     def _progress(self) -> AbstractContextManager[None]:
         return progress(self.__name__, self.recipe.options.shows_progress)
+
+
+def _calls_above() -> int:
+    """How many calls of ours are between a warning and the user's own line."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "spmd":
+        frame, count = frame.f_back, count + 1
+    return count

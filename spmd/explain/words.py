@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from spmd.errors import bytes_text as bytes_text
 from spmd.ir.program import Program, Value
@@ -70,3 +71,9 @@ def value_name(program: Program, value: Value) -> str:
     if value in program.body.args:
         return program.arg_names[program.body.args.index(value)]
     return f"%{value}"
+
+
+def idle_text(axes: Sequence[str]) -> str:
+    """What to say of axes of a mesh over which nothing is split."""
+    which = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(axes)}"
+    return f"nothing is split over {which} of the mesh: the devices along it repeat the same work"

@@ -98,6 +98,15 @@ class Plan(NamedTuple):
         """The machine that it was costed on."""
         return self.problem.topology
 
+    @property
+    def idle_axes(self) -> tuple[str, ...]:
+        """Axes of the mesh over which nothing is split: their devices all do the same."""
+        used = {a for sharding in self.arguments for a in sharding.used}
+        for choice in self.choices.values():
+            used.update(a for axes in choice.assignment for a in axes)
+        atoms = self.mesh.axis_atoms
+        return tuple(name for name, own in atoms.items() if own and used.isdisjoint(own))
+
     def choice(self, op: Op) -> Choice:
         """The choice for an op."""
         return self.choices[op.results[0]]

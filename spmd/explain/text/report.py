@@ -14,7 +14,15 @@ from spmd.explain.tables import (
     traffic_table,
 )
 from spmd.explain.text.layout import Lines, aligned, counted, section, table_lines
-from spmd.explain.words import bytes_text, plural, seconds_text, share_text, source_text, spec_text
+from spmd.explain.words import (
+    bytes_text,
+    idle_text,
+    plural,
+    seconds_text,
+    share_text,
+    source_text,
+    spec_text,
+)
 
 
 def explain_program(facts: Facts) -> str:
@@ -62,6 +70,8 @@ def summarize(facts: Facts) -> str:
         peak = f"{facts.peak_kind} {rows[f'peak, {facts.peak_kind}']}"
         lines.append(f"  memory       {peak}, {rows['temporary']} of it temporary")
     lines.append(f"  time         {_time(facts)}")
+    if plan.choices and plan.idle_axes:
+        lines.append(f"  note         {idle_text(plan.idle_axes)}")
     return "\n".join(lines) + "\n"
 
 
