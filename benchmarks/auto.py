@@ -39,7 +39,7 @@ def by_hand(
     step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
     types = argument_types(config, optimizer, mesh, (given.global_batch, given.seq_len))
     lowered = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).lower(*types, topology=topology)
-    return lowered.stages.plan.seconds
+    return lowered.cost
 
 
 def make_parser() -> Parser:

@@ -183,7 +183,7 @@ def _on_mesh(
         for name, sharding in zip(names, plan.arguments, strict=True)
     }
     inferred = _inferred(names, list(specs.values()), plan)
-    return AutoSharding(mesh, specs, plan.seconds, (), jitted, names, inferred)
+    return AutoSharding(mesh, specs, plan.run_seconds, (), jitted, names, inferred)
 
 
 def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan) -> frozenset[str]:

@@ -202,10 +202,12 @@ def plan_problem(
         return tried[-1]
 
     if options.planner == "greedy":
-        return try_out(clock("plan", plan_greedily, problem))
-    plan = clock("plan", plan_exactly, problem, try_out, options.memory_limit)
+        plan = clock("plan", plan_greedily, problem)
+        try_out(plan)
+    else:
+        plan = clock("plan", plan_exactly, problem, try_out, options.memory_limit)
     trial = next(trial for trial in tried if trial.plan.states is plan.states)
-    trial.plan = plan
+    trial.plan = plan._replace(run_seconds=trial.seconds)
     return trial
 
 

@@ -42,8 +42,8 @@ def test_a_large_batch_is_split_over_everything() -> None:
     mesh = spmd.make_mesh(data=4, model=2)
     found = spmd.auto(step, mesh, *structs(1 << 16, 1024), topology=H200, donate_argnums=(0, 1))
     assert found.specs["x"][0] == ("data", "model")
-    plan = found.jitted.lower(*found.mark(*structs(1 << 16, 1024)), topology=H200).stages.plan
-    assert plan.seconds <= found.seconds * 1.02
+    again = found.jitted.lower(*found.mark(*structs(1 << 16, 1024)), topology=H200)
+    assert again.cost <= found.seconds * 1.02
     text = str(found)
     assert "mesh = spmd.make_mesh(data=4, model=2)" in text
     assert "layers/*/up" in text

@@ -85,7 +85,7 @@ def relief_of(plan: Plan, group: MarkGroup) -> Relief:
 
 
 def price_of(plan: Plan, other: Plan) -> Price:
-    """What another plan costs more than a plan."""
+    """What another plan costs more than a plan, by the predicted times of their programs."""
 
     def sent(of: Plan) -> int:
         return sum(move.bytes for move in of.moves)
@@ -94,7 +94,8 @@ def price_of(plan: Plan, other: Plan) -> Price:
         leaves = zip(of.program.body.args, of.arguments, strict=True)
         return sum(local_type(of.program.types[v], s, of.mesh).bytes for v, s in leaves)
 
-    return Price(other.seconds - plan.seconds, sent(other) - sent(plan), held(other) - held(plan))
+    seconds = other.run_seconds - plan.run_seconds
+    return Price(seconds, sent(other) - sent(plan), held(other) - held(plan))
 
 
 # ---------------------------------------------------------------------------------------------

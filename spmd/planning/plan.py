@@ -62,6 +62,7 @@ class Plan(NamedTuple):
       seconds: compute and reshard times of one run added up, as if nothing ran side by side.
       solver: which solver made it.
       notes: what people should know (fallbacks taken), in program order.
+      run_seconds: predicted time of one run of its program; 0 if that was not tried.
       greedy_seconds: predicted time of the greedy plan's program; 0 if that was not tried.
     """
 
@@ -76,6 +77,7 @@ class Plan(NamedTuple):
     seconds: float
     solver: str
     notes: tuple[str, ...]
+    run_seconds: float = 0.0
     greedy_seconds: float = 0.0
 
     @property
