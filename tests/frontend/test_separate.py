@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import pytest
 from jax import lax
 
 import spmd
+from benchmarks.programs.conditions import small_machine
+from benchmarks.programs.remat import CHECKPOINTS, gradient
 from spmd.frontend.importer.module import import_module
 from spmd.frontend.separate import separate
 from spmd.ir.legality import check_program
@@ -86,16 +89,11 @@ def test_each_operand_of_a_barrier_may_have_the_axis() -> None:
 @pytest.mark.parametrize("stack", ["scan", "unrolled"])
 @pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable", "dots_saveable"])
 def test_recomputation_sends_what_it_would_without_a_barrier(stack: str, policy: str) -> None:
-    from benchmarks.programs.conditions import small_machine
-    from benchmarks.programs.remat import CHECKPOINTS, gradient
-
     mesh = spmd.make_mesh(data=4, model=2)
+    rule = getattr(jax.checkpoint_policies, policy)
     sent = []
     for prevent_cse in (True, False):
-        rule = getattr(jax.checkpoint_policies, policy)
-        CHECKPOINTS["tested"] = lambda layer, p=prevent_cse, r=rule: jax.checkpoint(
-            layer, prevent_cse=p, policy=r
-        )
+        CHECKPOINTS["tested"] = partial(jax.checkpoint, prevent_cse=prevent_cse, policy=rule)
         built = gradient(mesh, "mlp", "tested", stack)
         options = spmd.Options(topology=small_machine())
         lowered = spmd.jit(built.fn, mesh=mesh, options=options).lower(*built.args)
