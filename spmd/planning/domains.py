@@ -24,6 +24,9 @@ from spmd.reshard.resharder import States
 MOST_STATES = 6
 """States of one value that are looked at."""
 
+MOST_LATE = 2
+"""Partial states of a carry that are looked at beyond these."""
+
 PASSES, MORE_PASSES = 5, 2
 """Passes forward, with one backward between two of them; and more for each loop inside of another:
 what the innermost one wants has to travel through the carries of all."""
@@ -129,7 +132,10 @@ class _Spread:
         flowing = [state for states in sources for state in states]
         found += [*(s.full() for s in flowing[:1]), *flowing, *self.carry_wants(number)]
         whole = replicated(self.problem.program.types[unit.tie.result].rank)
-        return _first(found, MOST_STATES + 2) or (whole,)
+        every = tuple(dict.fromkeys(found))
+        # A sum that is finished after the loop and not in it is worth most, and comes last.
+        late = [state for state in every[MOST_STATES + 2 :] if state.partial][:MOST_LATE]
+        return (*every[: MOST_STATES + 2], *late) or (whole,)
 
     def carry_wants(self, number: int) -> States:
         """What users of a carry want, behind its loop and inside."""

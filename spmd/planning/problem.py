@@ -97,6 +97,8 @@ def problem_of(
 def opened(problem: Problem, free: Sequence[bool]) -> Problem:
     """The same problem, but the arguments that are free may lie in every way that divides them.
 
+    Donated ones, which live on from call to call, lie in no larger pieces than the marks suggest.
+
     Args:
       problem: the problem.
       free: for each argument, whether nobody said how it lies.
@@ -106,6 +108,9 @@ def opened(problem: Problem, free: Sequence[bool]) -> Problem:
     for i, value in enumerate(values):
         if free[i]:
             every = every_state(types[value], problem.mesh)
+            if i in problem.links.values():
+                pieces = problem.mesh.extent(arguments[i][0].used)
+                every = tuple(s for s in every if problem.mesh.extent(s.used) >= pieces)
             arguments[i] = tuple(dict.fromkeys((*arguments[i], *every)))
     return replace(problem, arguments=tuple(arguments))
 

@@ -407,10 +407,9 @@ def operand_unlike_its_assignment(plan):
 
 
 def partial_forgotten(plan):
-    dot = op_named(plan, "dot_general", 1)
-    state = plan.choice(dot).results[0]
-    assert state.partial
-    return with_results(plan, dot, state.full())
+    dots = [op for op in plan.program.walk() if op.name == "stablehlo.dot_general"]
+    dot = next(dot for dot in dots if plan.choice(dot).results[0].partial)
+    return with_results(plan, dot, plan.choice(dot).results[0].full())
 
 
 def partial_through_a_nonlinear_op(plan):

@@ -179,7 +179,7 @@ def conv(x: Any, k: Any) -> Any:
 
 
 def test_a_large_image_exchanges_its_borders() -> None:
-    compiled = spmd.jit(conv, mesh=MESH, in_specs=(SPEC, None)).compile(IMAGE, KERNEL)
+    compiled = spmd.jit(conv, mesh=MESH, in_specs=(SPEC, ())).compile(IMAGE, KERNEL)
     assert [c.kind for c in compiled.collectives] == ["collective_permute"] * 2
     for c in compiled.collectives:
         assert c.bytes == 8 * 1 * 512 * 64 * 4
