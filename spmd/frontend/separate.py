@@ -69,7 +69,10 @@ def _reductions(
         attrs = {**op.kind.attrs, "body": body, "reducer": reducer}
         if NEUTRAL in attrs:
             initial = producers.get(op.operands[k - count])
-            attrs[NEUTRAL] = initial is not None and is_identity(initial.kind, reducer)
+            attrs[NEUTRAL] = initial is not None and (
+                initial.kind.about.is_constant
+                and is_identity(initial.kind.attrs["value"], initial.kind.results[0].dtype, reducer)
+            )
         own = (operands[k], *shared, operands[k - count])
         made += b.op(op.name, own, (op.kind.results[k],), attrs)
     return made

@@ -67,11 +67,16 @@ def specs_for(name: str, mesh: spmd.Mesh) -> list[Any]:
     return [None, tuple(random_spec(rng, a.shape, mesh) for a in (X, W))]
 
 
-def assert_same(fn: Any, mesh: spmd.Mesh, specs: Any) -> spmd.Compiled:
+ATOL = {"inside_scan": 1e-4}
+"""Where sums in another order are felt: it takes sines of large sums. Beside float64 we are off by
+2e-5 here, plain jax.jit by 5e-5."""
+
+
+def assert_same(fn: Any, mesh: spmd.Mesh, specs: Any, atol: float = 1e-5) -> spmd.Compiled:
     compiled = spmd.jit(fn, mesh=mesh, in_specs=specs, options=Options(check=True)).compile(X, W)
 
     def check(got: Any, want: Any) -> None:
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-4, err_msg=f"specs {specs}")
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=atol, err_msg=f"specs {specs}")
 
     jax.tree.map(check, compiled(X, W), jax.jit(fn)(X, W))
     return compiled
@@ -82,7 +87,7 @@ def test_values(program: Manual, mesh_name: str) -> None:
     mesh = spmd.make_mesh(**MESHES[mesh_name])
     fn = program.make(jax_mesh(mesh))
     for specs in specs_for(program.name, mesh):
-        assert_same(fn, mesh, specs)
+        assert_same(fn, mesh, specs, ATOL.get(program.name, 1e-5))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from spmd.frontend.importer.contents import Contents
 from spmd.frontend.importer.manual import Scope
 from spmd.frontend.importer.unsupported import refuse
 from spmd.ir.dialect.collectives import DEVICE_IDS
-from spmd.ir.dialect.reducers import body_reducer, identity_element
+from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
 from spmd.ir.dialect.registry import ALONE
 from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, walk_region
 from spmd.ir.types import Attribute, Dense, TensorType
@@ -250,12 +250,12 @@ class Importer:
         """Records as `spmd.neutral` whether initial or padding values are the identity."""
         count = 1 if kind.name == "stablehlo.pad" else len(inputs) // 2
         reducer = kind.attrs.get("reducer", "add")
-        neutral = bool(reducer) and all(
+        neutral = all(
             value in self._constants
-            and self._constants[value].array() == identity_element(reducer, self.types[value].dtype)
+            and is_identity(self._constants[value], self.types[value].dtype, reducer)
             for value in inputs[-count:]
         )
-        attrs = {**kind.attrs, "spmd.neutral": neutral}
+        attrs = {**kind.attrs, NEUTRAL: neutral}
         return OpKind(kind.name, kind.operands, kind.results, attrs)
 
     # Scalar bodies.

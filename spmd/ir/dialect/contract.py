@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from spmd.ir.description import Role
 from spmd.ir.dialect.merge import Merge
+from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import (
     MERGE,
@@ -75,7 +76,7 @@ def _reduce(kind: OpKind) -> Rule:
         for d, size in enumerate(kind.operands[0].shape)
     ]
     result = [dim for d, dim in enumerate(operand) if d not in summed]
-    linear = ((0,),) if reducer == "add" and kind.attrs.get("spmd.neutral") else ()
+    linear = ((0,),) if reducer == "add" and kind.attrs.get(NEUTRAL) else ()
     inits: list[list[DimFactors]] = [[]] * count
     return build.build(
         [operand] * count + inits,

@@ -9,7 +9,7 @@ import numpy as np
 from spmd.ir.description import DESCRIPTIONS
 from spmd.ir.dialect import elementwise  # noqa: F401 (describes the ops)
 from spmd.ir.program import Body, Op, OpKind, Region
-from spmd.ir.types import TensorType, numpy_dtype
+from spmd.ir.types import Dense, TensorType, numpy_dtype
 
 REDUCER_OPS = {about.reducer: name for name, about in DESCRIPTIONS.items() if about.reducer}
 """Reduction kind (`add`, `max`, ...) -> the op that combines two terms."""
@@ -36,12 +36,9 @@ def reducer_body(kind: str, dtype: str) -> Body:
     return Body((scalar,) * 3, Region((0, 1), (Op(op_kind, (0, 1), (2,)),), (2,)))
 
 
-def is_identity(kind: OpKind, reducer: str) -> bool:
-    """Whether an op of this kind is the constant that leaves a reduction unchanged."""
-    if not reducer or not kind.about.is_constant:
-        return False
-    identity = identity_element(reducer, kind.results[0].dtype)
-    return bool((kind.attrs["value"].array() == identity).all())
+def is_identity(value: Dense, dtype: str, reducer: str) -> bool:
+    """Whether a constant leaves a reduction unchanged; nothing does where it is not known."""
+    return bool(reducer) and bool((value.array() == identity_element(reducer, dtype)).all())
 
 
 def identity_element(kind: str, dtype: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from spmd.ir.description import Role, Traffic
 from spmd.ir.dialect.bodies import is_elementwise
 from spmd.ir.dialect.halo import Window
+from spmd.ir.dialect.reducers import NEUTRAL
 from spmd.ir.dialect.registry import op
 from spmd.ir.dialect.rule import (
     REDUCE,
@@ -88,7 +89,7 @@ def _pad(kind: OpKind) -> Rule:
             window = Window(kind.results[0].shape[d], 1, low[d], inner[d] + 1)
             pairs.append(build.window(0, d, size, window))
     operand, result = sides(pairs)
-    linear = ((0,),) if kind.attrs.get("spmd.neutral") else ()
+    linear = ((0,),) if kind.attrs.get(NEUTRAL) else ()
     return build.build([operand, []], [result], linear=linear)
 
 
@@ -233,7 +234,7 @@ def _reduce_window(kind: OpKind) -> Rule:
             pairs.append(build.window(0, d, size, window))
     operand, result = sides(pairs)
     build.reads = [read._replace(operand=i) for i in range(count) for read in build.reads]
-    neutral = kind.attrs.get("reducer") == "add" and kind.attrs.get("spmd.neutral")
+    neutral = kind.attrs.get("reducer") == "add" and kind.attrs.get(NEUTRAL)
     scalars: list[list[DimFactors]] = [[]] * count
     return build.build(
         [*[operand] * count, *scalars],
@@ -254,7 +255,7 @@ def _covers(kind: OpKind, sliding: Sliding, d: int) -> bool:
         and low >= 0
         and span >= low + size
         and bool(kind.attrs.get("reducer"))
-        and bool(kind.attrs.get("spmd.neutral"))
+        and bool(kind.attrs.get(NEUTRAL))
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.contract import RaggedDims
-from spmd.ir.dialect.reducers import REDUCER_OPS, identity_element
+from spmd.ir.dialect.reducers import NEUTRAL, REDUCER_OPS, identity_element
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType
 from spmd.lowering.local.merge import merged_dims, reduce_merged
@@ -36,7 +36,7 @@ def _reduce(op: LocalOp) -> tuple[Value, ...]:
     dtype = b.types[init].dtype
     element = identity_element(reducer, dtype)
     x = op.masked(0, element)
-    if op.attrs.get("spmd.neutral"):
+    if op.attrs.get(NEUTRAL):
         return op.emit([x, init])
     (terms,) = op.emit([x, b.constant(element, dtype)])
     spread = b.broadcast(op.once(init, axes, reducer), b.types[terms].shape)
