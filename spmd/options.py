@@ -18,6 +18,8 @@ class Options:
       planner: `exact` weighs all decisions together, `greedy` takes them in program order.
       memory_limit: bytes that one device may use. Without it the plan aims at the memory that the
         topology's devices have, and says so where it misses it; with it, missing it is an error.
+      recompute: whether a program that needs more memory than there is may make values again (gather
+        a weight, compute an activation) rather than hold them; what it does so `explain()` tells.
       combine_bytes: small gathers and reductions over the same axes travel together, up to this
         many bytes (and memory) at a time; those of more than a quarter of it travel alone. 0: all.
       prefetch: how many gathers over the same links may be under way or wait ahead of their use;
@@ -32,6 +34,7 @@ class Options:
     topology: Topology | None = None
     planner: Literal["exact", "greedy"] = "exact"
     memory_limit: int | None = None
+    recompute: bool = True
     combine_bytes: int = 4 << 20
     prefetch: int = 2
     check: bool = False

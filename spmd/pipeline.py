@@ -29,7 +29,9 @@ from spmd.lowering.emitted import Emitted, emit_local
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
 from spmd.lowering.partition import Partitioned, partition
-from spmd.lowering.rewrites.optimize import optimize
+from spmd.lowering.recompute.loops import Dropped
+from spmd.lowering.recompute.recompute import recompute
+from spmd.lowering.rewrites.optimize import schedule, simplify
 from spmd.lowering.rewrites.room import Room
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
@@ -153,16 +155,51 @@ class Trial:
     Attributes:
       plan: the plan.
       partitioned: the local program.
+      dropped: what it makes again rather than holds, as the plan's price of memory asks.
       optimized: the local program after its rewrites.
     """
 
     def __init__(
-        self, plan: Plan, options: Options, donated: tuple[int, ...], clock: _Clock
+        self,
+        plan: Plan,
+        options: Options,
+        donated: tuple[int, ...],
+        clock: _Clock,
+        unpriced: Trial | None = None,
     ) -> None:
         self.plan = plan
-        self.partitioned = clock("partition", partition, plan)
-        self.optimized = clock("optimize", _optimize, self.partitioned, plan, options)
-        self._donated, self._clock = donated, clock
+        self._options, self._donated, self._clock = options, donated, clock
+        self._unpriced = unpriced or self
+        self.partitioned = unpriced.partitioned if unpriced else clock("partition", partition, plan)
+        program, self.dropped = self._simple, ()
+        if plan.byte_price:
+            program, self.dropped = clock("recompute", self._recompute)
+        program = clock("optimize", self._schedule, program)
+        self.optimized = self.partitioned._replace(program=program)
+
+    @cached_property
+    def _simple(self) -> Program:
+        """The local program after those rewrites that come before recomputation."""
+        if self._unpriced is not self:
+            return self._unpriced._simple
+        program, mesh = self.partitioned.program, self.plan.mesh
+        return self._clock("optimize", simplify, program, mesh, self._room)
+
+    @property
+    def _room(self) -> Room:
+        limit = self._options.memory_limit
+        memory = self.plan.topology.hbm_bytes if limit is None else limit
+        return Room(memory, tuple(self.plan.problem.links.values()))
+
+    def _recompute(self) -> tuple[Program, tuple[Dropped, ...]]:
+        plan, limit = self.plan, self._room.bytes
+        price, donated = plan.byte_price, self._donated
+        return recompute(self._simple, plan.mesh, plan.topology, price, limit, donated)
+
+    def _schedule(self, program: Program) -> Program:
+        plan, options = self.plan, self._options
+        combine_bytes, prefetch = options.combine_bytes, options.prefetch
+        return schedule(program, plan.mesh, plan.topology, combine_bytes, prefetch, self._room)
 
     @cached_property
     def seconds(self) -> float:
@@ -198,15 +235,18 @@ def plan_problem(
     tried: list[Trial] = []
 
     def try_out(plan: Plan) -> Trial:
-        tried.append(Trial(plan, options, donated, clock))
+        same = [trial for trial in tried if trial.plan.states is plan.states]
+        tried.append(Trial(plan, options, donated, clock, same[0] if same else None))
         return tried[-1]
 
     if options.planner == "greedy":
         plan = clock("plan", plan_greedily, problem)
         try_out(plan)
     else:
-        plan = clock("plan", plan_exactly, problem, try_out, options.memory_limit)
-    trial = next(trial for trial in tried if trial.plan.states is plan.states)
+        limit, again = options.memory_limit, options.recompute
+        plan = clock("plan", plan_exactly, problem, try_out, limit, again)
+    key = id(plan.states), plan.byte_price
+    trial = next(t for t in tried if (id(t.plan.states), t.plan.byte_price) == key)
     trial.plan = plan._replace(run_seconds=trial.seconds)
     return trial
 
@@ -271,15 +311,6 @@ def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding
     entries = request.result_entries or (None,) * count
     marks = [result_mark(imported, request.mesh, entries, i) for i in range(count)]
     return [None if mark is None or any(mark.open) else Sharding(mark.dims) for mark in marks]
-
-
-def _optimize(partitioned: Partitioned, plan: Plan, options: Options) -> Partitioned:
-    topology, limit = plan.topology, options.memory_limit
-    donated = tuple(plan.problem.links.values())
-    room = Room(topology.hbm_bytes if limit is None else limit, donated)
-    program, mesh = partitioned.program, partitioned.mesh
-    program = optimize(program, mesh, topology, options.combine_bytes, options.prefetch, room)
-    return partitioned._replace(program=program)
 
 
 def _expand(optimized: Partitioned) -> Partitioned:

@@ -98,9 +98,9 @@ def trip_count(op: Op, producers: Mapping[Value, Op]) -> int | None:
     if step_op is None or step_op.kind.about.reducer != "add":
         return None
     others = [v for v in step_op.operands if v != body.args[index]]
-    start = _scalar(producers, op.operands[index])
-    end = _scalar(producers, test.operands[1])
-    step = _scalar(producers, others[0]) if len(others) == 1 else None
+    start = integer_of(producers, op.operands[index])
+    end = integer_of(producers, test.operands[1])
+    step = integer_of(producers, others[0]) if len(others) == 1 else None
     if start is None or end is None or not step:
         return None
     direction = str(test.kind.attrs[_DIRECTION])
@@ -109,12 +109,13 @@ def trip_count(op: Op, producers: Mapping[Value, Op]) -> int | None:
     return max(0, -(-(end - start) // step))  # rounded up: 0, 3, 6 for i < 7 with step 3
 
 
-def _scalar(producers: Mapping[Value, Op], value: Value) -> int | None:
+def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:
+    """The integer that a scalar is, if it is constant."""
     op = producers.get(value)
     if op is None:
         return None
     if op.kind.about.is_convert:
-        return _scalar(producers, op.operands[0])
+        return integer_of(producers, op.operands[0])
     if not op.kind.about.is_constant or op.kind.results[0].rank:
         return None
     element = op.kind.attrs["value"].array()

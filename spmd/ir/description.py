@@ -77,8 +77,9 @@ class Description(NamedTuple):
       reducer: the reduction whose terms it combines: `add`, `max`, ...
       is_constant: its elements are an attribute.
       is_source: it has no operands, and any piece of it can be made anywhere.
-      is_broadcast, is_convert, is_dynamic_slice, is_product, is_reduce, is_reshape, is_scatter,
-        is_transpose: as named; a product multiplies its operands, or its operand by itself.
+      is_broadcast, is_convert, is_difference, is_dynamic_slice, is_product, is_reduce, is_reshape,
+        is_scatter, is_transpose: as named; a product multiplies its operands, or its operand by
+        itself.
       is_barrier: nothing that reads its result begins before its operand is there.
       is_mark: the user said how its result is split.
       is_repeatable: equal ops over equal operands may be done once.
@@ -109,6 +110,7 @@ class Description(NamedTuple):
     is_source: bool = False
     is_broadcast: bool = False
     is_convert: bool = False
+    is_difference: bool = False
     is_dynamic_slice: bool = False
     is_product: bool = False
     is_reduce: bool = False

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Loc, Op, Program, Region, Value
+from spmd.ir.types import TensorType
 
 Rewrite = Callable[[Builder, Op, tuple[Value, ...]], "Sequence[Value] | None"]
 """Given the builder, an op without regions and its new operands: the new results, or None to
@@ -45,31 +46,50 @@ def append_ops(
       What its results are there.
     """
     env = dict(zip(program.body.args, args, strict=True))
+    for op in program.body.ops:
+        repeat_op(b, op, env, rewrite, loc)
+    return tuple([env[v] for v in program.body.results])
 
-    def bind(values: Sequence[Value]) -> tuple[Value, ...]:
-        env.update((v, b.value(program.types[v])) for v in values)
+
+def repeat_op(
+    b: Builder,
+    op: Op,
+    env: dict[Value, Value],
+    rewrite: Rewrite | None = None,
+    loc: Loc | None = None,
+) -> None:
+    """Appends an op once more, with new values for all that it and its regions make.
+
+    Args:
+      b: the builder that it is appended to.
+      op: the op, of this program or of another.
+      env: what the values that it reads are there; gets its results.
+      rewrite: may replace ops.
+      loc: where it comes from; from where it did if left out.
+    """
+
+    def bind(values: Sequence[Value], types: Sequence[TensorType]) -> tuple[Value, ...]:
+        env.update((v, b.value(t)) for v, t in zip(values, types, strict=True))
         return tuple([env[v] for v in values])
 
-    def region(old: Region, isolated: bool) -> Region:
-        inner = bind(old.args)
+    def region(old: Region, types: Sequence[TensorType], isolated: bool) -> Region:
+        inner = bind(old.args, types)
         b.begin(isolated)
-        for op in old.ops:
-            visit(op)
+        for inside in old.ops:
+            repeat_op(b, inside, env, rewrite, loc)
         return b.end(inner, [env[v] for v in old.results])
 
-    def visit(op: Op) -> None:
-        operands = tuple([env[v] for v in op.operands])
-        b.loc = loc or op.loc
-        results = rewrite(b, op, operands) if rewrite and not op.regions else None
-        if results is None:
-            regions = tuple(region(r, op.is_loop) for r in op.regions)
-            b.append(Op(op.kind, operands, bind(op.results), regions, loc or op.loc))
-        else:
-            env.update(zip(op.results, results, strict=True))
-
-    for op in program.body.ops:
-        visit(op)
-    return tuple([env[v] for v in program.body.results])
+    operands = tuple([env[v] for v in op.operands])
+    b.loc = loc or op.loc
+    results = rewrite(b, op, operands) if rewrite and not op.regions else None
+    if results is None:
+        # Only loops have arguments, which are of their operands' types.
+        carried = op.kind.operands if op.is_loop else ()
+        regions = tuple(region(r, carried, op.is_loop) for r in op.regions)
+        made = bind(op.results, op.kind.results)
+        b.append(Op(op.kind, operands, made, regions, loc or op.loc))
+    else:
+        env.update(zip(op.results, results, strict=True))
 
 
 Now = Callable[[Value], Value]

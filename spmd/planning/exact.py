@@ -26,7 +26,12 @@ MOST_EXPOSED = 0.5
 """Where a machine hides less than the rest, plans of hidden communication are not proposed."""
 
 
-def plan_exactly(problem: Problem, try_out: TryOut, memory_limit: int | None = None) -> Plan:
+def plan_exactly(
+    problem: Problem,
+    try_out: TryOut,
+    memory_limit: int | None = None,
+    recompute: bool = True,
+) -> Plan:
     """Plans a whole program.
 
     Proposed are the cheapest plan where reshards take their time; where the machine can hide most
@@ -39,6 +44,7 @@ def plan_exactly(problem: Problem, try_out: TryOut, memory_limit: int | None = N
       try_out: brings a plan down to one device, and predicts what its program takes.
       memory_limit: bytes that one device may use; the topology's memory if left out, which is then
         a wish: a plan that misses it is returned with a note.
+      recompute: whether programs may make values again to keep to it.
 
     Raises:
       PlanError: no plan was found that keeps to the limit that was given.
@@ -56,7 +62,7 @@ def plan_exactly(problem: Problem, try_out: TryOut, memory_limit: int | None = N
     def priced(prices: Prices) -> Plan:
         return decoded(costs, solve(costs.priced(prices)))
 
-    plan = fastest_within(memory_limit, tried, priced, try_out)
+    plan = fastest_within(memory_limit, tried, priced, try_out, recompute)
     seconds = next(trial.seconds for trial in tried if trial.plan.choices == greedy.choices)
     return plan._replace(greedy_seconds=seconds)
 

@@ -1,8 +1,9 @@
 """Plans that keep to a memory limit: what is alive at the peak gets a price, until they do.
 
 A Lagrangian relaxation: seconds for each byte of what is alive at the fullest moment are added to
-the costs, and raised until the cheapest plan fits. Values pay wherever they have been alive at the
-peak of a plan that was too large.
+the costs, and raised until the cheapest plan fits. A price can be paid in two ways: by splitting
+values further (they pay wherever they have been alive at the peak of a plan that was too large), or
+by making them again rather than holding them (`spmd.lowering.recompute`). Both are tried.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def fastest_within(
     tried: Sequence[Trial],
     priced: Callable[[Prices], Plan],
     try_out: TryOut,
+    recompute: bool = True,
 ) -> Plan:
     """The fastest plan found that keeps to a limit.
 
@@ -58,6 +60,7 @@ def fastest_within(
       tried: plans made without prices.
       priced: makes a plan at given prices.
       try_out: predicts what it takes.
+      recompute: whether programs may make values again rather than hold them.
 
     Raises:
       PlanError: no plan keeps to the limit that was given.
@@ -66,8 +69,11 @@ def fastest_within(
     limit = best.plan.topology.hbm_bytes if memory_limit is None else memory_limit
     if bound_of(best.plan) <= limit or best.bytes <= limit:
         return best.plan
-    more = _priced(limit, best, priced, try_out)
-    everything = [*tried, *more]
+    everything = [*tried, *_split_further(limit, best, priced, try_out)]
+    if recompute:
+        for trial in sorted(everything, key=lambda trial: trial.seconds):
+            if trial.bytes > limit and trial.seconds < _fastest_fitting(everything, limit):
+                everything += _recomputed(limit, trial, try_out)
     fitting = [trial for trial in everything if trial.bytes <= limit]
     if fitting:
         found = min(fitting, key=lambda trial: trial.seconds)
@@ -90,17 +96,42 @@ def fastest_within(
     )
 
 
-def _priced(
+def _fastest_fitting(trials: Sequence[Trial], limit: int) -> float:
+    return min((trial.seconds for trial in trials if trial.bytes <= limit), default=math.inf)
+
+
+def _split_further(
     limit: int, trial: Trial, priced: Callable[[Prices], Plan], try_out: TryOut
 ) -> Iterator[Trial]:
-    """Plans at prices that rise until one fits, then close in on the lowest price that does."""
+    """Plans at prices of what was alive at the peak of those before."""
     alive: dict[Value, None] = {}
+
+    def at(price: float, last: Trial) -> Trial:
+        if last.bytes > limit:
+            alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
+        return try_out(priced(dict.fromkeys(alive, price)))
+
+    return _rising(limit, trial, at)
+
+
+def _recomputed(limit: int, trial: Trial, try_out: TryOut) -> Iterator[Trial]:
+    """The same plan, whose program makes values again."""
+    plan = trial.plan
+    return _rising(limit, trial, lambda price, _: try_out(plan._replace(byte_price=price)))
+
+
+def _rising(limit: int, trial: Trial, at: Callable[[float, Trial], Trial]) -> Iterator[Trial]:
+    """Trials at prices that rise until one fits, then close in on the lowest price that does.
+
+    Args:
+      limit: bytes on one device.
+      trial: one without a price.
+      at: the trial at a price, after another.
+    """
     low, high = trial.seconds / limit * FIRST, 0.0
     price = low
     for _ in range(ROUNDS):
-        if trial.bytes > limit:
-            alive.update(dict.fromkeys(value for value, _ in peak_of(trial.plan).alive))
-        trial = try_out(priced(dict.fromkeys(alive, price)))
+        trial = at(price, trial)
         yield trial
         low, high = (price, high) if trial.bytes > limit else (low, price)
         if high and high <= low * CLOSE:

@@ -64,6 +64,8 @@ class Plan(NamedTuple):
       notes: what people should know (fallbacks taken), in program order.
       run_seconds: predicted time of one run of its program; 0 if that was not tried.
       greedy_seconds: predicted time of the greedy plan's program; 0 if that was not tried.
+      byte_price: seconds for each byte that its program holds at the fullest moment: what is worth
+        less than its price is made again instead (`spmd.lowering.recompute`); 0: nothing is.
     """
 
     problem: Problem
@@ -79,6 +81,7 @@ class Plan(NamedTuple):
     notes: tuple[str, ...]
     run_seconds: float = 0.0
     greedy_seconds: float = 0.0
+    byte_price: float = 0.0
 
     @property
     def propagated(self) -> Propagated:

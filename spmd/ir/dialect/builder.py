@@ -194,6 +194,15 @@ class Builder:
         attrs = {"slice_sizes": tuple(sizes)}
         return self.op("stablehlo.dynamic_slice", (x, *starts), (type_,), attrs)[0]
 
+    def dynamic_update_slice(self, x: Value, update: Value, starts: Sequence[Value]) -> Value:
+        """`stablehlo.dynamic_update_slice`."""
+        return self.op("stablehlo.dynamic_update_slice", (x, update, *starts), (self.types[x],))[0]
+
+    def barrier(self, values: Sequence[Value]) -> tuple[Value, ...]:
+        """`stablehlo.optimization_barrier`: what reads any result waits for all of the values."""
+        types = [self.types[v] for v in values]
+        return self.op("stablehlo.optimization_barrier", values, types)
+
     def slice(self, x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
         """`stablehlo.slice` with strides of 1."""
         shape = tuple(limit - start for start, limit in zip(starts, limits, strict=True))

@@ -66,7 +66,7 @@ describe(CHEAP._replace(is_convert=True), "convert")
 
 # Linear in some operands: partial sums flow through these.
 describe(CHEAP._replace(linear=((0, 1),), reducer="add"), "add")
-describe(CHEAP._replace(linear=((0, 1),)), "subtract")
+describe(CHEAP._replace(linear=((0, 1),), is_difference=True), "subtract")
 describe(CHEAP._replace(linear=((0,),)), "negate", "real", "imag")
 describe(CHEAP._replace(linear=((0,), (1,)), reducer="mul", is_product=True), "multiply")
 describe(EXPENSIVE._replace(linear=((0,),)), "divide")

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from spmd.ir.carries import Carry, recarried
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.index import Index
-from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
+from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.lowering.rewrites.moves import is_move
 from spmd.lowering.rewrites.room import Room
 from spmd.predict.fusion import is_untouched
@@ -109,24 +110,16 @@ class _Hoist:
 
     def carrying(self, loop: Op, hoisted: dict[Value, Value]) -> Op:
         """The loop with one more carry for each hoisted exchange, in place of its result."""
-        cond, body = loop.regions
+        body = loop.regions[1]
         ops = tuple(op for op in body.ops if hoisted.keys().isdisjoint(op.results))
         read = _read(ops, body.results)
-        inner = tuple(v for v in hoisted if v in read)
-        outer = tuple(hoisted[v] for v in inner)
-        types = tuple(self.b.types[v] for v in outer)
-        seen = tuple(self.b.value(type_) for type_ in types)
-        results = tuple(self.b.value(type_) for type_ in types)
-        kind = loop.kind
-        return loop._replace(
-            kind=OpKind(kind.name, kind.operands + types, kind.results + types, kind.attrs),
-            operands=loop.operands + outer,
-            results=loop.results + results,
-            regions=(
-                cond._replace(args=cond.args + seen),
-                Region(body.args + inner, ops, body.results + inner),
-            ),
-        )
+        more = []
+        for inner, outer in hoisted.items():
+            if inner in read:
+                seen, result = (self.b.value(self.b.types[outer]) for _ in range(2))
+                more.append(Carry(outer, seen, inner, inner, result))
+        loop = loop._replace(regions=(loop.regions[0], body._replace(ops=ops)))
+        return recarried(loop, self.b.types, more=more)
 
 
 def _read(ops: Sequence[Op], results: Sequence[Value]) -> set[Value]:

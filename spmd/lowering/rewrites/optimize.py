@@ -36,16 +36,33 @@ def optimize(
       combine_bytes, prefetch: see `Options`.
       room: the memory of one device.
     """
+    return schedule(simplify(program, mesh, room), mesh, topology, combine_bytes, prefetch, room)
+
+
+def simplify(program: Program, mesh: Mesh, room: Room) -> Program:
+    """The rewrites that leave less to do: everything is done once, where and as it is cheapest."""
     # `regather` undoes pairs of scatter and gather, which `two_level` makes on purpose, so it comes
-    # before. So does `combine`: a flat buffer is split in levels, not each small collective in it.
-    # `order` comes last, since every other rewrite changes what there is to be ordered.
+    # before.
     program = dedupe(program)
     program = narrow(program)
     program = hoist(program, room)
     program = regather(program)
     program = dedupe(share_gathers(program))
     program = slice_collectives(program, mesh)
-    program = remove_dead(program)
+    return remove_dead(program)
+
+
+def schedule(
+    program: Program,
+    mesh: Mesh,
+    topology: Topology,
+    combine_bytes: int,
+    prefetch: int,
+    room: Room,
+) -> Program:
+    """The rewrites that say how and when collectives run, which the others must not undo."""
+    # `combine` comes first: a flat buffer is split in levels, not each small collective in it.
+    # `order` comes last, since every other rewrite changes what there is to be ordered.
     clock = Clock(program, mesh, topology)
     program = combine(program, clock, combine_bytes)
     program = two_level(program, mesh, topology)

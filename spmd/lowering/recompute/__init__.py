@@ -1,0 +1,1 @@
+"""Recomputation: what would not fit in memory is made again where it is read."""

@@ -1,0 +1,234 @@
+"""Values across the fullest moment of a block: made again behind it rather than held.
+
+    before: `%2 = dot %0, %w; %3 = tanh %2; (full here) %8 = dot ...; %9 = multiply %8, %3`
+    after:  `%2 = dot %0, %w; (no longer) %8 = dot ...;
+             %10, %11 = optimization_barrier %2, %8; %12 = tanh %10; %9 = multiply %11, %12`
+
+The barrier lets what is made again begin no earlier than what has to wait for it anyway, and keeps
+XLA from finding that it has the value already. A gather begins earlier, to be hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.rewrite import repeat_op
+from spmd.lowering.recompute.costs import Costs
+from spmd.lowering.recompute.cut import Prices, cheapest_cut, reads
+from spmd.lowering.recompute.loops import NOTE, Dropped, with_operands
+
+
+def recompute_in_block(
+    program: Program, costs: Costs, path: Sequence[Op]
+) -> tuple[Program, list[Dropped]]:
+    """Holds less across one moment, in every block around it.
+
+    Args:
+      program: a local program.
+      costs: of this program.
+      path: the op that runs at that moment, and the ops around it, outermost first.
+    """
+    b = Builder(program.types)
+    dropped: list[Dropped] = []
+
+    def region(old: Region, depth: int, runs: int) -> Region:
+        full = next((i for i, op in enumerate(old.ops) if op is path[depth]), None)
+        if full is None:
+            return old
+        op = path[depth]
+        if depth + 1 < len(path):
+            inside = runs * costs.clock.index.runs(op)
+            regions = tuple(region(inner, depth + 1, inside) for inner in op.regions)
+            old = old._replace(
+                ops=(*old.ops[:full], op._replace(regions=regions), *old.ops[full + 1 :])
+            )
+        block = _Block(old, full, costs, runs, b)
+        dropped.extend(block.dropped())
+        return block.rewritten()
+
+    body = region(program.body, 0, 1)
+    return program._replace(types=tuple(b.types), body=body), dropped
+
+
+class _Block:
+    """A block of ops, and the moment at which one of them runs.
+
+    Attributes:
+      crossing: values from before that moment -> the first op from then on that reads them.
+      kept, again: what is held across the moment, and what is done again behind it.
+    """
+
+    def __init__(self, region: Region, full: int, costs: Costs, runs: int, b: Builder) -> None:
+        self.region, self.full, self.costs, self.runs, self.b = region, full, costs, runs, b
+        self.before, self.after = region.ops[:full], region.ops[full:]
+        self.makers = {value: op for op in self.before for value in op.results}
+        self.crossing: dict[Value, int] = {}
+        for i, op in enumerate(self.after):
+            for value in reads(op):
+                if value in self.makers:
+                    self.crossing.setdefault(value, i)
+        self.returned = set(region.results)
+        self.needed_at = self._needed_at()
+        cut = cheapest_cut(
+            self.before, self.crossing, Prices(self.keep, self.again_seconds, self.early)
+        )
+        self.again = {value: op for op in cut.again for value in op.results}
+
+    def keep(self, value: Value) -> float:
+        """Holding a value; arguments and results of the block are there anyway."""
+        if value not in self.makers or value in self.returned:
+            return 0.0
+        # What is computed inside its readers has no memory of its own: what it is made of does.
+        is_stored = value in self.costs.clock.stored
+        return self.costs.held(value) if is_stored else math.inf
+
+    def again_seconds(self, op: Op) -> float:
+        return self.runs * self.costs.again(op)
+
+    def early(self, value: Value, op: Op) -> float:
+        """Having a value when an op is done again, though it is needed by itself only later."""
+        # What is held for a part of the time behind the fullest moment takes that part of its
+        # memory on the average: a layer's values, made again together, are one layer's of many.
+        if value not in self.crossing or value in self.returned:
+            return 0.0
+        wait = self.crossing[value] - self.needed_at[op.results[0]]
+        return self.costs.held(value) * max(0, wait) / len(self.after)
+
+    def _needed_at(self) -> dict[Value, int]:
+        """When values would have to be made again: for themselves, else for what is made of them.
+
+        Given as numbers of ops behind the fullest moment.
+        """
+        found: dict[Value, int] = {}
+        asked: dict[Value, int] = {}
+        for op in reversed(self.before):
+            own = min((self.crossing[v] for v in op.results if v in self.crossing), default=None)
+            theirs = min((asked[v] for v in op.results if v in asked), default=len(self.after))
+            when = theirs if own is None else own
+            found.update(dict.fromkeys(op.results, when))
+            for value in reads(op):
+                asked[value] = min(asked.get(value, when), when)
+        return found
+
+    def dropped(self) -> list[Dropped]:
+        """What is not held across the moment any more."""
+        types, stored = self.costs.program.types, self.costs.clock.stored
+        gone = [(v, self.makers[v]) for v in self.crossing if v in self.again and v in stored]
+        return [Dropped(op.loc, op.label, types[v].bytes) for v, op in gone]
+
+    def rewritten(self) -> Region:
+        """The block, with ops done again in front of the first op that needs them."""
+        if not self.dropped():
+            return self.region
+        b = self.b
+        b.begin()
+        for op in self.before:
+            b.append(op)
+        again = _Again(b, self.again, self.costs)
+        for op in self.after:
+            b.append(again.with_values_for(op))
+            again.ran(op)
+        results = tuple(again.now(v) for v in self.region.results)
+        return b.end(self.region.args, results)
+
+
+class _Again:
+    """Does ops again, behind barriers.
+
+    Attributes:
+      made: what values that are not held are now; and what has gone through a barrier is.
+      past: values made behind the fullest moment, with the time of arithmetic by which they are.
+    """
+
+    def __init__(self, b: Builder, again: dict[Value, Op], costs: Costs) -> None:
+        self.b, self.again, self.costs = b, again, costs
+        self.made: dict[Value, Value] = {}
+        self.past: list[tuple[float, Value]] = []
+        self.clock = 0.0
+
+    def now(self, value: Value) -> Value:
+        return self.made.get(value, value)
+
+    def ran(self, op: Op) -> None:
+        """An op behind the moment was appended."""
+        self.clock += self.costs.clock.arithmetic(op)
+        self.past += [(self.clock, value) for value in op.results]
+
+    def with_values_for(self, op: Op) -> Op:
+        """An op with what it reads, which is made again first where it has not been yet."""
+        missing: dict[Value, Op] = {}
+        for value in reads(op):
+            self.collect(value, missing)
+        if missing:
+            self.repeat(op, missing)
+        return with_operands(op, {v: self.made[v] for v in reads_inside(op) if v in self.made})
+
+    def collect(self, value: Value, missing: dict[Value, Op]) -> None:
+        """Adds the ops that make a value again, in order."""
+        waiting = [(value, False)]
+        while waiting:
+            wanted, ready = waiting.pop()
+            op = self.again.get(wanted)
+            if op is None or wanted in self.made or op.results[0] in missing:
+                continue
+            if ready:
+                missing[op.results[0]] = op
+            else:
+                waiting.append((wanted, True))
+                waiting += [(v, False) for v in reads(op)]
+
+    def repeat(self, reader: Op, missing: dict[Value, Op]) -> None:
+        """Does ops again just before the op that reads what they make."""
+        fresh = {v for op in missing.values() for v in op.results}
+        gathers = [op for op in missing.values() if op.collective]
+        first = set[Value]()
+        for op in gathers:
+            first |= self.leading_to(op, missing)
+        early = {v: op for v, op in missing.items() if v in first}
+        rest = {v: op for v, op in missing.items() if v not in first}
+        seconds = sum(self.costs.clock.exchange(op) for op in gathers)
+        for ops, lead in ((early, seconds), (rest, 0.0)):
+            inputs = dict.fromkeys(
+                v for op in ops.values() for v in reads(op) if v not in fresh and v not in self.made
+            )
+            self.wait(inputs, lead, reader)
+            env = {v: self.now(v) for op in ops.values() for v in reads_inside(op)}
+            for op in ops.values():
+                repeat_op(self.b, op, env, loc=op.loc._replace(note=NOTE))
+                self.made.update((v, env[v]) for v in op.results)
+
+    def leading_to(self, gather: Op, missing: dict[Value, Op]) -> set[Value]:
+        """A collective and the ops that feed it, if no arithmetic is among them; else nothing."""
+        found, waiting = set[Value](), [gather]
+        while waiting:
+            op = waiting.pop()
+            if op is not gather and self.costs.clock.arithmetic(op):
+                return set()
+            found.add(op.results[0])
+            waiting += [missing[v] for v in reads(op) if v in missing and v not in found]
+        return found
+
+    def wait(self, inputs: Iterable[Value], lead: float, reader: Op) -> None:
+        """Puts what is read behind a barrier, which opens some seconds before the reader runs."""
+        inputs = [v for v in inputs if self.b.types[v].rank]
+        if not inputs:
+            return
+        due = self.clock - lead
+        done = [value for end, value in self.past if end <= due or math.isclose(end, due)]
+        own = [v for v in done if v in reader.operands] if not lead else []
+        signal = (own or done)[-1:]
+        values = list(dict.fromkeys((*inputs, *signal)))
+        opened = self.b.barrier([self.now(v) for v in values])
+        self.made.update(zip(values, opened, strict=True))
+
+
+def reads_inside(op: Op) -> Iterable[Value]:
+    """All that an op and the ops inside it read, or hand on."""
+    yield from op.operands
+    for region in op.regions:
+        yield from region.results
+        for inner in region.ops:
+            yield from reads_inside(inner)

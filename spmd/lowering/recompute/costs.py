@@ -1,0 +1,54 @@
+"""What keeping a value costs, and what making it again does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from spmd.ir.program import Op, Program, Value
+from spmd.lowering.rewrites.clock import Clock
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Costs of the ops and values of one program, in seconds.
+
+    Attributes:
+      program: a local program.
+      mesh: its mesh.
+      topology: the machine.
+      price: seconds for each byte that is held at the fullest moment.
+    """
+
+    program: Program
+    mesh: Mesh
+    topology: Topology
+    price: float
+
+    @cached_property
+    def clock(self) -> Clock:
+        """The times of the program's ops."""
+        return Clock(self.program, self.mesh, self.topology)
+
+    def again(self, op: Op) -> float:
+        """Doing an op again, with all that is inside it; infinite if it may not be done twice."""
+        about = op.kind.about
+        if about.has_effect or not op.results or not (about.is_repeatable or about.is_barrier):
+            return math.inf
+        if op.regions:
+            inside = sum(self.again(inner) for region in op.regions for inner in region.ops)
+            return self.clock.index.runs(op) * inside
+        if op.collective:
+            return self.clock.exchange(op) if "axes" in op.kind.attrs else math.inf
+        return self.clock.arithmetic(op)
+
+    def held(self, value: Value, pieces: int = 1) -> float:
+        """Holding a value, or as many pieces like it, at the fullest moment."""
+        return self.price * self.program.types[value].bytes * pieces
+
+    def moved(self, value: Value) -> float:
+        """Writing a value to memory and reading it again."""
+        return 2 * self.program.types[value].bytes / self.topology.hbm_bandwidth

@@ -1,0 +1,156 @@
+"""What to keep and what to make again: a minimum cut.
+
+    %1 = dot %0, %w; %2 = tanh %1; %3 = exp %2        needed afterwards: %2, %3
+
+Kept are %2 and %3; or %2 alone, and `exp` is done again; or nothing but arguments, and all three
+are. Keeping a value has a price, and so has doing an op again, which needs what the op reads. The
+cheapest of all such answers is a minimum cut (project selection: Rhys, "A selection problem of
+shared fixed costs and network flows", Management Science 17(3), 1970).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from spmd.ir.program import Op, Value, free_values
+
+SOURCE, SINK = 0, 1
+
+RESOLUTION, ENDLESS = 10**9, 2 * 10**9
+"""All capacities of a network together, and one that no cut can take: both fit into 32 bits."""
+
+
+class Prices(NamedTuple):
+    """What answers cost, in seconds of one run.
+
+    Attributes:
+      keep: keeping a value; infinite where it cannot be kept, 0 where it is there anyway.
+      again: doing an op again; infinite where that is not allowed.
+      early: of an op that is done again, for a value that it reads: having that value there from
+        then on, though it is needed later.
+    """
+
+    keep: Callable[[Value], float]
+    again: Callable[[Op], float]
+    early: Callable[[Value, Op], float]
+
+
+class Cut(NamedTuple):
+    """An answer.
+
+    Attributes:
+      kept: the values that are kept, those among them that are there anyway.
+      again: the ops that are done again, in their order.
+    """
+
+    kept: frozenset[Value]
+    again: tuple[Op, ...]
+
+
+def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> Cut:
+    """What to keep and what to make again so that some values are there, at the least cost.
+
+    Args:
+      ops: in order; what they read and none of them makes can only be kept.
+      needed: the values.
+      prices: what keeping and making costs.
+    """
+    makers = {value: op for op in ops for value in op.results}
+    needed = tuple(dict.fromkeys(needed))
+    network = _Network()
+    waiting, seen = list(needed), set(needed)
+    readers: dict[Value, list[Op]] = {}
+    while waiting:
+        value = waiting.pop()
+        keep = prices.keep(value)
+        maker = makers.get(value)
+        if maker is None or math.isinf(prices.again(maker)):
+            network.edge(SOURCE, ("value", value), keep)
+        elif keep:
+            node = ("op", maker.results[0])
+            network.edge(node, ("value", value), keep)
+            if node not in network.known:
+                network.known.add(node)
+                network.edge(SOURCE, node, prices.again(maker))
+                for read in reads(maker):
+                    readers.setdefault(read, []).append(maker)
+                    if read not in seen:
+                        seen.add(read)
+                        waiting.append(read)
+    for value in needed:
+        network.edge(("value", value), SINK, math.inf)
+    for value, ops_again in readers.items():
+        _read(network, value, ops_again, prices)
+    behind = network.behind_cut()
+    again = tuple(op for op in ops if op.results and ("op", op.results[0]) in behind)
+    made = {value for op in again for value in op.results}
+    asked = dict.fromkeys((*needed, *(value for op in again for value in reads(op))))
+    return Cut(frozenset(value for value in asked if value not in made), again)
+
+
+def reads(op: Op) -> tuple[Value, ...]:
+    """All that an op reads, its regions included."""
+    return (*op.operands, *(value for region in op.regions for value in free_values(region)))
+
+
+def _read(network: _Network, value: Value, ops: Sequence[Op], prices: Prices) -> None:
+    """Ops that are done again need a value, the earlier the dearer: the earliest one pays."""
+    # With early prices 1, 3 and 3 of three ops: steps of 1, 2 and 0, each with the one before it.
+    last, before = 0.0, None
+    for early, op in sorted(((prices.early(value, op), op) for op in ops), key=lambda pair: pair[0]):
+        node = ("op", op.results[0])
+        network.edge(("value", value), node, math.inf)
+        if early > last:
+            step = ("early", value, early)
+            network.edge(SOURCE, step, early - last)
+            if before is not None:
+                network.edge(before, step, math.inf)
+            last, before = early, step
+        if before is not None:
+            network.edge(before, node, math.inf)
+
+
+class _Network:
+    """Capacities between named nodes. What lies behind the cut is needed, or done again."""
+
+    # An edge is cut if it leads from what is in front of the cut to what lies behind it:
+    #   source -> op            the op is done again: its price
+    #   op -> value             needed, and its op is not done again: it is kept, at its price
+    #   value -> op, endless    an op that is done again needs what it reads
+    #   value -> sink, endless  needed at the end
+
+    def __init__(self) -> None:
+        self.numbers: dict[object, int] = {SOURCE: SOURCE, SINK: SINK}
+        self.known: set[object] = set()
+        self.edges: list[tuple[int, int, float]] = []
+
+    def edge(self, start: object, end: object, seconds: float) -> None:
+        if seconds:
+            self.edges.append((self.number(start), self.number(end), seconds))
+
+    def number(self, node: object) -> int:
+        return self.numbers.setdefault(node, len(self.numbers))
+
+    def behind_cut(self) -> set[object]:
+        """The nodes from which the sink can still be reached: the fewest that a minimum cut has."""
+        starts, ends, seconds = (np.array(column) for column in zip(*self.edges, strict=True))
+        total = float(seconds[np.isfinite(seconds)].sum()) or 1.0
+        scaled = np.minimum(np.ceil(seconds * (RESOLUTION / total)), ENDLESS)
+        count = len(self.numbers)
+        capacities = csr_array(
+            (scaled.astype(np.int64), (starts, ends)), shape=(count, count)
+        )
+        capacities.sum_duplicates()
+        capacities.data = np.minimum(capacities.data, ENDLESS).astype(np.int32)
+        left = capacities.astype(np.int64) - maximum_flow(capacities, SOURCE, SINK).flow
+        left.data = np.maximum(left.data, 0)
+        left.eliminate_zeros()
+        reached = breadth_first_order(left.T.tocsr(), SINK, return_predecessors=False)
+        names = list(self.numbers)
+        return {names[i] for i in reached}

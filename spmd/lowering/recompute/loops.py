@@ -1,0 +1,304 @@
+"""Pairs of loops: what a forward loop would collect is made again in the backward loop.
+
+    before: `%5 = while { %p = dot %x, %w; %q = tanh %p; collect %x, %q }; while { read %q ... }`
+    after:  `%5 = while { %p = dot %x, %w; %q = tanh %p; collect %x }
+             while { read %x; %p = dot %x, %w; %q = tanh %p ... }`
+
+Each value of the forward loop's body can be collected, at the price of its memory and of writing
+and reading it, or made again in the backward loop of what is collected. What the forward loop
+changes from trip to trip can only be collected; what it reads from around it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from spmd.ir.carries import Carry, recarried
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.index import Index
+from spmd.ir.program import Loc, Op, Program, Region, Value
+from spmd.ir.rewrite import repeat_op
+from spmd.ir.types import TensorType
+from spmd.lowering.recompute.costs import Costs
+from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut, reads
+from spmd.lowering.recompute.stacks import Pair, pairs_of
+from spmd.predict.fusion import is_untouched
+
+
+class Dropped(NamedTuple):
+    """A value that is not held any more, but made again.
+
+    Attributes:
+      loc: where it comes from.
+      name: the op that makes it.
+      bytes: the memory that it would take on one device.
+    """
+
+    loc: Loc
+    name: str
+    bytes: int
+
+
+def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Dropped]]:
+    """Lets every pair of loops collect what is worth its price; outer loops first.
+
+    Args:
+      program: a local program.
+      costs: of this program.
+    """
+    dropped: list[Dropped] = []
+    while True:
+        run = _Loops(program, costs)
+        body = run.region(program.body, 1)
+        if not run.dropped:
+            return program, dropped
+        # An inner loop that is run again now lies beside the loop that reads what it collects.
+        dropped += run.dropped
+        program = program._replace(types=tuple(run.b.types), body=body)
+        costs = Costs(program, costs.mesh, costs.topology, costs.price)
+
+
+class _Loops:
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.costs = costs
+        self.index = Index(program)
+        self.b = Builder(program.types)
+        self.dropped: list[Dropped] = []
+
+    def region(self, region: Region, runs: int) -> Region:
+        """A region whose loops collect less, and so on inside those that stay as they are.
+
+        Args:
+          region: the region.
+          runs: how often it runs.
+        """
+        changed: dict[Value, Sequence[Op]] = {}
+        for pair in pairs_of(region, self.index):
+            cut = _Choice(pair, self.costs, self.index, runs).cut
+            rewrite = _Rewrite(pair, cut, self.index, self.b)
+            if rewrite.gone:
+                self.dropped += rewrite.dropped()
+                changed[pair.forward.results[0]] = rewrite.forward()
+                changed[pair.backward.results[0]] = (rewrite.backward(),)
+        ops: list[Op] = []
+        for op in region.ops:
+            if op.results and op.results[0] in changed:
+                ops += changed[op.results[0]]
+            else:
+                inside = runs * self.index.runs(op)
+                ops.append(op._replace(regions=tuple(self.region(r, inside) for r in op.regions)))
+        return region._replace(ops=tuple(ops))
+
+
+class _Choice:
+    """What a pair of loops collects.
+
+    Attributes:
+      cut: values of the forward loop's body that are kept, and ops that are done again.
+    """
+
+    def __init__(self, pair: Pair, costs: Costs, index: Index, runs: int) -> None:
+        self.pair, self.costs, self.index = pair, costs, index
+        self.trips = pair.trips * runs
+        self.around = _around(pair.forward, index)
+        self.there = set(_around(pair.backward, index).values())
+        self.cut = cheapest_cut(
+            pair.forward.regions[1].ops,
+            [_core(stack.piece, index) for stack in pair.stacks],
+            Prices(self.keep, self.again, lambda value, op: 0.0),
+        )
+
+    def keep(self, value: Value) -> float:
+        """Seconds of having a value in the backward loop without making it again."""
+        if value == self.pair.place:
+            return 0.0
+        if value in self.around:
+            source = self.around[value]
+            lives = source in self.there or source not in self.index.producers
+            return 0.0 if lives else self.costs.held(source)
+        collected = self.costs.held(value, self.pair.trips)
+        return collected + self.trips * self.costs.moved(value)
+
+    def again(self, op: Op) -> float:
+        return self.trips * self.costs.again(op)
+
+
+class _Rewrite:
+    """A pair of loops, rewritten to collect what a cut keeps.
+
+    Attributes:
+      gone: the stacks that are no longer collected.
+      added: the values that are collected now, and the forward loop's results with all their pieces.
+    """
+
+    def __init__(self, pair: Pair, cut: Cut, index: Index, b: Builder) -> None:
+        self.pair, self.cut, self.index, self.b = pair, cut, index, b
+        self.around = _around(pair.forward, index)
+        cores = {stack.written: _core(stack.piece, index) for stack in pair.stacks}
+        # Two stacks of one value, which XLA would merge: the first is enough.
+        self.stacks = {cores[s.written]: s for s in reversed(pair.stacks)}
+        kept = [self.stacks[core] for core in cut.kept if core in self.stacks]
+        self.gone = [stack for stack in pair.stacks if stack not in kept]
+        there = {pair.place, *self.around, *self.stacks}
+        self.added = {
+            value: b.value(self.stacked(value)) for value in sorted(cut.kept) if value not in there
+        }
+
+    def stacked(self, value: Value) -> TensorType:
+        """The type of all pieces of a value."""
+        type_ = self.b.types[value]
+        return type_.with_shape((self.pair.trips, *type_.shape))
+
+    def dropped(self) -> list[Dropped]:
+        """What is not collected any more."""
+        found = []
+        for core in dict.fromkeys(_core(stack.piece, self.index) for stack in self.gone):
+            op = self.index.producers.get(core)
+            if op is not None and core not in self.cut.kept:
+                size = self.b.types[core].bytes * self.pair.trips
+                found.append(Dropped(op.loc, op.label, size))
+        return found
+
+    def forward(self) -> tuple[Op, ...]:
+        """The forward loop, behind the empty stacks that it fills in addition."""
+        b, loop = self.b, self.pair.forward
+        b.loc = loop.loc
+        b.begin(isolated=True)
+        empty = {
+            value: b.broadcast(b.splat(0, b.types[value].with_shape(())), self.stacked(value).shape)
+            for value in self.added
+        }
+        before = b.end((), ()).ops
+        body = loop.regions[1]
+        b.begin(isolated=True)
+        for op in body.ops:
+            b.append(op)
+        carries = []
+        for value, result in self.added.items():
+            test, inside = (b.value(self.stacked(value)) for _ in range(2))
+            places = self.places(self.pair.place, value)
+            piece = b.reshape(value, (1, *b.types[value].shape))
+            after = b.dynamic_update_slice(inside, piece, places)
+            carries.append(Carry(empty[value], test, inside, after, result))
+        body = b.end(body.args, body.results)
+        loop = loop._replace(regions=(loop.regions[0], body))
+        return *before, recarried(loop, b.types, {s.written for s in self.gone}, carries)
+
+    def backward(self) -> Op:
+        """The backward loop, which makes again what is not collected, where it is first read."""
+        b, loop = self.b, self.pair.backward
+        body = loop.regions[1]
+        carries: list[Carry] = []
+        there = {source: value for value, source in _around(loop, self.index).items()}
+
+        def carried(source: Value) -> Value:
+            if source not in there:
+                test, inside, result = (b.value(b.types[source]) for _ in range(3))
+                carries.append(Carry(source, test, inside, inside, result))
+                there[source] = inside
+            return there[source]
+
+        b.begin(isolated=True)
+        b.loc = loop.loc
+        env = {self.pair.place: self.pair.read_at}
+        for value in sorted(self.cut.kept - env.keys()):
+            if value in self.around:
+                env[value] = carried(self.around[value])
+            else:
+                stack = self.stacks.get(value)
+                source = body.args[stack.read] if stack else carried(self.added[value])
+                env[value] = self.piece(source, value)
+        for op in self.cut.again:
+            repeat_op(b, op, env, loc=op.loc._replace(note=NOTE))
+        instead: dict[Value, Value] = {}
+        for stack in self.gone:
+            for op in stack.slices:
+                b.loc = op.loc
+                core = env[_core(stack.piece, self.index)]
+                instead[op.results[0]] = b.reshape(core, op.kind.results[0].shape)
+        made = b.end((), ()).ops
+        read = {op.results[0] for stack in self.gone for op in stack.slices}
+        kept = (op for op in body.ops if not op.results or op.results[0] not in read)
+        ops = late(made, [with_operands(op, instead) for op in kept])
+        results = tuple(instead.get(v, v) for v in body.results)
+        loop = loop._replace(regions=(loop.regions[0], Region(body.args, ops, results)))
+        return recarried(loop, b.types, {s.read for s in self.gone}, carries)
+
+    def piece(self, stack: Value, value: Value) -> Value:
+        """One piece of a stack in the backward loop."""
+        shape = self.b.types[value].shape
+        places = self.places(self.pair.read_at, value)
+        return self.b.reshape(self.b.dynamic_slice(stack, places, (1, *shape)), shape)
+
+    def places(self, first: Value, value: Value) -> list[Value]:
+        """Where a piece of a value begins in its stack."""
+        index = self.b.types[first]
+        return [first, *(self.b.splat(0, index) for _ in self.b.types[value].shape)]
+
+
+NOTE = "again, as it would take too much memory"
+"""Note of ops that are done again."""
+
+
+def late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
+    """Ops in their order, each of some others in front of the first op that reads it."""
+    first: dict[Value, int] = {}
+    for i, op in reversed(list(enumerate(ops))):
+        first.update(dict.fromkeys(reads(op), i))
+    places: list[int] = []
+    for op in reversed(made):
+        place = min((first.get(v, len(ops)) for v in op.results), default=0)
+        places.append(place)
+        for value in reads(op):
+            first[value] = min(first.get(value, place), place)
+    waiting = list(zip(reversed(places), made, strict=True))
+    waiting.sort(key=lambda item: item[0])
+    found: list[Op] = []
+    for i, op in enumerate(ops):
+        while waiting and waiting[0][0] <= i:
+            found.append(waiting.pop(0)[1])
+        found.append(op)
+    return *found, *(op for _, op in waiting)
+
+
+def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
+    """An op that reads other values in the place of some, inside its regions as well."""
+    operands = tuple(instead.get(v, v) for v in op.operands)
+    regions = tuple(
+        Region(
+            region.args,
+            tuple(with_operands(inner, instead) for inner in region.ops),
+            tuple(instead.get(v, v) for v in region.results),
+        )
+        for region in op.regions
+    )
+    return op._replace(operands=operands, regions=regions)
+
+
+def _core(piece: Value, index: Index) -> Value:
+    """The value that is collected, without the dim of size 1 in front."""
+    op = index.producers.get(piece)
+    if op is None or not (op.kind.about.is_reshape or op.kind.about.is_broadcast):
+        return piece
+    same = op.kind.operands[0].size == op.kind.results[0].size
+    return op.operands[0] if same else piece
+
+
+def _around(loop: Op, index: Index) -> dict[Value, Value]:
+    """What a loop hands on as it is: the argument of its body -> the value in front of the loop."""
+    args = loop.regions[1].args
+    return {
+        args[i]: _source(loop.operands[i], index)
+        for i in range(len(args))
+        if is_untouched(loop, i)
+    }
+
+
+def _source(value: Value, index: Index) -> Value:
+    """The value that loops hand on under another name."""
+    op = index.producers.get(value)
+    while op is not None and op.is_loop and is_untouched(op, op.results.index(value)):
+        value = op.operands[op.results.index(value)]
+        op = index.producers.get(value)
+    return value

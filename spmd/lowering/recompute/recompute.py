@@ -1,0 +1,74 @@
+"""Recomputation: a program that does not fit makes values again rather than holding them.
+
+Every byte that is held at the fullest moment gets a price. What is worth less than its price is
+made again where it is read: in the backward loop of a scan instead of being collected by its
+forward loop, or behind the fullest moment of a block instead of being held across it. A weight may
+be gathered again, an elementwise chain, a norm or a product computed again: whatever saves the most
+memory for its seconds. At prices that rise, this is the trade-off of Jain et al., "Checkmate" (MLSys
+2020), relaxed so that minimum cuts solve it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd.ir.program import Op, Program, Region
+from spmd.lowering.recompute.block import recompute_in_block
+from spmd.lowering.recompute.costs import Costs
+from spmd.lowering.recompute.loops import Dropped, recompute_in_loops
+from spmd.lowering.rewrites.dead import remove_dead
+from spmd.lowering.rewrites.dedupe import dedupe
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+from spmd.predict.memory import peak_memory
+
+ROUNDS = 4
+"""Moments of a program that are relieved, the fullest first."""
+
+
+def recompute(
+    program: Program,
+    mesh: Mesh,
+    topology: Topology,
+    price: float,
+    limit: int,
+    donated: Sequence[int] = (),
+) -> tuple[Program, tuple[Dropped, ...]]:
+    """Makes values again rather than holding them, where that costs less than their price.
+
+    Args:
+      program: a local program.
+      mesh: its mesh.
+      topology: the machine.
+      price: seconds for each byte that is held at the fullest moment.
+      limit: bytes of one device; below it no further moment is relieved.
+      donated: positions of the arguments whose memory may be overwritten.
+
+    Returns:
+      The program, and what it no longer holds.
+    """
+    program, dropped = recompute_in_loops(program, Costs(program, mesh, topology, price))
+    program = dedupe(remove_dead(program))
+    for _ in range(ROUNDS):
+        memory = peak_memory(program, donated, topology.platform)
+        path = _path(program.body, memory.order[memory.peak_at]) if memory.order else []
+        if memory.peak <= limit or not path:
+            break
+        costs = Costs(program, mesh, topology, price)
+        program, more = recompute_in_block(program, costs, path)
+        if not more:
+            break
+        program = remove_dead(program)
+        dropped += more
+    return program, tuple(dropped)
+
+
+def _path(region: Region, wanted: Op) -> list[Op]:
+    """The ops around an op, outermost first, and the op itself."""
+    for op in region.ops:
+        if op is wanted:
+            return [op]
+        for inner in op.regions:
+            if path := _path(inner, wanted):
+                return [op, *path]
+    return []
