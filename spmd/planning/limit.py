@@ -9,7 +9,7 @@ by making them again rather than holding them (`spmd.lowering.recompute`). Both 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from spmd.errors import PlanError, bytes_text
@@ -21,9 +21,13 @@ from spmd.planning.plan import Plan
 Prices = Mapping[Value, float]
 """Seconds for each byte that one device holds of a value."""
 
-FIRST, STEP, CLOSE, ROUNDS = 1 / 64, 4.0, 1.5, 12
-"""First price in seconds of the whole plan for the whole limit, its growth until a plan fits, the
-ratio of two prices between which no third is tried, and plans to try at most."""
+FIRST, STEP, ROUNDS = 1 / 64, 4.0, 12
+"""First price in seconds of the whole plan for the whole limit, its growth until a plan fits, and
+plans to try until then."""
+
+CLOSE, CLOSER = 1.5, 1.02
+"""The ratio of two prices between which no third is tried: of splitting values, and of making them
+again."""
 
 
 class Trial(Protocol):
@@ -69,11 +73,13 @@ def fastest_within(
     limit = best.plan.topology.hbm_bytes if memory_limit is None else memory_limit
     if bound_of(best.plan) <= limit or best.bytes <= limit:
         return best.plan
-    everything = [*tried, *_split_further(limit, best, priced, try_out)]
+    everything = [*tried]
     if recompute:
-        for trial in sorted(everything, key=lambda trial: trial.seconds):
-            if trial.bytes > limit and trial.seconds < _fastest_fitting(everything, limit):
-                everything += _recomputed(limit, trial, try_out)
+        everything += _recomputed(limit, tried, try_out)
+    split = list(_split_further(limit, best, priced, try_out, _fastest_fitting(everything, limit)))
+    if recompute:
+        everything += _recomputed(limit, split, try_out, everything)
+    everything += split
     fitting = [trial for trial in everything if trial.bytes <= limit]
     if fitting:
         found = min(fitting, key=lambda trial: trial.seconds)
@@ -101,8 +107,8 @@ def _fastest_fitting(trials: Sequence[Trial], limit: int) -> float:
 
 
 def _split_further(
-    limit: int, trial: Trial, priced: Callable[[Prices], Plan], try_out: TryOut
-) -> Iterator[Trial]:
+    limit: int, trial: Trial, priced: Callable[[Prices], Plan], try_out: TryOut, slowest: float
+) -> list[Trial]:
     """Plans at prices of what was alive at the peak of those before."""
     alive: dict[Value, None] = {}
 
@@ -111,32 +117,68 @@ def _split_further(
             alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
         return try_out(priced(dict.fromkeys(alive, price)))
 
-    return _rising(limit, trial, at)
+    return _rising(limit, trial, at, CLOSE, slowest)
 
 
-def _recomputed(limit: int, trial: Trial, try_out: TryOut) -> Iterator[Trial]:
-    """The same plan, whose program makes values again."""
-    plan = trial.plan
-    return _rising(limit, trial, lambda price, _: try_out(plan._replace(byte_price=price)))
+def _recomputed(
+    limit: int, trials: Sequence[Trial], try_out: TryOut, known: Sequence[Trial] = ()
+) -> list[Trial]:
+    """Plans whose programs make values again.
+
+    Args:
+      limit: bytes on one device.
+      trials: the same plans without.
+      try_out: brings a plan down to one device.
+      known: trials that were made before.
+    """
+    found: list[Trial] = []
+    for trial in sorted(trials, key=lambda trial: trial.seconds):
+
+        def at(price: float, _: Trial, plan: Plan = trial.plan) -> Trial:
+            return try_out(plan._replace(byte_price=price))
+
+        # A plan that is slower at the price that made another one fit is not looked into.
+        fitting = [t for t in (*known, *found) if t.bytes <= limit and t.plan.byte_price]
+        best = min(fitting, key=lambda t: t.seconds, default=None)
+        slowest = _fastest_fitting((*known, *found), limit)
+        if trial.bytes <= limit or trial.seconds >= slowest:
+            continue
+        if best is not None and at(best.plan.byte_price, trial).seconds >= slowest:
+            continue
+        found += _rising(limit, trial, at, CLOSER, slowest)
+    return found
 
 
-def _rising(limit: int, trial: Trial, at: Callable[[float, Trial], Trial]) -> Iterator[Trial]:
+def _rising(
+    limit: int,
+    trial: Trial,
+    at: Callable[[float, Trial], Trial],
+    close: float,
+    slowest: float = math.inf,
+) -> list[Trial]:
     """Trials at prices that rise until one fits, then close in on the lowest price that does.
 
     Args:
       limit: bytes on one device.
       trial: one without a price.
       at: the trial at a price, after another.
+      close: the ratio of two prices between which no third is tried.
+      slowest: seconds from which on nobody wants a trial.
     """
     low, high = trial.seconds / limit * FIRST, 0.0
     price = low
-    for _ in range(ROUNDS):
+    found: list[Trial] = []
+    while len(found) < ROUNDS or high:
         trial = at(price, trial)
-        yield trial
-        low, high = (price, high) if trial.bytes > limit else (low, price)
-        if high and high <= low * CLOSE:
+        found.append(trial)
+        fits = trial.bytes <= limit
+        if not fits and trial.seconds >= slowest:
+            break
+        low, high = (low, price) if fits else (price, high)
+        if high and high <= low * close:
             break
         price = math.sqrt(low * high) if high else price * STEP
+    return found
 
 
 def _noted(plan: Plan, note: str) -> Plan:

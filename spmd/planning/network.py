@@ -112,11 +112,11 @@ class CostNetwork:
                 continue
             variable = self.variables[number]
             left = [price * b for b in self._bytes(value, self.domains.left[number][index])]
-            copied = [price * b for b in self._bytes(value, variable.copies)]
+            copies = variable.copies if variable.copied == index else ()
+            copied = [price * b for b in self._bytes(value, copies)]
             for row, (choice, copy) in enumerate(variable.rows):
-                network.unary[variable.number][row] += left[choice]
-                if copy >= 0 and variable.copied == index:
-                    network.unary[variable.number][row] += copied[copy]
+                more = copied[copy] if copies and copy >= 0 else 0.0
+                network.unary[variable.number][row] += left[choice] + more
         return network
 
     # What is counted; another network may count something else.

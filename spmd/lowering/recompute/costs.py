@@ -12,6 +12,10 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 
 
+SPREAD = 0.25
+"""How much dearer a byte of the last value is than one of the first."""
+
+
 @dataclass(frozen=True, eq=False)
 class Costs:
     """Costs of the ops and values of one program, in seconds.
@@ -47,7 +51,10 @@ class Costs:
 
     def held(self, value: Value, pieces: int = 1) -> float:
         """Holding a value, or as many pieces like it, at the fullest moment."""
-        return self.price * self.program.types[value].bytes * pieces
+        # Equal layers, and products with equal contracted dims, save as much for each byte: at one
+        # price they would all be held or none. So the price is a little higher for later values.
+        slope = 1 + SPREAD * value / len(self.program.types)
+        return self.price * slope * self.program.types[value].bytes * pieces
 
     def moved(self, value: Value) -> float:
         """Writing a value to memory and reading it again."""

@@ -10,6 +10,7 @@ memory for its seconds. At prices that rise, this is the trade-off of Jain et al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from spmd.ir.program import Op, Program, Region
@@ -49,18 +50,20 @@ def recompute(
     """
     program, dropped = recompute_in_loops(program, Costs(program, mesh, topology, price))
     program = dedupe(remove_dead(program))
+    best, least = (program, tuple(dropped)), math.inf
     for _ in range(ROUNDS):
         memory = peak_memory(program, donated, topology.platform)
+        if memory.peak >= least:
+            break
+        best, least = (program, tuple(dropped)), memory.peak
         path = _path(program.body, memory.order[memory.peak_at]) if memory.order else []
         if memory.peak <= limit or not path:
             break
         costs = Costs(program, mesh, topology, price)
         program, more = recompute_in_block(program, costs, path)
-        if not more:
-            break
         program = remove_dead(program)
         dropped += more
-    return program, tuple(dropped)
+    return best
 
 
 def _path(region: Region, wanted: Op) -> list[Op]:
