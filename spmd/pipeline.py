@@ -29,7 +29,6 @@ from spmd.lowering.emitted import Emitted, emit_local
 from spmd.lowering.expand import expand
 from spmd.lowering.legality import check_local
 from spmd.lowering.partition import Partitioned, partition
-from spmd.lowering.recompute.loops import Dropped
 from spmd.lowering.recompute.recompute import recompute
 from spmd.lowering.rewrites.optimize import schedule, simplify
 from spmd.lowering.rewrites.room import Room
@@ -40,7 +39,7 @@ from spmd.options import Options
 from spmd.planning.exact import plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
-from spmd.planning.plan import Plan
+from spmd.planning.plan import Plan, Recomputed
 from spmd.planning.problem import Problem, opened, problem_of
 from spmd.predict.memory import peak_memory
 from spmd.predict.timeline import predict_timeline
@@ -155,7 +154,6 @@ class Trial:
     Attributes:
       plan: the plan.
       partitioned: the local program.
-      dropped: what it makes again rather than holds, as the plan's price of memory asks.
       optimized: the local program after its rewrites.
     """
 
@@ -167,13 +165,15 @@ class Trial:
         clock: _Clock,
         unpriced: Trial | None = None,
     ) -> None:
-        self.plan = plan
         self._options, self._donated, self._clock = options, donated, clock
-        self._unpriced = unpriced or self
-        self.partitioned = unpriced.partitioned if unpriced else clock("partition", partition, plan)
-        program, self.dropped = self._simple, ()
+        self._unpriced, self.plan = unpriced or self, plan
+        self.partitioned: Partitioned = (
+            unpriced.partitioned if unpriced else clock("partition", partition, plan)
+        )
+        program = self._simple
         if plan.byte_price:
-            program, self.dropped = clock("recompute", self._recompute)
+            program, again = clock("recompute", self._recompute, program)
+            self.plan = plan._replace(recomputed=again)
         program = clock("optimize", self._schedule, program)
         self.optimized = self.partitioned._replace(program=program)
 
@@ -191,10 +191,10 @@ class Trial:
         memory = self.plan.topology.hbm_bytes if limit is None else limit
         return Room(memory, tuple(self.plan.problem.links.values()))
 
-    def _recompute(self) -> tuple[Program, tuple[Dropped, ...]]:
+    def _recompute(self, program: Program) -> tuple[Program, tuple[Recomputed, ...]]:
         plan, limit = self.plan, self._room.bytes
         price, donated = plan.byte_price, self._donated
-        return recompute(self._simple, plan.mesh, plan.topology, price, limit, donated)
+        return recompute(program, plan.mesh, plan.topology, price, limit, donated)
 
     def _schedule(self, program: Program) -> Program:
         plan, options = self.plan, self._options

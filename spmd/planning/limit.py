@@ -21,9 +21,9 @@ from spmd.planning.plan import Plan
 Prices = Mapping[Value, float]
 """Seconds for each byte that one device holds of a value."""
 
-FIRST, STEP, ROUNDS = 1 / 64, 4.0, 12
-"""First price in seconds of the whole plan for the whole limit, its growth until a plan fits, and
-plans to try until then."""
+FIRST, STEP, ROUNDS, PATIENCE = 1 / 64, 4.0, 12, 3
+"""First price in seconds of the whole plan for the whole limit, its growth until a plan fits, plans
+to try until then, and how many of them in a row may bring no progress."""
 
 CLOSE, CLOSER = 1.5, 1.02
 """The ratio of two prices between which no third is tried: of splitting values, and of making them
@@ -86,7 +86,8 @@ def fastest_within(
         return _noted(
             found.plan,
             f"the fastest plan needs {bytes_text(best.bytes)} on a device, and there are "
-            f"{bytes_text(limit)}: this one takes {found.seconds / best.seconds:.2f} times as long",
+            f"{bytes_text(limit)}: this one takes {found.seconds / best.seconds:.2f} times as long"
+            f"{_again(found.plan)}",
         )
     least = min(everything, key=lambda trial: trial.bytes)
     need = bytes_text(least.bytes)
@@ -97,8 +98,8 @@ def fastest_within(
         f"no plan was found that keeps to {bytes_text(limit)} on a device",
         actual=f"{need}, of which {_largest(least.plan)}",
         required=bytes_text(limit),
-        fix="split arguments over more axes, use more devices, or checkpoint activations "
-        "(jax.checkpoint) and split the batch into microbatches",
+        fix="split arguments over more axes, use more devices, or split the batch into "
+        "microbatches" + ("" if recompute else ", or allow `Options(recompute=True)`"),
     )
 
 
@@ -166,13 +167,16 @@ def _rising(
       slowest: seconds from which on nobody wants a trial.
     """
     low, high = trial.seconds / limit * FIRST, 0.0
-    price = low
+    price, first = low, trial.bytes
     found: list[Trial] = []
     while len(found) < ROUNDS or high:
         trial = at(price, trial)
         found.append(trial)
         fits = trial.bytes <= limit
         if not fits and trial.seconds >= slowest:
+            break
+        least = min(found, key=lambda t: t.bytes)
+        if not (fits or high) and least.bytes < first and least not in found[-PATIENCE:]:
             break
         low, high = (low, price) if fits else (price, high)
         if high and high <= low * close:
@@ -183,6 +187,13 @@ def _rising(
 
 def _noted(plan: Plan, note: str) -> Plan:
     return plan._replace(notes=(*plan.notes, note))
+
+
+def _again(plan: Plan) -> str:
+    """What a plan's program makes again, for people."""
+    again = plan.recomputed
+    held = bytes_text(sum(value.bytes for value in again))
+    return f", and makes values of {held} again rather than hold them" if again else ""
 
 
 def _largest(plan: Plan) -> str:

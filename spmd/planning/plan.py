@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from spmd.ir.program import Op, Program, Value
+from spmd.ir.program import Loc, Op, Program, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.topology import Topology
@@ -46,6 +46,20 @@ class Move(NamedTuple):
     bytes: int
 
 
+class Recomputed(NamedTuple):
+    """A value that is not held, but made again where it is read.
+
+    Attributes:
+      loc: where it comes from.
+      name: the op that makes it.
+      bytes: what one device would hold.
+    """
+
+    loc: Loc
+    name: str
+    bytes: int
+
+
 class Plan(NamedTuple):
     """One choice for each op, one state for each value.
 
@@ -66,6 +80,7 @@ class Plan(NamedTuple):
       greedy_seconds: predicted time of the greedy plan's program; 0 if that was not tried.
       byte_price: seconds for each byte that its program holds at the fullest moment: what is worth
         less than its price is made again instead (`spmd.lowering.recompute`); 0: nothing is.
+      recomputed: what its program makes again; empty if that was not tried.
     """
 
     problem: Problem
@@ -82,6 +97,7 @@ class Plan(NamedTuple):
     run_seconds: float = 0.0
     greedy_seconds: float = 0.0
     byte_price: float = 0.0
+    recomputed: tuple[Recomputed, ...] = ()
 
     @property
     def propagated(self) -> Propagated:

@@ -54,6 +54,43 @@ def wants_stored(op: Op, what: Role, position: int) -> bool:
     return what == Role.CALL
 
 
+def wide_values(program: Program) -> frozenset[Value]:
+    """Elementwise values that would cost their readers more than being stored does.
+
+    Of n tensors as large as itself, k readers read n * k if each computes the value again, and with
+    what makes it n + 1 + k if it is stored: a residual stream would read all layers in front of it.
+    XLA's fusion decides by such costs (`PriorityFusion` on GPUs).
+    """
+    ops = list(program.walk())
+    readers: dict[Value, int] = {}
+    for op in reversed(ops):
+        # What is made of one value alone, a convert, is computed in its own readers' place.
+        passes = op.kind.about.role == Role.INSIDE and len(_as_large(op)) == 1
+        count = readers.get(op.results[0], 0) if passes else 1
+        for value in dict.fromkeys(op.operands):
+            readers[value] = readers.get(value, 0) + count
+    inputs: dict[Value, frozenset[Value]] = {}
+    found = set()
+    for op in ops:
+        if op.kind.about.role not in (Role.INSIDE, Role.ONCE) or op.kind.about.is_constant:
+            continue
+        result, operands = op.results[0], _as_large(op)
+        read = frozenset[Value]().union(*(inputs.get(v, (v,)) for v in operands))
+        n, k = len(read), readers.get(result, 0)
+        if len(operands) > 1 and k > 1 and n * k > n + 1 + k:
+            found.add(result)
+        else:
+            inputs[result] = read
+    return frozenset(found)
+
+
+def _as_large(op: Op) -> tuple[Value, ...]:
+    """The operands that have at least as many elements as the result, each once."""
+    size = op.kind.results[0].size if op.results else 0
+    pairs = zip(op.operands, op.kind.operands, strict=True)
+    return tuple(dict.fromkeys(value for value, type_ in pairs if type_.size >= size))
+
+
 class _Fusion:
     """Walks a program backwards, and collects the fields of `Fused`.
 
@@ -84,6 +121,9 @@ class _Fusion:
         self.summed = [False] * count
         for value in program.body.results:
             self.read(value, 1, True)
+        if not backend.breadth_first:
+            for value in wide_values(program):
+                self.needed[value] = True
         self.region(program.body)
 
     def read(self, value: Value, readers: int, needed: bool) -> None:
@@ -109,10 +149,12 @@ class _Fusion:
                 self.store(op, what)
 
     def alias(self, op: Op) -> None:
+        # Nothing is computed across a barrier, except where the backend drops it first.
+        stops = op.kind.about.is_barrier and not self.backend.breadth_first
         for value, alias in zip(op.operands, op.results, strict=True):
             if self.readers[alias]:
                 self.root[alias] = value
-                self.read(value, self.readers[alias], self.needed[alias])
+                self.read(value, self.readers[alias], self.needed[alias] or stops)
                 self.summed[value] |= self.summed[alias]
 
     def is_inside(self, op: Op, what: Role) -> bool:

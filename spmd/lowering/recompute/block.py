@@ -14,16 +14,17 @@ import math
 from collections.abc import Iterable, Sequence
 
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.rewrite import repeat_op
+from spmd.lowering.recompute.again import again, reads, reads_inside, with_operands
 from spmd.lowering.recompute.costs import Costs
-from spmd.lowering.recompute.cut import Prices, cheapest_cut, reads
-from spmd.lowering.recompute.loops import NOTE, Dropped, with_operands
+from spmd.lowering.recompute.cut import Prices, cheapest_cut
+from spmd.planning.plan import Recomputed
 
 
 def recompute_in_block(
     program: Program, costs: Costs, path: Sequence[Op]
-) -> tuple[Program, list[Dropped]]:
+) -> tuple[Program, list[Recomputed]]:
     """Holds less across one moment, in every block around it.
 
     Args:
@@ -32,7 +33,7 @@ def recompute_in_block(
       path: the op that runs at that moment, and the ops around it, outermost first.
     """
     b = Builder(program.types)
-    dropped: list[Dropped] = []
+    dropped: list[Recomputed] = []
 
     def region(old: Region, depth: int, runs: int) -> Region:
         full = next((i for i, op in enumerate(old.ops) if op is path[depth]), None)
@@ -72,6 +73,7 @@ class _Block:
                     self.crossing.setdefault(value, i)
         self.returned = set(region.results)
         self.needed_at = self._needed_at()
+        self.layer = len(self.after) / self._layers()
         cut = cheapest_cut(
             self.before, self.crossing, Prices(self.keep, self.again_seconds, self.early)
         )
@@ -90,12 +92,26 @@ class _Block:
 
     def early(self, value: Value, op: Op) -> float:
         """Having a value when an op is done again, though it is needed by itself only later."""
-        # What is held for a part of the time behind the fullest moment takes that part of its
-        # memory on the average: a layer's values, made again together, are one layer's of many.
+        # A layer's values, made again together, take the memory of one layer: little beside what
+        # all layers would hold. What is held for longer than that saves nothing: making the input
+        # of one layer again would hold the values of all those in front of it.
         if value not in self.crossing or value in self.returned:
             return 0.0
         wait = self.crossing[value] - self.needed_at[op.results[0]]
-        return self.costs.held(value) * max(0, wait) / len(self.after)
+        return self.costs.held(value) * min(1.0, max(0, wait) / self.layer)
+
+    def _layers(self) -> int:
+        """How often the ops are repeated that take most of the time: the weighted median."""
+        seconds: dict[OpKind, list[float]] = {}
+        for op in self.before:
+            seconds.setdefault(op.kind, []).append(self.costs.clock.arithmetic(op))
+        counts = sorted((len(times), sum(times)) for times in seconds.values())
+        half = sum(total for _, total in counts) / 2
+        for count, total in counts:
+            half -= total
+            if half <= 0:
+                return count
+        return 1
 
     def _needed_at(self) -> dict[Value, int]:
         """When values would have to be made again: for themselves, else for what is made of them.
@@ -113,11 +129,11 @@ class _Block:
                 asked[value] = min(asked.get(value, when), when)
         return found
 
-    def dropped(self) -> list[Dropped]:
+    def dropped(self) -> list[Recomputed]:
         """What is not held across the moment any more."""
         types, stored = self.costs.program.types, self.costs.clock.stored
         gone = [(v, self.makers[v]) for v in self.crossing if v in self.again and v in stored]
-        return [Dropped(op.loc, op.label, types[v].bytes) for v, op in gone]
+        return [Recomputed(op.loc, op.label, types[v].bytes) for v, op in gone]
 
     def rewritten(self) -> Region:
         """The block, with ops done again in front of the first op that needs them."""
@@ -127,11 +143,13 @@ class _Block:
         b.begin()
         for op in self.before:
             b.append(op)
-        again = _Again(b, self.again, self.costs)
+        stored = self.costs.clock.stored
+        last = [v for v in self.makers if v in stored and v not in self.again][-1:]
+        behind = _Again(b, self.again, self.costs, last)
         for op in self.after:
-            b.append(again.with_values_for(op))
-            again.ran(op)
-        results = tuple(again.now(v) for v in self.region.results)
+            b.append(behind.with_values_for(op))
+            behind.ran(op)
+        results = tuple(behind.now(v) for v in self.region.results)
         return b.end(self.region.args, results)
 
 
@@ -140,13 +158,16 @@ class _Again:
 
     Attributes:
       made: what values that are not held are now; and what has gone through a barrier is.
-      past: values made behind the fullest moment, with the time of arithmetic by which they are.
+      past: values stored behind the fullest moment, with the time of arithmetic by which they are,
+        and the last one from before it.
     """
 
-    def __init__(self, b: Builder, again: dict[Value, Op], costs: Costs) -> None:
+    def __init__(
+        self, b: Builder, again: dict[Value, Op], costs: Costs, last: Sequence[Value]
+    ) -> None:
         self.b, self.again, self.costs = b, again, costs
         self.made: dict[Value, Value] = {}
-        self.past: list[tuple[float, Value]] = []
+        self.past = [(-math.inf, value) for value in last]
         self.clock = 0.0
 
     def now(self, value: Value) -> Value:
@@ -155,7 +176,8 @@ class _Again:
     def ran(self, op: Op) -> None:
         """An op behind the moment was appended."""
         self.clock += self.costs.clock.arithmetic(op)
-        self.past += [(self.clock, value) for value in op.results]
+        stored = self.costs.clock.stored
+        self.past += [(self.clock, value) for value in op.results if value in stored]
 
     def with_values_for(self, op: Op) -> Op:
         """An op with what it reads, which is made again first where it has not been yet."""
@@ -197,7 +219,7 @@ class _Again:
             self.wait(inputs, lead, reader)
             env = {v: self.now(v) for op in ops.values() for v in reads_inside(op)}
             for op in ops.values():
-                repeat_op(self.b, op, env, loc=op.loc._replace(note=NOTE))
+                repeat_op(self.b, op, env, loc=again(op.loc))
                 self.made.update((v, env[v]) for v in op.results)
 
     def leading_to(self, gather: Op, missing: dict[Value, Op]) -> set[Value]:
@@ -223,12 +245,3 @@ class _Again:
         values = list(dict.fromkeys((*inputs, *signal)))
         opened = self.b.barrier([self.now(v) for v in values])
         self.made.update(zip(values, opened, strict=True))
-
-
-def reads_inside(op: Op) -> Iterable[Value]:
-    """All that an op and the ops inside it read, or hand on."""
-    yield from op.operands
-    for region in op.regions:
-        yield from region.results
-        for inner in region.ops:
-            yield from reads_inside(inner)

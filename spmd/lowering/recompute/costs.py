@@ -11,7 +11,6 @@ from spmd.lowering.rewrites.clock import Clock
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 
-
 SPREAD = 0.25
 """How much dearer a byte of the last value is than one of the first."""
 

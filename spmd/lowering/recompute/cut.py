@@ -18,7 +18,8 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from spmd.ir.program import Op, Value, free_values
+from spmd.ir.program import Op, Value
+from spmd.lowering.recompute.again import reads
 
 SOURCE, SINK = 0, 1
 
@@ -94,16 +95,13 @@ def cheapest_cut(ops: Sequence[Op], needed: Iterable[Value], prices: Prices) -> 
     return Cut(frozenset(value for value in asked if value not in made), again)
 
 
-def reads(op: Op) -> tuple[Value, ...]:
-    """All that an op reads, its regions included."""
-    return (*op.operands, *(value for region in op.regions for value in free_values(region)))
-
-
 def _read(network: _Network, value: Value, ops: Sequence[Op], prices: Prices) -> None:
     """Ops that are done again need a value, the earlier the dearer: the earliest one pays."""
     # With early prices 1, 3 and 3 of three ops: steps of 1, 2 and 0, each with the one before it.
     last, before = 0.0, None
-    for early, op in sorted(((prices.early(value, op), op) for op in ops), key=lambda pair: pair[0]):
+    for early, op in sorted(
+        ((prices.early(value, op), op) for op in ops), key=lambda pair: pair[0]
+    ):
         node = ("op", op.results[0])
         network.edge(("value", value), node, math.inf)
         if early > last:
@@ -143,9 +141,7 @@ class _Network:
         total = float(seconds[np.isfinite(seconds)].sum()) or 1.0
         scaled = np.minimum(np.ceil(seconds * (RESOLUTION / total)), ENDLESS)
         count = len(self.numbers)
-        capacities = csr_array(
-            (scaled.astype(np.int64), (starts, ends)), shape=(count, count)
-        )
+        capacities = csr_array((scaled.astype(np.int64), (starts, ends)), shape=(count, count))
         capacities.sum_duplicates()
         capacities.data = np.minimum(capacities.data, ENDLESS).astype(np.int32)
         left = capacities.astype(np.int64) - maximum_flow(capacities, SOURCE, SINK).flow

@@ -11,43 +11,30 @@ changes from trip to trip can only be collected; what it reads from around it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from spmd.ir.carries import Carry, recarried
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.index import Index
-from spmd.ir.program import Loc, Op, Program, Region, Value
+from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import repeat_op
 from spmd.ir.types import TensorType
+from spmd.lowering.recompute.again import again, late, with_operands
 from spmd.lowering.recompute.costs import Costs
-from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut, reads
+from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut
 from spmd.lowering.recompute.stacks import Pair, pairs_of
+from spmd.planning.plan import Recomputed
 from spmd.predict.fusion import is_untouched
 
 
-class Dropped(NamedTuple):
-    """A value that is not held any more, but made again.
-
-    Attributes:
-      loc: where it comes from.
-      name: the op that makes it.
-      bytes: the memory that it would take on one device.
-    """
-
-    loc: Loc
-    name: str
-    bytes: int
-
-
-def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Dropped]]:
+def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Recomputed]]:
     """Lets every pair of loops collect what is worth its price; outer loops first.
 
     Args:
       program: a local program.
       costs: of this program.
     """
-    dropped: list[Dropped] = []
+    dropped: list[Recomputed] = []
     while True:
         run = _Loops(program, costs)
         body = run.region(program.body, 1)
@@ -64,7 +51,7 @@ class _Loops:
         self.costs = costs
         self.index = Index(program)
         self.b = Builder(program.types)
-        self.dropped: list[Dropped] = []
+        self.dropped: list[Recomputed] = []
 
     def region(self, region: Region, runs: int) -> Region:
         """A region whose loops collect less, and so on inside those that stay as they are.
@@ -129,7 +116,7 @@ class _Rewrite:
 
     Attributes:
       gone: the stacks that are no longer collected.
-      added: the values that are collected now, and the forward loop's results with all their pieces.
+      added: the values that are collected instead, and the forward loop's results with the pieces.
     """
 
     def __init__(self, pair: Pair, cut: Cut, index: Index, b: Builder) -> None:
@@ -150,14 +137,14 @@ class _Rewrite:
         type_ = self.b.types[value]
         return type_.with_shape((self.pair.trips, *type_.shape))
 
-    def dropped(self) -> list[Dropped]:
+    def dropped(self) -> list[Recomputed]:
         """What is not collected any more."""
         found = []
         for core in dict.fromkeys(_core(stack.piece, self.index) for stack in self.gone):
             op = self.index.producers.get(core)
             if op is not None and core not in self.cut.kept:
                 size = self.b.types[core].bytes * self.pair.trips
-                found.append(Dropped(op.loc, op.label, size))
+                found.append(Recomputed(op.loc, op.label, size))
         return found
 
     def forward(self) -> tuple[Op, ...]:
@@ -210,7 +197,7 @@ class _Rewrite:
                 source = body.args[stack.read] if stack else carried(self.added[value])
                 env[value] = self.piece(source, value)
         for op in self.cut.again:
-            repeat_op(b, op, env, loc=op.loc._replace(note=NOTE))
+            repeat_op(b, op, env, loc=again(op.loc))
         instead: dict[Value, Value] = {}
         for stack in self.gone:
             for op in stack.slices:
@@ -237,45 +224,6 @@ class _Rewrite:
         return [first, *(self.b.splat(0, index) for _ in self.b.types[value].shape)]
 
 
-NOTE = "again, as it would take too much memory"
-"""Note of ops that are done again."""
-
-
-def late(made: Sequence[Op], ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Ops in their order, each of some others in front of the first op that reads it."""
-    first: dict[Value, int] = {}
-    for i, op in reversed(list(enumerate(ops))):
-        first.update(dict.fromkeys(reads(op), i))
-    places: list[int] = []
-    for op in reversed(made):
-        place = min((first.get(v, len(ops)) for v in op.results), default=0)
-        places.append(place)
-        for value in reads(op):
-            first[value] = min(first.get(value, place), place)
-    waiting = list(zip(reversed(places), made, strict=True))
-    waiting.sort(key=lambda item: item[0])
-    found: list[Op] = []
-    for i, op in enumerate(ops):
-        while waiting and waiting[0][0] <= i:
-            found.append(waiting.pop(0)[1])
-        found.append(op)
-    return *found, *(op for _, op in waiting)
-
-
-def with_operands(op: Op, instead: Mapping[Value, Value]) -> Op:
-    """An op that reads other values in the place of some, inside its regions as well."""
-    operands = tuple(instead.get(v, v) for v in op.operands)
-    regions = tuple(
-        Region(
-            region.args,
-            tuple(with_operands(inner, instead) for inner in region.ops),
-            tuple(instead.get(v, v) for v in region.results),
-        )
-        for region in op.regions
-    )
-    return op._replace(operands=operands, regions=regions)
-
-
 def _core(piece: Value, index: Index) -> Value:
     """The value that is collected, without the dim of size 1 in front."""
     op = index.producers.get(piece)
@@ -289,9 +237,7 @@ def _around(loop: Op, index: Index) -> dict[Value, Value]:
     """What a loop hands on as it is: the argument of its body -> the value in front of the loop."""
     args = loop.regions[1].args
     return {
-        args[i]: _source(loop.operands[i], index)
-        for i in range(len(args))
-        if is_untouched(loop, i)
+        args[i]: _source(loop.operands[i], index) for i in range(len(args)) if is_untouched(loop, i)
     }
 
 

@@ -4,23 +4,23 @@ Every byte that is held at the fullest moment gets a price. What is worth less t
 made again where it is read: in the backward loop of a scan instead of being collected by its
 forward loop, or behind the fullest moment of a block instead of being held across it. A weight may
 be gathered again, an elementwise chain, a norm or a product computed again: whatever saves the most
-memory for its seconds. At prices that rise, this is the trade-off of Jain et al., "Checkmate" (MLSys
-2020), relaxed so that minimum cuts solve it.
+memory for its seconds. It is the trade-off of Jain et al., "Checkmate" (MLSys 2020), relaxed by a
+price of memory so that minimum cuts solve it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from spmd.ir.program import Op, Program, Region
 from spmd.lowering.recompute.block import recompute_in_block
 from spmd.lowering.recompute.costs import Costs
-from spmd.lowering.recompute.loops import Dropped, recompute_in_loops
+from spmd.lowering.recompute.loops import recompute_in_loops
 from spmd.lowering.rewrites.dead import remove_dead
 from spmd.lowering.rewrites.dedupe import dedupe
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
+from spmd.planning.plan import Recomputed
 from spmd.predict.memory import peak_memory
 
 ROUNDS = 4
@@ -34,7 +34,7 @@ def recompute(
     price: float,
     limit: int,
     donated: Sequence[int] = (),
-) -> tuple[Program, tuple[Dropped, ...]]:
+) -> tuple[Program, tuple[Recomputed, ...]]:
     """Makes values again rather than holding them, where that costs less than their price.
 
     Args:
@@ -50,20 +50,20 @@ def recompute(
     """
     program, dropped = recompute_in_loops(program, Costs(program, mesh, topology, price))
     program = dedupe(remove_dead(program))
-    best, least = (program, tuple(dropped)), math.inf
+    memory = peak_memory(program, donated, topology.platform)
     for _ in range(ROUNDS):
-        memory = peak_memory(program, donated, topology.platform)
-        if memory.peak >= least:
-            break
-        best, least = (program, tuple(dropped)), memory.peak
         path = _path(program.body, memory.order[memory.peak_at]) if memory.order else []
         if memory.peak <= limit or not path:
             break
         costs = Costs(program, mesh, topology, price)
-        program, more = recompute_in_block(program, costs, path)
-        program = remove_dead(program)
+        relieved, more = recompute_in_block(program, costs, path)
+        relieved = remove_dead(relieved)
+        after = peak_memory(relieved, donated, topology.platform)
+        if after.peak >= memory.peak:
+            break
+        program, memory = relieved, after
         dropped += more
-    return best
+    return program, tuple(dropped)
 
 
 def _path(region: Region, wanted: Op) -> list[Op]:

@@ -141,7 +141,9 @@ def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
     """The ops that read one piece each of a carry; none if anything else reads it."""
     body = loop.regions[1]
     uses = index.users.get(body.args[number], ())
-    ops = tuple(op for op, place in uses if op is not None and op.kind.about.is_dynamic_slice and place == 0)
+    ops = tuple(
+        op for op, place in uses if op is not None and op.kind.about.is_dynamic_slice and place == 0
+    )
     for op in ops:
         shape = op.kind.operands[0].shape
         if op.kind.results[0].shape != (1, *shape[1:]):
