@@ -1,0 +1,142 @@
+"""What a Llama training step recomputes: by policies of `jax.checkpoint`, and by the compiler.
+
+Every policy of `LlamaConfig.remat` is compiled and run, and so is the plain program (`none`) with
+the memory that each of these takes as `Options(memory_limit=...)`. Times are medians over `--steps`
+steps after two warm-up steps; memory is XLA's own figure. What does not fit is said to.
+
+Example:
+    benchmarks/run recompute --model llama2-7b --layers 8 --mesh data=2 --global_batch 16
+    benchmarks/run recompute --model llama2-7b --layers 8 --mesh data=2 --topology h200:2
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import spmd
+from benchmarks.train import parse_mesh, time_steps
+from models.llama import model, sharding
+from models.llama.config import LlamaConfig, named_config
+from models.llama.training import argument_types, train_step
+from spmd.cli.flags import Parser, Switch, positive, words
+
+POLICIES = "none,full,dots,dots_no_batch,save_attention"
+
+HEAD = """\
+| activations | limit GiB | predicted GiB | XLA's | predicted ms | ms/step | tokens/s/device | plan s |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def lower(
+    given: argparse.Namespace, mesh: spmd.Mesh, config: LlamaConfig, limit: int | None
+) -> spmd.Lowered:
+    """Plans one training step."""
+    optimizer = optax.adamw(1e-4)
+    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
+    types = argument_types(config, optimizer, mesh, (given.global_batch, given.seq_len))
+    options = spmd.Options(memory_limit=limit, recompute=not given.policies_alone)
+    jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options)
+    topology = spmd.Topology(given.topology) if given.topology else None
+    return jitted.lower(*types, topology=topology)
+
+
+def measured(
+    given: argparse.Namespace, lowered: spmd.Lowered, config: LlamaConfig
+) -> tuple[float, float]:
+    """XLA's memory in bytes and the median seconds of a step."""
+    compiled = lowered.compile()
+    shape = (given.global_batch, given.seq_len)
+    tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
+    batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
+    params = compiled.init(0, lambda key: model.init(key, config), jax.random.key(0))
+    state = compiled.init(1, optax.adamw(1e-4).init, params)
+    seconds, _ = time_steps(given, compiled, params, state, batch)
+    return compiled.memory.peak_bytes, seconds
+
+
+def row(
+    given: argparse.Namespace, mesh: spmd.Mesh, config: LlamaConfig, name: str, limit: int | None
+) -> tuple[str, int]:
+    """A line of the table, and the memory that is predicted."""
+    start = time.perf_counter()
+    shown = f"{limit / 2**30:.1f}" if limit else ""
+    try:
+        lowered = lower(given, mesh, config, limit)
+    except spmd.PlanError as error:
+        return f"| {name} | {shown} | {str(error).splitlines()[1].strip()} | | | | | |", 0
+    planned, memory = time.perf_counter() - start, lowered.predicted_memory.peak
+    cells: list[Any] = [name, shown, f"{memory / 2**30:.1f}", "", f"{lowered.cost * 1e3:.1f}"]
+    try:
+        if given.topology:
+            cells += ["", ""]
+        else:
+            peak, seconds = measured(given, lowered, config)
+            rate = given.global_batch * given.seq_len / seconds / mesh.size
+            cells[3] = f"{peak / 2**30:.1f}"
+            cells += [f"{seconds * 1e3:.1f}", f"{rate:,.0f}"]
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        cells += ["does not fit", ""]
+    return "| " + " | ".join([*cells, f"{planned:.1f}"]) + " |", memory
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run recompute", __doc__)
+    add = parser.add_argument
+    add("--model", default="quickstart", help="named config")
+    add("--mesh", default="data=8", help="sizes of the axes data and model, joined by ':'")
+    add("--topology", help="a machine that is not here: plans alone, nothing is compiled or run")
+    add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
+    add("--seq_len", type=positive, default=4096, help="tokens in a sequence")
+    add("--global_batch", type=positive, default=16, help="sequences in a step")
+    add("--steps", type=positive, default=8, help="timed steps")
+    add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
+    add("--policies", type=words, default=POLICIES, help="of LlamaConfig.remat")
+    add("--policies_alone", action=Switch, default=False, help="nothing by the compiler itself")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints one table."""
+    given = make_parser().parse_args(arguments)
+    sizes = parse_mesh(given.mesh) if not given.topology else None
+    mesh = sizes or _mesh_elsewhere(given.mesh)
+    machine = given.topology or f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
+    config = dataclasses.replace(
+        named_config(given.model), dtype="bfloat16", scan_layers=given.scan
+    )
+    if given.layers:
+        config = dataclasses.replace(config, num_hidden_layers=given.layers)
+    print(f"jax {jax.__version__}, {machine}; {given.model}, {config.num_hidden_layers} layers, "
+          f"{'scanned' if given.scan else 'unrolled'}, batch {given.global_batch} x "
+          f"{given.seq_len}, mesh {given.mesh}")  # fmt: skip
+    print(HEAD, flush=True)
+    limits = []
+    for policy in given.policies:
+        line, memory = row(given, mesh, dataclasses.replace(config, remat=policy), policy, None)
+        limits.append((policy, memory))
+        print(line, flush=True)
+    if not given.policies_alone:
+        for policy, memory in limits:
+            print(row(given, mesh, config, f"by the compiler, as {policy}", memory)[0], flush=True)
+
+
+def _mesh_elsewhere(text: str) -> spmd.Mesh:
+    """A mesh of devices that are not here."""
+    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(":"))}
+    sizes = {"data": 1, "model": 1, **sizes}
+    return spmd.Mesh(None, tuple(sizes.values()), tuple(sizes))
+
+
+if __name__ == "__main__":
+    main()
