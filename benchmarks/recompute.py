@@ -31,7 +31,7 @@ from spmd.cli.flags import Parser, Switch, positive, words
 POLICIES = "none,full,dots,dots_no_batch,save_attention"
 
 HEAD = """\
-| activations | limit GiB | predicted GiB | XLA's | predicted ms | ms/step | tokens/s/device | plan s |
+| activations | limit, GiB | predicted | XLA's | predicted ms | ms | tokens/s/device | plan s |
 | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 

@@ -69,7 +69,13 @@ class FrontendError(SpmdError):
 
 
 class PlanError(SpmdError):
-    """No plan satisfies the marks and the limits."""
+    """No plan satisfies the marks and the limits.
+
+    Attributes:
+      least_bytes: of a memory limit that was not kept to: the least that was found, on one device.
+    """
+
+    least_bytes: int = 0
 
 
 class ArgumentError(SpmdError):

@@ -18,8 +18,8 @@ class Options:
       planner: `exact` weighs all decisions together, `greedy` takes them in program order.
       memory_limit: bytes that one device may use. Without it the plan aims at the memory that the
         topology's devices have, and says so where it misses it; with it, missing it is an error.
-      recompute: whether a program that needs more memory than there is may make values again (a
-        gathered weight, an activation) rather than hold them; `explain()` tells which.
+      recompute: whether a program may make values again (a gathered weight, an activation) rather
+        than hold them, where memory is short or where that is faster; `explain()` tells which.
       combine_bytes: small gathers and reductions over the same axes travel together, up to this
         many bytes (and memory) at a time; those of more than a quarter of it travel alone. 0: all.
       prefetch: how many gathers over the same links may be under way or wait ahead of their use;

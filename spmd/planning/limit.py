@@ -72,7 +72,7 @@ def fastest_within(
     best = min(tried, key=lambda trial: trial.seconds)
     limit = best.plan.topology.hbm_bytes if memory_limit is None else memory_limit
     if bound_of(best.plan) <= limit or best.bytes <= limit:
-        return best.plan
+        return _without_detours(best, limit, try_out) if recompute else best.plan
     everything = [*tried]
     if recompute:
         everything += _recomputed(limit, tried, try_out)
@@ -94,13 +94,24 @@ def fastest_within(
     if memory_limit is None:
         text = f"it is predicted to need {need} on a device; there are {bytes_text(limit)}"
         return _noted(least.plan, text)
-    raise PlanError(
+    error = PlanError(
         f"no plan was found that keeps to {bytes_text(limit)} on a device",
-        actual=f"{need}, of which {_largest(least.plan)}",
+        actual=f"at least {need}, of which {_largest(least.plan)}",
         required=bytes_text(limit),
         fix="split arguments over more axes, use more devices, or split the batch into "
         "microbatches" + ("" if recompute else ", or allow `Options(recompute=True)`"),
     )
+    error.least_bytes = least.bytes
+    raise error
+
+
+def _without_detours(best: Trial, limit: int, try_out: TryOut) -> Plan:
+    """A plan that fits, or the same with what is made again sooner than written and read again."""
+    if sum(op.is_loop for op in best.plan.program.walk()) < 2:
+        return best.plan
+    price = best.seconds / limit * FIRST
+    again = try_out(best.plan._replace(byte_price=price))
+    return again.plan if again.plan.recomputed and again.seconds < best.seconds else best.plan
 
 
 def _fastest_fitting(trials: Sequence[Trial], limit: int) -> float:
