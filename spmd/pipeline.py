@@ -42,7 +42,7 @@ from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan, Recomputed
 from spmd.planning.problem import Problem, opened, problem_of
 from spmd.predict.memory import peak_memory
-from spmd.predict.timeline import predict_timeline
+from spmd.predict.timeline import Timeline, predict_timeline
 from spmd.progress import doing
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import propagate
@@ -94,6 +94,7 @@ class Stages:
       plan: its plan.
       partitioned: the local program.
       optimized: the local program after its rewrites.
+      timeline: its predicted schedule.
       emitted: the local program as text, to be compiled.
       seconds: stage -> seconds, in order.
     """
@@ -103,6 +104,7 @@ class Stages:
     plan: Plan
     partitioned: Partitioned
     optimized: Partitioned
+    timeline: Timeline
     emitted: Emitted
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -125,6 +127,7 @@ def compile_module(request: Request, options: Options) -> Stages:
             trial.plan,
             trial.partitioned,
             trial.optimized,
+            trial.timeline,
             emitted,
             clock.seconds,
         )
@@ -202,10 +205,15 @@ class Trial:
         return schedule(program, plan.mesh, plan.topology, combine_bytes, prefetch, self._room)
 
     @cached_property
+    def timeline(self) -> Timeline:
+        """Predicted schedule of one run."""
+        plan, program = self.plan, self.optimized.program
+        return self._clock("time", predict_timeline, program, plan.mesh, plan.topology)
+
+    @property
     def seconds(self) -> float:
         """Predicted time of one run, communication hidden behind independent arithmetic."""
-        plan, program = self.plan, self.optimized.program
-        return self._clock("time", predict_timeline, program, plan.mesh, plan.topology).seconds
+        return self.timeline.seconds
 
     @cached_property
     def bytes(self) -> int:

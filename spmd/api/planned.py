@@ -20,7 +20,7 @@ from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.options import Options
 from spmd.pipeline import Request, Stages
 from spmd.predict.memory import MemoryUse, peak_memory
-from spmd.predict.timeline import Timeline, predict_timeline
+from spmd.predict.timeline import Timeline
 
 if TYPE_CHECKING:
     from spmd.explain.facts import Facts
@@ -65,11 +65,10 @@ class Planned:
         """Every collective of one run: kind, axes, bytes, count, source, reason, seconds."""
         return list_collectives(self.stages.optimized, self.stages.plan.topology)
 
-    @cached_property
+    @property
     def timeline(self) -> Timeline:
         """Predicted schedule of one run: what runs when on which lane."""
-        optimized = self.stages.optimized
-        return predict_timeline(optimized.program, self.mesh, self.stages.plan.topology)
+        return self.stages.timeline
 
     @property
     def cost(self) -> float:

@@ -14,7 +14,7 @@ from spmd.explain.prices import Prices
 from spmd.explain.words import bytes_text, seconds_text
 from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
-from spmd.predict.timeline import Timeline, least_seconds, predict_timeline
+from spmd.predict.timeline import Timeline, least_seconds
 
 CLOSE = 5e-4
 """Relative difference of two times that a report does not show."""
@@ -48,11 +48,10 @@ class Facts:
         """The plan."""
         return self.stages.plan
 
-    @cached_property
+    @property
     def timeline(self) -> Timeline:
         """What runs when, collectives beside arithmetic where neither waits."""
-        plan = self.plan
-        return predict_timeline(self.stages.optimized.program, plan.mesh, plan.topology)
+        return self.stages.timeline
 
     @cached_property
     def least_seconds(self) -> float:
