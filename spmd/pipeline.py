@@ -69,6 +69,7 @@ class Request:
       links: (result index, argument index) of donated arguments and their updates.
       donated: flat indices of all donated arguments.
       platform: what it is compiled for, `cpu`, `cuda` or `tpu`: composites get its kernels.
+      function: file and qualified name of the function that was traced, if known.
     """
 
     module: Any
@@ -82,6 +83,7 @@ class Request:
     links: tuple[tuple[int, int], ...] = ()
     donated: tuple[int, ...] = ()
     platform: str = ""
+    function: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,7 @@ def check_stages(stages: Stages) -> None:
 def _import(request: Request) -> Imported:
     platform = request.platform
     composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
-    imported = import_module(request.module, request.arg_names, composites)
+    imported = import_module(request.module, request.arg_names, composites, request.function)
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=program)

@@ -145,7 +145,7 @@ class _Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(compiled: Any) -> str:
-    return render(compiled._facts(prices=True), compiled.predicted_memory)
+    return render(compiled._facts(prices=True))
 
 
 def test_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
