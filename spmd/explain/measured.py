@@ -54,9 +54,9 @@ class Worked(NamedTuple):
     hidden: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Measured:
-    """What steps of a compiled program took, beside what was predicted; print it.
+    """What steps of a compiled program took, beside what was predicted; it prints as tables.
 
     Times are seconds of one step. Parts are those of the profiled steps, on one device in the mean
     of this process's devices, the longest first.
@@ -67,7 +67,7 @@ class Measured:
       times: each step that was timed, without the profiler.
       profiled: a step under the profiler, in the mean; the parts of `kinds` add up to it.
       devices: how many devices of this process were seen.
-      platform: theirs, `cpu` or `gpu`; `predicted` is for devices of their own, and CPU devices are
+      platform: theirs, `cpu` or `cuda`. `predicted` is for devices of their own; CPU devices are
         threads of one machine.
       kinds: matrix products, attention, other kernels, copies, collectives that nothing else ran
         beside (exposed), idle; and collectives beside other work (hidden), which add nothing.
@@ -87,20 +87,22 @@ class Measured:
     kinds: tuple[Part, ...]
     layers: tuple[Part, ...]
     collectives: tuple[Part, ...]
-    step: tuple[Worked, ...] = field(repr=False, compare=False)
+    step: tuple[Worked, ...] = field(compare=False)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join([self.title, "", *self.lines()]).rstrip() + "\n"
 
     @property
     def title(self) -> str:
         """The step in one line."""
-        ratio = f", {self.seconds / self.predicted:.3g}x the predicted" if self.predicted else ""
-        return (
+        text = (
             f"{seconds_text(self.seconds)} a step, the median of {len(self.times)} "
             f"({seconds_text(min(self.times))} to {seconds_text(max(self.times))})"
-            f"{ratio} {seconds_text(self.predicted)}"
         )
+        if self.predicted:
+            ratio = self.seconds / self.predicted
+            text += f", {ratio:.3g}x the predicted {seconds_text(self.predicted)}"
+        return text
 
     @property
     def remark(self) -> str:

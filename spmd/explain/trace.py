@@ -6,14 +6,14 @@ is what was predicted or measured, a thread is a lane of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spmd.explain.facts import Facts
 from spmd.explain.measured import Worked
 from spmd.explain.words import seconds_text
 from spmd.ir.control_flow import UNKNOWN_TRIPS
-from spmd.measure.labels import COLLECTIVES, label_of
+from spmd.measure.labels import COLLECTIVES, Label, label_of
 from spmd.predict.timeline import COMPUTE, Slot
 
 MOST_SLOTS = 100_000
@@ -76,15 +76,18 @@ def _event(pid: int, tid: int, s: Slice) -> dict[str, Any]:
 def _predicted(facts: Facts) -> Iterator[Slice]:
     slots = facts.timeline.slots
     whole = sum(slot.trips for slot in slots if not slot.op.regions) <= MOST_SLOTS
-    yield from _region(facts, slots, 0.0, whole)
+    labels = {id(slot.op): label_of(slot.op, facts.plan.mesh) for slot in slots}
+    yield from _region(slots, labels, 0.0, whole)
 
 
-def _region(facts: Facts, slots: Sequence[Slot], shift: float, whole: bool) -> Iterator[Slice]:
+def _region(
+    slots: Sequence[Slot], labels: Mapping[int, Label], shift: float, whole: bool
+) -> Iterator[Slice]:
     """The slots of a region, those of its loops for every iteration; all of them later by `shift`.
 
     Args:
-      facts: of the program.
       slots: a loop before what is inside it.
+      labels: id of an op -> what it is.
       shift: seconds.
       whole: whether all iterations are written, and not only the first.
     """
@@ -96,7 +99,7 @@ def _region(facts: Facts, slots: Sequence[Slot], shift: float, whole: bool) -> I
             (i for i in range(at + 1, len(slots)) if slots[i].depth <= slot.depth), len(slots)
         )
         if not slot.op.regions:
-            label = label_of(slot.op, facts.plan.mesh)
+            label = labels[id(slot.op)]
             more = {"source": slot.op.loc.trail, "layer": label.layer, "kind": label.kind}
             if slot.op.collective:
                 more["reason"] = slot.op.loc.note
@@ -108,7 +111,7 @@ def _region(facts: Facts, slots: Sequence[Slot], shift: float, whole: bool) -> I
             yield Slice(lane, name, start, end, {"source": slot.op.loc.trail})
             once = slot.seconds / max(runs, 1)
             for turn in range(runs if whole else min(runs, 1)):
-                yield from _region(facts, slots[at + 1 : inside], shift + turn * once, whole)
+                yield from _region(slots[at + 1 : inside], labels, shift + turn * once, whole)
             if not whole and runs > 1:
                 name = f"{runs - 1} more iterations like the first"
                 yield Slice(COMPUTE, name, start + once, end, {})

@@ -98,8 +98,9 @@ def layer_of(loc: Loc) -> str:
 # ---------------------------------------------------------------------------------------------
 # Events of a profile.
 
-_CONTROL = {"while", "conditional", "call", "async-start", "async-done"}
-"""Ops that only run others: on CPUs these have events of their own inside theirs."""
+_CONTROL = {"while", "conditional", "call"}
+"""Ops that only run others, which on CPUs have events of their own inside theirs. On GPUs a call
+launches a CUDA graph, whose kernels carry its name."""
 
 _MATRIX_CALLS = re.compile(r"gemm|matmul|conv|dot", re.IGNORECASE)
 _ATTENTION_CALLS = re.compile(r"fmha|attention|flash|sdpa", re.IGNORECASE)
@@ -152,7 +153,7 @@ class Labels:
 
     def _find(self, name: str, op: str) -> Label | None:
         found = self.instructions.get(op)
-        if found is not None and found.opcode in _CONTROL and not self._collective(found):
+        if found is not None and found.opcode in _CONTROL:
             if name == op:
                 return None
             found = None

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from spmd.errors import ArgumentError
-from spmd.explain.measured import EXPOSED, HIDDEN, IDLE, Measured
+from spmd.explain.measured import EXPOSED, HIDDEN, IDLE, Measured, compare
 from spmd.explain.page.page import render
-from spmd.measure.labels import KINDS, label_of
+from spmd.measure.labels import KINDS, Labels, label_of
+from spmd.measure.profile import Run, Step
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,16 @@ def test_arguments_stay(compiled: Any, args: tuple[Any, ...]) -> None:
     placed = jax.device_put(args, compiled.in_shardings)
     compiled.measure(*placed, steps=1)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
+
+
+def test_a_profile_without_devices_gives_the_time_alone(compiled: Any) -> None:
+    topology, program = compiled.stages.plan.topology, compiled.stages.optimized.program
+    run = Run((2.0, 4.0, 3.0), (Step(5.0, ()),))
+    labels = Labels(compiled.as_text("hlo"), program, compiled.mesh)
+    found = compare(run, labels, compiled.timeline, compiled.mesh, topology, "tpu")
+    assert (found.seconds, found.devices, found.kinds, found.step) == (3.0, 0, (), ())
+    assert str(found).startswith("3 s a step, the median of 3 (2 s to 4 s)")
+    assert "share one machine" not in str(found)
 
 
 def test_no_steps_are_an_error(compiled: Any, args: tuple[Any, ...]) -> None:

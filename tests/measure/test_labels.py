@@ -89,6 +89,7 @@ HLO = f"""HloModule jit_run, num_partitions=8
 
 %graph (a: f32[8]) -> f32[8] {{
   %a.3 = f32[8] parameter(0)
+  %inner = f32[16] all-gather(%a.3), replica_groups=[4,2]<=[8], {NAME}x"}}
   ROOT %loop_add_fusion.2 = f32[8] fusion(%a.3), kind=kLoop, calls=%fused_add, {NAME}add"}}
 }}
 

@@ -100,10 +100,11 @@ def _values(a: Facts, b: Facts) -> Lines:
     changed = [(key, old, new) for key, old, new in both if old.shardings != new.shardings]
     changed.sort(key=lambda row: -max(row[1].bytes, row[2].bytes))
     rows = [
-        (op, type_, f"{old.text} -> {new.text}", source_text(source))
+        (op, type_, source_text(source).partition(" <- ")[0], f"{old.text} -> {new.text}")
         for (op, type_, source), old, new in changed
     ]
-    return _rows(f"values inside: {len(changed)} kinds lie otherwise, the largest first", rows)
+    title = f"values inside: {len(changed)} kinds lie otherwise, the largest first"
+    return _rows(title, rows, MOST // 2)
 
 
 class _Inside(NamedTuple):
@@ -193,9 +194,9 @@ def _sums(collectives: Iterable[Collective]) -> dict[tuple[str, str, str, str], 
     return found
 
 
-def _rows(title: str, rows: Sequence[Sequence[str]]) -> Lines:
+def _rows(title: str, rows: Sequence[Sequence[str]], most: int = MOST) -> Lines:
     """The first rows under a title."""
-    lines = aligned(rows[:MOST])
-    if len(rows) > MOST:
-        lines.append(f"and {len(rows) - MOST} more")
+    lines = aligned(rows[:most])
+    if len(rows) > most:
+        lines.append(f"and {len(rows) - most} more")
     return section(title, lines)
