@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = ["diff"]
+
 
 def diff(a: Any, b: Any) -> str:
     """What changed from one plan to another, and what that costs.
