@@ -1,6 +1,6 @@
 """`spmd`: a sharding compiler. Mark a few tensors; the rest of the program follows."""
 
-from spmd import ops
+from spmd import explain, ops
 from spmd.api import (
     Compiled,
     Jitted,
@@ -53,6 +53,7 @@ __all__ = [
     "UnsupportedOpError",
     "auto",
     "compile_stablehlo",
+    "explain",
     "initialize",
     "jit",
     "lower_stablehlo",

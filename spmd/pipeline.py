@@ -42,7 +42,7 @@ from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan, Recomputed
 from spmd.planning.problem import Problem, opened, problem_of
 from spmd.predict.memory import peak_memory
-from spmd.predict.timeline import predict_timeline
+from spmd.predict.timeline import Timeline, predict_timeline
 from spmd.progress import doing
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import propagate
@@ -69,6 +69,7 @@ class Request:
       links: (result index, argument index) of donated arguments and their updates.
       donated: flat indices of all donated arguments.
       platform: what it is compiled for, `cpu`, `cuda` or `tpu`: composites get its kernels.
+      function: file and qualified name of the function that was traced, if known.
     """
 
     module: Any
@@ -82,6 +83,7 @@ class Request:
     links: tuple[tuple[int, int], ...] = ()
     donated: tuple[int, ...] = ()
     platform: str = ""
+    function: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Stages:
       plan: its plan.
       partitioned: the local program.
       optimized: the local program after its rewrites.
+      timeline: its predicted schedule.
       emitted: the local program as text, to be compiled.
       seconds: stage -> seconds, in order.
     """
@@ -103,6 +106,7 @@ class Stages:
     plan: Plan
     partitioned: Partitioned
     optimized: Partitioned
+    timeline: Timeline
     emitted: Emitted
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -125,6 +129,7 @@ def compile_module(request: Request, options: Options) -> Stages:
             trial.plan,
             trial.partitioned,
             trial.optimized,
+            trial.timeline,
             emitted,
             clock.seconds,
         )
@@ -202,10 +207,15 @@ class Trial:
         return schedule(program, plan.mesh, plan.topology, combine_bytes, prefetch, self._room)
 
     @cached_property
+    def timeline(self) -> Timeline:
+        """Predicted schedule of one run."""
+        plan, program = self.plan, self.optimized.program
+        return self._clock("time", predict_timeline, program, plan.mesh, plan.topology)
+
+    @property
     def seconds(self) -> float:
         """Predicted time of one run, communication hidden behind independent arithmetic."""
-        plan, program = self.plan, self.optimized.program
-        return self._clock("time", predict_timeline, program, plan.mesh, plan.topology).seconds
+        return self.timeline.seconds
 
     @cached_property
     def bytes(self) -> int:
@@ -280,7 +290,7 @@ def check_stages(stages: Stages) -> None:
 def _import(request: Request) -> Imported:
     platform = request.platform
     composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
-    imported = import_module(request.module, request.arg_names, composites)
+    imported = import_module(request.module, request.arg_names, composites, request.function)
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=program)

@@ -39,6 +39,6 @@ def test_compiling_twice_gives_the_same_text(lowered: spmd.Lowered) -> None:
 
 
 def test_explain_says_it_all(lowered: spmd.Lowered) -> None:
-    text = explain_program(Facts(lowered.stages, lowered.collectives, None))
+    text = explain_program(Facts(lowered.stages, lowered.collectives))
     for name in ("w_in", "w_out", "reduce_scatter", "all_gather", "data", "programs.py"):
         assert name in text

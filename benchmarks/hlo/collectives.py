@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from benchmarks.hlo.groups import group_size, kind_of, payload
+from benchmarks.hlo.groups import group_size, payload
 from benchmarks.hlo.runs import communication
 from benchmarks.hlo.scatter import scattered_bytes
-from benchmarks.hlo.text import (
+from spmd.measure.hlo import (
     Instruction,
     Module,
     array_bytes,
     arrays,
+    kind_of,
     op_name_of,
     parse_module_text,
     source_of,

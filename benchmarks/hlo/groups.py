@@ -5,24 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from benchmarks.hlo.text import Instruction, Module, elements
-
-KINDS = {
-    "all-gather": "all_gather",
-    "all-reduce": "all_reduce",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "ragged-all-to-all": "all_to_all",
-    "collective-permute": "collective_permute",
-    "collective-broadcast": "collective_broadcast",
-    "send": "collective_permute",
-}
-"""Opcode -> kind, of every instruction that moves data between devices."""
-
-
-def kind_of(instruction: Instruction) -> str | None:
-    """The kind of a collective that an instruction is or starts, None for anything else."""
-    return KINDS.get(instruction.opcode.removesuffix("-start"))
+from spmd.measure.hlo import Instruction, Module, elements
 
 
 def payload(instruction: Instruction) -> str:

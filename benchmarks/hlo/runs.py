@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks.hlo.text import Instruction, Module, names_of
 from spmd.errors import ArgumentError
 from spmd.ir.control_flow import UNKNOWN_TRIPS
+from spmd.measure.hlo import Instruction, Module, names_of
 
 
 def computations_run(

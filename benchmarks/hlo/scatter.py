@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.hlo.groups import group_size, payload
-from benchmarks.hlo.text import (
+from spmd.measure.hlo import (
     Instruction,
     Module,
     array_bytes,

@@ -12,9 +12,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.hlo.groups import kind_of
 from benchmarks.hlo.runs import computations_run
-from benchmarks.hlo.text import Instruction, Module, parse_module_text
+from spmd.measure.hlo import Instruction, Module, kind_of, parse_module_text
 
 
 class Flight(NamedTuple):

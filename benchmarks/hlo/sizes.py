@@ -7,13 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from benchmarks.hlo.groups import kind_of, payload
+from benchmarks.hlo.groups import payload
 from benchmarks.hlo.runs import computations_run
-from benchmarks.hlo.text import (
+from spmd.measure.hlo import (
     Instruction,
     array_bytes,
     arrays,
     elements,
+    kind_of,
     op_name_of,
     operands,
     parse_module_text,

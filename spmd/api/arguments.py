@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -131,8 +132,24 @@ def like_parameters(
 
 
 def function_name(fn: Any) -> str:
-    """What a function is called; `fn` if it has no name."""
-    return str(getattr(fn, "__name__", "fn"))
+    """What a function is called; of an object that can be called, its class."""
+    fn = _written(fn)
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def function_place(fn: Any) -> tuple[str, str] | None:
+    """File and qualified name of a function; None where it is not Python's own."""
+    fn = _written(fn)
+    call = fn if hasattr(fn, "__code__") else _written(type(fn).__call__)
+    code = getattr(call, "__code__", None)
+    return (code.co_filename, code.co_qualname) if code else None
+
+
+def _written(fn: Any) -> Any:
+    """The function that was written: without what is bound to it or wrapped around it."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return inspect.unwrap(fn)
 
 
 def parameter_names(fn: Any, count: int) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -25,6 +25,9 @@ from spmd.pipeline import Stages, emit_plan
 from spmd.planning.plan import Plan
 from spmd.progress import doing, progress
 from spmd.verify.run import Verification, verify
+
+if TYPE_CHECKING:
+    from spmd.explain.measured import Measured
 
 
 class Lowered(Planned):
@@ -146,6 +149,47 @@ class Compiled(Planned):
         given, plan = self._boundary.data(self._flat(args, kwargs)), self.stages.plan
         with x64_if(needs_x64(plan.program.types)):
             return verify(plan, self.request.module, run, given, lower, rtol, atol)
+
+    def measure(self, *args: Any, steps: int = 10, **kwargs: Any) -> Measured:
+        """Runs steps of the program, and sets what they took beside what was predicted.
+
+        After warming up, `steps` steps are timed one by one, from the call until all results are
+        there. Three more run under jax's profiler, which tells what devices did meanwhile. The
+        program keeps the result: `explain`, `summary`, `report` and `save_trace` show it.
+
+        Args:
+          *args: the positional arguments of a call. They are never donated: of those that the
+            program takes over it gets copies, which need their memory once more. A step is given
+            the results of the step before it in place of the donated arguments that they update,
+            as in a loop of training; other donated arguments are copied again for each step.
+          steps: how many steps to time.
+          **kwargs: the keyword arguments of a call.
+
+        Returns:
+          The times of a step: in total, by kind of work, by layer, by collective. In a job of
+          several processes all have to call this; each sees its own devices.
+
+        Raises:
+          ArgumentError: the program is for a machine that is not here, or `steps` is not positive.
+
+        Example:
+          >>> print(compiled.measure(params, opt_state, batch))
+        """
+        from spmd.explain.measured import compare
+        from spmd.measure.feed import Feed
+        from spmd.measure.labels import Labels
+        from spmd.measure.profile import run_steps
+
+        self._check_here()
+        if steps < 1:
+            raise ArgumentError(f"{steps} steps cannot be timed", required="at least one")
+        given = self._boundary.take(self._flat(args, kwargs))
+        feed = Feed(self.executable, given, self.donated, self.request.links)
+        run = run_steps(feed.run, feed.prepare, steps)
+        labels = Labels(self.as_text("hlo"), self.stages.optimized.program, self.mesh)
+        topology, platform = self.stages.plan.topology, self.request.platform
+        self.measured = compare(run, labels, self.timeline, self.mesh, topology, platform)
+        return self.measured
 
     @cached_property
     def memory(self) -> Memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -20,10 +21,11 @@ from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.options import Options
 from spmd.pipeline import Request, Stages
 from spmd.predict.memory import MemoryUse, peak_memory
-from spmd.predict.timeline import Timeline, predict_timeline
+from spmd.predict.timeline import Timeline
 
 if TYPE_CHECKING:
     from spmd.explain.facts import Facts
+    from spmd.explain.measured import Measured
 
 
 class Planned:
@@ -33,12 +35,14 @@ class Planned:
       traced: what the function, its arguments and its results are.
       stages: the result of every stage of the compiler.
       options: compile options.
+      measured: what `Compiled.measure` found the last time, which reports show; None before.
     """
 
     def __init__(self, traced: Traced, stages: Stages, options: Options) -> None:
         self.traced = traced
         self.stages = stages
         self.options = options
+        self.measured: Measured | None = None
 
     @property
     def request(self) -> Request:
@@ -65,11 +69,10 @@ class Planned:
         """Every collective of one run: kind, axes, bytes, count, source, reason, seconds."""
         return list_collectives(self.stages.optimized, self.stages.plan.topology)
 
-    @cached_property
+    @property
     def timeline(self) -> Timeline:
         """Predicted schedule of one run: what runs when on which lane."""
-        optimized = self.stages.optimized
-        return predict_timeline(optimized.program, self.mesh, self.stages.plan.topology)
+        return self.stages.timeline
 
     @property
     def cost(self) -> float:
@@ -97,8 +100,16 @@ class Planned:
     def _facts(self, prices: bool = False) -> Facts:
         from spmd.explain.facts import Facts
 
-        asked = self.prices if prices else None
-        return Facts(self.stages, self.collectives, self.memory, asked, self.name)
+        return Facts(
+            self.stages,
+            self.collectives,
+            self.predicted_memory,
+            None if self.memory.is_predicted else self.memory,
+            self.prices if prices else None,
+            self.name,
+            os.path.basename(self.request.function[0]) if self.request.function else "",
+            self.measured,
+        )
 
     def __repr__(self) -> str:
         from spmd.explain.text.report import brief
@@ -144,8 +155,22 @@ class Planned:
         """
         from spmd.explain.page.page import render
 
-        page = render(self._facts(prices), self.predicted_memory)
-        Path(path).write_text(page, encoding="utf-8")
+        Path(path).write_text(render(self._facts(prices)), encoding="utf-8")
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes the predicted timeline as a trace, and the measured one where there is one.
+
+        Open it in https://ui.perfetto.dev or chrome://tracing. The predicted run is one process,
+        with a track for compute, one for each set of links and one for loops; iterations of a
+        loop follow each other as the first one was predicted. What the first device did in the
+        last step that `Compiled.measure` profiled is another process. Both begin at 0.
+
+        Args:
+          path: the file to write, JSON in the Trace Event Format.
+        """
+        from spmd.explain.trace import trace_of
+
+        Path(path).write_text(json.dumps(trace_of(self._facts())), encoding="utf-8")
 
     def as_text(self, stage: str = "planned") -> str:
         """The program after a stage, as deterministic text; stages are `spmd.api.STAGES`.

@@ -14,6 +14,7 @@ from spmd.api.arguments import (
     argument_names,
     aval_of,
     function_name,
+    function_place,
     key_dtype,
     like_parameters,
     mesh_sharding,
@@ -175,6 +176,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         updates_of(structs[0], call.argnums, out_tree, donate),
         tuple(i for i, number in enumerate(numbers) if number in donate),
         platform,
+        function_place(recipe.fn),
     )
     return Traced(
         request,

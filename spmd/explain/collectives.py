@@ -8,6 +8,7 @@ from typing import NamedTuple
 from spmd.ir.index import Index
 from spmd.ir.program import Op, Region
 from spmd.lowering.partition import Partitioned
+from spmd.measure.labels import layer_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
@@ -25,6 +26,7 @@ class Collective(NamedTuple):
       source: the user's source line, and its caller's.
       reason: a sentence: which use wanted what, or that the user wrote it.
       seconds: predicted time of one execution.
+      layer: the part of the user's model; see `spmd.measure.labels.layer_of`.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class Collective(NamedTuple):
     source: str
     reason: str
     seconds: float
+    layer: str
 
 
 def list_collectives(partitioned: Partitioned, topology: Topology) -> tuple[Collective, ...]:
@@ -56,7 +59,8 @@ def _collective(op: Op, times: int, mesh: Mesh, topology: Topology) -> Collectiv
     names = tuple(str(ref) for ref in axis_refs(axes, mesh))
     seconds = collective_seconds(kind, axes, *_sizes(op), mesh, topology)
     sent = sent_bytes(op, mesh)
-    return Collective(kind, names, sent, times, op.loc.trail, op.loc.note, seconds)
+    layer = layer_of(op.loc)
+    return Collective(kind, names, sent, times, op.loc.trail, op.loc.note, seconds, layer)
 
 
 def sent_bytes(op: Op, mesh: Mesh) -> int:
@@ -89,7 +93,7 @@ class Total(NamedTuple):
 
 def collective_rows(collectives: Iterable[Collective]) -> tuple[Total, ...]:
     """Equal collectives together; most bytes first, then most time."""
-    return _totals(collectives, lambda c: c)
+    return _totals(collectives, lambda c: c._replace(layer=""))
 
 
 def traffic(collectives: Iterable[Collective], by_axes: bool = True) -> tuple[Total, ...]:

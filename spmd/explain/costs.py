@@ -63,13 +63,36 @@ class Cost(NamedTuple):
         return ", ".join(parts)
 
 
+class Spent(NamedTuple):
+    """What a slot adds to a run, all its runs together.
+
+    Attributes:
+      slot: the slot.
+      seconds: how much longer it makes the run.
+      hidden: how much of a collective's time is hidden behind arithmetic.
+    """
+
+    slot: Slot
+    seconds: float
+    hidden: float
+
+
+def spent(timeline: Timeline, topology: Topology) -> list[Spent]:
+    """What each slot but loops adds to a run."""
+    slots = [slot for slot in timeline.slots if not slot.op.regions]
+    hidden = [topology.chip.overlap * beside for beside in _seconds_beside(slots)]
+    return [
+        Spent(slot, (slot.seconds - saved) * slot.trips, saved * slot.trips)
+        for slot, saved in zip(slots, hidden, strict=True)
+    ]
+
+
 def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...]:
     """What a run's time is spent on, the largest cost first."""
-    slots = [slot for slot in timeline.slots if not slot.op.regions]
-    found: dict[object, list[tuple[Slot, float]]] = {}
-    for slot, beside in zip(slots, _seconds_beside(slots), strict=True):
-        key = (slot.lane, _kind(slot), slot.op.loc.user_frames[:2])
-        found.setdefault(key, []).append((slot, topology.chip.overlap * beside))
+    found: dict[object, list[Spent]] = {}
+    for part in spent(timeline, topology):
+        key = (part.slot.lane, _kind(part.slot), part.slot.op.loc.user_frames[:2])
+        found.setdefault(key, []).append(part)
     made = [_cost(members, mesh) for members in found.values()]
     return tuple(sorted(made, key=lambda cost: -cost.seconds))
 
@@ -91,21 +114,21 @@ def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...
     return f"{title}: {share} of the predicted {seconds_text(seconds)}", tuple(most)
 
 
-def _cost(members: Sequence[tuple[Slot, float]], mesh: Mesh) -> Cost:
-    """What slots of one lane, kind and source line cost, given what is hidden of each."""
-    longest = max((slot for slot, _ in members), key=lambda slot: slot.seconds * slot.trips)
-    hidden = sum(hidden * slot.trips for slot, hidden in members)
+def _cost(members: Sequence[Spent], mesh: Mesh) -> Cost:
+    """What slots of one lane, kind and source line cost."""
+    slots = [part.slot for part in members]
+    longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
     is_compute = longest.lane == COMPUTE
     return Cost(
         _kind(longest),
         "" if is_compute else longest.lane,
         longest.op.loc.user_frames[:2],
         numberless(longest.op.loc.note),
-        len(members),
-        sum(slot.trips for slot, _ in members),
-        0 if is_compute else sum(sent_bytes(s.op, mesh) * s.trips for s, _ in members),
-        sum(slot.seconds * slot.trips for slot, _ in members) - hidden,
-        hidden,
+        len(slots),
+        sum(slot.trips for slot in slots),
+        0 if is_compute else sum(sent_bytes(slot.op, mesh) * slot.trips for slot in slots),
+        sum(part.seconds for part in members),
+        sum(part.hidden for part in members),
     )
 
 

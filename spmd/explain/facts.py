@@ -9,12 +9,14 @@ from functools import cached_property
 from spmd.explain.collectives import Collective
 from spmd.explain.costs import Cost, costs
 from spmd.explain.leaves import Leaf, argument_leaves, result_leaves
+from spmd.explain.measured import Measured
 from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
-from spmd.explain.words import bytes_text, seconds_text
+from spmd.explain.words import bytes_text, plural, seconds_text
 from spmd.pipeline import Stages
 from spmd.planning.plan import Plan
-from spmd.predict.timeline import Timeline, least_seconds, predict_timeline
+from spmd.predict.memory import MemoryUse
+from spmd.predict.timeline import Timeline, least_seconds
 
 CLOSE = 5e-4
 """Relative difference of two times that a report does not show."""
@@ -27,16 +29,22 @@ class Facts:
     Attributes:
       stages: the pipeline's results.
       collectives: what one run of the program exchanges.
-      memory: what XLA reports, once compiled; our prediction, or None, before.
+      use: the memory that one device is predicted to use; reports leave it out if not given.
+      compiled: what XLA reports of memory, once it has compiled the program.
       prices: of what the plan decided against; reports leave them out if not given.
       given_name: what the program is called; the function's name if not given.
+      file: where its function is written, if known.
+      measured: what steps of it took, once that was measured.
     """
 
     stages: Stages
     collectives: Sequence[Collective]
-    memory: Memory | None
+    use: MemoryUse | None = None
+    compiled: Memory | None = None
     prices: Prices | None = None
     given_name: str = ""
+    file: str = ""
+    measured: Measured | None = None
 
     @property
     def name(self) -> str:
@@ -44,15 +52,19 @@ class Facts:
         return self.given_name or self.plan.program.name
 
     @property
+    def title(self) -> str:
+        """What the program is called, and where it is written."""
+        return f"{self.name} of {self.file}" if self.file else self.name
+
+    @property
     def plan(self) -> Plan:
         """The plan."""
         return self.stages.plan
 
-    @cached_property
+    @property
     def timeline(self) -> Timeline:
         """What runs when, collectives beside arithmetic where neither waits."""
-        plan = self.plan
-        return predict_timeline(self.stages.optimized.program, plan.mesh, plan.topology)
+        return self.stages.timeline
 
     @cached_property
     def least_seconds(self) -> float:
@@ -84,9 +96,21 @@ class Facts:
         return sum(c.bytes * c.count for c in self.collectives)
 
     @property
-    def peak_kind(self) -> str:
-        """What the peak of the memory is: `predicted`, or `at most` so much."""
-        return "predicted" if self.memory is not None and self.memory.is_predicted else "at most"
+    def compiled_text(self) -> str:
+        """What XLA says of the memory, beside the predicted peak; empty where it says nothing."""
+        if self.compiled is None or not self.compiled.peak_bytes:
+            return ""
+        return f"XLA allocates {bytes_text(self.compiled.peak_bytes)}"
+
+    @property
+    def shared_text(self) -> str:
+        """What to say of predicted times where devices are threads of one machine's CPU."""
+        if self.plan.topology.platform != "cpu":
+            return ""
+        return (
+            f"Times are predicted for {plural(self.plan.mesh.size, 'device')} of their own. CPU "
+            "devices are threads that share one machine, and take longer."
+        )
 
 
 def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:
@@ -106,16 +130,18 @@ def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:
 
 
 def memory_rows(facts: Facts) -> tuple[tuple[str, str], ...]:
-    """(what, bytes as text) per device; what XLA reports once it has compiled the program."""
-    memory = facts.memory
+    """(what, bytes as text) per device, as predicted; and the peak that XLA reports."""
+    use = facts.use
     rows = [("arguments", _against(facts.arguments)), ("results", _against(facts.results))]
-    if memory is not None and memory.peak_bytes:
+    if use is not None:
         limit = bytes_text(facts.plan.topology.hbm_bytes)
         rows += [
-            ("results in donated arguments", bytes_text(memory.aliased)),
-            ("temporary", bytes_text(memory.temporary)),
-            (f"peak, {facts.peak_kind}", f"{bytes_text(memory.peak_bytes)} of {limit}"),
+            ("results in donated arguments", bytes_text(use.aliased)),
+            ("temporary", bytes_text(use.temporary)),
+            ("peak, predicted", f"{bytes_text(use.peak)} of {limit}"),
         ]
+    if facts.compiled is not None and facts.compiled.peak_bytes:
+        rows.append(("peak, as XLA allocates it", bytes_text(facts.compiled.peak_bytes)))
     return tuple(rows)
 
 

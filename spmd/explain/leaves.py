@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from spmd.explain.words import source_text
@@ -109,16 +109,25 @@ def _origin(propagated: Propagated, value: Value, sharding: Sharding) -> str:
     return "; ".join(causes) or "no mark reaches it"
 
 
-def group_leaves(leaves: Iterable[Leaf]) -> tuple[Group, ...]:
-    """Collapses leaves of equal type and sharding whose names are alike, in order of the first.
+def _look(leaf: Leaf) -> object:
+    return leaf.type, leaf.sharding, _kind_of(leaf.origin)
+
+
+def group_leaves(
+    leaves: Iterable[Leaf], look_of: Callable[[Leaf], object] = _look
+) -> tuple[Group, ...]:
+    """Collapses leaves that look the same and have names alike, in order of the first.
 
     Names that differ only in numbers go together, then groups whose names differ in one part, as
     long as the result holds every combination: `{mu,nu}/{w,b}` stands for four leaves.
+
+    Args:
+      leaves: the leaves.
+      look_of: what leaves have in common; type, sharding and kind of origin when left out.
     """
     alike: dict[tuple[str, object], list[Leaf]] = {}
     for leaf in leaves:
-        look = (leaf.type, leaf.sharding, _kind_of(leaf.origin))
-        alike.setdefault((re.sub(r"\d+", "*", leaf.name), look), []).append(leaf)
+        alike.setdefault((re.sub(r"\d+", "*", leaf.name), look_of(leaf)), []).append(leaf)
     merged: list[Group] = []
     for (name, common), members in alike.items():
         parts = tuple(frozenset((part,)) for part in name.split("/"))

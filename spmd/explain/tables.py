@@ -43,8 +43,8 @@ def _leaf_row(group: Group, mesh: Mesh) -> tuple[Cell, ...]:
     )
 
 
-def largest_table(stages: Stages, n: int) -> Table:
-    """The `n` largest values that are made inside the program, those that are alike in one row.
+def values_inside(stages: Stages) -> Counter[tuple[str, TensorType, Sharding, str]]:
+    """The values that are made inside the program: (op, type, sharding, source), how many.
 
     They are the results of ops, and copies: values that an op needs in another sharding.
     """
@@ -61,7 +61,13 @@ def largest_table(stages: Stages, n: int) -> Table:
             if is_copy and (value, wanted) not in copies:
                 copies.add((value, wanted))
                 found[f"copy for {op.label}", plan.program.types[value], wanted, op.loc.trail] += 1
-    rows = [_value_row(*look, values, plan.mesh) for look, values in found.items()]
+    return found
+
+
+def largest_table(stages: Stages, n: int) -> Table:
+    """The `n` largest values that are made inside the program, those that are alike in one row."""
+    found, mesh = values_inside(stages), stages.plan.mesh
+    rows = [_value_row(*look, values, mesh) for look, values in found.items()]
     rows.sort(key=lambda row: -float(row[0].key or 0))
     heads = ("per device", "n", "type", "sharding", "local", "op", "source")
     return Table(heads, rows[:n], sort="per device")

@@ -12,7 +12,7 @@ from functools import partial
 
 from spmd.ir.description import COMPOSITE
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
-from spmd.ir.program import Body, Loc, Op, OpKind, Program, Region, Value
+from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
 from spmd.lowering.local.composite import traced_composite
 from spmd.mesh.mesh import Mesh
@@ -188,7 +188,7 @@ class _Emitter:
     def loc(self, loc: Loc) -> str:
         if not loc.scope and not loc.frames:
             return "unknown"
-        short = Loc(loc.scope, loc.frames[:1])
+        short = Loc(loc.scope, loc.user_frames[:2])
         return self.locs.setdefault(short, f"#loc{len(self.locs)}")
 
 
@@ -209,11 +209,17 @@ def _symbol(name: str) -> str:
 
 
 def _loc_text(loc: Loc) -> str:
+    """A location as jax writes it: XLA keeps a stack only where its frames have functions."""
     name = json.dumps(loc.scope or "spmd")
     if not loc.frames:
         return f"loc({name})"
-    frame = loc.frames[0]
-    return f"loc({name}({json.dumps(frame.file)}:{frame.line}:0))"
+    first, *callers = map(_frame_text, loc.frames)
+    return f"loc({name}(callsite({first} at {callers[0]})))" if callers else f"loc({name}({first}))"
+
+
+def _frame_text(frame: Frame) -> str:
+    place = f"{json.dumps(frame.file)}:{frame.line}:0"
+    return f"{json.dumps(frame.function)}({place})" if frame.function else place
 
 
 def _attribute(attr: Attribute) -> str:

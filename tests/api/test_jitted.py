@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -72,3 +74,41 @@ def test_arguments_may_be_counted_from_the_end(mesh: spmd.Mesh) -> None:
     np.testing.assert_allclose(step(x, y, 3), np.full((8, 8), 6.0))
     assert y.is_deleted()
     assert not x.is_deleted()
+
+
+def test_a_function_is_one_program_wherever_it_is_compiled(devices8: Any) -> None:
+    def f(x: Any) -> Any:
+        for _ in range(2):
+            x = jnp.tanh(x) + 2
+        return x
+
+    jitted = spmd.jit(f, mesh=spmd.make_mesh(data=8))
+    here = jitted.lower(jnp.ones(8))
+    there = jitted.lower(jnp.ones(8))
+    assert here.as_text("emitted") == there.as_text("emitted")
+    functions = {frame.function for op in here.stages.program.walk() for frame in op.loc.frames}
+    assert functions == {f.__qualname__}
+
+
+class Module:
+    def __call__(self, x: Any) -> Any:
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [
+        (Module(), "Module"),
+        (functools.partial(jnp.add, 1), "add"),
+        (functools.partial(functools.partial(divmod), 1), "divmod"),
+        (jax.jit(lambda x: x), "<lambda>"),
+    ],
+)
+def test_functions_have_names(fn: Any, name: str) -> None:
+    assert spmd.jit(fn, mesh=spmd.make_mesh(data=8)).__name__ == name
+
+
+def test_reports_name_the_function_and_its_file(devices8: Any) -> None:
+    mesh = spmd.make_mesh(data=8)
+    lowered = spmd.jit(functools.partial(Module()), mesh=mesh).lower(jnp.ones(8))
+    assert "program Module of test_jitted.py\n" in lowered.explain()

@@ -66,5 +66,5 @@ def test_partitioned_equals_unpartitioned(program: Program, mesh_name: str) -> N
     jax.tree_util.tree_map_with_path(assert_same, got, want)
     # What the report says of the plan: one metric, in which nothing is better than the bound, and
     # the greedy plan is no better than this one.
-    facts = Facts(compiled.stages, compiled.collectives, None)
+    facts = Facts(compiled.stages, compiled.collectives)
     assert facts.least_seconds <= compiled.cost <= compiled.stages.plan.greedy_seconds

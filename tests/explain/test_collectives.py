@@ -9,7 +9,7 @@ from spmd.explain.collectives import Collective, collective_rows, traffic
 
 
 def test_equal_collectives_are_one_row_and_no_byte_is_lost() -> None:
-    one = Collective("all_gather", ("data",), 100, 4, "t.py:1", "because", 1e-6)
+    one = Collective("all_gather", ("data",), 100, 4, "t.py:1", "because", 1e-6, "layer")
     other = one._replace(source="t.py:2", bytes=1000)
     rows = collective_rows([one, other, one])
     assert [(row.like.source, row.ops, row.bytes) for row in rows] == [

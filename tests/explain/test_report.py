@@ -5,6 +5,7 @@ from html import unescape
 from html.parser import HTMLParser
 from typing import Any
 
+import numpy as np
 import pytest
 
 import spmd
@@ -14,7 +15,7 @@ from spmd.explain.page.page import render
 from spmd.explain.page.picture import mesh_picture, tile_picture
 from spmd.explain.text.report import explain_program, summarize
 from spmd.explain.text.value import explain_value
-from spmd.explain.words import source_text
+from spmd.explain.words import bytes_text, source_text
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
@@ -63,6 +64,29 @@ def test_the_summary_is_short(compiled: Any) -> None:
     assert "5, 5 of them split" in short
     for row in traffic(compiled.collectives):
         assert re.search(rf"{row.like.kind} +{row.like.axes[0]} +{row.ops} +{row.runs} ", short)
+
+
+def test_one_number_is_the_peak(compiled: Any) -> None:
+    peak = bytes_text(compiled.predicted_memory.peak)
+    assert compiled.predicted_memory.peak != compiled.memory.peak_bytes
+    page = render(compiled._facts())
+    for text in (
+        f"{peak} of 8 GiB predicted",
+        f"XLA allocates {bytes_text(compiled.memory.peak_bytes)}",
+    ):
+        assert text in compiled.summary()
+    assert re.search(rf"peak, predicted +{peak} of 8 GiB", compiled.explain(prices=False))
+    assert f"{peak} memory per device" in repr(compiled)
+    assert f"<b>{peak}</b>" in page and f"peak {peak}" in page
+    assert page.count(f"XLA allocates {bytes_text(compiled.memory.peak_bytes)}") == 2
+
+
+def test_times_on_cpus_are_for_devices_of_their_own(compiled: Any) -> None:
+    assert "Times are predicted for 8 devices of their own." in render(compiled._facts())
+    there = spmd.jit(lambda x: x + 1, mesh=compiled.mesh).lower(
+        np.ones(8, np.float32), topology=spmd.Topology("h200:8")
+    )
+    assert "of their own" not in render(there._facts())
 
 
 def test_nothing_to_report(devices8: Any) -> None:
@@ -145,7 +169,7 @@ class _Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(compiled: Any) -> str:
-    return render(compiled._facts(prices=True), compiled.predicted_memory)
+    return render(compiled._facts(prices=True))
 
 
 def test_page_is_well_formed_and_needs_nothing_else(page: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from spmd import launch, ops
+from spmd import explain, launch, ops
 from tools import site_links
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -57,8 +57,10 @@ def test_the_reference_has_every_public_name() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
     entries = {line.split()[1] for line in pages.splitlines() if line.startswith("::: ")}
     codes = {name for name in launch.__all__ if name.startswith("EXIT_")}
-    names = {f"spmd.{name}" for name in spmd.__all__ if name != "ops"}
+    names = {f"spmd.{name}" for name in spmd.__all__ if name not in ("explain", "ops")}
+    names |= {f"spmd.explain.{name}" for name in explain.__all__}
     names |= {f"spmd.ops.{name}" for name in ops.__all__}
     names |= {f"spmd.launch.{name}" for name in {*launch.__all__} - codes - {"initialize"}}
-    assert entries == {entry(name) for name in names}
+    returned = {"spmd.explain.measured.Measured"}  # by `Compiled.measure`
+    assert entries == {entry(name) for name in names} | returned
     assert all(f"spmd.launch.{code}" in pages for code in codes)

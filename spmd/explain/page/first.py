@@ -24,7 +24,7 @@ def notebook_cell(facts: Facts) -> Html:
     return tag(
         "div.spmd spmd-cell",
         tag("style", resource("first.css")),
-        tag("p.title", tag("b", facts.name), on),
+        tag("p.title", tag("b", facts.title), on),
         first_screen(facts),
     )
 
@@ -35,14 +35,17 @@ def first_screen(facts: Facts) -> Html:
 
 
 def _cards(facts: Facts) -> Html:
-    memory, mesh, waits = facts.memory, facts.plan.mesh, facts.timeline.exposed_seconds
+    use, mesh, waits = facts.use, facts.plan.mesh, facts.timeline.exposed_seconds
     given = bytes_text(sum(leaf.local.bytes for leaf in facts.arguments))
     whole = bytes_text(sum(leaf.type.bytes for leaf in facts.arguments))
     held, remark = given, f"arguments, of {whole} unpartitioned"
-    if memory is not None and memory.peak_bytes:
-        held = bytes_text(memory.peak_bytes)
-        remark = f"peak, {facts.peak_kind}; arguments {given} of {whole}"
+    if use is not None:
+        held = bytes_text(use.peak)
+        more = f"; {facts.compiled_text}" if facts.compiled_text else ""
+        remark = f"predicted peak{more}; arguments {given} of {whole}"
     waiting = f"{seconds_text(waits)} of it waiting for collectives" if waits else "all compute"
+    if facts.measured is not None:
+        waiting += f"; measured {seconds_text(facts.measured.seconds)}"
     senders = f"in one run, by {len(facts.collectives)} collective ops"
     cards = (
         ("devices", str(mesh.size), str(mesh)),

@@ -6,28 +6,26 @@ from typing import NamedTuple
 
 from spmd.explain.decisions import conflict_rows
 from spmd.explain.facts import Facts
-from spmd.explain.memory import memory_curve
 from spmd.explain.page import decided, picture, run
 from spmd.explain.page import parts as h
 from spmd.explain.page.first import first_screen, resource
 from spmd.explain.page.html import Html, tag
 from spmd.explain.tables import largest_table, leaf_table, split_text
 from spmd.explain.words import bytes_text, plural, seconds_text, source_text
-from spmd.predict.memory import MemoryUse
 
 
-def render(facts: Facts, use: MemoryUse) -> str:
+def render(facts: Facts) -> str:
     """What `explain_program` says, with pictures, as one page without outside resources.
 
     Args:
       facts: of the program.
-      use: what the program is predicted to hold, and when.
     """
     plan = facts.plan
-    sections = [section for section in _sections(facts, use) if section.body]
+    sections = [section for section in _sections(facts) if section.body]
     notes = [tag("li", source_text(note)) for note in dict.fromkeys(plan.notes)]
-    title = f"{facts.name} on {plural(plan.mesh.size, 'device')}"
-    lead = f"Mesh {plan.mesh} on {plan.topology}, planned by the {plan.solver} solver."
+    title = f"{facts.title} on {plural(plan.mesh.size, 'device')}"
+    lead = f"Mesh {plan.mesh} on {plan.topology}, planned by the {plan.solver} solver. "
+    lead += facts.shared_text
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -64,14 +62,15 @@ def _folded(section: _Section) -> Html:
     return tag("section", part)
 
 
-def _sections(facts: Facts, use: MemoryUse) -> list[_Section]:
+def _sections(facts: Facts) -> list[_Section]:
     stages, mesh = facts.stages, facts.plan.mesh
     conflicts = conflict_rows(stages, facts.prices)
-    curve = memory_curve(use, stages.optimized.program)
     times = [(stage, n, seconds_text(n), "var(--accent)") for stage, n in stages.seconds.items()]
     return [
         _Section("timeline", "Timeline", "predicted; compute and links at the same time where "
                  "neither waits for the other", run.timeline_chart(facts), True),
+        _Section("measured", "Measured", facts.measured.title if facts.measured else "",
+                 run.measured(facts), True),
         _Section("plan", "The plan", "against the greedy one and the best there can be",
                  run.quality(facts), True),
         _Section("collectives", "Collectives", f"{plural(len(facts.collectives), 'op')}, "
@@ -85,7 +84,7 @@ def _sections(facts: Facts, use: MemoryUse) -> list[_Section]:
                  f"{plural(len(conflicts), 'kind')}, and how the plan settled them",
                  decided.conflict_table(conflicts)),
         _Section("memory", "Memory over time", "of each device",
-                 run.memory_chart(facts, curve), True),
+                 run.memory_chart(facts), True),
         _Section("mesh", "Mesh and tiles", "who holds what", picture.tiles(facts)),
         _Section("arguments", "Arguments", split_text(facts.arguments),
                  h.table(leaf_table(facts.arguments, mesh))),

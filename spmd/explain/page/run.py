@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from spmd.explain.collectives import collective_rows, traffic
 from spmd.explain.document import Cell, Table, code, count, number, source
 from spmd.explain.facts import Facts, memory_rows, quality_rows
-from spmd.explain.memory import KINDS, MemoryCurve
+from spmd.explain.measured import part_table
+from spmd.explain.memory import KINDS, memory_curve
 from spmd.explain.page import charts
 from spmd.explain.page import parts as h
 from spmd.explain.page.bars import Bars, bars_of
@@ -108,8 +109,23 @@ def bytes_by_kind(facts: Facts) -> Html:
     return h.bars(rows)
 
 
-def memory_chart(facts: Facts, curve: MemoryCurve) -> Html:
+def measured(facts: Facts) -> Html:
+    """What steps took, by kind, by layer and by collective, beside what was predicted."""
+    if facts.measured is None:
+        return Html()
+    (title, kinds), *others = facts.measured.tables()
+    return joined(
+        tag("p", title[:1].upper(), title[1:]),
+        h.table(part_table(kinds)),
+        *(h.folded(title, h.table(part_table(parts))) for title, parts in others),
+    )
+
+
+def memory_chart(facts: Facts) -> Html:
     """Memory over a run as a picture, what is held at its peak, and the totals."""
+    if facts.use is None:
+        return Html()
+    curve = memory_curve(facts.use, facts.stages.optimized.program)
     rows = [
         (
             number(bytes_text(row.bytes), row.bytes),
@@ -127,7 +143,7 @@ def memory_chart(facts: Facts, curve: MemoryCurve) -> Html:
         "p",
         "Predicted from the local program: only values that XLA stores count. Arguments and "
         "results are held throughout; results that donated arguments make room for are part of the "
-        "arguments.",
+        f"arguments. {facts.compiled_text}{'.' * bool(facts.compiled_text)}",
     )
     return joined(
         intro,

@@ -39,7 +39,8 @@ def explain_program(facts: Facts) -> str:
     largest_inside = largest_table(facts.stages, 12).without("local")
     sections = (
         _costs(facts),
-        section(f"program {facts.name}", _header(facts)),
+        section(f"program {facts.title}", _header(facts)),
+        _measured(facts),
         *(section(title, lines) for title, lines in leaves.items()),
         section("largest values inside", table_lines(largest_inside)),
         section(f"collectives: {sent}", table_lines(collectives) or ["none"]),
@@ -55,7 +56,7 @@ def explain_program(facts: Facts) -> str:
 
 def summarize(facts: Facts) -> str:
     """The short form, for a terminal."""
-    plan, memory, rows = facts.plan, facts.memory, dict(memory_rows(facts))
+    plan, rows = facts.plan, dict(memory_rows(facts))
     split = [leaf for leaf in facts.arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
     lines = [
@@ -66,10 +67,15 @@ def summarize(facts: Facts) -> str:
         "device in one run",
         *(f"    {line}" for line in table_lines(traffic_table(traffic(facts.collectives)[:8]))),
     ]
-    if memory is not None and memory.peak_bytes:
-        peak = f"{facts.peak_kind} {rows[f'peak, {facts.peak_kind}']}"
-        lines.append(f"  memory       {peak}, {rows['temporary']} of it temporary")
+    if facts.use is not None:
+        more = f"; {facts.compiled_text}" if facts.compiled_text else ""
+        lines.append(
+            f"  memory       {rows['peak, predicted']} predicted, {rows['temporary']} of it "
+            f"temporary{more}"
+        )
     lines.append(f"  time         {_time(facts)}")
+    if facts.measured is not None:
+        lines.append(f"  measured     {facts.measured.title}")
     if plan.choices and plan.idle_axes:
         lines.append(f"  note         {idle_text(plan.idle_axes)}")
     return "\n".join(lines) + "\n"
@@ -86,11 +92,11 @@ def brief(what: str, facts: Facts) -> str:
       `<spmd.Compiled train_step on data=4, model=2 (8 cpu): 14 collectives, 3.2 MiB sent per
       device, 41 MiB memory per device, predicted 1.9 ms>`.
     """
-    mesh, chip, memory = facts.plan.mesh, facts.plan.topology.chip.name, facts.memory
+    mesh, chip, use = facts.plan.mesh, facts.plan.topology.chip.name, facts.use
     figures = (
         plural(len(facts.collectives), "collective"),
         f"{bytes_text(facts.sent_bytes)} sent per device",
-        f"{bytes_text(memory.peak_bytes if memory else 0)} memory per device",
+        f"{bytes_text(use.peak if use else 0)} memory per device",
         f"predicted {seconds_text(facts.timeline.seconds)}",
     )
     return f"<spmd.{what} {facts.name} on {mesh} ({mesh.size} {chip}): {', '.join(figures)}>"
@@ -120,10 +126,17 @@ def _header(facts: Facts) -> list[str]:
         ("topology", str(plan.topology)),
         ("solver", plan.solver),
         ("predicted", _time(facts)),
+        ("measured", facts.measured.title if facts.measured else ""),
         *((what, text) for what, _, text in quality_rows(facts)),
         ("stages", times),
     ]
     return aligned([row for row in rows if row[1]])
+
+
+def _measured(facts: Facts) -> Lines:
+    """What steps took, once that was measured."""
+    if facts.measured is not None:
+        yield from facts.measured.lines()
 
 
 def _time(facts: Facts) -> str:

@@ -63,6 +63,7 @@ def import_module(
     module: ir.Module,
     arg_names: Sequence[str] = (),
     composites: Mapping[str, Mapping[str, Attribute]] = NO_COMPOSITES,
+    function: tuple[str, str] | None = None,
 ) -> Imported:
     """Imports the public function `main` (or the only function) of a module.
 
@@ -71,6 +72,7 @@ def import_module(
       arg_names: names for the arguments; `arg0`, `arg1`, ... when left out.
       composites: name of each composite that stays one op -> attributes that it gets besides its
         own, which have `with.` in front of their names. All others are inlined.
+      function: file and qualified name of the function that was traced; ops' stacks end there.
 
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
@@ -79,7 +81,7 @@ def import_module(
         contents = Contents(module)
         main = contents.main()
         handlers = {**call_handlers(composites), **REGION_HANDLERS, **LEGALIZED}
-        importer = Importer(contents, handlers)
+        importer = Importer(contents, handlers, function)
         body = importer.region(main.regions[0].blocks[0], {})
         program = Program(
             main.attributes["sym_name"].value,

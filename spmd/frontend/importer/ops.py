@@ -20,7 +20,7 @@ from spmd.frontend.importer.unsupported import refuse
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
 from spmd.ir.dialect.registry import ALONE
-from spmd.ir.program import Body, Loc, Op, OpKind, Region, Value, walk_region
+from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Region, Value, walk_region
 from spmd.ir.types import Attribute, Dense, TensorType
 
 DEEPEST_REGIONS = 64
@@ -54,8 +54,14 @@ class Importer:
     # distinct one is converted once and kept by identity. Equal types are therefore one object, and
     # `_kind_cache` may use `id(type)` instead of hashing shapes for each op.
 
-    def __init__(self, contents: Contents, handlers: Mapping[str, Handler]) -> None:
+    def __init__(
+        self,
+        contents: Contents,
+        handlers: Mapping[str, Handler],
+        function: tuple[str, str] | None = None,
+    ) -> None:
         self.contents = contents
+        self.function = function
         self.types: list[TensorType] = []
         self.type = functools.cache(tensor_type)
         self.attribute = functools.cache(attribute)
@@ -96,8 +102,20 @@ class Importer:
             if scope.partition("/")[0] != outer.scope.partition("/")[0]:
                 scope = "/".join(filter(None, (outer.scope, scope)))
             frames += [frame for frame in outer.frames if frame not in frames]
-            found = self._loc_cache[key] = Loc(scope, tuple(frames))
+            found = self._loc_cache[key] = Loc(scope, tuple(self._inside(scope, frames)))
         return found
+
+    def _inside(self, scope: str, frames: list[Frame]) -> list[Frame]:
+        """The frames up to the function that was traced: who called the compiler is not its own.
+
+        Else a function that is compiled at two places would be two programs.
+        """
+        if self.function is None:
+            return frames
+        own = [i for i, frame in enumerate(frames) if (frame.file, frame.function) == self.function]
+        # Constants that jax made at no line of the function have the callers' frames alone. The
+        # scope of others goes on: `jit(f)/sin`. Very deep stacks do not reach the function.
+        return frames[: own[-1] + 1] if own else frames if "/" in scope else []
 
     # Blocks.
 

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.hlo.collectives import HloCollective, hlo_collectives
 from benchmarks.hlo.sizes import HloValue, largest_values, matmul_flops
-from benchmarks.hlo.text import parse_module_text
 from spmd.errors import ArgumentError
 from spmd.ir.control_flow import UNKNOWN_TRIPS
+from spmd.measure.hlo import parse_module_text
 
 HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
 SUM = """%sum (a: f32[], b: f32[]) -> f32[] {

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from spmd.errors import ArgumentError
 
 
@@ -31,6 +33,18 @@ class Module(NamedTuple):
     devices: int
     frames: Mapping[int, tuple[str, int]]
 
+
+COLLECTIVES = {
+    "all-gather": "all_gather",
+    "all-reduce": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "collective_permute",
+    "collective-broadcast": "collective_broadcast",
+    "send": "collective_permute",
+}
+"""Opcode -> kind, of every instruction that moves data between devices."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
@@ -163,18 +177,65 @@ def op_name_of(instruction: Instruction) -> str:
 
 def source_of(instruction: Instruction, module: Module) -> str:
     """The innermost frame that is not in an installed library, else the innermost one."""
-    rest = instruction.rest
-    file = re.search(r'source_file="([^"]*)"', rest)
-    if file is not None:
-        line = integer(r"source_line=(\d+)", rest)
-        return f"{file[1]}:{line}"
-    frame = first = integer(r"stack_frame_id=(\d+)", rest)
+    if "source_file=" in instruction.rest:
+        return places_of(instruction, module)[0]
+    frame = first = integer(r"stack_frame_id=(\d+)", instruction.rest)
     while frame in module.frames:
         where, parent = module.frames[frame]
         if "site-packages" not in where and not where.startswith("<"):
             return where
         frame = parent if parent < frame else 0
     return module.frames.get(first, ("", 0))[0]
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of a collective that an instruction is or starts, None for anything else."""
+    return COLLECTIVES.get(instruction.opcode.removesuffix("-start"))
+
+
+def called(instruction: Instruction, module: Module) -> list[Instruction]:
+    """What a fusion, a call or the start of something asynchronous computes."""
+    names = [*names_of(instruction.rest, "calls"), *names_of(instruction.rest, "to_apply")]
+    return [inner for name in names for inner in module.computations.get(name, ())]
+
+
+def groups_of(instruction: Instruction, module: Module) -> frozenset[frozenset[int]]:
+    """The groups of devices that exchange in a collective; none where they are not listed."""
+    #   {{0,1},{2,3}}        each group
+    #   {}                   one group of all devices
+    #   [4,2]<=[2,4]T(1,0)   numbers in the shape 2x4, transposed, in four groups of two
+    found = re.search(
+        r"replica_groups=(\{(?:\{[\d,]*\},?)*\}|\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?)",
+        instruction.rest,
+    )
+    if found is None:
+        return frozenset()
+    if found[2]:
+        shape, dims = _numbers(found[2]), _numbers(found[3])
+        order = _numbers(found[4] or ",".join(map(str, range(len(dims)))))
+        rows = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    else:
+        rows = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", found[1])]
+    return frozenset(map(frozenset, rows or [range(module.devices)]))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def places_of(instruction: Instruction, module: Module) -> list[str]:
+    """`file:line` of each frame, the innermost first; none where there are none."""
+    file = re.search(r'source_file="([^"]*)"', instruction.rest)
+    if file is not None:
+        line = integer(r"source_line=(\d+)", instruction.rest)
+        return [f"{file[1]}:{line}"]
+    found = []
+    frame = integer(r"stack_frame_id=(\d+)", instruction.rest)
+    while frame in module.frames:
+        where, parent = module.frames[frame]
+        found.append(where.partition(" (")[0])
+        frame = parent if parent < frame else 0
+    return found
 
 
 def elements(type_: str) -> list[str]:

@@ -1,0 +1,233 @@
+"""`Measured`: what a run was predicted to take, beside what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from spmd.explain.costs import spent
+from spmd.explain.document import Cell, Table, number
+from spmd.explain.text.layout import Lines, section, table_lines
+from spmd.explain.words import plural, seconds_text
+from spmd.measure.labels import ATTENTION, COPIES, KINDS, MATRIX, OTHER, Label, Labels, label_of
+from spmd.measure.profile import Event, Run, Step
+from spmd.measure.shares import shares
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+from spmd.predict.timeline import Timeline
+
+EXPOSED, HIDDEN, IDLE = "collectives, exposed", "collectives, hidden", "idle"
+
+NOWHERE = "XLA's own"
+"""The layer of what XLA added and named after nothing of the program's."""
+
+MOST = 20
+"""Rows of a table that are printed."""
+
+
+class Part(NamedTuple):
+    """A part of a step's time.
+
+    Attributes:
+      name: what takes it.
+      predicted, measured: seconds of one step, on one device in the mean.
+    """
+
+    name: str
+    predicted: float
+    measured: float
+
+
+class Worked(NamedTuple):
+    """Something that a device did in a measured step.
+
+    Attributes:
+      event: what the profile says of it.
+      label: what it is.
+      seconds, hidden: its share of the device's time.
+    """
+
+    event: Event
+    label: Label
+    seconds: float
+    hidden: float
+
+
+@dataclass(frozen=True, repr=False)
+class Measured:
+    """What steps of a compiled program took, beside what was predicted; it prints as tables.
+
+    Times are seconds of one step. Parts are those of the profiled steps, on one device in the mean
+    of this process's devices, the longest first.
+
+    Attributes:
+      seconds: the median of `times`.
+      predicted: what the compiler predicted, as `Compiled.cost`.
+      times: each step that was timed, without the profiler.
+      profiled: a step under the profiler, in the mean; the parts of `kinds` add up to it.
+      devices: how many devices of this process were seen.
+      platform: theirs, `cpu` or `cuda`. `predicted` is for devices of their own; CPU devices are
+        threads of one machine.
+      kinds: matrix products, attention, other kernels, copies, collectives that nothing else ran
+        beside (exposed), idle; and collectives beside other work (hidden), which add nothing.
+      layers: by the part of the model, which is the name scope of ops (`jax.named_scope`) with `*`
+        for numbers, else the function that they are written in behind the one that calls it; hidden
+        collectives left out.
+      collectives: each kind over the same axes in one layer, the hidden part included.
+      step: what the first device did in the last profiled step.
+    """
+
+    seconds: float
+    predicted: float
+    times: tuple[float, ...]
+    profiled: float
+    devices: int
+    platform: str
+    kinds: tuple[Part, ...]
+    layers: tuple[Part, ...]
+    collectives: tuple[Part, ...]
+    step: tuple[Worked, ...] = field(compare=False)
+
+    def __repr__(self) -> str:
+        return "\n".join([self.title, "", *self.lines()]).rstrip() + "\n"
+
+    @property
+    def title(self) -> str:
+        """The step in one line."""
+        text = (
+            f"{seconds_text(self.seconds)} a step, the median of {len(self.times)} "
+            f"({seconds_text(min(self.times))} to {seconds_text(max(self.times))})"
+        )
+        if self.predicted:
+            ratio = self.seconds / self.predicted
+            text += f", {ratio:.3g}x the predicted {seconds_text(self.predicted)}"
+        return text
+
+    @property
+    def remark(self) -> str:
+        """What the parts are of."""
+        text = f"profiled steps of {seconds_text(self.profiled)}"
+        text += f", mean of {plural(self.devices, 'device')}"
+        return text + (" that share one machine" * (self.platform == "cpu"))
+
+    def lines(self) -> Lines:
+        """The parts as text."""
+        for title, parts in self.tables():
+            shown = f"{title}, the first {MOST} of {len(parts)}" if len(parts) > MOST else title
+            yield from section(shown, table_lines(part_table(parts[:MOST])))
+
+    def tables(self) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+        """(title, parts) of each division of the time."""
+        return (
+            (f"measured by kind: {self.remark}", self.kinds),
+            ("measured by layer", self.layers),
+            ("measured by collective", self.collectives),
+        )
+
+
+def part_table(parts: Sequence[Part]) -> Table:
+    """Parts as a table."""
+    rows = [
+        (
+            Cell(part.name, style="w"),
+            *(
+                number(seconds_text(seconds) if seconds else "-", seconds)
+                for seconds in (part.predicted, part.measured)
+            ),
+        )
+        for part in parts
+    ]
+    return Table(("what", "predicted", "measured"), rows)
+
+
+def compare(
+    run: Run, labels: Labels, timeline: Timeline, mesh: Mesh, topology: Topology, platform: str
+) -> Measured:
+    """Sets what was measured beside what was predicted.
+
+    Args:
+      run: the steps.
+      labels: of their events.
+      timeline: the predicted schedule.
+      mesh: the mesh.
+      topology: the machine that the schedule is for.
+      platform: that of the devices.
+    """
+    # One row for each thing: its label, seconds predicted and hidden, seconds measured and hidden.
+    rows = [
+        _Row(label_of(part.slot.op, mesh), part.seconds, part.hidden, 0.0, 0.0)
+        for part in spent(timeline, topology)
+    ]
+    devices = [device for step in run.steps for device in _devices(step, labels)]
+    count = len(devices)
+    rows += [
+        _Row(work.label, 0.0, 0.0, work.seconds / count, work.hidden / count)
+        for device in devices
+        for work in device
+    ]
+    profiled = sum(step.seconds for step in run.steps) / len(run.steps)
+    return Measured(
+        seconds=run.seconds,
+        predicted=timeline.seconds,
+        times=run.times,
+        profiled=profiled,
+        devices=count // len(run.steps),
+        platform=platform,
+        kinds=_kinds(rows, profiled) if count else (),
+        layers=_parts((row.label.layer or NOWHERE, row.predicted, row.measured) for row in rows),
+        collectives=_parts(
+            (
+                f"{row.label.collective} in {row.label.layer or NOWHERE}",
+                row.predicted + row.predicted_hidden,
+                row.measured + row.measured_hidden,
+            )
+            for row in rows
+            if row.label.collective
+        ),
+        step=devices[-1] if devices else (),
+    )
+
+
+class _Row(NamedTuple):
+    label: Label
+    predicted: float
+    predicted_hidden: float
+    measured: float
+    measured_hidden: float
+
+
+def _devices(step: Step, labels: Labels) -> list[tuple[Worked, ...]]:
+    """What each device did in a step, and whose time it was; the first device last."""
+    found: dict[int, list[tuple[Event, Label]]] = {}
+    for event in step.events:
+        if (label := labels.of(event)) is not None:
+            found.setdefault(event.device, []).append((event, label))
+    made = []
+    for _, done in sorted(found.items(), reverse=True):
+        spans = [(KINDS.index(label.kind), event.start, event.end) for event, label in done]
+        made.append(tuple(Worked(*d, *share) for d, share in zip(done, shares(spans), strict=True)))
+    return made
+
+
+def _kinds(rows: Sequence[_Row], profiled: float) -> tuple[Part, ...]:
+    """The time by kind of work; all but the last part add up to the whole step."""
+    order = (MATRIX, ATTENTION, OTHER, COPIES, EXPOSED, IDLE, HIDDEN)
+    divided = [
+        (EXPOSED if row.label.collective else row.label.kind, row.predicted, row.measured)
+        for row in rows
+    ]
+    busy = sum(row.measured for row in rows)
+    divided.append((IDLE, 0.0, max(0.0, profiled - busy)))
+    divided += [(HIDDEN, row.predicted_hidden, row.measured_hidden) for row in rows]
+    return tuple(sorted(_parts(divided), key=lambda part: order.index(part.name)))
+
+
+def _parts(rows: Iterable[tuple[str, float, float]]) -> tuple[Part, ...]:
+    """Rows of one name together, the longest first; those that take no time are left out."""
+    found: dict[str, Part] = {}
+    for name, predicted, measured in rows:
+        part = found.get(name, Part(name, 0.0, 0.0))
+        found[name] = Part(name, part.predicted + predicted, part.measured + measured)
+    parts = [part for part in found.values() if part.predicted or part.measured]
+    return tuple(sorted(parts, key=lambda part: -max(part.predicted, part.measured)))

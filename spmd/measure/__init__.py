@@ -1,0 +1,1 @@
+"""What a compiled program really does: steps are run under jax's profiler and read back."""

@@ -1,0 +1,208 @@
+"""What kind of work an op is, and in which layer: of our local program, and of a profile's events.
+
+Both get the same labels, so that what was predicted can stand beside what was measured. XLA keeps
+the name scope and the source line of an op of ours in the metadata of what it makes of it; that is
+how an op of its optimized module is found again in our program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from spmd.ir.program import Loc, Op, Program
+from spmd.measure.hlo import (
+    Instruction,
+    called,
+    groups_of,
+    kind_of,
+    op_name_of,
+    parse_module_text,
+    places_of,
+)
+from spmd.measure.profile import Event
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.sharding import Axes, axis_refs
+
+MATRIX, ATTENTION, OTHER = "matrix products", "attention", "other kernels"
+COPIES, COLLECTIVES = "copies", "collectives"
+KINDS = (MATRIX, ATTENTION, OTHER, COPIES, COLLECTIVES)
+"""Kinds of work. At any time a device's time counts for the first of them that runs."""
+
+
+class Label(NamedTuple):
+    """What some work is.
+
+    Attributes:
+      kind: one of `KINDS`.
+      layer: where in the user's model it is; see `layer_of`.
+      collective: of a collective its kind and axes, `all_gather over data`; else empty.
+    """
+
+    kind: str
+    layer: str
+    collective: str = ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Ops of our local program.
+
+
+def label_of(op: Op, mesh: Mesh) -> Label:
+    """The label of an op of a local program."""
+    layer = layer_of(op.loc)
+    if op.collective:
+        axes = _axes_text(op.kind.attrs.get("axes", ()), mesh)
+        return Label(COLLECTIVES, layer, f"{op.collective} over {axes}")
+    if "attention" in op.label:
+        return Label(ATTENTION, layer)
+    return Label(MATRIX if op.kind.about.flops is not None else OTHER, layer)
+
+
+def _axes_text(axes: Axes, mesh: Mesh) -> str:
+    return ", ".join(sorted(str(ref) for ref in axis_refs(axes, mesh)))
+
+
+_STRUCTURE = re.compile(
+    r"while|body|cond|closed_call|checkpoint|remat\w*|custom_[jv][vm]p_call\w*|core_call|shard_map"
+    r"|spmd_program|branch_\d+_fun|.*->.*|"
+)
+"""Parts of a scope that are no names of the user's: jax's own, and the formula of an einsum."""
+
+
+def layer_of(loc: Loc) -> str:
+    """The part of the user's model that an op belongs to.
+
+    That is its name scope (`jax.named_scope`, and what flax makes of modules), without what jax
+    adds to it, with `*` for numbers. Where there is none, it is the function that the op is written
+    in, behind the one that calls it: `mlp/linear`.
+
+    Example: the scope `jit(step)/transpose(jvp(model))/layer_3/mlp/dot_general` is in
+    `model/layer_*/mlp`, forward and backward pass alike.
+    """
+    text, before = loc.scope, ""
+    while text != before:  # from the inside out: `transpose(jvp(jit(relu)/x))` -> `x`
+        before = text
+        text = re.sub(r"\bp?jit\([^()]*\)", "", text)
+        text = re.sub(r"\b(?:jvp|transpose|vmap)\(([^()]*)\)", r"\1", text)
+    parts = [part for part in text.split("/")[:-1] if not _STRUCTURE.fullmatch(part)]
+    if parts:
+        return re.sub(r"\d+", "*", "/".join(parts))
+    names = [frame.function.rpartition(".")[2] for frame in reversed(loc.user_frames[:2])]
+    if names == ["<module>"]:
+        return os.path.basename(loc.user_frames[0].file)
+    return "/".join(name for name in names if name != "<module>")
+
+
+# ---------------------------------------------------------------------------------------------
+# Events of a profile.
+
+_CONTROL = {"while", "conditional", "call"}
+"""Ops that only run others, which on CPUs have events of their own inside theirs. On GPUs a call
+launches a CUDA graph, whose kernels carry its name."""
+
+_MATRIX_CALLS = re.compile(r"gemm|matmul|conv|dot", re.IGNORECASE)
+_ATTENTION_CALLS = re.compile(r"fmha|attention|flash|sdpa", re.IGNORECASE)
+
+_KERNELS = (
+    (COLLECTIVES, re.compile(r"nccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)),
+    (COPIES, re.compile(r"mem(cpy|set)", re.IGNORECASE)),
+    (ATTENTION, _ATTENTION_CALLS),
+    (MATRIX, re.compile(r"gemm|nvjet|cutlass|xmma|cublas|wgrad|dgrad|fprop", re.IGNORECASE)),
+)
+"""What kernels of a GPU are, by their names, where the profile names no op."""
+
+
+class Labels:
+    """Labels of a profile's events.
+
+    Args:
+      text: XLA's optimized module.
+      program: the local program that it was made of.
+      mesh: its mesh.
+    """
+
+    def __init__(self, text: str, program: Program, mesh: Mesh) -> None:
+        self.module = parse_module_text(text)
+        self.instructions = {
+            instruction.name: instruction
+            for computation in self.module.computations.values()
+            for instruction in computation
+        }
+        # XLA names its own kernels as their ops, with `_` for dots and dashes.
+        self.by_kernel = {re.sub(r"\W", "_", name): name for name in self.instructions}
+        # (scope, source line and its caller's) -> what we made there; also by less than that.
+        self.ours: dict[tuple[str, tuple[str, ...]], list[Label]] = {}
+        self.axes: dict[frozenset[frozenset[int]], str] = {}  # groups of devices -> their axes
+        for op in program.walk():
+            if axes := op.kind.attrs.get("axes") if op.collective else None:
+                self.axes[frozenset(map(frozenset, mesh.groups(axes)))] = _axes_text(axes, mesh)
+            label = label_of(op, mesh)
+            places = tuple(f"{frame.file}:{frame.line}" for frame in op.loc.user_frames[:2])
+            for known in range(len(places) + 1):
+                self.ours.setdefault((op.loc.scope, places[:known]), []).append(label)
+        self._known: dict[tuple[str, str], Label | None] = {}
+
+    def of(self, event: Event) -> Label | None:
+        """The label of an event; None of one that only spans others."""
+        key = (event.name, event.op)
+        if key not in self._known:
+            self._known[key] = self._find(*key)
+        return self._known[key]
+
+    def _find(self, name: str, op: str) -> Label | None:
+        found = self.instructions.get(op)
+        if found is not None and found.opcode in _CONTROL:
+            if name == op:
+                return None
+            found = None
+        found = found or self.instructions.get(self.by_kernel.get(name, ""))
+        kind = next((kind for kind, names in _KERNELS if names.search(name)), OTHER)
+        return Label(kind, "") if found is None else self._label(found, kind)
+
+    def _label(self, instruction: Instruction, kernel: str) -> Label:
+        scope, places = self._origin(instruction)
+        keys = [(scope, places[:known]) for known in (2, 1, 0)]
+        ours = next((self.ours[key] for key in keys if key in self.ours), [])
+        layer = ours[0].layer if ours else layer_of(Loc(scope))
+        if kind := self._collective(instruction):
+            like = [label.collective for label in ours if label.collective.startswith(f"{kind} ")]
+            axes = next(filter(None, map(self._axes, self._parts(instruction))), "")
+            name = f"{kind} over {axes}" if axes else (like or [kind])[0]
+            return Label(COLLECTIVES, layer, name)
+        if instruction.opcode.startswith("copy"):
+            return Label(COPIES, layer)
+        if any(label.kind == ATTENTION for label in ours):
+            return Label(ATTENTION, layer)
+        return Label(self._kind(instruction) or kernel, layer)
+
+    def _origin(self, instruction: Instruction) -> tuple[str, tuple[str, ...]]:
+        """The scope and the source lines of ours that an instruction has in its metadata."""
+        roots = [inner for inner in called(instruction, self.module) if inner.root]
+        for found in (instruction, *roots):
+            if name := op_name_of(found):
+                scope = name.rpartition("spmd_program/")[2] if "spmd_program/" in name else ""
+                return scope.partition(";")[0], tuple(places_of(found, self.module))
+        return "", ()
+
+    def _parts(self, instruction: Instruction) -> list[Instruction]:
+        return [instruction, *called(instruction, self.module)]
+
+    def _collective(self, instruction: Instruction) -> str:
+        return next(filter(None, map(kind_of, self._parts(instruction))), "")
+
+    def _axes(self, instruction: Instruction) -> str:
+        return self.axes.get(groups_of(instruction, self.module), "")
+
+    def _kind(self, instruction: Instruction) -> str:
+        """What an instruction computes, where that shows; else nothing."""
+        for part in self._parts(instruction):
+            if part.opcode in ("dot", "convolution"):
+                return MATRIX
+            target = re.search(r'custom_call_target="([^"]*)"', part.rest)
+            if target and _ATTENTION_CALLS.search(target[1]):
+                return ATTENTION
+            if target and _MATRIX_CALLS.search(target[1]):
+                return MATRIX
+        return ""

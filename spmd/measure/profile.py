@@ -1,0 +1,221 @@
+"""Runs steps under jax's profiler, and reads what it recorded: a profile -> plain records.
+
+A step is what happens between the two ends of an annotation on the host. Where its ops ran:
+
+    CPU   threads of the plane `/host:CPU`. An event is one op of the optimized module; it names
+          the op, the module and the device.
+    GPU   lines `Stream ...` of the planes `/device:GPU:N`. An event is a kernel or a copy, and
+          names the op that launched it; kernels of a CUDA graph name none.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+STEP = "spmd.measure.step"
+"""The annotation around each step of a profile."""
+
+WARM = 2
+"""Runs before any is timed: the first ones load kernels and fill caches of the runtime."""
+
+PROFILED = 3
+"""Steps that run under the profiler, after those that are timed without it."""
+
+
+class Event(NamedTuple):
+    """Something that one device did.
+
+    Attributes:
+      device: its number.
+      name: the kernel's; on CPUs the op's.
+      op: the op of the optimized module that it belongs to; empty where the profile names none.
+      start, end: seconds after its step began.
+    """
+
+    device: int
+    name: str
+    op: str
+    start: float
+    end: float
+
+
+class Step(NamedTuple):
+    """One step of a profile.
+
+    Attributes:
+      seconds: from its call until all results are there.
+      events: what this process's devices did, in order of their start.
+    """
+
+    seconds: float
+    events: tuple[Event, ...]
+
+
+class Run(NamedTuple):
+    """Steps that were run.
+
+    Attributes:
+      times: seconds of each step without the profiler.
+      steps: those under it.
+    """
+
+    times: tuple[float, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The median of the times."""
+        return statistics.median(self.times)
+
+
+def run_steps(step: Callable[[Any], None], prepare: Callable[[], Any], steps: int) -> Run:
+    """Warms up, times steps, and runs some more under the profiler.
+
+    Args:
+      step: runs the program on its arguments, and waits for the results.
+      prepare: makes the arguments of the next step; its time is not counted.
+      steps: how many to time.
+    """
+
+    def timed() -> float:
+        given = prepare()
+        start = time.perf_counter()
+        step(given)
+        return time.perf_counter() - start
+
+    for _ in range(WARM):
+        timed()
+    times = tuple(timed() for _ in range(steps))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would slow every call down
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(PROFILED):
+                given = prepare()
+                with jax.profiler.TraceAnnotation(STEP):
+                    step(given)
+        return Run(times, read_folder(Path(folder)))
+
+
+def read_folder(folder: Path) -> tuple[Step, ...]:
+    """The steps of the profile that jax wrote into a folder."""
+    (file,) = folder.rglob("*.xplane.pb")
+    return read_steps(jax.profiler.ProfileData.from_file(str(file)))
+
+
+def read_steps(profile: Any) -> tuple[Step, ...]:
+    """The steps of a `jax.profiler.ProfileData`."""
+    # Times are nanoseconds on one clock for all planes; that of a GPU is off by microseconds.
+    spans = sorted(
+        (event.start_ns, event.end_ns)
+        for plane in profile.planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == STEP
+    )
+    with warnings.catch_warnings():
+        # The first look at an event's stats makes their type, of which Python 3.12 says that it has
+        # no module. Where warnings are errors, jaxlib ends the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        events = tuple(_device_events(profile))
+    return tuple(_step(span, events) for span in spans)
+
+
+def _step(span: tuple[float, float], events: Sequence[Event]) -> Step:
+    """What began during a step, its times in seconds after the step's start."""
+    begin, end = span
+    inside = [
+        event._replace(start=(event.start - begin) * 1e-9, end=(event.end - begin) * 1e-9)
+        for event in events
+        if begin <= event.start < end
+    ]
+    return Step((end - begin) * 1e-9, tuple(sorted(inside, key=lambda event: event.start)))
+
+
+def _device_events(profile: Any) -> Iterator[Event]:
+    """All that devices did, its times in nanoseconds."""
+    planes = {plane.name: plane for plane in profile.planes}
+    gpus = {name: found[1] for name in planes if (found := re.match(r"/device:GPU:(\d+)", name))}
+    for name, number in gpus.items():
+        for line in planes[name].lines:
+            if line.name.startswith("Stream"):
+                for event in line.events:
+                    op = str(dict(event.stats).get("hlo_op", ""))
+                    yield Event(int(number), event.name, op, event.start_ns, event.end_ns)
+    if not gpus and "/host:CPU" in planes:
+        yield from _cpu_events([_Thread(line) for line in planes["/host:CPU"].lines])
+
+
+class _Thread:
+    """What one thread of a CPU did.
+
+    Attributes:
+      ops: (event, its stats) of each op.
+      ends: (moment, number) of what others began and this thread ended.
+      tasks: when it began with each task of its pool.
+    """
+
+    def __init__(self, line: Any) -> None:
+        self.ops: list[tuple[Event, Mapping[str, Any]]] = []
+        self.ends: list[tuple[float, int]] = []
+        self.tasks: list[float] = []
+        for event in line.events:
+            if event.name == "ThreadpoolListener::StartRegion":
+                self.tasks.append(event.start_ns)
+                continue
+            stats = dict(event.stats)
+            if event.name.startswith("end: ") and "_c" in stats:
+                self.ends.append((event.start_ns, stats["_c"]))
+            elif "hlo_op" in stats and "device_ordinal" in stats:
+                device, op = int(stats["device_ordinal"]), str(stats["hlo_op"])
+                ran = Event(device, event.name, op, event.start_ns, event.end_ns)
+                self.ops.append((ran, stats))
+        self.ops.sort(key=lambda op: op[0].start)
+        self.tasks.sort()
+
+    def task_at(self, moment: float) -> float:
+        """When it began with what it does at a moment."""
+        at = bisect_right(self.tasks, moment)
+        return self.tasks[at - 1] if at else 0.0
+
+    def first_for(self, device: int, after: float, before: float) -> float:
+        """When it began with an op of a device between two moments; the second where it did not."""
+        at = bisect_right(self.ops, after, key=lambda op: op[0].start)
+        for event, _ in self.ops[at:]:
+            if event.start >= before:
+                break
+            if event.device == device:
+                return event.start
+        return before
+
+
+def _cpu_events(threads: Sequence[_Thread]) -> Iterator[Event]:
+    """The ops that threads ran for the devices of a CPU."""
+    # A thread that hands an op to its pool goes on at once: `dot` ends, and some time later, on
+    # another thread, there is an event `end: dot`; `_p` of the one is `_c` of the other. But before
+    # that thread says so it runs what waited for the op, in the same task:
+    #
+    #   one | dot | add |
+    #   two |   task: part of dot | all_reduce | end: dot
+    ended: dict[Any, tuple[_Thread, float, float]] = {
+        number: (thread, thread.task_at(moment), moment)
+        for thread in threads
+        for moment, number in thread.ends
+    }
+    for event, stats in [op for thread in threads for op in thread.ops]:
+        end = event.end
+        if (last := ended.get(stats.get("_p"))) and last[2] > end:
+            thread, began, moment = last
+            after = thread.first_for(event.device, max(began, event.start), moment)
+            end = max(end, after)
+        yield event._replace(end=end)

@@ -1,0 +1,88 @@
+"""Two plans side by side."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.explain.words import bytes_text, seconds_text
+
+
+def lower(mesh: Any, w_spec: Any, options: Any = None) -> Any:
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            with jax.named_scope("mlp"):
+                hidden = jax.nn.relu(x @ params["w_in"])
+                return ((hidden @ params["w_out"]) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = {"w_in": jnp.ones((64, 256)), "w_out": jnp.ones((256, 64))}
+    specs = ({"w_in": w_spec, "w_out": w_spec and w_spec[::-1]}, ("data", None))
+    jitted = spmd.jit(step, mesh=mesh, in_specs=specs, donate_argnums=0, options=options)
+    return jitted.lower(params, jnp.ones((512, 64)))
+
+
+@pytest.fixture(scope="module")
+def two(devices8: Any) -> Any:
+    mesh = spmd.make_mesh(data=4, model=2)
+    return lower(mesh, ("data", "model")), lower(mesh, (None, "model"))
+
+
+def test_figures_of_both_and_their_difference(two: Any) -> None:
+    a, b = two
+    rows = {
+        line.split("  ")[1]: line for line in spmd.explain.diff(a, b).splitlines() if "  " in line
+    }
+    for what, text, of in (
+        ("predicted time", seconds_text, lambda p: p.cost),
+        (
+            "sent by each device",
+            bytes_text,
+            lambda p: sum(c.bytes * c.count for c in p.collectives),
+        ),
+        ("peak memory, predicted", bytes_text, lambda p: p.predicted_memory.peak),
+    ):
+        row = rows[what]
+        assert re.search(rf"{re.escape(text(of(a)))} +{re.escape(text(of(b)))}", row), row
+        change = f"{'-' if of(b) < of(a) else '+'}{text(abs(of(b) - of(a)))}"
+        assert ("the same" if of(a) == of(b) else change) in row
+
+
+def test_what_changed(two: Any) -> None:
+    text = spmd.explain.diff(*two)
+    assert "arguments: 2 of 3 lie otherwise" in text
+    assert "results: 2 of 2 lie otherwise" in text
+    assert re.search(r'params/w_in +f32\[64,256\] +\("data", "model"\) -> \(None, "model"\)', text)
+    removed = re.findall(r"- +(\w+) over data", text)
+    assert "all_gather" in removed
+    assert re.search(r"mlp, .*test_diff.py:\d+ \(loss\)", text)
+
+
+def test_the_other_way_round_adds_what_was_removed(two: Any) -> None:
+    def changes(text: str, sign: str) -> list[str]:
+        return sorted(re.findall(rf"(?m)^    {re.escape(sign)} +(\w+ over .*)$", text))
+
+    there, back = spmd.explain.diff(*two), spmd.explain.diff(*reversed(two))
+    assert changes(there, "-") == changes(back, "+") != []
+    assert changes(there, "+") == changes(back, "-")
+
+
+def test_nothing_changed(two: Any) -> None:
+    a, _ = two
+    lines = spmd.explain.diff(a, lower(a.mesh, ("data", "model"))).splitlines()
+    assert lines[-1] == "nothing changed"
+    assert len(lines) < 10
+    assert sum("the same" in line for line in lines) == 3
+
+
+def test_other_meshes_and_functions(two: Any) -> None:
+    a, _ = two
+    other = lower(spmd.make_mesh(data=8), (None, None))
+    assert "data=4, model=2" in spmd.explain.diff(a, other)
+    unlike = spmd.jit(lambda x: x + 1, mesh=a.mesh).lower(jnp.ones(8))
+    text = spmd.explain.diff(a, unlike)
+    assert re.search(r"params/w_in .* -> none", text)
