@@ -251,6 +251,11 @@ def plan_problem(
     return trial
 
 
+def timed(plan: Plan, options: Options) -> Plan:
+    """A plan with the time that its program is predicted to take."""
+    return plan._replace(run_seconds=Trial(plan, options, (), _Clock()).seconds)
+
+
 def emit_plan(plan: Plan, options: Options) -> Emitted:
     """The stages behind a plan that is given."""
     clock = _Clock()
