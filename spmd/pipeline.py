@@ -253,7 +253,8 @@ def plan_problem(
 
 def timed(plan: Plan, options: Options) -> Plan:
     """A plan with the time that its program is predicted to take."""
-    return plan._replace(run_seconds=Trial(plan, options, (), _Clock()).seconds)
+    donated = tuple(plan.problem.links.values())
+    return plan._replace(run_seconds=Trial(plan, options, donated, _Clock()).seconds)
 
 
 def emit_plan(plan: Plan, options: Options) -> Emitted:

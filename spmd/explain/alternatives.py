@@ -166,7 +166,8 @@ class Alternatives:
     def _time(self, costs: CostNetwork, solution: Solution) -> Plan:
         """The plan that a solution stands for, timed; many questions have the same answer."""
         if solution.states not in self._timed:
-            self._timed[solution.states] = timed(decoded(costs, solution), self.options)
+            other = decoded(costs, solution)._replace(byte_price=self.plan.byte_price)
+            self._timed[solution.states] = timed(other, self.options)
         return self._timed[solution.states]
 
 

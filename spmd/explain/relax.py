@@ -227,7 +227,8 @@ def replanned(
     ]
     problem = problem_of(propagated, plan.topology, wanted, links)
     problem = opened(problem, [value not in marks for value in body.args])
-    return plan_problem(problem, options or Options()).plan
+    donated = tuple(plan.problem.links.values())
+    return plan_problem(problem, options or Options(), donated).plan
 
 
 def _without_mark_ops(program: Program, drop: Collection[Value]) -> Program:
