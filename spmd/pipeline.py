@@ -261,6 +261,12 @@ def plan_problem(
     return trial
 
 
+def timed(plan: Plan, options: Options) -> Plan:
+    """A plan with the time that its program is predicted to take."""
+    donated = tuple(plan.problem.links.values())
+    return plan._replace(run_seconds=Trial(plan, options, donated, _Clock()).seconds)
+
+
 def emit_plan(plan: Plan, options: Options) -> Emitted:
     """The stages behind a plan that is given."""
     clock = _Clock()

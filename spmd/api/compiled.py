@@ -58,6 +58,7 @@ class Compiled(Planned):
 
     def __init__(self, lowered: Lowered) -> None:
         super().__init__(lowered.traced, lowered.stages, lowered.options)
+        self.prices = lowered.prices  # what is known already
         target, emitted = lowered.target, self.stages.emitted
         self._ahead = None if target is None or is_here(self.mesh, target) else target
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None

@@ -12,6 +12,7 @@ from spmd.api.arguments import function_name
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.mistakes import check_jit
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
+from spmd.explain.costly import costly_text
 from spmd.explain.words import idle_text, plural
 from spmd.mesh.spec import as_mesh
 from spmd.mesh.topology import Topology
@@ -153,7 +154,11 @@ class Jitted(Generic[P, R]):
             stages = compile_module(traced.request, options)
         if stages.plan.choices and (idle := stages.plan.idle_axes):
             warnings.warn(f"{self.__name__}: {idle_text(idle)}", stacklevel=_calls_above())
-        return Lowered(traced, stages, options, topology)
+        lowered = Lowered(traced, stages, options, topology)
+        if (costly := lowered.prices.obvious_mark) is not None:
+            text = costly_text(costly, stages.plan.mesh)
+            warnings.warn(f"{self.__name__}: {text}", stacklevel=_calls_above())
+        return lowered
 
     def _progress(self) -> AbstractContextManager[None]:
         return progress(self.__name__, self.recipe.options.shows_progress)

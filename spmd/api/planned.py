@@ -93,7 +93,7 @@ class Planned:
     @cached_property
     def prices(self) -> Prices:
         """What other decisions would have cost; computed when asked."""
-        return Prices(self.stages.plan)
+        return Prices(self.stages.plan, self.options)
 
     # Reports are loaded when asked for: training and serving go without.
 
@@ -144,7 +144,7 @@ class Planned:
         """The short form of `explain`, for a terminal."""
         from spmd.explain.text.report import summarize
 
-        return summarize(self._facts())
+        return summarize(self._facts(), self.prices.costly_mark)
 
     def report(self, path: str | os.PathLike[str], *, prices: bool = True) -> None:
         """Writes `explain` as one self-contained HTML page with pictures.

@@ -1,10 +1,11 @@
 """`Alternatives`: what a plan would cost if one decision were another one, all else at its best.
 
-A decision is a variable of the planner's network; its other choice is priced by solving the network
-again with that choice alone left to it (a min-marginal). So a price counts everything that follows:
-other ops adapt as far as that pays.
+A decision is a variable of the planner's network. With another choice alone left to it the network
+is solved again; what it says is a plan, which is brought down to a local program and timed like the
+plan itself. So a price counts everything that follows, and is in seconds of the same kind as all
+that a report shows. The planner's sum only finds the plan.
 
-    price of a choice  =  the least cost of all plans that make it  -  the least cost of all plans
+    price of a choice  =  time of the best plan that makes it  -  time of the plan
 """
 
 from __future__ import annotations
@@ -15,34 +16,39 @@ from typing import TypeVar
 
 import numpy as np
 
-from spmd.explain.price import Price
-from spmd.ir.program import Op, Value
+from spmd.explain.price import Price, price_of
+from spmd.ir.program import Value
 from spmd.mesh.sharding import Axes, Sharding
-from spmd.planning.exact import weighed
+from spmd.options import Options
+from spmd.pipeline import timed
+from spmd.planning.decode import decoded
+from spmd.planning.exact import weighed, with_hidden
 from spmd.planning.network import CostNetwork
-from spmd.planning.plan import Choice, Plan
+from spmd.planning.plan import Plan
 from spmd.planning.solver.dominate import undominated
 from spmd.planning.solver.eliminate import Elimination
 from spmd.planning.solver.network import FORBIDDEN, Network
 from spmd.planning.solver.solve import TABLE_LIMIT, Solution, solve
 from spmd.planning.units import CARRY, OP
 from spmd.propagation.propagated import Conflict
-from spmd.reshard.paths import Path
-from spmd.reshard.resharder import NO_WAY
 
 T = TypeVar("T")
 
-UNIT = 1e9
-"""Bytes that cost 1 in a network of bytes: so all costs stay far below what is forbidden."""
-
 
 class Alternatives:
-    """Prices of choices that a plan did not make; made when asked, and remembered."""
+    """Prices of choices that a plan did not make; made when asked, and remembered.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+      plan: the plan.
+      options: what it was made with.
+    """
+
+    def __init__(self, plan: Plan, options: Options | None = None) -> None:
         self.plan = plan
+        self.options = options or Options()
         self._prices: dict[tuple[int, tuple[int, ...]], Price | None] = {}
-        self._reduced: dict[tuple[int, ...], _Reduced] = {}
+        self._reduced: dict[tuple[int, tuple[int, ...]], _Reduced] = {}
+        self._timed: dict[object, Plan] = {}
 
     @cached_property
     def _built(self) -> CostNetwork:
@@ -50,23 +56,10 @@ class Alternatives:
         return weighed(self.plan.problem)[1]
 
     @cached_property
-    def _bytes(self) -> Network:
-        """The same network with bytes instead of seconds."""
-        built = self._built
-        return _Bytes(built.problem, built.units, built.choices, built.domains).network
-
-    @cached_property
-    def best(self) -> Solution:
-        """The cheapest plan of the network, to which prices compare."""
-        return solve(self._built.network)
-
-    @cached_property
-    def best_bytes(self) -> int:
-        """Bytes that each device sends for the reshards of the cheapest plan."""
-        return self._sent_bytes(self.best)
-
-    def _sent_bytes(self, solution: Solution) -> int:
-        return round(self._bytes.cost(solution.states) * UNIT)
+    def _networks(self) -> tuple[CostNetwork, ...]:
+        """The networks that the exact planner takes plans from, of the same variables."""
+        hidden = with_hidden(self._built)
+        return (self._built,) if hidden is None else (self._built, hidden)
 
     # Questions.
 
@@ -99,7 +92,7 @@ class Alternatives:
             number, given = place
             claims = {(), *(axes for axes, _, _ in conflict.claims)}
             wanted = [axes if axes in claims else None for axes in given]
-            found.append(self._priced(number, wanted, self._taken(number, given), together))
+            found.append(self._priced(number, wanted, taken_axes(self.plan, conflict), together))
         return tuple(found)
 
     # Answers.
@@ -122,11 +115,6 @@ class Alternatives:
             if number >= 0 and units.units[number].role == CARRY:
                 return number, tuple(s.dims[dim] for s in self._built.domains.left[number][index])
         return None
-
-    def _taken(self, number: int, given: Sequence[Axes]) -> Axes:
-        """What the cheapest plan took of what each choice of a class gives."""
-        state = self.best.states[self._built.variables[number].number]
-        return given[self._built.variables[number].rows[state][0]]
 
     def _priced(
         self, number: int, labels: Sequence[T | None], taken: T | None, together: tuple[int, ...]
@@ -156,18 +144,42 @@ class Alternatives:
     ) -> Price | None:
         """What the best plan costs more in which a class is in some states; None: forbidden."""
         if (number, states) not in self._prices:
-            network, variables = self._built.network, self._built.variables
-            if together not in self._reduced:
-                kept = frozenset(variables[n].number for n in together)
-                self._reduced[together] = _Reduced(network, kept)
-            solution = self._reduced[together].solve(variables[number].number, states)
-            price = None
-            if solution.cost < FORBIDDEN / 2:
-                more = self._sent_bytes(solution) - self.best_bytes
-                seconds = max(0.0, solution.cost - self.best.cost)
-                price = Price(seconds, more, exact=solution.exact)
-            self._prices[number, states] = price
+            found = [
+                self._time(costs, solution)
+                for i, costs in enumerate(self._networks)
+                if (solution := self._solved(i, number, states, together)).cost < FORBIDDEN / 2
+            ]
+            best = min(found, key=lambda plan: plan.run_seconds, default=None)
+            self._prices[number, states] = None if best is None else price_of(self.plan, best)
         return self._prices[number, states]
+
+    def _solved(
+        self, which: int, number: int, states: tuple[int, ...], together: tuple[int, ...]
+    ) -> Solution:
+        """The cheapest joint state of a network in which a class is in some states."""
+        variables = self._built.variables
+        if (which, together) not in self._reduced:
+            kept = frozenset(variables[n].number for n in together)
+            self._reduced[which, together] = _Reduced(self._networks[which].network, kept)
+        return self._reduced[which, together].solve(variables[number].number, states)
+
+    def _time(self, costs: CostNetwork, solution: Solution) -> Plan:
+        """The plan that a solution stands for, timed; many questions have the same answer."""
+        if solution.states not in self._timed:
+            other = decoded(costs, solution)._replace(byte_price=self.plan.byte_price)
+            self._timed[solution.states] = timed(other, self.options)
+        return self._timed[solution.states]
+
+
+def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
+    """The axes that the plan gave to the factor; of tied values, to the last claimant's dim."""
+    op = conflict.op
+    choice = plan.choices.get(op.results[0]) if op.results else None
+    if choice is not None and conflict.factor < len(choice.assignment):
+        return choice.assignment[conflict.factor]
+    _, value, dim = conflict.claims[-1]
+    state = plan.states[value]
+    return state.dims[dim] if state is not None else ()
 
 
 class _Reduced:
@@ -201,17 +213,3 @@ class _Reduced:
         joint = [int(a[s]) for a, s in zip(self.alive, self.gone.unwound(known), strict=True)]
         cost = self.network.cost(joint)
         return Solution(tuple(joint), cost, cost - (found.cost - found.lower))
-
-
-class _Bytes(CostNetwork):
-    """The network whose costs are the bytes that each device sends for reshards.
-
-    Variables and states are those of the network in seconds. Where a use may take either of two
-    copies, the one that needs fewer bytes counts.
-    """
-
-    def own_cost(self, op: Op, choice: Choice) -> float:
-        return 0.0
-
-    def figure(self, path: Path) -> float:
-        return FORBIDDEN if path is NO_WAY else path.bytes / UNIT

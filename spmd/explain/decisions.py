@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from spmd.explain.alternatives import taken_axes
 from spmd.explain.price import Price
 from spmd.explain.prices import MOST_CONFLICTS, Prices
 from spmd.explain.words import axes_text, type_text, value_name
@@ -86,18 +87,7 @@ def loser_text(price: Price | None) -> str:
     """What taking a claim that lost would cost."""
     if price is None:
         return "no plan that was weighed does so"
-    return price.text if price.exact else f"at most {price.text}"
-
-
-def taken_axes(plan: Plan, conflict: Conflict) -> Axes:
-    """The axes that the plan gave to the factor; of tied values, to the last claimant's dim."""
-    op = conflict.op
-    choice = plan.choices.get(op.results[0]) if op.results else None
-    if choice is not None and conflict.factor < len(choice.assignment):
-        return choice.assignment[conflict.factor]
-    _, value, dim = conflict.claims[-1]
-    state = plan.states[value]
-    return state.dims[dim] if state is not None else ()
+    return price.text
 
 
 def marks_title(prices: Prices) -> str:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from spmd.explain.words import bytes_text, seconds_text
+from spmd.ir.types import local_type
+from spmd.planning.plan import Plan
 
 
 class Price(NamedTuple):
     """What a run with another decision costs more; negative numbers are savings.
 
     Attributes:
-      seconds: predicted time.
+      seconds: predicted time of one run, as the plan's own time is predicted.
       bytes: what each device sends, reshards only.
       argument_bytes: what each device holds of the arguments: open ones may be held whole.
-      exact: whether no plan with that decision is cheaper; else it is the best one found.
     """
 
     seconds: float
     bytes: int
     argument_bytes: int = 0
-    exact: bool = True
 
     @property
     def run_text(self) -> str:
@@ -41,6 +41,22 @@ class Price(NamedTuple):
             return self.run_text
         held = f"{bytes_text(abs(self.argument_bytes))} {_more(self.argument_bytes)}"
         return f"{self.run_text}; arguments take {held} per device"
+
+
+def price_of(plan: Plan, other: Plan) -> Price:
+    """What another plan costs more than a plan, by the predicted times of their programs."""
+
+    def sent(of: Plan) -> int:
+        return sum(move.bytes for move in of.moves)
+
+    seconds = other.run_seconds - plan.run_seconds
+    return Price(seconds, sent(other) - sent(plan), held_bytes(other) - held_bytes(plan))
+
+
+def held_bytes(plan: Plan) -> int:
+    """What each device holds of the arguments."""
+    leaves = zip(plan.program.body.args, plan.arguments, strict=True)
+    return sum(local_type(plan.program.types[v], s, plan.mesh).bytes for v, s in leaves)
 
 
 def _more(difference: float) -> str:

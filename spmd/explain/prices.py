@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from spmd.explain.alternatives import Alternatives
-from spmd.explain.price import Price
+from spmd.explain.costly import LEAST_SHARE, OBVIOUS_SHARE, CostlyMark, costly_mark
+from spmd.explain.price import Price, price_of
 from spmd.explain.relax import (
     MarkPrices,
     Relief,
     mark_groups,
     mark_prices,
-    price_of,
     relief_of,
     replanned,
 )
 from spmd.ir.program import Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
+from spmd.options import Options
 from spmd.planning.plan import Plan
 from spmd.planning.problem import is_whole
 
@@ -33,25 +34,42 @@ MOST_OTHERS = 5
 
 
 class Prices:
-    """Prices of what a plan decided against."""
+    """Prices of what a plan decided against.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+      plan: the plan.
+      options: what it was made with.
+    """
+
+    def __init__(self, plan: Plan, options: Options | None = None) -> None:
         self.plan = plan
+        self.options = options or Options()
 
     @cached_property
     def alternatives(self) -> Alternatives:
         """Prices of choices."""
-        return Alternatives(self.plan)
+        return Alternatives(self.plan, self.options)
 
     @cached_property
     def marks(self) -> MarkPrices:
         """Prices of the marks next to the most expensive reshards."""
-        return mark_prices(self.plan, MOST_TRIES)
+        return mark_prices(self.plan, MOST_TRIES, self.options)
+
+    @cached_property
+    def obvious_mark(self) -> CostlyMark | None:
+        """The mark that costs the most, if it costs much and one sees so without looking far."""
+        return costly_mark(self.plan, self.options, OBVIOUS_SHARE)
+
+    @cached_property
+    def costly_mark(self) -> CostlyMark | None:
+        """The mark that costs the most, if it costs much."""
+        return self.obvious_mark or costly_mark(self.plan, self.options, LEAST_SHARE)
 
     def without_mark(self, value: Value) -> Relief:
         """What the program would cost without the mark of a value and those that belong to it."""
         groups = mark_groups(self.plan, every=True)
-        return relief_of(self.plan, next(group for group in groups if value in group.values))
+        group = next(group for group in groups if value in group.values)
+        return relief_of(self.plan, group, self.options)
 
     def others(self, value: Value) -> tuple[tuple[Sharding, Price], ...]:
         """Other shardings of a value, the cheapest first.
@@ -74,7 +92,7 @@ class Prices:
             and is_whole(sharding, plan.mesh)
         ]
         found = [
-            (sharding, price_of(plan, replanned(plan, change={value: sharding})))
+            (sharding, price_of(plan, replanned(plan, (), {value: sharding}, self.options)))
             for sharding in legal[:MOST_OTHERS]
         ]
         return tuple(sorted(found, key=lambda pair: pair[1].seconds))

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.explain.price import Price
+from spmd.explain.price import Price, price_of
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value, numberless
 from spmd.ir.rewrite import Now, edit_ops
-from spmd.ir.types import local_type
 from spmd.mesh.sharding import Mark, Sharding
 from spmd.options import Options
 from spmd.pipeline import plan_problem
 from spmd.planning.plan import Move, Plan
-from spmd.planning.problem import problem_of
+from spmd.planning.problem import opened, problem_of
 from spmd.propagation.cheap import cheap_values
 from spmd.propagation.propagate import propagate
 
@@ -33,7 +32,7 @@ class MarkGroup(NamedTuple):
     Attributes:
       name: `mark_sharding at model.py:12 (f)`, `argument layers/*/w`.
       values: the marked values.
-      sharding: what the first of them says.
+      sharding: what the first of them says; in a `Relief`, the first that would lie otherwise.
       seconds: time of the reshards that are next to them.
     """
 
@@ -44,10 +43,17 @@ class MarkGroup(NamedTuple):
 
 
 class Relief(NamedTuple):
-    """Some marks, and what the program would cost without them."""
+    """Some marks, and what the program would cost without them.
+
+    Attributes:
+      marks: the marks.
+      price: of leaving them out.
+      instead: how the marked value would lie; None if it would be made anew for every use.
+    """
 
     marks: MarkGroup
     price: Price
+    instead: Sharding | None
 
 
 class MarkPrices(NamedTuple):
@@ -64,38 +70,43 @@ class MarkPrices(NamedTuple):
     groups: int
 
 
-def mark_prices(plan: Plan, tries: int) -> MarkPrices:
+def mark_prices(plan: Plan, tries: int, options: Options | None = None) -> MarkPrices:
     """Plans again without the marks next to the most expensive reshards, group by group.
 
     Args:
       plan: the plan with all of them.
       tries: how often to plan again at most.
+      options: what the plan was made with.
     """
     groups = mark_groups(plan)
     least = WORTH * sum(move.seconds for move in plan.moves)
-    found = [relief_of(plan, group) for group in groups[:tries]]
+    found = [relief_of(plan, group, options) for group in groups[:tries]]
     worth = [relief for relief in found if 0 < -relief.price.seconds >= least]
     worth.sort(key=lambda relief: relief.price.seconds)
     return MarkPrices(tuple(worth), len(found), len(groups))
 
 
-def relief_of(plan: Plan, group: MarkGroup) -> Relief:
+def relief_of(plan: Plan, group: MarkGroup, options: Options | None = None) -> Relief:
     """What the program would cost without a group of marks."""
-    return Relief(group, price_of(plan, replanned(plan, drop=group.values)))
+    other, marks = replanned(plan, drop=group.values, options=options), plan.propagated.marks
+    lies = {value: _lies(plan, other, group.values, value) for value in group.values}
+    other_ones = (v for v in group.values if lies[v] != Sharding(marks[v].dims))
+    first = next(other_ones, group.values[0])
+    group = group._replace(sharding=Sharding(marks[first].dims))
+    return Relief(group, price_of(plan, other), lies[first])
 
 
-def price_of(plan: Plan, other: Plan) -> Price:
-    """What another plan costs more than a plan, by the predicted times of their programs."""
-
-    def sent(of: Plan) -> int:
-        return sum(move.bytes for move in of.moves)
-
-    def held(of: Plan) -> int:
-        leaves = zip(of.program.body.args, of.arguments, strict=True)
-        return sum(local_type(of.program.types[v], s, of.mesh).bytes for v, s in leaves)
-
-    seconds = other.run_seconds - plan.run_seconds
-    return Price(seconds, sent(other) - sent(plan), held(other) - held(plan))
+def _lies(plan: Plan, other: Plan, dropped: Collection[Value], value: Value) -> Sharding | None:
+    """How one of some values lies in a plan of the program without their marks."""
+    body, producers = other.program.body, plan.problem.index.producers
+    while value in dropped and (op := producers.get(value)) is not None and op.is_mark:
+        value = op.operands[0]  # what is marked keeps its number, the mark's own is gone
+    if value in body.args:
+        return other.arguments[body.args.index(value)]
+    if value in body.results:
+        return other.results[body.results.index(value)]
+    state = other.states[value]
+    return None if state is None else state.full()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -109,16 +120,47 @@ def mark_groups(plan: Plan, every: bool = False) -> tuple[MarkGroup, ...]:
       plan: the plan.
       every: whether marks that are next to no reshard are among them, too.
     """
-    marks = plan.propagated.marks
-    members: dict[str, list[Value]] = {}
-    for value, mark in marks.items():
-        # Arguments that are marked like another one belong to that one's group.
-        members.setdefault(numberless(mark.reason.removeprefix("like ")), []).append(value)
-    names = {value: name for name, values in members.items() for value in values}
+    members, names = _members(plan)
     seconds = dict.fromkeys(members, 0.0) if every else {}
     for move in plan.moves:
-        for name in dict.fromkeys(names[value] for value in _marks_around(plan, move)):
+        around = (*_marks_at(plan, move), *_roots(plan, move))
+        for name in dict.fromkeys(names[value] for value in around):
             seconds[name] = seconds.get(name, 0.0) + move.seconds
+    return _groups(plan, members, seconds)
+
+
+def blamed_groups(plan: Plan) -> tuple[MarkGroup, ...]:
+    """All marks, with the reshards that each is to blame for, as far as one can tell.
+
+    Arguments that a reshard's axes come from share the blame: without one of their marks it would
+    most likely be there still.
+    """
+    members, names = _members(plan)
+    arguments = {names[v] for v in plan.program.body.args if v in names}
+    seconds = dict.fromkeys(members, 0.0)
+    for move in plan.moves:
+        ends = {names[value] for value in _marks_at(plan, move)}
+        roots = {names[value] for value in _roots(plan, move)} - ends
+        for name in ends | roots - arguments:
+            seconds[name] += move.seconds
+        for name in roots & arguments:
+            seconds[name] += move.seconds / len(roots | ends)
+    return _groups(plan, members, seconds)
+
+
+def _members(plan: Plan) -> tuple[dict[str, list[Value]], dict[Value, str]]:
+    """The marked values of each group, and the group of each."""
+    members: dict[str, list[Value]] = {}
+    for value, mark in plan.propagated.marks.items():
+        # Arguments that are marked like another one belong to that one's group.
+        members.setdefault(numberless(mark.reason.removeprefix("like ")), []).append(value)
+    return members, {value: name for name, values in members.items() for value in values}
+
+
+def _groups(
+    plan: Plan, members: Mapping[str, Sequence[Value]], seconds: Mapping[str, float]
+) -> tuple[MarkGroup, ...]:
+    marks = plan.propagated.marks
     groups = [
         MarkGroup(name, tuple(members[name]), Sharding(marks[members[name][0]].dims), time)
         for name, time in seconds.items()
@@ -126,16 +168,21 @@ def mark_groups(plan: Plan, every: bool = False) -> tuple[MarkGroup, ...]:
     return tuple(sorted(groups, key=lambda group: -group.seconds))
 
 
-def _marks_around(plan: Plan, move: Move) -> Iterator[Value]:
-    """The marked values that a reshard comes from or goes to: itself, its user, or origins."""
+def _marks_at(plan: Plan, move: Move) -> Iterator[Value]:
+    """The marked values that a reshard comes from or goes to."""
     propagated, body = plan.propagated, plan.program.body
-    reads = (*move.user.operands, *move.user.results) if move.user else ()
     ends = [move.value, *(move.user.results if move.user else ())]
     if move.user is None and move.value in body.results:
         # It became the result that updates an argument, and had to look like that.
         argument = plan.problem.links.get(body.results.index(move.value))
         ends += [] if argument is None else [body.args[argument]]
     yield from (value for value in ends if value in propagated.marks)
+
+
+def _roots(plan: Plan, move: Move) -> Iterator[Value]:
+    """The marked values that the axes come from which a reshard moves."""
+    propagated = plan.propagated
+    reads = (*move.user.operands, *move.user.results) if move.user else ()
     changed = {(d, a) for d, axes in enumerate(move.have.dims) for a in axes} ^ {
         (d, a) for d, axes in enumerate(move.wanted.dims) for a in axes
     }
@@ -154,13 +201,15 @@ def replanned(
     plan: Plan,
     drop: Collection[Value] = (),
     change: Mapping[Value, Sharding] | None = None,
+    options: Options | None = None,
 ) -> Plan:
-    """The exact plan of the same program under other marks.
+    """The plan of the same program under other marks.
 
     Args:
       plan: the plan whose program, mesh and machine it is.
       drop: marked values that are no longer marked.
       change: arguments that are marked so from now on.
+      options: what the plan was made with.
     """
     old = plan.propagated
     links = tuple(plan.problem.links.items())
@@ -176,7 +225,10 @@ def replanned(
         None if value in drop else mark
         for value, mark in zip(old.program.body.results, plan.problem.results, strict=True)
     ]
-    return plan_problem(problem_of(propagated, plan.topology, wanted, links), Options()).plan
+    problem = problem_of(propagated, plan.topology, wanted, links)
+    problem = opened(problem, [value not in marks for value in body.args])
+    donated = tuple(plan.problem.links.values())
+    return plan_problem(problem, options or Options(), donated).plan
 
 
 def _without_mark_ops(program: Program, drop: Collection[Value]) -> Program:

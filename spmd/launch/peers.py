@@ -27,6 +27,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
+import jax
+
 from spmd.launch.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
 from spmd.launch.stop import StopVote
 from spmd.launch.store import Store, connected_to, this_process
@@ -97,15 +99,21 @@ class Peers:
         self.vote = StopVote(store, self.process, self.processes)
         self._contact = time.monotonic()
         self._leaving = threading.Event()
+        self._gone = threading.Event()
         self._stopping = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="spmd peers", daemon=True)
+
+    def start(self) -> None:
+        """Starts to watch."""
+        self._thread.start()
 
     # The thread.
 
-    def run(self) -> None:
-        """Watches until the process ends."""
+    def _run(self) -> None:
+        """Watches until the processes have met at their end."""
         signs = Signs(self.processes, self.timeout_s, time.monotonic())
         count = 0
-        while True:
+        while not self._gone.is_set():
             count += 1
             try:
                 verdict = self._look(signs, count)
@@ -113,9 +121,8 @@ class Peers:
                 verdict = self._unreachable(error)
             if verdict is not None:
                 self.stop(verdict)
-            if not self._leaving.wait(self.interval_s):
-                continue
-            time.sleep(self.interval_s)  # waiting for the others' end
+            if self._leaving.wait(self.interval_s):
+                self._gone.wait(self.interval_s)
 
     def _look(self, signs: Signs, count: int) -> str | None:
         self.store.put(f"alive/{self.process}", LEFT if self._leaving.is_set() else str(count))
@@ -134,7 +141,7 @@ class Peers:
         # One failed request is no verdict: hosts are busy and networks lose packets. A refused
         # connection is, for nobody listens there any more.
         if self._leaving.is_set():
-            raise SystemExit  # the service ends with the job: this thread does, too
+            return None  # the service ends when all have met
         if time.monotonic() - self._contact < self.timeout_s and not self.is_coordinator_gone():
             return None
         return f"process 0, the coordinator, was lost ({first_line(error)})"
@@ -187,9 +194,18 @@ class Peers:
             self.store.claim(VERDICT, f"process {self.process} failed: {first_line(why)}")
 
     def leave(self) -> None:
-        """Runs at the interpreter's end, before jax waits for the other processes."""
+        """Runs at the interpreter's end: waits for the other processes, and ends the thread."""
+        # A thread must not be inside of jax's client when the interpreter ends: Python would end
+        # the thread there, which C++ answers with an abort, and that with our handler of it, which
+        # needs the interpreter.
         if self.failed is None:
             self._leaving.set()
+            try:
+                jax.distributed.shutdown()  # waits for all, while the thread looks after them
+            finally:
+                self._gone.set()
+                self._thread.join()
+                ctypes.CDLL(None).signal(signal.SIGABRT, signal.SIG_DFL)
             return
         with self._stopping:
             logging.shutdown()
@@ -214,7 +230,7 @@ def watch_peers(store: Store, timeout_s: float) -> None:
     """Starts to watch; from here on this process's errors end the others, too."""
     global _peers
     _peers = peers = Peers(store, timeout_s)
-    threading.Thread(target=peers.run, name="spmd peers", daemon=True).start()
+    peers.start()
     atexit.register(peers.leave)
     _report_exceptions(peers)
     _install_abort_handler(peers)

@@ -53,9 +53,7 @@ def plan_exactly(
     proposed = [decoded(costs, solve(costs.network)), greedy]
     if costs.has_open_arguments and not problem.is_open:
         proposed.append(decoded(costs, solve(costs.closed())))
-    exposed = max(LEAST_EXPOSED, 1 - problem.topology.chip.overlap)
-    if exposed < MOST_EXPOSED:
-        hidden = CostNetwork(problem, costs.units, costs.choices, costs.domains, exposed)
+    if (hidden := with_hidden(costs)) is not None:
         proposed.append(decoded(hidden, solve(hidden.network)))
     tried = [try_out(plan) for plan in _different(proposed)]
 
@@ -74,6 +72,15 @@ def weighed(problem: Problem) -> tuple[Plan, CostNetwork]:
     units = units_of(problem)
     domains = domains_of(problem, units, choices, greedy)
     return greedy, CostNetwork(problem, units, choices, domains)
+
+
+def with_hidden(costs: CostNetwork) -> CostNetwork | None:
+    """The network in which reshards cost what the machine cannot hide; None if that is most."""
+    problem = costs.problem
+    exposed = max(LEAST_EXPOSED, 1 - problem.topology.chip.overlap)
+    if exposed >= MOST_EXPOSED:
+        return None
+    return CostNetwork(problem, costs.units, costs.choices, costs.domains, exposed)
 
 
 def _different(plans: list[Plan]) -> list[Plan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spmd.explain.collectives import collective_rows, traffic
+from spmd.explain.costly import CostlyMark, costly_text
 from spmd.explain.costs import code_lines, largest
 from spmd.explain.decisions import conflict_rows, loser_text, marks_title
 from spmd.explain.facts import Facts, memory_rows, quality_rows
@@ -54,8 +55,13 @@ def explain_program(facts: Facts) -> str:
     return "\n".join(line for lines in sections for line in lines).rstrip() + "\n"
 
 
-def summarize(facts: Facts) -> str:
-    """The short form, for a terminal."""
+def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
+    """The short form, for a terminal.
+
+    Args:
+      facts: of the program.
+      costly: the mark that costs the most, if it costs much.
+    """
     plan, rows = facts.plan, dict(memory_rows(facts))
     split = [leaf for leaf in facts.arguments if any(leaf.sharding.dims)]
     inferred = sum(leaf.origin != "marked" for leaf in split)
@@ -78,6 +84,8 @@ def summarize(facts: Facts) -> str:
         lines.append(f"  measured     {facts.measured.title}")
     if plan.choices and plan.idle_axes:
         lines.append(f"  note         {idle_text(plan.idle_axes)}")
+    if costly is not None:
+        lines.append(f"  note         {costly_text(costly, plan.mesh)}")
     return "\n".join(lines) + "\n"
 
 
@@ -154,7 +162,7 @@ def _marks(facts: Facts) -> Lines:
     if prices is None or not prices.marks.groups:
         return iter(())
     lines = [f"{marks_title(prices)}:"]
-    for marks, price in prices.marks.reliefs:
+    for marks, price, _ in prices.marks.reliefs:
         more = f" and {len(marks.values) - 1} more" if len(marks.values) > 1 else ""
         spec = spec_text(marks.sharding, facts.plan.mesh)
         lines += [f"without {source_text(marks.name)} {spec}{more}:", f"  {price.text}"]

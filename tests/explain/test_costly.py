@@ -1,0 +1,98 @@
+"""A mark that costs much is named in a warning and in the summary; others are not."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmd
+from spmd.explain.costly import LEAST_SHARE, costly_text
+from tests.programs import llama
+
+MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
+X, V, W = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 512), (512, 4096), (4096, 512)))
+SPECS = (("data", None), (None, "model"), ("model", None))
+OF_A_RUN = re.compile(r"costs ([\d.]+)% of a predicted run: (\S+ \S+), without it (\S+ \S+), with")
+
+
+def products(x: Any, v: Any, w: Any, spec: Any = None) -> Any:
+    h = x @ v
+    if spec is not None:
+        h = spmd.mark_sharding(h, MESH, spec)
+    return jnp.tanh(h) @ w
+
+
+def lowered(fn: Any, specs: Any = SPECS, **options: Any) -> tuple[spmd.Lowered, list[str]]:
+    """A program, and what was warned of its marks."""
+    jitted = spmd.jit(fn, mesh=MESH, in_specs=specs, **options)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        program = jitted.lower(X, V, W, topology=spmd.Topology("a100:8"))
+    assert all(warning.filename == __file__ for warning in found)
+    said = [str(warning.message) for warning in found]
+    return program, [text for text in said if "of a predicted run" in text]
+
+
+@pytest.mark.parametrize(("spec", "is_obvious"), [((None, None), True), (("model", "data"), False)])
+def test_a_mark_inside_that_costs_much_is_named_with_its_line_and_both_times(
+    spec: Any, is_obvious: bool
+) -> None:
+    program, warned = lowered(lambda x, v, w: products(x, v, w, spec))
+    without, nothing = lowered(products)
+    assert not nothing
+    costly = program.prices.costly_mark
+    assert costly is not None
+    assert costly.seconds == pytest.approx(program.cost)
+    assert costly.without == pytest.approx(without.cost)
+    assert costly.share == pytest.approx(1 - without.cost / program.cost)
+    assert costly.share > LEAST_SHARE
+    said = costly_text(costly, MESH)
+    assert said.startswith("mark_sharding at explain/test_costly.py")
+    assert OF_A_RUN.search(said)
+    assert said in program.summary()
+    assert [text.partition(": ")[2] for text in warned] == [said] * is_obvious
+    h = next(op for op in without.stages.program.walk() if op.name == "stablehlo.dot_general")
+    state = without.stages.plan.states[h.results[0]]
+    assert state is not None
+    assert costly.instead == state.full()
+
+
+def test_an_argument_and_a_result_are_named() -> None:
+    program, (said,) = lowered(products, specs=((None, None), (None, None), (None, None)))
+    assert "argument" in said
+    costly = program.prices.costly_mark
+    assert costly is not None and any(costly.instead.dims)
+    program, (said,) = lowered(products, out_specs=(None, None))
+    assert "result" in said and "argument" not in said
+
+
+def test_marks_that_fit_are_not_spoken_of() -> None:
+    program, said = lowered(lambda x, v, w: products(x, v, w, ("data", "model")))
+    assert not said
+    assert "of a predicted run" not in program.summary()
+
+
+def test_a_mark_that_keeps_arguments_small_is_not_spoken_of() -> None:
+    """Weights that are split to save memory are gathered in every run: that is their price."""
+    specs = (("data", None), (("data", "model"), None), (("data", "model"), None))
+    program, said = lowered(products, specs=specs)
+    assert program.collectives
+    assert not said
+
+
+def test_nothing_is_planned_again_where_arithmetic_takes_nearly_all_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("spmd.explain.costly.relief_of", lambda *args: asked.append(args))
+    mesh = spmd.make_mesh(data=8)
+    program = llama(mesh, "adamw", True).lower()
+    if program._facts().least_seconds > (1 - LEAST_SHARE) * program.cost:
+        assert not asked
+    lowered(lambda x, v, w: products(x, v, w, ("data", "model")))
+    assert not asked
