@@ -1,8 +1,9 @@
 """What a Llama training step recomputes: by policies of `jax.checkpoint`, and by the compiler.
 
-Every policy of `LlamaConfig.remat` is compiled and run, and so is the plain program (`none`) with
-the memory that each of these takes as `Options(memory_limit=...)`. Times are medians over `--steps`
-steps after two warm-up steps; memory is XLA's own figure. What does not fit is said to.
+Every policy of `LlamaConfig.remat` is compiled and run with `Options(recompute=False)`; then the
+plain program with what the compiler does by itself: without a limit, and with the memory that each
+policy takes as `Options(memory_limit=...)`. Times are medians over `--steps` steps after two
+warm-up steps; memory is XLA's own figure.
 
 Example:
     benchmarks/run recompute --model llama2-7b --layers 8 --mesh data=2 --global_batch 16
@@ -36,13 +37,12 @@ HEAD = """\
 
 
 def lower(
-    given: argparse.Namespace, mesh: spmd.Mesh, config: LlamaConfig, limit: int | None
+    given: argparse.Namespace, mesh: spmd.Mesh, config: LlamaConfig, options: spmd.Options
 ) -> spmd.Lowered:
     """Plans one training step."""
     optimizer = optax.adamw(1e-4)
     step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
     types = argument_types(config, optimizer, mesh, (given.global_batch, given.seq_len))
-    options = spmd.Options(memory_limit=limit, recompute=not given.policies_alone)
     jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options)
     topology = spmd.Topology(given.topology) if given.topology else None
     return jitted.lower(*types, topology=topology)
@@ -63,13 +63,17 @@ def measured(
 
 
 def row(
-    given: argparse.Namespace, mesh: spmd.Mesh, config: LlamaConfig, name: str, limit: int | None
+    given: argparse.Namespace,
+    mesh: spmd.Mesh,
+    config: LlamaConfig,
+    name: str,
+    options: spmd.Options,
 ) -> tuple[str, int]:
     """A line of the table, and the memory that is predicted."""
-    start = time.perf_counter()
+    start, limit = time.perf_counter(), options.memory_limit
     shown = f"{limit / 2**30:.1f}" if limit else ""
     try:
-        lowered = lower(given, mesh, config, limit)
+        lowered = lower(given, mesh, config, options)
     except spmd.PlanError as error:
         return f"| {name} | {shown} | {str(error).splitlines()[1].strip()} | | | | | |", 0
     planned, memory = time.perf_counter() - start, lowered.predicted_memory.peak
@@ -102,7 +106,6 @@ def make_parser() -> Parser:
     add("--steps", type=positive, default=8, help="timed steps")
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
     add("--policies", type=words, default=POLICIES, help="of LlamaConfig.remat")
-    add("--policies_alone", action=Switch, default=False, help="nothing by the compiler itself")
     return parser
 
 
@@ -121,14 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
           f"{'scanned' if given.scan else 'unrolled'}, batch {given.global_batch} x "
           f"{given.seq_len}, mesh {given.mesh}")  # fmt: skip
     print(HEAD, flush=True)
-    limits = []
+    limits: dict[str, int | None] = {}
     for policy in given.policies:
-        line, memory = row(given, mesh, dataclasses.replace(config, remat=policy), policy, None)
-        limits.append((policy, memory))
+        chosen, plain = dataclasses.replace(config, remat=policy), spmd.Options(recompute=False)
+        line, limits[policy] = row(given, mesh, chosen, policy, plain)
         print(line, flush=True)
-    if not given.policies_alone:
-        for policy, memory in limits:
-            print(row(given, mesh, config, f"by the compiler, as {policy}", memory)[0], flush=True)
+    for policy, memory in {"without a limit": None, **limits}.items():
+        within = policy if memory is None else f"as {policy}"
+        options = spmd.Options(memory_limit=memory)
+        print(row(given, mesh, config, f"by the compiler, {within}", options)[0], flush=True)
 
 
 def _mesh_elsewhere(text: str) -> spmd.Mesh:

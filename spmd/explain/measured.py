@@ -19,7 +19,7 @@ from spmd.predict.timeline import Timeline
 
 EXPOSED, HIDDEN, IDLE = "collectives, exposed", "collectives, hidden", "idle"
 
-NOWHERE = "XLA's own"
+NOWHERE = "not attributed"
 """The layer of what XLA added and named after nothing of the program's."""
 
 MOST = 20

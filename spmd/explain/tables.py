@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from spmd.explain.collectives import Total
 from spmd.explain.document import Cell, Table, code, count, number, source
 from spmd.explain.leaves import Group, Leaf, group_leaves
+from spmd.explain.recomputed import RecomputedRow
 from spmd.explain.words import bytes_text, seconds_text, spec_text, type_text
 from spmd.ir.program import Value
 from spmd.ir.types import TensorType, local_type
@@ -86,6 +87,20 @@ def _value_row(
         Cell(what, style="w"),
         source(trail),
     )
+
+
+def recomputed_table(rows: Sequence[RecomputedRow]) -> Table:
+    """Values that are made again rather than held, those of one source line in one row."""
+    cells = [
+        (
+            number(bytes_text(row.bytes), row.bytes),
+            count(row.values),
+            Cell(row.name, style="w"),
+            source(row.source),
+        )
+        for row in rows
+    ]
+    return Table(("per device", "n", "op", "source"), cells, sort="per device")
 
 
 def collective_table(rows: Sequence[Total]) -> Table:

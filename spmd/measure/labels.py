@@ -114,6 +114,14 @@ _KERNELS = (
 """What kernels of a GPU are, by their names, where the profile names no op."""
 
 
+def _kernel_collective(name: str) -> str:
+    """The kind of collective that a kernel of NCCL runs: `all_gather`; `nccl` if it says none."""
+    for kind in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send_recv"):
+        if kind.replace("_", "") in name.lower().replace("_", ""):
+            return kind
+    return "nccl"
+
+
 class Labels:
     """Labels of a profile's events.
 
@@ -159,7 +167,10 @@ class Labels:
             found = None
         found = found or self.instructions.get(self.by_kernel.get(name, ""))
         kind = next((kind for kind, names in _KERNELS if names.search(name)), OTHER)
-        return Label(kind, "") if found is None else self._label(found, kind)
+        label = Label(kind, "") if found is None else self._label(found, kind)
+        if label.kind == COLLECTIVES and not label.collective:
+            return label._replace(collective=_kernel_collective(name))
+        return label
 
     def _label(self, instruction: Instruction, kernel: str) -> Label:
         scope, places = self._origin(instruction)

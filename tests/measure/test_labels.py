@@ -121,7 +121,9 @@ EMPTY = Program("f", (), Region((), (), ()), (), ())
         ("no_metadata", "no_metadata", Label(OTHER, "block_*")),
         ("MemcpyD2D", "copy.3", Label(COPIES, "block_*")),
         ("Memset", "", Label(COPIES, "")),
-        ("ncclDevKernel_AllGather_RING_LL", "", Label(COLLECTIVES, "")),
+        ("ncclDevKernel_AllGather_RING_LL", "", Label(COLLECTIVES, "", "all_gather")),
+        ("ncclDevKernel_SendRecv(args<4096ul>)", "x.1", Label(COLLECTIVES, "", "send_recv")),
+        ("ncclKernel", "", Label(COLLECTIVES, "", "nccl")),
         ("loop_add_fusion_2", "call", Label(OTHER, "block_*")),  # in a CUDA graph
         ("nvjet_tst_64x8", "call", Label(MATRIX, "")),
         ("MemcpyD2H", "while.1", Label(COPIES, "")),  # whether the loop goes on

@@ -10,6 +10,7 @@ from spmd.explain.page import decided, picture, run
 from spmd.explain.page import parts as h
 from spmd.explain.page.first import first_screen, resource
 from spmd.explain.page.html import Html, tag
+from spmd.explain.recomputed import recomputed_rows, recomputed_title
 from spmd.explain.tables import largest_table, leaf_table, split_text
 from spmd.explain.words import bytes_text, plural, seconds_text, source_text
 
@@ -65,6 +66,7 @@ def _folded(section: _Section) -> Html:
 def _sections(facts: Facts) -> list[_Section]:
     stages, mesh = facts.stages, facts.plan.mesh
     conflicts = conflict_rows(stages, facts.prices)
+    again = recomputed_title(recomputed_rows(facts.plan), facts.timeline).partition(": ")[2]
     times = [(stage, n, seconds_text(n), "var(--accent)") for stage, n in stages.seconds.items()]
     return [
         _Section("timeline", "Timeline", "predicted; compute and links at the same time where "
@@ -85,6 +87,7 @@ def _sections(facts: Facts) -> list[_Section]:
                  decided.conflict_table(conflicts)),
         _Section("memory", "Memory over time", "of each device",
                  run.memory_chart(facts), True),
+        _Section("again", "Made again", again, run.recomputed(facts)),
         _Section("mesh", "Mesh and tiles", "who holds what", picture.tiles(facts)),
         _Section("arguments", "Arguments", split_text(facts.arguments),
                  h.table(leaf_table(facts.arguments, mesh))),

@@ -13,7 +13,8 @@ from spmd.explain.page import charts
 from spmd.explain.page import parts as h
 from spmd.explain.page.bars import Bars, bars_of
 from spmd.explain.page.html import Html, joined, tag
-from spmd.explain.tables import collective_table
+from spmd.explain.recomputed import recomputed_rows
+from spmd.explain.tables import collective_table, recomputed_table
 from spmd.explain.words import bytes_text, seconds_text, share_text
 from spmd.predict.timeline import COMPUTE, Timeline
 
@@ -26,6 +27,12 @@ def quality(facts: Facts) -> Html:
     seconds = facts.timeline.seconds
     rows = [("this plan", seconds, seconds_text(seconds), "var(--accent)")]
     return h.bars(rows + [(*row, "var(--soft)") for row in quality_rows(facts)])
+
+
+def recomputed(facts: Facts) -> Html:
+    """What is made again rather than held."""
+    rows = recomputed_rows(facts.plan)
+    return h.table(recomputed_table(rows)) if rows else Html()
 
 
 def timeline_chart(facts: Facts) -> Html:

@@ -7,10 +7,12 @@ from spmd.explain.costly import CostlyMark, costly_text
 from spmd.explain.costs import code_lines, largest
 from spmd.explain.decisions import conflict_rows, loser_text, marks_title
 from spmd.explain.facts import Facts, memory_rows, quality_rows
+from spmd.explain.recomputed import recomputed_rows, recomputed_title
 from spmd.explain.tables import (
     collective_table,
     largest_table,
     leaf_table,
+    recomputed_table,
     split_text,
     traffic_table,
 )
@@ -49,6 +51,7 @@ def explain_program(facts: Facts) -> str:
         section("totals by kind and axes", table_lines(by_axes)),
         _marks(facts),
         _conflicts(facts),
+        _recomputed(facts),
         section("notes", counted(facts.plan.notes)),
         section("memory per device", aligned(memory_rows(facts))),
     )
@@ -154,6 +157,15 @@ def _time(facts: Facts) -> str:
         f"{'communication' if comm > compute else 'compute'} "
         f"(compute {seconds_text(compute)}, collectives {seconds_text(comm)})"
     )
+
+
+def _recomputed(facts: Facts) -> Lines:
+    """What is made again rather than held."""
+    rows = recomputed_rows(facts.plan)
+    if not rows:
+        return iter(())
+    lines = table_lines(recomputed_table(rows))
+    return section(recomputed_title(rows, facts.timeline), lines)
 
 
 def _marks(facts: Facts) -> Lines:

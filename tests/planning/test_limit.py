@@ -1,0 +1,114 @@
+"""Memory limits: plans keep to them, or an error names the least that was found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import spmd
+from benchmarks.programs.catalog import program_named
+from spmd.lowering.recompute.again import AGAIN
+
+MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
+LAYERS, ROWS, WIDTH, HIDDEN = 6, 256, 64, 256
+
+
+def layer(x: Any, w: Any) -> Any:
+    return x + jax.nn.gelu(x @ w["in"] / 8) @ w["out"] / 16
+
+
+def loss(ws: Any, x: Any) -> Any:
+    return jnp.mean(lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2)
+
+
+def types() -> tuple[Any, Any]:
+    marked = {
+        "in": ((LAYERS, WIDTH, HIDDEN), (None, "data", "model")),
+        "out": ((LAYERS, HIDDEN, WIDTH), (None, "model", "data")),
+    }
+    ws = {
+        name: spmd.mark_sharding(jax.ShapeDtypeStruct(shape, jnp.float32), MESH, spec)
+        for name, (shape, spec) in marked.items()
+    }
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    return ws, spmd.mark_sharding(x, MESH, ("data", None))
+
+
+def lowered(limit: int | None = None, topology: str = "", **options: Any) -> spmd.Lowered:
+    chosen = spmd.Options(memory_limit=limit, **options)
+    machine = spmd.Topology(topology) if topology else None
+    jitted = spmd.jit(jax.value_and_grad(loss), mesh=MESH, options=chosen)
+    return jitted.lower(*types(), topology=machine)
+
+
+@pytest.mark.parametrize("topology", ("", "h200:8"))
+def test_every_limit_is_kept_to_or_the_least_memory_is_named(topology: str) -> None:
+    plain = lowered(topology=topology, recompute=False).predicted_memory.peak
+    least, kept = [], []
+    for share in (0.9, 0.7, 0.5, 0.35, 0.2, 0.05):
+        limit = int(share * plain)
+        try:
+            found = lowered(limit, topology)
+        except spmd.PlanError as error:
+            assert error.least_bytes > limit
+            least.append(error.least_bytes)
+        else:
+            assert found.predicted_memory.peak <= limit
+            assert not least, "a lower limit was kept to than one that was not"
+            kept.append(found.predicted_memory.peak)
+    assert len(kept) > 2
+    assert least
+    assert min(kept) < 0.6 * plain
+
+
+def test_what_is_made_again_has_the_values_that_were_held() -> None:
+    rng = np.random.default_rng(0)
+    args = jax.tree.map(lambda t: rng.normal(size=t.shape).astype(np.float32), types())
+    plain = lowered(recompute=False)
+    tight = lowered(int(0.5 * plain.predicted_memory.peak))
+    assert tight.stages.plan.recomputed
+    assert plain.compile().verify(*args)
+    compiled = tight.compile()
+    assert compiled.verify(*args)
+    assert compiled.memory.peak_bytes <= 0.55 * plain.predicted_memory.peak
+
+
+def test_recomputation_can_be_turned_off() -> None:
+    plain = lowered(recompute=False)
+    assert not plain.stages.plan.recomputed
+    with pytest.raises(spmd.PlanError, match=r"allow `Options\(recompute=True\)`"):
+        lowered(int(0.5 * plain.predicted_memory.peak), recompute=False)
+
+
+def test_what_takes_longer_to_write_and_read_is_made_again_without_a_limit() -> None:
+    free, plain = lowered(), lowered(recompute=False)
+    assert free.stages.plan.recomputed
+    assert free.cost < plain.cost
+    assert free.predicted_memory.peak < plain.predicted_memory.peak
+    sent = [sum(c.bytes * c.count for c in found.collectives) for found in (free, plain)]
+    assert sent[0] == sent[1]
+
+
+def test_reports_say_what_is_made_again() -> None:
+    tight = lowered(int(0.5 * lowered(recompute=False).predicted_memory.peak))
+    text = tight.explain()
+    assert "made again rather than held" in text
+    assert "makes values of" in text  # the note, with the limit
+    assert AGAIN in "".join(op.loc.note for op in tight.stages.optimized.program.walk())
+
+
+def test_prices_of_copies_of_one_result_do_not_reach_others() -> None:
+    """Loops have several results of several ranks, of which a plan may copy one."""
+    mesh, built = program_named("remat/mlp-default@4x2").make()
+    for limit in (8 << 20, 4 << 20):
+        options = spmd.Options(memory_limit=limit)
+        jitted = spmd.jit(built.fn, mesh=mesh, options=options)
+        try:
+            assert jitted.lower(*built.args).predicted_memory.peak <= limit
+        except spmd.PlanError as error:
+            assert error.least_bytes > limit
