@@ -85,6 +85,10 @@ def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
     lines.append(f"  time         {_time(facts)}")
     if facts.measured is not None:
         lines.append(f"  measured     {facts.measured.title}")
+    if again := recomputed_rows(plan):
+        lines.append(
+            f"  {recomputed_title(again, facts.timeline).replace(' rather than held:', '  ')}"
+        )
     if plan.choices and plan.idle_axes:
         lines.append(f"  note         {idle_text(plan.idle_axes)}")
     if costly is not None:
