@@ -87,13 +87,15 @@ class OpKind:
     by it. That is what makes repeated layers cheap.
     """
 
-    __slots__ = ("__weakref__", "_about", "_cache", "attrs", "name", "operands", "results")
+    __slots__ = ("__weakref__", "_cache", "about", "attrs", "name", "operands", "results")
+
+    about: Description
+    """The description of such an op."""
 
     name: str
     operands: tuple[TensorType, ...]
     results: tuple[TensorType, ...]
     attrs: Mapping[str, Attribute]
-    _about: Description | None
     _cache: dict[str, Any]
 
     _interned: ClassVar[dict[Any, OpKind]] = {}
@@ -115,21 +117,21 @@ class OpKind:
             kind.operands = operands
             kind.results = results
             kind.attrs = dict(items)
-            kind._about = None
             kind._cache = {}
             cls._interned[key] = kind
         return kind
 
-    @property
-    def about(self) -> Description:
-        """The description of such an op."""
-        # An unknown op is not remembered as unknown: `register_rule` may describe it later.
-        if self._about is None:
-            key = key_of(self.name, self.attrs)
-            if key not in DESCRIPTIONS:
-                return UNKNOWN_CALL if self.name == CUSTOM_CALL else UNKNOWN
-            self._about = DESCRIPTIONS[key]
-        return self._about
+    def __getattr__(self, name: str) -> Description:
+        """Looks the description up when it is first asked for; from then on it is a plain field."""
+        if name != "about":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        key = key_of(self.name, self.attrs)
+        found = DESCRIPTIONS.get(key)
+        if found is None:
+            # Not remembered: `register_rule` may describe it later.
+            return UNKNOWN_CALL if self.name == CUSTOM_CALL else UNKNOWN
+        self.about = found
+        return found
 
     def __repr__(self) -> str:
         return f"OpKind({self.name}, {list(map(str, self.operands))})"

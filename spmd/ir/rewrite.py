@@ -122,10 +122,10 @@ def edit_ops(program: Program, edit: Edit) -> Program:
         return b.end(old.args, [now(v) for v in old.results])
 
     def visit(op: Op) -> None:
-        regions = tuple(region(r, op.is_loop) for r in op.regions)
-        operands = tuple([now(v) for v in op.operands])
-        if operands != op.operands or regions:
-            op = op._replace(operands=operands, regions=regions)
+        if op.regions:
+            op = op._replace(regions=tuple([region(r, op.is_loop) for r in op.regions]))
+        if not replaced.keys().isdisjoint(op.operands):
+            op = op._replace(operands=tuple([now(v) for v in op.operands]))
         b.loc = op.loc
         results = edit(b, op, now)
         if results is None:

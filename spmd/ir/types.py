@@ -77,8 +77,11 @@ _NUMPY_DTYPES: dict[str, Any] = {
     "complex<f64>": np.complex128,
 }
 
-_BITS = {"i2": 2, "ui2": 2, "i4": 4, "ui4": 4, "f4E2M1FN": 4, "token": 0}
-"""Of the types whose elements are packed below a byte, or are none."""
+_BITS: dict[str, int] = {
+    **{name: np.dtype(made).itemsize * 8 for name, made in _NUMPY_DTYPES.items()},
+    **{"i2": 2, "ui2": 2, "i4": 4, "ui4": 4, "f4E2M1FN": 4, "token": 0},
+}
+"""Bits of an element; those below a byte are packed."""
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
@@ -89,10 +92,9 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 def dtype_bits(dtype: str) -> int:
     """Bits that one element takes in memory; a predicate takes a byte."""
-    if dtype in _BITS:
-        return _BITS[dtype]
-    if dtype in _NUMPY_DTYPES:
-        return numpy_dtype(dtype).itemsize * 8
+    bits = _BITS.get(dtype)
+    if bits is not None:
+        return bits
     if dtype.startswith("!quant"):
         return 8
     raise KeyError(f"unknown element type {dtype}")

@@ -14,12 +14,12 @@ where they are stored (`spmd.predict.fusion`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd.ir.description import Role, Traffic
 from spmd.ir.index import Index
-from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
@@ -128,7 +128,7 @@ class _Schedule:
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
         self.program, self.mesh, self.topology = program, mesh, topology
         self.index = Index(program)
-        self.stored = stored_values(program)
+        self.local = LocalTimes(program, topology, self.index)
         self.ready: dict[Value, float] = {}
         self.free: dict[str, float] = {}
         self.slots: list[Slot] = []
@@ -167,7 +167,7 @@ class _Schedule:
             received = sum(t.bytes for t in op.kind.results)
             seconds = collective_seconds(kind, axes, sent, received, self.mesh, self.topology)
             return ", ".join(sorted(str(ref) for ref in axis_refs(axes, self.mesh))), seconds
-        return COMPUTE, local_seconds(op, self.stored, self.topology, self.index.producers)
+        return COMPUTE, self.local.seconds(op)
 
     def control_flow(self, op: Op, start: float, trips: int, depth: int) -> float:
         """A loop takes one iteration's time as often as it runs; a case its longest branch's.
@@ -207,47 +207,69 @@ class _Schedule:
         return longest
 
 
-def local_seconds(
-    op: Op, stored: frozenset[Value], topology: Topology, producers: Mapping[Value, Op]
-) -> float:
-    """Time of one op on one device: its arithmetic or its memory traffic, whichever is longer.
+class LocalTimes:
+    """Seconds of a local program's ops on one device: the longer of arithmetic and memory traffic.
+
+    What is computed inside its readers takes no time of its own. An op that reads nothing of that
+    kind takes as long as any other one of its kind.
 
     Args:
-      op: an op of a local program that is neither a collective nor control flow.
-      stored: values that lie in memory; what is computed inside its readers is free.
+      program: a local program.
       topology: the machine.
-      producers: the op that makes each value.
+      index: lookups over the program.
     """
-    if not any(v in stored for v in op.results):
-        return 0.0
-    written = sum(t.bytes for t in op.kind.results)
-    if op.kind.about.role == Role.UPDATE:
-        read = written = sum(t.bytes for t in op.kind.operands[len(op.results) :])
-    else:
-        read = sum(_bytes_read(op, stored, producers).values())
-    flops, seconds = op.kind.about.flops, 0.0
-    if flops is not None:
-        seconds = flops(op.kind) / topology.peak_flops(op.kind.operands[0].dtype)
-    return max(seconds, (read + written) / topology.hbm_bandwidth)
 
+    def __init__(self, program: Program, topology: Topology, index: Index) -> None:
+        self.topology = topology
+        self._stored = stored = stored_values(program)
+        self._inside = {
+            v: op for v, op in index.producers.items() if v not in stored and not op.regions
+        }
+        self._known: dict[OpKind, float] = {}
 
-def _bytes_read(
-    op: Op, stored: frozenset[Value], producers: Mapping[Value, Op]
-) -> dict[Value, int]:
-    """The bytes that an op reads from memory, with all that is computed inside it, by value."""
-    # The walk goes from the op to what it computes inside, down to stored values. Each is read
-    # once, at the largest size that a reader wants: a slice reads no more than it makes.
-    found: dict[Value, int] = {}
-    waiting, seen = [op], {id(op)}
-    while waiting:
-        reader = waiting.pop()
-        is_piece = reader.kind.about.traffic == Traffic.PIECE
-        for value, type_ in zip(reader.operands, reader.kind.operands, strict=True):
-            inside = producers.get(value)
-            if inside is None or value in stored or inside.regions:
-                size = reader.kind.results[0].bytes if is_piece else type_.bytes
-                found[value] = max(found.get(value, 0), min(size, type_.bytes))
-            elif id(inside) not in seen:
-                seen.add(id(inside))
-                waiting.append(inside)
-    return found
+    def seconds(self, op: Op) -> float:
+        """Time of an op that is neither a collective nor control flow; 0 if it is not stored."""
+        if self._stored.isdisjoint(op.results):
+            return 0.0
+        is_plain = len(op.operands) == len(set(op.operands))
+        if not is_plain or not self._inside.keys().isdisjoint(op.operands):
+            return self._seconds(op)
+        found = self._known.get(op.kind)
+        if found is None:
+            found = self._known[op.kind] = self._seconds(op)
+        return found
+
+    def _seconds(self, op: Op) -> float:
+        kind = op.kind
+        written = sum(t.bytes for t in kind.results)
+        if kind.about.role == Role.UPDATE:
+            read = written = sum(t.bytes for t in kind.operands[len(op.results) :])
+        else:
+            read = sum(self._bytes_read(op).values())
+        flops, seconds = kind.about.flops, 0.0
+        if flops is not None:
+            seconds = flops(kind) / self.topology.peak_flops(kind.operands[0].dtype)
+        return max(seconds, (read + written) / self.topology.hbm_bandwidth)
+
+    def _bytes_read(self, op: Op) -> dict[Value, int]:
+        """The bytes that an op reads from memory, with all that is computed inside it, by value."""
+        # The walk goes from the op to what it computes inside, down to stored values. Each is read
+        # once, at the largest size that a reader wants: a slice reads no more than it makes.
+        inside_of = self._inside
+        found: dict[Value, int] = {}
+        waiting, seen = [op], {op.results}
+        while waiting:
+            reader = waiting.pop()
+            is_piece = reader.kind.about.traffic == Traffic.PIECE
+            for value, type_ in zip(reader.operands, reader.kind.operands, strict=True):
+                inside = inside_of.get(value)
+                if inside is None:
+                    size = type_.bytes
+                    if is_piece:
+                        size = min(size, reader.kind.results[0].bytes)
+                    if size > found.get(value, -1):
+                        found[value] = size
+                elif inside.results not in seen:
+                    seen.add(inside.results)
+                    waiting.append(inside)
+        return found

@@ -13,10 +13,11 @@ import pytest
 import spmd
 from spmd.ir.description import COMPOSITE
 from spmd.ir.dialect.composites import WORKSPACE, arguments_of
+from spmd.ir.index import Index
 from spmd.ir.program import OpKind
 from spmd.ir.types import Opaque
 from spmd.mesh.spec import jax_mesh
-from spmd.predict.timeline import local_seconds
+from spmd.predict.timeline import LocalTimes
 
 CHECKED = spmd.Options(check=True)
 X = np.random.default_rng(0).standard_normal((10, 6), np.float32)
@@ -209,7 +210,8 @@ def test_costs() -> None:
     lowered = jitted(lambda x: fn(jnp.sin(x))).lower(np.zeros((64, 64), np.float32))
     (op,) = (op for op in lowered.stages.optimized.program.walk() if op.name == COMPOSITE)
     topology = spmd.Topology("cpu:8")
-    seconds = local_seconds(op, frozenset(op.results), topology, {})
+    program = lowered.stages.optimized.program
+    seconds = LocalTimes(program, topology, Index(program)).seconds(op)
     assert seconds == pytest.approx(1e12 / topology.peak_flops("f32"))
     rows = op.kind.operands[0].shape[0]
     assert op.kind.attrs[WORKSPACE] >= rows * 64 * 4

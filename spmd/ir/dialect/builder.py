@@ -107,8 +107,8 @@ class Builder:
         # Scopes are searched from the innermost region outwards, up to the first isolated one. A
         # value made in one branch is gone with the branch's scope when the other branch is built.
         for scope, isolated in zip(reversed(self._shared), reversed(self._isolated), strict=True):
-            if key in scope:
-                found: Made = scope[key]
+            found: Made | None = scope.get(key)
+            if found is not None:
                 return found
             if isolated:
                 break

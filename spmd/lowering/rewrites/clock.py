@@ -6,8 +6,7 @@ from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
-from spmd.predict.fusion import stored_values
-from spmd.predict.timeline import local_seconds
+from spmd.predict.timeline import LocalTimes
 from spmd.reshard.comm import collective_seconds
 
 
@@ -24,8 +23,8 @@ class Clock:
 
     def __init__(self, program: Program, mesh: Mesh, topology: Topology) -> None:
         self.program, self.mesh, self.topology = program, mesh, topology
-        self.stored = stored_values(program)
         self.index = Index(program)
+        self.local = LocalTimes(program, topology, self.index)
         self._known: dict[Value, float] = {}
 
     def starts(self, region: Region) -> list[float]:
@@ -49,7 +48,7 @@ class Clock:
         if op.regions:
             inside = sum(self.arithmetic(inner) for r in op.regions for inner in r.ops)
             return self.index.runs(op) * inside
-        return local_seconds(op, self.stored, self.topology, self.index.producers)
+        return self.local.seconds(op)
 
     def exchange(self, op: Op, sent: bool = True) -> float:
         """Seconds of a collective, with or without those that depend on its bytes."""

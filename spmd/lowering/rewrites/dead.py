@@ -15,17 +15,16 @@ def remove_dead(program: Program) -> Program:
     # Backwards, so that the readers of a value are seen before its op. A loop's carry that nobody
     # reads stays: whether its body needs it takes a look around the loop.
     def region(old: Region, needed: set[Value]) -> Region:
-        needed |= set(old.results)
+        needed.update(old.results)
         kept = []
         for op in reversed(old.ops):
-            effect = op.kind.about.has_effect or not op.results
-            if not effect and not any(v in needed for v in op.results):
+            if needed.isdisjoint(op.results) and op.results and not op.kind.about.has_effect:
                 continue
             if op.regions:
                 for inner in op.regions:
-                    needed |= set(free_values(inner))
+                    needed.update(free_values(inner))
                 op = op._replace(regions=tuple(region(r, set()) for r in op.regions))
-            needed |= set(op.operands)
+            needed.update(op.operands)
             kept.append(op)
         return Region(old.args, tuple(reversed(kept)), old.results)
 

@@ -24,11 +24,7 @@ def dedupe(program: Program) -> Program:
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         if op.regions or not op.kind.about.is_repeatable:
             return None
-
-        def keep() -> tuple[Value, ...]:
-            b.append(op)
-            return op.results
-
-        return b.once((op.kind, op.operands), keep)
+        first = b.once((op.kind, op.operands), lambda: op.results)
+        return None if first is op.results else first
 
     return edit_ops(program, edit)

@@ -12,7 +12,7 @@ left alone: their terms' type is the precision of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spmd.ir.control_flow import producers_of, users_of
 from spmd.ir.dialect.builder import Builder
@@ -50,6 +50,8 @@ def _passes_on(op: Op) -> bool:
 
 def _widened_last(program: Program) -> Program:
     made = producers_of(program)
+    if not any(_moves_widened(op, made) for op in program.walk()):
+        return program
     narrow_form: dict[Value, Value] = {}
 
     def narrow_of(b: Builder, value: Value) -> Value | None:
@@ -60,8 +62,7 @@ def _widened_last(program: Program) -> Program:
         if op is None:
             return None
         if op.kind.about.is_convert:
-            before, after = (types[0].dtype for types in (op.kind.operands, op.kind.results))
-            return op.operands[0] if _is_narrower(before, after) else None
+            return op.operands[0] if _widens(op) else None
         if not _reshapes(op) or (inner := narrow_of(b, op.operands[0])) is None:
             return None
         return _retyped(b, op, inner)
@@ -79,6 +80,22 @@ def _widened_last(program: Program) -> Program:
         return (wide,)
 
     return edit_ops(program, edit)
+
+
+def _moves_widened(op: Op, made: Mapping[Value, Op]) -> bool:
+    """Whether an exchange moves what was converted from a narrower type."""
+    if not _exchanges(op):
+        return False
+    source = made.get(op.operands[0])
+    while source is not None and _reshapes(source):
+        source = made.get(source.operands[0])
+    return source is not None and _widens(source)
+
+
+def _widens(op: Op) -> bool:
+    """Whether an op converts elements of a narrower type."""
+    is_convert = op.kind.about.is_convert
+    return is_convert and _is_narrower(op.kind.operands[0].dtype, op.kind.results[0].dtype)
 
 
 def _narrowed_first(program: Program) -> Program:
@@ -114,6 +131,8 @@ def _wanted_types(program: Program) -> dict[Value, str]:
     #   %2 = all_gather %1; %3 = transpose %2; %4 = convert %3 : bf16; %5 = add %3, %3
     # %3 is also added in f32, so neither it nor %2 is in `found`. Then forwards from exchanges: a
     # transpose without an exchange in front of it stays as it is.
+    if not any(map(_exchanges, program.walk())):
+        return {}
     users = users_of(program)
     found: dict[Value, str] = {}
 

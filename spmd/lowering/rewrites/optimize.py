@@ -43,11 +43,12 @@ def simplify(program: Program, mesh: Mesh, room: Room) -> Program:
     """The rewrites that leave less to do: everything is done once, where and as it is cheapest."""
     # `regather` undoes pairs of scatter and gather, which `two_level` makes on purpose, so it comes
     # before.
-    program = dedupe(program)
-    program = narrow(program)
+    deduped = dedupe(program)
+    program = narrow(deduped)
     program = hoist(program, room)
     program = regather(program)
-    program = dedupe(share_gathers(program))
+    program = share_gathers(program)
+    program = program if program is deduped else dedupe(program)
     program = slice_collectives(program, mesh)
     return remove_dead(program)
 

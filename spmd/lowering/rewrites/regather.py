@@ -18,10 +18,10 @@ are scattered and gathered on purpose: that comes later (`two_level`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from spmd.ir.control_flow import producers_of, users_of
 from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
+from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.lowering.rewrites.dead import remove_dead
@@ -30,13 +30,14 @@ from spmd.lowering.rewrites.moves import Chain
 
 def regather(program: Program) -> Program:
     """Undoes gathers of what was whole before, or could have been."""
-    made, users = producers_of(program), users_of(program)
+    index = Index(program)
+    made = index.producers
     chains: dict[Value, tuple[Chain, Op]] = {}
     for op in program.walk():
         if op.collective == "all_gather" and len(op.results) == 1:
             chain = Chain.of(op, made)
             apart = made.get(chain.values[-1])
-            if apart is not None and _undoes(chain, apart, users):
+            if apart is not None and _undoes(chain, apart, index):
                 chains[op.results[0]] = chain, apart
     if not chains:
         return program
@@ -50,9 +51,7 @@ def regather(program: Program) -> Program:
     return remove_dead(edit_ops(program, edit))
 
 
-def _undoes(
-    chain: Chain, apart: Op, users: Mapping[Value, Sequence[tuple[Op | None, int]]]
-) -> bool:
+def _undoes(chain: Chain, apart: Op, index: Index) -> bool:
     """Whether a gather puts together just what `apart`, in front of its moves, took apart."""
     # %2 = reduce_scatter %1 dim=0; %3 = transpose %2; %4 = all_gather %3 dim=1: the gathered dim is
     # dim 0 in front of the transpose, as the scattered one is.
@@ -64,7 +63,7 @@ def _undoes(
     if not same or "groups" in attrs or "groups" in others:
         return False
     converts = any(op.kind.about.is_convert for op in chain.moves)
-    return not converts and (not scatters or all(len(users[v]) == 1 for v in chain.values))
+    return not converts and (not scatters or all(len(index.users[v]) == 1 for v in chain.values))
 
 
 def _whole(b: Builder, chain: Chain, apart: Op, x: Value) -> Value:

@@ -57,6 +57,8 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
     #
     # Afterwards every sliced value is its own piece, %6 has nothing left to cut, and %1, which is
     # whole, is cut on its way into the multiplication.
+    if not any(op.name == LOCAL_SLICE for op in program.walk()):
+        return program
     cuts = _cuts(program, mesh)
     permutes = not any(HELD in op.kind.attrs for op in program.walk())
     sliced = _sliced_values(program, cuts, permutes)
