@@ -74,31 +74,48 @@ class _Spread:
         self.choices: list[tuple[Choice, ...]] = [()] * count
         self.wants: dict[tuple[int, int], States] = {}
         self.into: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+        self.readers: list[set[int]] = [set() for _ in range(count)]
         for use in units.uses:
             self.into[use.target].append((use.position, use.source, use.result))
+            self.readers[use.source].add(use.target)
+        # Classes around which something changed, to be looked at again: forward, and backward.
+        self.stale, self.asking = set(range(count)), set(range(count))
 
     def run(self) -> None:
         depth = loop_depth(self.problem.program.body)
         for number in range(PASSES + MORE_PASSES * max(0, depth - 1)):
             if number:
                 self.backward()
-            before = list(self.states)
-            self.forward()
-            if before == self.states:
+            if not self.forward():
                 break
 
     # Forward: states of operands -> choices -> states of results.
 
-    def forward(self) -> None:
+    def forward(self) -> bool:
+        """One pass; returns whether the states of any class changed."""
+        changed = False
         for i, unit in enumerate(self.units.units):
-            count = len(self.units.wishes[i])
-            if unit.role == ARGUMENT:
-                self.settle(i, (self.problem.arguments[unit.number],))
-            elif unit.role == CARRY:
-                self.settle(i, (self.carry_states(i, unit),) * count)
-            elif unit.op is not None:
-                options = self.choices[i] = self.op_choices(i, unit.op)
-                self.settle(i, tuple(tuple([c.results[k] for c in options]) for k in range(count)))
+            if i not in self.stale:
+                continue
+            self.stale.discard(i)
+            self.asking.add(i)
+            before = self.states[i]
+            self.step(i, unit)
+            if self.states[i] != before:
+                self.stale |= self.readers[i]
+                changed = True
+        return changed
+
+    def step(self, i: int, unit: Unit) -> None:
+        """The states of one class, as those around it have them."""
+        count = len(self.units.wishes[i])
+        if unit.role == ARGUMENT:
+            self.settle(i, (self.problem.arguments[unit.number],))
+        elif unit.role == CARRY:
+            self.settle(i, (self.carry_states(i, unit),) * count)
+        elif unit.op is not None:
+            options = self.choices[i] = self.op_choices(i, unit.op)
+            self.settle(i, tuple(tuple([c.results[k] for c in options]) for k in range(count)))
 
     def settle(self, number: int, left: tuple[States, ...]) -> None:
         self.left[number] = left
@@ -145,6 +162,9 @@ class _Spread:
 
     def backward(self) -> None:
         for i, unit in reversed(list(enumerate(self.units.units))):
+            if i not in self.asking:
+                continue
+            self.asking.discard(i)
             for position, source, index in self.into[i]:
                 self.want(source, index, self.wanted_by(i, unit, position))
 
@@ -161,7 +181,12 @@ class _Spread:
 
     def want(self, source: int, index: int, states: Iterable[Sharding]) -> None:
         have = self.wants.get((source, index), ())
-        self.wants[source, index] = _first((*have, *(s.full() for s in states)), MOST_STATES)
+        if len(have) < MOST_STATES:
+            wants = _first((*have, *(s.full() for s in states)), MOST_STATES)
+            if wants != have:
+                self.wants[source, index] = wants
+                self.stale.add(source)
+                self.asking.add(source)
 
 
 class _Everything(_Spread):
