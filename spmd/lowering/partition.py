@@ -51,11 +51,13 @@ def _barriers_together(ops: Sequence[Op]) -> Iterator[list[Op]]:
     """Ops one by one, but barriers next to each other of which none waits for another, at once."""
     waiting: list[Op] = []
     for op in ops:
-        fresh = {v for barrier in waiting for v in barrier.results}
-        if waiting and not (op.kind.about.is_barrier and fresh.isdisjoint(op.operands)):
-            yield waiting
-            waiting = []
-        if op.kind.about.is_barrier:
+        is_barrier = op.kind.about.is_barrier
+        if waiting:
+            fresh = {v for barrier in waiting for v in barrier.results}
+            if not (is_barrier and fresh.isdisjoint(op.operands)):
+                yield waiting
+                waiting = []
+        if is_barrier:
             waiting.append(op)
         else:
             yield [op]
@@ -93,7 +95,7 @@ class _Partitioner:
         self.resharder = plan.problem.resharder
         self.b = Builder()
         self.copies: list[dict[Value, dict[Sharding, Value]]] = [{}]
-        self.use = ""  # the name of what a value is being resharded for, in notes
+        self.use: str | tuple[Op, int] = ""  # what a value is resharded for; an operand of an op
         self.recipes: dict[tuple[OpKind, Sharding], Choice] = {}
         self.local_kinds: dict[tuple[int, int], OpKind] = {}
 
@@ -217,7 +219,8 @@ class _Partitioner:
 
     def reason(self, value: Value, have: Sharding, wanted: Sharding, summed: Op | None) -> str:
         """Why a value is resharded, as a sentence."""
-        needs = f"{self.use} needs {format_sharding(wanted, self.mesh)}"
+        use = self.use if isinstance(self.use, str) else _use(*self.use)
+        needs = f"{use} needs {format_sharding(wanted, self.mesh)}"
         if summed is None:
             return f"{needs}, {self.described(value)} is {format_sharding(have, self.mesh)}"
         done = [a for a in have.partial if a not in wanted.partial]
@@ -268,14 +271,10 @@ class _Partitioner:
             self.keep(op, choice, (result,))
 
     def op(self, op: Op) -> None:
-        if op.name == MANUAL:
-            self.manual(op)
-            return
         if op.regions:
-            self.control_flow(op)
+            (self.manual if op.name == MANUAL else self.control_flow)(op)
             return
-        cheap = self.cheap
-        if all([v in cheap for v in op.results]):
+        if self.cheap.issuperset(op.results):
             return
         choice = self.plan.choices[op.results[0]]
         self.b.loc = op.loc
@@ -284,7 +283,7 @@ class _Partitioner:
     def operands(self, op: Op, choice: Choice) -> tuple[Value, ...]:
         found = []
         for i, (value, wanted) in enumerate(zip(op.operands, choice.operands, strict=True)):
-            self.use = _use(op, i)
+            self.use = op, i
             found.append(self.get(value, wanted))
         return tuple(found)
 

@@ -139,7 +139,7 @@ class _Fusion:
             elif not op.results:
                 for value in op.operands:
                     self.read(value, 1, True)
-            elif not any([self.readers[v] for v in op.results]):
+            elif not any(map(self.readers.__getitem__, op.results)):
                 continue
             elif what == Role.ALIAS:
                 self.alias(op)
@@ -167,10 +167,12 @@ class _Fusion:
         return what == Role.INSIDE or self.readers[result] == 1
 
     def inside(self, op: Op) -> None:
-        result = op.results[0]
-        count = min(self.readers[result], 2)
+        result, readers = op.results[0], self.readers
+        count = min(readers[result], 2)
         for value in op.operands:
-            self.read(value, count, self.summed[result])
+            readers[value] += count
+            if self.summed[result]:
+                self.needed[value] = True
 
     def store(self, op: Op, what: Role) -> None:
         for value in op.results:

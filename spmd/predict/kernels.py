@@ -9,7 +9,7 @@ A kernel makes what lies in memory; everything else is computed inside its reade
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from spmd.ir.description import Role
@@ -125,25 +125,31 @@ class _Builder:
         elif what == Role.ALIAS:
             for value, alias in zip(op.operands, op.results, strict=True):
                 self.inputs[alias] = self.inputs[value]
-        elif op.results and not any([self.fused.stored[v] for v in op.results]):
+        elif op.results and not any(map(self.fused.stored.__getitem__, op.results)):
             summed = self.fused.summed[op.results[0]]
             self.inputs[op.results[0]] = (self.read if summed else self.inside)(op.operands)
         else:
             self.kernel(op, what, kernels)
 
-    def read(self, values: Iterable[Value]) -> tuple[Value, ...]:
+    def read(self, values: Sequence[Value]) -> tuple[Value, ...]:
         """The stored values that a reader of some values reads."""
-        return tuple(dict.fromkeys(root for value in values for root in self.inputs[value]))
+        inputs = self.inputs
+        if len(values) == 1:
+            return inputs[values[0]]
+        return tuple(dict.fromkeys([root for value in values for root in inputs[value]]))
 
-    def inside(self, values: Iterable[Value], any_op: bool = False) -> tuple[Value, ...]:
+    def inside(self, values: Sequence[Value], any_op: bool = False) -> tuple[Value, ...]:
         """The stored values that a kernel reads which computes some values again inside.
 
         Args:
           values: what it computes.
           any_op: whether to compute also those again that are made of several values of their size.
         """
+        roots = self.read(values)
+        if not any_op and self.again.isdisjoint(roots):
+            return roots
         found: dict[Value, None] = {}
-        for root in self.read(values):
+        for root in roots:
             is_again = root in self.again or (any_op and root in self.made_of)
             found.update(dict.fromkeys(self.made_of[root] if is_again else (root,)))
         return tuple(found)

@@ -148,14 +148,15 @@ class _Schedule:
         return end
 
     def op(self, op: Op, start: float, trips: int, depth: int) -> float:
-        ready = max((self.ready.get(v, start) for v in op.operands), default=start)
+        known = self.ready
+        ready = max([known.get(v, start) for v in op.operands], default=start)
         lane, seconds = self.cost(op)
         if seconds:
             ready = max(ready, self.free.get(lane, start))
             self.free[lane] = ready + seconds
             self.slots.append(Slot(op, lane, ready, ready + seconds, trips, depth))
         for value in op.results:
-            self.ready[value] = ready + seconds
+            known[value] = ready + seconds
         return ready + seconds
 
     def cost(self, op: Op) -> tuple[str, float]:

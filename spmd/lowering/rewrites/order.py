@@ -20,13 +20,38 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from typing import NamedTuple
 
 from spmd.ir.description import Role
-from spmd.ir.program import Op, Program, Region, Value, free_values
+from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.room import Room
 
 _NEVER = float("inf")
+
+
+class _Traits(NamedTuple):
+    """What matters of an op of a kind.
+
+    Attributes:
+      is_cheap: whether it is computed inside its readers, or only another name.
+      can_move: whether it moves up: collectives do, and cheap ops with them.
+      is_gather: whether it is a collective that makes more than it takes.
+      links: the atoms over which a collective runs.
+    """
+
+    is_cheap: bool
+    can_move: bool
+    is_gather: bool
+    links: frozenset[int]
+
+    @staticmethod
+    def of(kind: OpKind) -> _Traits:
+        """The traits of a kind."""
+        is_cheap, collective = kind.about.role in (Role.INSIDE, Role.ALIAS), kind.about.collective
+        grows = bool(collective) and kind.results[0].bytes > kind.operands[0].bytes
+        links = frozenset(kind.attrs.get("axes", ()))
+        return _Traits(is_cheap, is_cheap or bool(collective), grows, links)
 
 
 def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
@@ -48,7 +73,7 @@ def order(program: Program, clock: Clock, prefetch: int, room: Room) -> Program:
             for op in old.ops
         )
         places = _Places(old, clock, prefetch).found
-        ranked = sorted(range(len(ops)), key=lambda i: (places[i], i))
+        ranked = sorted(range(len(ops)), key=places.__getitem__)  # ties keep the old order
         return old._replace(ops=tuple(ops[i] for i in ranked))
 
     ordered = program._replace(body=region(program.body))
@@ -65,6 +90,7 @@ class _Places:
       ready: for each op, the last op before it that it must stay behind; -1 if there is none.
       earliest: for each gather, the op in front of which it must not start (see `_earliest`).
       found: the places.
+      traits: of each op.
       needed: value -> the first place at which something reads it.
       used: value -> the first place at which arithmetic reads it, cheap ops in between left out.
       links_free: axes -> the time from which their links are busy with later gathers.
@@ -84,6 +110,8 @@ class _Places:
     def __init__(self, region: Region, clock: Clock, prefetch: int) -> None:
         self.ops = region.ops
         self.clock = clock
+        of_kind = {kind: _Traits.of(kind) for kind in dict.fromkeys(op.kind for op in self.ops)}
+        self.traits = [of_kind[op.kind] for op in self.ops]
         self.starts = clock.starts(region)
         self.ready = self._ready()
         self.earliest = self._earliest(prefetch)
@@ -101,9 +129,11 @@ class _Places:
         what makes their operands does.
         """
         found, made = [], dict[Value, int]()
-        for i, op in enumerate(self.ops):
-            found.append(max((made.get(v, -1) for v in op.operands), default=-1))
-            made.update((v, found[i] if _can_move(op) else i) for v in op.results)
+        for i, (op, traits) in enumerate(zip(self.ops, self.traits, strict=True)):
+            last = max([made.get(v, -1) for v in op.operands], default=-1)
+            found.append(last)
+            for v in op.results:
+                made[v] = last if traits.can_move else i
         return found
 
     def _earliest(self, prefetch: int) -> dict[int, int]:
@@ -121,12 +151,15 @@ class _Places:
         used: dict[Value, int] = {}
         gathers: dict[frozenset[int], list[tuple[int, int]]] = {}
         for i in reversed(range(len(self.ops))):
-            op = self.ops[i]
-            use = min((used.get(v, len(self.ops)) for v in op.results), default=i)
-            if _is_gather(op):
-                gathers.setdefault(_links(op), []).append((use, i))
+            op, traits = self.ops[i], self.traits[i]
+            use = i
+            if traits.can_move:
+                use = min([used.get(v, len(self.ops)) for v in op.results], default=i)
+            if traits.is_gather:
+                gathers.setdefault(traits.links, []).append((use, i))
             for v in _reads(op):
-                used[v] = min(used.get(v, len(self.ops)), use if _can_move(op) else i)
+                if use < used.get(v, _NEVER):
+                    used[v] = use
         found = {}
         for uses in gathers.values():
             in_order = sorted(uses)
@@ -136,16 +169,21 @@ class _Places:
         return found
 
     def _place(self, i: int) -> None:
-        op = self.ops[i]
-        place = min([self.found[i], *(self.needed.get(v, _NEVER) for v in op.results)])
-        used = min((self.used.get(v, _NEVER) for v in op.results), default=_NEVER)
+        op, traits, needed, used = self.ops[i], self.traits[i], self.needed, self.used
+        place, use = self.found[i], _NEVER
+        for v in op.results:
+            place = min(place, needed.get(v, _NEVER))
+            use = min(use, used.get(v, _NEVER))
         if op.collective:
-            wanted = self._of_gather(i, used) if _is_gather(op) else self._of_reduction(i)
+            wanted = self._of_gather(i, use) if traits.is_gather else self._of_reduction(i)
             place = min(place, max(wanted, self.ready[i] + 0.5))
         self.found[i] = place
+        use = use if traits.is_cheap else place
         for v in _reads(op):
-            self.needed[v] = min(self.needed.get(v, _NEVER), place)
-            self.used[v] = min(self.used.get(v, _NEVER), used if _is_cheap(op) else place)
+            if place < needed.get(v, _NEVER):
+                needed[v] = place
+            if use < used.get(v, _NEVER):
+                used[v] = use
 
     def _of_reduction(self, i: int) -> float:
         """Right behind what makes its operand; where it was, if that is an argument."""
@@ -155,7 +193,7 @@ class _Places:
         """As late as the arithmetic in front of its use still hides it."""
         # Later gathers were placed first, and keep the links busy from `links_free` on: this one
         # has to end by then. Its place is in front of the op that runs when it has to start.
-        links = _links(self.ops[i])
+        links = self.traits[i].links
         use = self.starts[max(0, math.ceil(min(used, len(self.ops) - 1)))]
         start = min(use, self.links_free.get(links, _NEVER)) - self.clock.exchange(self.ops[i])
         self.links_free[links] = start
@@ -163,22 +201,7 @@ class _Places:
         return max(place, float(self.earliest[i]))
 
 
-def _is_gather(op: Op) -> bool:
-    """Whether a collective makes more than it takes."""
-    return bool(op.collective) and op.kind.results[0].bytes > op.kind.operands[0].bytes
-
-
-def _is_cheap(op: Op) -> bool:
-    return op.kind.about.role in (Role.INSIDE, Role.ALIAS)
-
-
-def _can_move(op: Op) -> bool:
-    return _is_cheap(op) or bool(op.collective)
-
-
-def _links(op: Op) -> frozenset[int]:
-    return frozenset(op.kind.attrs["axes"])
-
-
 def _reads(op: Op) -> tuple[Value, ...]:
+    if not op.regions:
+        return op.operands
     return (*op.operands, *(v for region in op.regions for v in free_values(region)))
