@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from spmd.errors import SpecError
 from spmd.mesh.mesh import Mesh
@@ -20,28 +20,54 @@ def common_prefix(first: Axes, second: Axes) -> Axes:
     return first[: next((k for k, (a, b) in pairs if a != b), shorter)]
 
 
-class Sharding(NamedTuple):
+class Sharding:
     """For one value: ordered atoms for each dim, plus the atoms over which it is still partial.
+
+    Equal shardings are one object, compared and hashed by identity: planning is made of look-ups by
+    shardings, and by tuples of them.
 
     Attributes:
       dims: for each dim, the atoms that split it, major to minor.
       partial: atoms over which every device holds only a term of the value, ascending.
       kind: how those terms combine: `add`, `mul`, `max`, `min`, `and`, `or`, `xor`; `""` if none.
+      used: every atom that splits a dim or is partial.
     """
 
+    __slots__ = ("dims", "kind", "partial", "used")
+
     dims: tuple[Axes, ...]
-    partial: Axes = ()
-    kind: str = ""
+    partial: Axes
+    kind: str
+    used: frozenset[int]
+
+    _interned: ClassVar[dict[tuple[tuple[Axes, ...], Axes, str], Sharding]] = {}
+
+    def __new__(cls, dims: tuple[Axes, ...], partial: Axes = (), kind: str = "") -> Sharding:
+        """The one sharding with these fields."""
+        key = (dims, partial, kind)
+        found = cls._interned.get(key)
+        if found is None:
+            made = super().__new__(cls)
+            used = frozenset(a for axes in dims for a in axes) | frozenset(partial)
+            for name, value in (("dims", dims), ("partial", partial), ("kind", kind)):
+                object.__setattr__(made, name, value)
+            object.__setattr__(made, "used", used)
+            found = cls._interned.setdefault(key, made)
+        return found
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Sharding is frozen: {name} cannot be set")
+
+    def __reduce__(self) -> tuple[type[Sharding], tuple[tuple[Axes, ...], Axes, str]]:
+        return Sharding, (self.dims, self.partial, self.kind)
+
+    def __repr__(self) -> str:
+        return f"Sharding(dims={self.dims}, partial={self.partial}, kind={self.kind!r})"
 
     @property
     def rank(self) -> int:
         """Number of dims."""
         return len(self.dims)
-
-    @property
-    def used(self) -> frozenset[int]:
-        """Every atom that splits a dim or is partial."""
-        return frozenset(a for axes in self.dims for a in axes) | frozenset(self.partial)
 
     def full(self) -> Sharding:
         """The same tiling with nothing partial."""

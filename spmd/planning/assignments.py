@@ -54,9 +54,10 @@ def assignments_around(
     leads: dict[tuple[tuple[int, Axes], ...], Claims] = {}
     for lead in itertools.chain(first, *claims):
         leads.setdefault(tuple(sorted(lead.items())), lead)
-    orders = [[lead, *(c for c in first if c is not lead)] for lead in leads.values()]
+    orders = [[lead, *[c for c in first if c is not lead]] for lead in leads.values()]
     orders += [[lead] for lead in leads.values()]
-    merged = dict.fromkeys([merge(rule, order, sizes) for order in orders or [[]]])
+    joined = _joined(rule)
+    merged = dict.fromkeys([merge(rule, order, sizes, joined) for order in orders or [[]]])
     legal = [a for a in merged if is_legal_assignment(rule, a, sizes)]
     if rule.halos or rule.merges:
         legal += [without_exchanges(rule, a) for a in legal]
@@ -157,7 +158,11 @@ def claims_of(
     """The atoms that a value's sharding has on each factor of an op."""
     claims: dict[int, Axes] = {}
     for axes, dim in zip(sharding.dims, dims, strict=True):
-        if axes:
+        if not axes:
+            continue
+        if len(dim) == 1 and rule.factors[dim[0]].kind == PASS and not rule.held:
+            claims[dim[0]] = axes
+        else:
             for factor, part in dim_to_factors(axes, dim, rule.factors, sizes):
                 part = fitting(part, rule, rule.factors[factor], sizes)
                 if part:
@@ -165,27 +170,41 @@ def claims_of(
     return claims
 
 
-def merge(rule: Rule, order: Iterable[Claims], sizes: Sequence[int]) -> Assignment:
-    """Lets each source in turn split factors, or split them further, with atoms still free."""
-    assignment = list(unsplit(rule))
-    used = set(rule.held)
-    joined = {
+def _joined(rule: Rule) -> frozenset[int]:
+    """Factors that share a dim with others: their pieces have to be equal."""
+    return frozenset(
         f
         for dims in rule.values
         for dim in dims
         if len(dim) > 1 and rule.factors[dim[0]].kind != FIXED
         for f in dim
-    }
+    )
+
+
+def merge(
+    rule: Rule, order: Iterable[Claims], sizes: Sequence[int], joined: frozenset[int]
+) -> Assignment:
+    """Lets each source in turn split factors, or split them further, with atoms still free.
+
+    Factors that are `joined` with others take only what divides them.
+    """
+    assignment = list(unsplit(rule))
+    used = set(rule.held)
     for claims in order:
         for factor, axes in claims.items():
             have = assignment[factor]
             if axes[: len(have)] != have:
                 continue
-            extent = math.prod(sizes[a] for a in have)
-            for atom in axes[len(have) :]:
-                extent *= sizes[atom]
-                if atom in used or (factor in joined and rule.factors[factor].size % extent):
+            taken = len(have)
+            extent = math.prod([sizes[a] for a in have]) if factor in joined else 1
+            for atom in axes[taken:]:
+                if atom in used:
                     break
+                if factor in joined:
+                    extent *= sizes[atom]
+                    if rule.factors[factor].size % extent:
+                        break
                 used.add(atom)
-                assignment[factor] += (atom,)
+                taken += 1
+            assignment[factor] = axes[:taken]
     return tuple(assignment)

@@ -166,7 +166,7 @@ def _one_by_one(
     steps, seconds, sent, here = [], 0.0, 0, src
     for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
         if a != b:
-            there = here._replace(dims=(*here.dims[:d], b, *here.dims[d + 1 :]))
+            there = Sharding((*here.dims[:d], b, *here.dims[d + 1 :]), here.partial, here.kind)
             step = Step("all_gather" if a else "slice", here, there, a or b, (d,))
             before, after = (local_type(type_, s, mesh).bytes for s in (here, there))
             seconds += collective_seconds(step.kind, step.axes, before, after, mesh, topology)

@@ -8,6 +8,7 @@ Scholz and Eckstein 2002). What is found is exact as far as it goes.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -77,6 +78,29 @@ class Elimination:
                 heapq.heappush(heap, (self._width(u), u))
         return not self._left
 
+    def fits(self, limit: int) -> bool:
+        """Whether no table would get too large if everything was eliminated: found without any."""
+        near = [set(around) for around in self.near]
+
+        def width(v: int) -> int:
+            return math.prod([self.sizes[u] for u in near[v]], start=self.sizes[v])
+
+        left = set(self._left)
+        heap = [(width(v), v) for v in left]
+        heapq.heapify(heap)
+        while heap:
+            entries, v = heapq.heappop(heap)
+            if v not in left or entries != width(v):
+                continue
+            if entries > limit:
+                return False
+            left.discard(v)
+            for u in near[v]:
+                near[u] |= near[v]
+                near[u] -= {u, v}
+                heapq.heappush(heap, (width(u), u))
+        return True
+
     def core(self) -> Network:
         """What is left, as a network, if no variable with more than two neighbours is gone."""
         core = Network()
@@ -125,22 +149,23 @@ class Elimination:
     def _eliminate(self, v: int) -> tuple[int, ...]:
         """Replaces all that touches a variable by its best response; returns its neighbours."""
         near = tuple(sorted(self.near[v]))
-        order = (*near, v)
+        order = (v, *near)
         place = {u: i for i, u in enumerate(order)}
-        total = np.zeros([self.sizes[u] for u in order]) + self.unary[v]
+        total = np.zeros([self.sizes[u] for u in order])
+        total += self.unary[v].reshape([-1] + [1] * len(near))
         for number in sorted(self.touching[v]):
             factor = self._remove(number)
-            # A factor's variables ascend; in the table the eliminated one comes last.
+            # A factor's variables ascend; in the table the eliminated one comes first.
             own = sorted(range(len(factor.variables)), key=lambda i: place[factor.variables[i]])
             shape = [1] * len(order)
             for i in own:
                 shape[place[factor.variables[i]]] = self.sizes[factor.variables[i]]
             total += factor.table.transpose(own).reshape(shape)
-        best = np.argmin(total, axis=-1)
+        best = total.argmin(axis=0)
         self.done.append(_Response(v, near, best))
         self._left.discard(v)
         if near:
-            costs = np.minimum(np.take_along_axis(total, best[..., None], -1)[..., 0], FORBIDDEN)
+            costs = np.minimum(np.minimum.reduce(total), FORBIDDEN)
             if len(near) == 1:
                 self.unary[near[0]] = self.unary[near[0]] + costs
             elif costs.any():

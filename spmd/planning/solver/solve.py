@@ -99,7 +99,7 @@ def _eliminated(core: Network, alive: Sequence[Table], limit: int) -> tuple[int,
     smaller = core.restricted(alive)
     kept = undominated(smaller)
     elimination = Elimination(smaller.restricted(kept))
-    if not elimination.run(limit):
+    if not elimination.fits(limit) or not elimination.run(limit):
         return None
     found = elimination.unwound({})
     return tuple(int(a[k[s]]) for a, k, s in zip(alive, kept, found, strict=True))
