@@ -47,7 +47,6 @@ class Choices:
         self._made: dict[object, tuple[Choice, ...]] = {}
         self._full: dict[tuple[OpKind, Assignment], Choice] = {}
         self._seconds: dict[tuple[OpKind, Assignment], float] = {}
-        self._finer: dict[tuple[Sharding, Sharding], bool] = {}
 
     def around(
         self, op: Op, operands: tuple[States, ...], wishes: tuple[States, ...]
@@ -73,7 +72,7 @@ class Choices:
             found = [self._carried(op.kind, rule, *each) for each in carried]
             more = [choice for choice in found if choice is not None][:MOST_CARRIED]
             options = [*(self._plain(op.kind, rule, a) for a in assignments), *more]
-            self._made[key] = self._undominated(op, options)
+            self._made[key] = tuple(dict.fromkeys(options))
         return self._made[key]
 
     def everywhere(self, op: Op) -> tuple[Choice, ...]:
@@ -95,7 +94,7 @@ class Choices:
             ]
             found = [*(self._plain(op.kind, rule, a) for a in assignments), *carried]
             options = dict.fromkeys(choice for choice in found if choice is not None)
-            self._made[key] = self._undominated(op, tuple(options))
+            self._made[key] = tuple(options)
         return self._made[key]
 
     def of_mark(self, op: Op) -> tuple[Choice, ...]:
@@ -136,45 +135,6 @@ class Choices:
         ]
         results = [s.with_partial((*partial, *s.partial), how) for s in plain.results]
         return Choice(assignment, tuple(operands), tuple(results))
-
-    # Choices that need not be weighed.
-
-    def _undominated(self, op: Op, options: Sequence[Choice]) -> tuple[Choice, ...]:
-        """The choices that are not always beaten by a finer one and a reshard of its results.
-
-        A choice loses to another one whose operands are slices of its own, if the time that the
-        finer one saves pays for bringing the results to where the coarser one leaves them.
-        """
-        seconds = [self.own_seconds(op, c.assignment) for c in options]
-        return tuple(
-            coarse
-            for a, coarse in enumerate(options)
-            if not any(
-                seconds[b] < seconds[a]
-                and self._refines(fine, coarse)
-                and seconds[b] + self._results_seconds(op, fine, coarse) < seconds[a]
-                for b, fine in enumerate(options)
-            )
-        )
-
-    def _refines(self, fine: Choice, coarse: Choice) -> bool:
-        """Whether every operand of one choice is a slice of the other's."""
-        pairs = zip(fine.operands, coarse.operands, strict=True)
-        return all([f is c or self._is_slice(f, c) for f, c in pairs])
-
-    def _is_slice(self, fine: Sharding, coarse: Sharding) -> bool:
-        found = self._finer.get((fine, coarse))
-        if found is None:
-            found = (fine.partial, fine.kind) == (coarse.partial, coarse.kind) and all(
-                f[: len(c)] == c for f, c in zip(fine.dims, coarse.dims, strict=True)
-            )
-            self._finer[fine, coarse] = found
-        return found
-
-    def _results_seconds(self, op: Op, have: Choice, wanted: Choice) -> float:
-        """Time to bring the results of one choice to where another one leaves them."""
-        ends = zip(op.results, have.results, wanted.results, strict=True)
-        return sum(self.resharder.seconds(*end) for end in ends)
 
 
 def making_choice(op: Op, wanted: Sharding, mesh: Mesh) -> Choice:

@@ -17,7 +17,7 @@ reductions of partial values and the links of the machine are part of the same s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,8 +29,9 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_legal
 from spmd.mesh.topology import Topology
 from spmd.reshard.comm import collective_seconds, collective_terms, wire_bytes
+from spmd.reshard.moves import Move
 from spmd.reshard.problem import moved, pieces_after
-from spmd.reshard.question import Dims, Names, ask
+from spmd.reshard.question import Asked, Dims, Names
 from spmd.reshard.search import Answer, answers, direct_answers, is_small
 
 
@@ -54,12 +55,38 @@ class Step(NamedTuple):
     dims: tuple[int, ...]
 
 
-class Path(NamedTuple):
-    """Steps in order, with their predicted seconds and the bytes that each device sends."""
+class Path:
+    """Steps in order, with their predicted seconds and the bytes that each device sends.
 
-    steps: tuple[Step, ...]
-    seconds: float
-    bytes: int
+    Of most paths only the seconds are looked at: their steps may be given as what makes them.
+    """
+
+    __slots__ = ("_steps", "bytes", "seconds")
+
+    def __init__(
+        self, steps: tuple[Step, ...] | Callable[[], tuple[Step, ...]], seconds: float, bytes: int
+    ) -> None:
+        self._steps, self.seconds, self.bytes = steps, seconds, bytes
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps, made when they are first asked for."""
+        if not isinstance(self._steps, tuple):
+            self._steps = self._steps()
+        return self._steps
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Path) and self._fields == other._fields
+
+    def __hash__(self) -> int:
+        return hash(self._fields)
+
+    def __repr__(self) -> str:
+        return f"Path(steps={self.steps}, seconds={self.seconds}, bytes={self.bytes})"
+
+    @property
+    def _fields(self) -> tuple[tuple[Step, ...], float, int]:
+        return self.steps, self.seconds, self.bytes
 
 
 @lru_cache(maxsize=1 << 16)
@@ -109,7 +136,7 @@ def reshard(
         path = reshard(src, unmasked, type_, mesh, topology, held)
         mask = Step("mask", unmasked, dst, owed, ())
         seconds = path.seconds + mask_seconds(unmasked, type_, mesh, topology)
-        return Path((*path.steps, mask), seconds, path.bytes)
+        return Path(lambda: (*path.steps, mask), seconds, path.bytes)
     _check(src, dst, type_, mesh)
     shape = _padded(src, dst, type_.shape, mesh)
     path = _cheapest(src, dst, shape, type_.dtype, held, mesh, topology)
@@ -245,10 +272,10 @@ def _pieces(dims: Dims, fixed: Sequence[int], mesh: Mesh) -> np.ndarray[Any, np.
 
 
 class _Leg(NamedTuple):
-    """A step, with all of its cost that does not depend on the value's size.
+    """What a step costs, however large the value is.
 
     Attributes:
-      step: the step.
+      kind: of the step.
       group: devices that exchange with one another.
       latency: seconds that it takes however small the value is.
       pace: seconds for each byte.
@@ -256,12 +283,33 @@ class _Leg(NamedTuple):
       after: pieces that it is in afterwards.
     """
 
-    step: Step
+    kind: str
     group: int
     latency: float
     pace: float
     before: int
     after: int
+
+
+class _Route(NamedTuple):
+    """An answer in the words of two shardings: what it costs, and what its steps are made of."""
+
+    legs: tuple[_Leg, ...]
+    answer: Answer
+    names: Names
+    src: Sharding
+    dst: Sharding
+
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of this value over this mesh."""
+        found, here = [], self.src
+        for move in self.answer:
+            there = _sharding_at(move.dims, move.partial, self.names, self.src, self.dst)
+            axes = _axes_of(move, self.names)
+            dims = tuple([self.names.dims[d] for d in move.at])
+            found.append(Step(move.kind, here, there, axes, dims))
+            here = there
+        return tuple(found)
 
 
 def _cheapest(
@@ -274,28 +322,28 @@ def _cheapest(
     topology: Topology,
 ) -> Path:
     """The cheapest of the paths that are best for some size of the value."""
-    room = tuple(math.gcd(size, mesh.size) for size in shape)
+    room = tuple([math.gcd(size, mesh.size) for size in shape])
     bits = math.prod(shape) * dtype_bits(dtype)
-    paths = [_path(legs, bits) for legs in routes(src, dst, room, held, mesh, topology)]
-    if not paths:
+    ways = [(route, *_cost(route, bits)) for route in routes(src, dst, room, held, mesh, topology)]
+    if not ways:
         raise LegalityError(
             f"no path of collectives was found for {TensorType(shape, dtype)}",
             actual=format_sharding(src, mesh),
             required=format_sharding(dst, mesh),
         )
-    return min(paths, key=lambda path: (path.seconds, path.bytes, len(path.steps)))
+    route, seconds, sent = min(ways, key=lambda way: (way[1], way[2], len(way[0].legs)))
+    return Path(route.steps, seconds, sent)
 
 
-def _path(legs: Sequence[_Leg], bits: int) -> Path:
-    """The path of a value of so many bits."""
+def _cost(route: _Route, bits: int) -> tuple[float, int]:
+    """Seconds, and bytes that each device sends, for a value of so many bits."""
     seconds, sent = 0.0, 0
-    for step, group, latency, pace, before, after in legs:
-        if step.kind != "slice":
-            pieces = (-(-bits // (8 * before)), -(-bits // (8 * after)))
-            more = wire_bytes(step.kind, group, *pieces)
+    for kind, group, latency, pace, before, after in route.legs:
+        if kind != "slice":
+            more = wire_bytes(kind, group, -(-bits // (8 * before)), -(-bits // (8 * after)))
             seconds += latency + more * pace
             sent += more
-    return Path(tuple([leg.step for leg in legs]), seconds, sent)
+    return seconds, sent
 
 
 @lru_cache(maxsize=1 << 16)
@@ -306,33 +354,49 @@ def routes(
     held: Axes,
     mesh: Mesh,
     topology: Topology,
-) -> tuple[tuple[_Leg, ...], ...]:
+) -> tuple[_Route, ...]:
     """The paths that are best for values of some size, of shapes that divide as `room` does."""
-    question, names = ask(src, dst, room, held, mesh, topology)
+    asked = Asked(src, dst, room, held, mesh, topology)
+    question, names = asked.question(join=True)
     found = [(answer, names) for answer in answers(question)]
     if not is_small(question):  # joined atoms cannot part: perhaps they should have
-        question, names = ask(src, dst, room, held, mesh, topology, join=False)
+        question, names = asked.question(join=False)
         apart = direct_answers(question) if found else answers(question)
         found += [(answer, names) for answer in apart]
-    return tuple(tuple(_legs(answer, names, src, dst, mesh, topology)) for answer, names in found)
+    pieces = mesh.extent(a for axes in src.dims for a in axes)
+    return tuple(
+        [
+            _Route(_legs(answer, names, pieces, mesh, topology), answer, names, src, dst)
+            for answer, names in found
+        ]
+    )
 
 
 def _legs(
-    answer: Answer, names: Names, src: Sharding, dst: Sharding, mesh: Mesh, topology: Topology
-) -> Iterator[_Leg]:
-    """Moves as steps of this value over this mesh."""
-    here, before = src, math.prod([mesh.extent(axes) for axes in src.dims])
+    answer: Answer, names: Names, pieces: int, mesh: Mesh, topology: Topology
+) -> tuple[_Leg, ...]:
+    """What the moves cost for a value in so many pieces at first."""
+    legs = []
     for move in answer:
-        there = _sharding_at(move.dims, move.partial, names, src, dst)
-        axes = names.atoms(move.axes)
-        if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
-            axes = tuple(sorted(axes))
-        group = mesh.extent(axes)
-        after = pieces_after(move.kind, group, before)
-        step = Step(move.kind, here, there, axes, tuple([names.dims[d] for d in move.at]))
-        terms = collective_terms(move.kind, axes, mesh, topology)
-        yield _Leg(step, group, *terms, before, after)
-        here, before = there, after
+        group, latency, pace = _terms(move.kind, _axes_of(move, names), mesh, topology)
+        after = pieces_after(move.kind, group, pieces)
+        legs.append(_Leg(move.kind, group, latency, pace, pieces, after))
+        pieces = after
+    return tuple(legs)
+
+
+@lru_cache(maxsize=1 << 14)
+def _terms(kind: str, axes: Axes, mesh: Mesh, topology: Topology) -> tuple[int, float, float]:
+    """Devices that exchange, seconds of a collective that moves nothing, and for each byte."""
+    return mesh.extent(axes), *collective_terms(kind, axes, mesh, topology)
+
+
+def _axes_of(move: Move, names: Names) -> Axes:
+    """The atoms of a move."""
+    axes = names.atoms(move.axes)
+    if move.kind in ("collective_permute", "all_reduce"):  # their groups have no order
+        return tuple(sorted(axes))
+    return axes
 
 
 def _sharding_at(

@@ -106,16 +106,8 @@ class _Dim(NamedTuple):
     room: int
 
 
-def ask(
-    src: Sharding,
-    dst: Sharding,
-    shape: Sequence[int],
-    held: Axes,
-    mesh: Mesh,
-    topology: Topology,
-    join: bool = True,
-) -> tuple[Question, Names]:
-    """The question that a pair of shardings comes down to.
+class Asked:
+    """What a pair of shardings comes down to.
 
     Args:
       src: sharding at first.
@@ -124,40 +116,57 @@ def ask(
       held: atoms that no step may use.
       mesh: the mesh.
       topology: the links.
-      join: whether atoms may become one digit; where some dim has room for a part of it only, there
-        may be no path then.
-
-    Returns:
-      The question, and what its digits and dims stand for.
     """
-    letters = _letters(mesh, topology)
-    many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
-    dims, prefixes = [], []
-    for number, (a, b, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True)):
-        kept = common_prefix(a, b) if many or alike else ()
-        prefixes.append(kept)
-        dims.append(_Dim(number, a[len(kept) :], b[len(kept) :], size // mesh.extent(kept)))
-    aside = {a for axes in prefixes for a in axes}.union(dst.partial)
-    aside.update(a for a in held if a not in src.used and a not in dst.used)
-    atoms = [a for a in range(len(letters)) if a not in aside]
-    partial = [a for a in src.partial if a not in aside]
-    spares = 1 if many or (alike and not partial) else 2
-    devices = mesh.extent(atoms)
-    placed = {a for dim in dims for a in dim.src + dim.dst}
-    parked = mesh.extent(a for a in atoms if a not in placed) if many else devices
-    dims = _useful(dims, devices, parked, spares)
-    # What a dim or an atom looks like, not its number, says where it comes in a question.
-    look = letters.__getitem__
-    dims.sort(key=lambda dim: (list(map(look, dim.src)), list(map(look, dim.dst)), dim.room))
-    met = [a for dim in dims for a in dim.src] + [a for dim in dims for a in dim.dst]
-    met += sorted(partial, key=look) + sorted(atoms, key=look)
-    order = list(dict.fromkeys(met))
-    runs: list[Axes] = [(a,) for a in order]
-    if join and len(runs) > EXACT_ATOMS:
-        runs = _joined(dims, partial, order, letters)
-        runs = _refined(runs, [dim.room for dim in dims], mesh)
-    names = Names(tuple(runs), tuple(dim.number for dim in dims), tuple(prefixes))
-    return _in_digits(runs, dims, partial, letters), names
+
+    def __init__(
+        self,
+        src: Sharding,
+        dst: Sharding,
+        shape: Sequence[int],
+        held: Axes,
+        mesh: Mesh,
+        topology: Topology,
+    ) -> None:
+        self._mesh, self._letters = mesh, _letters(mesh, topology)
+        letters = self._letters
+        many, alike = len(letters) > EXACT_ATOMS, len(set(letters)) == 1
+        dims, kept = [], []
+        for number, (a, b, size) in enumerate(zip(src.dims, dst.dims, shape, strict=True)):
+            prefix = common_prefix(a, b) if many or alike else ()
+            kept.append(prefix)
+            taken = len(prefix)
+            dims.append(_Dim(number, a[taken:], b[taken:], size // mesh.extent(prefix)))
+        self._kept = tuple(kept)
+        aside = {a for axes in kept for a in axes}.union(dst.partial)
+        aside.update([a for a in held if a not in src.used and a not in dst.used])
+        atoms = [a for a in range(len(letters)) if a not in aside]
+        self._partial = [a for a in src.partial if a not in aside]
+        spares = 1 if many or (alike and not self._partial) else 2
+        devices = mesh.extent(atoms)
+        placed = {a for dim in dims for a in dim.src + dim.dst}
+        parked = mesh.extent([a for a in atoms if a not in placed]) if many else devices
+        self._dims = _useful(dims, devices, parked, spares)
+        # What a dim or an atom looks like, not its number, says where it comes in a question.
+        look = letters.__getitem__
+        self._dims.sort(key=lambda d: (list(map(look, d.src)), list(map(look, d.dst)), d.room))
+        met = [a for d in self._dims for a in d.src] + [a for d in self._dims for a in d.dst]
+        met += sorted(self._partial, key=look) + sorted(atoms, key=look)
+        self._order = list(dict.fromkeys(met))
+
+    def question(self, join: bool = True) -> tuple[Question, Names]:
+        """The question, and what its digits and dims stand for.
+
+        Args:
+          join: whether atoms may become one digit; where some dim has room for a part of it only,
+            there may be no path then.
+        """
+        dims, letters, partial = self._dims, self._letters, self._partial
+        runs: list[Axes] = [(a,) for a in self._order]
+        if join and len(runs) > EXACT_ATOMS:
+            runs = _joined(dims, partial, self._order, letters)
+            runs = _refined(runs, [dim.room for dim in dims], self._mesh)
+        names = Names(tuple(runs), tuple([dim.number for dim in dims]), self._kept)
+        return _in_digits(runs, dims, partial, letters), names
 
 
 @lru_cache(maxsize=64)
@@ -265,9 +274,15 @@ def _in_digits(
         return tuple([number[a] for a in atoms if a in number])
 
     return Question(
-        tuple(letters[run[0]]._replace(sizes=letters[run[0]].sizes * len(run)) for run in runs),
-        tuple(digits(dim.src) for dim in dims),
-        tuple(digits(dim.dst) for dim in dims),
+        tuple([_digit(letters[run[0]], len(run)) for run in runs]),
+        tuple([digits(dim.src) for dim in dims]),
+        tuple([digits(dim.dst) for dim in dims]),
         tuple(sorted(digits(partial))),
-        tuple(dim.room for dim in dims),
+        tuple([dim.room for dim in dims]),
     )
+
+
+@lru_cache(maxsize=1 << 10)
+def _digit(letter: Digit, count: int) -> Digit:
+    """So many equal atoms as one digit."""
+    return letter._replace(sizes=letter.sizes * count)

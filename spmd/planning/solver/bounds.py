@@ -14,7 +14,6 @@ import numpy as np
 
 from spmd.planning.solver.network import Network, Table
 
-
 _least = np.minimum.reduce
 """The least of each column."""
 
