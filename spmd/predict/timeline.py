@@ -223,17 +223,19 @@ class LocalTimes:
     def __init__(self, program: Program, topology: Topology, index: Index) -> None:
         self.topology = topology
         self._stored = stored = stored_values(program)
-        self._inside = {
-            v: op for v, op in index.producers.items() if v not in stored and not op.regions
-        }
         self._known: dict[OpKind, float] = {}
+        # What is computed inside its readers -> the bytes that are read for it, by stored value.
+        self._reads: dict[Value, dict[Value, int]] = {}
+        for value, op in index.producers.items():  # operands before what is made of them
+            if value not in stored and not op.regions:
+                self._reads[value] = self._bytes_read(op)
 
     def seconds(self, op: Op) -> float:
         """Time of an op that is neither a collective nor control flow; 0 if it is not stored."""
         if self._stored.isdisjoint(op.results):
             return 0.0
         is_plain = len(op.operands) == len(set(op.operands))
-        if not is_plain or not self._inside.keys().isdisjoint(op.operands):
+        if not is_plain or not self._reads.keys().isdisjoint(op.operands):
             return self._seconds(op)
         found = self._known.get(op.kind)
         if found is None:
@@ -242,9 +244,9 @@ class LocalTimes:
 
     def _seconds(self, op: Op) -> float:
         kind = op.kind
-        written = sum(t.bytes for t in kind.results)
+        written = sum([t.bytes for t in kind.results])
         if kind.about.role == Role.UPDATE:
-            read = written = sum(t.bytes for t in kind.operands[len(op.results) :])
+            read = written = sum([t.bytes for t in kind.operands[len(op.results) :]])
         else:
             read = sum(self._bytes_read(op).values())
         flops, seconds = kind.about.flops, 0.0
@@ -254,23 +256,19 @@ class LocalTimes:
 
     def _bytes_read(self, op: Op) -> dict[Value, int]:
         """The bytes that an op reads from memory, with all that is computed inside it, by value."""
-        # The walk goes from the op to what it computes inside, down to stored values. Each is read
-        # once, at the largest size that a reader wants: a slice reads no more than it makes.
-        inside_of = self._inside
+        # Each stored value is read once, at the largest size that anything inside wants: a slice
+        # reads no more than it makes.
+        is_piece = op.kind.about.traffic == Traffic.PIECE
         found: dict[Value, int] = {}
-        waiting, seen = [op], {op.results}
-        while waiting:
-            reader = waiting.pop()
-            is_piece = reader.kind.about.traffic == Traffic.PIECE
-            for value, type_ in zip(reader.operands, reader.kind.operands, strict=True):
-                inside = inside_of.get(value)
-                if inside is None:
-                    size = type_.bytes
-                    if is_piece:
-                        size = min(size, reader.kind.results[0].bytes)
-                    if size > found.get(value, -1):
-                        found[value] = size
-                elif inside.results not in seen:
-                    seen.add(inside.results)
-                    waiting.append(inside)
+        for value, type_ in zip(op.operands, op.kind.operands, strict=True):
+            inside = self._reads.get(value)
+            if inside is None:
+                size = type_.bytes
+                inside = {value: min(size, op.kind.results[0].bytes) if is_piece else size}
+            if found:
+                for root, size in inside.items():
+                    if size > found.get(root, -1):
+                        found[root] = size
+            else:
+                found = dict(inside)
         return found

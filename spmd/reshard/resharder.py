@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ from spmd.reshard.paths import Path, can_reshard, reshard
 
 States = tuple[Sharding, ...]
 """Shardings that one value may be in."""
+
+Ways = dict[tuple[Sharding, Sharding], Path]
+"""From where to where -> the path that is known."""
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -44,7 +47,8 @@ class Resharder:
 
     def __init__(self, index: Index, mesh: Mesh, topology: Topology) -> None:
         self.index, self.mesh, self.topology = index, mesh, topology
-        self._paths: dict[tuple[Sharding, Sharding, TensorType, Axes], Path] = {}
+        self._paths: dict[tuple[TensorType, Axes], Ways] = {}
+        self._ways_of: dict[Value, Ways] = {}
 
     def held(self, value: Value) -> Axes:
         """The atoms that no way may use."""
@@ -52,14 +56,23 @@ class Resharder:
 
     def path(self, value: Value, have: Sharding, wanted: Sharding) -> Path:
         """The cheapest path; `NO_WAY` where there is none."""
-        type_, held = self.index.program.types[value], self.held(value)
-        found = self._paths.get((have, wanted, type_, held))
+        ways = self._ways(value)
+        found = ways.get((have, wanted))
         if found is None:
             found = NO_WAY
             if can_reshard(have, wanted):
-                found = reshard(have, wanted, type_, self.mesh, self.topology, held)
-            self._paths[have, wanted, type_, held] = found
+                type_ = self.index.program.types[value]
+                found = reshard(have, wanted, type_, self.mesh, self.topology, self.held(value))
+            ways[have, wanted] = found
         return found
+
+    def _ways(self, value: Value) -> Ways:
+        """The paths that are known of values like one."""
+        ways = self._ways_of.get(value)
+        if ways is None:
+            key = self.index.program.types[value], self.held(value)
+            ways = self._ways_of[value] = self._paths.setdefault(key, {})
+        return ways
 
     def seconds(self, value: Value, have: Sharding, wanted: Sharding) -> float:
         """Time of the cheapest path: 0 between equals, infinite where there is none."""
@@ -80,10 +93,9 @@ class Resharder:
         figure: Callable[[Path], float] = seconds_of,
     ) -> Table:
         """A figure of the way from each state (rows) to each need (columns)."""
-        ends = {
-            (have, wanted): figure(self.path(value, have, wanted)) if have != wanted else 0.0
+        place = {need: i for i, need in enumerate(dict.fromkeys(needs))}
+        rows = {
+            have: [figure(self.path(value, have, need)) if have != need else 0.0 for need in place]
             for have in dict.fromkeys(states)
-            for wanted in dict.fromkeys(needs)
         }
-        rows: Sequence[Sequence[float]] = [[ends[s, n] for n in needs] for s in states]
-        return np.array(rows)
+        return np.array([rows[state] for state in states])[:, [place[need] for need in needs]]

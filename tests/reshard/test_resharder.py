@@ -14,7 +14,6 @@ import spmd
 from spmd.ir.program import Value
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh
-from spmd.planning.choices import Choices
 from spmd.planning.plan import Plan
 from spmd.reshard.paths import reshard
 from spmd.reshard.resharder import NO_WAY, Resharder
@@ -84,24 +83,6 @@ def test_a_plans_moves_are_the_programs_collectives(plan: Plan) -> None:
     assert (move.have, move.wanted) == (ROWS, COLUMNS)
     assert move.seconds == plan.problem.resharder.seconds(move.value, ROWS, COLUMNS)
     assert move.bytes == plan.program.types[move.value].bytes // 2 // 2  # half of each half
-
-
-def test_dominated_choices_are_judged_by_what_is_held(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A choice goes only if a finer one and the reshard that is possible there beat it."""
-    op = next(op for op in plan.program.walk() if op.name == "stablehlo.cosine")
-    choices = Choices(plan.problem)
-    asked: set[Value] = set()
-    seconds = choices.resharder.seconds
-
-    def noted(value: Value, have: Sharding, wanted: Sharding) -> float:
-        asked.add(value)
-        return seconds(value, have, wanted)
-
-    monkeypatch.setattr(choices.resharder, "seconds", noted)
-    assert len(choices.around(op, (STATES,), (STATES,))) > 1
-    assert asked == set(op.results)
 
 
 def test_tables_and_the_cheapest_copy_say_the_same(resharder: Resharder, inside: Value) -> None:

@@ -57,7 +57,7 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
     #
     # Afterwards every sliced value is its own piece, %6 has nothing left to cut, and %1, which is
     # whole, is cut on its way into the multiplication.
-    if not any(op.name == LOCAL_SLICE for op in program.walk()):
+    if not _may_cut(program):
         return program
     cuts = _cuts(program, mesh)
     permutes = not any(HELD in op.kind.attrs for op in program.walk())
@@ -95,6 +95,20 @@ def slice_collectives(program: Program, mesh: Mesh) -> Program:
         return _sliced(b, x, axes[len(have) :], dim, mesh)
 
     return edit_ops(program, edit)
+
+
+def _may_cut(program: Program) -> bool:
+    """Whether a slice is made of what is exchanged: a quick look, that takes some for cuts."""
+    sliced: set[Value] = set()
+    for op in reversed(list(program.walk())):
+        if op.name == LOCAL_SLICE:
+            sliced.update(op.operands)
+        elif not sliced.isdisjoint(op.results):
+            if op.collective in ("all_reduce", "all_gather"):
+                return True
+            if is_move(op.kind) or is_elementwise(op.kind):
+                sliced.update(op.operands)
+    return False
 
 
 def _sliced(b: Builder, x: Value, axes: Axes, dim: int, mesh: Mesh) -> Value:
