@@ -281,10 +281,13 @@ class _Partitioner:
         self.keep(op, choice, self.lower(op, choice, self.operands(op, choice)))
 
     def operands(self, op: Op, choice: Choice) -> tuple[Value, ...]:
-        found = []
+        found, here = [], self.copies[-1]
         for i, (value, wanted) in enumerate(zip(op.operands, choice.operands, strict=True)):
-            self.use = op, i
-            found.append(self.get(value, wanted))
+            local = here[value].get(wanted) if value in here else None
+            if local is None:
+                self.use = op, i
+                local = self.get(value, wanted)
+            found.append(local)
         return tuple(found)
 
     def keep(self, op: Op, choice: Choice, results: Sequence[Value]) -> None:

@@ -58,7 +58,8 @@ def assignments_around(
     orders += [[lead] for lead in leads.values()]
     joined = _joined(rule)
     merged = dict.fromkeys([merge(rule, order, sizes, joined) for order in orders or [[]]])
-    legal = [a for a in merged if is_legal_assignment(rule, a, sizes)]
+    # Only factors that share a dim can be split in a way that is not legal.
+    legal = [a for a in merged if not joined or is_legal_assignment(rule, a, sizes)]
     if rule.halos or rule.merges:
         legal += [without_exchanges(rule, a) for a in legal]
     likely = tuple((dims, options[:1]) for dims, options in zip(rule.values, states, strict=True))

@@ -38,7 +38,7 @@ class _Greedy(Walk):
 
     def __init__(self, problem: Problem, options: Choices) -> None:
         super().__init__(problem)
-        self.options = options
+        self.options, self.wishes = options, problem.wishes
         self.decided: dict[Any, tuple[Choice, float]] = {}
 
     def argument(self, number: int) -> Sharding:
@@ -54,7 +54,7 @@ class _Greedy(Walk):
 
     def choose(self, op: Op) -> tuple[Choice, float]:
         """The cheapest choice; ops of a kind around which the books look alike share it."""
-        copies_of, wishes = self.copies.get, self.problem.wishes
+        copies_of, wishes = self.copies.get, self.wishes
         copies = tuple([copies_of(v, ()) for v in op.operands])  # nothing for cheap values
         wanted = tuple([(wish,) if (wish := wishes[v]) else () for v in op.results])
         partial = tuple(

@@ -134,7 +134,7 @@ class _Collector:
         for op in region.ops:
             if op.regions:
                 self.control_flow(op, trips)
-            elif not all([v in cheap for v in op.results]):
+            elif not cheap.issuperset(op.results):
                 unit = self.add(Unit(OP, op, trips=trips), (op.kind, trips), op.results)
                 for i, value in enumerate(op.operands):
                     self.uses.append((value, unit, i, trips))

@@ -122,14 +122,15 @@ class Walk:
 
     def region(self, region: Region, times: int) -> None:
         """Settles the ops of a region that runs so often."""
-        cheap = self.cheap
+        cheap, copies = self.cheap, self.copies
         for op in region.ops:
             if op.regions:
                 self.control_flow(op, times)
-            elif not all([v in cheap for v in op.results]):
+            elif not cheap.issuperset(op.results):
                 choice, seconds = self.choose(op)
                 for value, wanted in zip(op.operands, choice.operands, strict=True):
-                    seconds += self.demand(value, wanted, times, op)
+                    if value not in cheap and wanted not in copies[value]:
+                        seconds += self.demand(value, wanted, times, op)
                 for value, state in zip(op.results, choice.results, strict=True):
                     self.define(value, state)
                 self.choices[op.results[0]] = choice
