@@ -185,6 +185,8 @@ def _write(path: Path, emitted: Emitted) -> None:
     """Whole or not at all, also with several processes at once."""
     content = dataclasses.asdict(emitted)
     content["mesh"] = None  # it is in the key
+    for ends in ("arguments", "results"):
+        content[ends] = [(s.dims, s.partial, s.kind) for s in content[ends]]
     payload = json.dumps(content)
     digest = hashlib.sha256(payload.encode()).hexdigest()
     path.parent.mkdir(parents=True, exist_ok=True)

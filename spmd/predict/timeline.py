@@ -218,11 +218,14 @@ class LocalTimes:
       program: a local program.
       topology: the machine.
       index: lookups over the program.
+
+    Attributes:
+      stored: values that lie in memory.
     """
 
     def __init__(self, program: Program, topology: Topology, index: Index) -> None:
         self.topology = topology
-        self._stored = stored = stored_values(program)
+        self.stored = stored = stored_values(program)
         self._known: dict[OpKind, float] = {}
         # What is computed inside its readers -> the bytes that are read for it, by stored value.
         self._reads: dict[Value, dict[Value, int]] = {}
@@ -232,7 +235,7 @@ class LocalTimes:
 
     def seconds(self, op: Op) -> float:
         """Time of an op that is neither a collective nor control flow; 0 if it is not stored."""
-        if self._stored.isdisjoint(op.results):
+        if self.stored.isdisjoint(op.results):
             return 0.0
         is_plain = len(op.operands) == len(set(op.operands))
         if not is_plain or not self._reads.keys().isdisjoint(op.operands):

@@ -25,6 +25,7 @@ class Clock:
         self.program, self.mesh, self.topology = program, mesh, topology
         self.index = Index(program)
         self.local = LocalTimes(program, topology, self.index)
+        self.stored = self.local.stored
         self._known: dict[Value, float] = {}
 
     def starts(self, region: Region) -> list[float]:
