@@ -68,7 +68,7 @@ def costly_mark(plan: Plan, options: Options, suspicion: float) -> CostlyMark | 
       suspicion: the part of the planner's sum around a mark from which on it is looked at.
     """
     most = (1 - LEAST_SHARE) * plan.run_seconds
-    if least_seconds(plan.program, plan.mesh, plan.topology) >= most:
+    if least_seconds(plan.problem.index, plan.mesh, plan.topology) >= most:
         return None
     found = []
     for group in _suspects(plan, suspicion * plan.seconds)[:MOST_TRIES]:

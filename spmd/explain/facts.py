@@ -71,7 +71,7 @@ class Facts:
         """What no plan undercuts: all arithmetic split evenly, nothing sent."""
         # Rewrites do equal ops once, so a program may have less to do than was written.
         return min(
-            least_seconds(self.plan.program, self.plan.mesh, self.plan.topology),
+            least_seconds(self.plan.problem.index, self.plan.mesh, self.plan.topology),
             self.timeline.seconds,
         )
 

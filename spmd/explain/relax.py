@@ -124,7 +124,7 @@ def mark_groups(plan: Plan, every: bool = False) -> tuple[MarkGroup, ...]:
     seconds = dict.fromkeys(members, 0.0) if every else {}
     for move in plan.moves:
         around = (*_marks_at(plan, move), *_roots(plan, move))
-        for name in dict.fromkeys(names[value] for value in around):
+        for name in dict.fromkeys(names[value] for value in around if value in names):
             seconds[name] = seconds.get(name, 0.0) + move.seconds
     return _groups(plan, members, seconds)
 
@@ -140,7 +140,8 @@ def blamed_groups(plan: Plan) -> tuple[MarkGroup, ...]:
     seconds = dict.fromkeys(members, 0.0)
     for move in plan.moves:
         ends = {names[value] for value in _marks_at(plan, move)}
-        roots = {names[value] for value in _roots(plan, move)} - ends
+        # What a manual region makes comes from no mark.
+        roots = {names[value] for value in _roots(plan, move) if value in names} - ends
         for name in ends | roots - arguments:
             seconds[name] += move.seconds
         for name in roots & arguments:

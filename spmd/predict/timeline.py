@@ -98,15 +98,14 @@ def predict_timeline(program: Program, mesh: Mesh, topology: Topology) -> Timeli
     return Timeline(tuple(run.slots), end, compute, comm, max(0.0, end - compute))
 
 
-def least_seconds(program: Program, mesh: Mesh, topology: Topology) -> float:
+def least_seconds(index: Index, mesh: Mesh, topology: Topology) -> float:
     """What no partition of a program undercuts: its arithmetic, split evenly over all devices.
 
     Args:
-      program: the whole program.
+      index: lookups of the whole program.
       mesh: the mesh.
       topology: the machine.
     """
-    index = Index(program)
 
     def region(ops: Iterable[Op]) -> float:
         total = 0.0
@@ -121,7 +120,7 @@ def least_seconds(program: Program, mesh: Mesh, topology: Topology) -> float:
                 total += op.kind.about.flops(op.kind) / peak
         return total
 
-    return region(program.body.ops) / mesh.size
+    return region(index.program.body.ops) / mesh.size
 
 
 class _Schedule:
