@@ -1,11 +1,15 @@
 """Predicted memory of a device beside XLA's own figures, over several kinds of programs.
 
 The programs are those of this file and those of `benchmarks/run bytes`. Nothing runs: they are
-compiled for eight virtual CPU devices, or for the accelerators of the machine, or for TPUs that are
-not here (`--topology v5e:2x4`, with the `tpu` extra).
+compiled for eight virtual CPU devices, or for the accelerators of the machine, or for accelerators
+that are not here (`--topology v5e:2x4` or `h200:8`, with the `tpu` or `cuda` extra): there, layers
+of Llama-2 7B's width are compiled too. XLA takes the more memory the more there is;
+`--compiler_option` can give it less.
 
 Example:
     benchmarks/run memory --only 'decode|resnet'
+    benchmarks/run memory --topology h200:8 --only 7b \
+        --compiler_option xla_gpu_memory_limit_slop_factor=3
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ import spmd
 from benchmarks.programs import catalog
 from benchmarks.programs.program import Program as CatalogProgram
 from models.llama import model, sharding
-from models.llama.config import LlamaConfig
+from models.llama.config import LlamaConfig, named_config
 from spmd.cli.flags import Parser, positive
 from spmd.explain.memory import Memory
 
@@ -59,10 +63,12 @@ class Program(NamedTuple):
     donate: tuple[int, ...]
     mesh: tuple[int, int]
 
-    def lower(self, topology: spmd.Topology | None = None) -> spmd.Lowered:
+    def lower(
+        self, topology: spmd.Topology | None = None, options: spmd.Options | None = None
+    ) -> spmd.Lowered:
         """Plans the program."""
         mesh = make_mesh(self.mesh)
-        jitted = spmd.jit(self.fn, mesh=mesh, donate_argnums=self.donate)
+        jitted = spmd.jit(self.fn, mesh=mesh, donate_argnums=self.donate, options=options)
         return jitted.lower(*self.args, topology=topology)
 
 
@@ -84,11 +90,24 @@ def training(loss: Callable[..., Any], params: Any, batch: Any, mesh: tuple[int,
 
 
 def llama(sizes: tuple[int, int], scale: int, **fields: Any) -> Program:
-    """A Llama's training step."""
-    config, mesh = dataclasses.replace(LLAMA, **fields), make_mesh(sizes)
+    """A small Llama's training step."""
+    return llama_step(dataclasses.replace(LLAMA, **fields), sizes, (16 * scale, 256))
+
+
+def wide_llama(sizes: tuple[int, int], scale: int, **fields: Any) -> Program:
+    """Four layers of Llama-2 7B's width, bf16 compute."""
+    config = dataclasses.replace(
+        named_config("llama2-7b"), num_hidden_layers=4, dtype="bfloat16", **fields
+    )
+    return llama_step(config, sizes, (32 * scale, 4096))
+
+
+def llama_step(config: LlamaConfig, sizes: tuple[int, int], tokens: tuple[int, int]) -> Program:
+    """A Llama's training step on so many sequences of so many tokens."""
+    mesh = make_mesh(sizes)
     marks = sharding.activation_marks(mesh, config)
     params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
-    token = jax.ShapeDtypeStruct((16 * scale, 256), np.int32)
+    token = jax.ShapeDtypeStruct(tokens, np.int32)
 
     def loss(params: Any, batch: Any) -> jax.Array:
         return model.loss(params, batch["inputs"], batch["targets"], config, marks)
@@ -213,34 +232,55 @@ PROGRAMS: dict[str, Callable[[int], Program]] = {
     "decode 4x2": lambda scale: decode((4, 2), scale),
 }
 
+WIDE: dict[str, Callable[[int], Program]] = {
+    f"7b {stack} {'x'.join(map(str, sizes))} {remat}": partial(
+        lambda sizes, fields, scale: wide_llama(sizes, scale, **fields),
+        sizes,
+        {"remat": remat, "scan_layers": stack == "scan"},
+    )
+    for stack in ("scan", "unrolled")
+    for sizes in ((8, 1), (4, 2))
+    for remat in ("none", "full", "dots", "save_attention")
+}
+"""For accelerators: CPUs would have nothing to compute attention with but all its weights."""
 
-FAMILIES = ("llama-train", "llama-serve", "moe", "resnet", "recommender")
+
+FAMILIES = ("llama-train", "llama-serve", "moe", "resnet", "recommender", "remat")
 """Of the programs of `benchmarks/run bytes`; its others are single reshards."""
 
 Lower = Callable[[spmd.Topology | None], spmd.Lowered]
 """Plans a program for a topology, or for the devices of the machine."""
 
 
-def programs(only: str, scale: int) -> dict[str, Lower]:
+def programs(only: str, scale: int, options: spmd.Options | None = None) -> dict[str, Lower]:
     """Those whose name the regular expression finds something in, ours first."""
-    found: dict[str, Lower] = {name: partial(lower, name, scale) for name in PROGRAMS}
+    found: dict[str, Lower] = {
+        name: partial(lower, name, scale, options=options) for name in (*PROGRAMS, *WIDE)
+    }
     for program in catalog.programs():
         if program.family in FAMILIES:
-            found[program.name] = partial(lower_from_catalog, program)
+            found[program.name] = partial(lower_from_catalog, program, options=options)
     return {name: make for name, make in found.items() if re.search(only, name)}
 
 
-def lower(name: str, scale: int, topology: spmd.Topology | None = None) -> spmd.Lowered:
-    """Plans one of `PROGRAMS`."""
-    return PROGRAMS[name](scale).lower(topology)
+def lower(
+    name: str,
+    scale: int,
+    topology: spmd.Topology | None = None,
+    options: spmd.Options | None = None,
+) -> spmd.Lowered:
+    """Plans one of `PROGRAMS` or `WIDE`."""
+    return (PROGRAMS | WIDE)[name](scale).lower(topology, options)
 
 
 def lower_from_catalog(
-    program: CatalogProgram, topology: spmd.Topology | None = None
+    program: CatalogProgram,
+    topology: spmd.Topology | None = None,
+    options: spmd.Options | None = None,
 ) -> spmd.Lowered:
     """Plans a program of `benchmarks/run bytes`."""
     mesh, built = program.make()
-    jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate)
+    jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate, options=options)
     return jitted.lower(*built.args, topology=topology)
 
 
@@ -268,6 +308,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--topology", default="", help="compile for this machine instead, e.g. v5e:2x4")
     add("--only", default="", help="programs whose name this regular expression finds")
+    add("--compiler_option", action="append", default=[], help="NAME=VALUE for XLA; repeatable")
     add(
         "--scale",
         type=positive,
@@ -287,8 +328,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "| program | arguments | temporary, predicted | XLA's | peak, predicted | XLA's | ratio |"
     )
     print("| --- " * 7 + "|")
-    for name, make in programs(given.only, given.scale).items():
-        print(row(name, make(topology)), flush=True)
+    options = spmd.Options(
+        compiler_options=dict(option.split("=", 1) for option in given.compiler_option)
+    )
+    for name, make in programs(given.only, given.scale, options).items():
+        if topology is not None or name not in WIDE:
+            print(row(name, make(topology)), flush=True)
 
 
 if __name__ == "__main__":

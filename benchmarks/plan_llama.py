@@ -58,12 +58,21 @@ class Row(NamedTuple):
       topology: the slice.
       mesh: sizes of the axes data and model.
       batch: sequences in a step.
+      layers: how many layers; 0 for all of the model's.
     """
 
     model: str
     topology: str
     mesh: tuple[int, int]
     batch: int
+    layers: int = 0
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The model's configuration."""
+        config = named_config(self.model)
+        layers = self.layers or config.num_hidden_layers
+        return dataclasses.replace(config, num_hidden_layers=layers)
 
 
 ROWS = {
@@ -99,6 +108,7 @@ def make_parser() -> Parser:
         default=0,
         help="microbatches in a step; 0: the fewest for which the prediction fits",
     )
+    add("--layers", type=int, default=0, help="so many layers instead of all: compiles sooner")
     add("--compile", action=Switch, default=True, help="run the TPU compiler")
     add("--cache", type=Path, help="folder that keeps what the TPU compiler made")
     return parser
@@ -112,7 +122,7 @@ def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
       seq_len: tokens in a sequence.
       accumulate: microbatches; gradients are summed over them in a loop.
     """
-    config = dataclasses.replace(named_config(row.model), dtype="bfloat16", remat="full")
+    config = dataclasses.replace(row.config, dtype="bfloat16", remat="full")
     mesh = spmd.Mesh(None, row.mesh, ("data", "model"))
     optimizer = optax.adafactor(1e-3)
     step = make_step(config, mesh, optimizer, accumulate)
@@ -189,7 +199,7 @@ def fewest_microbatches(row: Row, seq_len: int, wanted: int) -> tuple[int, spmd.
 
 def mfu(row: Row, seq_len: int, seconds: float) -> str:
     """Both conventions of `LlamaConfig.flops_per_token`: causal, and PaLM's."""
-    config, topology = named_config(row.model), spmd.Topology(row.topology)
+    config, topology = row.config, spmd.Topology(row.topology)
     peak = topology.peak_flops("bf16") * topology.count * seconds
     tokens = row.batch * seq_len
     shares = (config.flops_per_token(seq_len, c) * tokens / peak for c in ("causal", "palm"))
@@ -256,10 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("|" + " --- |" * len(HEADER))
     for seq_len in map(int, given.seq_lens):
         for name in given.rows:
-            row = ROWS[name]
+            row = ROWS[name]._replace(layers=given.layers)
             accumulate, lowered = fewest_microbatches(row, seq_len, given.accumulate)
             cells = plan_cells(row, seq_len, accumulate, lowered)
-            cached = given.cache and given.cache / f"{name}_{seq_len}_{accumulate}"
+            cached = given.cache and given.cache / f"{name}_{given.layers}_{seq_len}_{accumulate}"
             built = build(lowered, cached) if given.compile else None
             cells += built_cells(built, spmd.Topology(row.topology))
             print("| " + " | ".join(cells) + " |", flush=True)
