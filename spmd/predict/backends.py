@@ -24,9 +24,6 @@ class Backend(NamedTuple):
       recomputes: elementwise ops of one operand are computed again inside every reader that can do
         so, even where a library call wants them stored as well.
       combines: all-reduces that do not wait for each other become one.
-      repeats: expensive elementwise ops, too, are computed again inside each reader. Kernels of
-        accelerators mostly wait for memory: a softmax's exponentials and a SiLU's logistic are in
-        no buffer assignment of a Llama's step.
     """
 
     widens_halves: bool = False
@@ -35,7 +32,6 @@ class Backend(NamedTuple):
     library_reduces: bool = False
     recomputes: bool = False
     combines: bool = False
-    repeats: bool = False
 
 
 _KEEPS_HALVES = (0, 11)
@@ -50,13 +46,7 @@ _CPU = Backend(
     combines=True,
 )
 
-_BACKENDS: dict[str | None, Backend] = {
-    "cpu": _CPU,
-    "cuda": Backend(repeats=True),
-    "tpu": Backend(repeats=True),
-}
-
 
 def backend_of(platform: str | None) -> Backend:
-    """The backend for `cpu`, `cuda` or `tpu`; None for one of which nothing is known."""
-    return _BACKENDS.get(platform, Backend())
+    """The backend for `cpu`, `cuda` or `tpu`; only that of CPUs differs from the defaults."""
+    return _CPU if platform == "cpu" else Backend()

@@ -164,8 +164,7 @@ class _Fusion:
             return False
         if self.summed[result] and not op.kind.about.is_constant:
             return op.kind.about.is_product and self.readers[result] == 1
-        repeats = self.backend.repeats and op.kind.about.is_elementwise
-        return what == Role.INSIDE or repeats or self.readers[result] == 1
+        return what == Role.INSIDE or self.readers[result] == 1
 
     def inside(self, op: Op) -> None:
         result, readers = op.results[0], self.readers

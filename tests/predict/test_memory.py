@@ -54,23 +54,12 @@ def test_a_chain_between_products_is_stored_in_the_place_of_its_operand() -> Non
     assert use.temporary == 2 * SIZE  # never three
 
 
-@pytest.mark.parametrize(
-    ("function", "platform", "is_stored"),
-    [
-        (jnp.exp, "cpu", True),
-        (jnp.abs, "cpu", False),
-        (jnp.exp, "cuda", False),
-        (jnp.exp, "tpu", False),
-    ],
-)
-def test_expensive_values_with_two_readers(function: Any, platform: str, is_stored: bool) -> None:
-    """CPUs compute them once, accelerators in each reader."""
+def test_expensive_values_with_two_readers_are_computed_once() -> None:
+    def both_ways(function: Any) -> Any:
+        return lambda x: (lambda y: y.sum(0) + y.sum(1))(function(x))
 
-    def f(x: Any) -> Any:
-        y = function(x)
-        return y * 2, y.T + 1
-
-    assert (use_of(f, SQUARE, platform=platform).temporary == SIZE) == is_stored
+    assert use_of(both_ways(jnp.exp), SQUARE).temporary >= SIZE
+    assert use_of(both_ways(jnp.abs), SQUARE).temporary < SIZE
 
 
 def test_donated_arguments_are_overwritten() -> None:

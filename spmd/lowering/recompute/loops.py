@@ -49,7 +49,7 @@ def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Re
 class _Loops:
     def __init__(self, program: Program, costs: Costs) -> None:
         self.costs = costs
-        self.index = Index(program)
+        self.index = costs.clock.index
         self.b = Builder(program.types)
         self.dropped: list[Recomputed] = []
 
