@@ -79,7 +79,8 @@ def local(fn: Callable[..., Any], topology: str = "h200:8") -> Program:
         jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32), MESH, (None, "data", "model")
     )
     x = spmd.mark_sharding(jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), MESH, ("data", None))
-    lowered = spmd.jit(jax.grad(fn), mesh=MESH).lower(ws, x, topology=spmd.Topology(topology))
+    jitted = spmd.jit(jax.grad(fn), mesh=MESH, options=spmd.Options(recompute=False))
+    lowered = jitted.lower(ws, x, topology=spmd.Topology(topology))
     return lowered.stages.optimized.program
 
 
