@@ -21,7 +21,7 @@ from spmd.planning.plan import Plan
 Prices = Mapping[Value, float]
 """Seconds for each byte that one device holds of a value."""
 
-FIRST, STEP, ROUNDS, PATIENCE = 1 / 64, 4.0, 12, 3
+FIRST, STEP, ROUNDS, PATIENCE = 1 / 64, 8.0, 8, 3
 """First price in seconds of the whole plan for the whole limit, its growth until a plan fits, plans
 to try until then, and how many of them in a row may bring no progress."""
 
@@ -127,7 +127,8 @@ def _split_further(
     def at(price: float, last: Trial) -> Trial:
         if last.bytes > limit:
             alive.update(dict.fromkeys(value for value, _ in peak_of(last.plan).alive))
-        return try_out(priced(dict.fromkeys(alive, price)))
+        plan = priced(dict.fromkeys(alive, price))
+        return last if plan.choices == last.plan.choices else try_out(plan)
 
     return _rising(limit, trial, at, CLOSE, slowest)
 
@@ -149,16 +150,27 @@ def _recomputed(
         def at(price: float, _: Trial, plan: Plan = trial.plan) -> Trial:
             return try_out(plan._replace(byte_price=price))
 
-        # A plan that is slower at the price that made another one fit is not looked into.
-        fitting = [t for t in (*known, *found) if t.bytes <= limit and t.plan.byte_price]
-        best = min(fitting, key=lambda t: t.seconds, default=None)
+        # The first plan is looked into at many prices, others where the best price so far promises
+        # something: a faster program that fits, or a smaller one where none does.
         slowest = _fastest_fitting((*known, *found), limit)
         if trial.bytes <= limit or trial.seconds >= slowest:
             continue
-        if best is not None and at(best.plan.byte_price, trial).seconds >= slowest:
-            continue
+        if best := _best((*known, *found), limit):
+            first = at(best.plan.byte_price, trial)
+            found.append(first)
+            if _best((best, first), limit) is best:
+                continue
         found += _rising(limit, trial, at, CLOSER, slowest)
     return found
+
+
+def _best(trials: Sequence[Trial], limit: int) -> Trial | None:
+    """Of programs that make values again the fastest that fits, or else the smallest."""
+    again = [trial for trial in trials if trial.plan.byte_price]
+    fitting = [trial for trial in again if trial.bytes <= limit]
+    if fitting:
+        return min(fitting, key=lambda trial: trial.seconds)
+    return min(again, key=lambda trial: trial.bytes, default=None)
 
 
 def _rising(
