@@ -41,7 +41,7 @@ from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
 from spmd.planning.plan import Plan, Recomputed
 from spmd.planning.problem import Problem, opened, problem_of
-from spmd.predict.memory import peak_memory
+from spmd.predict.memory import MemoryUse, peak_memory
 from spmd.predict.timeline import Timeline, predict_timeline
 from spmd.progress import doing
 from spmd.propagation.cheap import cheap_values
@@ -218,10 +218,22 @@ class Trial:
         return self.timeline.seconds
 
     @cached_property
+    def _memory(self) -> MemoryUse:
+        program, platform = self.optimized.program, self.plan.topology.platform
+        return self._clock("memory", peak_memory, program, self._donated, platform)
+
+    @property
     def bytes(self) -> int:
         """Predicted memory of one device."""
-        program, platform = self.optimized.program, self.plan.topology.platform
-        return self._clock("memory", peak_memory, program, self._donated, platform).peak
+        return self._memory.peak
+
+    @property
+    def largest(self) -> list[tuple[str, int]]:
+        """Names and bytes of arguments, of results, and of the largest values at the peak."""
+        memory = self._memory
+        values = [(buffer.name, buffer.bytes) for buffer in memory.at_peak()[:3]]
+        results = memory.results - memory.aliased
+        return [("arguments", memory.arguments), ("results", results), *values]
 
 
 def plan_problem(

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from spmd.errors import PlanError, bytes_text
 from spmd.ir.program import Value
-from spmd.mesh.sharding import format_sharding
 from spmd.planning.liveness import bound_of, peak_of
 from spmd.planning.plan import Plan
 
@@ -44,6 +43,10 @@ class Trial(Protocol):
     @property
     def bytes(self) -> int:
         """Predicted memory of one device."""
+
+    @property
+    def largest(self) -> Sequence[tuple[str, int]]:
+        """Names and bytes of what is held at the fullest moment, the largest values of it."""
 
 
 TryOut = Callable[[Plan], Trial]
@@ -96,7 +99,7 @@ def fastest_within(
         return _noted(least.plan, text)
     error = PlanError(
         f"no plan was found that keeps to {bytes_text(limit)} on a device",
-        actual=f"at least {need}, of which {_largest(least.plan)}",
+        actual=f"at least {need}, of which {_largest(least)}",
         required=bytes_text(limit),
         fix="split arguments over more axes, use more devices, or split the batch into "
         "microbatches" + ("" if recompute else ", or allow `Options(recompute=True)`"),
@@ -219,14 +222,6 @@ def _again(plan: Plan) -> str:
     return f", and makes values of {held} again rather than hold them" if again else ""
 
 
-def _largest(plan: Plan) -> str:
-    """The arguments' share and the largest values at the peak, for people."""
-    peak = peak_of(plan)
-    types = plan.program.types
-    own = set(plan.program.body.args)
-    values = [(held, size) for held, size in peak.alive.items() if held[0] not in own]
-    order = sorted(values, key=lambda item: -item[1])[:3]
-    parts = [f"{bytes_text(peak.arguments)} arguments"]
-    for (value, state), size in order:
-        parts.append(f"{bytes_text(size)} {types[value]} {format_sharding(state, plan.mesh)}")
-    return ", ".join(parts)
+def _largest(trial: Trial) -> str:
+    """What takes the most memory, for people."""
+    return ", ".join(f"{bytes_text(size)} {name}" for name, size in trial.largest)
