@@ -54,6 +54,10 @@ def recompute_in_block(
     return program._replace(types=tuple(b.types), body=body), dropped
 
 
+ANSWERS = 3
+"""How often a block is asked: what is made again, and so when, depends on the answer before."""
+
+
 class _Block:
     """A block of ops, and the moment at which one of them runs.
 
@@ -72,12 +76,13 @@ class _Block:
                 if value in self.makers:
                     self.crossing.setdefault(value, i)
         self.returned = set(region.results)
-        self.needed_at = self._needed_at()
         self.layer = len(self.after) / self._layers()
-        cut = cheapest_cut(
-            self.before, self.crossing, Prices(self.keep, self.again_seconds, self.early)
-        )
-        self.again = {value: op for op in cut.again for value in op.results}
+        self.again: dict[Value, Op] = {}
+        prices = Prices(self.keep, self.again_seconds, self.early)
+        for _ in range(ANSWERS):
+            self.needed_at = self._needed_at()
+            cut = cheapest_cut(self.before, self.crossing, prices)
+            self.again = {value: op for op in cut.again for value in op.results}
 
     def keep(self, value: Value) -> float:
         """Holding a value; arguments and results of the block are there anyway."""
@@ -114,19 +119,23 @@ class _Block:
         return 1
 
     def _needed_at(self) -> dict[Value, int]:
-        """When values would have to be made again: for themselves, else for what is made of them.
+        """When values would have to be made again, in numbers of ops behind the fullest moment.
 
-        Given as numbers of ops behind the fullest moment.
+        That is when they are read themselves, or what is made of them by the last answer; of values
+        that nobody reads, when what could be made of them would have to be.
         """
         found: dict[Value, int] = {}
-        asked: dict[Value, int] = {}
+        could: dict[Value, int] = {}
+        does: dict[Value, int] = {}
         for op in reversed(self.before):
-            own = min((self.crossing[v] for v in op.results if v in self.crossing), default=None)
-            theirs = min((asked[v] for v in op.results if v in asked), default=len(self.after))
-            when = theirs if own is None else own
+            own = [place[v] for place in (self.crossing, does) for v in op.results if v in place]
+            when = min(own or [could[v] for v in op.results if v in could], default=len(self.after))
             found.update(dict.fromkeys(op.results, when))
+            is_again = op.results[:1] and op.results[0] in self.again
             for value in reads(op):
-                asked[value] = min(asked.get(value, when), when)
+                could[value] = min(could.get(value, when), when)
+                if is_again:
+                    does[value] = min(does.get(value, when), when)
         return found
 
     def dropped(self) -> list[Recomputed]:
