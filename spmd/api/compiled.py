@@ -17,7 +17,7 @@ from spmd.explain.memory import Memory
 from spmd.ir.types import needs_x64
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emitted import Emitted
-from spmd.lowering.execute import compile_emitted, x64_if
+from spmd.lowering.execute import compile_emitted, options_within, x64_if
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -64,7 +64,12 @@ class Compiled(Planned):
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
         self._boundary = Boundary(self.traced, emitted, jax_mesh(self.mesh, devices))
         doing("XLA")
-        self.executable = compile_emitted(emitted, self.options.compiler_options, devices)
+        options, limit = self.options.compiler_options, self.options.memory_limit
+        if limit is not None:
+            use = self.predicted_memory
+            around = use.arguments + use.results - use.aliased
+            options = options_within(limit, around, self.stages.plan.topology, options)
+        self.executable = compile_emitted(emitted, options, devices)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program (without its static arguments)."""
