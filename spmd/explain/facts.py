@@ -117,7 +117,8 @@ def quality_rows(facts: Facts) -> tuple[tuple[str, float, str], ...]:
     """(what, seconds, as text): the greedy plan, and what no plan can undercut, beside this one."""
     plan, seconds = facts.plan, facts.timeline.seconds
     rows = []
-    if plan.greedy_seconds and plan.solver != "greedy":
+    # A greedy plan that is faster is one that takes more memory than there is.
+    if plan.greedy_seconds > seconds * (1 - CLOSE) and plan.solver != "greedy":
         more = plan.greedy_seconds / seconds - 1 if seconds else 0.0
         slower = f"{more:.1%} slower than" if more >= CLOSE else "as fast as"
         text = f"{seconds_text(plan.greedy_seconds)}, {slower} this one"
