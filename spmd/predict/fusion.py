@@ -7,6 +7,7 @@ that is expensive. Contractions, reductions, collectives and library calls read 
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 from spmd.ir.description import Role
@@ -54,6 +55,10 @@ def wants_stored(op: Op, what: Role, position: int) -> bool:
     return what == Role.CALL
 
 
+MANY = 16
+"""Tensors that are told apart; a kernel that reads more reads many."""
+
+
 def wide_values(program: Program) -> frozenset[Value]:
     """Elementwise values that would cost their readers more than being stored does.
 
@@ -80,7 +85,7 @@ def wide_values(program: Program) -> frozenset[Value]:
         if len(operands) > 1 and k > 1 and n * k > n + 1 + k:
             found.add(result)
         else:
-            inputs[result] = read
+            inputs[result] = frozenset(islice(read, MANY))
     return frozenset(found)
 
 

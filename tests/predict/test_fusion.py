@@ -1,0 +1,60 @@
+"""What accelerators store: what is wide, and what stands behind a barrier."""
+
+from __future__ import annotations
+
+import pytest
+
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.program import Program, Value
+from spmd.ir.types import TensorType
+from spmd.predict.backends import Backend, backend_of
+from spmd.predict.fusion import fuse, stored_values
+
+SQUARE = TensorType((64, 64), "f32")
+
+
+class _Maker:
+    """A program of calls and sums of one square argument."""
+
+    def __init__(self) -> None:
+        self.b = Builder()
+        self.b.begin(True)
+        self.x = self.b.value(SQUARE)
+        self.calls = 0
+
+    def call(self, value: Value) -> Value:
+        """A library call; each is another one."""
+        kind = {"number": self.calls}
+        self.calls += 1
+        return self.b.op("stablehlo.cholesky", (value,), (SQUARE,), kind)[0]
+
+    def program(self, results: list[Value]) -> Program:
+        body = self.b.end((self.x,), results)
+        names = tuple(f"r{i}" for i in range(len(results)))
+        return Program("p", tuple(self.b.types), body, ("x",), names)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "readers", "is_stored"), [(2, 2, False), (2, 4, True), (4, 2, True)]
+)
+def test_a_sum_is_stored_where_its_readers_would_read_more(
+    inputs: int, readers: int, is_stored: bool
+) -> None:
+    make = _Maker()
+    terms = [make.call(make.x) for _ in range(inputs)]
+    total = terms[0]
+    for term in terms[1:]:
+        total = make.b.binary("add", total, term)
+    folds = [make.b.unary(name, total) for name in ("negate", "abs", "sign", "floor")[:readers]]
+    results = [make.b.transpose(make.call(fold), (1, 0)) for fold in folds]
+    stored = stored_values(make.program(results))
+    assert (total in stored) == is_stored
+
+
+def test_nothing_is_computed_across_a_barrier() -> None:
+    make = _Maker()
+    flipped = make.b.unary("negate", make.x)
+    (held,) = make.b.barrier((flipped,))
+    program = make.program([make.call(make.b.unary("abs", held))])
+    assert fuse(program, Backend()).stored[flipped]
+    assert not fuse(program, backend_of("cpu")).stored[flipped]  # XLA drops it there
