@@ -11,6 +11,7 @@ from spmd.explain.document import Cell, Table, number
 from spmd.explain.text.layout import Lines, section, table_lines
 from spmd.explain.words import plural, seconds_text
 from spmd.measure.labels import ATTENTION, COPIES, KINDS, MATRIX, OTHER, Label, Labels, label_of
+from spmd.measure.order import Order
 from spmd.measure.profile import Event, Run, Step
 from spmd.measure.shares import shares
 from spmd.mesh.mesh import Mesh
@@ -159,7 +160,8 @@ def compare(
         _Row(label_of(part.slot.op, mesh), part.seconds, part.hidden, 0.0, 0.0)
         for part in spent(timeline, topology)
     ]
-    devices = [device for step in run.steps for device in _devices(step, labels)]
+    order = Order(labels)
+    devices = [device for step in run.steps for device in _devices(step, order)]
     count = len(devices)
     rows += [
         _Row(work.label, 0.0, 0.0, work.seconds / count, work.hidden / count)
@@ -197,14 +199,15 @@ class _Row(NamedTuple):
     measured_hidden: float
 
 
-def _devices(step: Step, labels: Labels) -> list[tuple[Worked, ...]]:
+def _devices(step: Step, order: Order) -> list[tuple[Worked, ...]]:
     """What each device did in a step, and whose time it was; the first device last."""
-    found: dict[int, list[tuple[Event, Label]]] = {}
+    found: dict[int, list[Event]] = {}
     for event in step.events:
-        if (label := labels.of(event)) is not None:
-            found.setdefault(event.device, []).append((event, label))
+        found.setdefault(event.device, []).append(event)
     made = []
-    for _, done in sorted(found.items(), reverse=True):
+    for _, events in sorted(found.items(), reverse=True):
+        labelled = [(event, order.labels.of(event)) for event in order.name(events)]
+        done = [(event, label) for event, label in labelled if label is not None]
         spans = [(KINDS.index(label.kind), event.start, event.end) for event, label in done]
         made.append(tuple(Worked(*d, *share) for d, share in zip(done, shares(spans), strict=True)))
     return made

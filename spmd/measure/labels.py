@@ -114,7 +114,12 @@ _KERNELS = (
 """What kernels of a GPU are, by their names, where the profile names no op."""
 
 
-def _kernel_collective(name: str) -> str:
+def kernel_kind(name: str) -> str:
+    """The kind of work of a kernel."""
+    return next((kind for kind, names in _KERNELS if names.search(name)), OTHER)
+
+
+def kernel_collective(name: str) -> str:
     """The kind of collective that a kernel of NCCL runs: `all_gather`; `nccl` if it says none."""
     for kind in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send_recv"):
         if kind.replace("_", "") in name.lower().replace("_", ""):
@@ -166,10 +171,10 @@ class Labels:
                 return None
             found = None
         found = found or self.instructions.get(self.by_kernel.get(name, ""))
-        kind = next((kind for kind, names in _KERNELS if names.search(name)), OTHER)
+        kind = kernel_kind(name)
         label = Label(kind, "") if found is None else self._label(found, kind)
         if label.kind == COLLECTIVES and not label.collective:
-            return label._replace(collective=_kernel_collective(name))
+            return label._replace(collective=kernel_collective(name))
         return label
 
     def _label(self, instruction: Instruction, kernel: str) -> Label:
@@ -177,7 +182,7 @@ class Labels:
         keys = [(scope, places[:known]) for known in (2, 1, 0)]
         ours = next((self.ours[key] for key in keys if key in self.ours), [])
         layer = ours[0].layer if ours else layer_of(Loc(scope))
-        if kind := self._collective(instruction):
+        if kind := self.collective(instruction):
             like = [label.collective for label in ours if label.collective.startswith(f"{kind} ")]
             axes = next(filter(None, map(self._axes, self._parts(instruction))), "")
             name = f"{kind} over {axes}" if axes else (like or [kind])[0]
@@ -186,27 +191,33 @@ class Labels:
             return Label(COPIES, layer)
         if any(label.kind == ATTENTION for label in ours):
             return Label(ATTENTION, layer)
-        return Label(self._kind(instruction) or kernel, layer)
+        return Label(self.kind(instruction) or kernel, layer)
 
     def _origin(self, instruction: Instruction) -> tuple[str, tuple[str, ...]]:
         """The scope and the source lines of ours that an instruction has in its metadata."""
-        roots = [inner for inner in called(instruction, self.module) if inner.root]
-        for found in (instruction, *roots):
-            if name := op_name_of(found):
-                scope = name.rpartition("spmd_program/")[2] if "spmd_program/" in name else ""
-                return scope.partition(";")[0], tuple(places_of(found, self.module))
-        return "", ()
+        # What a fusion has no name for, its results do: they stand last.
+        parts = [instruction, *reversed(called(instruction, self.module))]
+        named = [(name, part) for part in parts if (name := op_name_of(part))]
+        named.sort(key=lambda item: "spmd_program/" not in item[0])
+        if not named:
+            return "", ()
+        name, part = named[0]
+        scope = name.rpartition("spmd_program/")[2] if "spmd_program/" in name else ""
+        # Of ops that XLA made one it joins the names: `a;b`, `f/(a:b)`.
+        scope = re.sub(r"/\(([^:]*):.*\)$", r"/\1", scope.partition(";")[0])
+        return scope, tuple(places_of(part, self.module))
 
     def _parts(self, instruction: Instruction) -> list[Instruction]:
         return [instruction, *called(instruction, self.module)]
 
-    def _collective(self, instruction: Instruction) -> str:
+    def collective(self, instruction: Instruction) -> str:
+        """The kind of a collective that an instruction is or starts; else nothing."""
         return next(filter(None, map(kind_of, self._parts(instruction))), "")
 
     def _axes(self, instruction: Instruction) -> str:
         return self.axes.get(groups_of(instruction, self.module), "")
 
-    def _kind(self, instruction: Instruction) -> str:
+    def kind(self, instruction: Instruction) -> str:
         """What an instruction computes, where that shows; else nothing."""
         for part in self._parts(instruction):
             if part.opcode in ("dot", "convolution"):

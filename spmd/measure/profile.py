@@ -40,6 +40,8 @@ class Event(NamedTuple):
       name: the kernel's; on CPUs the op's.
       op: the op of the optimized module that it belongs to; empty where the profile names none.
       start, end: seconds after its step began.
+      launch: of a GPU's kernel, the number of the call that launched it, and its place in the CUDA
+        graph that was launched.
     """
 
     device: int
@@ -47,6 +49,7 @@ class Event(NamedTuple):
     op: str
     start: float
     end: float
+    launch: tuple[int, int] = (0, 0)
 
 
 class Step(NamedTuple):
@@ -150,10 +153,16 @@ def _device_events(profile: Any) -> Iterator[Event]:
         for line in planes[name].lines:
             if line.name.startswith("Stream"):
                 for event in line.events:
-                    op = str(dict(event.stats).get("hlo_op", ""))
-                    yield Event(int(number), event.name, op, event.start_ns, event.end_ns)
+                    yield _kernel(int(number), event)
     if not gpus and "/host:CPU" in planes:
         yield from _cpu_events([_Thread(line) for line in planes["/host:CPU"].lines])
+
+
+def _kernel(device: int, event: Any) -> Event:
+    stats = dict(event.stats)
+    launch = (stats.get("correlation_id", 0), stats.get("cuda_graph_node_id", 0))
+    op = str(stats.get("hlo_op", ""))
+    return Event(device, event.name, op, event.start_ns, event.end_ns, launch)
 
 
 class _Thread:

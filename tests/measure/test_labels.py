@@ -82,6 +82,12 @@ HLO = f"""HloModule jit_run, num_partitions=8
   ROOT %s = f32[8] add(%a.1, %a.1), {NAME}add"}}
 }}
 
+%fused_two (a: f32[8]) -> (f32[8], f32[8]) {{
+  %a.4 = f32[8] parameter(0), metadata={{op_name="args[4]"}}
+  %t = f32[8] add(%a.4, %a.4), {NAME}add"}}
+  ROOT %two = (f32[8], f32[8]) tuple(%a.4, %t)
+}}
+
 %async (a: f32[8]) -> f32[4] {{
   %a.2 = f32[8] parameter(0)
   ROOT %r = f32[4] reduce-scatter(%a.2), replica_groups=[4,2]<=[8], {NAME}psum"}}
@@ -99,6 +105,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
   %attn = (f32[8], u8[0]) custom-call(%p), custom_call_target="__cudnn$fmhaSoftmax", {NAME}x"}}
   %gemm_fusion = f32[8] fusion(%p), kind=kCustom, calls=%fused_dot, {NAME}dot"}}
   %no_metadata = f32[8] fusion(%p), kind=kLoop, calls=%fused_add
+  %results = (f32[8], f32[8]) fusion(%p), kind=kLoop, calls=%fused_two
+  %joined = f32[8] add(%p, %p), metadata={{op_name="jit(run)/spmd_program/jit(f)/(jvp(block_1)/gather:transpose(jvp(block_2))/scatter-add)"}}
   %gather = (f32[8], f32[16]) all-gather-start(%p), replica_groups=[4,2]<=[8], {NAME}x"}}
   %scatter = ((f32[8]), f32[4]) async-start(%p), calls=%async
   %copy.3 = f32[8] copy(%p), {NAME}x"}}
@@ -119,6 +127,8 @@ EMPTY = Program("f", (), Region((), (), ()), (), ())
         ("cudnn_generated_fort_native_sdpa", "attn", Label(ATTENTION, "block_*")),
         ("gemm_fusion", "gemm_fusion", Label(MATRIX, "block_*")),
         ("no_metadata", "no_metadata", Label(OTHER, "block_*")),
+        ("results", "results", Label(OTHER, "block_*")),  # one of its results has a name
+        ("joined", "joined", Label(OTHER, "block_*")),  # of two ops
         ("MemcpyD2D", "copy.3", Label(COPIES, "block_*")),
         ("Memset", "", Label(COPIES, "")),
         ("ncclDevKernel_AllGather_RING_LL", "", Label(COLLECTIVES, "", "all_gather")),
