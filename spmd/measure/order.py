@@ -64,9 +64,8 @@ class Order:
             return ""
         if instruction.opcode == "fusion":
             return _stem(instruction.name)
-        if (
-            instruction.opcode == "fusion-start"
-        ):  # a collective that XLA has a kernel of its own for
+        if instruction.opcode == "fusion-start":
+            # XLA's own kernel for a collective, named as the fusion was before it became a start.
             made = "".join(names_of(instruction.rest, "calls"))
             return _stem(made.removeprefix("fused_")) + "_fusion"
         if kind := self.labels.collective(instruction):

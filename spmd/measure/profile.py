@@ -5,7 +5,7 @@ A step is what happens between the two ends of an annotation on the host. Where 
     CPU   threads of the plane `/host:CPU`. An event is one op of the optimized module; it names
           the op, the module and the device.
     GPU   lines `Stream ...` of the planes `/device:GPU:N`. An event is a kernel or a copy, and
-          names the op that launched it; kernels of a CUDA graph name none.
+          names the op that launched it, but in a CUDA graph; `order.py` finds those.
 """
 
 from __future__ import annotations
