@@ -41,7 +41,7 @@ def recompute_in_block(
             return old
         op = path[depth]
         if depth + 1 < len(path):
-            inside = runs * costs.clock.index.runs(op)
+            inside = runs * costs.runs(op)
             regions = tuple(region(inner, depth + 1, inside) for inner in op.regions)
             old = old._replace(
                 ops=(*old.ops[:full], op._replace(regions=regions), *old.ops[full + 1 :])

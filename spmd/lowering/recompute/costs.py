@@ -43,10 +43,14 @@ class Costs:
             return math.inf
         if op.regions:
             inside = sum(self.again(inner) for region in op.regions for inner in region.ops)
-            return self.clock.index.runs(op) * inside
+            return self.runs(op) * inside
         if op.collective:
             return self.clock.exchange(op) if "axes" in op.kind.attrs else math.inf
         return self.clock.arithmetic(op)
+
+    def runs(self, op: Op) -> int:
+        """How often the regions of an op run; at least once, so that infinite stays infinite."""
+        return max(1, self.clock.index.runs(op))
 
     def held(self, value: Value, pieces: int = 1) -> float:
         """Holding a value, or as many pieces like it, at the fullest moment."""

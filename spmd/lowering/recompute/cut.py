@@ -137,6 +137,8 @@ class _Network:
 
     def behind_cut(self) -> set[object]:
         """The nodes from which the sink can still be reached: the fewest that a minimum cut has."""
+        if not self.edges:
+            return set()
         starts, ends, seconds = (np.array(column) for column in zip(*self.edges, strict=True))
         total = float(seconds[np.isfinite(seconds)].sum()) or 1.0
         scaled = np.minimum(np.ceil(seconds * (RESOLUTION / total)), ENDLESS)

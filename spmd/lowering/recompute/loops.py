@@ -73,7 +73,7 @@ class _Loops:
             if op.results and op.results[0] in changed:
                 ops += changed[op.results[0]]
             else:
-                inside = runs * self.index.runs(op)
+                inside = runs * self.costs.runs(op)
                 ops.append(op._replace(regions=tuple(self.region(r, inside) for r in op.regions)))
         return region._replace(ops=tuple(ops))
 

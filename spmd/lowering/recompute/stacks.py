@@ -8,7 +8,7 @@ So the gradient of a scan keeps what its forward loop made: %q in one loop is %p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from spmd.ir.control_flow import integer_of
 from spmd.ir.description import Role
 from spmd.ir.index import Index
 from spmd.ir.program import Op, Region, Value
+from spmd.ir.types import numpy_dtype
 from spmd.predict.fusion import is_untouched
 
 
@@ -81,6 +82,7 @@ def _between(
     forward: Op, loops: Mapping[Value, Op], index: Index
 ) -> list[tuple[Op, Value, Value, tuple[Stack, ...]]]:
     """The loops that read a loop's stacks, those with the most stacks first."""
+    types = index.program.types
     found: dict[tuple[Value, Value, Value], list[Stack]] = {}
     for number in range(len(forward.results)):
         piece = _written(forward, number, index)
@@ -92,8 +94,10 @@ def _between(
         places = {op.operands[1] for op in slices}
         if len(places) == 1:
             at = places.pop()
-            within = _places(backward, at, index)
-            if within is not None and set(within) <= set(range(update.kind.results[0].shape[0])):
+            ends = _ends(backward, at, index)
+            last = update.kind.results[0].shape[0] - 1
+            # The one place stands for the other where what is read is made again.
+            if ends and min(ends) >= 0 and max(ends) <= last and types[place] == types[at]:
                 stack = Stack(number, read, update.operands[1], slices)
                 found.setdefault((backward.results[0], place, at), []).append(stack)
     order = sorted(found.items(), key=lambda item: -len(item[1]))
@@ -107,21 +111,18 @@ def _written(loop: Op, number: int, index: Index) -> tuple[Op, Value] | None:
     update = index.producers.get(body.results[number])
     if update is None or update.kind.about.is_scatter or update.kind.about.role != Role.UPDATE:
         return None
-    if update.operands[0] != carry or not _is_only_read_by(carry, (update,), index):
+    if update.operands[0] != carry or index.users.get(loop.regions[0].args[number]):
         return None
-    if index.users.get(loop.regions[0].args[number]):
+    # Nobody may look at the stack while it is filled.
+    if any(len(index.users[value]) != 1 for value in (carry, update.results[0])):
         return None
     shape, piece = (t.shape for t in update.kind.operands[:2])
     place = update.operands[2]
     if piece != (1, *shape[1:]):
         return None
-    places = _places(loop, place, index)
-    fills = places is not None and sorted(places) == list(range(shape[0]))
+    ends = _ends(loop, place, index)
+    fills = ends and sorted(ends) == [0, shape[0] - 1] and index.trips[loop.results[0]] == shape[0]
     return (update, place) if fills else None
-
-
-def _is_only_read_by(value: Value, ops: Sequence[Op], index: Index) -> bool:
-    return all(any(user is op for op in ops) for user, _ in index.users.get(value, ()))
 
 
 def _reader(value: Value, loops: Mapping[Value, Op], index: Index) -> tuple[Op, int] | None:
@@ -154,54 +155,55 @@ def _slices(loop: Op, number: int, index: Index) -> tuple[Op, ...]:
     return ops if inside and len(uses) == len(ops) + 1 else ()
 
 
-def _places(loop: Op, value: Value, index: Index) -> list[int] | None:
-    """A scalar of a loop's body in each trip, where that can be told."""
+Ends = tuple[int, int]
+"""An integer in the first and in the last trip of a loop; each trip changes it by as much."""
+
+
+def _ends(loop: Op, value: Value, index: Index) -> Ends | None:
+    """An integer of a loop's body, where that can be told and it does not overflow."""
     trips = index.trips.get(loop.results[0])
-    if not trips:
+    dtype = numpy_dtype(index.program.types[value].dtype)
+    if not trips or not np.issubdtype(dtype, np.integer):
         return None
-    found = _Counted(loop, trips, index).of(value)
-    return None if found is None else [int(i) for i in np.broadcast_to(found, (trips,))]
+    body = loop.regions[1]
+    if value in body.args:
+        ends = _counter(loop, body.args.index(value), trips, index)
+    else:
+        ends = _computed(loop, value, index)
+    limits = np.iinfo(dtype)
+    return ends if ends and limits.min <= min(ends) and max(ends) <= limits.max else None
 
 
-class _Counted:
-    """Integers of a loop's body, all trips at once, from what counts the trips."""
+def _computed(loop: Op, value: Value, index: Index) -> Ends | None:
+    """An integer that is made in a loop's body, of constants and what counts the trips."""
+    known = integer_of(index.producers, value)
+    if known is not None:
+        return known, known
+    op = index.producers[value]
+    if op.kind.about.is_convert:
+        return _ends(loop, op.operands[0], index)
+    sign = _sign(op)
+    terms = [_ends(loop, operand, index) for operand in op.operands] if sign else []
+    match terms:
+        case [(a, b), (c, d)]:
+            return a + sign * c, b + sign * d
+    return None
 
-    def __init__(self, loop: Op, trips: int, index: Index) -> None:
-        self.loop, self.trips, self.index = loop, trips, index
 
-    def of(self, value: Value) -> np.ndarray | None:
-        body = self.loop.regions[1]
-        if value in body.args:
-            return self.counter(body.args.index(value))
-        op = self.index.producers.get(value)
-        if op is None or op.regions or op.kind.results[0].rank:
-            return None
-        if op.kind.about.is_constant:
-            known = integer_of(self.index.producers, value)
-            return None if known is None else np.array(known)
-        if op.kind.about.is_convert:
-            return self.of(op.operands[0])
-        sign = _sign(op)
-        if not sign:
-            return None
-        left, right = (self.of(operand) for operand in op.operands)
-        return None if left is None or right is None else left + sign * right
-
-    def counter(self, number: int) -> np.ndarray | None:
-        """A carry that begins at a constant and grows by a constant."""
-        body = self.loop.regions[1]
-        begin = integer_of(self.index.producers, self.loop.operands[number])
-        step = self.index.producers.get(body.results[number])
-        if body.results[number] == body.args[number]:
-            return None if begin is None else np.array(begin)
-        if begin is None or step is None or body.args[number] not in step.operands:
-            return None
-        others = [v for v in step.operands if v != body.args[number]]
-        by = integer_of(self.index.producers, others[0]) if len(others) == 1 else None
-        sign = _sign(step)
-        if by is None or not sign or (sign < 0 and step.operands[1] == body.args[number]):
-            return None
-        return begin + sign * by * np.arange(self.trips)
+def _counter(loop: Op, number: int, trips: int, index: Index) -> Ends | None:
+    """A carry that begins at a constant and grows by a constant."""
+    body = loop.regions[1]
+    begin = integer_of(index.producers, loop.operands[number])
+    if begin is None or is_untouched(loop, number):
+        return None if begin is None else (begin, begin)
+    step = index.producers.get(body.results[number])
+    if step is None or not _sign(step) or body.args[number] not in step.operands:
+        return None
+    others = [v for v in step.operands if v != body.args[number]]
+    by = integer_of(index.producers, others[0]) if len(others) == 1 else None
+    if by is None or (_sign(step) < 0 and step.operands[1] == body.args[number]):
+        return None
+    return begin, begin + _sign(step) * by * (trips - 1)
 
 
 def _sign(op: Op) -> int:

@@ -49,6 +49,10 @@ def test_what_cannot_be_kept_is_made_again_and_what_cannot_be_made_is_kept() -> 
     assert [op.results[0] for op in found.again] == [2]
 
 
+def test_where_nothing_is_needed_nothing_is_kept() -> None:
+    assert cut_of({}, {}, ()) == Cut(frozenset(), ())
+
+
 def test_equal_prices_do_nothing_again() -> None:
     assert not cut_of({0: 0.0, 1: 1.0, 2: 1.0, 3: 1.0}, {1: 1.0, 2: 1.0, 3: 1.0}, (1, 2, 3)).again
 

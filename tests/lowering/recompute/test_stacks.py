@@ -1,0 +1,106 @@
+"""What counts as a stack between two loops, and what is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import spmd
+from spmd.ir.index import Index
+from spmd.lowering.recompute.recompute import recompute
+from spmd.lowering.recompute.stacks import pairs_of
+from tests.lowering.rewrites.local_programs import arguments, run
+
+MESH = spmd.Mesh(None, (2,), ("a",))
+ROWS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Loops:
+    """A loop that collects what it makes, and one that reads it.
+
+    Attributes:
+      trips: how often both run; also the length of the stack.
+      write, read: what counts in either of them, where it begins, and its step.
+      place: where they look, of what counts.
+      after: what else the forward loop hands on, of its stack.
+    """
+
+    trips: int = 3
+    write: tuple[type, int, int] = (jnp.int32, 0, 1)
+    read: tuple[type, int, int] = (jnp.int32, 2, -1)
+    place: Callable[[Any], Any] = lambda i: i
+    after: Callable[[Any], Any] = lambda stack: jnp.zeros(2)
+
+    def __call__(self, x: Any) -> Any:
+        empty = jnp.zeros((self.trips, *x.shape))
+
+        def forward(_: Any, carry: Any) -> Any:
+            i, y, stack, _ = carry
+            piece = jnp.tanh(y * i.astype(jnp.float32))
+            stack = lax.dynamic_update_slice_p.bind(stack, piece[None], *at(i, x))
+            return i + self.write[0](self.write[2]), jnp.sin(y), stack, self.after(stack)
+
+        def backward(_: Any, carry: Any) -> Any:
+            i, y = carry
+            sizes = (1, *x.shape)
+            piece = lax.dynamic_slice_p.bind(stack, *at(i, x), slice_sizes=sizes)[0]
+            return i + self.read[0](self.read[2]), jnp.cos(y) + piece * i.astype(jnp.float32)
+
+        def at(i: Any, x: Any) -> list[Any]:
+            i = self.place(i)
+            return [i, *(jnp.zeros((), i.dtype) for _ in x.shape)]
+
+        first = self.write[0](self.write[1])
+        after = self.after(empty)
+        _, y, stack, after = lax.fori_loop(0, self.trips, forward, (first, x, empty, after))
+        _, y = lax.fori_loop(0, self.trips, backward, (self.read[0](self.read[1]), y))
+        return y, after
+
+
+STACKS = {
+    "backwards": Loops(),
+    "forwards": Loops(read=(jnp.int32, 0, 1)),
+    "written from the end": Loops(write=(jnp.int32, 2, -1)),
+    "counted from elsewhere": Loops(
+        write=(jnp.int32, 5, 1), read=(jnp.int32, 5, 1), place=lambda i: i - 5
+    ),
+    "one trip": Loops(trips=1, read=(jnp.int32, 0, 1)),
+}
+
+OTHERS = {
+    "looked at while it is filled": Loops(after=lambda stack: stack.sum((0, 1))),
+    "handed on twice": Loops(after=lambda stack: stack),
+    "counted by another type": Loops(read=(jnp.int8, 2, -1)),
+    "counted beyond a type": Loops(130, (jnp.int8, 0, 1), (jnp.int8, 0, 1)),
+    "not filled": Loops(write=(jnp.int32, 0, 2)),
+    "read beyond its end": Loops(read=(jnp.int32, 1, 1)),
+}
+
+
+def held_and_less(fn: Callable[..., Any]) -> tuple[int, list[Any], list[Any]]:
+    """How many pairs of loops there are, and the results with and without their stacks."""
+    x = jax.ShapeDtypeStruct((ROWS, 2), jnp.float32)
+    options = spmd.Options(recompute=False)
+    lowered = spmd.jit(fn, mesh=MESH, in_specs=(("a", None),), options=options).lower(x)
+    program = lowered.stages.optimized.program
+    topology = spmd.Topology("h200:2")
+    less, _ = recompute(program, MESH, topology, 1.0, 1 << 40)
+    args = [a / 10 for a in arguments(program, MESH)]
+    pairs = len(pairs_of(program.body, Index(program)))
+    return pairs, run(program, MESH, args), run(less, MESH, args)
+
+
+@pytest.mark.parametrize("name", [*STACKS, *OTHERS])
+def test_a_stack_is_written_once_everywhere_and_read_by_one_loop(name: str) -> None:
+    pairs, held, less = held_and_less(STACKS.get(name) or OTHERS[name])
+    assert pairs == (name in STACKS)
+    for got, want in zip(less, held, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
