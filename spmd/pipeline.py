@@ -197,9 +197,10 @@ class Trial:
         return Room(memory, tuple(self.plan.problem.links.values()))
 
     def _recompute(self, program: Program) -> tuple[Program, tuple[Recomputed, ...]]:
+        # Links are shared by all devices: what fits as it is sends no more than it has to.
         plan, limit = self.plan, self._room.bytes
-        price, donated = plan.byte_price, self._donated
-        return recompute(program, plan.mesh, plan.topology, price, limit, donated)
+        price, donated, is_short = plan.byte_price, self._donated, self._unpriced.bytes > limit
+        return recompute(program, plan.mesh, plan.topology, price, limit, donated, is_short)
 
     def _schedule(self, program: Program) -> Program:
         plan, options = self.plan, self._options

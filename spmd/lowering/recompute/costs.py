@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from spmd.ir.program import Op, Program, Value
@@ -24,12 +24,14 @@ class Costs:
       mesh: its mesh.
       topology: the machine.
       price: seconds for each byte that is held at the fullest moment.
+      exchanges: whether collectives may be done again.
     """
 
     program: Program
     mesh: Mesh
     topology: Topology
     price: float
+    exchanges: bool = True
 
     @cached_property
     def clock(self) -> Clock:
@@ -45,8 +47,13 @@ class Costs:
             inside = sum(self.again(inner) for region in op.regions for inner in region.ops)
             return self.runs(op) * inside
         if op.collective:
-            return self.clock.exchange(op) if "axes" in op.kind.attrs else math.inf
+            may = self.exchanges and "axes" in op.kind.attrs
+            return self.clock.exchange(op) if may else math.inf
         return self.clock.arithmetic(op)
+
+    def of(self, program: Program) -> Costs:
+        """The same for another program."""
+        return replace(self, program=program)
 
     def runs(self, op: Op) -> int:
         """How often the regions of an op run; at least once, so that infinite stays infinite."""

@@ -43,7 +43,7 @@ def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Re
         # An inner loop that is run again now lies beside the loop that reads what it collects.
         dropped += run.dropped
         program = program._replace(types=tuple(run.b.types), body=body)
-        costs = Costs(program, costs.mesh, costs.topology, costs.price)
+        costs = costs.of(program)
 
 
 class _Loops:

@@ -34,6 +34,7 @@ def recompute(
     price: float,
     limit: int,
     donated: Sequence[int] = (),
+    exchanges: bool = True,
 ) -> tuple[Program, tuple[Recomputed, ...]]:
     """Makes values again rather than holding them, where that costs less than their price.
 
@@ -44,19 +45,20 @@ def recompute(
       price: seconds for each byte that is held at the fullest moment.
       limit: bytes of one device; below it no further moment is relieved.
       donated: positions of the arguments whose memory may be overwritten.
+      exchanges: whether collectives may be done again.
 
     Returns:
       The program, and what it no longer holds.
     """
-    program, dropped = recompute_in_loops(program, Costs(program, mesh, topology, price))
+    costs = Costs(program, mesh, topology, price, exchanges)
+    program, dropped = recompute_in_loops(program, costs)
     program = dedupe(remove_dead(program))
     memory = peak_memory(program, donated, topology.platform)
     for _ in range(ROUNDS):
         path = _path(program.body, memory.order[memory.peak_at]) if memory.order else []
         if memory.peak <= limit or not path:
             break
-        costs = Costs(program, mesh, topology, price)
-        relieved, more = recompute_in_block(program, costs, path)
+        relieved, more = recompute_in_block(program, costs.of(program), path)
         relieved = remove_dead(relieved)
         after = peak_memory(relieved, donated, topology.platform)
         if after.peak >= memory.peak:
