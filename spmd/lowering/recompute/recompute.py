@@ -49,7 +49,7 @@ def recompute(
       The program, and what it no longer holds.
     """
     program, dropped = recompute_in_loops(program, Costs(program, mesh, topology, price))
-    program = dedupe(remove_dead(program))
+    program = dedupe(program)
     memory = peak_memory(program, donated, topology.platform)
     for _ in range(ROUNDS):
         path = _path(program.body, memory.order[memory.peak_at]) if memory.order else []
