@@ -127,7 +127,8 @@ class _Builder:
                 self.inputs[alias] = self.inputs[value]
         elif op.results and not any(map(self.fused.stored.__getitem__, op.results)):
             summed = self.fused.summed[op.results[0]]
-            self.inputs[op.results[0]] = (self.read if summed else self.inside)(op.operands)
+            read = (self.read if summed else self.inside)(op.operands)
+            self.inputs.update(dict.fromkeys(op.results, read))
         else:
             self.kernel(op, what, kernels)
 

@@ -16,6 +16,7 @@ from spmd.predict.backends import backend_of
 from spmd.predict.kernel_order import Kernel, breadth_first
 from spmd.predict.kernels import kernels_of
 from spmd.predict.memory import MemoryUse, peak_memory, predict
+from tests.ir.text_parse import parse_program
 
 SIZE = 64 * 64 * 4
 
@@ -261,3 +262,14 @@ def test_halves_may_be_held_as_floats() -> None:
     assert wide.arguments == narrow.arguments
     assert 1.3 * narrow.temporary < wide.temporary < 2 * narrow.temporary
     assert lowered.predicted_memory == (wide if cpu.widens_halves else narrow)
+
+
+def test_results_that_nobody_reads() -> None:
+    """A chain from the second result of an op, left over by a rewrite."""
+    op = "stablehlo.rng_bit_generator %0 {rng_algorithm = `DEFAULT`}"
+    text = f"""program @p(%0: tensor<4xui32> "x") {{
+  %1, %2 = {op} : (tensor<4xui32>) -> (tensor<4xui32>, tensor<8xui32>)
+  %3 = stablehlo.negate %2 : (tensor<8xui32>) -> tensor<8xui32>
+  return %0 "y"
+}}"""
+    assert peak_memory(parse_program(text, spmd.Mesh(None, (2,), ("a",)))).peak == 2 * 16

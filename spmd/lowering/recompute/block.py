@@ -82,7 +82,9 @@ class _Block:
         for _ in range(ANSWERS):
             self.needed_at = self._needed_at()
             cut = cheapest_cut(self.before, self.crossing, prices)
-            self.again = {value: op for op in cut.again for value in op.results}
+            last, self.again = self.again, {v: op for op in cut.again for v in op.results}
+            if self.again == last:
+                break
 
     def keep(self, value: Value) -> float:
         """Holding a value; arguments and results of the block are there anyway."""

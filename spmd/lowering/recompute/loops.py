@@ -23,6 +23,7 @@ from spmd.lowering.recompute.again import again, late, with_operands
 from spmd.lowering.recompute.costs import Costs
 from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut
 from spmd.lowering.recompute.stacks import Pair, pairs_of
+from spmd.lowering.rewrites.dead import remove_dead
 from spmd.planning.plan import Recomputed
 from spmd.predict.fusion import is_untouched
 
@@ -42,7 +43,7 @@ def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Re
             return program, dropped
         # An inner loop that is run again now lies beside the loop that reads what it collects.
         dropped += run.dropped
-        program = program._replace(types=tuple(run.b.types), body=body)
+        program = remove_dead(program._replace(types=tuple(run.b.types), body=body))
         costs = costs.of(program)
 
 

@@ -52,7 +52,7 @@ def recompute(
     """
     costs = Costs(program, mesh, topology, price, exchanges)
     program, dropped = recompute_in_loops(program, costs)
-    program = dedupe(remove_dead(program))
+    program = dedupe(program)
     memory = peak_memory(program, donated, topology.platform)
     for _ in range(ROUNDS):
         path = _path(program.body, memory.order[memory.peak_at]) if memory.order else []
