@@ -66,7 +66,7 @@ def test_an_argument_and_a_result_are_named() -> None:
     program, (said,) = lowered(products, specs=((None, None), (None, None), (None, None)))
     assert "argument" in said
     costly = program.prices.costly_mark
-    assert costly is not None and any(costly.instead.dims)
+    assert costly is not None and costly.instead is not None and any(costly.instead.dims)
     program, (said,) = lowered(products, out_specs=(None, None))
     assert "result" in said and "argument" not in said
 

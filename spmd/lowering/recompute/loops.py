@@ -28,6 +28,10 @@ from spmd.planning.plan import Recomputed
 from spmd.predict.fusion import is_untouched
 
 
+ROUNDS = 8
+"""Loops inside one another that are looked at, the outermost first."""
+
+
 def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Recomputed]]:
     """Lets every pair of loops collect what is worth its price; outer loops first.
 
@@ -36,15 +40,16 @@ def recompute_in_loops(program: Program, costs: Costs) -> tuple[Program, list[Re
       costs: of this program.
     """
     dropped: list[Recomputed] = []
-    while True:
+    for _ in range(ROUNDS):
         run = _Loops(program, costs)
         body = run.region(program.body, 1)
         if not run.dropped:
-            return program, dropped
+            break
         # An inner loop that is run again now lies beside the loop that reads what it collects.
         dropped += run.dropped
         program = remove_dead(program._replace(types=tuple(run.b.types), body=body))
         costs = costs.of(program)
+    return program, dropped
 
 
 class _Loops:
@@ -230,7 +235,8 @@ def _core(piece: Value, index: Index) -> Value:
     op = index.producers.get(piece)
     if op is None or not (op.kind.about.is_reshape or op.kind.about.is_broadcast):
         return piece
-    same = op.kind.operands[0].size == op.kind.results[0].size
+    dims = op.kind.attrs.get("broadcast_dimensions", ())
+    same = op.kind.operands[0].size == op.kind.results[0].size and list(dims) == sorted(dims)
     return op.operands[0] if same else piece
 
 
