@@ -27,7 +27,6 @@ from spmd.lowering.rewrites.dead import remove_dead
 from spmd.planning.plan import Recomputed
 from spmd.predict.fusion import is_untouched
 
-
 ROUNDS = 8
 """Loops inside one another that are looked at, the outermost first."""
 
