@@ -170,6 +170,8 @@ class Trial:
         clock: _Clock,
         unpriced: Trial | None = None,
     ) -> None:
+        if plan.byte_price and unpriced is None:
+            unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
         self._options, self._donated, self._clock = options, donated, clock
         self._unpriced, self.plan = unpriced or self, plan
         self.partitioned: Partitioned = (

@@ -152,7 +152,7 @@ def test_metadata(wheel: Path):
     assert about["License-Expression"] == "Apache-2.0"
     needed = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {line.split("<")[0].split(">")[0] for line in needed} == {
-        "jax", "jaxlib", "ml-dtypes", "numpy"
+        "jax", "jaxlib", "ml-dtypes", "numpy", "scipy"
     }  # fmt: skip
 
 
