@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 import spmd
-from benchmarks.train import parse_mesh, time_steps
+from benchmarks.train import parse_axes, parse_mesh, time_steps
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig, named_config
 from models.llama.training import argument_types, train_step
@@ -112,8 +112,9 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
-    sizes = parse_mesh(given.mesh) if not given.topology else None
-    mesh = sizes or _mesh_elsewhere(given.mesh)
+    axes = parse_axes(given.mesh)
+    elsewhere = spmd.Mesh(None, tuple(axes.values()), tuple(axes))
+    mesh = elsewhere if given.topology else parse_mesh(given.mesh)
     machine = given.topology or f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
     config = dataclasses.replace(
         named_config(given.model), dtype="bfloat16", scan_layers=given.scan
@@ -133,13 +134,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         within = policy if memory is None else f"as {policy}"
         options = spmd.Options(memory_limit=memory)
         print(row(given, mesh, config, f"by the compiler, {within}", options)[0], flush=True)
-
-
-def _mesh_elsewhere(text: str) -> spmd.Mesh:
-    """A mesh of devices that are not here."""
-    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(":"))}
-    sizes = {"data": 1, "model": 1, **sizes}
-    return spmd.Mesh(None, tuple(sizes.values()), tuple(sizes))
 
 
 if __name__ == "__main__":

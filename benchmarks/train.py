@@ -31,10 +31,15 @@ from models.training.run.metrics import peak_flops
 from spmd.cli.flags import Parser, Switch, positive, words
 
 
-def parse_mesh(text: str) -> spmd.Mesh:
-    """`data=4:model=2` as a mesh."""
+def parse_axes(text: str) -> dict[str, int]:
+    """`data=4:model=2` as sizes of axes, 1 for an axis that is not there."""
     axes = {name: int(size) for name, size in (p.split("=") for p in text.split(":"))}
-    return spmd.make_mesh(**{"data": 1, "model": 1, **axes})
+    return {"data": 1, "model": 1, **axes}
+
+
+def parse_mesh(text: str) -> spmd.Mesh:
+    """`data=4:model=2` as a mesh of the devices that are here."""
+    return spmd.make_mesh(**parse_axes(text))
 
 
 def time_steps(

@@ -194,8 +194,7 @@ class Trial:
 
     @property
     def _room(self) -> Room:
-        limit = self._options.memory_limit
-        memory = self.plan.topology.hbm_bytes if limit is None else limit
+        memory = self.plan.topology.memory(self._options.memory_limit)
         return Room(memory, tuple(self.plan.problem.links.values()))
 
     def _recompute(self, program: Program) -> tuple[Program, tuple[Recomputed, ...]]:

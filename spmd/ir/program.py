@@ -247,3 +247,8 @@ def free_values(region: Region) -> tuple[Value, ...]:
 
     visit(region)
     return tuple(v for v in free if v not in defined)
+
+
+def reads(op: Op) -> tuple[Value, ...]:
+    """All that an op reads: its operands, and what its regions read from around it."""
+    return (*op.operands, *(value for region in op.regions for value in free_values(region)))

@@ -73,7 +73,7 @@ def fastest_within(
       PlanError: no plan keeps to the limit that was given.
     """
     best = min(tried, key=lambda trial: trial.seconds)
-    limit = best.plan.topology.hbm_bytes if memory_limit is None else memory_limit
+    limit = best.plan.topology.memory(memory_limit)
     if bound_of(best.plan) <= limit or best.bytes <= limit:
         return _without_detours(best, limit, try_out) if recompute else best.plan
     everything = [*tried]

@@ -23,6 +23,10 @@ class Backend(NamedTuple):
         operand only a product is computed inside.
       recomputes: elementwise ops of one operand are computed again inside every reader that can do
         so, even where a library call wants them stored as well.
+      drops_barriers: barriers are gone before anything is fused; else nothing is computed across
+        one.
+      repeats: elementwise ops are computed inside every reader, whatever these then read; else not
+        where storing the value costs less (`wide_values`).
       combines: all-reduces that do not wait for each other become one.
     """
 
@@ -31,6 +35,8 @@ class Backend(NamedTuple):
     transposes: bool = False
     library_reduces: bool = False
     recomputes: bool = False
+    drops_barriers: bool = False
+    repeats: bool = False
     combines: bool = False
 
 
@@ -43,6 +49,8 @@ _CPU = Backend(
     transposes=True,
     library_reduces=True,
     recomputes=True,
+    drops_barriers=True,
+    repeats=True,
     combines=True,
 )
 

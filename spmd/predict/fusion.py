@@ -126,7 +126,7 @@ class _Fusion:
         self.summed = [False] * count
         for value in program.body.results:
             self.read(value, 1, True)
-        if not backend.breadth_first:
+        if not backend.repeats:
             for value in wide_values(program):
                 self.needed[value] = True
         self.region(program.body)
@@ -154,8 +154,7 @@ class _Fusion:
                 self.store(op, what)
 
     def alias(self, op: Op) -> None:
-        # Nothing is computed across a barrier, except where the backend drops it first.
-        stops = op.kind.about.is_barrier and not self.backend.breadth_first
+        stops = op.kind.about.is_barrier and not self.backend.drops_barriers
         for value, alias in zip(op.operands, op.results, strict=True):
             if self.readers[alias]:
                 self.root[alias] = value

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from spmd.ir.program import Loc, Op, Region, Value, free_values
+from spmd.ir.program import Loc, Op, Region, Value, reads
 
-AGAIN = "again, for lack of memory"
+AGAIN = "again, rather than held"
 """Note of ops that are done again."""
 
 
 def again(loc: Loc) -> Loc:
     """Where an op comes from that is done again."""
     return loc._replace(note=f"{loc.note} ({AGAIN})" if loc.note else AGAIN)
-
-
-def reads(op: Op) -> tuple[Value, ...]:
-    """All that an op reads, its regions included."""
-    return (*op.operands, *(value for region in op.regions for value in free_values(region)))
 
 
 def reads_inside(op: Op) -> Iterable[Value]:

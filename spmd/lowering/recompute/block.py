@@ -14,9 +14,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.program import Op, OpKind, Program, Region, Value, reads
 from spmd.ir.rewrite import repeat_op
-from spmd.lowering.recompute.again import again, reads, reads_inside, with_operands
+from spmd.lowering.recompute.again import again, reads_inside, with_operands
 from spmd.lowering.recompute.costs import Costs
 from spmd.lowering.recompute.cut import Prices, cheapest_cut
 from spmd.planning.plan import Recomputed
@@ -63,11 +63,13 @@ class _Block:
 
     Attributes:
       crossing: values from before that moment -> the first op from then on that reads them.
-      kept, again: what is held across the moment, and what is done again behind it.
+      again: values that are made again behind the moment -> the ops that make them.
+      needed_at: when values from before would have to be made again; see `_needed_at`.
+      layer: how many ops behind the moment belong to one layer, on the average.
     """
 
     def __init__(self, region: Region, full: int, costs: Costs, runs: int, b: Builder) -> None:
-        self.region, self.full, self.costs, self.runs, self.b = region, full, costs, runs, b
+        self.region, self.costs, self.runs, self.b = region, costs, runs, b
         self.before, self.after = region.ops[:full], region.ops[full:]
         self.makers = {value: op for op in self.before for value in op.results}
         self.crossing: dict[Value, int] = {}

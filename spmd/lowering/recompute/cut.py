@@ -18,8 +18,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from spmd.ir.program import Op, Value
-from spmd.lowering.recompute.again import reads
+from spmd.ir.program import Op, Value, reads
 
 SOURCE, SINK = 0, 1
 

@@ -1,4 +1,7 @@
-"""The rewrites of the local program, in order."""
+"""The rewrites of the local program, in order: each one's result may give the next one more to do.
+
+`simplify` comes first, then recomputation (`spmd.lowering.recompute`), then `schedule`.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +22,14 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
 
 
-def optimize(
-    program: Program,
-    mesh: Mesh,
-    topology: Topology,
-    combine_bytes: int,
-    prefetch: int,
-    room: Room,
-) -> Program:
-    """Applies every rewrite once; each one's result may give the next one more to do.
+def simplify(program: Program, mesh: Mesh, room: Room) -> Program:
+    """The rewrites that leave less to do: everything is done once, where and as it is cheapest.
 
     Args:
       program: a local program.
       mesh: its mesh.
-      topology: the machine, whose links decide between ways to do the same.
-      combine_bytes, prefetch: see `Options`.
       room: the memory of one device.
     """
-    return schedule(simplify(program, mesh, room), mesh, topology, combine_bytes, prefetch, room)
-
-
-def simplify(program: Program, mesh: Mesh, room: Room) -> Program:
-    """The rewrites that leave less to do: everything is done once, where and as it is cheapest."""
     # `regather` undoes pairs of scatter and gather, which `two_level` makes on purpose, so it comes
     # before.
     deduped = dedupe(program)
@@ -61,7 +50,15 @@ def schedule(
     prefetch: int,
     room: Room,
 ) -> Program:
-    """The rewrites that say how and when collectives run, which the others must not undo."""
+    """The rewrites that say how and when collectives run, which the others must not undo.
+
+    Args:
+      program: a local program that is simplified.
+      mesh: its mesh.
+      topology: the machine, whose links decide between ways to do the same.
+      combine_bytes, prefetch: see `Options`.
+      room: the memory of one device.
+    """
     # `combine` comes first: a flat buffer is split in levels, not each small collective in it.
     # `order` comes last, since every other rewrite changes what there is to be ordered.
     clock = Clock(program, mesh, topology)

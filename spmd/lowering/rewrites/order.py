@@ -23,7 +23,7 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 from spmd.ir.description import Role
-from spmd.ir.program import Op, OpKind, Program, Region, Value, free_values
+from spmd.ir.program import OpKind, Program, Region, Value, reads
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.room import Room
 
@@ -157,7 +157,7 @@ class _Places:
                 use = min([used.get(v, len(self.ops)) for v in op.results], default=i)
             if traits.is_gather:
                 gathers.setdefault(traits.links, []).append((use, i))
-            for v in _reads(op):
+            for v in reads(op):
                 if use < used.get(v, _NEVER):
                     used[v] = use
         found = {}
@@ -179,7 +179,7 @@ class _Places:
             place = min(place, max(wanted, self.ready[i] + 0.5))
         self.found[i] = place
         use = use if traits.is_cheap else place
-        for v in _reads(op):
+        for v in reads(op):
             if place < needed.get(v, _NEVER):
                 needed[v] = place
             if use < used.get(v, _NEVER):
@@ -199,9 +199,3 @@ class _Places:
         self.links_free[links] = start
         place = bisect_right(self.starts, start) - 1.5
         return max(place, float(self.earliest[i]))
-
-
-def _reads(op: Op) -> tuple[Value, ...]:
-    if not op.regions:
-        return op.operands
-    return (*op.operands, *(v for region in op.regions for v in free_values(region)))
