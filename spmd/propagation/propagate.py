@@ -222,8 +222,9 @@ class _State:
             value, dim = node.values[change.position], change.dim
             have = self.proposals[value]
             added = change.axes[len(have[dim]) :]
-            if not added:
-                continue  # a value that the node has twice
+            elsewhere = {a for d, axes in enumerate(have) if d != dim for a in axes}
+            if not added or not elsewhere.isdisjoint(added):
+                continue  # a value that the node has twice: the first of them counts
             if change.source == RULE:
                 reason = "specs of shard_map" + (f" at {loc.source}" if loc.source else "")
                 origin = Origin(added, None, dim, reason, loc)

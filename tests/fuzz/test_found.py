@@ -116,3 +116,12 @@ def test_one_update_of_a_locally_sliced_value(op: str, index: tuple[int, int]) -
     mesh = spmd.Mesh(None, (2,), ("a",))
     i = np.asarray([index], np.int32)
     check(fn, x[:3], x[3:4], x[4:], i, u, want=want.min(0), mesh=mesh, out_specs=("a",))
+
+
+def test_a_value_that_a_product_reads_twice_along_other_dims() -> None:
+    """The batch factor is another dim of each operand: both dims of the value got the one axis."""
+
+    def fn(x: Any) -> Any:
+        return lax.dot_general(x, x, (((1,), (0,)), ((0,), (1,))))
+
+    check(fn, numbers(4, 4), mesh=spmd.Mesh(None, (2,), ("a",)), out_specs=("a",))
