@@ -17,7 +17,7 @@ from spmd.explain.memory import Memory
 from spmd.ir.types import needs_x64
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emitted import Emitted
-from spmd.lowering.execute import compile_emitted, options_within, x64_if
+from spmd.lowering.execute import compile_emitted, compile_within, x64_if
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -65,11 +65,11 @@ class Compiled(Planned):
         self._boundary = Boundary(self.traced, emitted, jax_mesh(self.mesh, devices))
         doing("XLA")
         options, limit = self.options.compiler_options, self.options.memory_limit
-        if limit is not None:
-            use = self.predicted_memory
-            around = use.arguments + use.results - use.aliased
-            options = options_within(limit, around, self.stages.plan.topology, options)
-        self.executable = compile_emitted(emitted, options, devices)
+        if limit is None:
+            self.executable = compile_emitted(emitted, options, devices)
+        else:
+            topology = self.stages.plan.topology
+            self.executable = compile_within(limit, emitted, topology, options, devices)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program (without its static arguments)."""

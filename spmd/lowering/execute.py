@@ -79,6 +79,41 @@ def compile_emitted(
         return lowered.compile(dict(compiler_options) or None)
 
 
+def compile_within(
+    limit: int,
+    emitted: Emitted,
+    topology: Topology,
+    compiler_options: Mapping[str, Any],
+    devices: Sequence[Any] | None = None,
+) -> Any:
+    """As `compile_emitted`, for a program that has been planned within a memory limit.
+
+    Where XLA takes more than the limit, its scheduler is told of it; of both programs the smaller
+    one is kept. It is not told at once, for then it also slows down what fits.
+
+    Args:
+      limit: bytes of one device.
+      emitted, compiler_options, devices: as for `compile_emitted`.
+      topology: the machine.
+    """
+    free = compile_emitted(emitted, compiler_options, devices)
+    used, around = _memory(free)
+    within = options_within(limit, around, topology, compiler_options)
+    if used <= limit or within == compiler_options:
+        return free
+    tight = compile_emitted(emitted, within, devices)
+    return tight if _memory(tight)[0] < used else free
+
+
+def _memory(compiled: Any) -> tuple[int, int]:
+    """Bytes that a program takes of a device, and those of arguments and results among them."""
+    use = compiled.memory_analysis()
+    if use is None:
+        return 0, 0
+    around = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
+    return around + use.temp_size_in_bytes, around
+
+
 XLA_SHARE = 0.8
 """The share of a GPU's memory that XLA's scheduler counts on (`GetSchedulerMemoryLimit`)."""
 

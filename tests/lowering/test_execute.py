@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import spmd
 from spmd.ir.types import numpy_dtype
-from spmd.lowering.execute import compile_emitted, options_within, x64_if
+from spmd.lowering import execute
+from spmd.lowering.execute import compile_emitted, compile_within, options_within, x64_if
 
 SQUARE = """module {{
   func.func @main(%x: tensor<8x{dtype}>) -> tensor<8x{dtype}> {{
@@ -40,3 +43,23 @@ def test_a_memory_limit_reaches_the_scheduler_of_gpus() -> None:
     assert given[-1] == 95
     assert options_within(14 * gib, 0, gpus, {flag: 50}) == {flag: 50}  # the user's own stays
     assert options_within(14 * gib, 0, spmd.Topology("v5e:2x4"), {}) == {}
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 1])
+def test_a_program_is_compiled_again_where_it_exceeds_its_limit(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def compiling(emitted: Any, options: Any, devices: Any = None) -> Any:
+        asked.append(options)
+        return compile_emitted(emitted, {}, devices)  # CPUs do not know the option
+
+    monkeypatch.setattr(execute, "compile_emitted", compiling)
+    emitted = spmd.lower_stablehlo(
+        SQUARE.format(dtype="f32"), spmd.make_mesh(data=8)
+    ).stages.emitted
+    run = compile_within(limit, emitted, spmd.Topology("h200:8"), {})
+    assert len(asked) == (2 if limit == 1 else 1)
+    assert asked[0] == {}
+    np.testing.assert_array_equal(run(np.full(8, 3, np.float32))[0], np.full(8, 9))
