@@ -198,7 +198,7 @@ def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan
     found: set[str] = set()
     for root in dict.fromkeys(roots):
         others = [None if r == root else e for r, e in zip(roots, entries, strict=True)]
-        filled, reasons = like_parameters(names, [(shape,) for shape in shapes], others)
+        filled, reasons = like_parameters(names, shapes, others)
         mine = [i for i, r in enumerate(roots) if r == root]
         alike = [i for i in mine if reasons[i] is not None and filled[i] == entries[i]]
         if alike and all(i in alike or not shapes[i] for i in mine):

@@ -75,24 +75,23 @@ def donated_twice(mesh: spmd.Mesh) -> Any:
     return step(x)
 
 
+def one_array_donated_twice(mesh: spmd.Mesh) -> Any:
+    x = spmd.mark_sharding(jnp.ones((8, 16)), mesh, ("data",))
+    return spmd.jit(lambda x, y: x + y, mesh=mesh, donate_argnums=0)(x, x)
+
+
 def compiled_for_another_shape(mesh: spmd.Mesh) -> Any:
     compiled = spmd.jit(dense, mesh=mesh).compile(X, W)
     return compiled(jnp.ones((16, 16)), W)
 
 
 def compiled_in_grad(mesh: spmd.Mesh) -> Any:
-    step = spmd.jit(lambda x: (x * x).sum(), mesh=mesh)
-    step(X)
-    return jax.grad(step)(X)
+    compiled = spmd.jit(lambda x: (x * x).sum(), mesh=mesh).compile(X)
+    return jax.grad(compiled)(X)
 
 
-def named_sharding(mesh: spmd.Mesh) -> NamedSharding:
-    return NamedSharding(jax_mesh(mesh), P("data"))
-
-
-def under_set_mesh(mesh: spmd.Mesh) -> Any:
-    with jax.set_mesh(jax_mesh(mesh)):
-        return spmd.jit(double)(X)
+def named_sharding(mesh: spmd.Mesh, memory: str | None = None) -> NamedSharding:
+    return NamedSharding(jax_mesh(mesh), P("data"), memory_kind=memory)
 
 
 MARKS = [
@@ -143,11 +142,6 @@ MESHES = [
           ("unknown chip 'h20'", "h200"), is_placed=False),
     Wrong("no mesh", spmd.MeshError, lambda _: spmd.jit(double)(X),
           ("spmd.jit of double has no mesh", "mesh=spmd.make_mesh(")),
-    Wrong("a mesh that jax has set", spmd.MeshError, under_set_mesh,
-          ("the mesh of jax.set_mesh is not read", "spmd.jit(fn, mesh=mesh)")),
-    Wrong("a mesh inside in_specs", spmd.MeshError,
-          lambda mesh: spmd.jit(double, in_specs=(named_sharding(mesh),))(X),
-          ("in_specs holds a NamedSharding", "sharding.spec: P('data',)")),
     Wrong("a dict as the mesh", spmd.MeshError, lambda _: spmd.jit(double, mesh={"data": 4}),
           ("{'data': 4} is not a mesh", "spmd.make_mesh("), is_placed=False),
     Wrong("a mark for another mesh", spmd.MeshError, marked_for_another_mesh,
@@ -160,9 +154,12 @@ SPECS = [
     Wrong("an axis misspelt in in_specs", spmd.SpecError,
           called(double, X, in_specs=(("dta", None),)),
           ("unknown axis 'dta' in the spec of argument x", "fix: use 'data'")),
-    Wrong("a sharding in in_specs", spmd.SpecError,
-          lambda mesh: spmd.jit(double, mesh=mesh, in_specs=(named_sharding(mesh),))(X),
-          ("where the spec of argument x belongs", "pass its spec: P('data',)")),
+    Wrong("shardings under two names", spmd.ArgumentError,
+          lambda mesh: spmd.jit(double, mesh=mesh, in_specs=((),), in_shardings=((),)),
+          ("in_specs and in_shardings", "leave one of them out")),
+    Wrong("a sharding in host memory", spmd.SpecError,
+          lambda mesh: spmd.jit(double, in_specs=(named_sharding(mesh, "pinned_host"),))(X),
+          ("argument x is to lie in pinned_host", "jax.device_put")),
     Wrong("an argument that does not divide", spmd.SpecError,
           called(double, np.ones(6, np.float32), in_specs=(("data",),)),
           ("dim 0 of argument x has size 6, which data=4 does not divide",)),
@@ -186,8 +183,13 @@ SPECS = [
 ]  # fmt: skip
 
 CALLS = [
-    Wrong("no function", spmd.ArgumentError, lambda mesh: spmd.jit(mesh=mesh),
-          ("needs the function first", "functools.partial(spmd.jit, mesh=mesh)")),
+    Wrong("a mesh for a function", spmd.ArgumentError, lambda mesh: called(mesh)(mesh),
+          ("needs the function first", "@spmd.jit(mesh=mesh)")),
+    Wrong("a device", spmd.ArgumentError,
+          lambda mesh: spmd.jit(double, mesh=mesh, backend="cpu"),
+          ("spmd.jit has no backend", "devices=")),
+    Wrong("one array donated twice", spmd.ArgumentError, one_array_donated_twice,
+          ("given as argument x and as argument y", "x.copy()")),
     Wrong("options as a dict", spmd.ArgumentError, called(double, X, options={"memory_limit": 1}),
           ("options of spmd.jit are a dict", "spmd.Options(memory_limit=")),
     Wrong("a text as an argument", spmd.ArgumentError, called(lambda x, mode: x, X, "fast"),
@@ -199,13 +201,8 @@ CALLS = [
           ("argument x", "shape (16, 16)", "shape (8, 16)")),
     Wrong("donated twice", spmd.ArgumentError, donated_twice,
           ("argument x was deleted", "params = step(params)")),
-    Wrong("grad of it", spmd.ArgumentError,
-          lambda mesh: jax.grad(spmd.jit(lambda x: x.sum(), mesh=mesh))(X),
-          ("a transformation of jax", "spmd.jit(jax.grad(")),
-    Wrong("grad of it once compiled", spmd.ArgumentError, compiled_in_grad,
-          ("a transformation of jax", "spmd.jit(jax.grad(")),
-    Wrong("vmap of it", spmd.ArgumentError, lambda mesh: jax.vmap(spmd.jit(double, mesh=mesh))(X),
-          ("a transformation of jax", "spmd.jit outermost")),
+    Wrong("grad of what is compiled", spmd.ArgumentError, compiled_in_grad,
+          ("a transformation of jax", "spmd.jit(jax.grad(", "the spmd.jit function itself")),
     Wrong("a stage misspelt", spmd.ArgumentError,
           lambda mesh: spmd.jit(double, mesh=mesh).lower(X).as_text("stablehl"),
           ("unknown stage 'stablehl'", "write 'stablehlo'"), is_placed=False),

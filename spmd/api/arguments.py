@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,33 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd.api.marks import caller, path_name
-from spmd.errors import MeshError
+from spmd.api.signature import parameter_count, parameter_names, positions
+from spmd.errors import MeshError, SpecError
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import as_mesh, dims_of, spec_entries
+from spmd.mesh.spec import as_mesh, dims_of, has_explicit_axes, spec_entries
 
-Aval = tuple[tuple[int, ...], Any, bool]
-"""(shape, dtype, weak type) of an argument leaf."""
+
+class Aval(NamedTuple):
+    """The type of an argument leaf: what a program is compiled for.
+
+    Attributes:
+      shape, dtype: of the array.
+      weak_type: whether its dtype gives way to others, as that of a Python scalar does.
+      sharding: how it is split, where jax has that in types: on a mesh with Explicit axes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool = False
+    sharding: NamedSharding | None = None
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """A value of this type, for tracing."""
+        return jax.ShapeDtypeStruct(
+            self.shape, self.dtype, weak_type=self.weak_type, sharding=self.sharding
+        )
 
 
 def aval_of(leaf: Any) -> Aval:
@@ -31,7 +51,18 @@ def aval_of(leaf: Any) -> Aval:
     aval = getattr(leaf, "aval", None)  # an array's own; jax.typeof takes longer to find it
     if aval is None:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    return (tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False)))
+    dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
+    sharding = mesh_sharding(leaf)
+    if sharding is not None and not has_explicit_axes(sharding.mesh):
+        sharding = None
+    return Aval(tuple(aval.shape), dtype, bool(getattr(aval, "weak_type", False)), sharding)
+
+
+def as_array(leaf: Any) -> Any:
+    """An argument leaf as jax takes it: a tensor of another framework is shared through DLPack."""
+    if hasattr(leaf, "__dlpack__") and not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return jnp.from_dlpack(leaf)
+    return leaf
 
 
 # ---------------------------------------------------------------------------------------------
@@ -67,25 +98,19 @@ def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
       MeshError: it is placed on another mesh.
       SpecError: a spec that does not fit it.
     """
-    what = f"argument {name}"
     shape = leaf.shape if hasattr(leaf, "shape") else np.shape(leaf)
     if spec is None:
-        placed = mesh_sharding(leaf)
-        if placed is None:
+        spec = mesh_sharding(leaf)
+        if spec is None or _says_nothing(spec, mesh):
             return None
-        other = as_mesh(placed.mesh)
-        if (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes):
-            if placed.is_fully_replicated:  # on another mesh, which says nothing of this one
-                return None
-            raise MeshError(
-                "two different meshes in one program",
-                source=caller(),
-                actual=f"{what} is placed on the mesh ({other}) with spec {placed.spec}",
-                required=f"the mesh that the program is compiled for ({mesh})",
-                fix="mark all arguments on one mesh, and compile for it",
-            )
-        spec = placed.spec
-    return fitting_entries(spec, shape, leaf, what, mesh)
+    return fitting_entries(spec, shape, leaf, f"argument {name}", mesh)
+
+
+def _says_nothing(placed: NamedSharding, mesh: Mesh) -> bool:
+    """Whether an array is whole on each device of another mesh: nothing is said of this one."""
+    other = as_mesh(placed.mesh)
+    is_other = (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes)
+    return is_other and placed.is_fully_replicated
 
 
 def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh: Mesh) -> Entries:
@@ -94,16 +119,46 @@ def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh:
     Inside, a key array is its data: its spec has one more dim, not split.
 
     Raises:
+      MeshError: it is a sharding on another mesh.
       SpecError: it does not fit.
     """
     source = caller()
+    if isinstance(spec, NamedSharding):
+        _check_sharding(spec, what, mesh)
+        spec = spec.spec
     entries = spec_entries(spec, len(shape), mesh, what=what, source=source)
     dims_of(entries, shape, mesh, what=what, source=source)
     return entries if key_dtype(leaf) is None else (*entries, ())
 
 
+def _check_sharding(sharding: NamedSharding, what: str, mesh: Mesh) -> None:
+    """Holds that a sharding is one on the program's mesh.
+
+    Raises:
+      MeshError: it is on another one.
+      SpecError: it is for another memory than the devices' own.
+    """
+    other = as_mesh(sharding.mesh)
+    if (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes):
+        raise MeshError(
+            "two different meshes in one program",
+            source=caller(),
+            actual=f"{what} is placed on the mesh ({other}) with spec {sharding.spec}",
+            required=f"the mesh that the program is compiled for ({mesh})",
+            fix="mark all arguments on one mesh, and compile for it",
+        )
+    if sharding.memory_kind not in (None, "device", "unpinned_host"):
+        raise SpecError(
+            f"{what} is to lie in {sharding.memory_kind}",
+            source=caller(),
+            actual=str(sharding),
+            required="arguments and results in the memory of the devices",
+            fix="move it with jax.device_put before and after the call",
+        )
+
+
 def like_parameters(
-    names: Sequence[str], avals: Sequence[Any], entries: Sequence[Entries | None]
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], entries: Sequence[Entries | None]
 ) -> tuple[tuple[Entries | None, ...], tuple[str | None, ...]]:
     """Open arguments that belong to a marked one get its spec; why goes beside it.
 
@@ -115,11 +170,11 @@ def like_parameters(
     marked: dict[tuple[tuple[str, ...], Any], int] = {}
     for i, path in enumerate(paths):
         if entries[i] is not None and path:
-            marked.setdefault((path, avals[i][0]), i)
+            marked.setdefault((path, shapes[i]), i)
     filled = list(entries)
     reasons: list[str | None] = [None] * len(filled)
     for i, path in enumerate(paths):
-        tails = ((path[k:], avals[i][0]) for k in range(1, len(path)))
+        tails = ((path[k:], shapes[i]) for k in range(1, len(path)))
         like = next((marked[tail] for tail in tails if tail in marked), None)
         if entries[i] is None and like is not None:
             filled[i] = entries[like]
@@ -152,15 +207,6 @@ def _written(fn: Any) -> Any:
     return inspect.unwrap(fn)
 
 
-def parameter_names(fn: Any, count: int) -> tuple[str, ...]:
-    """The names of the positional arguments of a call; `arg2` where a function does not tell."""
-    try:
-        found = list(inspect.signature(fn).parameters)[:count]
-    except (TypeError, ValueError):
-        found = []
-    return (*found, *(f"arg{number}" for number in range(len(found), count)))
-
-
 def argument_names(fn: Any, structs: Any, argnums: Sequence[int]) -> tuple[str, ...]:
     """`params/w_in`: the parameter's name, then the path within the argument.
 
@@ -181,27 +227,77 @@ def argument_names(fn: Any, structs: Any, argnums: Sequence[int]) -> tuple[str, 
     return tuple(found)
 
 
-def updates_of(
-    positional: Sequence[Any], argnums: Sequence[int], out_tree: Any, donated: Collection[int]
-) -> tuple[tuple[int, int], ...]:
+class Part(NamedTuple):
+    """An argument that is not static.
+
+    Attributes:
+      place: the number of its parameter, or its name where the function does not have it in order.
+      name: the parameter's name.
+      struct: its pytree of structs.
+      is_donated: whether the results may take its memory.
+    """
+
+    place: int | str
+    name: str
+    struct: Any
+    is_donated: bool
+
+
+def call_parts(
+    fn: Any,
+    structs: Any,
+    argnums: Sequence[int],
+    donate_argnums: Sequence[int],
+    donate_argnames: Sequence[str],
+    positional: int,
+) -> tuple[Part, ...]:
+    """The arguments of a call in the order of their leaves.
+
+    Args:
+      fn: the function.
+      structs: its arguments without the static ones: positional ones, then a dict of the others.
+      argnums: the number of each positional argument, static ones counted.
+      donate_argnums, donate_argnames: which are donated.
+      positional: how many positional arguments there are, static ones counted.
+    """
+    names, donated = parameter_names(fn, positional), positions(donate_argnums, positional)
+    parts = [
+        Part(number, names[number], struct, number in donated)
+        for number, struct in zip(argnums, structs[0], strict=True)
+    ]
+    order = {name: place for place, name in enumerate(parameter_names(fn, parameter_count(fn)))}
+    return (
+        *parts,
+        *(
+            Part(order.get(name, name), name, structs[1][name], name in donate_argnames)
+            for name in sorted(structs[1])  # as jax flattens a dict
+        ),
+    )
+
+
+def donated_leaves(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Flat indices of the donated arguments."""
+    flags = [part.is_donated for part in parts for _ in jax.tree.leaves(part.struct)]
+    return tuple(i for i, is_donated in enumerate(flags) if is_donated)
+
+
+def updates_of(parts: Sequence[Part], out_tree: Any) -> tuple[tuple[int, int], ...]:
     """(result leaf, argument leaf) of each donated argument and the result that updates it.
 
     That is the first result, not taken yet, of the same structure, shapes and dtypes.
 
     Args:
-      positional: structs of the positional arguments without the static ones.
-      argnums: their numbers, static ones counted.
+      parts: the arguments.
       out_tree: structs of the results.
-      donated: the numbers of donated arguments.
     """
     children = list(out_tree) if isinstance(out_tree, tuple | list) else [out_tree]
     starts = np.cumsum([0] + [len(jax.tree.leaves(c)) for c in children])
     free = {c: _tree_type(child) for c, child in enumerate(children)}
     links: list[tuple[int, int]] = []
     position = 0
-    for number, struct in zip(argnums, positional, strict=True):
-        count = len(jax.tree.leaves(struct))
-        type_ = _tree_type(struct) if number in donated else None
+    for part in parts:
+        count = len(jax.tree.leaves(part.struct))
+        type_ = _tree_type(part.struct) if part.is_donated else None
         found = next((c for c, other in free.items() if other == type_), None)
         if found is not None:
             del free[found]

@@ -1,21 +1,21 @@
-"""Where a compiled program takes its arguments and leaves its results: each call passes here twice.
+"""Where a compiled program takes its arguments and leaves its results.
 
-The program itself has only arrays on its own mesh: key arrays are their data, and a mesh of jax's
-with other axis types becomes one of ours and back.
+The program itself has only arrays on its own mesh: key arrays are their data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_not
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding
 
 from spmd.api.arguments import key_dtype, mesh_sharding
 from spmd.api.tracing import Traced
+from spmd.ir.types import numpy_dtype
 from spmd.lowering.emitted import Emitted
 from spmd.lowering.execute import x64_if
 
@@ -28,17 +28,20 @@ class Boundary:
     """
 
     def __init__(self, traced: Traced, emitted: Emitted, mesh: JaxMesh) -> None:
-        specs, given = emitted.result_specs, traced.given_mesh
         self.arguments = tuple(NamedSharding(mesh, spec) for spec in emitted.argument_specs)
-        self.results = tuple(NamedSharding(mesh, spec) for spec in specs)
+        self.results = tuple(NamedSharding(mesh, spec) for spec in emitted.result_specs)
         self._needs_x64 = emitted.needs_x64
+        self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
         self._key_dtypes = traced.key_dtypes
-        is_other = isinstance(given, JaxMesh) and given != mesh
-        self._handed_back = [NamedSharding(given, spec) for spec in specs] if is_other else None
         dtypes = [key_dtype(struct) for struct in traced.out_structs]
         self._key_results = [(i, dtype) for i, dtype in enumerate(dtypes) if dtype is not None]
         # As it came the last time: an argument with the very same object needs no look at it.
         self._known: list[Any] = [object()] * len(self.arguments)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether an argument or a result is a key array."""
+        return bool(self._key_results) or any(dtype is not None for dtype in self._key_dtypes)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments placed on a mesh lie as this program wants them."""
@@ -51,13 +54,10 @@ class Boundary:
 
     def take(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments as the program wants them: those that lie elsewhere are placed."""
-        have = [getattr(leaf, "sharding", None) for leaf in leaves]
-        if len(have) == len(self._known) and not any(map(is_not, have, self._known)):
-            return leaves
         elsewhere = [i for i, leaf in enumerate(leaves) if not self._lies_right(i, leaf)]
         taken = list(leaves)
         if elsewhere:
-            data = [self._data(i, leaves[i]) for i in elsewhere]
+            data = [self._on_host(i, self._data(i, leaves[i])) for i in elsewhere]
             with x64_if(self._needs_x64):  # else jax narrows 64-bit elements on the way in
                 placed = jax.device_put(data, [self.arguments[i] for i in elsewhere])
             for index, leaf in zip(elsewhere, placed, strict=True):
@@ -66,8 +66,6 @@ class Boundary:
 
     def hand_back(self, results: list[Any]) -> list[Any]:
         """The program's results as the function returns them."""
-        if self._handed_back is not None:
-            results = jax.device_put(results, self._handed_back)
         for index, dtype in self._key_results:
             results[index] = jax.random.wrap_key_data(results[index], impl=dtype)
         return results
@@ -78,6 +76,14 @@ class Boundary:
 
     def _data(self, index: int, leaf: Any) -> Any:
         return leaf if self._key_dtypes[index] is None else jax.random.key_data(leaf)
+
+    def _on_host(self, index: int, leaf: Any) -> Any:
+        """A value of numpy or Python as jax narrows it: 64 bits become 32 if they are not kept."""
+        if isinstance(leaf, jax.Array):
+            return leaf
+        wanted = self._dtypes[index]
+        is_narrowed = jax.dtypes.canonicalize_dtype(np.result_type(leaf)) == wanted
+        return np.asarray(leaf, wanted) if is_narrowed else leaf
 
     def _lies_right(self, index: int, leaf: Any) -> bool:
         """Whether an argument lies as the program wants it; the next time it is known to."""

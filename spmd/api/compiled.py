@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from spmd.api.boundary import Boundary
-from spmd.api.mistakes import check_alive, check_concrete, check_types
+from spmd.api.dispatch import NAN_FOUND
+from spmd.api.mistakes import check_alive, check_concrete, check_once, check_types
 from spmd.api.planned import Planned
 from spmd.api.tracing import Traced
 from spmd.errors import ArgumentError
@@ -17,7 +19,7 @@ from spmd.explain.memory import Memory
 from spmd.ir.types import needs_x64
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emitted import Emitted
-from spmd.lowering.execute import compile_emitted, compile_within, x64_if
+from spmd.lowering.execute import Outside, compile_emitted, compile_within, x64_if
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -39,14 +41,37 @@ class Lowered(Planned):
         super().__init__(traced, stages, options)
         self.target = target
 
-    def compile(self) -> Compiled:
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Hands the program to XLA: for the machine it was lowered for, else the mesh's devices.
+
+        Args:
+          compiler_options: passed to XLA, beside those of the options.
 
         Raises:
           MeshError: as for `Jitted.compile`.
         """
+        lowered = self
+        if compiler_options:
+            given = {**self.options.compiler_options, **compiler_options}
+            options = replace(self.options, compiler_options=given)
+            lowered = Lowered(self.traced, self.stages, options, self.target)
+            lowered.prices = self.prices
         with progress(self.name, self.options.shows_progress):
-            return Compiled(self)
+            return Compiled(lowered)
+
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """The module that was planned, unpartitioned, as `jax.stages.Lowered` gives it.
+
+        Raises:
+          ArgumentError: another dialect than `stablehlo`.
+        """
+        if dialect not in (None, "stablehlo"):
+            raise ArgumentError(
+                f"there is no module in the dialect {dialect!r} before XLA has seen the program",
+                required="stablehlo",
+                fix='compile it, and take as_text("hlo")',
+            )
+        return self.request.module
 
 
 class Compiled(Planned):
@@ -62,35 +87,62 @@ class Compiled(Planned):
         target, emitted = lowered.target, self.stages.emitted
         self._ahead = None if target is None or is_here(self.mesh, target) else target
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
-        self._boundary = Boundary(self.traced, emitted, jax_mesh(self.mesh, devices))
+        mesh = jax_mesh(self.mesh, devices, self.traced.axis_types)
+        self._boundary = Boundary(self.traced, emitted, mesh)
         doing("XLA")
+        weak = tuple(struct.weak_type for struct in self.traced.out_structs)
+        outside = Outside(mesh, weak, devices)
         options, limit = self.options.compiler_options, self.options.memory_limit
         if limit is None:
-            self.executable = compile_emitted(emitted, options, devices)
+            self.executable = compile_emitted(emitted, options, outside)
         else:
             topology = self.stages.plan.topology
-            self.executable = compile_within(limit, emitted, topology, options, devices)
+            self.executable = compile_within(limit, emitted, topology, options, outside)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program (without its static arguments)."""
-        return self.run(self._flat(args, kwargs))
+        return self.unflattened(self.run(self._flat(args, kwargs)))
 
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """Runs the program on flat arguments, placing those that lie elsewhere."""
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """Runs the program on flat arguments, placing those that lie elsewhere; flat results."""
         self._check_here()
         taken = self._boundary.take(leaves)
         try:
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
-                check_alive(self.request.arg_names, taken)
+                self.check(taken)
             results = self.executable(*taken)
+        except NAN_FOUND as error:
+            raise FloatingPointError(
+                f"{self.name} returned an invalid value ({error}); under jax.disable_jit() it says "
+                "which operation made it"
+            ) from error
         except (TypeError, RuntimeError):
             program, names = self.stages.program, self.request.arg_names
             check_concrete(self.name, leaves)
-            check_alive(names, taken)
+            self.check(taken)
             types = [program.types[value] for value in program.body.args]
             check_types(names, types, self._boundary.data(leaves))
             raise  # it is none of these
-        return jax.tree.unflatten(self.traced.out_tree, self._boundary.hand_back(list(results)))
+        return self._boundary.hand_back(list(results))
+
+    def unflattened(self, results: Sequence[Any]) -> Any:
+        """Flat results as the function returns them."""
+        return jax.tree.unflatten(self.traced.out_tree, results)
+
+    def check(self, arrays: Sequence[Any]) -> None:
+        """Holds that flat arguments are there to be taken.
+
+        Raises:
+          ArgumentError: one was deleted, or is donated and given twice.
+        """
+        check_alive(self.request.arg_names, arrays)
+        if self.donated:
+            check_once(self.request.arg_names, arrays, self.donated)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether an argument or a result is a key array, which the program takes apart."""
+        return self._boundary.has_keys
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments placed on a mesh lie as this program wants them."""
@@ -196,6 +248,30 @@ class Compiled(Planned):
         topology, platform = self.stages.plan.topology, self.request.platform
         self.measured = compare(run, labels, self.timeline, self.mesh, topology, platform)
         return self.measured
+
+    # As `jax.stages.Compiled` has them.
+
+    def memory_analysis(self) -> Any:
+        """Bytes of one device, as jax gives XLA's report; `memory` sums it up."""
+        return self.executable.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        """XLA's own count of operations and bytes; `cost` is our prediction in seconds."""
+        return self.executable.cost_analysis()
+
+    def runtime_executable(self) -> Any:
+        """The executable of the runtime, as jax gives it."""
+        return self.executable.runtime_executable()
+
+    @property
+    def input_shardings(self) -> Any:
+        """((positional, ...), {name: ...}) of the arguments' `NamedSharding`s."""
+        return jax.tree.unflatten(self.traced.in_tree, self._boundary.arguments)
+
+    @property
+    def output_shardings(self) -> Any:
+        """`out_shardings`."""
+        return self.out_shardings
 
     @cached_property
     def memory(self) -> Memory:

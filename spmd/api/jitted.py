@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, ParamSpec, TypeVar
+from dataclasses import replace
+from types import MethodType
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import jax
 
 from spmd.api.arguments import function_name
 from spmd.api.compiled import Compiled, Lowered
-from spmd.api.mistakes import check_jit
+from spmd.api.dispatch import ARRAY, dispatched, known
+from spmd.api.marked import marked
+from spmd.api.mistakes import check_jit, one_of
+from spmd.api.signature import by_number_and_name
+from spmd.api.specs import specified
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
 from spmd.explain.costly import costly_text
 from spmd.explain.words import idle_text, plural
@@ -23,79 +32,154 @@ from spmd.progress import doing, progress
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_IS_DELETED = ARRAY.is_deleted
 
-def jit(
-    fn: Callable[P, R] | None = None,
+
+@overload
+def jit(fn: Callable[P, R], **options: Any) -> Jitted[P, R]: ...
+@overload
+def jit(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+def jit(  # type: ignore[misc]  # the overloads leave its options open
+    fn: Any = None,
     *,
     mesh: Any = None,
     in_specs: Any = None,
     out_specs: Any = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    donate_argnums: int | Sequence[int] = (),
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    keep_unused: bool = False,
+    device: Any = None,
+    backend: Any = None,
+    inline: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
     options: Options | None = None,
-) -> Jitted[P, R]:
-    """Compiles a single-device function for a mesh.
+) -> Any:
+    """Compiles a single-device function for a mesh; takes what `jax.jit` takes, and a mesh.
+
+    Called with values, it runs the partitioned program. Called inside of another program (under
+    `jax.grad`, `jax.vmap`, `jax.jit`, another `spmd.jit`, ...) it is a part of that: its marks go
+    with it, and what partitions it is what compiles the whole.
 
     Args:
-      fn: a function of pytrees of arrays, as for `jax.jit`.
-      mesh: the mesh; taken from marked arguments or from the marks inside `fn` when left out.
-      in_specs: for each positional argument a spec, a pytree of specs, or None (open).
+      fn: a function of pytrees of arrays, as for `jax.jit`. Without it, a decorator is returned.
+      mesh: the mesh, ours or jax's. Left out, it is that of the arguments that are placed on one,
+        of the marks inside `fn`, or that of `jax.set_mesh`.
+      in_specs: for each parameter a spec, a pytree of specs, a `NamedSharding`, or None (open). A
+        single `PartitionSpec` or `NamedSharding` is for all arguments.
       out_specs: a spec, or a pytree of specs that matches the result (or a prefix of it).
-      static_argnums: numbers of the positional arguments that are constants of the program, as for
-        `jax.jit`.
-      static_argnames: names of the keyword arguments that are.
-      donate_argnums: numbers of the positional arguments whose memory the results may take over.
+      in_shardings, out_shardings: the same, under the names that `jax.jit` has for them.
+      static_argnums: numbers of the arguments that are constants of the program.
+      static_argnames: names of those. As for `jax.jit`, one is read off the other where only one is
+        given, so that an argument may be passed by position and by name.
+      donate_argnums: numbers of the arguments whose memory the results may take over.
+      donate_argnames: names of those.
+      keep_unused, inline: as for `jax.jit`, where the function is a part of another program; a
+        program of its own keeps all arguments.
+      device, backend: not there, since the mesh says it.
+      compiler_options: passed to XLA as they are, beside those in `options`.
       options: compile options.
 
     Returns:
       An object to call like `fn`; see `Jitted`.
 
     Raises:
-      ArgumentError: `fn` is not a function, or `options` are not `Options`.
+      ArgumentError: `fn` is not a function, `options` are not `Options`, a device is given, or
+        specs are given under both names.
       MeshError: the mesh is not one.
 
     Example:
       >>> step = jit(train_step, mesh=mesh, donate_argnums=(0, 1))
       >>> params, opt_state, loss = step(params, opt_state, batch)
     """
-    check_jit(fn, options)
+    if fn is None:
+        given = {name: value for name, value in locals().items() if name != "fn"}
+        return functools.partial(jit, **given)
+    check_jit(fn, options, device, backend)
     if mesh is not None:
         as_mesh(mesh)
+    options = options or Options()
+    if compiler_options:
+        both = {**options.compiler_options, **compiler_options}
+        options = replace(options, compiler_options=both)
     return Jitted(
         Recipe(
             fn,
             mesh,
-            in_specs,
-            out_specs,
-            (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums),
-            (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames),
-            (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums),
-            options or Options(),
+            one_of(in_specs, specified(in_shardings), "in"),
+            one_of(out_specs, specified(out_shardings), "out"),
+            *by_number_and_name(fn, static_argnums, static_argnames),
+            *by_number_and_name(fn, donate_argnums, donate_argnames),
+            keep_unused,
+            inline,
+            options,
         )
     )
 
 
 class Jitted(Generic[P, R]):
-    """What `jit` returns: call it, or `lower` / `compile` it for given arguments."""
+    """What `jit` returns: call it, or `trace` / `lower` / `compile` it for given arguments."""
 
     def __init__(self, recipe: Recipe) -> None:
+        functools.update_wrapper(self, recipe.fn, updated=())
+        self.__name__ = function_name(recipe.fn)
         self.recipe = recipe
         self._cache: dict[Any, list[Compiled]] = {}
-        self.__name__ = function_name(recipe.fn)
-        self.__doc__ = recipe.fn.__doc__
+        self._is_on_cpu = False
+        donated = recipe.donate_argnums + recipe.donate_argnames
+        static = recipe.static_argnums, recipe.static_argnames
+        self._dispatched = dispatched(recipe.fn, self._miss, *static, donated)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the program, compiled on first use for these shapes and shardings."""
-        call = take_apart(self.recipe, args, kwargs)
-        result: R = self._compiled(call).run(call.leaves)
+        if self._is_on_cpu:
+            self._check(args, kwargs)
+        result: R = self._dispatched(*args, **kwargs)
         return result
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: the instance is the first argument."""
+        return self if instance is None else MethodType(self, instance)
 
     def __repr__(self) -> str:
         mesh = self.recipe.mesh
         where = f"on {as_mesh(mesh)}" if mesh is not None else "on the mesh of its arguments"
-        kinds = plural(sum(map(len, self._cache.values())), "kind")
+        kinds = plural(self._cache_size(), "kind")
         return f"<spmd.jit of {self.__name__} {where}: compiled for {kinds} of call>"
+
+    @functools.cached_property
+    def inlined(self) -> Any:
+        """The marked function under `jax.jit`: what is called inside of other programs."""
+        recipe = self.recipe
+        return jax.jit(
+            functools.wraps(recipe.fn)(marked(recipe)),
+            static_argnums=recipe.static_argnums,
+            static_argnames=recipe.static_argnames,
+            donate_argnums=recipe.donate_argnums,
+            donate_argnames=recipe.donate_argnames,
+            keep_unused=recipe.keep_unused,
+            inline=recipe.inline,
+        )
+
+    def trace(self, *args: Any, **kwargs: Any) -> JaxTraced:
+        """The function traced by jax, as `jax.jit(fn).trace` does; `lower` of it is our own."""
+        return JaxTraced(self, self.inlined.trace(*args, **kwargs), args, kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The result's pytree of `ShapeDtypeStruct`s; nothing is compiled."""
+        return self.inlined.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets all compiled programs."""
+        self._cache.clear()
+        self.__dict__.pop("inlined", None)
+        recipe = self.recipe
+        donated = recipe.donate_argnums + recipe.donate_argnames
+        static = recipe.static_argnums, recipe.static_argnames
+        self._dispatched = dispatched(recipe.fn, self._miss, *static, donated)
 
     def compile(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Compiled:
         """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running.
@@ -136,6 +220,31 @@ class Jitted(Generic[P, R]):
         """What is to be compiled for these arguments; nothing is compiled yet."""
         return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology).request
 
+    def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Serves a call of a new kind; see `dispatch`."""
+        call = take_apart(self.recipe, args, kwargs)
+        if call.is_traced:
+            return self.inlined(*args, **kwargs), None
+        compiled = self._compiled(call)
+        results = compiled.run(call.leaves)
+        self._is_on_cpu = compiled.request.platform == "cpu"
+        way = None
+        if not compiled.has_keys:
+            way = known(compiled.executable, results, compiled.traced.out_tree)
+        return compiled.unflattened(results), way
+
+    def _check(self, args: Any, kwargs: Any) -> None:
+        """Holds that arrays are alive and donated once, where the runtime would crash."""
+        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is ARRAY]
+        is_gone = any(map(_IS_DELETED, arrays))
+        donates = self.recipe.donate_argnums or self.recipe.donate_argnames
+        if is_gone or (donates and len(set(map(id, arrays))) < len(arrays)):
+            call = take_apart(self.recipe, args, kwargs)
+            self._compiled(call).check(call.leaves)
+
+    def _cache_size(self) -> int:
+        return sum(map(len, self._cache.values()))
+
     def _compiled(self, call: Call) -> Compiled:
         key = call.key
         for compiled in self._cache.get(key, ()):
@@ -162,6 +271,27 @@ class Jitted(Generic[P, R]):
 
     def _progress(self) -> AbstractContextManager[None]:
         return progress(self.__name__, self.recipe.options.shows_progress)
+
+
+class JaxTraced:
+    """What jax traced (`jax.stages.Traced`), to be lowered by our compiler."""
+
+    def __init__(self, jitted: Jitted[..., Any], traced: Any, args: Any, kwargs: Any) -> None:
+        self._jitted, self._traced, self._args, self._kwargs = jitted, traced, args, kwargs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._traced, name)
+
+    def lower(self, *, topology: Topology | None = None, **by_jax: Any) -> Any:
+        """The planned program; with `lowering_platforms`, jax's own module with the marks in it.
+
+        Args:
+          topology: as for `Jitted.lower`.
+          **by_jax: what `jax.stages.Traced.lower` takes, as `jax.export` uses it.
+        """
+        if by_jax:
+            return self._traced.lower(**by_jax)
+        return self._jitted.lower(*self._args, topology=topology, **self._kwargs)
 
 
 def _calls_above() -> int:

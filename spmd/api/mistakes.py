@@ -7,7 +7,6 @@ from operator import methodcaller
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from spmd.api.arguments import aval_of
 from spmd.api.marks import caller, some_of
@@ -18,18 +17,18 @@ from spmd.options import Options
 _is_deleted = methodcaller("is_deleted")
 
 
-def check_jit(fn: Any, options: Any) -> None:
+def check_jit(fn: Any, options: Any, device: Any, backend: Any) -> None:
     """Holds that `jit` was given a function and options.
 
     Raises:
-      ArgumentError: it was not.
+      ArgumentError: it was not, or it was given a device.
     """
     if not callable(fn):
         raise ArgumentError(
             "spmd.jit needs the function first",
             source=caller(),
-            actual="no function" if fn is None else described(fn),
-            fix="write spmd.jit(fn, mesh=mesh), or @functools.partial(spmd.jit, mesh=mesh)",
+            actual=described(fn),
+            fix="write spmd.jit(fn, mesh=mesh), or @spmd.jit(mesh=mesh)",
         )
     if options is not None and not isinstance(options, Options):
         raise ArgumentError(
@@ -39,19 +38,35 @@ def check_jit(fn: Any, options: Any) -> None:
             required="a spmd.Options",
             fix="write options=spmd.Options(memory_limit=16 << 30), or leave them out",
         )
+    for name, value in (("device", device), ("backend", backend)):
+        if value is not None:
+            raise ArgumentError(
+                f"spmd.jit has no {name}: a program runs on the devices of its mesh",
+                source=caller(),
+                actual=f"{name}={described(value)}",
+                fix="pass mesh=spmd.make_mesh(data=4, devices=jax.devices(...))",
+            )
 
 
-def no_mesh(name: str, in_specs: Any) -> MeshError:
+def one_of(specs: Any, shardings: Any, name: str) -> Any:
+    """The specs that `jit` was given under one of two names; None if under neither.
+
+    Raises:
+      ArgumentError: they were given under both.
+    """
+    if specs is not None and shardings is not None:
+        raise ArgumentError(
+            f"spmd.jit was given {name}_specs and {name}_shardings, which are the same",
+            source=caller(),
+            fix="leave one of them out",
+        )
+    return shardings if specs is None else specs
+
+
+def no_mesh(name: str) -> MeshError:
     """The error of a program for which no mesh was found."""
     actual = "no mesh= was given, no argument is placed on a mesh, nothing is marked"
-    fix = "pass mesh=spmd.make_mesh(data=4, model=2)"
-    shardings = [spec for spec in jax.tree.leaves(in_specs) if isinstance(spec, NamedSharding)]
-    if shardings:
-        actual += "; in_specs holds a NamedSharding, where specs belong"
-        fix = f"pass mesh=sharding.mesh, and in in_specs sharding.spec: {shardings[0].spec}"
-    elif not jax.sharding.get_abstract_mesh().empty:
-        actual += "; the mesh of jax.set_mesh is not read"
-        fix = "pass it too: spmd.jit(fn, mesh=mesh)"
+    fix = "pass mesh=spmd.make_mesh(data=4, model=2), or call it under jax.set_mesh(mesh)"
     return MeshError(f"spmd.jit of {name} has no mesh", source=caller(), actual=actual, fix=fix)
 
 
@@ -75,7 +90,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def check_concrete(name: str, leaves: Sequence[Any]) -> None:
-    """Holds that a call is made with values, and not by a transformation of jax.
+    """Holds that a compiled program is called with values, and not by a transformation of jax.
 
     Raises:
       ArgumentError: `jax.grad`, `jax.vmap`, `jax.jit` or the like is around the call.
@@ -84,12 +99,33 @@ def check_concrete(name: str, leaves: Sequence[Any]) -> None:
     if tracer is None:
         return
     raise ArgumentError(
-        f"a transformation of jax is around the spmd.jit of {name}",
+        f"a transformation of jax is around the compiled program {name}",
         source=caller(),
         actual=f"an argument is a {type(tracer).__name__}, which has no values yet",
-        required="spmd.jit outermost: it partitions the whole program, gradients included",
-        fix=f"transform first, as in spmd.jit(jax.grad({name}), mesh=mesh)",
+        required="values: what is compiled cannot be transformed",
+        fix="call the spmd.jit function itself, which can, or transform first, as in "
+        f"spmd.jit(jax.grad({name}), mesh=mesh)",
     )
+
+
+def check_once(names: Sequence[str], arrays: Sequence[Any], donated: Sequence[int]) -> None:
+    """Holds that no array is donated that is given another time.
+
+    Raises:
+      ArgumentError: one is; jax's runtime for CPUs ends the process at that.
+    """
+    seen: dict[int, int] = {}
+    for index, array in enumerate(arrays):
+        first = seen.setdefault(id(array), index)
+        if first == index or not {first, index} & set(donated):
+            continue
+        one, again = names[first], names[index]
+        raise ArgumentError(
+            f"one array is given as argument {one} and as argument {again}, and it is donated",
+            source=caller(),
+            required="a donated array is given once: its memory is taken over",
+            fix=f"pass a copy of one, as in {one}.copy(), or donate nothing",
+        )
 
 
 def check_alive(names: Sequence[str], arrays: Sequence[Any]) -> None:

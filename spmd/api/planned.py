@@ -8,7 +8,9 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jax
 
 from spmd.api.tracing import Traced
 from spmd.errors import ArgumentError
@@ -58,6 +60,21 @@ class Planned:
     def name(self) -> str:
         """What the function is called."""
         return self.traced.name or self.stages.plan.program.name
+
+    @property
+    def in_tree(self) -> Any:
+        """The structure of ((positional, ...), {name: ...}), static arguments left out."""
+        return self.traced.in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of the result."""
+        return self.traced.out_tree
+
+    @property
+    def out_info(self) -> Any:
+        """The result's pytree of `jax.ShapeDtypeStruct`s."""
+        return jax.tree.unflatten(self.traced.out_tree, self.traced.out_structs)
 
     @property
     def donated(self) -> tuple[int, ...]:

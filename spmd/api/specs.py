@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmd.api.arguments import fitting_entries
+from spmd.api.arguments import Part, fitting_entries
 from spmd.api.marks import caller, path_name, some_of
+from spmd.api.signature import parameter_count, parameter_names
 from spmd.errors import SpecError, described
 from spmd.frontend.marks import Entries
 from spmd.ir.types import TensorType
@@ -25,31 +26,46 @@ Specs = Sequence[Any] | Mapping[str, Any] | None
 # Of functions of pytrees.
 
 
-def arg_specs(
-    in_specs: Any, args: Sequence[Any], argnums: Sequence[int], names: Sequence[str]
-) -> list[Any]:
-    """The spec of each leaf of the positional arguments, None for open ones.
+def arg_specs(in_specs: Any, parts: Sequence[Part], fn: Any, positional: int) -> list[Any]:
+    """The spec of each leaf of the arguments, None for open ones.
 
     Args:
-      in_specs: one entry for each positional argument, static ones counted: a spec, a pytree of
-        specs that is a prefix of the argument, or None. None for all open.
-      args: the positional arguments without the static ones.
-      argnums: their numbers, static ones counted.
-      names: the names of all positional arguments, static ones counted.
+      in_specs: one entry for each parameter, static ones counted: a spec, a pytree of specs that is
+        a prefix of the argument, or None. A single `PartitionSpec` or `NamedSharding` is for all
+        arguments. None for all open.
+      parts: the arguments without the static ones.
+      fn: the function.
+      positional: how many positional arguments there are, static ones counted.
 
     Raises:
       SpecError: another number of entries than of arguments, entries of another structure, or one
         that can be read in two ways.
     """
-    if in_specs is None:
-        return [None] * len(jax.tree.leaves(args))
-    if not isinstance(in_specs, tuple | list) or len(in_specs) != len(names):
-        raise _wrong_count(in_specs, names)
+    if in_specs is None or isinstance(in_specs, PartitionSpec | NamedSharding):
+        return [in_specs for part in parts for _ in jax.tree.leaves(part.struct)]
+    places = [part.place for part in parts if isinstance(part.place, int)]
+    least = max([positional, *(place + 1 for place in places)])
+    most = max(least, parameter_count(fn))  # those left out have defaults
+    if not isinstance(in_specs, tuple | list) or not least <= len(in_specs) <= most:
+        raise _wrong_count(in_specs, parameter_names(fn, least))
     return [
         spec
-        for number, arg in zip(argnums, args, strict=True)
-        for spec in _spread(in_specs[number], arg, f"argument {names[number]}")
+        for part in parts
+        for spec in _spread(
+            in_specs[part.place] if isinstance(part.place, int) else None,
+            part.struct,
+            f"argument {part.name}",
+        )
     ]
+
+
+def specified(shardings: Any) -> Any:
+    """Shardings as `jax.jit` takes them, as specs: jax's word for unspecified ones is None here."""
+    return jax.tree.map(
+        lambda entry: None if type(entry).__name__ == "UnspecifiedValue" else entry,
+        shardings,
+        is_leaf=_is_spec,
+    )
 
 
 def _wrong_count(in_specs: Any, names: Sequence[str]) -> SpecError:
@@ -156,7 +172,7 @@ def _is_at(leaf: str, path: str) -> bool:
 
 
 def _is_spec(x: Any) -> bool:
-    if x is None or isinstance(x, PartitionSpec | str):
+    if x is None or isinstance(x, PartitionSpec | Sharding | str):
         return True
     return type(x) in (tuple, list) and all(
         e is None or e is ... or isinstance(e, str | int) or e is OPEN

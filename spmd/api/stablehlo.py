@@ -9,7 +9,7 @@ import jax
 
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.specs import Specs, flat_entries
-from spmd.api.tracing import Traced, topology_of
+from spmd.api.tracing import Traced, axis_types_of, topology_of
 from spmd.errors import ArgumentError
 from spmd.frontend.importer.module import boundary_names, parse_module, signature
 from spmd.ir.types import TensorType, numpy_dtype
@@ -88,7 +88,8 @@ def lower_stablehlo(
     structs = tuple(jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in results)
     in_tree = jax.tree.structure((tuple(range(len(args))), {}))
     out_tree = jax.tree.structure(structs)
-    traced = Traced(request, in_tree, out_tree, structs, mesh, key_dtypes=(None,) * len(args))
+    axis_types = axis_types_of(own, [mesh])
+    traced = Traced(request, in_tree, out_tree, structs, axis_types, (None,) * len(args))
     return Lowered(traced, stages, options)
 
 

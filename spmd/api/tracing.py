@@ -7,27 +7,39 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding
 
 from spmd.api.arguments import (
     Aval,
     arg_entries,
     argument_names,
+    as_array,
     aval_of,
+    call_parts,
+    donated_leaves,
     function_name,
     function_place,
     key_dtype,
     like_parameters,
     mesh_sharding,
-    parameter_names,
     updates_of,
 )
+from spmd.api.dispatch import settings
 from spmd.api.marks import path_name
-from spmd.api.mistakes import check_concrete, no_mesh, not_an_array
+from spmd.api.mistakes import no_mesh, not_an_array
+from spmd.api.signature import positions
 from spmd.api.specs import arg_specs, out_entries
 from spmd.errors import MeshError
 from spmd.frontend.trace import seen_meshes, trace
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import as_mesh, has_devices, jax_mesh, platform_of
+from spmd.mesh.spec import (
+    as_mesh,
+    has_devices,
+    has_explicit_axes,
+    jax_mesh,
+    mesh_around,
+    platform_of,
+)
 from spmd.mesh.topology import Topology
 from spmd.options import Options
 from spmd.pipeline import Request
@@ -41,7 +53,9 @@ class Recipe:
       fn: a function of pytrees of arrays.
       mesh: the mesh as it was given, or None.
       in_specs, out_specs: specs of arguments and results, as they were given.
-      static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
+      static_argnums, static_argnames: which arguments are constants, by number and by name.
+      donate_argnums, donate_argnames: which are donated.
+      keep_unused, inline: as for `jax.jit`; they matter where the function is traced into another.
       options: compile options.
     """
 
@@ -52,7 +66,28 @@ class Recipe:
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]
     donate_argnums: tuple[int, ...]
+    donate_argnames: tuple[str, ...]
+    keep_unused: bool
+    inline: bool
     options: Options
+
+    def static_of(self, count: int, kwargs: Mapping[str, Any]) -> set[int | str]:
+        """Numbers and names of a call's static arguments.
+
+        Args:
+          count: how many positional arguments it has.
+          kwargs: its keyword arguments.
+        """
+        names = [name for name in kwargs if name in self.static_argnames]
+        return {*positions(self.static_argnums, count), *names}
+
+    @property
+    def given_mesh(self) -> Any:
+        """The mesh as it was given, be it in a spec."""
+        if self.mesh is not None:
+            return self.mesh
+        specs = jax.tree.leaves((self.in_specs, self.out_specs))
+        return next((spec.mesh for spec in specs if isinstance(spec, NamedSharding)), None)
 
 
 class Call(NamedTuple):
@@ -64,6 +99,7 @@ class Call(NamedTuple):
       avals: the type of each leaf.
       tree: the structure of ((positional, ...), {name: ...}), static ones left out.
       positional: how many positional arguments there are, static ones counted.
+      settings: of jax, that decide how the function is traced.
     """
 
     static: tuple[tuple[int | str, Any], ...]
@@ -71,17 +107,23 @@ class Call(NamedTuple):
     avals: tuple[Aval, ...]
     tree: Any
     positional: int
+    settings: Any
 
     @property
     def key(self) -> Any:
         """What decides, besides shardings, whether a compiled program serves the call."""
-        return (self.static, self.tree, self.avals)
+        return (self.static, self.tree, self.avals, self.settings)
 
     @property
     def argnums(self) -> tuple[int, ...]:
         """The numbers of the positional arguments that are not static."""
         static = dict(self.static)
         return tuple(i for i in range(self.positional) if i not in static)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a transformation of jax, or another program's trace, makes the call."""
+        return any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves)
 
 
 class Traced(NamedTuple):
@@ -92,7 +134,7 @@ class Traced(NamedTuple):
       in_tree: the structure of ((positional, ...), {name: ...}), static arguments left out.
       out_tree: the structure of the result.
       out_structs: its leaves.
-      given_mesh: the mesh as the user gave it or placed arguments on it, if so.
+      axis_types: jax's types of the mesh's axes, where they are not all Auto.
       key_dtypes: for each flat argument its dtype if it is a key array.
       name: the function's, or none.
     """
@@ -101,7 +143,7 @@ class Traced(NamedTuple):
     in_tree: Any
     out_tree: Any
     out_structs: tuple[Any, ...]
-    given_mesh: Any
+    axis_types: tuple[Any, ...] | None
     key_dtypes: tuple[Any, ...]
     name: str = ""
 
@@ -112,21 +154,20 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     Raises:
       ArgumentError: one that is not static is not an array.
     """
-    count = len(args)
-    numbers = _positions(recipe.static_argnums, count)
-    names = recipe.static_argnames
-    static: list[tuple[int | str, Any]] = [(i, args[i]) for i in range(count) if i in numbers]
-    static += [(name, kwargs[name]) for name in sorted(kwargs) if name in names]
-    positional = tuple(arg for i, arg in enumerate(args) if i not in numbers)
-    named = {name: arg for name, arg in kwargs.items() if name not in names}
+    count, places = len(args), recipe.static_of(len(args), kwargs)
+    static: list[tuple[int | str, Any]] = [(i, args[i]) for i in range(count) if i in places]
+    static += [(name, kwargs[name]) for name in sorted(kwargs) if name in places]
+    positional = tuple(arg for i, arg in enumerate(args) if i not in places)
+    named = {name: arg for name, arg in kwargs.items() if name not in places}
     leaves, tree = jax.tree.flatten((positional, named))
+    leaves = list(map(as_array, leaves))
     try:
         avals = tuple(map(aval_of, leaves))
     except TypeError as error:
-        dynamic = [i for i in range(count) if i not in numbers]
+        dynamic = [i for i in range(count) if i not in places]
         arg_names = argument_names(recipe.fn, (positional, named), dynamic)
         raise not_an_array(arg_names, leaves) from error
-    return Call(tuple(static), tuple(leaves), avals, tree, count)
+    return Call(tuple(static), tuple(leaves), avals, tree, count, settings())
 
 
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
@@ -138,32 +179,33 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
       topology: the machine to plan for; that of the options, else of the mesh, when left out.
 
     Raises:
-      ArgumentError: a transformation of jax is around the call.
       MeshError: there is no mesh, or there are two.
       SpecError: a spec that does not fit its argument or result.
     """
-    check_concrete(function_name(recipe.fn), call.leaves)
-    structs = jax.tree.unflatten(
-        call.tree, [jax.ShapeDtypeStruct(a[0], a[1], weak_type=a[2]) for a in call.avals]
-    )
-    placed = filter(None, map(mesh_sharding, call.leaves))
-    given = recipe.mesh or next((sharding.mesh for sharding in placed), None)
-    mesh = None if given is None else as_mesh(given)
-    platform = (topology.platform if topology else None) or platform_of(mesh)
-    module, out_tree, mesh = _trace(recipe, call, structs, mesh, platform)
+    structs = jax.tree.unflatten(call.tree, [aval.struct for aval in call.avals])
+    placed = [sharding.mesh for sharding in map(mesh_sharding, call.leaves) if sharding]
+    around = mesh_around()
+    given = recipe.given_mesh or next(iter(placed), None)
+    known = None if given is None else as_mesh(given)
+    platform = (topology.platform if topology else None) or platform_of(known)
+    with seen_meshes() as seen:
+        module, out_tree, manual_meshes = _trace(recipe, call, structs, platform)
+    given = given or next(iter([*seen, *manual_meshes]), around)
+    if given is None:
+        raise no_mesh(function_name(recipe.fn))
+    mesh = as_mesh(given)
+    _check_device_order(manual_meshes, mesh)
     names = argument_names(recipe.fn, structs, call.argnums)
-    heads = parameter_names(recipe.fn, call.positional)
-    specs = arg_specs(recipe.in_specs, structs[0], call.argnums, heads)
-    specs += [None] * (len(call.leaves) - len(specs))  # keyword arguments lie as they are placed
+    donate = recipe.donate_argnums, recipe.donate_argnames
+    parts = call_parts(recipe.fn, structs, call.argnums, *donate, call.positional)
+    specs = arg_specs(recipe.in_specs, parts, recipe.fn, call.positional)
     given_entries = [
         arg_entries(leaf, spec, name, mesh)
         for leaf, spec, name in zip(call.leaves, specs, names, strict=True)
     ]
-    entries, reasons = like_parameters(names, call.avals, given_entries)
+    entries, reasons = like_parameters(names, [aval.shape for aval in call.avals], given_entries)
     out_paths, out_def = jax.tree_util.tree_flatten_with_path(out_tree)
     result_names = tuple(path_name(path) or "result" for path, _ in out_paths)
-    donate = _positions(recipe.donate_argnums, call.positional)
-    numbers = jax.tree.leaves(jax.tree.broadcast(call.argnums, structs[0]))
     request = Request(
         module,
         mesh,
@@ -173,8 +215,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         entries,
         out_entries(recipe.out_specs, out_tree, result_names, mesh),
         reasons,
-        updates_of(structs[0], call.argnums, out_tree, donate),
-        tuple(i for i, number in enumerate(numbers) if number in donate),
+        updates_of(parts, out_tree),
+        donated_leaves(parts),
         platform,
         function_place(recipe.fn),
     )
@@ -183,10 +225,18 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         call.tree,
         out_def,
         tuple(leaf for _, leaf in out_paths),
-        given,
+        axis_types_of(mesh, [given, *placed, around]),
         tuple(map(key_dtype, call.leaves)),
         function_name(recipe.fn),
     )
+
+
+def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Jax's types of a mesh's axes, as the user's meshes of these axes have them."""
+    for given in filter(has_explicit_axes, givens):
+        if tuple(given.shape.items()) == tuple(mesh.shape.items()):
+            return tuple(given.axis_types)
+    return None
 
 
 def topology_of(mesh: Mesh) -> Topology:
@@ -196,26 +246,17 @@ def topology_of(mesh: Mesh) -> Topology:
     return Topology(f"cpu:{mesh.size}")
 
 
-def _trace(
-    recipe: Recipe, call: Call, structs: Any, mesh: Mesh | None, platform: str
-) -> tuple[Any, Any, Mesh]:
-    """The function as a module, structs of its results, and the mesh: given, or that of marks."""
+def _trace(recipe: Recipe, call: Call, structs: Any, platform: str) -> tuple[Any, Any, list[Any]]:
+    """The function as a module, structs of its results, and the meshes of its manual regions."""
     static, dynamic = dict(call.static), iter(structs[0])
-    with seen_meshes() as seen:
-        module, out_tree, manual_meshes = trace(
-            recipe.fn,
-            [static[i] if i in static else next(dynamic) for i in range(call.positional)],
-            structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
-            platform=platform,
-            static_argnums=recipe.static_argnums,
-            static_argnames=recipe.static_argnames,
-        )
-    found = [mesh] if mesh is not None else seen
-    found = found or [as_mesh(other) for other in manual_meshes]
-    if not found:
-        raise no_mesh(function_name(recipe.fn), recipe.in_specs)
-    _check_device_order(manual_meshes, found[0])
-    return module, out_tree, found[0]
+    return trace(
+        recipe.fn,
+        [static[i] if i in static else next(dynamic) for i in range(call.positional)],
+        structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
+        platform=platform,
+        static_argnums=[i for i in static if isinstance(i, int)],
+        static_argnames=[name for name in static if isinstance(name, str)],
+    )
 
 
 def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:
@@ -231,8 +272,3 @@ def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:
                 required=f"device ids {list(mesh.device_ids)}",
                 fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
             )
-
-
-def _positions(argnums: Sequence[int], count: int) -> frozenset[int]:
-    """Argument numbers, those from the end counted from the start."""
-    return frozenset(n + count if n < 0 else n for n in argnums)

@@ -83,7 +83,13 @@ def trace(
     module = lowered.compiler_ir("stablehlo")
     has_mesh = any(op.operation.name == "sdy.mesh" for op in module.body.operations)
     meshes = dict.fromkeys(_shard_map_meshes(traced.jaxpr.jaxpr)) if has_mesh else {}
-    return module, lowered.out_info, list(meshes)
+    results = [_struct(aval) for aval in traced.jaxpr.out_avals]
+    return module, jax.tree.unflatten(traced.out_tree, results), list(meshes)
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
 def _explicit_axes(error: ValueError) -> FrontendError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,11 +30,14 @@ _program.multiple_results = True
 
 
 @_program.def_abstract_eval  # type: ignore[untyped-decorator]
-def _abstract(*_: Any, module: str, out_types: tuple[TensorType, ...]) -> list[Any]:
-    return [jax.core.ShapedArray(t.shape, numpy_dtype(t.dtype)) for t in out_types]
+def _abstract(*_: Any, out_types: tuple[TensorType, ...], weak: tuple[bool, ...], **__: Any) -> Any:
+    return [
+        jax.core.ShapedArray(t.shape, numpy_dtype(t.dtype), weak_type=is_weak)
+        for t, is_weak in zip(out_types, weak, strict=True)
+    ]
 
 
-def _lower(ctx: Any, *args: Any, module: str, out_types: tuple[TensorType, ...]) -> Any:
+def _lower(ctx: Any, *args: Any, module: str, **_: Any) -> Any:
     source = ir.Module.parse(module)
     main = next(op for op in source.body.operations if _symbol(op) == "main")
     results = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
@@ -53,16 +57,31 @@ def _symbol(op: Any) -> str:
 mlir.register_lowering(_program, _lower)
 
 
+@dataclass(frozen=True)
+class Outside:
+    """What jax is told of a program's arguments and results, besides what the program says.
+
+    Attributes:
+      mesh: the mesh that they lie on: the program's with the user's axis types; Auto if None.
+      weak: whether the type of each result is weak; none is if empty.
+      devices: descriptions of devices that are not here, in the mesh's order; the process's own by
+        id if None.
+    """
+
+    mesh: jax.sharding.Mesh | None = None
+    weak: tuple[bool, ...] = ()
+    devices: Sequence[Any] | None = None
+
+
 def compile_emitted(
-    emitted: Emitted, compiler_options: Mapping[str, Any], devices: Sequence[Any] | None = None
+    emitted: Emitted, compiler_options: Mapping[str, Any], outside: Outside | None = None
 ) -> Any:
     """Hands an emitted program to XLA, once all processes of the mesh have shown the same one.
 
     Args:
       emitted: the program.
       compiler_options: passed to XLA as they are.
-      devices: descriptions of devices that are not here, in the mesh's order; the process's own by
-        id when left out.
+      outside: what jax is told of arguments and results.
 
     Returns:
       jax's compiled program: it takes and returns flat global arrays.
@@ -71,12 +90,20 @@ def compile_emitted(
       LaunchError: another process of the job has another program.
       RuntimeError: XLA refuses it.
     """
-    if devices is None:
+    outside = outside or Outside()
+    if outside.devices is None:
         _check_processes(emitted, compiler_options)
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in emitted.argument_types]
-    with x64_if(emitted.needs_x64):
-        lowered = executable(emitted, devices).lower(*structs)
+    with x64_if(emitted.needs_x64), on_own_mesh(emitted.mesh, outside.devices):
+        lowered = executable(emitted, outside).lower(*structs)
         return lowered.compile(dict(compiler_options) or None)
+
+
+def on_own_mesh(
+    mesh: Mesh, devices: Sequence[Any] | None = None
+) -> contextlib.AbstractContextManager[Any]:
+    """A context in which `executable` can be traced, whatever mesh the user has set around."""
+    return jax.set_mesh(jax_mesh(mesh, devices))
 
 
 def compile_within(
@@ -84,7 +111,7 @@ def compile_within(
     emitted: Emitted,
     topology: Topology,
     compiler_options: Mapping[str, Any],
-    devices: Sequence[Any] | None = None,
+    outside: Outside | None = None,
 ) -> Any:
     """As `compile_emitted`, for a program that has been planned within a memory limit.
 
@@ -93,15 +120,15 @@ def compile_within(
 
     Args:
       limit: bytes of one device.
-      emitted, compiler_options, devices: as for `compile_emitted`.
+      emitted, compiler_options, outside: as for `compile_emitted`.
       topology: the machine.
     """
-    free = compile_emitted(emitted, compiler_options, devices)
+    free = compile_emitted(emitted, compiler_options, outside)
     used, around = _memory(free)
     within = options_within(limit, around, topology, compiler_options)
     if used <= limit or within == compiler_options:
         return free
-    tight = compile_emitted(emitted, within, devices)
+    tight = compile_emitted(emitted, within, outside)
     return tight if _memory(tight)[0] < used else free
 
 
@@ -160,19 +187,22 @@ def x64_if(needed: bool) -> contextlib.AbstractContextManager[Any]:
     return jax.enable_x64(True) if needed else contextlib.nullcontext()
 
 
-def executable(emitted: Emitted, devices: Sequence[Any] | None = None) -> Any:
+def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     """A jitted function of the flat global arguments that runs an emitted program.
+
+    It is traced `on_own_mesh`.
 
     Args:
       emitted: the program.
-      devices: as for `compile_emitted`.
+      outside: as for `compile_emitted`.
     """
-    mesh = jax_mesh(emitted.mesh, devices)
-    run = _runner(emitted.module, emitted.result_types)
+    outside = outside or Outside()
+    mesh = jax_mesh(emitted.mesh, outside.devices)
+    run = _runner(emitted.module, emitted.result_types, outside.weak)
     arguments, results = emitted.argument_specs, emitted.result_specs
 
     def named(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
-        return tuple(NamedSharding(mesh, spec) for spec in specs)
+        return tuple(NamedSharding(outside.mesh or mesh, spec) for spec in specs)
 
     mapped = jax.shard_map(run, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)
     return jax.jit(
@@ -201,12 +231,21 @@ def executable_on(module: str, out_types: Sequence[TensorType], where: Any) -> A
         place = NamedSharding(jax_mesh(where), PartitionSpec())
         more = {"out_shardings": place}
     jitted = jax.jit(run, keep_unused=True, **more)
-    return lambda *args: jitted(*jax.device_put(args, place))
+
+    def run_there(*args: Any) -> Any:
+        with on_own_mesh(where if isinstance(where, Mesh) else Mesh([where.id], (1,), ("one",))):
+            return jitted(*jax.device_put(args, place))
+
+    return run_there
 
 
-def _runner(module: str, out_types: tuple[TensorType, ...]) -> Callable[..., Any]:
+def _runner(
+    module: str, out_types: tuple[TensorType, ...], weak: tuple[bool, ...] = ()
+) -> Callable[..., Any]:
+    weak = weak or (False,) * len(out_types)
+
     def run(*args: Any) -> Any:
-        return tuple(_program.bind(*args, module=module, out_types=out_types))
+        return tuple(_program.bind(*args, module=module, out_types=out_types, weak=weak))
 
     return run
 

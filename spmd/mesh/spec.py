@@ -47,8 +47,10 @@ def _devices_by_id() -> dict[int, Any]:
     return {device.id: device for device in jax.devices()}
 
 
-def jax_mesh(mesh: Mesh, devices: Any = None) -> jax.sharding.Mesh:
-    """The jax mesh with Auto axes over the same devices.
+def jax_mesh(
+    mesh: Mesh, devices: Any = None, axis_types: Sequence[AxisType] | None = None
+) -> jax.sharding.Mesh:
+    """The jax mesh over the same devices; its axes are Auto if not said otherwise.
 
     Raises:
       MeshError: a device of the mesh is not visible to this process.
@@ -66,12 +68,30 @@ def jax_mesh(mesh: Mesh, devices: Any = None) -> jax.sharding.Mesh:
             )
         devices = [known[i] for i in mesh.device_ids]
     array = np.asarray(devices, dtype=object).reshape(mesh.sizes)
-    return jax.sharding.Mesh(array, mesh.axis_names, (AxisType.Auto,) * len(mesh.sizes))
+    types = tuple(axis_types or (AxisType.Auto,) * len(mesh.sizes))
+    return jax.sharding.Mesh(array, mesh.axis_names, types)
 
 
 def has_devices(mesh: Mesh) -> bool:
     """Whether every device of the mesh is visible to this process."""
     return all(i in _devices_by_id() for i in mesh.device_ids)
+
+
+def mesh_around() -> Any:
+    """The mesh that `jax.set_mesh` (or `jax.sharding.use_abstract_mesh`) has set; else None."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        return None
+    try:
+        concrete = jax.sharding.get_mesh()
+    except ValueError:  # within traced code
+        return abstract
+    return abstract if concrete.empty else concrete
+
+
+def has_explicit_axes(mesh: Any) -> bool:
+    """Whether a mesh of jax makes the way in which arrays are split a part of their types."""
+    return AxisType.Explicit in getattr(mesh, "axis_types", ())
 
 
 def platform_of(mesh: Mesh | None) -> str:

@@ -21,7 +21,7 @@ from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.text import format_op
 from spmd.lowering.emit import emit
 from spmd.lowering.emitted import Emitted
-from spmd.lowering.execute import executable, executable_on
+from spmd.lowering.execute import executable, executable_on, on_own_mesh
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
 from spmd.mesh.spec import jax_mesh
@@ -147,7 +147,9 @@ class Search(NamedTuple):
         whole = whole_run(plan.program, plan.mesh)
 
         def differing_values(arguments: Arrays) -> tuple[Comparison, ...]:
-            got, want = host_arrays(partitioned(*arguments)), whole(arguments)
+            with on_own_mesh(plan.mesh):
+                got = host_arrays(partitioned(*arguments))
+            want = whole(arguments)
             compared = compare_results(plan.program, got, want, self.tolerance)
             return tuple(comparison for comparison in compared if not comparison.ok)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd.api.arguments import aval_of, like_parameters, updates_of
+from spmd.api.arguments import aval_of, call_parts, donated_leaves, like_parameters, updates_of
 
 W = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 B = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -24,26 +24,39 @@ B = jax.ShapeDtypeStruct((4,), jnp.float32)
 def test_updates_are_results_of_the_same_type(donated: tuple[int, ...], links: object) -> None:
     params = {"b": B, "w": W}
     results = (jax.ShapeDtypeStruct((), jnp.float32), params, W)
-    assert updates_of((params, W), (0, 2), results, donated) == links
+    parts = call_parts(lambda p, n, w: p, ((params, W), {}), (0, 2), donated, (), 3)
+    assert updates_of(parts, results) == links
+    leaves = {0: (0, 1), 2: (2,)}
+    assert donated_leaves(parts) == tuple(leaf for number in donated for leaf in leaves[number])
 
 
 def test_each_result_updates_one_argument() -> None:
-    assert updates_of((W, W), (0, 1), W, (0, 1)) == ((0, 0),)
+    parts = call_parts(lambda a, b: a, ((W, W), {}), (0, 1), (0, 1), (), 2)
+    assert updates_of(parts, W) == ((0, 0),)
+
+
+def test_arguments_by_name_have_the_place_of_their_parameter() -> None:
+    parts = call_parts(lambda a, b, *, c: a, ((W,), {"c": B, "b": W}), (0,), (), ("c",), 1)
+    assert [(part.place, part.name, part.is_donated) for part in parts] == [
+        (0, "a", False),
+        (1, "b", False),
+        ("c", "c", True),
+    ]
 
 
 def test_state_lies_like_the_parameter_at_the_end_of_its_path() -> None:
     names = ("params/w", "params/b", "state/0/mu/w", "state/0/nu/b", "state/count", "x")
-    avals = [((4, 2),), ((4,),), ((4, 2),), ((2,),), ((),), ((4, 2),)]
+    shapes = [(4, 2), (4,), (4, 2), (2,), (), (4, 2)]
     entries = [(("data",), ()), (("data",),), None, None, None, None]
-    filled, reasons = like_parameters(names, avals, entries)
+    filled, reasons = like_parameters(names, shapes, entries)
     assert filled == (entries[0], entries[1], entries[0], None, None, None)
     assert reasons == (None, None, "like argument params/w", None, None, None)
 
 
 def test_types_of_leaves() -> None:
-    assert aval_of(1.0) == ((), jnp.float32, True)
-    assert aval_of(jnp.ones((2, 3), jnp.bfloat16)) == ((2, 3), jnp.bfloat16, False)
-    assert aval_of(jnp.asarray(1) * 2) == ((), jnp.int32, True)
-    assert aval_of(jax.ShapeDtypeStruct((2,), jnp.int8)) == ((2,), jnp.int8, False)
+    assert aval_of(1.0) == ((), jnp.float32, True, None)
+    assert aval_of(jnp.ones((2, 3), jnp.bfloat16)) == ((2, 3), jnp.bfloat16, False, None)
+    assert aval_of(jnp.asarray(1) * 2) == ((), jnp.int32, True, None)
+    assert aval_of(jax.ShapeDtypeStruct((2,), jnp.int8)) == ((2,), jnp.int8, False, None)
     key = jax.random.key(0)
-    assert aval_of(key) == ((), key.dtype, False)
+    assert aval_of(key) == ((), key.dtype, False, None)

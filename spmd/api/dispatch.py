@@ -1,0 +1,131 @@
+"""The way of a call that needs no Python: jax's own C++ dispatch, told of our compiled programs.
+
+jax looks up arguments by structure, types, shardings, static values and its thread's settings, and
+runs what it finds; only a call of a new kind comes to us. That is not public in jax, so all of it
+that we use is in this file. Where a version of jax lacks it, every call goes the way of a new kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+try:
+    from jax._src import api_util, config, tree_util
+    from jax._src.interpreters import pxla
+    from jaxlib import _jax
+
+    ARRAY: Any = _jax.ArrayImpl
+    NAN_FOUND: Any = api_util.InternalFloatingPointError
+    HAS_FAST_PATH = hasattr(_jax, "pjit") and hasattr(_jax, "PjitFunctionCache")
+except (ImportError, AttributeError):  # another version of jax
+    ARRAY = jax.Array
+    NAN_FOUND = FloatingPointError
+    HAS_FAST_PATH = False
+
+# `ARRAY` is the class of arrays that are not key arrays. `NAN_FOUND` is what a compiled program
+# raises under `jax_debug_nans`.
+
+KINDS = 1024
+"""How many kinds of call of one function are kept."""
+
+
+Miss = Callable[..., tuple[Any, Any]]
+"""Serves a call of a new kind: its result, and what `known` said of the program, or None."""
+
+
+def dispatched(
+    fn: Callable[..., Any],
+    miss: Miss,
+    static_argnums: Sequence[int],
+    static_argnames: Sequence[str],
+    donated: Sequence[int | str],
+) -> Callable[..., Any]:
+    """A function that is called as `fn` is, and asks `miss` only about calls of a new kind.
+
+    Args:
+      fn: the user's function; under `jax.disable_jit` it runs as it is.
+      miss: serves calls of new kinds.
+      static_argnums, static_argnames: which arguments are looked up by value.
+      donated: which arguments are donated, by number or name.
+    """
+    if not HAS_FAST_PATH:
+        return _plain(fn, miss)
+
+    def serve(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        return (*miss(*args, **kwargs), False)
+
+    try:
+        return _jax.pjit(  # type: ignore[no-any-return]
+            getattr(fn, "__name__", type(fn).__name__),
+            fn,
+            serve,
+            tuple(static_argnums),
+            tuple(static_argnames),
+            tuple(donated),
+            tree_util.dispatch_registry,
+            pxla.cc_shard_arg,
+            _jax.PjitFunctionCache(capacity=KINDS),  # goes when the function goes
+        )
+    except TypeError:
+        return _plain(fn, miss)
+
+
+def _plain(fn: Callable[..., Any], miss: Miss) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_set("disable_jit"):
+            return fn(*args, **kwargs)
+        return miss(*args, **kwargs)[0]
+
+    return call
+
+
+def known(executable: Any, results: Sequence[Any], out_tree: Any) -> Any:
+    """What jax needs to know to run a compiled program without us; None where it must not.
+
+    Args:
+      executable: jax's compiled program of flat arguments.
+      results: flat results of a run of it.
+      out_tree: the structure of the function's result.
+    """
+    if not HAS_FAST_PATH or _is_set("debug_nans") or _is_set("debug_infs"):
+        return None
+    try:
+        program = executable._executable
+        run = program.unsafe_call
+        if run.ordered_effects or run.has_unordered_effects or not _are_arrays(results):
+            return None
+        return pxla.MeshExecutableFastpathData(
+            program.xla_executable,
+            out_tree,
+            program._in_shardings,
+            program._out_shardings,
+            [result.aval for result in results],
+            [True] * len(results),
+            [i in program._kept_var_idx for i in range(len(program.in_avals))],
+            program._dispatch_in_layouts,
+            [],
+        )
+    except (AttributeError, TypeError):
+        return None
+
+
+def _is_set(name: str) -> bool:
+    return bool(getattr(jax.config, f"jax_{name}"))
+
+
+def _are_arrays(results: Sequence[Any]) -> bool:
+    """Whether results are plain arrays; a key array is an object around one."""
+    return all(type(result) is ARRAY for result in results)
+
+
+def settings() -> Any:
+    """All settings of jax, this thread's, that decide how a function is traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    try:
+        return mesh, config.trace_context()
+    except (NameError, AttributeError):
+        names = ("enable_x64", "default_matmul_precision", "numpy_dtype_promotion")
+        return mesh, tuple(getattr(jax.config, f"jax_{name}") for name in names)

@@ -1,0 +1,517 @@
+"""`jax.jit`'s surface, call by call: the same code with `spmd.jit` in its place, the same numbers.
+
+Each case is a function of `jit`, which is `jax.jit`, or `spmd.jit` with nothing added. All data is
+placed on a mesh, so that no mesh need be named.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import spmd
+
+Jit = Any
+AUTO = (AxisType.Auto, AxisType.Auto)
+
+
+def mesh_of(types: tuple[AxisType, AxisType] = AUTO) -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+
+
+def placed(spec: P, *shape: int, mesh: Any = None) -> Any:
+    values = np.random.RandomState(len(shape) + shape[0]).randn(*shape).astype(np.float32)
+    return jax.device_put(values, NamedSharding(mesh or mesh_of(), spec))
+
+
+def w() -> Any:
+    return placed(P(None, "model"), 16, 32)
+
+
+def x() -> Any:
+    return placed(P("data"), 8, 16)
+
+
+def f(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w).sum()
+
+
+def sharding(*names: Any) -> NamedSharding:
+    return NamedSharding(mesh_of(), P(*names))
+
+
+CASES: dict[str, Callable[[Jit], Any]] = {}
+
+
+def case(fn: Callable[[Jit], Any]) -> Callable[[Jit], Any]:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+# ---------------------------------------------------------------------------------------------
+# The signature.
+
+
+@case
+def in_shardings(jit: Jit) -> Any:
+    return jit(f, in_shardings=(sharding(None, "model"), sharding("data")))(
+        np.asarray(w()), np.asarray(x())
+    )
+
+
+@case
+def in_shardings_for_all(jit: Jit) -> Any:
+    add = jit(lambda a, b: a.sum(1) + b, in_shardings=sharding("data"))
+    return add(np.ones((8, 2, 4)), np.ones((8, 4)))
+
+
+@case
+def in_shardings_in_part(jit: Jit) -> Any:
+    return jit(f, in_shardings=(None, sharding("data")))(w(), x())
+
+
+@case
+def out_shardings(jit: Jit) -> Any:
+    out = jit(lambda w, x: {"y": x @ w}, out_shardings=sharding("data", "model"))(w(), x())
+    assert out["y"].sharding.spec == P("data", "model")
+    return out
+
+
+@case
+def out_shardings_of_a_tree(jit: Jit) -> Any:
+    specs = {"y": sharding("data"), "z": None}
+    out = jit(lambda w, x: {"y": x @ w, "z": x}, out_shardings=specs)(w(), x())
+    assert out["y"].sharding.is_equivalent_to(sharding("data"), 2)
+    return out
+
+
+@case
+def partition_specs_under_set_mesh(jit: Jit) -> Any:
+    with jax.set_mesh(mesh_of()):
+        out = jit(lambda w, x: x @ w, in_shardings=P(), out_shardings=P("data"))(
+            np.asarray(w()), np.asarray(x())
+        )
+    assert out.sharding.is_equivalent_to(sharding("data"), 2)
+    return out
+
+
+@case
+def static_by_number(jit: Jit) -> Any:
+    return jit(lambda w, x, n: f(w, x) * n, static_argnums=2)(w(), x(), 3)
+
+
+@case
+def static_by_name_passed_by_position(jit: Jit) -> Any:
+    def g(w: Any, x: Any, mode: str) -> Any:
+        return f(w, x) if mode == "a" else f(w, x) * 2
+
+    return jit(g, static_argnames="mode")(w(), x(), "a")
+
+
+@case
+def static_by_number_passed_by_name(jit: Jit) -> Any:
+    def g(w: Any, x: Any, mode: str = "b") -> Any:
+        return f(w, x) if mode == "a" else f(w, x) * 2
+
+    jitted = jit(g, static_argnums=(2,))
+    return jitted(w(), x(), mode="a"), jitted(w(), x())
+
+
+@case
+def static_by_both(jit: Jit) -> Any:
+    jitted = jit(lambda w, x, n, *, m: f(w, x) * n * m, static_argnums=(2,), static_argnames=("m",))
+    return jitted(w(), x(), 2, m=3)
+
+
+@case
+def donated_by_number(jit: Jit) -> Any:
+    jitted = jit(lambda w, x: (w + 1, x.sum()), donate_argnums=0)
+    given = w()
+    out = jitted(given, x())
+    assert given.is_deleted()
+    return out
+
+
+@case
+def donated_by_name(jit: Jit) -> Any:
+    given = w()
+    out = jit(lambda w, x: w + 1, donate_argnames="w")(given, x())
+    assert given.is_deleted()
+    return out
+
+
+@case
+def donated_by_number_passed_by_name(jit: Jit) -> Any:
+    given = w()
+    out = jit(lambda w, x: w + 1, donate_argnums=(0,))(x=x(), w=given)
+    assert given.is_deleted()
+    return out
+
+
+@case
+def keyword_arguments(jit: Jit) -> Any:
+    return jit(f)(x=x(), w=w())
+
+
+@case
+def compiler_options(jit: Jit) -> Any:
+    options = {"xla_embed_ir_in_executable": True}
+    jitted = jit(f, compiler_options=options)
+    return jitted(w(), x()), jit(f).lower(w(), x()).compile(compiler_options=options)(w(), x())
+
+
+@case
+def keep_unused_and_inline(jit: Jit) -> Any:
+    return jit(lambda w, x: w * 2, keep_unused=True, inline=True)(w(), x())
+
+
+@case
+def decorators(jit: Jit) -> Any:
+    @jit
+    def plain(w: Any, x: Any) -> Any:
+        return f(w, x)
+
+    @jit(static_argnums=2)
+    def called(w: Any, x: Any, n: int) -> Any:
+        return f(w, x) * n
+
+    @functools.partial(jit, static_argnums=2)
+    def partial(w: Any, x: Any, n: int) -> Any:
+        """Words."""
+        return f(w, x) * n
+
+    assert partial.__doc__ == "Words."
+    assert partial.__wrapped__(w(), x(), 2) is not None
+    return plain(w(), x()), called(w(), x(), 2), partial(w(), x(), 3)
+
+
+@case
+def methods(jit: Jit) -> Any:
+    class Model:
+        def __init__(self) -> None:
+            self.scale = 3.0
+
+        @functools.partial(jit, static_argnums=0)
+        def step(self, w: Any, x: Any) -> Any:
+            return f(w, x) * self.scale
+
+    return Model().step(w(), x())
+
+
+@case
+def stages(jit: Jit) -> Any:
+    jitted = jit(f)
+    traced = jitted.trace(w(), x())
+    assert len(traced.jaxpr.in_avals) == 2
+    lowered = traced.lower()
+    compiled = lowered.compile()
+    assert compiled.memory_analysis().argument_size_in_bytes > 0
+    assert compiled.cost_analysis()
+    assert lowered.in_tree == compiled.in_tree
+    assert (
+        lowered.out_info.shape == compiled.out_tree.unflatten([jitted.eval_shape(w(), x())]).shape
+    )
+    assert "stablehlo" in str(lowered.compiler_ir())
+    jitted(w(), x())
+    jitted.clear_cache()
+    return compiled(w(), x()), jitted(w(), x()), jitted.lower(w(), x()).compile()(w(), x())
+
+
+# ---------------------------------------------------------------------------------------------
+# Values and types.
+
+
+@case
+def weak_types(jit: Jit) -> Any:
+    out = jit(lambda x, lr: (lr * 2, x * lr, 3.0))(x(), 0.1)
+    assert [jax.typeof(o).weak_type for o in out] == [True, False, True]
+    return out
+
+
+@case
+def a_loop_of_weak_types_compiles_once(jit: Jit) -> Any:
+    count = []
+
+    def step(n: Any, x: Any) -> Any:
+        count.append(n)
+        return n + 1, x * 2
+
+    state = 0, x()
+    jitted = jit(step)
+    for _ in range(3):
+        state = jitted(*state)
+    assert len(count) == 1 or jit is jax.jit  # which looks at whether an array is committed
+    return state
+
+
+@case
+def host_integers_beside_random_bits(jit: Jit) -> Any:
+    def g(tokens: Any, x: Any, key: Any) -> Any:
+        return jnp.take(x, tokens, axis=0) * jax.random.bernoulli(key, 0.5, (4, 1))
+
+    return jit(g)(np.arange(4, dtype=np.int64), x(), jax.random.key(0))
+
+
+@case
+def sixty_four_bits(jit: Jit) -> Any:
+    with jax.enable_x64(True):
+        out = jit(lambda x, n: (x.sum(), n * 2, 1.5))(x(), np.arange(8, dtype=np.int64))
+    assert out[1].dtype == jnp.int64
+    return out
+
+
+@case
+def both_settings_of_64_bits(jit: Jit) -> Any:
+    jitted = jit(lambda x, n: x.astype(jnp.float32).sum() + n)
+    narrow = jitted(x(), 2.0)
+    with jax.enable_x64(True):
+        return narrow, jitted(x(), 2.0)
+
+
+@case
+def no_elements(jit: Jit) -> Any:
+    return jit(lambda x, e: (x.sum(), e, e.sum(), jnp.concatenate([e, x])))(x(), jnp.zeros((0, 16)))
+
+
+@case
+def scalars(jit: Jit) -> Any:
+    return jit(lambda x, a, b, c, d: x * a + b + c * d)(x(), 2, np.float32(0.1), True, 1.5)
+
+
+@case
+def nothing_in_a_tree(jit: Jit) -> Any:
+    return jit(lambda d: (d["x"] * 2, d["y"]))({"x": x(), "y": None})
+
+
+@case
+def keys(jit: Jit) -> Any:
+    def g(x: Any, key: Any) -> Any:
+        return x + jax.random.normal(key, x.shape), jax.random.key_data(jax.random.split(key))
+
+    jitted = jit(g)
+    return jitted(x(), jax.random.key(0)), jitted(x(), jax.random.key(1))
+
+
+@case
+def an_array_on_another_device(jit: Jit) -> Any:
+    return jit(f)(w(), jnp.asarray(np.asarray(x())))
+
+
+@case
+def arguments_as_results(jit: Jit) -> Any:
+    out = jit(lambda w, x: (w, x, w))(w(), x())
+    assert out[2].sharding.spec == P(None, "model")
+    return out
+
+
+@case
+def a_closed_over_array(jit: Jit) -> Any:
+    big = w()
+    return jit(lambda x: (x @ big).sum())(x())
+
+
+@case
+def another_shape(jit: Jit) -> Any:
+    jitted = jit(f)
+    return jitted(w(), x()), jitted(w(), x()[:4]), jitted(w(), x())
+
+
+@case
+def nans(jit: Jit) -> Any:
+    with jax.debug_nans(True):
+        jitted = jit(lambda x: jnp.log(x))
+        fine = jitted(jnp.abs(x()) + 1)
+        with pytest.raises(FloatingPointError, match="invalid value"):
+            jitted(x() * 0 - 1)
+    return fine
+
+
+@case
+def without_jit(jit: Jit) -> Any:
+    seen = []
+
+    def g(x: Any) -> Any:
+        seen.append(not isinstance(x, jax.core.Tracer))
+        return x * 2
+
+    with jax.disable_jit():
+        out = jit(g)(x())
+    assert seen == [True]
+    return out
+
+
+# ---------------------------------------------------------------------------------------------
+# Composing.
+
+
+@case
+def grad_around(jit: Jit) -> Any:
+    return jax.grad(jit(f))(w(), x())
+
+
+@case
+def value_and_grad_inside(jit: Jit) -> Any:
+    return jit(jax.value_and_grad(f))(w(), x())
+
+
+@case
+def vmap_around(jit: Jit) -> Any:
+    return jax.vmap(jit(f), in_axes=(None, 0))(w(), x()[:, None])
+
+
+@case
+def jvp_and_linearize_around(jit: Jit) -> Any:
+    value, tangent = jax.jvp(jit(f), (w(), x()), (w(), x()))
+    _, linear = jax.linearize(jit(f), w(), x())
+    return value, tangent, linear(w(), x())
+
+
+@case
+def checkpoint_around(jit: Jit) -> Any:
+    return jax.grad(jax.checkpoint(jit(f)))(w(), x())
+
+
+@case
+def jit_around(jit: Jit) -> Any:
+    return jax.jit(lambda w, x: jit(f)(w, x) * 2)(w(), x())
+
+
+@case
+def jit_inside(jit: Jit) -> Any:
+    return jit(lambda w, x: jax.jit(f)(w, x) * 2)(w(), x())
+
+
+@case
+def itself_inside(jit: Jit) -> Any:
+    return jit(lambda w, x: jit(f)(w, x) * 2)(w(), x())
+
+
+@case
+def marks_inside_an_inner_program(jit: Jit) -> Any:
+    inner = jit(
+        lambda w, x: x @ w,
+        in_shardings=(sharding(None, "model"), sharding("data")),
+        out_shardings=sharding("data", "model"),
+    )
+    return jit(lambda w, x: inner(w, x) * 2)(w(), x()), jax.jit(inner)(w(), x())
+
+
+@case
+def in_a_scan(jit: Jit) -> Any:
+    step = jit(lambda c, x: (c + x, c * x))
+    return jax.lax.scan(step, jnp.zeros(16), x())
+
+
+@case
+def shapes(jit: Jit) -> Any:
+    struct = jax.eval_shape(jit(f), w(), x())
+    assert (struct.shape, struct.dtype) == ((), jnp.float32)
+    return jit(f)(w(), x())
+
+
+@case
+def checked(jit: Jit) -> Any:
+    def g(w: Any, x: Any) -> Any:
+        checkify.check(jnp.all(x < 100), "large")
+        return f(w, x)
+
+    error, out = jit(checkify.checkify(g))(w(), x())
+    error.throw()
+    return out
+
+
+@case
+def exported(jit: Jit) -> Any:
+    pytest.importorskip("flatbuffers")
+    module = jax.export.export(jit(f))(w(), x())
+    again = jax.export.deserialize(module.serialize())
+    return again.call(w(), x())
+
+
+# ---------------------------------------------------------------------------------------------
+# Meshes and types.
+
+EXPLICIT = (AxisType.Explicit, AxisType.Explicit)
+
+
+def types_of(tree: Any) -> list[str]:
+    return [str(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)]
+
+
+@case
+def explicit_types(jit: Jit) -> Any:
+    mesh = mesh_of(EXPLICIT)
+    a = placed(P("data", "model"), 8, 16, mesh=mesh)
+    out = jit(lambda a: (a * 2, a.T, a.sum(0), a[:, None]))(a)
+    assert types_of(out) == types_of(jax.jit(lambda a: (a * 2, a.T, a.sum(0), a[:, None]))(a))
+    assert out[0].sharding.mesh == mesh
+    return out
+
+
+@case
+def explicit_types_under_set_mesh(jit: Jit) -> Any:
+    mesh = mesh_of(EXPLICIT)
+    a, b = placed(P("data"), 8, 16, mesh=mesh), placed(P(None, "model"), 16, 32, mesh=mesh)
+
+    def g(a: Any, b: Any) -> Any:
+        y = jax.sharding.reshard(a @ b, P("data", None))
+        return jnp.einsum("bi,bo->io", a, y, out_sharding=P("model")), y
+
+    with jax.set_mesh(mesh):
+        out = jit(g)(a, b)
+        assert types_of(out) == types_of(jax.jit(g)(a, b))
+        gradient = jit(jax.grad(lambda a, b: g(a, b)[1].sum()))(a, b)
+    return out, gradient
+
+
+@case
+def explicit_types_of_host_arrays(jit: Jit) -> Any:
+    with jax.set_mesh(mesh_of(EXPLICIT)):
+        out = jit(lambda a: jax.sharding.reshard(a, P("data")) * 2)(np.ones((8, 4), np.float32))
+    assert str(jax.typeof(out)) == "float32[8@data,4]"
+    return out
+
+
+@case
+def explicit_results_are_arguments(jit: Jit) -> Any:
+    a = placed(P("data", "model"), 8, 16, mesh=mesh_of(EXPLICIT))
+    step = jit(lambda a: a * 2, donate_argnums=0)
+    for _ in range(3):
+        a = step(a)
+    return a
+
+
+@case
+def under_a_mesh_of_another_shape(jit: Jit) -> Any:
+    other = jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(other):
+        return jit(f)(w(), x())
+
+
+@case
+def constraints_by_name_under_set_mesh(jit: Jit) -> Any:
+    def g(w: Any, x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x @ w, P("data", "model"))
+
+    with jax.set_mesh(mesh_of()):
+        return jit(g)(np.asarray(w()), np.asarray(x()))
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing is split")
+@pytest.mark.filterwarnings("ignore:.*costs .* of a predicted run")
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_as_jax_jit(name: str, devices8: Any) -> None:
+    want, got = CASES[name](jax.jit), CASES[name](spmd.jit)
+    assert str(jax.tree.structure(got)) == str(jax.tree.structure(want))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (np.shape(a), jnp.result_type(a)) == (np.shape(b), jnp.result_type(b))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
