@@ -25,7 +25,7 @@ from spmd.api.marks import path_name
 from spmd.api.mistakes import check_concrete, no_mesh, not_an_array
 from spmd.api.specs import arg_specs, out_entries
 from spmd.errors import MeshError
-from spmd.frontend.trace import seen_meshes, trace
+from spmd.frontend.trace import Trace, seen_meshes, trace
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, has_devices, jax_mesh, platform_of
 from spmd.mesh.topology import Topology
@@ -150,7 +150,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     given = recipe.mesh or next((sharding.mesh for sharding in placed), None)
     mesh = None if given is None else as_mesh(given)
     platform = (topology.platform if topology else None) or platform_of(mesh)
-    module, out_tree, mesh = _trace(recipe, call, structs, mesh, platform)
+    traced, mesh = _trace(recipe, call, structs, mesh, platform)
+    out_tree = traced.out
     names = argument_names(recipe.fn, structs, call.argnums)
     heads = parameter_names(recipe.fn, call.positional)
     specs = arg_specs(recipe.in_specs, structs[0], call.argnums, heads)
@@ -165,7 +166,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     donate = _positions(recipe.donate_argnums, call.positional)
     numbers = jax.tree.leaves(jax.tree.broadcast(call.argnums, structs[0]))
     request = Request(
-        module,
+        traced.module,
         mesh,
         topology or recipe.options.topology or topology_of(mesh),
         names,
@@ -177,6 +178,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         tuple(i for i, number in enumerate(numbers) if number in donate),
         platform,
         function_place(recipe.fn),
+        traced.callbacks,
     )
     return Traced(
         request,
@@ -198,24 +200,25 @@ def topology_of(mesh: Mesh) -> Topology:
 
 def _trace(
     recipe: Recipe, call: Call, structs: Any, mesh: Mesh | None, platform: str
-) -> tuple[Any, Any, Mesh]:
-    """The function as a module, structs of its results, and the mesh: given, or that of marks."""
+) -> tuple[Trace, Mesh]:
+    """The function, traced, and the mesh: given, or that of marks."""
     static, dynamic = dict(call.static), iter(structs[0])
     with seen_meshes() as seen:
-        module, out_tree, manual_meshes = trace(
+        traced = trace(
             recipe.fn,
             [static[i] if i in static else next(dynamic) for i in range(call.positional)],
             structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
             platform=platform,
             static_argnums=recipe.static_argnums,
             static_argnames=recipe.static_argnames,
+            on_callbacks=recipe.options.callbacks,
         )
     found = [mesh] if mesh is not None else seen
-    found = found or [as_mesh(other) for other in manual_meshes]
+    found = found or [as_mesh(other) for other in traced.meshes]
     if not found:
         raise no_mesh(function_name(recipe.fn), recipe.in_specs)
-    _check_device_order(manual_meshes, found[0])
-    return module, out_tree, found[0]
+    _check_device_order(traced.meshes, found[0])
+    return traced, found[0]
 
 
 def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:
