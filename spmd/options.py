@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from spmd.errors import ArgumentError
 from spmd.mesh.topology import Topology
 
 
@@ -24,6 +25,8 @@ class Options:
         many bytes (and memory) at a time; those of more than a quarter of it travel alone. 0: all.
       prefetch: how many gathers over the same links may be under way or wait ahead of their use;
         each takes memory. 0 leaves collectives where they are wanted.
+      callbacks: `run`, or `drop` to leave `jax.debug.print` and `jax.debug.callback` out of the
+        program. Callbacks whose results it reads, and `io_callback`, always run.
       check: verify every stage's result against its legality table.
       verbose: print the time of every stage.
       progress: say what a compilation of more than a second or two is doing, in one line that is
@@ -37,10 +40,18 @@ class Options:
     recompute: bool = True
     combine_bytes: int = 4 << 20
     prefetch: int = 2
+    callbacks: Literal["run", "drop"] = "run"
     check: bool = False
     verbose: bool = False
     progress: bool = True
     compiler_options: Mapping[str, str | bool | int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.callbacks not in ("run", "drop"):
+            raise ArgumentError(
+                f"callbacks={self.callbacks!r} is no option",
+                required="'run', or 'drop' to leave out jax.debug.print and jax.debug.callback",
+            )
 
     @property
     def shows_progress(self) -> bool:

@@ -22,6 +22,7 @@ from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import Imported, import_module
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.separate import separate
+from spmd.ir.callbacks import Callback
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program, Value
@@ -70,6 +71,7 @@ class Request:
       donated: flat indices of all donated arguments.
       platform: what it is compiled for, `cpu`, `cuda` or `tpu`: composites get its kernels.
       function: file and qualified name of the function that was traced, if known.
+      callbacks: the Python functions that the module calls, by number.
     """
 
     module: Any
@@ -84,6 +86,7 @@ class Request:
     donated: tuple[int, ...] = ()
     platform: str = ""
     function: tuple[str, str] | None = None
+    callbacks: tuple[Callback, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -310,7 +313,9 @@ def check_stages(stages: Stages) -> None:
 def _import(request: Request) -> Imported:
     platform = request.platform
     composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
-    imported = import_module(request.module, request.arg_names, composites, request.function)
+    imported = import_module(
+        request.module, request.arg_names, composites, request.function, request.callbacks
+    )
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=program)

@@ -51,12 +51,14 @@ MLIR_BINDINGS = (
 MLIR_FILES = (
     "spmd/frontend/artifact.py",
     "spmd/frontend/bytecode.py",
+    "spmd/frontend/callbacks.py",
     "spmd/frontend/importer/attributes.py",
     "spmd/frontend/importer/legalize.py",
     "spmd/frontend/importer/module.py",
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",
     "spmd/lowering/execute.py",
+    "spmd/lowering/host.py",
     "spmd/lowering/local/composite.py",
     "benchmarks/shardy.py",  # runs Shardy's own passes, the peer
     "benchmarks/shardy_bytes.py",  # the same

@@ -209,12 +209,6 @@ CALLS = [
     Wrong("a kernel without a rule", spmd.UnsupportedOpError, called(without_rule, X),
           ("no sharding rule for op custom_call:nobody_wrote_this", "tensor<8x4xf32>",
            "(without_rule)", "register")),
-    Wrong("a print inside", spmd.UnsupportedOpError,
-          called(lambda x: (jax.debug.print("{}", x), x)[1], X),
-          ("calls back into Python", "jax.debug.print")),
-    Wrong("too little memory", spmd.PlanError,
-          called(double, X, options=spmd.Options(memory_limit=100)),
-          ("keeps to 100 B on a device", "microbatches"), is_placed=False),
 ]  # fmt: skip
 
 

@@ -94,5 +94,5 @@ def compile_bundle(
 def _trace(function: Function, platform: str) -> tuple[Entrypoint, Any]:
     """What a function is, and its module."""
     arguments_of(function)  # before it is traced
-    module, out, _ = trace(function.fn, function.args, {}, platform=platform)
+    module, out, *_ = trace(function.fn, function.args, {}, platform=platform)
     return entrypoint(function, out, {}, [calls_of(module)]), module

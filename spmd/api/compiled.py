@@ -19,7 +19,13 @@ from spmd.explain.memory import Memory
 from spmd.ir.types import needs_x64
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emitted import Emitted
-from spmd.lowering.execute import Outside, compile_emitted, compile_within, x64_if
+from spmd.lowering.execute import (
+    Outside,
+    check_no_callbacks,
+    compile_emitted,
+    compile_within,
+    x64_if,
+)
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -86,6 +92,8 @@ class Compiled(Planned):
         self.prices = lowered.prices  # what is known already
         target, emitted = lowered.target, self.stages.emitted
         self._ahead = None if target is None or is_here(self.mesh, target) else target
+        if self._ahead:
+            check_no_callbacks(emitted)
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
         mesh = jax_mesh(self.mesh, devices, self.traced.axis_types)
         self._boundary = Boundary(self.traced, emitted, mesh)

@@ -30,7 +30,7 @@ from spmd.api.mistakes import no_mesh, not_an_array
 from spmd.api.signature import positions
 from spmd.api.specs import arg_specs, out_entries
 from spmd.errors import MeshError
-from spmd.frontend.trace import seen_meshes, trace
+from spmd.frontend.trace import Trace, seen_meshes, trace
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import (
     as_mesh,
@@ -189,12 +189,13 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     known = None if given is None else as_mesh(given)
     platform = (topology.platform if topology else None) or platform_of(known)
     with seen_meshes() as seen:
-        module, out_tree, manual_meshes = _trace(recipe, call, structs, platform)
-    given = given or next(iter([*seen, *manual_meshes]), around)
+        traced = _trace(recipe, call, structs, platform)
+    given = given or next(iter([*seen, *traced.meshes]), around)
     if given is None:
         raise no_mesh(function_name(recipe.fn))
     mesh = as_mesh(given)
-    _check_device_order(manual_meshes, mesh)
+    _check_device_order(traced.meshes, mesh)
+    out_tree = traced.out
     names = argument_names(recipe.fn, structs, call.argnums)
     donate = recipe.donate_argnums, recipe.donate_argnames
     parts = call_parts(recipe.fn, structs, call.argnums, *donate, call.positional)
@@ -207,7 +208,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     out_paths, out_def = jax.tree_util.tree_flatten_with_path(out_tree)
     result_names = tuple(path_name(path) or "result" for path, _ in out_paths)
     request = Request(
-        module,
+        traced.module,
         mesh,
         topology or recipe.options.topology or topology_of(mesh),
         names,
@@ -219,6 +220,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         donated_leaves(parts),
         platform,
         function_place(recipe.fn),
+        traced.callbacks,
     )
     return Traced(
         request,
@@ -246,8 +248,7 @@ def topology_of(mesh: Mesh) -> Topology:
     return Topology(f"cpu:{mesh.size}")
 
 
-def _trace(recipe: Recipe, call: Call, structs: Any, platform: str) -> tuple[Any, Any, list[Any]]:
-    """The function as a module, structs of its results, and the meshes of its manual regions."""
+def _trace(recipe: Recipe, call: Call, structs: Any, platform: str) -> Trace:
     static, dynamic = dict(call.static), iter(structs[0])
     return trace(
         recipe.fn,
@@ -256,6 +257,7 @@ def _trace(recipe: Recipe, call: Call, structs: Any, platform: str) -> tuple[Any
         platform=platform,
         static_argnums=[i for i in static if isinstance(i, int)],
         static_argnames=[name for name in static if isinstance(name, str)],
+        on_callbacks=recipe.options.callbacks,
     )
 
 

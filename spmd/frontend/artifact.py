@@ -43,7 +43,7 @@ def function_artifact(
     Raises:
       FrontendError: ops that no artifact can have.
     """
-    module, out, _ = trace(fn, args, {}, platform=platform)
+    module, out, *_ = trace(fn, args, {}, platform=platform)
     return module_artifact(module), out, calls_of(module)
 
 

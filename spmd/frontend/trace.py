@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning_p
@@ -17,7 +17,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from spmd.errors import FrontendError
+from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
+from spmd.ir.callbacks import Callback
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.spec import has_explicit_axes
 
 register_exclusion(str(Path(__file__).parent.parent))  # our own frames are not the user's
 
@@ -43,6 +46,22 @@ def note_mesh(mesh: Mesh) -> None:
         found.append(mesh)
 
 
+class Trace(NamedTuple):
+    """A function that was traced and lowered.
+
+    Attributes:
+      module: the MLIR module.
+      out: the result's pytree of `ShapeDtypeStruct`s.
+      meshes: the distinct meshes of its calls of `jax.shard_map`.
+      callbacks: the Python functions that it calls, by number.
+    """
+
+    module: Any
+    out: Any
+    meshes: list[Any]
+    callbacks: tuple[Callback, ...]
+
+
 def trace(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -51,7 +70,8 @@ def trace(
     platform: str,
     static_argnums: Sequence[int] = (),
     static_argnames: Sequence[str] = (),
-) -> tuple[Any, Any, list[Any]]:
+    on_callbacks: OnCallbacks | None = None,
+) -> Trace:
     """Traces `fn` at the given arguments and lowers it for `platform`, whole and unpartitioned.
 
     Args:
@@ -59,10 +79,8 @@ def trace(
       args, kwargs: `jax.ShapeDtypeStruct`s, static arguments as they are.
       platform: `cpu`, `cuda`, `tpu`.
       static_argnums, static_argnames: which arguments are static.
-
-    Returns:
-      The MLIR module, the result's pytree of `ShapeDtypeStruct`s, and the distinct meshes of the
-      calls of `jax.shard_map` in it.
+      on_callbacks: what becomes of callbacks. Left out, they stay those of jax, which point to
+        Python objects: nobody can import the module.
 
     Raises:
       FrontendError: a `shard_map` over explicit axes.
@@ -79,17 +97,27 @@ def trace(
         if "does not match the specs of the input" in str(error):
             raise _explicit_axes(error) from error
         raise
-    lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=_PARAMETERS)
+    program = traced.jaxpr
+    out = jax.tree.unflatten(traced.out_tree, map(_struct, program.out_avals))
+    calls = OwnCallbacks(on_callbacks) if on_callbacks else None
+    flat = calls and calls.without_jax(program, traced.fun_name)
+    if flat:
+        traced = jax.jit(flat, keep_unused=True).trace(*map(_struct, program.in_avals))
+    rules: Any = (_INLINED, *(calls.lowering_rules() if calls else ()))
+    parameters = mlir.LoweringParameters(override_lowering_rules=rules)
+    lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     module = lowered.compiler_ir("stablehlo")
     has_mesh = any(op.operation.name == "sdy.mesh" for op in module.body.operations)
-    meshes = dict.fromkeys(_shard_map_meshes(traced.jaxpr.jaxpr)) if has_mesh else {}
-    results = [_struct(aval) for aval in traced.jaxpr.out_avals]
-    return module, jax.tree.unflatten(traced.out_tree, results), list(meshes)
+    meshes = dict.fromkeys(_shard_map_meshes(program.jaxpr)) if has_mesh else {}
+    return Trace(module, out, list(meshes), tuple(calls.callbacks) if calls else ())
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """A value of a type: weak, and on a mesh with Explicit axes, as that is."""
+    typed = getattr(aval, "sharding", None)
+    sharding = typed if typed is not None and has_explicit_axes(typed.mesh) else None
     weak = bool(getattr(aval, "weak_type", False))
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
 
 
 def _explicit_axes(error: ValueError) -> FrontendError:
@@ -121,7 +149,7 @@ def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *values)
 
 
-_PARAMETERS = mlir.LoweringParameters(override_lowering_rules=((custom_partitioning_p, _inline),))
+_INLINED = (custom_partitioning_p, _inline)
 
 # ---------------------------------------------------------------------------------------------
 # A mark that jax's own sharding constraint refuses: a dim that its axes don't divide. It is linear

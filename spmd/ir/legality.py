@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from spmd.errors import LegalityError
+from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.program import Body, Op, Program, Region, Value
 from spmd.ir.text import format_op
 from spmd.ir.types import TensorType
@@ -152,8 +153,9 @@ def _axes_known(op: Op) -> str | None:
 
 
 def is_expanded(view: View, op: Op) -> str | None:
-    """What is emitted has no ops of our own."""
-    return "an op that only spmd knows" if op.name.startswith("spmd.") else None
+    """What is emitted has no ops of our own, but those that jax makes its callbacks of."""
+    own = op.name.startswith("spmd.") and op.name not in (CALLBACK, CHECK_CALLBACK)
+    return "an op that only spmd knows" if own else None
 
 
 def _once(view: View, values: Sequence[Value]) -> str | None:

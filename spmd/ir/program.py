@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
+from spmd.ir.callbacks import Callback
 from spmd.ir.description import (
     COMPOSITE,
     CUSTOM_CALL,
@@ -165,10 +166,12 @@ class Op(NamedTuple):
     def label(self) -> str:
         """The op's name for people: without the dialect where that is StableHLO's.
 
-        A composite has a name of its own.
+        A composite has a name of its own, and so has the function that a callback calls.
         """
         if self.kind.name == COMPOSITE:
             return str(self.kind.attrs["name"])
+        if "called" in self.kind.attrs:  # a callback
+            return f"{self.kind.attrs['called']} at {self.loc.source}"
         return self.kind.name.removeprefix("stablehlo.").removeprefix("chlo.")
 
     @property
@@ -210,6 +213,7 @@ class Program(NamedTuple):
       types: type of every value.
       body: its arguments, ops and results.
       arg_names, result_names: paths in the user's pytrees, for people.
+      callbacks: the Python functions that its ops call, by number.
     """
 
     name: str
@@ -217,6 +221,7 @@ class Program(NamedTuple):
     body: Region
     arg_names: tuple[str, ...]
     result_names: tuple[str, ...]
+    callbacks: tuple[Callback, ...] = ()
 
     def walk(self) -> Iterator[Op]:
         """Every op, regions' ops before the op that holds them, in program order."""
@@ -229,6 +234,12 @@ def walk_region(region: Region) -> Iterator[Op]:
         for inner in op.regions:
             yield from walk_region(inner)
         yield op
+
+
+def has_effect(op: Op) -> bool:
+    """Whether an op, or one inside it, does more than make its results."""
+    inner = (inner for region in op.regions for inner in region.ops)
+    return op.kind.about.has_effect or any(map(has_effect, inner))
 
 
 def free_values(region: Region) -> tuple[Value, ...]:

@@ -10,10 +10,13 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from spmd.ir.description import COMPOSITE
+from spmd.ir.description import COMPOSITE, CUSTOM_CALL
+from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Program, Region, Value
 from spmd.ir.types import DIM_NUMBERS, Attribute, ConvDims, Dense, Opaque, TensorType
+from spmd.lowering.callbacks import LINKED
+from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.composite import traced_composite
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, axis_refs
@@ -21,6 +24,7 @@ from spmd.reshard.comm import group_size
 
 _MESH = "spmd_mesh"
 _NOT_EMITTED = {"reducer", "axes", "groups", "pairs"}
+_OF_CALLBACKS = ("number", "called", "ordered", FREE, LINKED)
 _GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce_scatter"}
 
 
@@ -79,6 +83,13 @@ class _Emitter:
             self.manual(op)
             return
         kind = op.kind
+        if op.name in (CALLBACK, CHECK_CALLBACK):  # for `execute`, which has the functions
+            own = {**kind.attrs, FREE: bool(kind.attrs.get(FREE))}
+            attrs = [f"{n} = {_attribute(a)}" for n, a in own.items() if n in _OF_CALLBACKS]
+            attrs += [f"call_target_name = {_attribute(op.name)}", "has_side_effect = true"]
+            kind = OpKind(CUSTOM_CALL, kind.operands, kind.results, {})
+            self.write(op._replace(kind=kind), attrs, [])
+            return
         if op.name == COMPOSITE:  # a call of what computes it, whose functions join the module once
             traced = traced_composite(kind)
             assert traced is not None, op.label

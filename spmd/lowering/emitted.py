@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
+from spmd.ir.callbacks import Callback
 from spmd.ir.types import TensorType, needs_x64
 from spmd.lowering.emit import emit
 from spmd.lowering.partition import Partitioned
@@ -27,6 +28,7 @@ class Emitted:
       result_types: of one device's pieces.
       donated: flat indices of donated arguments.
       needs_x64: whether some value has elements of 64 bits.
+      callbacks: the Python functions that it calls, by number.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Emitted:
     result_types: tuple[TensorType, ...]
     donated: tuple[int, ...]
     needs_x64: bool
+    callbacks: tuple[Callback, ...] = ()
 
     @property
     def argument_specs(self) -> tuple[PartitionSpec, ...]:
@@ -78,4 +81,5 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
         result_types=tuple(types[value] for value in body.results),
         donated=donated,
         needs_x64=needs_x64(types),
+        callbacks=program.callbacks,
     )

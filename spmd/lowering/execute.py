@@ -18,9 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
+from spmd.errors import MeshError
+from spmd.ir.callbacks import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest
 from spmd.lowering.emitted import Emitted
+from spmd.lowering.host import effects_of, emit_callbacks, silent
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
@@ -29,15 +32,25 @@ _program = Primitive("spmd_program")
 _program.multiple_results = True
 
 
-@_program.def_abstract_eval  # type: ignore[untyped-decorator]
-def _abstract(*_: Any, out_types: tuple[TensorType, ...], weak: tuple[bool, ...], **__: Any) -> Any:
-    return [
+Callbacks = tuple[Callback, ...]
+
+
+@_program.def_effectful_abstract_eval  # type: ignore[untyped-decorator]
+def _abstract(
+    *_: Any,
+    out_types: tuple[TensorType, ...],
+    weak: tuple[bool, ...],
+    callbacks: Callbacks,
+    **__: Any,
+) -> tuple[list[Any], frozenset[Any]]:
+    types = [
         jax.core.ShapedArray(t.shape, numpy_dtype(t.dtype), weak_type=is_weak)
         for t, is_weak in zip(out_types, weak, strict=True)
     ]
+    return types, effects_of(callbacks)
 
 
-def _lower(ctx: Any, *args: Any, module: str, **_: Any) -> Any:
+def _lower(ctx: Any, *args: Any, module: str, callbacks: Callbacks, **_: Any) -> Any:
     source = ir.Module.parse(module)
     main = next(op for op in source.body.operations if _symbol(op) == "main")
     results = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
@@ -47,6 +60,10 @@ def _lower(ctx: Any, *args: Any, module: str, **_: Any) -> Any:
         source,
         dst_symtab=ctx.module_context.symbol_table,
     )
+    if callbacks:
+        emit_callbacks(ctx, ctx.module_context.symbol_table[name], callbacks)
+        if ctx.tokens_in is not None:  # ordered within: jax's tokens order programs
+            ctx.set_tokens_out(ctx.tokens_in)
     return func.CallOp(list(results), ir.FlatSymbolRefAttr.get(name), args).results
 
 
@@ -141,6 +158,21 @@ def _memory(compiled: Any) -> tuple[int, int]:
     return around + use.temp_size_in_bytes, around
 
 
+def check_no_callbacks(emitted: Emitted) -> None:
+    """Checks that a program can be compiled for a machine that is not here.
+
+    Raises:
+      MeshError: it calls Python, which takes the runtime of that machine.
+    """
+    if emitted.callbacks:
+        raise MeshError(
+            "a program that calls Python cannot be compiled for a machine that is not here",
+            actual=f"it calls {', '.join(dict.fromkeys(c.label for c in emitted.callbacks))}",
+            fix="plan it alone (`lower(topology=...)`), or leave the calls out: "
+            "Options(callbacks='drop') does so with jax.debug.print and jax.debug.callback",
+        )
+
+
 XLA_SHARE = 0.8
 """The share of a GPU's memory that XLA's scheduler counts on (`GetSchedulerMemoryLimit`)."""
 
@@ -198,7 +230,7 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     """
     outside = outside or Outside()
     mesh = jax_mesh(emitted.mesh, outside.devices)
-    run = _runner(emitted.module, emitted.result_types, outside.weak)
+    run = _runner(emitted.module, emitted.result_types, emitted.callbacks, outside.weak)
     arguments, results = emitted.argument_specs, emitted.result_specs
 
     def named(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
@@ -214,7 +246,9 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     )
 
 
-def executable_on(module: str, out_types: Sequence[TensorType], where: Any) -> Any:
+def executable_on(
+    module: str, out_types: Sequence[TensorType], where: Any, callbacks: Callbacks = ()
+) -> Any:
     """A function of host arrays that runs a whole program, as it is, on one device or a mesh.
 
     On a mesh every device holds all arguments and results; what is between is left to XLA's
@@ -224,8 +258,9 @@ def executable_on(module: str, out_types: Sequence[TensorType], where: Any) -> A
       module: StableHLO text with a function `main`.
       out_types: types of its results.
       where: a jax device, or the mesh of the program's manual regions.
+      callbacks: what it calls; those that only look do nothing.
     """
-    run, place = _runner(module, tuple(out_types)), where
+    run, place = _runner(module, tuple(out_types), silent(callbacks)), where
     more: dict[str, Any] = {}
     if isinstance(where, Mesh):
         place = NamedSharding(jax_mesh(where), PartitionSpec())
@@ -240,12 +275,18 @@ def executable_on(module: str, out_types: Sequence[TensorType], where: Any) -> A
 
 
 def _runner(
-    module: str, out_types: tuple[TensorType, ...], weak: tuple[bool, ...] = ()
+    module: str,
+    out_types: tuple[TensorType, ...],
+    callbacks: Callbacks,
+    weak: tuple[bool, ...] = (),
 ) -> Callable[..., Any]:
     weak = weak or (False,) * len(out_types)
 
     def run(*args: Any) -> Any:
-        return tuple(_program.bind(*args, module=module, out_types=out_types, weak=weak))
+        found = _program.bind(
+            *args, module=module, out_types=out_types, weak=weak, callbacks=callbacks
+        )
+        return tuple(found)
 
     return run
 

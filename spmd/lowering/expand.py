@@ -21,10 +21,13 @@ import numpy as np
 
 from spmd.ir.control_flow import producers_of
 from spmd.ir.dialect.builder import AXIS_INDEX, LOCAL_SLICE, Builder
+from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.program import Op, OpKind, Program, Value
 from spmd.ir.rewrite import rewrite_ops
 from spmd.ir.types import TensorType, numpy_dtype
+from spmd.lowering.callbacks import in_order, on_first, where_raised
+from spmd.lowering.local.callbacks import FREE
 from spmd.lowering.local.dims import dynamic_take_dim
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
@@ -32,11 +35,18 @@ from spmd.mesh.sharding import Axes
 
 def expand(program: Program, mesh: Mesh) -> Program:
     """Replaces every `spmd.*` op of a local program."""
+    program = in_order(program)
     sliced = _sliced_again(program)
 
     def rewrite(b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         if op.name == AXIS_INDEX:
             return (_axis_index(b, op.kind.attrs["axes"], mesh),)
+        if op.name == CALLBACK and op.kind.attrs[FREE]:
+            index = _axis_index(b, op.kind.attrs[FREE], mesh)
+            is_first = b.compare("EQ", index, b.constant(0, "i32"))
+            return on_first(b, op, operands, is_first)
+        if op.name == CHECK_CALLBACK:
+            return where_raised(b, op, operands)
         if op.name == LOCAL_SLICE:
             return (_local_slice(b, op, operands[0], mesh),)
         if op.results and op.results[0] in sliced:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.callbacks import CALLBACK
 from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, numberless
@@ -37,6 +38,8 @@ def _use(op: Op, index: int) -> str:
         return f"mark_sharding at {op.loc.trail}" if op.loc.frames else "the mark"
     if op.is_loop:
         return f"carry {index} of the loop, before its first iteration,"
+    if op.name == CALLBACK:
+        return f"the callback {op.label}"
     return _USES.get(op.name) or f"operand {index} of {op.label}"
 
 

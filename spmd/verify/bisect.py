@@ -74,7 +74,7 @@ def text_run(text: str, program: Program, mesh: Mesh) -> Run:
     types = tuple(program.types[v] for v in program.body.results)
     is_manual = any(op.name == MANUAL for op in program.walk())
     where = mesh if is_manual else jax_mesh(mesh).devices.flat[0]
-    run = executable_on(text, types, where)
+    run = executable_on(text, types, where, program.callbacks)
     return lambda arguments: host_arrays(run(*arguments))
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify
+from jax.experimental import checkify, io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -416,6 +416,24 @@ def shapes(jit: Jit) -> Any:
     struct = jax.eval_shape(jit(f), w(), x())
     assert (struct.shape, struct.dtype) == ((), jnp.float32)
     return jit(f)(w(), x())
+
+
+@case
+def callbacks(jit: Jit) -> Any:
+    seen: list[float] = []
+
+    def g(w: Any, x: Any) -> Any:
+        loss = f(w, x)
+        jax.debug.print("loss {loss}", loss=loss)
+        jax.debug.callback(lambda loss: seen.append(float(loss)), loss)
+        io_callback(lambda loss: seen.append(float(loss)), None, loss, ordered=True)
+        twice = jax.pure_callback(lambda a: np.float32(a) * 2, jax.typeof(loss), loss)
+        return loss, twice
+
+    jitted = jit(g)
+    out = jitted(w(), x()), jitted(w(), x())
+    jax.effects_barrier()
+    return out, sorted(seen)
 
 
 @case

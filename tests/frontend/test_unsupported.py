@@ -168,14 +168,17 @@ def test_quantized_types() -> None:
         parse_module(module(line))
 
 
-def test_callbacks_of_jax() -> None:
+def test_callbacks_of_a_module_that_jax_lowered() -> None:
+    """They point to Python objects of that lowering."""
+
     def fn(x: jax.Array) -> jax.Array:
         jax.debug.print("{}", x.sum())
         return x * 2
 
-    step = spmd.jit(fn, mesh=spmd.make_mesh(data=4, model=2))
-    with pytest.raises(spmd.UnsupportedOpError, match="calls back into Python"):
-        step.lower(jnp.ones((8, 4)))
+    lowered = jax.jit(fn).lower(jnp.ones((8, 4))).compiler_ir("stablehlo")
+    with pytest.raises(spmd.UnsupportedOpError, match="calls back into Python") as caught:
+        spmd.lower_stablehlo(lowered, spmd.make_mesh(data=4, model=2))
+    assert "compile the jax function itself with spmd.jit" in str(caught.value)
 
 
 REWRITES = {

@@ -45,7 +45,7 @@ class Site(NamedTuple):
         structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
         try:
             with jax.enable_x64(needs_x64((*kind.operands, *kind.results))):
-                module, _, _ = trace(function, structs, {}, platform="cpu")
+                module = trace(function, structs, {}, platform="cpu").module
         except (TypeError, ValueError) as error:
             self.fail(str(error).partition("\n")[0], "correct its attributes")
         return append_ops(self.b, import_module(module).program, self.operands, loc=self.op.loc)

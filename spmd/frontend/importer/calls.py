@@ -16,7 +16,9 @@ from spmd.frontend.importer.attributes import (
     items_of,
 )
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
-from spmd.ir.program import Op, Value
+from spmd.frontend.importer.unsupported import refuse
+from spmd.ir.dialect.callbacks import CALLBACK
+from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import Attribute
 
 DEEPEST_CALLS = 100
@@ -32,11 +34,17 @@ _CHLO_COMPOSITES = {
 """CHLO ops that an exported module carries as composites of the same name."""
 
 
-def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str, Handler]:
+_OF_CALLBACKS = ("number", "called", "ordered", "partitioned")
+
+
+def call_handlers(
+    composites: Mapping[str, Mapping[str, Attribute]], callbacks: int = 0
+) -> dict[str, Handler]:
     """The handlers of one import.
 
     Args:
       composites: name of each composite that stays one op -> attributes besides its own.
+      callbacks: how many Python functions are there to be called.
     """
     # A tuple never becomes a value: it is remembered as the values that it was made of.
     #   %3 = tuple %1, %2; %4 = get_tuple_element %3[1]      %4 is %2, and no op is appended
@@ -59,6 +67,12 @@ def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str
     def call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
         _inline(importer, op, op.attributes["callee"].value, env, ops)
 
+    def custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+        if op.attributes["call_target_name"].value == CALLBACK:
+            ops.append(_callback(importer, op, env, callbacks))
+        else:
+            _custom_call(importer, op, env, ops)
+
     def make_tuple(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
         if not all(v in env for v in op.operands):
             raise _foreign_tuple(importer, op)
@@ -72,7 +86,7 @@ def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str
     return {
         "func.call": call,
         "stablehlo.composite": composite,
-        "stablehlo.custom_call": _custom_call,
+        "stablehlo.custom_call": custom_call,
         "stablehlo.get_tuple_element": take_element,
         "stablehlo.tuple": make_tuple,
     }
@@ -101,6 +115,24 @@ def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -
     importer.call_loc = outer
     ops.extend(inner_ops)
     env.update(zip(op.results, results, strict=True))
+
+
+def _callback(importer: Importer, op: Any, env: Env, known: int) -> Op:
+    """A call of a Python function, with the manual axes around it.
+
+    Raises:
+      UnsupportedOpError: the function is not here.
+    """
+    loc = importer.loc(op.location)
+    stated = dict(entries_of(op))
+    attrs = {n: importer.attribute(n, stated[n]) for n in _OF_CALLBACKS if n in stated}
+    if not 0 <= int(attrs.get("number", -1)) < known:
+        refuse(f"custom_call:{CALLBACK}", loc)
+    attrs["held"] = importer.scopes[-1].held if importer.scopes else ()
+    operands = tuple([env[v] for v in op.operands])
+    results = tuple([importer.bind(env, result) for result in op.results])
+    reads, makes = (tuple([importer.types[v] for v in values]) for values in (operands, results))
+    return Op(OpKind(CALLBACK, reads, makes, attrs), operands, results, (), loc)
 
 
 def _custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:

@@ -38,6 +38,7 @@ from spmd.frontend.importer.legalize import LEGALIZED
 from spmd.frontend.importer.ops import Importer
 from spmd.frontend.importer.regions import REGION_HANDLERS
 from spmd.frontend.importer.text import check_text, line_of
+from spmd.ir.callbacks import Callback
 from spmd.ir.program import Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
 
@@ -64,6 +65,7 @@ def import_module(
     arg_names: Sequence[str] = (),
     composites: Mapping[str, Mapping[str, Attribute]] = NO_COMPOSITES,
     function: tuple[str, str] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Imported:
     """Imports the public function `main` (or the only function) of a module.
 
@@ -73,6 +75,7 @@ def import_module(
       composites: name of each composite that stays one op -> attributes that it gets besides its
         own, which have `with.` in front of their names. All others are inlined.
       function: file and qualified name of the function that was traced; ops' stacks end there.
+      callbacks: the Python functions that the module calls, by number.
 
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
@@ -80,7 +83,7 @@ def import_module(
     with module.context, _malformed():
         contents = Contents(module)
         main = contents.main()
-        handlers = {**call_handlers(composites), **REGION_HANDLERS, **LEGALIZED}
+        handlers = {**call_handlers(composites, len(callbacks)), **REGION_HANDLERS, **LEGALIZED}
         importer = Importer(contents, handlers, function)
         body = importer.region(main.regions[0].blocks[0], {})
         program = Program(
@@ -89,6 +92,7 @@ def import_module(
             body,
             tuple(arg_names) or tuple(f"arg{i}" for i in range(len(body.args))),
             result_names(main),
+            tuple(callbacks),
         )
         meshes = tuple(dict.fromkeys(contents.meshes.values()))
         return Imported(program, *boundary_marks(main), meshes)

@@ -17,10 +17,11 @@ from spmd.frontend.importer.attributes import (
 from spmd.frontend.importer.contents import Contents
 from spmd.frontend.importer.manual import Scope
 from spmd.frontend.importer.unsupported import refuse
+from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
 from spmd.ir.dialect.registry import ALONE
-from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Region, Value, walk_region
+from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import Attribute, Dense, TensorType
 
 DEEPEST_REGIONS = 64
@@ -80,10 +81,11 @@ class Importer:
 
     def bind(self, env: Env, value: Any) -> Value:
         """Gives a value of the module a new number."""
-        env[value] = self._new(self.type(value.type))
+        env[value] = self.value(self.type(value.type))
         return env[value]
 
-    def _new(self, type_: TensorType) -> Value:
+    def value(self, type_: TensorType) -> Value:
+        """A new value."""
         self.types.append(type_)
         return len(self.types) - 1
 
@@ -185,7 +187,21 @@ class Importer:
         outs = tuple(range(start, len(self.types)))
         env.update(zip(results, outs, strict=True))
         self._note_constant(kind, inputs, outs)
-        return Op(kind, inputs, outs, regions, loc)
+        made = Op(kind, inputs, outs, regions, loc)
+        return made if outs or not has_effect(made) or not regions else self._flagged(made)
+
+    def _flagged(self, op: Op) -> Op:
+        """Control flow that is there for its effects alone, with one result: ops go by theirs."""
+        regions = tuple([flagged(region, self.flag(op.loc)) for region in op.regions])
+        kind = OpKind(op.name, op.kind.operands, (FLAG,), op.kind.attrs)
+        return op._replace(kind=kind, results=(self.value(FLAG),), regions=regions)
+
+    def flag(self, loc: Loc) -> Op:
+        """A constant that says nothing."""
+        attrs = {"value": Dense.of(0, FLAG.dtype)}
+        return Op(
+            OpKind("stablehlo.constant", (), (FLAG,), attrs), (), (self.value(FLAG),), (), loc
+        )
 
     def add(
         self,
@@ -197,7 +213,7 @@ class Importer:
         loc: Loc,
     ) -> Value:
         """Appends an op of one operand and one result."""
-        result = self._new(type_)
+        result = self.value(type_)
         kind = OpKind(name, (self.types[operand],), (type_,), attrs)
         ops.append(Op(kind, (operand,), (result,), (), loc))
         return result
@@ -331,11 +347,14 @@ class Importer:
         return ops
 
 
+def flagged(region: Region, flag: Op) -> Region:
+    """A region without results that returns a flag."""
+    return region._replace(ops=(*region.ops, flag), results=flag.results)
+
+
 def keep(op: Op, ops: list[Op]) -> None:
     """Appends an op, unless it is control flow without results or effects."""
-    inner = (inner for region in op.regions for inner in walk_region(region))
-    has_effect = bool(op.results) or any(i.name == "stablehlo.custom_call" for i in inner)
-    if has_effect or not op.regions:
+    if op.results or not op.regions or has_effect(op):
         ops.append(op)
 
 

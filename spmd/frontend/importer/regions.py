@@ -19,9 +19,10 @@ from spmd.frontend.importer.manual import (
     scope_of,
 )
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
+from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import COLLECTIVES
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
-from spmd.ir.program import Loc, Op, OpKind, Region, Value
+from spmd.ir.program import Loc, Op, OpKind, Region, Value, has_effect
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
 
@@ -61,6 +62,11 @@ def _manual(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
         type_ = importer.type(result.type)
         returned.append(importer.add(inside, FROM_MANUAL, marked, type_, attrs, loc))
     found = tuple([importer.bind(env, result) for result in op.results])
+    if not found and any(map(has_effect, inside)):  # ops go by their results: it gets one
+        inside.append(flag := importer.flag(loc))
+        attrs = {"axes": scope.held, "dims": ()}
+        returned.append(importer.add(inside, FROM_MANUAL, flag.results[0], FLAG, attrs, loc))
+        found = (importer.value(FLAG),)
     types = tuple([importer.types[value] for value in found])
     kind = OpKind(MANUAL, (), types, {"axes": scope.axes})
     keep(Op(kind, (), found, (Region((), tuple(inside), tuple(returned)),), loc), ops)

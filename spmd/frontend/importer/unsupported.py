@@ -45,8 +45,8 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
     ): ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.recv", "stablehlo.send"),
     Refusal(
         "tokens order side effects, which every device would repeat",
-        "remove the ordered effects (jax.debug.print(ordered=True), io_callback(ordered=True), "
-        "...)",
+        "compile the jax function itself with spmd.jit, which keeps its callbacks in order; or "
+        "export it without (jax.debug.print(ordered=True), io_callback(ordered=True), ...)",
     ): ("stablehlo.after_all", "stablehlo.create_token"),
     Refusal(
         "asynchronous ops hold their operands across others",
@@ -57,9 +57,12 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
         "use jax.random, or stablehlo.rng_bit_generator with an explicit state",
     ): ("stablehlo.rng",),
     Refusal(
-        "it calls back into Python, which the partitioned program cannot keep alive",
-        "remove the callback (jax.debug.print, jax.pure_callback, jax.experimental.io_callback)",
+        "it calls back into Python, and the module only points to the function in the process "
+        "that made it",
+        "compile the jax function itself with spmd.jit, which runs its callbacks; or export it "
+        "without (jax.debug.print, jax.pure_callback, jax.experimental.io_callback)",
     ): (
+        "custom_call:spmd.callback",
         "custom_call:xla_ffi_partitioned_python_cpu_callback",
         "custom_call:xla_ffi_partitioned_python_gpu_callback",
         "custom_call:xla_ffi_python_cpu_callback",

@@ -1,6 +1,7 @@
 """Every op, described once, by family. Importing this package fills the table of descriptions."""
 
 from spmd.ir.dialect import (  # noqa: F401
+    callbacks,
     calls,
     collectives,
     contract,

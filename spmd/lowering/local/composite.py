@@ -126,7 +126,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
     try:
         with jax.enable_x64(needs_x64((*kind.operands, *kind.results))):
-            module, _, _ = trace(run, structs, {}, platform=platform)
+            module = trace(run, structs, {}, platform=platform).module
     except _Declined:
         return None
     except Exception as error:

@@ -6,7 +6,7 @@ after:  `%2 = tanh %0; return %2`
 
 from __future__ import annotations
 
-from spmd.ir.program import Program, Region, Value, free_values
+from spmd.ir.program import Program, Region, Value, free_values, has_effect
 
 
 def remove_dead(program: Program) -> Program:
@@ -18,7 +18,7 @@ def remove_dead(program: Program) -> Program:
         needed.update(old.results)
         kept = []
         for op in reversed(old.ops):
-            if needed.isdisjoint(op.results) and op.results and not op.kind.about.has_effect:
+            if needed.isdisjoint(op.results) and op.results and not has_effect(op):
                 continue
             if op.regions:
                 for inner in op.regions:

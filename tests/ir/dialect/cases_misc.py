@@ -51,6 +51,11 @@ def decoded(x: Any, w: Any) -> Any:
     return updated, spmd.ops.decode_attention(q, updated, positions, length=8)
 
 
+def called(x: Any) -> Any:
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(np.sin, result, x, vmap_method="expand_dims") * 2
+
+
 MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("top_k", lambda x: tuple(lax.top_k(x, 3)), (X,)),
     ("top_k_gradient", jax.grad(lambda x: lax.top_k(x, 3)[0].sum()), (X,)),
@@ -70,6 +75,7 @@ MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("mulhi_narrow", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.int8),)),
     ("complex", complex_chain, (Z, Z)),
     ("complex_roots", lambda z: (jnp.sqrt(z), jnp.log(z), jnp.tanh(z), z**3, z / (z + 2)), (Z,)),
+    ("callback", called, (X,)),
     ("bitcast_wider", lambda x: lax.bitcast_convert_type(x, jnp.int8), (X,)),
     (
         "bitcast_narrower",

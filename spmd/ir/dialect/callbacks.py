@@ -1,0 +1,38 @@
+"""Calls of Python functions on the host, while the program runs."""
+
+from __future__ import annotations
+
+from spmd.ir.description import Description
+from spmd.ir.dialect.registry import describe, op
+from spmd.ir.dialect.rule import PASS, REPLICATE, Rule, RuleBuilder
+from spmd.ir.program import OpKind
+from spmd.ir.types import TensorType
+
+CALLBACK = "spmd.callback"
+"""Calls number `number` of the program's callbacks. Its first result is a `FLAG`, then come those
+of the function. `held` are the manual atoms around it: along these every device calls, along the
+others one does. `partitioned` ones are called by every device with its pieces."""
+
+CHECK_CALLBACK = "spmd.check_callback"
+"""Hands on all of its operands but the first, the flag of a callback: if that is set, the function
+raised, and the program ends here with what it raised, on every device."""
+
+FLAG = TensorType((), "ui32")
+"""0, or 1 where the function raised; of the type of a float's bits, to travel with them."""
+
+describe(
+    Description(is_local=True, is_repeatable=False, has_effect=True),
+    "check_callback",
+    dialect="spmd",
+)
+
+
+@op(CALLBACK, is_repeatable=False, has_effect=True)
+def _callback(kind: OpKind) -> Rule:
+    """The function sees whole values, and its results are whole; pieces where it asks for them."""
+    build = RuleBuilder()
+    passes = PASS if kind.attrs["partitioned"] else REPLICATE
+    return build.build(
+        [[build.factor(size, passes) for size in t.shape] for t in kind.operands],
+        [[build.factor(size, REPLICATE) for size in t.shape] for t in kind.results],
+    )

@@ -1,0 +1,58 @@
+"""Callbacks: one device calls, and all get the results, or all end with what was raised.
+
+before: `%1, %2 = spmd.callback %0 {number = 0}`        (%1 is the flag)
+after:  `%3, %4 = spmd.callback %0 {number = 0, free = {data, model}}; %1 = all_reduce %3
+         %5 = all_reduce (bits of %4); %2 = spmd.check_callback %1, (%5 as it was)`
+
+The first of the devices calls, the others have zeros, and integers are added: their bits, so that
+every number arrives as it was. Without the check a device that raised would leave the others
+waiting in the next collective.
+"""
+
+from __future__ import annotations
+
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
+from spmd.ir.dialect.reducers import reducer_body
+from spmd.ir.program import Value
+from spmd.ir.types import TensorType, dtype_bits, is_float
+from spmd.lowering.local.table import LocalOp, local
+from spmd.mesh.sharding import Axes
+
+FREE = "free"
+"""Attribute of a local callback: the atoms along which one device calls for all."""
+
+
+@local(CALLBACK)
+def _callback(op: LocalOp) -> tuple[Value, ...]:
+    b, attrs = op.b, op.attrs
+    others = (a for a in range(len(op.mesh.atoms)) if a not in attrs["held"])
+    free = () if attrs["partitioned"] else tuple(others)
+    results = op.emit(**{FREE: free})
+    if not free:
+        return results
+    with b.noted(f"one device calls {op.op.label}, and all need what comes of it"):
+        flag, *shared = [_shared(b, value, free) for value in results]
+    types = [b.types[value] for value in shared]
+    checked = b.op(CHECK_CALLBACK, (flag, *shared), types, {"number": attrs["number"]})
+    return (flag, *checked)
+
+
+def _shared(b: Builder, x: Value, axes: Axes) -> Value:
+    """The one value that is not zero on some device, on all devices."""
+    type_ = b.types[x]
+    if type_.dtype.startswith("complex"):
+        part = type_._replace(dtype=type_.dtype[len("complex<") : -1])
+        parts = [b.op(f"stablehlo.{name}", (x,), (part,))[0] for name in ("real", "imag")]
+        return b.op("stablehlo.complex", [_shared(b, part, axes) for part in parts], (type_,))[0]
+    if is_float(type_.dtype):
+        bits = type_._replace(dtype=f"ui{dtype_bits(type_.dtype)}")
+        return _cast(b, _shared(b, _cast(b, x, bits), axes), type_)
+    if dtype_bits(type_.dtype) < 8:
+        return b.convert(_shared(b, b.convert(x, "i32"), axes), type_.dtype)
+    kind = "or" if type_.dtype == "i1" else "add"
+    return b.collective("all_reduce", x, type_, axes, body=reducer_body(kind, type_.dtype))
+
+
+def _cast(b: Builder, x: Value, type_: TensorType) -> Value:
+    return b.op("stablehlo.bitcast_convert", (x,), (type_,))[0]

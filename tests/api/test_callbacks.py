@@ -1,0 +1,501 @@
+"""Python functions that a partitioned program calls: once, in order, with whole values.
+
+What `equinox.error_if` does is emulated here by a `pure_callback` that raises under a `custom_jvp`;
+the library itself runs in the last test, where it is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.mesh.spec import jax_mesh
+
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+SAME = jax.ShapeDtypeStruct(X.shape, X.dtype)
+SPECS = (("data", "model"),)
+
+
+class Seen:
+    """Collects what it is called with, and returns the first of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls.append(args[0].tolist() if len(args) == 1 else tuple(a.tolist() for a in args))
+        return np.asarray(args[0])
+
+    def nothing(self, *args: Any) -> None:
+        self(*args)
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+def jitted(fn: Callable[..., Any], mesh: spmd.Mesh, **options: Any) -> spmd.Jitted[..., Any]:
+    options = {"check": True, **options}
+    return spmd.jit(fn, mesh=mesh, in_specs=SPECS, options=spmd.Options(**options))
+
+
+def check(fn: Callable[..., Any], mesh: spmd.Mesh, seen: Seen, *, in_order: bool = True) -> Any:
+    """Runs a program partitioned and by `jax.jit`: values and calls are the same."""
+    step = jitted(fn, mesh)
+    got = jax.block_until_ready(step(X))
+    jax.effects_barrier()
+    calls = list(seen.calls)
+    seen.calls.clear()
+    want = jax.block_until_ready(jax.jit(fn)(X))
+    jax.effects_barrier()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    assert calls
+    assert (
+        calls == seen.calls if in_order else sorted(map(str, calls)) == sorted(map(str, seen.calls))
+    )
+    return step.compile(X)
+
+
+# ---------------------------------------------------------------------------------------------
+# Values and counts.
+
+
+def test_debug_print_prints_once(mesh: spmd.Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    def fn(x: Any) -> Any:
+        jax.debug.print("the sum is {s} of {n}", s=x.sum(), n=x.size)
+        return x * 2
+
+    np.testing.assert_array_equal(jitted(fn, mesh)(X), X * 2)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "the sum is 496.0 of 32\n"
+
+
+def test_every_kind_is_called_once_with_whole_values(mesh: spmd.Mesh, seen: Seen) -> None:
+    def fn(x: Any) -> Any:
+        jax.debug.callback(seen, x)
+        y = jax.pure_callback(seen, SAME, x + 1)
+        z = io_callback(seen, SAME, y + 1)
+        return y, z * 2, io_callback(seen, SAME, z + 1, ordered=True)
+
+    check(fn, mesh, seen, in_order=False)
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+def test_ordered_ones_are_called_in_order(mesh: spmd.Mesh, seen: Seen, marked: bool) -> None:
+    """Also where jax, for a program that names devices, refuses `jax.debug.print(ordered=True)`."""
+
+    def fn(x: Any) -> Any:
+        y = spmd.mark_sharding(jnp.sin(x), mesh, ("model", "data")) if marked else jnp.sin(x)
+        for i in range(6):
+            if i % 2:
+                jax.debug.callback(seen, jnp.int32(i), ordered=True)
+            else:
+                io_callback(seen, jax.ShapeDtypeStruct((), np.int32), i, ordered=True)
+        return y
+
+    step = jitted(fn, mesh)
+    for _ in range(2):
+        np.testing.assert_allclose(step(X), np.sin(X), rtol=1e-6)
+    jax.effects_barrier()
+    assert seen.calls == [*range(6), *range(6)]
+
+
+def test_programs_that_follow_each_other_keep_the_order(mesh: spmd.Mesh, seen: Seen) -> None:
+    def fn(x: Any) -> Any:
+        io_callback(seen.nothing, None, x[0, 0], ordered=True)
+        return x + 1
+
+    step, x = jitted(fn, mesh), jnp.asarray(X)
+    for _ in range(8):
+        x = step(x)
+    jax.effects_barrier()
+    assert seen.calls == list(range(8))
+
+
+EXTREMES = {
+    "f32": np.array([-0.0, np.inf, -np.inf, np.nan, 1e-30, 3.4e38, -1.5, 7], np.float32),
+    "bf16": np.array([-0.0, np.inf, 2.5, -3], jnp.bfloat16),
+    "f8": np.array([-0.0, 2.5, 448, -3], jnp.float8_e4m3fn),
+    "i8": np.array([-128, 127, 0, 1], np.int8),
+    "u32": np.array([2**32 - 1, 0, 1, 2], np.uint32),
+    "bool": np.array([True, False, True, True]),
+    "complex": np.array([1 - 2j, -0.0, complex(np.inf, 3), 4j], np.complex64),
+    "empty": np.zeros((0, 4), np.float32),
+}
+
+
+def test_results_arrive_to_the_bit(mesh: spmd.Mesh) -> None:
+    def fn(x: Any) -> Any:
+        return jax.pure_callback(lambda _: EXTREMES, jax.tree.map(np.zeros_like, EXTREMES), x)
+
+    for name, got in jitted(fn, mesh)(X).items():
+        assert np.asarray(got).tobytes() == EXTREMES[name].tobytes(), name
+
+
+def test_vmap(mesh: spmd.Mesh, seen: Seen) -> None:
+    def one(row: Any) -> Any:
+        jax.debug.callback(seen, row.sum())
+        type_ = jax.ShapeDtypeStruct(row.shape, row.dtype)
+        return jax.pure_callback(seen, type_, row, vmap_method="sequential")
+
+    check(jax.vmap(one), mesh, seen, in_order=False)
+
+
+def test_pieces_where_they_are_asked_for(mesh: spmd.Mesh, seen: Seen) -> None:
+    def fn(x: Any) -> Any:
+        jax.debug.callback(seen, x, partitioned=True)
+        return x * 2
+
+    compiled = jitted(fn, mesh).compile(X)
+    compiled(X)
+    jax.effects_barrier()
+    assert not compiled.collectives
+    pieces = [X[i : i + 2, j : j + 2].tolist() for i in range(0, 8, 2) for j in (0, 2)]
+    assert sorted(seen.calls) == sorted(pieces)
+
+
+# ---------------------------------------------------------------------------------------------
+# Control flow, gradients, recomputation.
+
+
+def test_loops_and_branches(mesh: spmd.Mesh, seen: Seen) -> None:
+    def fn(x: Any) -> Any:
+        def step(carry: Any, i: Any) -> Any:
+            io_callback(seen.nothing, None, i, carry.sum(), ordered=True)
+            carry = jax.lax.cond(
+                i % 2 == 0,
+                lambda c: io_callback(seen, SAME, c + 1, ordered=True),
+                lambda c: c * 2,
+                carry,
+            )
+            jax.lax.cond(
+                i == 2,
+                lambda: io_callback(seen.nothing, None, i, ordered=True),
+                lambda: None,
+            )
+            return carry, carry.sum()
+
+        io_callback(seen.nothing, None, x, ordered=True)
+        x, sums = jax.lax.scan(step, x, jnp.arange(4))
+
+        def more(x: Any) -> Any:
+            return io_callback(seen, SAME, x * 2, ordered=True)
+
+        x = jax.lax.while_loop(lambda x: x.sum() < 50_000, more, x)
+        io_callback(seen.nothing, None, x.sum(), ordered=True)
+        return x, sums
+
+    check(fn, mesh, seen)
+
+
+def test_an_effect_that_nobody_reads_stays_in_its_branch(mesh: spmd.Mesh, seen: Seen) -> None:
+    def fn(x: Any) -> Any:
+        jax.lax.cond(x.sum() > 0, lambda: jax.debug.callback(seen, x.sum()), lambda: None)
+        jax.lax.cond(x.sum() < 0, lambda: jax.debug.callback(seen, x.sum()), lambda: None)
+        return x * 2
+
+    check(fn, mesh, seen)
+    assert len(seen.calls) == 1
+
+
+def test_equal_calls_are_not_merged_and_constant_ones_stay_in_loops(
+    mesh: spmd.Mesh, seen: Seen
+) -> None:
+    def fn(x: Any) -> Any:
+        total = x.sum()
+        jax.debug.callback(seen, total)
+        jax.debug.callback(seen, total)
+
+        def step(carry: Any, _: Any) -> Any:
+            jax.debug.callback(seen, x)
+            return carry + x, None
+
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    check(fn, mesh, seen, in_order=False)
+    assert len(seen.calls) == 5
+
+
+def test_gradients(mesh: spmd.Mesh, seen: Seen) -> None:
+    def loss(x: Any) -> Any:
+        y = jnp.sin(x)
+        jax.debug.callback(seen, y.sum())
+        return (y * y).sum()
+
+    check(jax.value_and_grad(loss), mesh, seen)
+
+
+def test_checkpoint(mesh: spmd.Mesh, seen: Seen) -> None:
+    """As often as plain jax does: its own recomputation calls again."""
+
+    @jax.checkpoint
+    def block(x: Any) -> Any:
+        jax.debug.callback(seen, x.sum())
+        return jnp.sin(jnp.sin(x))
+
+    check(jax.value_and_grad(lambda x: block(x).sum()), mesh, seen)
+
+
+def test_what_is_recomputed_is_not_called_again(mesh: spmd.Mesh, seen: Seen) -> None:
+    """Neither in the backward loop of a scan nor behind the fullest moment of a block."""
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+
+    @jax.custom_jvp
+    def called(x: Any) -> Any:
+        return io_callback(seen, scalar, x)
+
+    called.defjvp(lambda primals, tangents: (called(*primals), tangents[0]))
+
+    def layer(x: Any, _: Any) -> Any:
+        x = jnp.sin(x) * called(x[0, 0])
+        return jnp.tanh(jnp.cos(x) * jnp.sin(x) + x), None
+
+    def loss(x: Any) -> Any:
+        for _ in range(4):
+            x, _ = layer(x, None)
+        return jax.lax.scan(layer, x, None, length=8)[0].sum()
+
+    x, grad = np.full((256, 256), 0.5, np.float32), jax.value_and_grad(loss)
+    free = jitted(grad, mesh, recompute=False).lower(x).predicted_memory.peak
+    step = jitted(grad, mesh, memory_limit=int(free * 0.6))
+    assert step.lower(x).stages.plan.recomputed
+    got = jax.block_until_ready(step(x))
+    jax.effects_barrier()
+    assert len(seen.calls) == 12
+    want = jax.jit(grad)(x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+
+# ---------------------------------------------------------------------------------------------
+# Manual regions.
+
+
+def test_in_shard_map_each_device_calls(mesh: spmd.Mesh, seen: Seen) -> None:
+    def local(x: Any) -> Any:
+        jax.debug.callback(seen, x)
+        piece = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return io_callback(lambda x: np.asarray(x) * 3, piece, x)
+
+    spec = P("data", "model")
+
+    def fn(x: Any) -> Any:
+        return jax.shard_map(
+            local, mesh=jax_mesh(mesh), in_specs=spec, out_specs=spec, check_vma=False
+        )(jnp.sin(x))
+
+    check(fn, mesh, seen, in_order=False)
+    assert len(seen.calls) == 8
+
+
+def test_in_partly_manual_regions_one_of_the_free_axis_calls(mesh: spmd.Mesh, seen: Seen) -> None:
+    """jax runs `debug.callback` so, and refuses those with results."""
+
+    def local(x: Any) -> Any:
+        jax.debug.callback(seen, x)
+        piece = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return io_callback(lambda x: np.asarray(x) * 3, piece, x)
+
+    def fn(x: Any) -> Any:
+        return jax.shard_map(
+            local, mesh=jax_mesh(mesh), in_specs=P("data"), out_specs=P("data"),
+            axis_names={"data"}, check_vma=False,
+        )(x)  # fmt: skip
+
+    np.testing.assert_array_equal(jitted(fn, mesh)(X), X * 3)
+    jax.effects_barrier()
+    assert sorted(seen.calls) == [X[i : i + 2].tolist() for i in range(0, 8, 2)]
+
+
+def test_a_region_without_results(mesh: spmd.Mesh, seen: Seen) -> None:
+    def fn(x: Any) -> Any:
+        look = jax.shard_map(
+            lambda x: jax.debug.callback(seen, x),
+            mesh=jax_mesh(mesh), in_specs=P("data"), out_specs=None, check_vma=False,
+        )  # fmt: skip
+        look(x)
+        return x * 2
+
+    np.testing.assert_array_equal(jitted(fn, mesh)(X), X * 2)
+    jax.effects_barrier()
+    assert len(seen.calls) == 8
+
+
+# ---------------------------------------------------------------------------------------------
+# Errors.
+
+
+def fails(*_: Any) -> Any:
+    raise ValueError("this is what went wrong")
+
+
+@pytest.mark.parametrize("kind", ["debug", "pure", "io"])
+def test_what_a_callback_raises_reaches_the_user(mesh: spmd.Mesh, kind: str) -> None:
+    """And no device is left waiting for the one that called."""
+
+    def fn(x: Any) -> Any:
+        y = x.sum()
+        if kind == "debug":
+            jax.debug.callback(fails, y)
+        elif kind == "pure":
+            y = jax.pure_callback(fails, jax.ShapeDtypeStruct((), np.float32), y)
+        else:
+            y = io_callback(fails, jax.ShapeDtypeStruct((), np.float32), y)
+        return (x * y).sum()
+
+    with pytest.raises(RuntimeError) as caught:
+        jax.block_until_ready(jitted(fn, mesh)(X))
+        jax.effects_barrier()
+    assert "ValueError: this is what went wrong" in str(caught.value)
+    assert "test_callbacks.py" in str(caught.value)
+    _forget()
+
+
+def _forget() -> None:
+    """jax remembers the effect of the program that failed, and raises again at the end."""
+    try:
+        jax.effects_barrier()
+    except RuntimeError:
+        from jax._src.dispatch import runtime_tokens  # it has no public name
+
+        runtime_tokens.clear()
+
+
+def test_a_result_of_another_shape(mesh: spmd.Mesh) -> None:
+    def fn(x: Any) -> Any:
+        return jax.pure_callback(lambda x: np.zeros(3, np.float32), SAME, x)
+
+    with pytest.raises(RuntimeError, match=r"returned \(float32\[3\]\) instead of"):
+        jax.block_until_ready(jitted(fn, mesh)(X))
+
+
+@jax.custom_jvp
+def error_if(x: Any, flag: Any) -> Any:
+    """As equinox does it: the branch that calls is taken where the flag is set."""
+
+    def raises(*_: Any) -> Any:
+        raise ValueError("the check failed")
+
+    type_ = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.lax.cond(flag, lambda x: jax.pure_callback(raises, type_, x), lambda x: x, x)
+
+
+@error_if.defjvp
+def _error_if_jvp(primals: Any, tangents: Any) -> Any:
+    return error_if(*primals), tangents[0]
+
+
+def test_error_if(mesh: spmd.Mesh) -> None:
+    def loss(x: Any) -> Any:
+        def layer(x: Any, _: Any) -> Any:
+            return jnp.sin(error_if(x, x.sum() > 1000)), None
+
+        return jax.lax.scan(layer, x, None, length=3)[0].sum()
+
+    step = jitted(jax.value_and_grad(loss), mesh)
+    want = jax.jit(jax.value_and_grad(loss))(X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), step(X), want)
+    with pytest.raises(RuntimeError, match="ValueError: the check failed"):
+        jax.block_until_ready(step(X * 1000))
+
+
+def test_equinox(mesh: spmd.Mesh) -> None:
+    eqx = pytest.importorskip("equinox")
+
+    def fn(x: Any) -> Any:
+        return eqx.error_if(x, x.sum() > 1000, "the sum is too large") * 2
+
+    step = jitted(fn, mesh)
+    np.testing.assert_array_equal(step(X), X * 2)
+    with pytest.raises(RuntimeError, match="the sum is too large"):
+        jax.block_until_ready(step(X * 1000))
+
+
+# ---------------------------------------------------------------------------------------------
+# Options, reports, other ways to run.
+
+
+def looking(x: Any) -> Any:
+    jax.debug.print("{}", x)
+    return jax.pure_callback(lambda x: np.asarray(x) * 3, SAME, x)
+
+
+def test_drop_leaves_debug_callbacks_out(
+    mesh: spmd.Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.testing.assert_array_equal(jitted(looking, mesh, callbacks="drop")(X), X * 3)
+    jax.effects_barrier()
+    assert capsys.readouterr().out == ""
+    only = jitted(lambda x: (jax.debug.print("{}", x), x * 2)[1], mesh, callbacks="drop")
+    assert not only.compile(X).collectives
+
+
+def test_other_options_are_an_error() -> None:
+    with pytest.raises(spmd.ArgumentError, match="callbacks='no' is no option"):
+        spmd.Options(callbacks="no")  # type: ignore[arg-type]
+
+
+def test_explain_names_the_callback_that_costs(mesh: spmd.Mesh) -> None:
+    lowered = jitted(looking, mesh).lower(X)
+    reasons = [c.reason for c in lowered.collectives]
+    assert {c.kind for c in lowered.collectives} == {"all_gather", "all_reduce"}
+    assert any("the callback jax.debug.print at" in reason for reason in reasons)
+    assert any("one device calls jax.pure_callback of <lambda> at" in reason for reason in reasons)
+    assert all("test_callbacks.py" in c.source for c in lowered.collectives)
+    assert "jax.debug.print" in lowered.explain(prices=False)
+
+
+def test_the_text_names_no_object(mesh: spmd.Mesh) -> None:
+    texts = [jitted(lambda x: looking(x), mesh).lower(X) for _ in range(2)]
+    for stage in ("stablehlo", "planned", "optimized", "emitted"):
+        assert texts[0].as_text(stage) == texts[1].as_text(stage)
+        assert "0x7" not in texts[0].as_text(stage)
+
+
+def test_verify_calls_those_with_results_again(mesh: spmd.Mesh, seen: Seen) -> None:
+    def fn(x: Any) -> Any:
+        jax.debug.callback(seen, x.sum())
+        return io_callback(seen, SAME, x) * 2
+
+    assert jitted(fn, mesh).compile(X).verify(X)
+    jax.effects_barrier()
+    assert len(seen.calls) == 3
+
+
+def test_measure_calls_in_every_step(mesh: spmd.Mesh, seen: Seen) -> None:
+    def fn(x: Any) -> Any:
+        jax.debug.callback(seen, x.sum())
+        return x * 2
+
+    jitted(fn, mesh).compile(X).measure(X, steps=2)
+    jax.effects_barrier()
+    assert len(seen.calls) > 2
+
+
+def test_plans_for_machines_that_are_not_here(mesh: spmd.Mesh) -> None:
+    lowered = jitted(looking, mesh).lower(X, topology=spmd.Topology("v5e:2x4"))
+    assert lowered.collectives
+    with pytest.raises(spmd.MeshError, match="calls Python cannot be compiled for a machine"):
+        lowered.compile()
+
+
+def test_one_device() -> None:
+    mesh = spmd.make_mesh(data=1, devices=jax.devices()[:1])
+    compiled = spmd.jit(looking, mesh=mesh, in_specs=(("data", None),)).compile(X)
+    np.testing.assert_array_equal(compiled(X), X * 3)
+    assert not compiled.collectives
+
+
+def test_a_module_alone_points_to_nothing(mesh: spmd.Mesh) -> None:
+    text = jitted(looking, mesh).lower(X).as_text("stablehlo")
+    with pytest.raises(spmd.UnsupportedOpError, match="only points to the function") as caught:
+        spmd.lower_stablehlo(text, mesh)
+    assert "compile the jax function itself" in str(caught.value)
