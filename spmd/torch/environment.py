@@ -43,9 +43,18 @@ class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Computes an op; under `torch.no_grad` no gradient flows through its result."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise FrontendError(
+                "torch.autocast chooses no dtypes here",
+                fix="convert what is to be narrower, as in module.to(torch.bfloat16)",
+            )
+        if torch.is_grad_enabled():
+            return super().dispatch(func, types, args, kwargs)
+        given = {id(t): t._elem for t in torch_tree.tree_leaves((args, kwargs)) if _is_own(t)}
         result = super().dispatch(func, types, args, kwargs)
-        if not torch.is_grad_enabled():
-            torch_tree.tree_map_only(Tensor, _stop_gradient, result)
+        for tensor in filter(_is_own, torch_tree.tree_leaves(result)):
+            if given.get(id(tensor)) is not tensor._elem:  # `w.to(dtype)` may be `w` itself
+                tensor._elem = jax.lax.stop_gradient(tensor._elem)
         return result
 
     def t2j_iso(self, torchtensors: Any) -> Any:
@@ -76,8 +85,8 @@ class Tracing(Environment):  # type: ignore[misc]  # torchax has no types
         return Tensor(jnp.asarray(array_of(tensor, "a tensor that the module holds")), self)
 
 
-def _stop_gradient(tensor: Any) -> None:
-    tensor._elem = jax.lax.stop_gradient(tensor._elem)
+def _is_own(x: Any) -> bool:
+    return isinstance(x, Tensor)
 
 
 def _detach(tensor: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from spmd.torch.arrays import array_of, struct_of
 from spmd.torch.state import State
@@ -19,13 +19,13 @@ class Traced(NamedTuple):
     Attributes:
       call: computes it, from pytrees of the same structure.
       results: structs of what it returns.
-      reached: in place of each leaf, whether the arguments decide it; a gradient that they do not
-        decide is that of a parameter that the loss never reaches.
+      is_zero: in place of each leaf, whether it is zero by construction, as the gradient of a
+        parameter that the loss never reaches is.
     """
 
     call: Callable[..., Any]
     results: Any
-    reached: Any
+    is_zero: Any
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> Traced:
@@ -36,19 +36,19 @@ def trace(fn: Callable[..., Any], *args: Any) -> Traced:
     def call(*args: Any) -> Any:
         return jax.tree.unflatten(tree, flat(*jax.tree.leaves(args)))
 
-    return Traced(call, results, jax.tree.unflatten(tree, list(_reached(closed.jaxpr))))
+    return Traced(call, results, jax.tree.unflatten(tree, list(_is_zero(closed.jaxpr))))
 
 
-def _reached(jaxpr: Any) -> Iterator[bool]:
-    found = set(jaxpr.invars)
-
-    def is_found(atom: Any) -> bool:
-        return not isinstance(atom, jax.extend.core.Literal) and atom in found
-
-    for eqn in jaxpr.eqns:
-        if any(map(is_found, eqn.invars)):
-            found.update(eqn.outvars)
-    return map(is_found, jaxpr.outvars)
+def _is_zero(jaxpr: Any) -> Iterator[bool]:
+    """For each result whether it is the zero that jax puts where nothing flows to."""
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    for atom in jaxpr.outvars:
+        while not isinstance(atom, Literal) and atom in makers:
+            eqn = makers[atom]
+            if eqn.primitive.name != "broadcast_in_dim":
+                break
+            atom = eqn.invars[0]
+        yield isinstance(atom, Literal) and not np.any(atom.val)
 
 
 class Arrays:

@@ -242,14 +242,14 @@ class TrainStep:
             inputs.structs(),
             RANDOM,
         )
-        changed, reached = tuple(traced.results[0][1]), traced.reached[1]
+        changed, unused = tuple(traced.results[0][1]), traced.is_zero[1]
         self._check(traced)
 
         def step(
             params: Any, opt_state: Any, buffers: Any, state: Any, batch: Any, random: Any, now: Any
         ) -> Any:
             (loss, new), grads = traced.call(params, buffers | state, batch, random or NO_RANDOM)
-            grads = {name: grad if reached[name] else None for name, grad in grads.items()}
+            grads = {name: None if unused[name] else grad for name, grad in grads.items()}
             params, opt_state = optimizer.update(grads, opt_state, params, now)
             return params, opt_state, new, loss
 
@@ -287,7 +287,7 @@ class TrainStep:
             self._optimizer_state = _filled(own, self._initial)
 
     def _check(self, traced: Traced) -> None:
-        if not any(traced.reached[1].values()):
+        if all(traced.is_zero[1].values()):
             raise ArgumentError(
                 "the loss depends on no parameter that the optimizer trains",
                 actual=f"{len(self._optimizer.trained)} parameters require a gradient and are the "

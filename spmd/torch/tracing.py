@@ -32,6 +32,13 @@ _LOCK = threading.Lock()
 """A module is changed while it is traced: one trace at a time."""
 
 
+_VALUE_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+)
+
+
 class Run(NamedTuple):
     """What one run of a module gives.
 
@@ -85,14 +92,25 @@ def run(
         {name: Tensor(jnp.asarray(leaf), env) for name, leaf in leaves.items()}
     )
     call = _Call(module, fn)
-    with _LOCK, _left_alone(module), _explained(), _plain_autograd(), torch.enable_grad(), env:
+    with _LOCK, _left_alone(module), _explained(), _plain_autograd(), _no_data(), torch.enable_grad(), env:
         result = torch.func.functional_call(call, state, args, kwargs, tie_weights=True)
     changed = {}
     for name, array in arrays.items():
         (new,) = env.t2j_iso([state[f"module.{name}"]])
         if new is not array:
             changed[name] = _like(name, new, array)
+    _check_changed(module, changed)
     return Run(result, changed, env.draws)
+
+
+def _check_changed(module: Any, changed: Mapping[str, Any]) -> None:
+    names = [name for name, _ in module.named_parameters() if name in changed]
+    if names:
+        raise FrontendError(
+            f"the forward pass changes the parameter {names[0]!r}",
+            required="parameters that only an optimizer changes",
+            fix="compute with a new tensor, or make it a buffer",
+        )
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
@@ -142,6 +160,17 @@ def _plain_autograd() -> Iterator[None]:
 
 
 @contextmanager
+def _no_data() -> Iterator[None]:
+    """`tensor.data` shares memory behind autograd's back; arrays of jax share none."""
+
+    def refuse(*_: Any) -> Any:
+        raise FrontendError("the module uses tensor.data", fix="use tensor.detach()")
+
+    with mock.patch.object(Tensor, "data", property(refuse, refuse)):
+        yield
+
+
+@contextmanager
 def _explained() -> Iterator[None]:
     """What no trace can follow, as one error of ours."""
     try:
@@ -154,7 +183,7 @@ def _explained() -> Iterator[None]:
             source=_line_of(error.__traceback__),
             fix="write this line of the module with other ops",
         ) from error
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+    except _VALUE_ERRORS as error:
         raise FrontendError(
             "the module's Python depends on the values of a tensor",
             source=_line_of(error.__traceback__),
