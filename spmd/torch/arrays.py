@@ -59,13 +59,14 @@ def narrow_dtype(dtype: torch.dtype, what: str) -> torch.dtype:
     Raises:
       ArgumentError: numbers that would lose digits.
     """
-    if jax.config.jax_enable_x64:
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return dtype
     if dtype in WIDE:
         raise ArgumentError(
             f"{what} is {dtype}, and jax computes in 32 bits",
             required="float32 or narrower",
-            fix="convert it, as in module.float(), or set jax.config.update('jax_enable_x64', True)",
+            fix="convert it, as in module.float(), or call "
+            "jax.config.update('jax_enable_x64', True) first",
         )
     return INTEGERS.get(dtype, dtype)
 
@@ -84,7 +85,7 @@ def narrow(tensor: torch.Tensor, what: str) -> torch.Tensor:
         raise ArgumentError(
             f"{what} has integers that do not fit into 32 bits",
             actual=f"{tensor.dtype}, from {tensor.min()} to {tensor.max()}",
-            fix="keep them smaller, or set jax.config.update('jax_enable_x64', True)",
+            fix="keep them smaller, or call jax.config.update('jax_enable_x64', True) first",
         )
     return small
 

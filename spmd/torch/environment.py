@@ -149,4 +149,3 @@ def _move(running: Any, new: Any, momentum: float) -> None:
     old = running._elem
     moved = (1 - momentum) * old + momentum * jax.lax.stop_gradient(new)
     running._elem = moved.astype(old.dtype)
-

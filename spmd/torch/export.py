@@ -10,7 +10,7 @@ import torch
 from spmd.errors import ArgumentError, FrontendError
 from spmd.frontend.artifact import named_artifact
 from spmd.torch.inputs import split_result, take_apart
-from spmd.torch.program import RANDOM, key_of
+from spmd.torch.program import key_of
 from spmd.torch.sharded import check_module
 from spmd.torch.state import arrays_of, state_of
 from spmd.torch.tracing import as_arrays, run
@@ -78,10 +78,10 @@ def export(
             example_inputs = args or kwargs
         module = module.module()
     check_module(module)
-    named = isinstance(example_inputs, Mapping)
-    inputs = take_apart(
-        module.forward, () if named else example_inputs, example_inputs if named else {}
-    )
+    if isinstance(example_inputs, Mapping):
+        inputs = take_apart(module.forward, (), example_inputs)
+    else:
+        inputs = take_apart(module.forward, example_inputs, {})
     weights, structs = arrays_of(state_of(module).tensors), inputs.structs()
     if both := sorted(weights.keys() & structs.keys()):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""What a call is given: tensors, which are arguments of the program, and all else, which is fixed."""
+"""What a call is given: tensors are arguments of the program, all else is a constant of it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 def _name_of(path: Sequence[Any], heads: Sequence[str]) -> str:
     """`batch.labels`: the parameter's name, then the path within the argument."""
-    keys = [getattr(step, "key", getattr(step, "idx", getattr(step, "name", step))) for step in path]
+    keys = [
+        getattr(step, "key", getattr(step, "idx", getattr(step, "name", step))) for step in path
+    ]
     head = heads[keys[1]] if keys[0] == 0 else str(keys[1])
     return ".".join([head, *map(str, keys[2:])])
 
@@ -150,7 +152,7 @@ def split_result(result: Any) -> tuple[list[Any], Outputs]:
         if not isinstance(leaf, PLAIN):
             raise ArgumentError(
                 f"the module returns a {type(leaf).__name__}, which is no tensor",
-                required="tensors in tuples, lists, dicts or dataclasses that PyTorch's pytrees know",
+                required="tensors in tuples, lists, dicts and what else PyTorch's pytrees know",
                 fix="switch it off, as in model(..., use_cache=False), or return its tensors",
             )
     return tensors, Outputs(tree, tuple(rest))

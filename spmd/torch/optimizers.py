@@ -82,24 +82,33 @@ class OptaxOptimizer:
         self._loaded: dict[str, Any] = {}
 
     def init(self, params: dict[str, Any]) -> Any:
+        """The state before the first step."""
         return self._optimizer.init(params)
 
     def scalars(self, steps: int) -> Any:
+        """Arguments of the step that follows this many."""
         return ()
 
     def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
+        """New parameters and state."""
         whole = {n: jnp.zeros_like(params[n]) if g is None else g for n, g in grads.items()}
         updates, state = self._optimizer.update(whole, state, params)
         return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state
 
     def saved(self, state: Any, steps: int) -> dict[str, Any]:
+        """The state as tensors."""
         leaves = jax.tree_util.tree_flatten_with_path(state)[0]
         return {"state": {path_name(path): tensor_of(leaf) for path, leaf in leaves}}
 
     def load(self, given: Mapping[str, Any]) -> None:
-        self._loaded = {n: array_of(t, f"optimizer state {n!r}") for n, t in given["state"].items()}
+        """Takes what `saved` gave."""
+        self._loaded = {
+            name: array_of(tensor, f"optimizer state {name!r}")
+            for name, tensor in given["state"].items()
+        }
 
     def loaded(self) -> tuple[dict[str, Any], int]:
+        """What was loaded, and the steps."""
         return self._loaded, 0
 
 
@@ -202,13 +211,16 @@ class TorchOptimizer:
         self._group_of = _groups_by_name(optimizer, state)
         self._parameters = state.parameters
         self.trained = tuple(n for n in self._group_of if state.parameters[n].requires_grad)
+        self._moved: set[str] = set()  # of these torch would have a state
 
     @property
     def key(self) -> Any:
+        """What the program depends on."""
         groups = self.optimizer.param_groups
         return tuple(tuple(bool(group[flag]) for flag in self._rule.flags) for group in groups)
 
     def init(self, params: dict[str, Any]) -> Any:
+        """The state before the first step."""
         state: dict[str, dict[str, Any]] = {}
         for name in self.trained:
             for slot in self._rule.slots(self._group(name)):
@@ -216,17 +228,20 @@ class TorchOptimizer:
         return state
 
     def scalars(self, steps: int) -> Any:
+        """Arguments of the step that follows this many."""
         return [
             {name: np.float32(x) for name, x in self._rule.scalars(group, steps + 1).items()}
             for group in self.optimizer.param_groups
         ]
 
     def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
+        """New parameters and state."""
         params = dict(params)
         state = {slot: dict(tensors) for slot, tensors in state.items()}
         for name, grad in grads.items():
             if grad is None:
                 continue  # neither moved nor decayed
+            self._moved.add(name)
             group, now = self._group(name), scalars[self._group_of[name]]
             own = {slot: state[slot][name] for slot in self._rule.slots(group)}
             grad = -grad if group["maximize"] else grad
@@ -238,7 +253,7 @@ class TorchOptimizer:
 
     def saved(self, state: Any, steps: int) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict()` is, so that the optimizer itself can load it."""
-        found = self.optimizer.state_dict()
+        found: dict[str, Any] = self.optimizer.state_dict()
         numbers = [number for group in found["param_groups"] for number in group["params"]]
         found["state"] = {}
         for name, number in zip(self._group_of, numbers, strict=True):
@@ -247,15 +262,17 @@ class TorchOptimizer:
                 for slot, arrays in state.items()
                 if name in arrays
             }
-            if steps and tensors:
+            if steps and tensors and name in self._moved:
                 step = {} if self._rule is _SGD else {"step": torch.tensor(float(steps))}
                 found["state"][number] = step | tensors
         return found
 
     def load(self, given: Mapping[str, Any]) -> None:
+        """Takes what `saved` gave."""
         self.optimizer.load_state_dict({k: given[k] for k in ("state", "param_groups")})
 
     def loaded(self) -> tuple[dict[str, Any], int]:
+        """What was loaded, and the steps."""
         arrays, steps = {}, set()
         for name in self.trained:
             own = self.optimizer.state.get(self._parameters[name], {})
@@ -263,6 +280,7 @@ class TorchOptimizer:
                 if own.get(slot) is not None:
                     arrays[f"{slot}/{name}"] = array_of(own[slot], f"{slot} of {name!r}")
             if own:
+                self._moved.add(name)
                 steps.add(int(own.get("step", 1)))
         if len(steps) > 1:
             raise ArgumentError(

@@ -132,7 +132,7 @@ class Sharded:
         return {name: self._arrays.placed[name] for name in self._placed().buffers}
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers under the names of `module.state_dict()`, as tensors of the CPU."""
+        """Parameters and buffers named as in `module.state_dict()`, as tensors of the CPU."""
         return saved.state_dict(self.module, self._arrays)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

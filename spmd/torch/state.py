@@ -12,7 +12,7 @@ from spmd.errors import SpecError, described
 from spmd.mesh.spec import first_match, match_patterns
 from spmd.torch.arrays import array_of
 
-Rules = Mapping[str | int, Any]
+Rules = Mapping[Any, Any]
 """Torch's names of parameters and buffers, names of inputs, or patterns of either -> specs; numbers
 of positional inputs -> specs. The first that matches counts."""
 
@@ -40,17 +40,14 @@ class State(NamedTuple):
 
 
 def state_of(module: Any) -> State:
-    """The tensors of a module.
-
-    Raises:
-      ArgumentError: it is not a module.
-    """
+    """The tensors of a module."""
     parameters = dict(module.named_parameters())
     buffers = {name: b for name, b in module.named_buffers() if name not in parameters}
     first = {id(tensor): name for name, tensor in (buffers | parameters).items()}
-    every = (*module.named_parameters(remove_duplicate=False),) + (
+    every = [
+        *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
-    )
+    ]
     return State(parameters, buffers, {name: first[id(tensor)] for name, tensor in every})
 
 

@@ -176,7 +176,7 @@ class TrainStep:
         return self._optimizer_state
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers under the names of `module.state_dict()`, as tensors of the CPU."""
+        """Parameters and buffers named as in `module.state_dict()`, as tensors of the CPU."""
         return saved.state_dict(self.module, self._arrays)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -230,9 +230,7 @@ class TrainStep:
         draws: list[bool] = []
 
         def objective(params: Any, others: Any, leaves: Any, random: Any) -> Any:
-            ran = run(
-                self.module, self._loss, params | others, inputs, leaves, key_of(random)
-            )
+            ran = run(self.module, self._loss, params | others, inputs, leaves, key_of(random))
             draws[:] = [ran.draws]
             return loss_of(ran.result), ran.changed
 

@@ -17,12 +17,13 @@ import torch
 import torchax
 from jax.extend.source_info_util import register_exclusion
 from torchax.tensor import OperatorNotFound, Tensor
+from torchax.view import View
 
 from spmd.errors import ArgumentError, FrontendError, UnsupportedOpError
 from spmd.torch.environment import Tracing
 from spmd.torch.inputs import Inputs
 
-_LIBRARIES = [str(Path(package.__file__).parent) for package in (torch, torchax, jax)]
+_LIBRARIES = [str(Path(str(package.__file__)).parent) for package in (torch, torchax, jax)]
 _OURS = str(Path(__file__).parents[1])
 
 for _path in _LIBRARIES:
@@ -92,7 +93,14 @@ def run(
         {name: Tensor(jnp.asarray(leaf), env) for name, leaf in leaves.items()}
     )
     call = _Call(module, fn)
-    with _LOCK, _left_alone(module), _explained(), _plain_autograd(), _no_data(), torch.enable_grad(), env:
+    with (
+        _LOCK,
+        _left_alone(module),
+        _explained(),
+        _refusals(),
+        torch.enable_grad(),
+        env,
+    ):
         result = torch.func.functional_call(call, state, args, kwargs, tie_weights=True)
     changed = {}
     for name, array in arrays.items():
@@ -141,32 +149,31 @@ def _left_alone(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _plain_autograd() -> Iterator[None]:
-    """A `torch.autograd.Function` brings a backward pass of its own, which jax would not call."""
+def _refusals() -> Iterator[None]:
+    """What would run, and give other gradients than in torch, is an error."""
     apply = torch.autograd.Function.apply
 
-    def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(arg, Tensor) or hasattr(arg, "_elem") for arg in args):
+    def refuse_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(arg, Tensor | View) for arg in args):
             return apply.__func__(cls, *args, **kwargs)  # another thread's
         raise FrontendError(
             f"the module calls {cls.__name__}, a torch.autograd.Function",
             required="ops whose gradient jax finds itself",
-            fix="write its forward pass as a plain function; for checkpointing set "
-            "spmd.Options(memory_limit=...) instead",
+            fix="write its forward pass as a plain function; to hold less in memory, set "
+            "spmd.Options(memory_limit=...) in place of checkpointing",
         )
 
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
-        yield
+    def refuse_data(*_: Any) -> Any:
+        raise FrontendError(
+            "the module uses tensor.data",
+            required="no memory shared behind autograd's back: arrays of jax share none",
+            fix="use tensor.detach()",
+        )
 
-
-@contextmanager
-def _no_data() -> Iterator[None]:
-    """`tensor.data` shares memory behind autograd's back; arrays of jax share none."""
-
-    def refuse(*_: Any) -> Any:
-        raise FrontendError("the module uses tensor.data", fix="use tensor.detach()")
-
-    with mock.patch.object(Tensor, "data", property(refuse, refuse)):
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse_function)),
+        mock.patch.object(Tensor, "data", property(refuse_data, refuse_data)),
+    ):
         yield
 
 
