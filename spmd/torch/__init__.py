@@ -8,7 +8,7 @@ from spmd.torch.install import load_torchax
 
 load_torchax()
 
-from spmd.torch.export import Exported, export  # noqa: E402
+from spmd.torch.exported import Exported, export  # noqa: E402
 from spmd.torch.sharded import Sharded, shard  # noqa: E402  # torchax has to be loaded first
 from spmd.torch.step import TrainStep, train_step  # noqa: E402
 

@@ -36,7 +36,7 @@ def array_of(tensor: torch.Tensor, what: str) -> Any:
     if tensor.is_meta:
         raise ArgumentError(
             f"{what} is on the meta device and has no values",
-            fix="give the module values first, as in module.to_empty(device='cpu')",
+            fix="give it values by load_state_dict(), here or of the module",
         )
     if not tensor.is_cpu:
         return jax.dlpack.from_dlpack(tensor.clone(memory_format=torch.contiguous_format))

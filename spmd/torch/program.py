@@ -82,6 +82,10 @@ class Arrays:
                     array = array_of(self.state.tensors[name], f"{name!r}")
                 self.placed[name] = jax.device_put(array, sharding)
 
+    def value(self, name: str) -> Any:
+        """A tensor's array, on the mesh or on its way there; None if it is still the module's."""
+        return self.placed.get(name, self._loaded.get(name))
+
     def load(self, name: str, array: Any) -> None:
         """Replaces a tensor, where it lies or will lie."""
         if name in self.placed:

@@ -22,7 +22,7 @@ def state_dict(module: Any, arrays: Arrays) -> dict[str, Any]:
             found[name] = own  # what a module adds by get_extra_state
             continue
         if first not in tensors:
-            array = arrays.placed.get(first)
+            array = arrays.value(first)
             tensors[first] = (
                 own.detach().clone() if array is None else tensor_of(array, dtype=own.dtype)
             )

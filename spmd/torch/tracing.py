@@ -96,6 +96,7 @@ def run(
     with (
         _LOCK,
         _left_alone(module),
+        _scopes(module),
         _explained(),
         _refusals(),
         torch.enable_grad(),
@@ -146,6 +147,36 @@ def _left_alone(module: Any) -> Iterator[None]:
         for part, attributes in before:
             part.__dict__.clear()
             part.__dict__.update(attributes)
+
+
+@contextmanager
+def _scopes(module: Any) -> Iterator[None]:
+    """Ops get the names of the parts of the module that they are in, for reports."""
+    around: list[tuple[str, Any]] = []
+    handles = []
+
+    def hooks_of(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(*_: Any) -> None:
+            inside = name.removeprefix(f"{around[-1][0]}.") if around else name
+            scope = jax.named_scope(inside.replace(".", "/"))
+            scope.__enter__()
+            around.append((name, scope))
+
+        def leave(*_: Any) -> None:
+            around.pop()[1].__exit__(None, None, None)
+
+        return enter, leave
+
+    try:
+        for name, part in module.named_modules():
+            if name:
+                enter, leave = hooks_of(name)
+                handles.append(part.register_forward_pre_hook(enter, prepend=True))
+                handles.append(part.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import nn
 
 import spmd
 import spmd.torch
+from spmd.measure.labels import layer_of
 from tests.torch.modules import CNN_RULES, FN_RULES, Fn, Tied, cnn, images, seeded, tokens, x
 
 
@@ -41,6 +42,13 @@ def test_parameters_lie_as_the_rules_say(sharded):
 def test_the_program_knows_torch_names(sharded):
     text = sharded.compiled.explain(prices=False)
     assert "state/5.weight" in text and "inputs/input" in text
+
+
+def test_ops_are_in_the_parts_of_the_module(sharded):
+    layers = {layer_of(op.loc) for op in sharded.compiled.stages.program.body.ops}
+    assert any(layer.startswith("*/") for layer in layers)  # 0/conv2d, 5/linear
+    parts = [*sharded.module.modules()]
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
 
 def test_another_shape_compiles_again(sharded):
@@ -161,6 +169,7 @@ def test_state_dicts_go_in_and_out(mesh):
         for parameter in other.parameters():
             parameter.add_(0.1)
     sharded.load_state_dict(other.state_dict())  # before anything is compiled
+    assert torch.equal(sharded.state_dict()["5.bias"], other[5].bias)
     pixels, _ = images()
     close(sharded(pixels), other(pixels))
     assert list(sharded.state_dict()) == list(other.state_dict())
@@ -168,6 +177,15 @@ def test_state_dicts_go_in_and_out(mesh):
     close(sharded(pixels), sharded.module(pixels))
     for name, tensor in sharded.module.state_dict().items():
         torch.testing.assert_close(sharded.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+def test_a_module_without_values_gets_them_from_a_state_dict(mesh):
+    with torch.device("meta"):
+        empty = cnn().eval()
+    full = seeded(cnn).eval()
+    sharded = spmd.torch.shard(empty, mesh, CNN_RULES)
+    sharded.load_state_dict(full.state_dict())
+    close(sharded(images()[0]), full(images()[0]))
 
 
 def test_tied_tensors_are_one(mesh):
