@@ -15,6 +15,7 @@ from spmd.auto import AutoSharding, auto
 from spmd.errors import (
     ArgumentError,
     FrontendError,
+    InstallError,
     LaunchError,
     LegalityError,
     MeshError,
@@ -39,6 +40,7 @@ __all__ = [
     "Compiled",
     "FrontendError",
     "HybridMesh",
+    "InstallError",
     "Jitted",
     "LaunchError",
     "LegalityError",

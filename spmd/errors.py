@@ -86,6 +86,10 @@ class LaunchError(SpmdError):
     """Processes of one job that cannot come together, or that are not about to do the same."""
 
 
+class InstallError(SpmdError, ImportError):
+    """A package that is not installed, or in a version that does not work."""
+
+
 class LegalityError(SpmdError):
     """A stage broke its contract: a bug in `spmd`, never the user's fault."""
 

@@ -30,6 +30,7 @@ NOT_RUN = "not run: "
 ELSEWHERE = {
     "docs/examples.md": "tests/test_examples.py",
     "docs/custom_calls.md": "tests/lowering/test_custom_calls.py",
+    "docs/pytorch.md": "tests/torch/test_page.py",
 }
 """Pages whose blocks a test of their own runs."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxlib import _jax
@@ -44,6 +44,30 @@ def function_artifact(
       FrontendError: ops that no artifact can have.
     """
     module, out, *_ = trace(fn, args, {}, platform=platform)
+    return module_artifact(module), out, calls_of(module)
+
+
+def named_artifact(
+    fn: Callable[..., Any], args: Mapping[str, Any], *, platform: str
+) -> tuple[bytes, Any, Calls]:
+    """A function of one dict as a portable artifact whose arguments are called like its keys.
+
+    Args:
+      fn: a function of a dict of arrays.
+      args: name -> `jax.ShapeDtypeStruct`.
+      platform: as for `function_artifact`.
+
+    Returns:
+      As `function_artifact`.
+
+    Raises:
+      FrontendError: ops that no artifact can have.
+    """
+    module, out, _ = trace(fn, (dict(args),), {}, platform=platform)
+    with module.context:
+        main = next(op for op in module.body.operations if op.name.value == "main")
+        for argument, name in zip(main.arguments, sorted(args), strict=True):
+            argument.set_location(ir.Location.name(f"[{name!r}]"))  # as jax names a part of a tree
     return module_artifact(module), out, calls_of(module)
 
 

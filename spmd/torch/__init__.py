@@ -1,0 +1,15 @@
+"""PyTorch modules on a mesh: a module's forward pass, its training step, and its export.
+
+torchax traces a module's ops as jax, `spmd.jit` partitions them. Names are torch's own. Needs
+`pip install "spmd[torch]"`; `import spmd` alone loads none of it.
+"""
+
+from spmd.torch.install import load_torchax
+
+load_torchax()
+
+from spmd.torch.exported import Exported, export  # noqa: E402
+from spmd.torch.sharded import Sharded, shard  # noqa: E402  # torchax has to be loaded first
+from spmd.torch.step import TrainStep, train_step  # noqa: E402
+
+__all__ = ["Exported", "Sharded", "TrainStep", "export", "shard", "train_step"]

@@ -1,0 +1,93 @@
+"""PyTorch and torchax: whether they are here, in versions that work together, and how to load them.
+
+torchax 0.0.13 was written for an older PyTorch than 2.13: it asks for overloads of ops that are
+gone, and registers a decomposition that PyTorch has now. Both are mended here, while it is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+from unittest import mock
+
+from spmd.errors import InstallError
+
+WANTED = {"torch": "2.13", "torchax": "0.0.13"}
+"""Package -> the releases that were tried: those that begin like this."""
+
+COMMAND = 'pip install "spmd[torch]"'
+
+
+def check_installed(version_of: Callable[[str], str] = metadata.version) -> None:
+    """Holds that the packages are here, in the versions that were tried.
+
+    Raises:
+      InstallError: one is not.
+    """
+    for package, wanted in WANTED.items():
+        try:
+            have = version_of(package)
+        except metadata.PackageNotFoundError as error:
+            raise InstallError(
+                f"spmd.torch needs {package}, which is not installed", fix=COMMAND
+            ) from error
+        if f"{have.partition('+')[0]}.".startswith(f"{wanted}."):
+            continue
+        raise InstallError(
+            f"spmd.torch does not know {package} {have}",
+            actual=f"{package} {have}",
+            required=f"{package} {wanted}",
+            fix=COMMAND,
+        )
+
+
+def load_torchax() -> None:
+    """Imports all of torchax that we use; from then on it is imported as any package.
+
+    Raises:
+      InstallError: PyTorch or torchax is missing, or of another version.
+    """
+    check_installed()
+    with _old_overloads(), _known_decompositions():
+        for module in ("torchax", "torchax.ops.jaten", "torchax.ops.jtorch", "torchax.interop"):
+            importlib.import_module(module)
+        # The rest is imported by whoever makes an environment.
+        importlib.import_module("torchax.tensor").Environment()
+
+
+@contextmanager
+def _old_overloads() -> Iterator[None]:
+    """Overloads of named dims, which PyTorch 2.13 lacks, are names that no op has."""
+    packet = importlib.import_module("torch._ops").OpOverloadPacket
+    look_up = packet.__getattr__
+
+    def found(self: Any, name: str) -> Any:
+        try:
+            return look_up(self, name)
+        except AttributeError:
+            if "dimname" in name.lower() or "names" in name:
+                return f"{self}.{name}"
+            raise
+
+    with mock.patch.object(packet, "__getattr__", found):
+        yield
+
+
+@contextmanager
+def _known_decompositions() -> Iterator[None]:
+    """Of a decomposition that PyTorch has already, PyTorch's is kept."""
+    decompositions = importlib.import_module("torch._decomp")
+    register = decompositions._add_op_to_registry
+
+    def add(registry: Any, op: Any, fn: Any) -> None:
+        try:
+            register(registry, op, fn)
+        except RuntimeError as error:
+            if "duplicate" not in str(error):
+                raise
+
+    with mock.patch.object(decompositions, "_add_op_to_registry", add):
+        yield

@@ -1,0 +1,316 @@
+"""Optimizers inside a training step: optax's as they are, the common ones of torch by their rules.
+
+Of a torch optimizer the parameter groups are read before each step, so that its learning rate
+schedulers work. What they hold becomes scalars that are computed here in double precision, as
+PyTorch does, and are arguments of the program: another learning rate compiles nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from spmd.api import path_name
+from spmd.errors import ArgumentError, described
+from spmd.torch.arrays import array_of, tensor_of
+from spmd.torch.state import State
+
+
+class Optimizer(Protocol):
+    """What a training step asks of an optimizer. `params` and `grads` are by name."""
+
+    trained: tuple[str, ...]
+
+    @property
+    def key(self) -> Any:
+        """What the program depends on."""
+
+    def init(self, params: dict[str, Any]) -> Any:
+        """The state before the first step."""
+
+    def scalars(self, steps: int) -> Any:
+        """Arguments of the step that follows this many."""
+
+    def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
+        """New parameters and state. A gradient is None where the loss does not reach."""
+
+    def saved(self, state: Any, steps: int) -> dict[str, Any]:
+        """The state as tensors."""
+
+    def load(self, given: Mapping[str, Any]) -> None:
+        """Takes what `saved` gave; `loaded` then gives it out."""
+
+    def loaded(self) -> tuple[dict[str, Any], int]:
+        """Path in the state -> array, of what was loaded or was there before; and the steps."""
+
+
+def optimizer_of(given: Any, state: State) -> Optimizer:
+    """The optimizer of a training step.
+
+    Raises:
+      ArgumentError: it is neither optax's nor one of torch's that is known.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        return TorchOptimizer(given, state)
+    if callable(getattr(given, "init", None)) and callable(getattr(given, "update", None)):
+        return OptaxOptimizer(given, state)
+    raise ArgumentError(
+        f"a {type(given).__name__} is no optimizer",
+        actual=described(given),
+        required="one of torch.optim, made of the module's parameters, or one of optax",
+        fix="pass torch.optim.AdamW(module.parameters(), lr=1e-3), or optax.adamw(1e-3)",
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# optax
+
+
+class OptaxOptimizer:
+    """An optimizer of optax, over all parameters that require a gradient."""
+
+    key = ()
+
+    def __init__(self, optimizer: Any, state: State) -> None:
+        self._optimizer = optimizer
+        self.trained = tuple(n for n, p in state.parameters.items() if p.requires_grad)
+        self._loaded: dict[str, Any] = {}
+
+    def init(self, params: dict[str, Any]) -> Any:
+        """The state before the first step."""
+        return self._optimizer.init(params)
+
+    def scalars(self, steps: int) -> Any:
+        """Arguments of the step that follows this many."""
+        return ()
+
+    def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
+        """New parameters and state."""
+        whole = {n: jnp.zeros_like(params[n]) if g is None else g for n, g in grads.items()}
+        updates, state = self._optimizer.update(whole, state, params)
+        return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), state
+
+    def saved(self, state: Any, steps: int) -> dict[str, Any]:
+        """The state as tensors."""
+        leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+        return {"state": {path_name(path): tensor_of(leaf) for path, leaf in leaves}}
+
+    def load(self, given: Mapping[str, Any]) -> None:
+        """Takes what `saved` gave."""
+        self._loaded = {
+            name: array_of(tensor, f"optimizer state {name!r}")
+            for name, tensor in given["state"].items()
+        }
+
+    def loaded(self) -> tuple[dict[str, Any], int]:
+        """What was loaded, and the steps."""
+        return self._loaded, 0
+
+
+# ---------------------------------------------------------------------------------------------
+# torch
+
+
+class _Rule(NamedTuple):
+    """How one optimizer of torch updates a parameter.
+
+    Attributes:
+      slots: group -> names of the tensors that it keeps for each parameter.
+      scalars: group, number of the step from 1 -> numbers.
+      update: gradient, tensors by slot, parameter, group, scalars -> new parameter, new tensors.
+      flags: entries of a group that the program depends on.
+    """
+
+    slots: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    scalars: Callable[[Mapping[str, Any], int], dict[str, float]]
+    update: Callable[..., tuple[Any, dict[str, Any]]]
+    flags: tuple[str, ...]
+
+
+def _sgd_slots(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] else ()
+
+
+def _sgd_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
+    return {
+        "lr": float(group["lr"]),
+        "weight_decay": group["weight_decay"],
+        "momentum": group["momentum"],
+        # The first gradient fills the buffer whole.
+        "share": 1.0 if step == 1 else 1 - group["dampening"],
+    }
+
+
+def _sgd(grad: Any, slots: Any, param: Any, group: Any, now: Any) -> tuple[Any, dict[str, Any]]:
+    grad = grad + now["weight_decay"] * param
+    if not slots:
+        return param - now["lr"] * grad, {}
+    buffer = now["momentum"] * slots["momentum_buffer"] + now["share"] * grad
+    move = grad + now["momentum"] * buffer if group["nesterov"] else buffer
+    return param - now["lr"] * move, {"momentum_buffer": buffer}
+
+
+def _adam_slots(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
+
+
+def _adam_scalars(group: Mapping[str, Any], step: int) -> dict[str, float]:
+    beta1, beta2 = map(float, group["betas"])
+    lr, decay = float(group["lr"]), group["weight_decay"]
+    decoupled = group["decoupled_weight_decay"]
+    return {
+        "keep1": beta1,
+        "take1": 1 - beta1,
+        "keep2": beta2,
+        "take2": 1 - beta2,
+        "rate": lr / (1 - beta1**step),
+        "scale": (1 - beta2**step) ** 0.5,
+        "eps": group["eps"],
+        "shrink": 1 - lr * decay if decoupled else 1.0,
+        "weight_decay": 0.0 if decoupled else decay,
+    }
+
+
+def _adam(grad: Any, slots: Any, param: Any, group: Any, now: Any) -> tuple[Any, dict[str, Any]]:
+    """Kingma and Ba, 2015; AdamW: Loshchilov and Hutter, 2019; AMSGrad: Reddi et al., 2018."""
+    grad = grad + now["weight_decay"] * param
+    first = now["keep1"] * slots["exp_avg"] + now["take1"] * grad
+    second = now["keep2"] * slots["exp_avg_sq"] + now["take2"] * grad * grad
+    new, largest = {"exp_avg": first, "exp_avg_sq": second}, second
+    if group["amsgrad"]:
+        largest = new["max_exp_avg_sq"] = jnp.maximum(slots["max_exp_avg_sq"], second)
+    move = first / (jnp.sqrt(largest) / now["scale"] + now["eps"])
+    return param * now["shrink"] - now["rate"] * move, new
+
+
+_SGD = _Rule(_sgd_slots, _sgd_scalars, _sgd, ("momentum", "nesterov", "maximize"))
+_ADAM = _Rule(_adam_slots, _adam_scalars, _adam, ("amsgrad", "maximize"))
+RULES = {torch.optim.SGD: _SGD, torch.optim.Adam: _ADAM, torch.optim.AdamW: _ADAM}
+
+
+class TorchOptimizer:
+    """An optimizer of torch: its groups and its rule. Its own tensors stay as they are.
+
+    The state is {slot: {name of a parameter: array}}, with torch's names of slots.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, state: State) -> None:
+        if type(optimizer) not in RULES:
+            raise ArgumentError(
+                f"the optimizer {type(optimizer).__name__} of torch is not known here",
+                required=", ".join(kind.__name__ for kind in RULES),
+                fix="take one of these, or the same of optax",
+            )
+        self.optimizer = optimizer
+        self._rule = RULES[type(optimizer)]
+        self._group_of = _groups_by_name(optimizer, state)
+        self._parameters = state.parameters
+        self.trained = tuple(n for n in self._group_of if state.parameters[n].requires_grad)
+        self._moved: set[str] = set()  # of these torch would have a state
+
+    @property
+    def key(self) -> Any:
+        """What the program depends on."""
+        groups = self.optimizer.param_groups
+        return tuple(tuple(bool(group[flag]) for flag in self._rule.flags) for group in groups)
+
+    def init(self, params: dict[str, Any]) -> Any:
+        """The state before the first step."""
+        state: dict[str, dict[str, Any]] = {}
+        for name in self.trained:
+            for slot in self._rule.slots(self._group(name)):
+                state.setdefault(slot, {})[name] = jnp.zeros_like(params[name])
+        return state
+
+    def scalars(self, steps: int) -> Any:
+        """Arguments of the step that follows this many."""
+        return [
+            {name: np.float32(x) for name, x in self._rule.scalars(group, steps + 1).items()}
+            for group in self.optimizer.param_groups
+        ]
+
+    def update(self, grads: Any, state: Any, params: Any, scalars: Any) -> tuple[Any, Any]:
+        """New parameters and state."""
+        params = dict(params)
+        state = {slot: dict(tensors) for slot, tensors in state.items()}
+        for name, grad in grads.items():
+            if grad is None:
+                continue  # neither moved nor decayed
+            self._moved.add(name)
+            group, now = self._group(name), scalars[self._group_of[name]]
+            own = {slot: state[slot][name] for slot in self._rule.slots(group)}
+            grad = -grad if group["maximize"] else grad
+            param, new = self._rule.update(grad, own, params[name], group, now)
+            params[name] = param.astype(params[name].dtype)
+            for slot, array in new.items():
+                state[slot][name] = array.astype(own[slot].dtype)
+        return params, state
+
+    def saved(self, state: Any, steps: int) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict()` is, so that the optimizer itself can load it."""
+        found: dict[str, Any] = self.optimizer.state_dict()
+        numbers = [number for group in found["param_groups"] for number in group["params"]]
+        found["state"] = {}
+        for name, number in zip(self._group_of, numbers, strict=True):
+            tensors = {
+                slot: tensor_of(arrays[name], dtype=self._parameters[name].dtype)
+                for slot, arrays in state.items()
+                if name in arrays
+            }
+            if steps and tensors and name in self._moved:
+                step = {} if self._rule is _SGD else {"step": torch.tensor(float(steps))}
+                found["state"][number] = step | tensors
+        return found
+
+    def load(self, given: Mapping[str, Any]) -> None:
+        """Takes what `saved` gave."""
+        self.optimizer.load_state_dict({k: given[k] for k in ("state", "param_groups")})
+
+    def loaded(self) -> tuple[dict[str, Any], int]:
+        """What was loaded, and the steps."""
+        arrays, steps = {}, set()
+        for name in self.trained:
+            own = self.optimizer.state.get(self._parameters[name], {})
+            for slot in self._rule.slots(self._group(name)):
+                if own.get(slot) is not None:
+                    arrays[f"{slot}/{name}"] = array_of(own[slot], f"{slot} of {name!r}")
+            if own:
+                self._moved.add(name)
+                steps.add(int(own.get("step", 1)))
+        if len(steps) > 1:
+            raise ArgumentError(
+                "the optimizer's parameters were updated different numbers of times",
+                actual=f"steps {sorted(steps)}",
+                required="one number of steps for all of them",
+                fix="make a new optimizer, without its state",
+            )
+        return arrays, max(steps, default=0)
+
+    def _group(self, name: str) -> Mapping[str, Any]:
+        group: Mapping[str, Any] = self.optimizer.param_groups[self._group_of[name]]
+        return group
+
+
+def _groups_by_name(optimizer: torch.optim.Optimizer, state: State) -> dict[str, int]:
+    """Name of each of the optimizer's parameters, in its order -> number of its group.
+
+    Raises:
+      ArgumentError: a parameter that is not the module's.
+    """
+    names = {id(parameter): name for name, parameter in state.parameters.items()}
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ArgumentError(
+                    f"group {number} of the optimizer has a parameter that is not the module's",
+                    actual=f"a parameter of shape {tuple(parameter.shape)}",
+                    fix="make the optimizer of module.parameters(), of this very module",
+                )
+            found[names[id(parameter)]] = number
+    return found

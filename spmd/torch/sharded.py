@@ -1,0 +1,225 @@
+"""`shard`: a torch module that is called as before, and computes on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+
+from spmd.api import Compiled, jit
+from spmd.errors import ArgumentError, described
+from spmd.mesh.spec import as_mesh
+from spmd.options import Options
+from spmd.torch import saved
+from spmd.torch.arrays import tensor_of
+from spmd.torch.inputs import Inputs, Outputs, split_result, take_apart
+from spmd.torch.program import NO_RANDOM, RANDOM, Arrays, Random, key_of, split, trace
+from spmd.torch.state import Rules, specs_of, state_of
+from spmd.torch.tracing import as_arrays, run
+
+
+def shard(
+    module: Any,
+    mesh: Any,
+    rules: Rules | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] = (),
+    *,
+    seed: int = 0,
+    options: Options | None = None,
+) -> Sharded:
+    """Compiles a torch module's forward pass for a mesh.
+
+    Args:
+      module: a `torch.nn.Module`. It is traced as it is, in training or evaluation mode, and left
+        unchanged; its tensors are copied onto the mesh.
+      mesh: the mesh.
+      rules: torch's names of parameters, buffers and inputs, or patterns of them (`*` also crosses
+        dots), or numbers of positional inputs -> specs as for `mark_sharding`. The first that
+        matches counts. What none matches is up to the compiler.
+      example_inputs: positional inputs, or keyword inputs as a mapping; with them it is compiled at
+        once, else at the first call.
+      seed: of random numbers, which differ from call to call.
+      options: compile options.
+
+    Returns:
+      An object to call like the module; see `Sharded`.
+
+    Raises:
+      SpecError: a rule that matches nothing, or a spec that does not fit.
+      UnsupportedOpError: a torch op that torchax cannot compute.
+      FrontendError: Python that depends on a tensor's values.
+      ArgumentError: something that is no module, or float64 where jax has none.
+
+    Example:
+      >>> rules = {"*.q_proj.weight": ("model", None), "input_ids": ("data", None)}
+      >>> sharded = spmd.torch.shard(model.eval(), mesh, rules)
+      >>> logits = sharded(input_ids=tokens, use_cache=False).logits
+    """
+    sharded = Sharded(module, mesh, rules or {}, seed, options)
+    if isinstance(example_inputs, Mapping):
+        sharded.compile(**example_inputs)
+    elif len(example_inputs):
+        sharded.compile(*example_inputs)
+    return sharded
+
+
+class _Program(NamedTuple):
+    compiled: Compiled
+    outputs: Outputs
+    changed: tuple[str, ...]
+    draws: bool
+
+
+class Sharded:
+    """A module on a mesh: call it with tensors, and it gives tensors.
+
+    It is compiled once for each structure, shape and dtype of inputs, and for each mode of the
+    module (`module.train()`, `module.eval()`). Inputs that are no tensors are constants of the
+    program. Buffers that a call changes are updated.
+
+    Attributes:
+      module: as it was given. Its own tensors stay as they are.
+      calls: how many calls there were; random numbers depend on it and on `seed`.
+    """
+
+    def __init__(
+        self, module: Any, mesh: Any, rules: Rules, seed: int = 0, options: Options | None = None
+    ) -> None:
+        check_module(module)
+        as_mesh(mesh)
+        self.module = module
+        self.calls = 0
+        self._mesh, self._rules, self._seed, self._options = mesh, rules, seed, options
+        self._arrays = Arrays(state_of(module))
+        self._programs: dict[Any, _Program] = {}
+        self._last: _Program | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the module's result."""
+        inputs = take_apart(self.module.forward, args, kwargs)
+        program = self._program(inputs)
+        random = Random(self._seed, self.calls).arguments() if program.draws else ()
+        state = split(self._arrays.placed, program.changed)
+        leaves, changed = program.compiled(*state, inputs.arrays(), random)
+        self._arrays.placed.update(changed)
+        self.calls += 1
+        device = next((t.device for t in inputs.leaves if isinstance(t, torch.Tensor)), None)
+        return program.outputs.rebuild([tensor_of(leaf, device=device) for leaf in leaves])
+
+    def compile(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compiles for inputs without running, and puts parameters onto the mesh."""
+        return self._program(take_apart(self.module.forward, args, kwargs)).compiled
+
+    @property
+    def compiled(self) -> Compiled:
+        """The program that was used last: `explain()`, `report()`, `summary()` and so on.
+
+        Raises:
+          ArgumentError: there is none yet.
+        """
+        return last_compiled(self._last)
+
+    @property
+    def parameters(self) -> dict[str, jax.Array]:
+        """Each parameter by torch's name, as it lies on the mesh; of tied ones the first name."""
+        return {name: self._arrays.placed[name] for name in self._placed().parameters}
+
+    @property
+    def buffers(self) -> dict[str, jax.Array]:
+        """The same of buffers."""
+        return {name: self._arrays.placed[name] for name in self._placed().buffers}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers named as in `module.state_dict()`, as tensors of the CPU."""
+        return saved.state_dict(self.module, self._arrays)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Replaces parameters and buffers; they lie on the mesh as before.
+
+        Raises:
+          ArgumentError: a name is missing or unknown, or a tensor has another shape.
+        """
+        saved.load_state_dict(self.module, self._arrays, state_dict)
+
+    def _placed(self) -> Any:
+        last_compiled(self._last)
+        return self._arrays.state
+
+    def _program(self, inputs: Inputs) -> _Program:
+        key = inputs.key, mode_of(self.module)
+        if key not in self._programs:
+            self._programs[key] = self._compile(inputs)
+        self._last = self._programs[key]
+        return self._last
+
+    def _compile(self, inputs: Inputs) -> _Program:
+        specs = specs_of(self._rules, self._arrays.state, inputs.inputs, not self._programs)
+        noted: list[Any] = []
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs)
+
+        def forward(state: Any, leaves: Any, random: Any) -> Any:
+            ran = run(self.module, call, state, inputs, leaves, key_of(random))
+            tensors, outputs = split_result(ran.result)
+            noted[:] = [outputs, ran.draws]
+            return as_arrays(tensors), ran.changed
+
+        traced = trace(forward, self._arrays.structs(), inputs.structs(), RANDOM)
+        outputs, draws = noted
+        changed = tuple(traced.results[1])
+
+        def program(buffers: Any, state: Any, inputs: Any, random: Any) -> Any:
+            return traced.call(buffers | state, inputs, random or NO_RANDOM)
+
+        program.__name__ = type(self.module).__name__
+        jitted = jit(
+            program,
+            mesh=self._mesh,
+            in_specs=(*split(specs.tensors, changed), specs.inputs, None),
+            donate_argnums=(0,),
+            options=self._options,
+        )
+        compiled = jitted.compile(
+            *split(self._arrays.known(), changed), inputs.structs(), RANDOM if draws else ()
+        )
+        for shardings in compiled.in_shardings[:2]:
+            self._arrays.place(shardings)
+        return _Program(compiled, outputs, changed, draws)
+
+
+def check_module(module: Any) -> None:
+    """Holds that something is a torch module.
+
+    Raises:
+      ArgumentError: it is not.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(
+            f"a {type(module).__name__} is no torch module",
+            actual=described(module),
+            required="a torch.nn.Module",
+            fix="for functions of jax use spmd.jit",
+        )
+
+
+def last_compiled(program: Any) -> Compiled:
+    """The compiled program of what was compiled last.
+
+    Raises:
+      ArgumentError: nothing was.
+    """
+    if program is None:
+        raise ArgumentError(
+            "nothing is compiled yet",
+            fix="call it, or its compile(), with inputs first",
+        )
+    compiled: Compiled = program.compiled
+    return compiled
+
+
+def mode_of(module: Any) -> tuple[bool, ...]:
+    """Which parts of a module are in training mode."""
+    return tuple(part.training for part in module.modules())

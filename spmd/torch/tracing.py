@@ -1,0 +1,259 @@
+"""A torch module as a function of arrays, with everything it reads and changes spelled out."""
+
+from __future__ import annotations
+
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import torch
+import torchax
+from jax.extend.source_info_util import register_exclusion
+from torchax.tensor import OperatorNotFound, Tensor
+from torchax.view import View
+
+from spmd.errors import ArgumentError, FrontendError, UnsupportedOpError
+from spmd.torch.environment import Tracing
+from spmd.torch.inputs import Inputs
+
+_LIBRARIES = [str(Path(str(package.__file__)).parent) for package in (torch, torchax, jax)]
+_OURS = str(Path(__file__).parents[1])
+
+for _path in _LIBRARIES:
+    register_exclusion(_path)  # the line of an op is the user's, or that of the model's code
+
+_LOCK = threading.Lock()
+"""A module is changed while it is traced: one trace at a time."""
+
+
+_VALUE_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+)
+
+
+class Run(NamedTuple):
+    """What one run of a module gives.
+
+    Attributes:
+      result: what the function returned, traced tensors and all.
+      changed: name of each buffer that it changed -> its new array.
+      draws: whether it drew random numbers.
+    """
+
+    result: Any
+    changed: dict[str, Any]
+    draws: bool
+
+
+class _Call(torch.nn.Module):  # type: ignore[misc]  # torch is not typed where it is missing
+    """A function of a module as a module, so that PyTorch can swap the tensors in it."""
+
+    def __init__(self, module: Any, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.fn = fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(self.module, *args, **kwargs)
+
+
+def run(
+    module: Any,
+    fn: Callable[..., Any],
+    arrays: Mapping[str, Any],
+    inputs: Inputs,
+    leaves: Mapping[str, Any],
+    key: Any,
+) -> Run:
+    """Runs `fn(module, *inputs)` with arrays, or tracers of jax, in place of tensors.
+
+    Args:
+      module: a torch module; it is left as it was.
+      fn: called with the module and the inputs.
+      arrays: the value of each parameter and buffer by name, of tied ones once.
+      inputs: the inputs' structure.
+      leaves: the array of each, by name.
+      key: for random numbers.
+
+    Raises:
+      UnsupportedOpError, FrontendError: what cannot be traced.
+    """
+    env = Tracing(key)
+    state = {f"module.{name}": Tensor(array, env) for name, array in arrays.items()}
+    args, kwargs = inputs.rebuild(
+        {name: Tensor(jnp.asarray(leaf), env) for name, leaf in leaves.items()}
+    )
+    call = _Call(module, fn)
+    with (
+        _LOCK,
+        _left_alone(module),
+        _scopes(module),
+        _explained(),
+        _refusals(),
+        torch.enable_grad(),
+        env,
+    ):
+        result = torch.func.functional_call(call, state, args, kwargs, tie_weights=True)
+    changed = {}
+    for name, array in arrays.items():
+        (new,) = env.t2j_iso([state[f"module.{name}"]])
+        if new is not array:
+            changed[name] = _like(name, new, array)
+    _check_changed(module, changed)
+    return Run(result, changed, env.draws)
+
+
+def _check_changed(module: Any, changed: Mapping[str, Any]) -> None:
+    names = [name for name, _ in module.named_parameters() if name in changed]
+    if names:
+        raise FrontendError(
+            f"the forward pass changes the parameter {names[0]!r}",
+            required="parameters that only an optimizer changes",
+            fix="compute with a new tensor, or make it a buffer",
+        )
+
+
+def as_arrays(tensors: Sequence[Any]) -> list[Any]:
+    """Traced tensors of a result as jax values; others become constants."""
+    return [t.jax() if hasattr(t, "jax") else jnp.asarray(t.detach().numpy()) for t in tensors]
+
+
+def _like(name: str, new: Any, old: Any) -> Any:
+    if new.shape != old.shape:
+        raise FrontendError(
+            f"the module gives {name!r} another shape",
+            actual=f"{new.shape} in place of {old.shape}",
+            fix="keep its shape, or keep the tensor outside of the module",
+        )
+    return new.astype(old.dtype)
+
+
+@contextmanager
+def _left_alone(module: Any) -> Iterator[None]:
+    """What a forward pass keeps in plain attributes is traced, and must not outlive the trace."""
+    before = [(part, dict(part.__dict__)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+
+
+@contextmanager
+def _scopes(module: Any) -> Iterator[None]:
+    """Ops get the names of the parts of the module that they are in, for reports."""
+    around: list[tuple[str, Any]] = []
+    handles = []
+
+    def hooks_of(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(*_: Any) -> None:
+            inside = name.removeprefix(f"{around[-1][0]}.") if around else name
+            scope = jax.named_scope(inside.replace(".", "/"))
+            scope.__enter__()
+            around.append((name, scope))
+
+        def leave(*_: Any) -> None:
+            around.pop()[1].__exit__(None, None, None)
+
+        return enter, leave
+
+    try:
+        for name, part in module.named_modules():
+            if name:
+                enter, leave = hooks_of(name)
+                handles.append(part.register_forward_pre_hook(enter, prepend=True))
+                handles.append(part.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What would run, and give other gradients than in torch, is an error."""
+    apply = torch.autograd.Function.apply
+
+    def refuse_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(arg, Tensor | View) for arg in args):
+            return apply.__func__(cls, *args, **kwargs)  # another thread's
+        raise FrontendError(
+            f"the module calls {cls.__name__}, a torch.autograd.Function",
+            required="ops whose gradient jax finds itself",
+            fix="write its forward pass as a plain function; to hold less in memory, set "
+            "spmd.Options(memory_limit=...) in place of checkpointing",
+        )
+
+    def refuse_data(*_: Any) -> Any:
+        raise FrontendError(
+            "the module uses tensor.data",
+            required="no memory shared behind autograd's back: arrays of jax share none",
+            fix="use tensor.detach()",
+        )
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse_function)),
+        mock.patch.object(Tensor, "data", property(refuse_data, refuse_data)),
+    ):
+        yield
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What no trace can follow, as one error of ours."""
+    try:
+        yield
+    except OperatorNotFound as error:
+        name = str(error).removeprefix("Operator with name ").partition(" ")[0]
+        raise UnsupportedOpError(
+            f"torchax cannot compute the torch op {name}",
+            op=name,
+            source=_line_of(error.__traceback__),
+            fix="write this line of the module with other ops",
+        ) from error
+    except _VALUE_ERRORS as error:
+        raise FrontendError(
+            "the module's Python depends on the values of a tensor",
+            source=_line_of(error.__traceback__),
+            actual=str(error).strip().partition("\n")[0],
+            required="the same ops for all values: a module is traced once for each shape",
+            fix="use torch.where in place of `if`, and no .item(), .tolist() or boolean indices",
+        ) from error
+
+
+def _line_of(traceback: TracebackType | None) -> str | None:
+    """The innermost line that is neither ours nor of torch, torchax or jax."""
+    found, skipped = None, (*_LIBRARIES, _OURS, sysconfig.get_path("stdlib") + "/contextlib")
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not code.co_filename.startswith(skipped):
+            found = f"{code.co_filename}:{traceback.tb_lineno} ({code.co_qualname})"
+        traceback = traceback.tb_next
+    return found
+
+
+def loss_of(result: Any) -> Any:
+    """A loss as a jax scalar.
+
+    Raises:
+      ArgumentError: it is no scalar of floats.
+    """
+    value = result.jax() if hasattr(result, "jax") else None
+    if value is None or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ArgumentError(
+            "the loss is no number to minimize",
+            actual=type(result).__name__ if value is None else f"{value.dtype}{list(value.shape)}",
+            required="one float that the parameters decide",
+            fix="return a scalar tensor, as in torch.nn.functional.mse_loss(model(x), y)",
+        )
+    return value

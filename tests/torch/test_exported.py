@@ -1,0 +1,98 @@
+"""`spmd.torch.export`: StableHLO whose arguments have torch's names."""
+
+import warnings
+
+import pytest
+
+pytest.importorskip("spmd.torch", reason="needs torch and torchax: .[torch]", exc_type=ImportError)
+
+import numpy as np
+import torch
+from torch import nn
+
+import spmd
+import spmd.torch
+from serving.bundle.read import load_bundle
+from serving.bundle.wrap import wrap_stablehlo
+from tests.torch.modules import CNN_RULES, Fn, Tied, cnn, images, seeded, tokens, x
+
+
+@pytest.fixture(scope="module")
+def exported():
+    return spmd.torch.export(seeded(cnn).eval(), (images()[0],))
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    with torch.no_grad():
+        return seeded(cnn).eval()(images()[0]).numpy()
+
+
+def test_arguments_have_torchs_names(exported):
+    names = {*seeded(cnn).state_dict(), "input"}
+    assert set(exported.arg_names) == names
+    assert set(exported.weights) == names - {"input"}
+    assert exported.weights["1.num_batches_tracked"].dtype == np.int32
+
+
+def test_patterns_of_names_split_it(mesh, exported, wanted):
+    rules = {**CNN_RULES, "*nput": ("data",)}
+    program = spmd.compile_stablehlo(exported.module, mesh, arg_specs=rules)
+    (found,) = program(*exported.arguments(input=images()[0].numpy()))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    names = dict(zip(exported.arg_names, program.in_shardings, strict=True))
+    assert names["0.weight"].spec[0] == "model" and names["input"].spec[0] == "data"
+    with pytest.raises(spmd.SpecError, match="wieght"):
+        spmd.lower_stablehlo(exported.module, mesh, arg_specs={"0.wieght": ("model",)})
+
+
+def test_a_bundle_has_them_too(mesh, exported, wanted, tmp_path):
+    specs = {"weights/5.weight": (None, "model"), "input": ("data",)}
+    wrap_stablehlo(tmp_path / "cnn", exported.module, weights=exported.weights, specs=specs)
+    bundle = load_bundle(tmp_path / "cnn", mesh)
+    (found,) = bundle.run("main", images()[0].numpy())
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_torch_exported(mesh):
+    module = seeded(lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        program = torch.export.export(module, (x(),))
+    exported = spmd.torch.export(program)
+    rules = {"0.weight": ("model", None), "2.weight": (None, "model"), "input": ("data", None)}
+    compiled = spmd.compile_stablehlo(exported.module, mesh, arg_specs=rules)
+    (found,) = compiled(*exported.arguments(input=x().numpy()))
+    np.testing.assert_allclose(found, module(x()).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_results_have_names_and_tied_weights_are_one(mesh):
+    class Named(Tied):
+        def forward(self, tokens):
+            return {"logits": super().forward(tokens), "tokens": tokens}
+
+    module = Named().eval()
+    exported = spmd.torch.export(module, {"tokens": tokens()})
+    assert exported.arg_names == ("embed.weight", "tokens")
+    lowered = spmd.lower_stablehlo(exported.module, mesh, result_specs={"logits": ("data",)})
+    assert "logits" in lowered.explain(prices=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (cnn(), "changes its buffer '1."),
+        (nn.Dropout(), "draws random numbers"),
+        (Fn(lambda self, x: torch.geqrf(x)[0]), "aten::geqrf"),
+    ],
+)
+def test_what_has_no_export(module, message):
+    with pytest.raises(spmd.SpmdError, match=message):
+        spmd.torch.export(
+            module.train(), (x() if not isinstance(module, nn.Sequential) else images()[0],)
+        )
+
+
+def test_inputs_are_given_by_name(exported):
+    with pytest.raises(spmd.ArgumentError, match="other names"):
+        exported.arguments(pixels=images()[0].numpy())

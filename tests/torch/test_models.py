@@ -1,0 +1,129 @@
+"""Models of transformers, tiny and with random weights: forward and training as torch has them."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("spmd.torch", reason="needs torch and torchax: .[torch]", exc_type=ImportError)
+pytest.importorskip("transformers", reason="needs transformers: .[peers]")
+
+import torch
+import transformers
+from torch.nn import functional as F
+
+import spmd
+import spmd.torch
+from tests.torch.modules import check_steps, images, seeded, tokens
+
+LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 16}
+LLAMA_RULES = {
+    "*.q_proj.weight": ("model", None),
+    "*.k_proj.weight": ("model", None),
+    "*.v_proj.weight": ("model", None),
+    "*.o_proj.weight": (None, "model"),
+    "*.gate_proj.weight": ("model", None),
+    "*.up_proj.weight": ("model", None),
+    "*.down_proj.weight": (None, "model"),
+    "lm_head.weight": ("model", None),
+    "input_ids": ("data", None),
+}
+BERT_RULES = {
+    "*.query.weight": ("model", None),
+    "*.key.weight": ("model", None),
+    "*.value.weight": ("model", None),
+    "*.attention.output.dense.weight": (None, "model"),
+    "*.intermediate.dense.weight": ("model", None),
+    "input_ids": ("data", None),
+}
+VIT_RULES = {"*classifier.weight": (None, "model"), "pixel_values": ("data",)}
+
+
+def llama(**given):
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=32, intermediate_size=32, num_key_value_heads=2, use_cache=False,
+            **LAYERS, **given,
+        )
+    )  # fmt: skip
+
+
+def bert(dropout=0.0):
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=32, intermediate_size=32, max_position_embeddings=32,
+            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **LAYERS,
+        )
+    )  # fmt: skip
+
+
+def vit():
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            intermediate_size=32, image_size=8, patch_size=4, num_labels=10,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **LAYERS,
+        )
+    )  # fmt: skip
+
+
+MODELS: dict[str, Any] = {
+    "llama, eager": (lambda: llama(attn_implementation="eager"), LLAMA_RULES),
+    "llama, sdpa": (lambda: llama(attn_implementation="sdpa"), LLAMA_RULES),
+    "llama, tied": (lambda: llama(tie_word_embeddings=True), LLAMA_RULES),
+    "bert": (bert, BERT_RULES),
+    "vit": (vit, VIT_RULES),
+}
+QUICK = "llama, sdpa"
+EACH = [QUICK, *(pytest.param(name, marks=pytest.mark.heavy) for name in MODELS if name != QUICK)]
+
+
+def language(model, input_ids):
+    return model(input_ids=input_ids, labels=input_ids).loss
+
+
+def classes(model, pixel_values, y):
+    return F.cross_entropy(model(pixel_values=pixel_values).logits, y)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_forward(mesh, name):
+    make, rules = MODELS[name]
+    module = seeded(make).eval()
+    inputs = {"pixel_values": images()[0]} if name == "vit" else {"input_ids": tokens()}
+    found = spmd.torch.shard(module, mesh, rules)(**inputs)
+    with torch.no_grad():
+        wanted = module(**inputs)
+    assert type(found) is type(wanted)
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.heavy
+def test_an_attention_mask(mesh):
+    module = seeded(bert).eval()
+    mask = (tokens() > 3).long()
+    mask[:, 0] = 1
+    rules = {**BERT_RULES, "attention_mask": ("data", None)}
+    inputs = {"input_ids": tokens(), "attention_mask": mask}
+    found = spmd.torch.shard(module, mesh, rules, inputs)(**inputs).logits
+    with torch.no_grad():
+        torch.testing.assert_close(found, module(**inputs).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_three_steps(mesh, name):
+    make, rules = MODELS[name]
+    if name == "vit":
+        check_steps(make, classes, mesh, rules, images())
+    else:
+        check_steps(make, language, mesh, rules, (tokens(),))
+
+
+@pytest.mark.heavy
+def test_bert_with_dropout(mesh):
+    def losses(seed):
+        module = seeded(lambda: bert(dropout=0.2)).train()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        step = spmd.torch.train_step(module, language, optimizer, mesh, BERT_RULES, seed=seed)
+        return [float(step(tokens())) for _ in range(2)]
+
+    first, again, other = losses(1), losses(1), losses(2)
+    assert first[0] != first[1] and first == again and not set(first) & set(other)

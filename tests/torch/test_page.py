@@ -1,0 +1,24 @@
+"""docs/pytorch.md works as it stands."""
+
+import pytest
+
+pytest.importorskip("spmd.torch", reason="needs torch and torchax: .[torch]", exc_type=ImportError)
+
+from tests.markdown import ROOT
+from tests.test_docs import read, show
+
+PAGE = ROOT / "docs" / "pytorch.md"
+
+
+def test_the_page_runs(tmp_path, monkeypatch, capsys, request):
+    monkeypatch.chdir(tmp_path)
+    names, printed = {"__name__": "__main__"}, ""
+    for block in read(PAGE):
+        if block.language == "python":
+            exec(compile("\n" * (block.line - 1) + block.text, str(PAGE), "exec"), names)
+            printed = capsys.readouterr().out.rstrip() + "\n"
+        elif block.note == "prints":
+            if request.config.getoption("--update-golden"):
+                show(PAGE, block, printed)
+            else:
+                assert printed == block.text, "--update-golden writes what is printed now"
