@@ -310,7 +310,9 @@ def check_stages(stages: Stages) -> None:
 def _import(request: Request) -> Imported:
     platform = request.platform
     composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
-    imported = import_module(request.module, request.arg_names, composites, request.function)
+    imported = import_module(
+        request.module, request.arg_names, composites, request.function, request.mesh
+    )
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=program)

@@ -6,7 +6,7 @@ that it becomes, if any.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.errors import FrontendError
@@ -15,9 +15,10 @@ from spmd.frontend.importer.attributes import (
     entries_of,
     items_of,
 )
+from spmd.frontend.importer.contents import ends_of
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
 from spmd.ir.program import Op, Value
-from spmd.ir.types import Attribute
+from spmd.ir.types import Attribute, ShardingAttr
 
 DEEPEST_CALLS = 100
 """How many functions may call each other in turn."""
@@ -30,6 +31,10 @@ _CHLO_COMPOSITES = {
     )
 }  # fmt: skip
 """CHLO ops that an exported module carries as composites of the same name."""
+
+
+_SHARDING_CALLS = ("Sharding", "xla.sdy.FuncResultSharding")
+"""Custom calls that return their operand; their attributes mark it."""
 
 
 def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str, Handler]:
@@ -95,16 +100,33 @@ def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -
     importer.call_loc = importer.loc(op.location)
     importer.calls.append(callee)
     block = function.regions[0].blocks[0]
-    inner = {a: env[v] for a, v in zip(block.arguments, op.operands, strict=True)}
+    arguments = [env[v] for v in op.operands]
+    args, ends = map(importer.contents.meshes.boundary_marks, ends_of(function))
+    inner = dict(zip(block.arguments, _marked(importer, ops, arguments, args), strict=True))
     inner_ops, results = importer.block(block, inner)
+    ops.extend(inner_ops)
+    env.update(zip(op.results, _marked(importer, ops, results, ends), strict=True))
     importer.calls.pop()
     importer.call_loc = outer
-    ops.extend(inner_ops)
-    env.update(zip(op.results, results, strict=True))
+
+
+def _marked(
+    importer: Importer,
+    ops: list[Op],
+    values: Sequence[Value],
+    marks: Sequence[ShardingAttr | None],
+) -> list[Value]:
+    """Values as a function's signature marks its arguments or results, at its call."""
+    loc = importer.call_loc
+    pairs = zip(values, marks, strict=True)
+    return [importer.mark(ops, value, mark, loc) for value, mark in pairs]
 
 
 def _custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     """A custom call; the one scalar function that it may name becomes its `body`."""
+    if op.attributes["call_target_name"].value in _SHARDING_CALLS:
+        env[op.results[0]] = env[op.operands[0]]
+        return
     if "called_computations" not in op.attributes:
         keep(importer.op(op, env), ops)
         return

@@ -29,7 +29,7 @@ from spmd.frontend.importer.calls import call_handlers
 from spmd.frontend.importer.contents import (
     Contents,
     argument_paths,
-    boundary_marks,
+    ends_of,
     path_of,
     result_names,
     types_of,
@@ -40,6 +40,7 @@ from spmd.frontend.importer.regions import REGION_HANDLERS
 from spmd.frontend.importer.text import check_text, line_of
 from spmd.ir.program import Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
+from spmd.mesh.mesh import Mesh
 
 NO_COMPOSITES: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
 
@@ -49,14 +50,12 @@ class Imported(NamedTuple):
 
     Attributes:
       program: the function `main`.
-      arg_marks, result_marks: `sdy.sharding` of each argument and result, or None.
-      meshes: the distinct meshes of the module, as ((axis, size), ...).
+      arg_marks, result_marks: how each argument and result is marked, or None.
     """
 
     program: Program
     arg_marks: tuple[ShardingAttr | None, ...]
     result_marks: tuple[ShardingAttr | None, ...]
-    meshes: tuple[tuple[tuple[str, int], ...], ...]
 
 
 def import_module(
@@ -64,6 +63,7 @@ def import_module(
     arg_names: Sequence[str] = (),
     composites: Mapping[str, Mapping[str, Attribute]] = NO_COMPOSITES,
     function: tuple[str, str] | None = None,
+    mesh: Mesh | None = None,
 ) -> Imported:
     """Imports the public function `main` (or the only function) of a module.
 
@@ -73,12 +73,16 @@ def import_module(
       composites: name of each composite that stays one op -> attributes that it gets besides its
         own, which have `with.` in front of their names. All others are inlined.
       function: file and qualified name of the function that was traced; ops' stacks end there.
+      mesh: the mesh that it is compiled for: marks and manual regions over other meshes of the same
+        devices are written in its axes. When left out, it is the first mesh of the module.
 
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
+      MeshError: a mesh of the module whose axes are not made of axes of `mesh`.
+      SpecError: an argument or result that is stated as terms that are not added up.
     """
     with module.context, _malformed():
-        contents = Contents(module)
+        contents = Contents(module, mesh)
         main = contents.main()
         handlers = {**call_handlers(composites), **REGION_HANDLERS, **LEGALIZED}
         importer = Importer(contents, handlers, function)
@@ -90,8 +94,11 @@ def import_module(
             tuple(arg_names) or tuple(f"arg{i}" for i in range(len(body.args))),
             result_names(main),
         )
-        meshes = tuple(dict.fromkeys(contents.meshes.values()))
-        return Imported(program, *boundary_marks(main), meshes)
+        marks = [
+            tuple(contents.meshes.boundary_marks(ends, what))
+            for ends, what in zip(ends_of(main), ("argument", "result"), strict=True)
+        ]
+        return Imported(program, *marks)
 
 
 def parse_module(source: Any) -> ir.Module:
