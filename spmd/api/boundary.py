@@ -28,13 +28,13 @@ class Boundary:
     """
 
     def __init__(self, traced: Traced, emitted: Emitted, mesh: JaxMesh) -> None:
-        specs, given = emitted.result_specs, traced.given_mesh
-        self.arguments = tuple(NamedSharding(mesh, spec) for spec in emitted.argument_specs)
-        self.results = tuple(NamedSharding(mesh, spec) for spec in specs)
+        given = traced.given_mesh
+        self.arguments = emitted.argument_shardings(mesh)
+        self.results = emitted.result_shardings(mesh)
         self._needs_x64 = emitted.needs_x64
         self._key_dtypes = traced.key_dtypes
         is_other = isinstance(given, JaxMesh) and given != mesh
-        self._handed_back = [NamedSharding(given, spec) for spec in specs] if is_other else None
+        self._handed_back = list(emitted.result_shardings(given)) if is_other else None
         dtypes = [key_dtype(struct) for struct in traced.out_structs]
         self._key_results = [(i, dtype) for i, dtype in enumerate(dtypes) if dtype is not None]
         # As it came the last time: an argument with the very same object needs no look at it.

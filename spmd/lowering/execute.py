@@ -15,8 +15,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
+from jaxlib.mlir.dialects import func, stablehlo
 
+from spmd.frontend.importer.regions import SAME
+from spmd.frontend.importer.shardings import MARKS
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest
 from spmd.lowering.emitted import Emitted
@@ -133,17 +135,16 @@ def executable(emitted: Emitted, devices: Sequence[Any] | None = None) -> Any:
       devices: as for `compile_emitted`.
     """
     mesh = jax_mesh(emitted.mesh, devices)
+    boundary = jax_mesh(emitted.boundary_mesh, devices)
     run = _runner(emitted.module, emitted.result_types)
     arguments, results = emitted.argument_specs, emitted.result_specs
-
-    def named(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
-        return tuple(NamedSharding(mesh, spec) for spec in specs)
-
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)
+    mapped = jax.shard_map(
+        run, mesh=boundary, in_specs=arguments, out_specs=results, check_vma=False
+    )
     return jax.jit(
         mapped,
-        in_shardings=named(arguments),
-        out_shardings=named(results),
+        in_shardings=emitted.argument_shardings(mesh),
+        out_shardings=emitted.result_shardings(mesh),
         donate_argnums=emitted.donated,
         keep_unused=True,
     )
@@ -208,10 +209,33 @@ def has_manual_regions(module: ir.Module) -> bool:
 
 
 def _without_sharding(op: Any) -> Any:
-    for name in ("sdy.sharding", "mhlo.sharding", "arg_attrs", "res_attrs"):
+    for name in (*MARKS, "arg_attrs", "res_attrs"):
         if name in op.attributes:
             del op.attributes[name]
-    if op.name == "sdy.sharding_constraint":
-        op.results[0].replace_all_uses_with(op.operands[0])
+    if op.name in SAME:
+        _replace(op, op.operands)
+    elif op.name == "sdy.constant":
+        with ir.InsertionPoint(op), op.location:
+            _replace(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
+    elif op.name == "sdy.named_computation":
+        _inline(op)
+    elif op.name == "sdy.sharding_group":
         op.erase()
     return ir.WalkResult.ADVANCE
+
+
+def _inline(op: Any) -> None:
+    """What is inside a region that is run once, in place of the op."""
+    block = op.regions[0].blocks[0]
+    for argument, value in zip(block.arguments, op.operands, strict=True):
+        argument.replace_all_uses_with(value)
+    *inside, end = block.operations
+    for item in inside:
+        item.move_before(op)
+    _replace(op, list(end.operands))
+
+
+def _replace(op: Any, values: Sequence[Any]) -> None:
+    for result, value in zip(op.results, values, strict=True):
+        result.replace_all_uses_with(value)
+    op.erase()

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from spmd.errors import MeshError, SpecError, described
 from spmd.mesh.mesh import Mesh
@@ -82,9 +82,30 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
-    """A boundary sharding as jax's `PartitionSpec`."""
+    """A boundary sharding of whole axes as jax's `PartitionSpec`."""
     dims = (tuple(ref.name for ref in axis_refs(axes, mesh)) for axes in sharding.dims)
     return PartitionSpec(*dims)
+
+
+def named_sharding(sharding: Sharding, mesh: Mesh, where: jax.sharding.Mesh) -> NamedSharding:
+    """A boundary sharding for jax.
+
+    Args:
+      sharding: the sharding, with nothing partial.
+      mesh: the mesh.
+      where: the same as jax has it; a sharding with parts of axes is on another one, which has an
+        axis for each part (`Mesh.refined`).
+    """
+    if has_parts(sharding, mesh):
+        mesh = mesh.refined()
+        devices = where.devices.reshape(mesh.sizes)
+        where = jax.sharding.Mesh(devices, mesh.axis_names, (AxisType.Auto,) * len(mesh.sizes))
+    return NamedSharding(where, partition_spec(sharding, mesh))
+
+
+def has_parts(sharding: Sharding, mesh: Mesh) -> bool:
+    """Whether a part of an axis splits a dim, and not just whole axes."""
+    return not all(ref.whole for axes in sharding.dims for ref in axis_refs(axes, mesh))
 
 
 def first_match(name: str, patterns: Iterable[str]) -> str | None:
