@@ -209,6 +209,7 @@ def _trace(
             platform=platform,
             static_argnums=recipe.static_argnums,
             static_argnames=recipe.static_argnames,
+            mesh=mesh,
         )
     found = [mesh] if mesh is not None else seen
     found = found or [as_mesh(other) for other in manual_meshes]
@@ -224,11 +225,11 @@ def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:
         if not isinstance(other, jax.sharding.Mesh):
             continue
         own = as_mesh(other)
-        if own.sizes == mesh.sizes and own.device_ids != mesh.device_ids:
+        if own.size == mesh.size and own.device_ids != mesh.device_ids:
             raise MeshError(
                 "a jax.shard_map has the devices in another order than the program's mesh",
-                actual=f"device ids {list(own.device_ids)}",
-                required=f"device ids {list(mesh.device_ids)}",
+                actual=f"({own}) with device ids {list(own.device_ids)}",
+                required=f"({mesh}) with device ids {list(mesh.device_ids)}",
                 fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from jax.experimental.custom_partitioning import custom_partitioning_p
 from jax.extend.core import Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh as JaxMesh
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from spmd.errors import FrontendError
+from spmd.errors import FrontendError, MeshError
 from spmd.mesh.mesh import Mesh
 
 register_exclusion(str(Path(__file__).parent.parent))  # our own frames are not the user's
@@ -36,11 +38,14 @@ def seen_meshes() -> Iterator[list[Mesh]]:
         _SEEN.reset(token)
 
 
-def note_mesh(mesh: Mesh) -> None:
-    """A mark over this mesh was met; nothing to note under plain `jax.jit`."""
+def note_mesh(mesh: Mesh) -> Mesh:
+    """A mark over this mesh was met; returns the first one met, which under plain jax is itself."""
     found = _SEEN.get()
-    if found is not None and mesh not in found:
+    if found is None:
+        return mesh
+    if mesh not in found:
         found.append(mesh)
+    return found[0]
 
 
 def trace(
@@ -51,6 +56,7 @@ def trace(
     platform: str,
     static_argnums: Sequence[int] = (),
     static_argnames: Sequence[str] = (),
+    mesh: Mesh | None = None,
 ) -> tuple[Any, Any, list[Any]]:
     """Traces `fn` at the given arguments and lowers it for `platform`, whole and unpartitioned.
 
@@ -59,13 +65,15 @@ def trace(
       args, kwargs: `jax.ShapeDtypeStruct`s, static arguments as they are.
       platform: `cpu`, `cuda`, `tpu`.
       static_argnums, static_argnames: which arguments are static.
+      mesh: the mesh that it is compiled for, if that is known; else that of the first mark.
 
     Returns:
       The MLIR module, the result's pytree of `ShapeDtypeStruct`s, and the distinct meshes of the
-      calls of `jax.shard_map` in it.
+      calls of `jax.shard_map` in it. Devices in the module are positions in the mesh.
 
     Raises:
       FrontendError: a `shard_map` over explicit axes.
+      MeshError: jax's constraints and `shard_map`s are over meshes of different orders of devices.
     """
     jitted = jax.jit(
         fn,
@@ -79,11 +87,22 @@ def trace(
         if "does not match the specs of the input" in str(error):
             raise _explicit_axes(error) from error
         raise
-    lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=_PARAMETERS)
+    program = mesh or next(iter(_SEEN.get() or ()), None)
+    parameters = _parameters(program.device_ids if program else ())
+    try:
+        lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    except ValueError as error:
+        if "incompatible devices for jitted" in str(error):
+            raise _orders_of_devices(error) from error
+        raise
     module = lowered.compiler_ir("stablehlo")
     has_mesh = any(op.operation.name == "sdy.mesh" for op in module.body.operations)
-    meshes = dict.fromkeys(_shard_map_meshes(traced.jaxpr.jaxpr)) if has_mesh else {}
-    return module, lowered.out_info, list(meshes)
+    meshes = list(dict.fromkeys(_meshes_of(traced.jaxpr.jaxpr))) if has_mesh else []
+    orders = (tuple(d.id for d in m.devices.flat) for _, m in meshes if isinstance(m, JaxMesh))
+    order = next(orders, None)
+    if program is not None and order is not None:
+        _renumber(module, order, program.device_ids)
+    return module, lowered.out_info, [other for is_manual, other in meshes if is_manual]
 
 
 def _explicit_axes(error: ValueError) -> FrontendError:
@@ -97,13 +116,54 @@ def _explicit_axes(error: ValueError) -> FrontendError:
     )
 
 
-def _shard_map_meshes(jaxpr: Any) -> Iterator[Any]:
-    """The mesh of every `shard_map` of a jaxpr and of those inside it."""
+def _orders_of_devices(error: ValueError) -> MeshError:
+    """The error of meshes between which jax cannot tell where a device is."""
+    return MeshError(
+        "two different meshes in one program: jax takes one order of devices",
+        actual=str(error),
+        required="jax.lax.with_sharding_constraint and jax.shard_map over meshes that have the "
+        "devices in one order",
+        fix="mark with spmd.mark_sharding, which takes meshes of any order, or order them alike",
+    )
+
+
+def _meshes_of(jaxpr: Any) -> Iterator[tuple[bool, Any]]:
+    """The meshes of a jaxpr and of those inside it, and whether each is that of a `shard_map`."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
-            yield eqn.params["mesh"]
+            yield True, eqn.params["mesh"]
+        elif eqn.primitive.name == "sharding_constraint":
+            yield False, getattr(eqn.params["sharding"], "mesh", None)
         for inner in jaxprs_in_params(eqn.params):
-            yield from _shard_map_meshes(inner)
+            yield from _meshes_of(inner)
+
+
+def _renumber(module: ir.Module, order: tuple[int, ...], program: tuple[int, ...]) -> None:
+    """Makes the devices of a module's meshes positions in the program's mesh.
+
+    Args:
+      module: the module, in place.
+      order: ids of the devices by their position in jax's meshes.
+      program: ids of the devices by their position in the program's mesh.
+    """
+    # jax's meshes have one order of devices, by which the module numbers them. For the program's
+    # mesh with the devices 0 2 1 3 and jax's with 0 1 2 3:
+    #   sdy.mesh @m = <["x"=4]>    becomes    sdy.mesh @m = <["x"=4], device_ids=[0, 2, 1, 3]>
+    if order == program or set(order) != set(program):
+        return
+    place = {device: position for position, device in enumerate(program)}
+    with module.context:
+        for item in module.body.operations:
+            if item.operation.name != "sdy.mesh":
+                continue
+            mesh = sdy.MeshAttr(item.operation.attributes["mesh"])
+            ids = [place[order[i]] for i in list(mesh.device_ids) or range(len(order))]
+            item.operation.attributes["mesh"] = sdy.MeshAttr.get(list(mesh.axes), _stated(ids))
+
+
+def _stated(positions: Sequence[int]) -> list[int]:
+    """The devices of a mesh as Shardy states them: not at all where they are 0, 1, 2, ..."""
+    return [] if list(positions) == list(range(len(positions))) else list(positions)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -115,17 +175,24 @@ def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *values)
 
 
-_PARAMETERS = mlir.LoweringParameters(override_lowering_rules=((custom_partitioning_p, _inline),))
+@lru_cache(maxsize=64)  # an equal object: jax keeps modules by it
+def _parameters(order: tuple[int, ...]) -> Any:
+    """How programs are lowered for a mesh with the devices in this order."""
+    lower_mark = partial(_lower_mark, order=order)
+    rules: Any = ((custom_partitioning_p, _inline), (_uneven_mark, lower_mark))
+    return mlir.LoweringParameters(override_lowering_rules=rules)
+
 
 # ---------------------------------------------------------------------------------------------
-# A mark that jax's own sharding constraint refuses: a dim that its axes don't divide. It is linear
-# like the constraint, lowers to the same op, and so runs under plain `jax.jit` too.
+# A mark that jax's own sharding constraint refuses: a dim that its axes don't divide, or a mesh
+# with the devices in another order. It is linear like the constraint, lowers to the same op, and so
+# runs under plain `jax.jit` too.
 
 _uneven_mark = Primitive("spmd_mark")
 
 
 def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...]) -> Any:
-    """A sharding constraint on a tracer whose axes need not divide its dims.
+    """A sharding constraint on a tracer, on any mesh, whose axes need not divide its dims.
 
     Args:
       x: a tracer.
@@ -133,7 +200,7 @@ def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...])
       entries: for each dim its axis names, or None if it is open.
     """
     axes = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
-    return _uneven_mark.bind(x, mesh=axes, entries=entries)
+    return _uneven_mark.bind(x, mesh=axes, ids=mesh.device_ids, entries=entries)
 
 
 @_uneven_mark.def_impl  # type: ignore[untyped-decorator]
@@ -150,19 +217,24 @@ def _transpose_mark(cotangent: Any, _: Any, **params: Any) -> list[Any]:
     return [_uneven_mark.bind(cotangent, **params)]
 
 
-def _batch_mark(args: Any, dims: Any, *, mesh: Any, entries: Any) -> tuple[Any, int]:
+def _batch_mark(args: Any, dims: Any, *, entries: Any, **params: Any) -> tuple[Any, int]:
     (x,), (dim,) = args, dims
     spread = (*entries[:dim], None, *entries[dim:])
-    return _uneven_mark.bind(x, mesh=mesh, entries=spread), dim
+    return _uneven_mark.bind(x, entries=spread, **params), dim
 
 
-def _lower_mark(ctx: Any, x: Any, *, mesh: Any, entries: Any) -> Any:
+def _lower_mark(
+    ctx: Any, x: Any, *, mesh: Any, ids: Any, entries: Any, order: tuple[int, ...] = ()
+) -> Any:
+    place = {device: position for position, device in enumerate(order)}
+    stated = _stated([place[i] for i in ids]) if place.keys() == set(ids) else []
+    devices = f", device_ids={stated}" if stated else ""
     axes = ", ".join(f'"{name}"={size}' for name, size in mesh)
     dims = ", ".join(
         "{?}" if names is None else "{" + ", ".join(f'"{n}"' for n in names) + "}"
         for names in entries
     )
-    sharding = ir.Attribute.parse(f"#sdy.sharding<mesh<[{axes}]>, [{dims}]>")
+    sharding = ir.Attribute.parse(f"#sdy.sharding<mesh<[{axes}]{devices}>, [{dims}]>")
     return [sdy.ShardingConstraintOp(x, sharding).result]
 
 
