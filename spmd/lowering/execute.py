@@ -17,7 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
+from spmd.errors import UnsupportedOpError
 from spmd.frontend.importer.regions import SAME
+from spmd.frontend.importer.shard_shapes import LEAVES
 from spmd.frontend.importer.shardings import MARKS
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest
@@ -181,7 +183,15 @@ def without_shardings(module: ir.Module) -> str:
     """A module's text without anything that says how values lie on devices.
 
     Manual regions stay, and the meshes that they name.
+
+    Raises:
+      UnsupportedOpError: a manual region as GSPMD's text has it, which only its partitioner runs.
     """
+    if _holds(module, _leaves_region):
+        raise UnsupportedOpError(
+            "a jax.shard_map in a module for GSPMD cannot be run unpartitioned",
+            fix="lower the program with jax_use_shardy_partitioner=True, and verify that",
+        )
     with module.context:
         copy = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
         if not has_manual_regions(copy):
@@ -197,11 +207,22 @@ def without_shardings(module: ir.Module) -> str:
 
 def has_manual_regions(module: ir.Module) -> bool:
     """Whether some part of a module is written for one device."""
+    return _holds(module, lambda op: op.name == "sdy.manual_computation")
+
+
+def _leaves_region(op: Any) -> bool:
+    """Whether an op is the end of a manual region as GSPMD's text has it."""
+    is_call = op.name == "stablehlo.custom_call"
+    return is_call and ir.StringAttr(op.attributes["call_target_name"]).value == LEAVES
+
+
+def _holds(module: ir.Module, is_wanted: Callable[[Any], bool]) -> bool:
+    """Whether a module has an op of some kind."""
     found = False
 
     def visit(op: Any) -> Any:
         nonlocal found
-        found = found or op.name == "sdy.manual_computation"
+        found = found or is_wanted(op)
         return ir.WalkResult.INTERRUPT if found else ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)

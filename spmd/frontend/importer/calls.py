@@ -17,6 +17,13 @@ from spmd.frontend.importer.attributes import (
 )
 from spmd.frontend.importer.contents import ends_of
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
+from spmd.frontend.importer.shard_shapes import (
+    ENTERS,
+    LEAVES,
+    cross,
+    import_manual_call,
+    is_manual_call,
+)
 from spmd.ir.program import Op, Value
 from spmd.ir.types import Attribute, ShardingAttr
 
@@ -62,7 +69,10 @@ def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str
             _inline(importer, op, op.attributes["decomposition"].value, env, ops)
 
     def call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-        _inline(importer, op, op.attributes["callee"].value, env, ops)
+        if is_manual_call(op):
+            import_manual_call(importer, op, env, ops, _call)
+        else:
+            _call(importer, op, env, ops)
 
     def make_tuple(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
         if not all(v in env for v in op.operands):
@@ -81,6 +91,10 @@ def call_handlers(composites: Mapping[str, Mapping[str, Attribute]]) -> dict[str
         "stablehlo.get_tuple_element": take_element,
         "stablehlo.tuple": make_tuple,
     }
+
+
+def _call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    _inline(importer, op, op.attributes["callee"].value, env, ops)
 
 
 def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -> None:
@@ -124,8 +138,12 @@ def _marked(
 
 def _custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     """A custom call; the one scalar function that it may name becomes its `body`."""
-    if op.attributes["call_target_name"].value in _SHARDING_CALLS:
+    target = op.attributes["call_target_name"].value
+    if target in _SHARDING_CALLS:
         env[op.results[0]] = env[op.operands[0]]
+        return
+    if target in (ENTERS, LEAVES):
+        cross(importer, op, env)
         return
     if "called_computations" not in op.attributes:
         keep(importer.op(op, env), ops)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.errors import UnsupportedOpError
+from spmd.errors import SpecError, UnsupportedOpError
 from spmd.frontend.importer.shardings import AxisRef
 from spmd.frontend.importer.unsupported import refuse
 from spmd.ir.program import Loc
 from spmd.ir.types import Attribute, ShardingAttr
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes
+from spmd.mesh.sharding import Axes, format_axes
 
 BY_USER = "written by the user in shard_map"
 """Note of the collectives in manual regions."""
@@ -52,6 +52,22 @@ class Scope(NamedTuple):
     def is_whole(self) -> bool:
         """Whether no axis is free: what is inside is one device's program and nothing else."""
         return len(self.held) == len(self.mesh.atoms)
+
+    def check_free(self, sharding: ShardingAttr, loc: Loc) -> None:
+        """Holds that a mark inside splits nothing over manual axes.
+
+        Raises:
+          SpecError: it does.
+        """
+        used = {a for refs in sharding.dims for a in atoms_of_refs(refs, self.mesh)}
+        held = used & set(self.held)
+        if held:
+            raise SpecError(
+                "a mark inside a jax.shard_map splits over an axis that is manual there",
+                source=loc.source,
+                actual=f"{format_axes(tuple(sorted(held)), self.mesh)} of the mesh ({self.mesh})",
+                fix="mark the other axes alone, or mark outside of shard_map",
+            )
 
     def split(self, dims: Sequence[Refs]) -> tuple[tuple[Refs, ...], tuple[Refs, ...]]:
         """For each dim its manual axes, and the others."""

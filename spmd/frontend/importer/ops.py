@@ -209,9 +209,15 @@ class Importer:
         return result
 
     def mark(self, ops: list[Op], value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
-        """Marks a value; a sharding that says nothing leaves it as it is."""
+        """Marks a value; a sharding that says nothing leaves it as it is.
+
+        Raises:
+          SpecError: it splits over axes that are manual here.
+        """
         if self.in_bodies or sharding is None or says_nothing(sharding):
             return value
+        if self.scopes:
+            self.scopes[-1].check_free(sharding, loc)
         type_ = self.types[value]
         marked = self.add(ops, "spmd.mark", value, type_, {"sharding": sharding}, loc)
         if value in self._constants:

@@ -159,17 +159,33 @@ def _tiled(text: str, rank: int) -> Stated | None:
     found = _TILES.fullmatch(text)
     if found is None:
         raise FrontendError(f"cannot read the sharding {text[:100]}")
-    tiles = _numbers(found["tiles"])
-    if math.prod(tiles) == 1:
+    tiles, kinds = _numbers(found["tiles"]), _kinds(found["rest"])
+    if math.prod(tiles) == 1 or "manual" in kinds:
         return None
-    kinds = [f"{kind} {i}" for i, kind in enumerate(_kinds(found["rest"]))]
     if len(tiles) - len(kinds) != rank:
         raise FrontendError(f"the sharding {text[:100]} is not of a tensor of rank {rank}")
-    names = [*(f"dim {d}" for d in range(rank)), *kinds]
-    mesh = Mesh(_devices(found), tiles, names)
+    mesh = _tiles_mesh(found)
+    names = mesh.axis_names
     dims = tuple(((names[d], 1, 0),) if tiles[d] > 1 else () for d in range(rank))
-    unreduced = tuple((name, 1, 0) for name in kinds if name.startswith("unreduced"))
+    unreduced = tuple((name, 1, 0) for name in names[rank:] if name.startswith("unreduced"))
     return Stated(mesh, dims, closed, unreduced)
+
+
+def manual_refs(text: str) -> tuple[Mesh, tuple[AxisRef, ...]] | None:
+    """The axes that GSPMD's text says are manual, on their mesh; None if all are."""
+    found = _TILES.fullmatch(_NOTES.sub("", text))
+    if found is None:
+        return None
+    mesh = _tiles_mesh(found)
+    return mesh, tuple((name, 1, 0) for name in mesh.axis_names if name.startswith("manual"))
+
+
+def _tiles_mesh(found: re.Match[str]) -> Mesh:
+    """A mesh with an axis for each dim of the tiles."""
+    tiles, kinds = _numbers(found["tiles"]), _kinds(found["rest"])
+    names = [f"dim {d}" for d in range(len(tiles) - len(kinds))]
+    names += [f"{kind} {i}" for i, kind in enumerate(kinds)]
+    return Mesh(_devices(found), tiles, names)
 
 
 def _devices(found: re.Match[str]) -> Any:
