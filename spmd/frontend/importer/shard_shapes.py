@@ -58,12 +58,12 @@ def cross(importer: Importer, op: Any, env: Env) -> None:
       UnsupportedOpError: it is at the boundary of none.
     """
     target = op.attributes["call_target_name"].value
-    users = [use.owner for use in op.results[0].uses]
     if target == ENTERS:
-        is_known = all(map(is_manual_call, users))
+        calls = [use.owner for use in op.results[0].uses]
     else:
-        is_known = importer.types[env[op.operands[0]]] == importer.type(op.results[0].type)
-    if not is_known:
+        manual = _custom_call(defining_op(op.operands[0]), "Sharding")
+        calls = [defining_op(manual.operands[0])] if manual else []
+    if not calls or not all(call is not None and is_manual_call(call) for call in calls):
         refuse(f"custom_call:{target}", importer.loc(op.location))
     env[op.results[0]] = env[op.operands[0]]
 
