@@ -59,7 +59,7 @@ def called(fn: Any, *args: Any, **given: Any) -> Callable[[spmd.Mesh], Any]:
 
 
 def marked_for_another_mesh(mesh: spmd.Mesh) -> Any:
-    other = spmd.make_mesh(data=2, model=4)
+    other = spmd.Mesh(range(7, -1, -1), (2, 4), ("data", "model"))
     return spmd.jit(lambda x: spmd.mark_sharding(x * 2, other, ("data",)), mesh=mesh)(X)
 
 

@@ -87,8 +87,12 @@ def trace(
         if "does not match the specs of the input" in str(error):
             raise _explicit_axes(error) from error
         raise
+    meshes = list(dict.fromkeys(_meshes_of(traced.jaxpr.jaxpr)))
+    orders = (tuple(d.id for d in m.devices.flat) for _, m in meshes if isinstance(m, JaxMesh))
     program = mesh or next(iter(_SEEN.get() or ()), None)
-    parameters = _parameters(program.device_ids if program else ())
+    positions = program.device_ids if program else ()
+    order = next(orders, positions)
+    parameters = _parameters(order)
     try:
         lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     except ValueError as error:
@@ -96,12 +100,7 @@ def trace(
             raise _orders_of_devices(error) from error
         raise
     module = lowered.compiler_ir("stablehlo")
-    has_mesh = any(op.operation.name == "sdy.mesh" for op in module.body.operations)
-    meshes = list(dict.fromkeys(_meshes_of(traced.jaxpr.jaxpr))) if has_mesh else []
-    orders = (tuple(d.id for d in m.devices.flat) for _, m in meshes if isinstance(m, JaxMesh))
-    order = next(orders, None)
-    if program is not None and order is not None:
-        _renumber(module, order, program.device_ids)
+    _renumber(module, order, positions)
     return module, lowered.out_info, [other for is_manual, other in meshes if is_manual]
 
 

@@ -22,6 +22,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import chlo
 from jaxlib.mlir.dialects import stablehlo as hlo
+from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
@@ -108,7 +109,7 @@ def parse_module(source: Any) -> ir.Module:
       FrontendError: no such file, or something that MLIR cannot read.
     """
     if isinstance(source, ir.Module):
-        return source
+        return _with_shardings(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):
         source = _read_file(Path(source))
     try:
@@ -117,7 +118,7 @@ def parse_module(source: Any) -> ir.Module:
             source = bytecode_to_text(data) if data.startswith(MAGIC) else data.decode()
         check_text(source)
         with mlir.make_ir_context():
-            return ir.Module.parse(source)
+            return _with_shardings(ir.Module.parse(source))
     except (ir.MLIRError, ValueError, TypeError) as error:
         raise FrontendError(
             "the module cannot be read",
@@ -161,6 +162,22 @@ def dialect_ops() -> tuple[str, ...]:
             if isinstance(name, str) and name.startswith(("stablehlo.", "chlo.")):
                 found.add(name)
     return tuple(sorted(found))
+
+
+def _with_shardings(module: ir.Module) -> ir.Module:
+    """The module with Shardy's attributes in place of strings that stand for them."""
+    # Modules that jax exported until 2025 hold shardings, and XLA's own dumps do, as strings in
+    # `mhlo.frontend_attributes`. jaxlib has a pass that reads them, jax runs the same.
+    attributes = module.operation.attributes
+    name = "mhlo.frontend_attributes"
+    if name not in attributes or "xla.sdy.meshes" not in ir.DictAttr(attributes[name]):
+        return module
+    with module.context:
+        copy = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
+        PassManager.parse("builtin.module(xla-sdy-round-trip-import-shardy-attrs)").run(
+            copy.operation
+        )
+    return copy
 
 
 def _read_file(path: Path) -> bytes:

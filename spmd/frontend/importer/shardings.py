@@ -143,7 +143,8 @@ def _mesh(named: Any, meshes: Mapping[str, Mesh | None]) -> Mesh | None:
 
 _TILES = re.compile(
     r"\{devices=\[(?P<tiles>[\d,]+)\](?:<=\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
-    r"|(?P<ids>[\d,]+))\s*(?P<rest>.*)\}"
+    r"|(?P<ids>[\d,]+))"
+    r"(?: (?P<replicated>last_tile_dim_replicate)| last_tile_dims=\{(?P<kinds>[\w, ]*)\})?\}"
 )
 _NOT_TILED = re.compile(r"\{(replicated|manual|maximal device=\d+|unknown)?\}")
 _EACH = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
@@ -159,7 +160,7 @@ def _tiled(text: str, rank: int) -> Stated | None:
     found = _TILES.fullmatch(text)
     if found is None:
         raise FrontendError(f"cannot read the sharding {text[:100]}")
-    tiles, kinds = _numbers(found["tiles"]), _kinds(found["rest"])
+    tiles, kinds = _numbers(found["tiles"]), _kinds(found)
     if math.prod(tiles) == 1 or "manual" in kinds:
         return None
     if len(tiles) - len(kinds) != rank:
@@ -182,7 +183,7 @@ def manual_refs(text: str) -> tuple[Mesh, tuple[AxisRef, ...]] | None:
 
 def _tiles_mesh(found: re.Match[str]) -> Mesh:
     """A mesh with an axis for each dim of the tiles."""
-    tiles, kinds = _numbers(found["tiles"]), _kinds(found["rest"])
+    tiles, kinds = _numbers(found["tiles"]), _kinds(found)
     names = [f"dim {d}" for d in range(len(tiles) - len(kinds))]
     names += [f"{kind} {i}" for i, kind in enumerate(kinds)]
     return Mesh(_devices(found), tiles, names)
@@ -197,12 +198,11 @@ def _devices(found: re.Match[str]) -> Any:
     return np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(-1)
 
 
-def _kinds(rest: str) -> list[str]:
+def _kinds(found: re.Match[str]) -> list[str]:
     """What the tile dims behind those of the tensor are: `replicated`, `manual`, ..."""
-    listed = re.search(r"last_tile_dims=\{(.*?)\}", rest)
-    if listed is not None:
-        return listed[1].split(", ")
-    return ["replicated"] if "last_tile_dim_replicate" in rest else []
+    return (
+        found["kinds"].split(", ") if found["kinds"] else ["replicated"] * bool(found["replicated"])
+    )
 
 
 def _is_tuple(text: str) -> bool:
