@@ -30,7 +30,7 @@ MESHES: Mapping[str, spmd.Mesh] = {
 SPECS = {"one axis": ("all", None)}
 
 
-def placed(mesh: spmd.Mesh, spec: Any) -> dict[Any, Any]:
+def placed(mesh: spmd.Mesh, spec: Any) -> Mapping[Any, Any]:
     """Which part of a value each device has."""
     return NamedSharding(jax_mesh(mesh), P(*spec)).devices_indices_map(X.shape)
 

@@ -377,7 +377,7 @@ def test_strings_that_stand_for_shardings() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["@empty_mesh", 'mesh<["z"=1]>'])
-def test_a_module_of_one_device_marks_nothing(mesh: str) -> None:
+def test_the_arguments_of_a_module_for_one_device_are_open(mesh: str) -> None:
     text = f"""module attributes {{mhlo.num_partitions = 1 : i32}} {{
       sdy.mesh @empty_mesh = <[]>
       func.func @main(%x: {T} {{sdy.sharding = #sdy.sharding<{mesh}, [{{}}, {{}}]>}}) -> {T} {{

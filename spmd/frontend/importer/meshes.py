@@ -69,9 +69,7 @@ class Meshes:
 
     def stated(self, attr: Any, rank: int) -> Stated | None:
         """A sharding on the mesh that it is stated on; None if it says nothing."""
-        found = stated(attr, self.named, rank)
-        is_idle = found is not None and found.mesh == NO_AXES and self._is_of_one_device
-        return None if is_idle else found
+        return stated(attr, self.named, rank)
 
     def atoms(self, other: Mesh, refs: Iterable[AxisRef]) -> Axes:
         """The atoms of `mesh` that axes and parts of axes of another mesh consist of.
@@ -154,7 +152,9 @@ class Meshes:
             stated = None if attr is None else self.stated(attr, rank)
             if what and stated is not None and stated.unreduced:
                 raise _not_added_up(f"{what} {i}", stated)
-            found.append(None if attr is None else self.mark(attr, rank))
+            # jax says so of what is placed on a device: that it is whole says nothing of a mesh.
+            is_placed = what and stated and stated.mesh == NO_AXES and self._is_of_one_device
+            found.append(None if stated is None or is_placed else self.mark(attr, rank))
         return found
 
 
