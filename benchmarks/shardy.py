@@ -23,7 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.api import Lowered
-from spmd.frontend.importer.attributes import sharding_attr
+from spmd.frontend.importer.shardings import axes_of
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
 
@@ -169,23 +169,19 @@ def _rank(type_: Any) -> int:
 def _per_value(op: Any) -> list[tuple[tuple[Axis, ...], ...]]:
     """Shardings of an op's results; empty where it has none."""
     if op.name in ("sdy.reshard", "sdy.sharding_constraint"):
-        return [_dims(op.attributes["sharding"])]
+        return [axes_of(op.attributes["sharding"])]
     if "sdy.sharding" not in op.attributes:
         return []
     from jaxlib.mlir.dialects import sdy
 
     per_value = sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"])
-    return [_dims(sharding) for sharding in per_value.shardings]
+    return [axes_of(sharding) for sharding in per_value.shardings]
 
 
 def _entry_dims(item: Any, rank: int) -> tuple[tuple[Axis, ...], ...]:
     dictionary: Any = ir.DictAttr(item) if item is not None else ()
     entries = {e.name: e.attr for e in dictionary}
-    return _dims(entries["sdy.sharding"]) if "sdy.sharding" in entries else ((),) * rank
-
-
-def _dims(attr: Any) -> tuple[tuple[Axis, ...], ...]:
-    return sharding_attr(attr).dims
+    return axes_of(entries["sdy.sharding"]) if "sdy.sharding" in entries else ((),) * rank
 
 
 # ---------------------------------------------------------------------------------------------

@@ -39,6 +39,12 @@ class SpmdError(Exception):
         self.fix = fix
         super().__init__(self.render())
 
+    def at(self, source: str | None) -> SpmdError:
+        """The same error with a source line, where it has none."""
+        fields = (self.op, self.source or source, self.actual, self.required, self.fix)
+        names = ("op", "source", "actual", "required", "fix")
+        return type(self)(self.what, **dict(zip(names, fields, strict=True)))
+
     def render(self) -> str:
         """The message: one line that says what, then one indented line a field."""
         fields = (

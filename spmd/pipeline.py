@@ -314,7 +314,12 @@ def _import(request: Request) -> Imported:
     platform = request.platform
     composites = {name: {PLATFORM: platform} for name in whole_composites(platform)}
     imported = import_module(
-        request.module, request.arg_names, composites, request.function, request.callbacks
+        request.module,
+        request.arg_names,
+        composites,
+        request.function,
+        request.callbacks,
+        request.mesh,
     )
     if request.result_names:
         program = imported.program._replace(result_names=request.result_names)

@@ -55,6 +55,7 @@ MLIR_FILES = (
     "spmd/frontend/importer/attributes.py",
     "spmd/frontend/importer/legalize.py",
     "spmd/frontend/importer/module.py",
+    "spmd/frontend/importer/shardings.py",
     "spmd/frontend/trace.py",
     "spmd/lowering/emit.py",
     "spmd/lowering/execute.py",

@@ -59,12 +59,12 @@ def called(fn: Any, *args: Any, **given: Any) -> Callable[[spmd.Mesh], Any]:
 
 
 def marked_for_another_mesh(mesh: spmd.Mesh) -> Any:
-    other = spmd.make_mesh(data=2, model=4)
+    other = spmd.Mesh(range(7, -1, -1), (2, 4), ("data", "model"))
     return spmd.jit(lambda x: spmd.mark_sharding(x * 2, other, ("data",)), mesh=mesh)(X)
 
 
 def argument_on_another_mesh(mesh: spmd.Mesh) -> Any:
-    x = spmd.mark_sharding(X, spmd.make_mesh(x=8), ("x",))
+    x = spmd.mark_sharding(X, spmd.make_mesh(x=4), ("x",))
     return spmd.jit(double, mesh=mesh)(x)
 
 
@@ -147,7 +147,7 @@ MESHES = [
     Wrong("a mark for another mesh", spmd.MeshError, marked_for_another_mesh,
           ("two different meshes", "(data=2, model=4)", "(data=4, model=2)")),
     Wrong("an argument on another mesh", spmd.MeshError, argument_on_another_mesh,
-          ("two different meshes", "argument x", "(x=8)", "(data=4, model=2)")),
+          ("two different meshes", "argument x lies on the mesh (x=4)", "(data=4, model=2)")),
 ]  # fmt: skip
 
 SPECS = [

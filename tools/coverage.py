@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from spmd.cli.flags import Parser, Switch
+from spmd.frontend.importer.regions import SAME
+from spmd.frontend.importer.shard_shapes import ENTERS, LEAVES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "coverage.md"
@@ -76,9 +78,17 @@ that have a mesh in the column `quick on`, and `scripts/test -m heavy` runs the 
 """
 
 STRUCTURE = {
+    "custom_call:Sharding": "a mark",
+    **dict.fromkeys(SAME, "a mark: it returns its operand"),
+    "sdy.constant": "read as `stablehlo.constant`",
+    "sdy.data_flow_edge": "left out, its sharding is a mark",
+    "sdy.func_data_flow_edge": "left out, its sharding is a mark",
     "sdy.manual_computation": "a region for one device along some axes (`jax.shard_map`)",
+    "sdy.mesh": "its axes are written in those of the mesh that is compiled for",
     "sdy.named_computation": "inlined, its shardings are marks",
-    "sdy.sharding_constraint": "a mark",
+    "sdy.propagation_barrier": "left out",
+    "sdy.return": "the end of a region",
+    "sdy.sharding_group": "left out",
     "stablehlo.case": "control flow: its regions are partitioned",
     "stablehlo.composite": "inlined, if not registered; one named like a CHLO op becomes that op",
     "stablehlo.custom_call": "by its target, see below",
@@ -101,6 +111,8 @@ def how(name: str) -> str:
     has_rule = name in registry.registered_ops() and name in local.registered_ops()
     if name in REFUSED and has_rule:
         return "rule + local lowering in `jax.shard_map`; refused outside, unless of one device"
+    if name in (f"custom_call:{ENTERS}", f"custom_call:{LEAVES}"):
+        return "an end of `jax.shard_map`; refused elsewhere"
     if name in REFUSED:
         return f"refused: {REFUSED[name].reason}"
     if name in CANONICAL:

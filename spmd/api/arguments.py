@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from spmd.api.marks import caller, path_name
 from spmd.api.signature import parameter_count, parameter_names, positions
 from spmd.errors import MeshError, SpecError
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
+from spmd.mesh.refinement import part_atoms
+from spmd.mesh.sharding import axis_refs
 from spmd.mesh.spec import as_mesh, dims_of, has_explicit_axes, spec_entries
 
 
@@ -119,34 +121,47 @@ def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh:
     Inside, a key array is its data: its spec has one more dim, not split.
 
     Raises:
-      MeshError: it is a sharding on another mesh.
+      MeshError: it is a sharding on a mesh whose axes are not made of this mesh's.
       SpecError: it does not fit.
     """
-    source = caller()
+    source, own = caller(), mesh
     if isinstance(spec, NamedSharding):
-        _check_sharding(spec, what, mesh)
-        spec = spec.spec
-    entries = spec_entries(spec, len(shape), mesh, what=what, source=source)
+        _check_memory(spec, what)
+        spec, own = spec.spec, _mesh_of(spec, mesh)
+    entries = spec_entries(spec, len(shape), own, what=what, source=source)
+    try:
+        if own is not mesh:
+            entries = tuple(_axes_of(mesh, own, entry) for entry in entries)
+    except MeshError as error:
+        fields = {"actual": f"{what} lies on {error.actual}", "required": error.required}
+        raise MeshError(error.what, source=source, fix=error.fix, **fields) from None
     dims_of(entries, shape, mesh, what=what, source=source)
     return entries if key_dtype(leaf) is None else (*entries, ())
 
 
-def _check_sharding(sharding: NamedSharding, what: str, mesh: Mesh) -> None:
-    """Holds that a sharding is one on the program's mesh.
+def _mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
+    """The mesh of a sharding: the one given if it is that; an AbstractMesh has its devices."""
+    other = as_mesh(sharding.mesh)
+    if isinstance(sharding.mesh, AbstractMesh) and other.size == mesh.size:
+        other = Mesh(mesh.device_ids, other.sizes, other.axis_names)
+    same = (other.axis_names, other.sizes, other.device_ids)
+    return mesh if same == (mesh.axis_names, mesh.sizes, mesh.device_ids) else other
+
+
+def _axes_of(mesh: Mesh, other: Mesh, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Axes of another mesh as axes of this one, or parts of axes."""
+    if names is None:
+        return None
+    atoms = [a for name in names for a in part_atoms(mesh, other, name)]
+    return tuple(str(ref) for ref in axis_refs(tuple(atoms), mesh))
+
+
+def _check_memory(sharding: NamedSharding, what: str) -> None:
+    """Holds that a sharding is for the memory of the devices.
 
     Raises:
-      MeshError: it is on another one.
-      SpecError: it is for another memory than the devices' own.
+      SpecError: it is for another.
     """
-    other = as_mesh(sharding.mesh)
-    if (other.axis_names, other.sizes) != (mesh.axis_names, mesh.sizes):
-        raise MeshError(
-            "two different meshes in one program",
-            source=caller(),
-            actual=f"{what} is placed on the mesh ({other}) with spec {sharding.spec}",
-            required=f"the mesh that the program is compiled for ({mesh})",
-            fix="mark all arguments on one mesh, and compile for it",
-        )
     if sharding.memory_kind not in (None, "device", "unpinned_host"):
         raise SpecError(
             f"{what} is to lie in {sharding.memory_kind}",

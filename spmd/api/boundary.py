@@ -28,8 +28,8 @@ class Boundary:
     """
 
     def __init__(self, traced: Traced, emitted: Emitted, mesh: JaxMesh) -> None:
-        self.arguments = tuple(NamedSharding(mesh, spec) for spec in emitted.argument_specs)
-        self.results = tuple(NamedSharding(mesh, spec) for spec in emitted.result_specs)
+        self.arguments = emitted.argument_shardings(mesh)
+        self.results = emitted.result_shardings(mesh)
         self._needs_x64 = emitted.needs_x64
         self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
         self._key_dtypes = traced.key_dtypes

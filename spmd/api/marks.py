@@ -133,7 +133,7 @@ def some_of(names: Sequence[str], most: int = 8) -> str:
 
 def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | None) -> Any:
     """The constraint on a tracer that a mark is."""
-    note_mesh(mesh)
+    first = note_mesh(mesh)
     manual = _manual_axes(mesh)
     for name in (name for entry in entries for name in entry or ()):
         if name in manual:
@@ -146,7 +146,8 @@ def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | No
     if len(manual) == len(mesh.axis_names):
         return t
     dims, _ = dims_of(entries, t.shape, mesh, what=what, source=source, even=False)
-    if not is_legal(Sharding(dims), t.shape, mesh):
+    # jax refuses dims that their axes don't divide, and meshes with other orders of devices.
+    if not is_legal(Sharding(dims), t.shape, mesh) or mesh.device_ids != first.device_ids:
         return mark_uneven(t, mesh, entries)
     sharding = _open_sharding(mesh, entries)
     if manual:

@@ -189,7 +189,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     known = None if given is None else as_mesh(given)
     platform = (topology.platform if topology else None) or platform_of(known)
     with seen_meshes() as seen:
-        traced = _trace(recipe, call, structs, platform)
+        traced = _trace(recipe, call, structs, platform, known)
     given = given or next(iter([*seen, *traced.meshes]), around)
     if given is None:
         raise no_mesh(function_name(recipe.fn))
@@ -248,7 +248,7 @@ def topology_of(mesh: Mesh) -> Topology:
     return Topology(f"cpu:{mesh.size}")
 
 
-def _trace(recipe: Recipe, call: Call, structs: Any, platform: str) -> Trace:
+def _trace(recipe: Recipe, call: Call, structs: Any, platform: str, mesh: Mesh | None) -> Trace:
     static, dynamic = dict(call.static), iter(structs[0])
     return trace(
         recipe.fn,
@@ -258,6 +258,7 @@ def _trace(recipe: Recipe, call: Call, structs: Any, platform: str) -> Trace:
         static_argnums=[i for i in static if isinstance(i, int)],
         static_argnames=[name for name in static if isinstance(name, str)],
         on_callbacks=recipe.options.callbacks,
+        mesh=mesh,
     )
 
 
@@ -267,10 +268,10 @@ def _check_device_order(manual_meshes: Sequence[Any], mesh: Mesh) -> None:
         if not isinstance(other, jax.sharding.Mesh):
             continue
         own = as_mesh(other)
-        if own.sizes == mesh.sizes and own.device_ids != mesh.device_ids:
+        if own.size == mesh.size and own.device_ids != mesh.device_ids:
             raise MeshError(
                 "a jax.shard_map has the devices in another order than the program's mesh",
-                actual=f"device ids {list(own.device_ids)}",
-                required=f"device ids {list(mesh.device_ids)}",
+                actual=f"({own}) with device ids {list(own.device_ids)}",
+                required=f"({mesh}) with device ids {list(mesh.device_ids)}",
                 fix="pass the mesh of shard_map to spmd.jit(mesh=...)",
             )

@@ -19,9 +19,9 @@ from spmd.explain.relax import (
 from spmd.ir.program import Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, is_legal
+from spmd.mesh.spec import has_parts
 from spmd.options import Options
 from spmd.planning.plan import Plan
-from spmd.planning.problem import is_whole
 
 MOST_TRIES = 5
 """Marks without which a program is planned again for a report."""
@@ -89,7 +89,7 @@ class Prices:
             for sharding in dict.fromkeys(wanted)
             if sharding != have
             and is_legal(sharding, type_.shape, plan.mesh)
-            and is_whole(sharding, plan.mesh)
+            and not has_parts(sharding, plan.mesh)
         ]
         found = [
             (sharding, price_of(plan, replanned(plan, (), {value: sharding}, self.options)))

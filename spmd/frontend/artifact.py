@@ -63,7 +63,8 @@ def named_artifact(
     Raises:
       FrontendError: ops that no artifact can have.
     """
-    module, out, _ = trace(fn, (dict(args),), {}, platform=platform)
+    traced = trace(fn, (dict(args),), {}, platform=platform)
+    module, out = traced.module, traced.out
     with module.context:
         main = next(op for op in module.body.operations if op.name.value == "main")
         for argument, name in zip(main.arguments, sorted(args), strict=True):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd.errors import MeshError, SpecError
+from spmd.errors import SpecError
 from spmd.frontend.importer.manual import atoms_of_refs
 from spmd.frontend.importer.module import Imported
-from spmd.ir.dialect.manual import MANUAL
 from spmd.ir.program import Value
 from spmd.ir.types import ShardingAttr
 from spmd.mesh.mesh import Mesh
@@ -31,10 +30,8 @@ def collect_marks(
     join in where nothing else marks the value.
 
     Raises:
-      MeshError: the module was marked on another mesh.
       SpecError: a mark that does not fit the mesh or its tensor.
     """
-    check_meshes(imported, mesh)
     program = imported.program
     marks: dict[Value, Mark] = {}
     for op in program.walk():
@@ -88,27 +85,6 @@ def _boundary_mark(
     if attr is not None:
         return Mark(atoms_of_attr(attr, shape, mesh, what, None), attr.open, what)
     return None
-
-
-def check_meshes(imported: Imported, mesh: Mesh) -> None:
-    """Checks that all meshes of the module have the names and sizes of the given one."""
-    ours = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
-    for axes in imported.meshes:
-        if axes and axes != ours:
-            other = ", ".join(f"{name}={size}" for name, size in axes)
-            raise MeshError(
-                "two different meshes in one program",
-                source=_first_mark_source(imported),
-                actual=f"marks or shard_map inside the program use the mesh ({other})",
-                required=f"the mesh that the program is compiled for ({mesh})",
-                fix="mark and compile with one and the same mesh",
-            )
-
-
-def _first_mark_source(imported: Imported) -> str | None:
-    ops = (op for op in imported.program.walk() if op.name in ("spmd.mark", MANUAL))
-    first = next(ops, None)
-    return first.loc.source if first else None
 
 
 def atoms_of_attr(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ from jax.experimental.custom_partitioning import custom_partitioning_p
 from jax.extend.core import Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh as JaxMesh
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from spmd.errors import FrontendError
+from spmd.errors import FrontendError, MeshError
 from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
 from spmd.ir.callbacks import Callback
 from spmd.mesh.mesh import Mesh
@@ -39,11 +41,14 @@ def seen_meshes() -> Iterator[list[Mesh]]:
         _SEEN.reset(token)
 
 
-def note_mesh(mesh: Mesh) -> None:
-    """A mark over this mesh was met; nothing to note under plain `jax.jit`."""
+def note_mesh(mesh: Mesh) -> Mesh:
+    """A mark over this mesh was met; returns the first one met, which under plain jax is itself."""
     found = _SEEN.get()
-    if found is not None and mesh not in found:
+    if found is None:
+        return mesh
+    if mesh not in found:
         found.append(mesh)
+    return found[0]
 
 
 class Trace(NamedTuple):
@@ -71,6 +76,7 @@ def trace(
     static_argnums: Sequence[int] = (),
     static_argnames: Sequence[str] = (),
     on_callbacks: OnCallbacks | None = None,
+    mesh: Mesh | None = None,
 ) -> Trace:
     """Traces `fn` at the given arguments and lowers it for `platform`, whole and unpartitioned.
 
@@ -81,9 +87,12 @@ def trace(
       static_argnums, static_argnames: which arguments are static.
       on_callbacks: what becomes of callbacks. Left out, they stay those of jax, which point to
         Python objects: nobody can import the module.
+      mesh: the mesh that it is compiled for, if that is known; else that of the first mark. Devices
+        in the module are positions in it.
 
     Raises:
       FrontendError: a `shard_map` over explicit axes.
+      MeshError: jax's constraints and `shard_map`s are over meshes of different orders of devices.
     """
     jitted = jax.jit(
         fn,
@@ -103,13 +112,22 @@ def trace(
     flat = calls and calls.without_jax(program, traced.fun_name)
     if flat:
         traced = jax.jit(flat, keep_unused=True).trace(*map(_struct, program.in_avals))
-    rules: Any = (_INLINED, *(calls.lowering_rules() if calls else ()))
-    parameters = mlir.LoweringParameters(override_lowering_rules=rules)
-    lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    meshes = list(dict.fromkeys(_meshes_of(program.jaxpr)))
+    orders = (tuple(d.id for d in m.devices.flat) for _, m in meshes if isinstance(m, JaxMesh))
+    own = mesh or next(iter(_SEEN.get() or ()), None)
+    positions = own.device_ids if own else ()
+    order = next(orders, positions)
+    parameters = _parameters(order, calls.lowering_rules() if calls else ())
+    try:
+        lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    except ValueError as error:
+        if "incompatible devices for jitted" in str(error):
+            raise _orders_of_devices(error) from error
+        raise
     module = lowered.compiler_ir("stablehlo")
-    has_mesh = any(op.operation.name == "sdy.mesh" for op in module.body.operations)
-    meshes = dict.fromkeys(_shard_map_meshes(program.jaxpr)) if has_mesh else {}
-    return Trace(module, out, list(meshes), tuple(calls.callbacks) if calls else ())
+    _renumber(module, order, positions)
+    manual = [other for is_manual, other in meshes if is_manual]
+    return Trace(module, out, manual, tuple(calls.callbacks) if calls else ())
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
@@ -131,13 +149,54 @@ def _explicit_axes(error: ValueError) -> FrontendError:
     )
 
 
-def _shard_map_meshes(jaxpr: Any) -> Iterator[Any]:
-    """The mesh of every `shard_map` of a jaxpr and of those inside it."""
+def _orders_of_devices(error: ValueError) -> MeshError:
+    """The error of meshes between which jax cannot tell where a device is."""
+    return MeshError(
+        "two different meshes in one program: jax takes one order of devices",
+        actual=str(error),
+        required="jax.lax.with_sharding_constraint and jax.shard_map over meshes that have the "
+        "devices in one order",
+        fix="mark with spmd.mark_sharding, which takes meshes of any order, or order them alike",
+    )
+
+
+def _meshes_of(jaxpr: Any) -> Iterator[tuple[bool, Any]]:
+    """The meshes of a jaxpr and of those inside it, and whether each is that of a `shard_map`."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
-            yield eqn.params["mesh"]
+            yield True, eqn.params["mesh"]
+        elif eqn.primitive.name == "sharding_constraint":
+            yield False, getattr(eqn.params["sharding"], "mesh", None)
         for inner in jaxprs_in_params(eqn.params):
-            yield from _shard_map_meshes(inner)
+            yield from _meshes_of(inner)
+
+
+def _renumber(module: ir.Module, order: tuple[int, ...], program: tuple[int, ...]) -> None:
+    """Makes the devices of a module's meshes positions in the program's mesh.
+
+    Args:
+      module: the module, in place.
+      order: ids of the devices by their position in jax's meshes.
+      program: ids of the devices by their position in the program's mesh.
+    """
+    # jax's meshes have one order of devices, by which the module numbers them. For the program's
+    # mesh with the devices 0 2 1 3 and jax's with 0 1 2 3:
+    #   sdy.mesh @m = <["x"=4]>    becomes    sdy.mesh @m = <["x"=4], device_ids=[0, 2, 1, 3]>
+    if order == program or set(order) != set(program):
+        return
+    place = {device: position for position, device in enumerate(program)}
+    with module.context:
+        for item in module.body.operations:
+            if item.operation.name != "sdy.mesh":
+                continue
+            mesh = sdy.MeshAttr(item.operation.attributes["mesh"])
+            ids = [place[order[i]] for i in list(mesh.device_ids) or range(len(order))]
+            item.operation.attributes["mesh"] = sdy.MeshAttr.get(list(mesh.axes), _stated(ids))
+
+
+def _stated(positions: Sequence[int]) -> list[int]:
+    """The devices of a mesh as Shardy states them: not at all where they are 0, 1, 2, ..."""
+    return [] if list(positions) == list(range(len(positions))) else list(positions)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -149,17 +208,23 @@ def _inline(ctx: Any, *values: Any, call: Any, **_: Any) -> Any:
     return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *values)
 
 
-_INLINED = (custom_partitioning_p, _inline)
+def _parameters(order: tuple[int, ...], more: Sequence[Any]) -> Any:
+    """How programs are lowered for a mesh with the devices in this order."""
+    lower_mark = partial(_lower_mark, order=order)
+    rules: Any = ((custom_partitioning_p, _inline), (_uneven_mark, lower_mark), *more)
+    return mlir.LoweringParameters(override_lowering_rules=rules)
+
 
 # ---------------------------------------------------------------------------------------------
-# A mark that jax's own sharding constraint refuses: a dim that its axes don't divide. It is linear
-# like the constraint, lowers to the same op, and so runs under plain `jax.jit` too.
+# A mark that jax's own sharding constraint refuses: a dim that its axes don't divide, or a mesh
+# with the devices in another order. It is linear like the constraint, lowers to the same op, and so
+# runs under plain `jax.jit` too.
 
 _uneven_mark = Primitive("spmd_mark")
 
 
 def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...]) -> Any:
-    """A sharding constraint on a tracer whose axes need not divide its dims.
+    """A sharding constraint on a tracer, on any mesh, whose axes need not divide its dims.
 
     Args:
       x: a tracer.
@@ -167,7 +232,7 @@ def mark_uneven(x: Any, mesh: Mesh, entries: tuple[tuple[str, ...] | None, ...])
       entries: for each dim its axis names, or None if it is open.
     """
     axes = tuple(zip(mesh.axis_names, mesh.sizes, strict=True))
-    return _uneven_mark.bind(x, mesh=axes, entries=entries)
+    return _uneven_mark.bind(x, mesh=axes, ids=mesh.device_ids, entries=entries)
 
 
 @_uneven_mark.def_impl  # type: ignore[untyped-decorator]
@@ -184,19 +249,24 @@ def _transpose_mark(cotangent: Any, _: Any, **params: Any) -> list[Any]:
     return [_uneven_mark.bind(cotangent, **params)]
 
 
-def _batch_mark(args: Any, dims: Any, *, mesh: Any, entries: Any) -> tuple[Any, int]:
+def _batch_mark(args: Any, dims: Any, *, entries: Any, **params: Any) -> tuple[Any, int]:
     (x,), (dim,) = args, dims
     spread = (*entries[:dim], None, *entries[dim:])
-    return _uneven_mark.bind(x, mesh=mesh, entries=spread), dim
+    return _uneven_mark.bind(x, entries=spread, **params), dim
 
 
-def _lower_mark(ctx: Any, x: Any, *, mesh: Any, entries: Any) -> Any:
+def _lower_mark(
+    ctx: Any, x: Any, *, mesh: Any, ids: Any, entries: Any, order: tuple[int, ...] = ()
+) -> Any:
+    place = {device: position for position, device in enumerate(order)}
+    stated = _stated([place[i] for i in ids]) if place.keys() == set(ids) else []
+    devices = f", device_ids={stated}" if stated else ""
     axes = ", ".join(f'"{name}"={size}' for name, size in mesh)
     dims = ", ".join(
         "{?}" if names is None else "{" + ", ".join(f'"{n}"' for n in names) + "}"
         for names in entries
     )
-    sharding = ir.Attribute.parse(f"#sdy.sharding<mesh<[{axes}]>, [{dims}]>")
+    sharding = ir.Attribute.parse(f"#sdy.sharding<mesh<[{axes}]{devices}>, [{dims}]>")
     return [sdy.ShardingConstraintOp(x, sharding).result]
 
 

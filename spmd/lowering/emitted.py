@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh as JaxMesh
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.ir.callbacks import Callback
 from spmd.ir.types import TensorType, needs_x64
@@ -12,7 +14,7 @@ from spmd.lowering.emit import emit
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
-from spmd.mesh.spec import partition_spec
+from spmd.mesh.spec import has_parts, named_sharding, partition_spec
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,29 @@ class Emitted:
     needs_x64: bool
     callbacks: tuple[Callback, ...] = ()
 
+    @cached_property
+    def boundary_mesh(self) -> Mesh:
+        """The mesh, with an axis for each part where parts of axes split arguments or results."""
+        has = any(has_parts(sharding, self.mesh) for sharding in (*self.arguments, *self.results))
+        return self.mesh.refined() if has else self.mesh
+
     @property
     def argument_specs(self) -> tuple[PartitionSpec, ...]:
-        """How each argument is split, for jax."""
-        return tuple(partition_spec(sharding, self.mesh) for sharding in self.arguments)
+        """How each argument is split over `boundary_mesh`, for jax."""
+        return tuple(partition_spec(sharding, self.boundary_mesh) for sharding in self.arguments)
 
     @property
     def result_specs(self) -> tuple[PartitionSpec, ...]:
-        """How each result is split, for jax."""
-        return tuple(partition_spec(sharding, self.mesh) for sharding in self.results)
+        """How each result is split over `boundary_mesh`, for jax."""
+        return tuple(partition_spec(sharding, self.boundary_mesh) for sharding in self.results)
+
+    def argument_shardings(self, where: JaxMesh) -> tuple[NamedSharding, ...]:
+        """How each argument lies; on jax's mesh, but those with parts of axes on a finer one."""
+        return tuple(named_sharding(sharding, self.mesh, where) for sharding in self.arguments)
+
+    def result_shardings(self, where: JaxMesh) -> tuple[NamedSharding, ...]:
+        """How each result lies, as for arguments."""
+        return tuple(named_sharding(sharding, self.mesh, where) for sharding in self.results)
 
 
 def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:

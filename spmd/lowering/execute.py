@@ -16,9 +16,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
+from jaxlib.mlir.dialects import func, stablehlo
 
-from spmd.errors import MeshError
+from spmd.errors import MeshError, UnsupportedOpError
+from spmd.frontend.importer.regions import SAME
+from spmd.frontend.importer.shard_shapes import LEAVES
+from spmd.frontend.importer.shardings import MARKS
 from spmd.ir.callbacks import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest
@@ -111,7 +114,7 @@ def compile_emitted(
     if outside.devices is None:
         _check_processes(emitted, compiler_options)
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in emitted.argument_types]
-    with x64_if(emitted.needs_x64), on_own_mesh(emitted.mesh, outside.devices):
+    with x64_if(emitted.needs_x64), on_own_mesh(emitted.boundary_mesh, outside.devices):
         lowered = executable(emitted, outside).lower(*structs)
         return lowered.compile(dict(compiler_options) or None)
 
@@ -229,18 +232,17 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
       outside: as for `compile_emitted`.
     """
     outside = outside or Outside()
-    mesh = jax_mesh(emitted.mesh, outside.devices)
+    boundary = jax_mesh(emitted.boundary_mesh, outside.devices)
+    where = outside.mesh or jax_mesh(emitted.mesh, outside.devices)
     run = _runner(emitted.module, emitted.result_types, emitted.callbacks, outside.weak)
     arguments, results = emitted.argument_specs, emitted.result_specs
-
-    def named(specs: Sequence[PartitionSpec]) -> tuple[NamedSharding, ...]:
-        return tuple(NamedSharding(outside.mesh or mesh, spec) for spec in specs)
-
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)
+    mapped = jax.shard_map(
+        run, mesh=boundary, in_specs=arguments, out_specs=results, check_vma=False
+    )
     return jax.jit(
         mapped,
-        in_shardings=named(arguments),
-        out_shardings=named(results),
+        in_shardings=emitted.argument_shardings(where),
+        out_shardings=emitted.result_shardings(where),
         donate_argnums=emitted.donated,
         keep_unused=True,
     )
@@ -295,7 +297,15 @@ def without_shardings(module: ir.Module) -> str:
     """A module's text without anything that says how values lie on devices.
 
     Manual regions stay, and the meshes that they name.
+
+    Raises:
+      UnsupportedOpError: a manual region as GSPMD's text has it, which only its partitioner runs.
     """
+    if _holds(module, _leaves_region):
+        raise UnsupportedOpError(
+            "a jax.shard_map in a module for GSPMD cannot be run unpartitioned",
+            fix="lower the program with jax_use_shardy_partitioner=True, and verify that",
+        )
     with module.context:
         copy = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
         if not has_manual_regions(copy):
@@ -311,11 +321,22 @@ def without_shardings(module: ir.Module) -> str:
 
 def has_manual_regions(module: ir.Module) -> bool:
     """Whether some part of a module is written for one device."""
+    return _holds(module, lambda op: op.name == "sdy.manual_computation")
+
+
+def _leaves_region(op: Any) -> bool:
+    """Whether an op is the end of a manual region as GSPMD's text has it."""
+    is_call = op.name == "stablehlo.custom_call"
+    return is_call and ir.StringAttr(op.attributes["call_target_name"]).value == LEAVES
+
+
+def _holds(module: ir.Module, is_wanted: Callable[[Any], bool]) -> bool:
+    """Whether a module has an op of some kind."""
     found = False
 
     def visit(op: Any) -> Any:
         nonlocal found
-        found = found or op.name == "sdy.manual_computation"
+        found = found or is_wanted(op)
         return ir.WalkResult.INTERRUPT if found else ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
@@ -323,10 +344,33 @@ def has_manual_regions(module: ir.Module) -> bool:
 
 
 def _without_sharding(op: Any) -> Any:
-    for name in ("sdy.sharding", "mhlo.sharding", "arg_attrs", "res_attrs"):
+    for name in (*MARKS, "arg_attrs", "res_attrs"):
         if name in op.attributes:
             del op.attributes[name]
-    if op.name == "sdy.sharding_constraint":
-        op.results[0].replace_all_uses_with(op.operands[0])
+    if op.name in SAME:
+        _replace(op, op.operands)
+    elif op.name == "sdy.constant":
+        with ir.InsertionPoint(op), op.location:
+            _replace(op, [stablehlo.ConstantOp(op.attributes["value"]).result])
+    elif op.name == "sdy.named_computation":
+        _inline(op)
+    elif op.name == "sdy.sharding_group":
         op.erase()
     return ir.WalkResult.ADVANCE
+
+
+def _inline(op: Any) -> None:
+    """What is inside a region that is run once, in place of the op."""
+    block = op.regions[0].blocks[0]
+    for argument, value in zip(block.arguments, op.operands, strict=True):
+        argument.replace_all_uses_with(value)
+    *inside, end = block.operations
+    for item in inside:
+        item.move_before(op)
+    _replace(op, list(end.operands))
+
+
+def _replace(op: Any, values: Sequence[Any]) -> None:
+    for result, value in zip(op.results, values, strict=True):
+        result.replace_all_uses_with(value)
+    op.erase()

@@ -12,7 +12,6 @@ from spmd.ir.types import TensorType, local_type
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
-from spmd.planning.problem import is_whole
 from spmd.reshard.comm import group_size
 
 OpCheck = Callable[[Mesh, Op], str | None]
@@ -55,13 +54,13 @@ def _check_boundary(partitioned: Partitioned, stage: str, whole: Program | None)
 def boundary_fits(
     mesh: Mesh, local: TensorType, sharding: Sharding, whole: TensorType | None
 ) -> str | None:
-    """An argument or result is one device's piece, in whole axes and with nothing partial."""
-    # The boundary is `jax.shard_map`'s: its specs name whole axes, and know no partial values.
+    """An argument or result is one device's piece, and nothing of it partial."""
+    # The boundary is `jax.shard_map`'s: its specs know no partial values.
     text = format_sharding(sharding, mesh)
     if sharding.rank != local.rank:
         return f"has another rank than {text}"
-    if sharding.partial or not is_whole(sharding, mesh):
-        return f"is {text}: partial, or with a sub-axis"
+    if sharding.partial:
+        return f"is {text}: partial"
     if whole and local != local_type(whole, sharding, mesh):
         return f"is not the piece of {whole} in {text}"
     return None

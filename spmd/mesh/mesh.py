@@ -150,8 +150,8 @@ class Mesh:
     def refined(self) -> Mesh:
         """The same devices with an axis for each prime-sized part of an axis.
 
-        Arguments and results can only be split over whole axes. Here every part of `model` is an
-        axis, so a model with 2 key heads can split them over one half of `model=4`.
+        Specs name whole axes. Here every part of `model` is an axis, so a model with 2 key heads
+        can split them over one half of `model=4`.
 
         Example:
           >>> Mesh(None, (2, 4), ("data", "model")).refined().axis_names

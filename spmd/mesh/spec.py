@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from spmd.errors import MeshError, SpecError, described
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, axis_refs
+from spmd.mesh.sharding import Axes, Sharding, axis_refs, parse_axes
 
 OPEN = PartitionSpec.UNCONSTRAINED
 """A spec entry that leaves a dim to the compiler; `...` means the same."""
@@ -102,9 +102,30 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def partition_spec(sharding: Sharding, mesh: Mesh) -> PartitionSpec:
-    """A boundary sharding as jax's `PartitionSpec`."""
+    """A boundary sharding of whole axes as jax's `PartitionSpec`."""
     dims = (tuple(ref.name for ref in axis_refs(axes, mesh)) for axes in sharding.dims)
     return PartitionSpec(*dims)
+
+
+def named_sharding(sharding: Sharding, mesh: Mesh, where: jax.sharding.Mesh) -> NamedSharding:
+    """A boundary sharding for jax.
+
+    Args:
+      sharding: the sharding, with nothing partial.
+      mesh: the mesh.
+      where: the same as jax has it; a sharding with parts of axes is on another one, which has an
+        axis for each part (`Mesh.refined`).
+    """
+    if has_parts(sharding, mesh):
+        mesh = mesh.refined()
+        devices = where.devices.reshape(mesh.sizes)
+        where = jax.sharding.Mesh(devices, mesh.axis_names, (AxisType.Auto,) * len(mesh.sizes))
+    return NamedSharding(where, partition_spec(sharding, mesh))
+
+
+def has_parts(sharding: Sharding, mesh: Mesh) -> bool:
+    """Whether a part of an axis splits a dim, and not just whole axes."""
+    return not all(ref.whole for axes in sharding.dims for ref in axis_refs(axes, mesh))
 
 
 def first_match(name: str, patterns: Iterable[str]) -> str | None:
@@ -230,15 +251,17 @@ def dims_of(
 ) -> tuple[tuple[Axes, ...], tuple[bool, ...]]:
     """Spelled-out entries as atoms, with which dims are open.
 
+    Axes may be parts of axes, as `axis_refs` writes them.
+
     Raises:
       SpecError: a dim that its axes don't divide, if `even`.
     """
     dims: list[Axes] = []
     for d, (entry, size) in enumerate(zip(entries, shape, strict=True)):
-        atoms = mesh.atoms_of(entry or ())
+        atoms = parse_axes(", ".join(entry or ()), mesh)
         extent = mesh.extent(atoms)
         if even and size % extent:
-            axes = " x ".join(f"{name}={mesh.shape[name]}" for name in entry or ())
+            axes = " x ".join(f"{name}={mesh.shape.get(name, 'part')}" for name in entry or ())
             padded = -(-size // extent) * extent
             raise SpecError(
                 f"dim {d} of {what} has size {size}, which {axes} does not divide",

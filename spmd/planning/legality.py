@@ -15,7 +15,6 @@ from spmd.mesh.sharding import (
     is_legal,
 )
 from spmd.planning.plan import Choice, Plan
-from spmd.planning.problem import is_whole
 from spmd.propagation.projection import is_legal_assignment, project, reduced_axes
 
 OpCheck = Callable[[Plan, Op, Choice], str | None]
@@ -68,7 +67,7 @@ def held_atoms_are_left_alone(plan: Plan) -> str | None:
 
 
 def arguments_fit(plan: Plan) -> str | None:
-    """Arguments are whole axes and nothing partial, and their values start from just these."""
+    """Arguments fit and are not partial, and their values start from just these."""
     args = plan.program.body.args
     problem = _boundary(plan, "argument", args, plan.arguments)
     if problem:
@@ -80,7 +79,7 @@ def arguments_fit(plan: Plan) -> str | None:
 
 
 def results_fit(plan: Plan) -> str | None:
-    """Results are whole axes and nothing partial."""
+    """Results fit and are not partial."""
     return _boundary(plan, "result", plan.program.body.results, plan.results)
 
 
@@ -125,8 +124,8 @@ def _boundary(
         type_, text = plan.program.types[value], format_sharding(sharding, plan.mesh)
         if not is_legal(sharding, type_.shape, plan.mesh):
             return f"{what} {i}, {text}, does not fit {type_}"
-        if sharding.partial or not is_whole(sharding, plan.mesh):
-            return f"{what} {i}, {text}, is partial or has a sub-axis"
+        if sharding.partial:
+            return f"{what} {i}, {text}, is partial"
     return None
 
 

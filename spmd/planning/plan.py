@@ -70,7 +70,7 @@ class Plan(NamedTuple):
         which are made anew for every use.
       copies: values of which a second copy is made before the first use that needs another state
         than the value's: uses share it.
-      arguments, results: boundary shardings: whole axes, nothing partial.
+      arguments, results: boundary shardings: nothing partial; parts of axes only where marked.
       trips: a loop's first result -> how often it runs, None where that is not known.
       moves: every reshard that takes time, in program order.
       seconds: compute and reshard times of one run added up, as if nothing ran side by side.

@@ -11,7 +11,7 @@ from spmd.ir.index import Index
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, axis_refs, is_even, replicated
+from spmd.mesh.sharding import Axes, Sharding, is_even, replicated
 from spmd.mesh.topology import Topology
 from spmd.propagation.propagated import Propagated
 from spmd.reshard.resharder import Resharder, States
@@ -65,10 +65,15 @@ class Problem:
         return tuple([made[dims] for dims in proposals])
 
     def boundary(self, value: Value, fallback: Sharding) -> Sharding:
-        """How an argument or a result lies: as proposed, else as it is; in whole axes only."""
+        """How an argument or a result lies: as proposed, else as it is.
+
+        That is in whole axes, but for the parts of axes that it is marked with.
+        """
         shape = self.program.types[value].shape
-        dims = whole_axes(self.propagated.proposals[value], shape, self.mesh)
-        if any(dims) or value in self.propagated.marks:
+        mark = self.propagated.marks.get(value)
+        promised = mark.dims if mark else ()
+        dims = whole_axes(self.propagated.proposals[value], shape, self.mesh, promised)
+        if any(dims) or mark:
             return Sharding(dims)
         return Sharding(whole_axes(fallback.dims, shape, self.mesh))
 
@@ -129,16 +134,20 @@ def every_state(type_: TensorType, mesh: Mesh) -> States:
     return tuple(sorted(found, key=lambda s: -len(s.used)))
 
 
-def is_whole(sharding: Sharding, mesh: Mesh) -> bool:
-    """Whether only whole axes split a value, as boundaries ask."""
-    return all(ref.whole for axes in sharding.dims for ref in axis_refs(axes, mesh))
+def whole_axes(
+    dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh, promised: Sequence[Axes] = ()
+) -> tuple[Axes, ...]:
+    """The longest part of each dim's atoms that is whole axes and divides it, as boundaries ask.
 
-
-def whole_axes(dims: Sequence[Axes], shape: Sequence[int], mesh: Mesh) -> tuple[Axes, ...]:
-    """The longest part of each dim's atoms that is whole axes and divides it, as boundaries ask."""
+    Args:
+      dims: atoms of each dim.
+      shape: sizes of the dims.
+      mesh: the mesh.
+      promised: for each dim the atoms of a mark, which are kept where they divide it.
+    """
     kept = []
-    for axes, size in zip(dims, shape, strict=True):
-        done: Axes = ()
+    for axes, size, begins in zip(dims, shape, promised or ((),) * len(dims), strict=True):
+        done: Axes = begins if is_even(size, begins, mesh) else ()
         while rest := axes[len(done) :]:
             axis = mesh.axis_atoms[mesh.axis_names[mesh.atoms[rest[0]].axis]]
             if rest[: len(axis)] != axis or not is_even(size, done + axis, mesh):

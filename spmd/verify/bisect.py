@@ -143,11 +143,12 @@ class Search(NamedTuple):
 
     def differing(self, plan: Plan) -> Callable[[Arrays], tuple[Comparison, ...]]:
         """A function of a plan's arguments that runs both programs and returns what differs."""
-        partitioned = executable(self.lower(plan))
+        emitted = self.lower(plan)
+        partitioned = executable(emitted)
         whole = whole_run(plan.program, plan.mesh)
 
         def differing_values(arguments: Arrays) -> tuple[Comparison, ...]:
-            with on_own_mesh(plan.mesh):
+            with on_own_mesh(emitted.boundary_mesh):
                 got = host_arrays(partitioned(*arguments))
             want = whole(arguments)
             compared = compare_results(plan.program, got, want, self.tolerance)

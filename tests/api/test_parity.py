@@ -516,6 +516,15 @@ def under_a_mesh_of_another_shape(jit: Jit) -> Any:
 
 
 @case
+def arguments_on_meshes_of_other_axes(jit: Jit) -> Any:
+    devices = np.asarray(jax.devices()[:8])
+    merged = jax.sharding.Mesh(devices, ("all",))
+    turned = jax.sharding.Mesh(mesh_of().devices.reshape(2, 4), ("a", "b"))
+    g = jit(lambda w, x, y: (x @ w + y.T, w + 1, y * 2))
+    return g(w(), placed(P("all"), 8, 16, mesh=merged), placed(P("b", "a"), 32, 8, mesh=turned))
+
+
+@case
 def constraints_by_name_under_set_mesh(jit: Jit) -> Any:
     def g(w: Any, x: Any) -> Any:
         return jax.lax.with_sharding_constraint(x @ w, P("data", "model"))

@@ -46,7 +46,7 @@ BY_NAME = {case.name: case for case in MODULES}
         ("stablehlo.real_dynamic_slice", ["constant", "constant", "constant", "slice"]),
         ("stablehlo.tuple", ["subtract"]),
         ("stablehlo.composite", ["constant", "multiply"]),
-        ("custom_call:Sharding", []),
+        ("custom_call:Sharding", ["spmd.mark"]),
         ("custom_call:mhlo.erf", ["chlo.erf"]),
         ("custom_call:mhlo.topk", ["chlo.top_k"]),
         ("chlo.broadcast_add", ["broadcast_in_dim", "add"]),

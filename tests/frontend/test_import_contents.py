@@ -41,9 +41,8 @@ def test_sub_axes_are_read():
         -> tensor<8xf32> { return %0 : tensor<8xf32> }
     """)
     assert found.arg_marks == (ShardingAttr(((("x", 2, 4),),), (True,)),)
-    assert found.meshes == ((("x", 8),),)
 
 
 def test_a_module_without_marks_has_no_mesh():
     found = imported(lambda x: x, X)
-    assert (found.meshes, found.arg_marks, found.result_marks) == ((), (None,), (None,))
+    assert (found.arg_marks, found.result_marks) == ((None,), (None,))

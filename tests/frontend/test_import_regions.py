@@ -24,7 +24,6 @@ def test_sharding_constraints_become_marks():
     assert mark.kind.attrs == {"sharding": wanted}
     assert mark.operands == found.program.body.args
     assert_source(mark, fn, "with_sharding_constraint", f"{fn.__qualname__}")
-    assert found.meshes == ((("data", 4), ("model", 2)),)
 
 
 def test_groups_may_be_said_as_axes_and_parts_of_axes():

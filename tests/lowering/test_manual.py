@@ -114,8 +114,14 @@ def test_the_mesh_of_the_region_is_the_programs() -> None:
     fn = PROGRAMS[0].make(jax_mesh(mesh))
     assert spmd.jit(fn).lower(X, W).mesh == mesh
     with pytest.raises(spmd.MeshError, match="two different meshes") as caught:
-        spmd.jit(fn, mesh=spmd.make_mesh(x=2, y=4)).lower(X, W)
+        spmd.jit(fn, mesh=spmd.make_mesh(x=4)).lower(X, W)
     assert "test_manual.py" in str(caught.value)
+
+
+@pytest.mark.parametrize("program", PROGRAMS[::2], ids=lambda program: program.name)
+def test_the_region_may_have_another_mesh_of_the_same_devices(program: Manual) -> None:
+    fn = program.make(jax_mesh(spmd.make_mesh(**MESHES["2x2x2"])))
+    assert_same(fn, spmd.make_mesh(p=4, q=2), None, ATOL.get(program.name, 1e-5))
 
 
 def test_explicit_axes_are_an_error() -> None:

@@ -9,8 +9,6 @@ from spmd.frontend.canonicalize.site import Site, canonical
 from spmd.ir.program import Value
 
 _UNARY = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "erf", "sinh", "tan")
-_PLACED_BY_NUMBER = "custom_call:Sharding"
-"""A GSPMD annotation: it numbers devices and knows no axes, so it says nothing about a mesh."""
 
 
 @canonical(*(f"custom_call:mhlo.{name}" for name in _UNARY))
@@ -53,8 +51,3 @@ def _approx_top_k(site: Site) -> Sequence[Value]:
         b.slice(v, starts, type_.shape)
         for v, type_ in zip(ordered, site.op.kind.results, strict=True)
     ]
-
-
-@canonical(_PLACED_BY_NUMBER)
-def _same(site: Site) -> Sequence[Value]:
-    return site.operands

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.manual import COLLECTIVE_DIMS, AxisRef, Exchange
+from spmd.frontend.importer.manual import COLLECTIVE_DIMS, Exchange
+from spmd.frontend.importer.shardings import MARKS, AxisRef, axis_refs
 from spmd.ir.program import Frame
 from spmd.ir.text_dense import element_bytes
 from spmd.ir.types import (
@@ -25,7 +25,6 @@ from spmd.ir.types import (
     GatherDims,
     Opaque,
     ScatterDims,
-    ShardingAttr,
     TensorType,
     numpy_dtype,
 )
@@ -140,6 +139,10 @@ def entries_of(op: Any) -> tuple[tuple[str, Any], ...]:
         return (("value", match[1]),)
 
 
+_NOT_OF_THE_OP = (*MARKS, "sdy.sharding_rule")
+"""Attributes that say nothing of what an op computes: marks become ops, and rules are ours."""
+
+
 def attribute(name: str, attr: Any) -> Attribute:
     """One MLIR attribute as plain data; None drops it."""
     if isinstance(attr, str):  # a constant, from `entries_of`
@@ -159,9 +162,7 @@ def attribute(name: str, attr: Any) -> Attribute:
             return _dims(kind, numbers(attr), fields)
     if name == "padding" and isinstance(attr, ir.DenseIntElementsAttr):
         return tuple((int(low), int(high)) for low, high in np.asarray(attr)) or None
-    if sdy.TensorShardingAttr.isinstance(attr):
-        return sharding_attr(attr)
-    if name == "sdy.sharding_rule":  # its sizes are global ones; rules are ours
+    if name in _NOT_OF_THE_OP:
         return None
     text = str(attr)
     if name == "value" and text.startswith("dense"):
@@ -217,47 +218,7 @@ def _dims(kind: type, numbers: Any, fields: Sequence[str]) -> Attribute:
 
 
 # ---------------------------------------------------------------------------------------------
-# Meshes, shardings, collectives.
-
-
-def sharding_attr(attr: Any) -> ShardingAttr:
-    """An `sdy.sharding` of one value as plain data."""
-    dims = [sdy.DimensionShardingAttr(d) for d in sdy.TensorShardingAttr(attr).dimension_shardings]
-    return ShardingAttr(
-        tuple(_axis_refs(dim.axes, sdy) for dim in dims), tuple(not dim.is_closed for dim in dims)
-    )
-
-
-def _axis_refs(refs: Any, dialect: Any) -> tuple[AxisRef, ...]:
-    """References to axes or to parts of them, by the classes of Shardy or of StableHLO."""
-    found = []
-    for ref in map(dialect.AxisRefAttr, refs):
-        info = ref.sub_axis_info
-        sub = None if info is None else dialect.SubAxisInfoAttr(info)
-        found.append((ref.name, sub.pre_size if sub else 1, sub.size if sub else 0))
-    return tuple(found)
-
-
-def manual_axes(attr: Any) -> list[str]:
-    """The names of the axes in `#sdy<manual_axes{"x", "y"}>`."""
-    names = sdy.ManualAxesAttr(attr)
-    return [names[i] for i in range(len(names))]
-
-
-def shardings_of(attr: Any) -> list[Any]:
-    """The shardings of several values."""
-    return list(sdy.TensorShardingPerValueAttr(attr).shardings)
-
-
-def mesh_of_sharding(attr: Any) -> Any:
-    """The mesh of an `sdy.sharding`: a symbol, or the mesh itself."""
-    return sdy.TensorShardingAttr(attr).mesh_or_ref
-
-
-def mesh_axes(attr: Any) -> tuple[tuple[str, int], ...]:
-    """The axes of an `sdy.mesh` with their sizes."""
-    axes = (sdy.MeshAxisAttr(x) for x in sdy.MeshAttr(attr).axes)
-    return tuple((axis.name, axis.size) for axis in axes)
+# Devices and collectives.
 
 
 def partitions_of(module: ir.Module) -> int:
@@ -276,7 +237,7 @@ def exchange_of(op: Any) -> Exchange:
     mesh, axes = "", tuple[AxisRef, ...]()
     if hlo.ReplicaGroupMeshAxesAttr.isinstance(stated):
         over = hlo.ReplicaGroupMeshAxesAttr(stated)
-        mesh, axes = ir.FlatSymbolRefAttr(over.mesh).value, _axis_refs(ir.ArrayAttr(over.axes), hlo)
+        mesh, axes = ir.FlatSymbolRefAttr(over.mesh).value, axis_refs(ir.ArrayAttr(over.axes), hlo)
     else:
         rows = np.asarray(stated).tolist()
     has_channel = "channel_handle" in attrs

@@ -6,7 +6,7 @@ that it becomes, if any.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.errors import FrontendError
@@ -15,11 +15,19 @@ from spmd.frontend.importer.attributes import (
     entries_of,
     items_of,
 )
+from spmd.frontend.importer.contents import ends_of
 from spmd.frontend.importer.ops import Env, Handler, Importer, keep
+from spmd.frontend.importer.shard_shapes import (
+    ENTERS,
+    LEAVES,
+    cross,
+    import_manual_call,
+    is_manual_call,
+)
 from spmd.frontend.importer.unsupported import refuse
 from spmd.ir.dialect.callbacks import CALLBACK
 from spmd.ir.program import Op, OpKind, Value
-from spmd.ir.types import Attribute
+from spmd.ir.types import Attribute, ShardingAttr
 
 DEEPEST_CALLS = 100
 """How many functions may call each other in turn."""
@@ -32,6 +40,10 @@ _CHLO_COMPOSITES = {
     )
 }  # fmt: skip
 """CHLO ops that an exported module carries as composites of the same name."""
+
+
+_SHARDING_CALLS = ("Sharding", "xla.sdy.FuncResultSharding")
+"""Custom calls that return their operand; their attributes mark it."""
 
 
 _OF_CALLBACKS = ("number", "called", "ordered", "partitioned")
@@ -65,7 +77,10 @@ def call_handlers(
             _inline(importer, op, op.attributes["decomposition"].value, env, ops)
 
     def call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
-        _inline(importer, op, op.attributes["callee"].value, env, ops)
+        if is_manual_call(op):
+            import_manual_call(importer, op, env, ops, _call)
+        else:
+            _call(importer, op, env, ops)
 
     def custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
         if op.attributes["call_target_name"].value == CALLBACK:
@@ -92,6 +107,10 @@ def call_handlers(
     }
 
 
+def _call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
+    _inline(importer, op, op.attributes["callee"].value, env, ops)
+
+
 def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -> None:
     """The ops of a function in place of its call."""
     # before: func @f(%a) { %b = tanh %a; return %b }   and   %5 = call @f(%4); %6 = call @f(%5)
@@ -109,12 +128,26 @@ def _inline(importer: Importer, op: Any, callee: str, env: Env, ops: list[Op]) -
     importer.call_loc = importer.loc(op.location)
     importer.calls.append(callee)
     block = function.regions[0].blocks[0]
-    inner = {a: env[v] for a, v in zip(block.arguments, op.operands, strict=True)}
+    arguments = [env[v] for v in op.operands]
+    args, ends = map(importer.contents.meshes.boundary_marks, ends_of(function))
+    inner = dict(zip(block.arguments, _marked(importer, ops, arguments, args), strict=True))
     inner_ops, results = importer.block(block, inner)
+    ops.extend(inner_ops)
+    env.update(zip(op.results, _marked(importer, ops, results, ends), strict=True))
     importer.calls.pop()
     importer.call_loc = outer
-    ops.extend(inner_ops)
-    env.update(zip(op.results, results, strict=True))
+
+
+def _marked(
+    importer: Importer,
+    ops: list[Op],
+    values: Sequence[Value],
+    marks: Sequence[ShardingAttr | None],
+) -> list[Value]:
+    """Values as a function's signature marks its arguments or results, at its call."""
+    loc = importer.call_loc
+    pairs = zip(values, marks, strict=True)
+    return [importer.mark(ops, value, mark, loc) for value, mark in pairs]
 
 
 def _callback(importer: Importer, op: Any, env: Env, known: int) -> Op:
@@ -137,6 +170,13 @@ def _callback(importer: Importer, op: Any, env: Env, known: int) -> Op:
 
 def _custom_call(importer: Importer, op: Any, env: Env, ops: list[Op]) -> None:
     """A custom call; the one scalar function that it may name becomes its `body`."""
+    target = op.attributes["call_target_name"].value
+    if target in _SHARDING_CALLS:
+        env[op.results[0]] = env[op.operands[0]]
+        return
+    if target in (ENTERS, LEAVES):
+        cross(importer, op, env)
+        return
     if "called_computations" not in op.attributes:
         keep(importer.op(op, env), ops)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from spmd.errors import FrontendError
@@ -11,17 +11,13 @@ from spmd.frontend.importer.attributes import (
     function_type,
     items_of,
     location_of,
-    mesh_axes,
-    mesh_of_sharding,
     partitions_of,
-    sharding_attr,
     tensor_type,
 )
-from spmd.ir.types import ShardingAttr, TensorType
+from spmd.frontend.importer.meshes import End, Meshes
+from spmd.frontend.importer.shardings import mesh_of
+from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-
-MeshAxes = tuple[tuple[str, int], ...]
-"""A mesh as ((axis, size), ...)."""
 
 _PATH_PART = re.compile(r"""\[\s*['"]?(.*?)['"]?\s*\]|([^\[\].]+)""")
 
@@ -29,22 +25,25 @@ _PATH_PART = re.compile(r"""\[\s*['"]?(.*?)['"]?\s*\]|([^\[\].]+)""")
 class Contents:
     """The functions and meshes of a module.
 
+    Args:
+      module: the module.
+      mesh: the mesh that it is compiled for, if that is known.
+
     Attributes:
       functions: name -> function.
-      meshes: name of a mesh, or its text where it is written out in place -> its axes.
-      partitions: the number of devices that the module is for.
+      meshes: its meshes.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, mesh: Mesh | None = None) -> None:
         self.functions: dict[str, Any] = {}
-        self.meshes: dict[str, MeshAxes] = {}
-        self.partitions = partitions_of(module)
+        meshes: dict[str, Mesh | None] = {}
         for item in module.body.operations:
             op = item.operation
             if op.name == "func.func":
                 self.functions[op.attributes["sym_name"].value] = op
             elif op.name == "sdy.mesh":
-                self.meshes[op.attributes["sym_name"].value] = mesh_axes(op.attributes["mesh"])
+                meshes[op.attributes["sym_name"].value] = mesh_of(op.attributes["mesh"])
+        self.meshes = Meshes(meshes, partitions_of(module), mesh)
 
     def main(self) -> Any:
         """The function to compile.
@@ -63,31 +62,6 @@ class Contents:
             )
         return main
 
-    # Meshes.
-
-    def note_mesh(self, sharding: Any) -> None:
-        """Remembers the mesh of a sharding that writes it out instead of naming it."""
-        mesh = mesh_of_sharding(sharding)
-        if str(mesh).startswith("#sdy.mesh"):
-            self.meshes[str(mesh)] = mesh_axes(mesh)
-
-    def mesh_of(self, shardings: Sequence[Any]) -> Mesh | None:
-        """The mesh that the first of some shardings names; without any, the only one."""
-        for attr in shardings:
-            self.note_mesh(attr)
-        if shardings:
-            name = str(mesh_of_sharding(shardings[0]))
-            return _mesh(self.meshes.get(name) or self.meshes[name.lstrip("@").strip('"')])
-        return _mesh(next(iter(self.meshes.values()))) if len(self.meshes) == 1 else None
-
-    def all_meshes(self) -> dict[str, Mesh]:
-        """Every mesh noted so far, by name."""
-        return {name: _mesh(axes) for name, axes in self.meshes.items()}
-
-
-def _mesh(axes: MeshAxes) -> Mesh:
-    return Mesh(None, [size for _, size in axes], [name for name, _ in axes])
-
 
 # ---------------------------------------------------------------------------------------------
 # The boundary of a function.
@@ -99,12 +73,15 @@ def types_of(function: Any) -> tuple[tuple[TensorType, ...], tuple[TensorType, .
     return tuple(map(tensor_type, inputs)), tuple(map(tensor_type, results))
 
 
-def boundary_marks(
-    function: Any,
-) -> tuple[tuple[ShardingAttr | None, ...], tuple[ShardingAttr | None, ...]]:
-    """`sdy.sharding` of each argument and result, or None."""
-    args, results = (_stated(function, name) for name in ("arg_attrs", "res_attrs"))
-    return tuple(map(_mark, args)), tuple(map(_mark, results))
+def ends_of(function: Any) -> tuple[list[End], list[End]]:
+    """What is stated of each argument and each result."""
+    args, results = types_of(function)
+    return _ends(function, "arg_attrs", args), _ends(function, "res_attrs", results)
+
+
+def _ends(function: Any, name: str, types: Sequence[TensorType]) -> list[End]:
+    pairs = zip(_stated(function, name), types, strict=True)
+    return [(stated, type_.rank) for stated, type_ in pairs]
 
 
 def argument_paths(function: Any) -> list[str]:
@@ -134,7 +111,3 @@ def _stated(function: Any, name: str) -> list[dict[str, Any]]:
     if name not in function.attributes:
         return [{} for _ in (inputs if name == "arg_attrs" else results)]
     return [items_of(item) for item in function.attributes[name]]
-
-
-def _mark(stated: Mapping[str, Any]) -> ShardingAttr | None:
-    return sharding_attr(stated["sdy.sharding"]) if "sdy.sharding" in stated else None

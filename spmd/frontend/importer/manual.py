@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from spmd.errors import UnsupportedOpError
+from spmd.errors import SpecError, UnsupportedOpError
+from spmd.frontend.importer.shardings import AxisRef
 from spmd.frontend.importer.unsupported import refuse
 from spmd.ir.program import Loc
 from spmd.ir.types import Attribute, ShardingAttr
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes
+from spmd.mesh.sharding import Axes, format_axes
 
 BY_USER = "written by the user in shard_map"
 """Note of the collectives in manual regions."""
@@ -22,9 +23,8 @@ BY_USER = "written by the user in shard_map"
 Groups = tuple[tuple[int, ...], ...]
 """Groups of devices that exchange with one another, in the order of their pieces."""
 
-AxisRef = tuple[str, int, int]
-"""An axis, or the part of it of size `size` behind parts of the sizes `pre`: (name, pre, size).
-Size 0 stands for the whole axis."""
+Refs = tuple[AxisRef, ...]
+"""Axes and parts of axes, major to minor."""
 
 COLLECTIVE_DIMS = ("all_gather_dim", "concat_dimension", "scatter_dimension", "split_dimension")
 _WITH_REPLICAS = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.reduce_scatter")
@@ -35,12 +35,16 @@ class Scope(NamedTuple):
     """A manual region.
 
     Attributes:
-      mesh: its mesh, as the module states it.
-      axes: the atoms of its own manual axes.
-      held: the atoms of these and of the regions around it.
+      mesh: the mesh that the program is compiled for.
+      own: the mesh that the region is written for.
+      names: its manual axes there.
+      axes: the atoms of `mesh` that these are, ascending.
+      held: these, and those of the regions around it.
     """
 
     mesh: Mesh
+    own: Mesh
+    names: tuple[str, ...]
     axes: Axes
     held: Axes
 
@@ -49,21 +53,26 @@ class Scope(NamedTuple):
         """Whether no axis is free: what is inside is one device's program and nothing else."""
         return len(self.held) == len(self.mesh.atoms)
 
-    def split(self, sharding: ShardingAttr) -> tuple[tuple[Axes, ...], ShardingAttr | None]:
-        """Splits a boundary sharding into manual axes and the rest (None if that says nothing)."""
-        own = {name for name, atoms in self.mesh.axis_atoms.items() if set(atoms) <= set(self.axes)}
-        fixed = tuple(
-            self.mesh.atoms_of(name for name, _, _ in dim if name in own) for dim in sharding.dims
-        )
-        free = tuple(tuple(ref for ref in dim if ref[0] not in own) for dim in sharding.dims)
-        rest = ShardingAttr(free, sharding.open)
-        return fixed, None if self.is_whole or says_nothing(rest) else rest
+    def check_free(self, sharding: ShardingAttr, loc: Loc) -> None:
+        """Holds that a mark inside splits nothing over manual axes.
 
+        Raises:
+          SpecError: it does.
+        """
+        used = {a for refs in sharding.dims for a in atoms_of_refs(refs, self.mesh)}
+        held = used & set(self.held)
+        if held:
+            raise SpecError(
+                "a mark inside a jax.shard_map splits over an axis that is manual there",
+                source=loc.source,
+                actual=f"{format_axes(tuple(sorted(held)), self.mesh)} of the mesh ({self.mesh})",
+                fix="mark the other axes alone, or mark outside of shard_map",
+            )
 
-def scope_of(names: Sequence[str], mesh: Mesh, outer: Scope | None) -> Scope:
-    """The scope of a manual region over some axes, inside another one or none."""
-    axes = mesh.atoms_of(name for name in mesh.axis_names if name in names)
-    return Scope(mesh, axes, (outer.held if outer else ()) + axes)
+    def split(self, dims: Sequence[Refs]) -> tuple[tuple[Refs, ...], tuple[Refs, ...]]:
+        """For each dim its manual axes, and the others."""
+        manual = tuple(tuple(ref for ref in dim if ref[0] in self.names) for dim in dims)
+        return manual, tuple(tuple(ref for ref in dim if ref[0] not in self.names) for dim in dims)
 
 
 def says_nothing(sharding: ShardingAttr) -> bool:
@@ -107,7 +116,11 @@ class Exchange(NamedTuple):
 
 
 def collective(
-    stated: Exchange, scope: Scope | None, meshes: Mapping[str, Mesh], loc: Loc, partitions: int
+    stated: Exchange,
+    scope: Scope | None,
+    meshes: Mapping[str, Mesh | None],
+    loc: Loc,
+    partitions: int,
 ) -> dict[str, Attribute] | None:
     """The attributes of a collective, its body left out.
 
@@ -197,10 +210,15 @@ def _check(stated: Exchange, groups: Groups, scope: Scope, loc: Loc) -> None:
         )
 
 
-def _groups(stated: Exchange, meshes: Mapping[str, Mesh], everyone: tuple[int, ...]) -> Groups:
+def _groups(
+    stated: Exchange, meshes: Mapping[str, Mesh | None], everyone: tuple[int, ...]
+) -> Groups:
     if stated.mesh:
         mesh = meshes[stated.mesh]
-        return mesh.groups(atoms_of_refs(stated.axes, mesh))
+        if mesh is None:
+            return ((0,),)
+        groups = mesh.groups(atoms_of_refs(stated.axes, mesh))
+        return tuple(tuple(mesh.device_ids[p] for p in group) for group in groups)
     groups = tuple(tuple(p for p in row if p >= 0) for row in stated.rows) or (everyone,)
     of_replicas = stated.name in _WITH_REPLICAS and not stated.global_ids
     return (everyone,) if of_replicas and stated.channel and groups == ((0,),) else groups

@@ -22,6 +22,7 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import chlo
 from jaxlib.mlir.dialects import stablehlo as hlo
+from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError, SpmdError
 from spmd.frontend.bytecode import MAGIC, bytecode_to_text
@@ -29,7 +30,7 @@ from spmd.frontend.importer.calls import call_handlers
 from spmd.frontend.importer.contents import (
     Contents,
     argument_paths,
-    boundary_marks,
+    ends_of,
     path_of,
     result_names,
     types_of,
@@ -41,6 +42,7 @@ from spmd.frontend.importer.text import check_text, line_of
 from spmd.ir.callbacks import Callback
 from spmd.ir.program import Program
 from spmd.ir.types import Attribute, ShardingAttr, TensorType
+from spmd.mesh.mesh import Mesh
 
 NO_COMPOSITES: Mapping[str, Mapping[str, Attribute]] = MappingProxyType({})
 
@@ -50,14 +52,12 @@ class Imported(NamedTuple):
 
     Attributes:
       program: the function `main`.
-      arg_marks, result_marks: `sdy.sharding` of each argument and result, or None.
-      meshes: the distinct meshes of the module, as ((axis, size), ...).
+      arg_marks, result_marks: how each argument and result is marked, or None.
     """
 
     program: Program
     arg_marks: tuple[ShardingAttr | None, ...]
     result_marks: tuple[ShardingAttr | None, ...]
-    meshes: tuple[tuple[tuple[str, int], ...], ...]
 
 
 def import_module(
@@ -66,6 +66,7 @@ def import_module(
     composites: Mapping[str, Mapping[str, Attribute]] = NO_COMPOSITES,
     function: tuple[str, str] | None = None,
     callbacks: Sequence[Callback] = (),
+    mesh: Mesh | None = None,
 ) -> Imported:
     """Imports the public function `main` (or the only function) of a module.
 
@@ -76,12 +77,16 @@ def import_module(
         own, which have `with.` in front of their names. All others are inlined.
       function: file and qualified name of the function that was traced; ops' stacks end there.
       callbacks: the Python functions that the module calls, by number.
+      mesh: the mesh that it is compiled for: marks and manual regions over other meshes of the same
+        devices are written in its axes. When left out, it is the first mesh of the module.
 
     Raises:
       FrontendError: a dynamic shape, a recursive call, or something that is not StableHLO.
+      MeshError: a mesh of the module whose axes are not made of axes of `mesh`.
+      SpecError: an argument or result that is stated as terms that are not added up.
     """
     with module.context, _malformed():
-        contents = Contents(module)
+        contents = Contents(module, mesh)
         main = contents.main()
         handlers = {**call_handlers(composites, len(callbacks)), **REGION_HANDLERS, **LEGALIZED}
         importer = Importer(contents, handlers, function)
@@ -94,8 +99,11 @@ def import_module(
             result_names(main),
             tuple(callbacks),
         )
-        meshes = tuple(dict.fromkeys(contents.meshes.values()))
-        return Imported(program, *boundary_marks(main), meshes)
+        marks = [
+            tuple(contents.meshes.boundary_marks(ends, what))
+            for ends, what in zip(ends_of(main), ("argument", "result"), strict=True)
+        ]
+        return Imported(program, *marks)
 
 
 def parse_module(source: Any) -> ir.Module:
@@ -105,7 +113,7 @@ def parse_module(source: Any) -> ir.Module:
       FrontendError: no such file, or something that MLIR cannot read.
     """
     if isinstance(source, ir.Module):
-        return source
+        return _with_shardings(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source):
         source = _read_file(Path(source))
     try:
@@ -114,7 +122,7 @@ def parse_module(source: Any) -> ir.Module:
             source = bytecode_to_text(data) if data.startswith(MAGIC) else data.decode()
         check_text(source)
         with mlir.make_ir_context():
-            return ir.Module.parse(source)
+            return _with_shardings(ir.Module.parse(source))
     except (ir.MLIRError, ValueError, TypeError) as error:
         raise FrontendError(
             "the module cannot be read",
@@ -158,6 +166,22 @@ def dialect_ops() -> tuple[str, ...]:
             if isinstance(name, str) and name.startswith(("stablehlo.", "chlo.")):
                 found.add(name)
     return tuple(sorted(found))
+
+
+def _with_shardings(module: ir.Module) -> ir.Module:
+    """The module with Shardy's attributes in place of strings that stand for them."""
+    # Modules that jax exported until 2025 hold shardings, and XLA's own dumps do, as strings in
+    # `mhlo.frontend_attributes`. jaxlib has a pass that reads them, jax runs the same.
+    attributes = module.operation.attributes
+    name = "mhlo.frontend_attributes"
+    if name not in attributes or "xla.sdy.meshes" not in ir.DictAttr(attributes[name]):
+        return module
+    with module.context:
+        copy = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
+        PassManager.parse("builtin.module(xla-sdy-round-trip-import-shardy-attrs)").run(
+            copy.operation
+        )
+    return copy
 
 
 def _read_file(path: Path) -> bytes:

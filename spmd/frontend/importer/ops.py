@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd.errors import FrontendError
+from spmd.errors import FrontendError, MeshError
 from spmd.frontend.importer.attributes import (
     attribute,
     defining_op,
@@ -15,14 +15,15 @@ from spmd.frontend.importer.attributes import (
     tensor_type,
 )
 from spmd.frontend.importer.contents import Contents
-from spmd.frontend.importer.manual import Scope
+from spmd.frontend.importer.manual import Scope, says_nothing
+from spmd.frontend.importer.shardings import is_marked
 from spmd.frontend.importer.unsupported import refuse
 from spmd.ir.dialect.callbacks import FLAG
 from spmd.ir.dialect.collectives import DEVICE_IDS
 from spmd.ir.dialect.reducers import NEUTRAL, body_reducer, is_identity
 from spmd.ir.dialect.registry import ALONE
 from spmd.ir.program import Body, Frame, Loc, Op, OpKind, Region, Value, has_effect
-from spmd.ir.types import Attribute, Dense, TensorType
+from spmd.ir.types import Attribute, Dense, ShardingAttr, TensorType
 
 DEEPEST_REGIONS = 64
 """How many loops and branches may be inside each other."""
@@ -140,7 +141,12 @@ class Importer:
                 )
             if op.name in _RETURNS:
                 return ops, tuple([env[v] for v in op.operands])
-            self._handlers.get(op.name, _import_plainly)(self, op, env, ops)
+            try:
+                self._handlers.get(op.name, _import_plainly)(self, op, env, ops)
+                if is_marked(op):
+                    self._mark_results(op, env, ops)
+            except MeshError as error:
+                raise error.at(self.loc(op.location).source) from error
         raise FrontendError("a block of the module has no terminator")
 
     def _nested(self, region: Any, env: Env) -> Region:
@@ -217,6 +223,30 @@ class Importer:
         kind = OpKind(name, (self.types[operand],), (type_,), attrs)
         ops.append(Op(kind, (operand,), (result,), (), loc))
         return result
+
+    def mark(self, ops: list[Op], value: Value, sharding: ShardingAttr | None, loc: Loc) -> Value:
+        """Marks a value; a sharding that says nothing leaves it as it is.
+
+        Raises:
+          SpecError: it splits over axes that are manual here.
+        """
+        if self.in_bodies or sharding is None or says_nothing(sharding):
+            return value
+        if self.scopes:
+            self.scopes[-1].check_free(sharding, loc)
+        type_ = self.types[value]
+        marked = self.add(ops, "spmd.mark", value, type_, {"sharding": sharding}, loc)
+        if value in self._constants:
+            self._constants[marked] = self._constants[value]
+        return marked
+
+    def _mark_results(self, op: Any, env: Env, ops: list[Op]) -> None:
+        """Marks the results of an op as its own attributes say."""
+        results = [result for result in op.results if result in env]  # no tuple has a value
+        ranks = [self.types[env[result]].rank for result in results]
+        marks = self.contents.meshes.marks_of(op, ranks) if results else ()
+        for result, sharding in zip(results, marks, strict=True):
+            env[result] = self.mark(ops, env[result], sharding, self.loc(op.location))
 
     def _kind(
         self,

@@ -36,9 +36,11 @@ _REFUSALS: Mapping[Refusal, tuple[str, ...]] = {
     ): (
         "stablehlo.collective_reduce",
         "stablehlo.cross-replica-sum",
-        "custom_call:SPMDFullToShardShape",
-        "custom_call:SPMDShardToFullShape",
     ),
+    Refusal(
+        "it is not beside a call of one device's program, as jax.shard_map writes it",
+        "lower the program with jax_use_shardy_partitioner=True, or leave the region out",
+    ): ("custom_call:SPMDFullToShardShape", "custom_call:SPMDShardToFullShape"),
     Refusal(
         "it talks to the host or to another program while it runs",
         "pass the data as arguments and results",

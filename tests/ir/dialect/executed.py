@@ -16,6 +16,7 @@ from spmd.frontend.importer.module import import_module, parse_module
 from spmd.ir.dialect.registry import rule_name
 from spmd.ir.program import Program
 from spmd.mesh.spec import jax_mesh
+from tests.frontend import test_shardy_modules
 from tests.ir.dialect.cases import CASES
 from tests.ir.dialect.cases_module import MODULES
 from tests.lowering import manual_programs
@@ -48,6 +49,7 @@ def executed_ops() -> set[str]:
     for case in CASES:
         lowered = spmd.jit(case.fn, mesh=mesh).lower(*case.args)
         names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.program)
+    names |= set().union(*(_in_text(case.text) for case in test_shardy_modules.CASES.values()))
     for text in (*(module.text for module in MODULES), *manual_programs.MODULES):
         program = import_module(parse_module(text)).program
         names |= _in_text(text) | _rules(canonicalize(program))
