@@ -32,7 +32,7 @@ LAYERS = (
         "spmd.auto",
         "spmd",
     ),  # "spmd" is spmd/__init__.py, and importing it is using the public names
-    ("spmd.cli", "spmd.torch"),
+    ("spmd.cli", "spmd.eqx", "spmd.nnx", "spmd.torch"),
     ("models",),
     ("serving",),
     ("scripts",),

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.export
 
 from spmd.api.boundary import Boundary
 from spmd.api.dispatch import NAN_FOUND
@@ -16,7 +17,7 @@ from spmd.api.planned import Planned
 from spmd.api.tracing import Traced
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
-from spmd.ir.types import needs_x64
+from spmd.ir.types import needs_x64, numpy_dtype
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emitted import Emitted
 from spmd.lowering.execute import (
@@ -24,6 +25,8 @@ from spmd.lowering.execute import (
     check_no_callbacks,
     compile_emitted,
     compile_within,
+    executable,
+    on_own_mesh,
     x64_if,
 )
 from spmd.mesh.spec import jax_mesh
@@ -64,6 +67,42 @@ class Lowered(Planned):
             lowered.prices = self.prices
         with progress(self.name, self.options.shows_progress):
             return Compiled(lowered)
+
+    def export(self) -> jax.export.Exported:
+        """The partitioned program as jax exports functions: to be kept, and called elsewhere.
+
+        It is called like the function, without its static arguments, on as many devices as it was
+        planned for. `jax.export.export(jitted)` gives the unpartitioned program with its marks.
+
+        Raises:
+          ArgumentError: an argument or a result is a key array.
+
+        Example:
+          >>> saved = spmd.jit(step, mesh=mesh).lower(params, batch).export().serialize()
+          >>> step = jax.export.deserialize(saved).call
+        """
+        emitted, where = self.stages.emitted, jax_mesh(self.mesh, None, self.traced.axis_types)
+        boundary = Boundary(self.traced, emitted, where)
+        if boundary.has_keys:
+            raise ArgumentError(
+                "a program of key arrays cannot be exported: inside, they are their data",
+                fix="pass jax.random.key_data(key), and wrap it inside",
+            )
+        weak = tuple(struct.weak_type for struct in self.traced.out_structs)
+        flat = executable(emitted, Outside(where, weak))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return jax.tree.unflatten(self.out_tree, flat(*jax.tree.leaves((args, kwargs))))
+
+        structs = [
+            jax.ShapeDtypeStruct(type_.shape, numpy_dtype(type_.dtype), sharding=sharding)
+            for type_, sharding in zip(emitted.argument_types, boundary.arguments, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(self.in_tree, structs)
+        call.__name__ = self.name
+        platform = [self.request.platform]
+        with x64_if(emitted.needs_x64), on_own_mesh(emitted.boundary_mesh):
+            return jax.export.export(jax.jit(call), platforms=platform)(*args, **kwargs)
 
     def compiler_ir(self, dialect: str | None = None) -> Any:
         """The module that was planned, unpartitioned, as `jax.stages.Lowered` gives it.

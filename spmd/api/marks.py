@@ -21,6 +21,7 @@ from spmd.mesh.spec import (
     as_mesh,
     dims_of,
     has_devices,
+    has_explicit_axes,
     jax_mesh,
     match_patterns,
     spec_entries,
@@ -147,12 +148,23 @@ def _constrain(t: Any, mesh: Mesh, entries: Entries, what: str, source: str | No
         return t
     dims, _ = dims_of(entries, t.shape, mesh, what=what, source=source, even=False)
     # jax refuses dims that their axes don't divide, and meshes with other orders of devices.
-    if not is_legal(Sharding(dims), t.shape, mesh) or mesh.device_ids != first.device_ids:
+    is_plain = is_legal(Sharding(dims), t.shape, mesh) and mesh.device_ids == first.device_ids
+    typed = _typed_mesh(t, mesh)
+    if typed is not None and None not in entries and is_plain:
+        return jax.sharding.reshard(t, NamedSharding(typed, PartitionSpec(*entries)))
+    if typed is not None or not is_plain:
         return mark_uneven(t, mesh, entries)
     sharding = _open_sharding(mesh, entries)
     if manual:
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
     return jax.lax.with_sharding_constraint(t, sharding)
+
+
+def _typed_mesh(t: Any, mesh: Mesh) -> Any:
+    """The mesh in a tracer's type, where it has this mesh's axes: a mark changes the type then."""
+    typed = jax.typeof(t).sharding.mesh
+    is_this = tuple(typed.shape.items()) == tuple(mesh.shape.items())
+    return typed if is_this and has_explicit_axes(typed) else None
 
 
 def _manual_axes(mesh: Mesh) -> frozenset[str]:

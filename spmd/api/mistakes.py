@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
-from operator import methodcaller
+from operator import is_not, methodcaller
 from typing import Any
 
 import jax
 
-from spmd.api.arguments import aval_of
-from spmd.api.marks import caller, some_of
+from spmd.api.arguments import aval_of, function_name
+from spmd.api.marks import caller, path_name, some_of
+from spmd.api.signature import parameter_names
 from spmd.errors import ArgumentError, MeshError, described
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.options import Options
@@ -68,6 +71,45 @@ def no_mesh(name: str) -> MeshError:
     actual = "no mesh= was given, no argument is placed on a mesh, nothing is marked"
     fix = "pass mesh=spmd.make_mesh(data=4, model=2), or call it under jax.set_mesh(mesh)"
     return MeshError(f"spmd.jit of {name} has no mesh", source=caller(), actual=actual, fix=fix)
+
+
+def warning_of_changes(fn: Any) -> Any:
+    """A function that warns, when it is traced, of objects among its arguments that it changes.
+
+    They are copies: what a traced function does to its arguments is lost when it returns.
+    """
+
+    @functools.wraps(fn, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        objects = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_object)
+        before = [jax.tree.leaves(value) for _, value in objects]
+        results = fn(*args, **kwargs)
+        for (path, value), had in zip(objects, before, strict=True):
+            has = jax.tree.leaves(value)
+            if len(has) != len(had) or any(map(is_not, has, had)):
+                kind = type(value).__name__
+                warnings.warn(
+                    f"{function_name(fn)} changes argument {_told(fn, path)}, a {kind}, which is "
+                    "lost when it returns: return it, or, for modules of flax.nnx, use "
+                    "spmd.nnx.jit, which updates them in place",
+                    stacklevel=2,
+                )
+        return results
+
+    call.__name__ = function_name(fn)
+    return call
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a pytree is of a class of its own: people change these, as they do modules."""
+    return type(value) not in (tuple, list, dict, type(None))
+
+
+def _told(fn: Any, path: Sequence[Any]) -> str:
+    """An argument's name from its path in (positional, named)."""
+    kind, first, *rest = path
+    head = parameter_names(fn, first.idx + 1)[first.idx] if kind.idx == 0 else str(first.key)
+    return "/".join(filter(None, (head, path_name(rest))))
 
 
 def not_an_array(names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:

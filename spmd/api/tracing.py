@@ -26,7 +26,7 @@ from spmd.api.arguments import (
 )
 from spmd.api.dispatch import settings
 from spmd.api.marks import path_name
-from spmd.api.mistakes import no_mesh, not_an_array
+from spmd.api.mistakes import no_mesh, not_an_array, warning_of_changes
 from spmd.api.signature import positions
 from spmd.api.specs import arg_specs, out_entries
 from spmd.errors import MeshError
@@ -251,7 +251,7 @@ def topology_of(mesh: Mesh) -> Topology:
 def _trace(recipe: Recipe, call: Call, structs: Any, platform: str, mesh: Mesh | None) -> Trace:
     static, dynamic = dict(call.static), iter(structs[0])
     return trace(
-        recipe.fn,
+        warning_of_changes(recipe.fn),
         [static[i] if i in static else next(dynamic) for i in range(call.positional)],
         structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
         platform=platform,

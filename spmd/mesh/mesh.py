@@ -213,6 +213,8 @@ def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
     minor axes on the fastest links.
 
     Args:
+      *shape_and_names: sizes and names of the axes, as `jax.make_mesh` takes them, in place of the
+        keywords.
       devices: jax devices to use; all visible ones (as many as the axes need) when left out.
       **axes: size of each axis.
 
@@ -220,16 +222,18 @@ def make_mesh(*shape_and_names: Any, devices: Any = None, **axes: int) -> Mesh:
       A `Mesh`.
 
     Raises:
-      MeshError: the axes need more devices than there are.
+      MeshError: the axes need more devices than there are, or are given in neither form.
 
     Example:
       >>> mesh = make_mesh(data=4, model=2)
+      >>> mesh = make_mesh((4, 2), ("data", "model"))
     """
     from jax.experimental import mesh_utils
 
     if shape_and_names:
-        raise _positional(shape_and_names)
-    names, sizes = tuple(axes), tuple(axes.values())
+        sizes, names = _sizes_and_names(shape_and_names, axes)
+    else:
+        names, sizes = tuple(axes), tuple(axes.values())
     _check_axes(sizes, names)
     used = _first_devices(devices, names, sizes)
     arranged = mesh_utils.create_device_mesh(sizes, devices=used, allow_split_physical_axes=True)
@@ -316,16 +320,18 @@ def _first_devices(devices: Any, names: Sequence[str], sizes: Sequence[int]) -> 
     return available[:needed]
 
 
-def _positional(given: Sequence[Any]) -> MeshError:
-    """The error of axes that are given as `jax.make_mesh` takes them."""
-    like = "data=4, model=2"
-    if len(given) == 2 and all(isinstance(part, tuple | list) for part in given):
-        like = ", ".join(f"{name}={size}" for size, name in zip(*given, strict=False))
-    return MeshError(
-        "make_mesh takes one keyword for each axis",
-        actual=f"make_mesh({', '.join(map(repr, given))})",
-        fix=f"write make_mesh({like})",
-    )
+def _sizes_and_names(
+    given: Sequence[Any], axes: Mapping[str, int]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Axes that are given as `jax.make_mesh` takes them."""
+    if axes or len(given) != 2 or not all(isinstance(part, tuple | list) for part in given):
+        stated = [*map(repr, given), *(f"{name}={size}" for name, size in axes.items())]
+        raise MeshError(
+            "make_mesh takes one keyword for each axis, or a tuple of sizes and one of names",
+            actual=f"make_mesh({', '.join(stated)})",
+            fix="write make_mesh(data=4, model=2), or make_mesh((4, 2), ('data', 'model'))",
+        )
+    return tuple(given[0]), tuple(given[1])
 
 
 def _check_axes(sizes: Sequence[int], names: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -40,3 +41,26 @@ def test_what_is_compiled_is_not_compiled_again(mesh: spmd.Mesh) -> None:
     assert not hasattr(compiled, "compile")
     assert not isinstance(compiled, spmd.Lowered)
     assert compiled.collectives == lowered.collectives == ()
+
+
+def test_a_partitioned_program_is_exported_and_called_elsewhere(mesh: spmd.Mesh) -> None:
+    pytest.importorskip("flatbuffers")
+
+    def fn(params: Any, x: Any, *, scale: Any) -> Any:
+        y = jnp.tanh(x @ params["w"]) * scale
+        return {"y": y, "sum": y.sum()}
+
+    w = spmd.mark_sharding(jnp.arange(512.0).reshape(16, 32) / 512, mesh, (None, "model"))
+    x = spmd.mark_sharding(jnp.ones((8, 16)), mesh, ("data",))
+    lowered = spmd.jit(fn).lower({"w": w}, x, scale=2.0)
+    again = jax.export.deserialize(lowered.export().serialize())
+    assert again.nr_devices == 8
+    assert "all_reduce" in again.mlir_module()
+    got, want = again.call({"w": w}, x, scale=2.0), fn({"w": w}, x, scale=2.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+def test_keys_are_not_exported(mesh: spmd.Mesh) -> None:
+    lowered = spmd.jit(jax.random.key_data, mesh=mesh).lower(jax.random.key(0))
+    with pytest.raises(spmd.ArgumentError, match="key arrays cannot be exported"):
+        lowered.export()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -45,3 +48,23 @@ def test_open_dims_are_filled_in(mesh: spmd.Mesh) -> None:
 
     x = spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",))
     assert spmd.jit(fn, mesh=mesh)(x).sharding.spec == P("data", "model")
+
+
+@pytest.mark.parametrize("compile_", [jax.jit, spmd.jit])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_mark_of_a_typed_value_changes_its_type(
+    mesh: spmd.Mesh, compile_: Any, is_set: bool
+) -> None:
+    explicit = jax.make_mesh((4, 2), ("data", "model"))
+    x = jax.device_put(np.ones((8, 16), np.float32), NamedSharding(explicit, P("data")))
+
+    def fn(x: Any) -> Any:
+        y = spmd.mark_sharding(x * 2, mesh, ("data", "model"))
+        return y, spmd.mark_sharding(x + 1, mesh, (..., "model"))
+
+    with jax.set_mesh(explicit) if is_set else contextlib.nullcontext():
+        y, z = compile_(fn)(x)
+    assert str(jax.typeof(y)) == "float32[8@data,16@model]"
+    assert str(jax.typeof(z)) == "float32[8@data,16]"  # an open mark says nothing of types
+    np.testing.assert_array_equal(y, np.full((8, 16), 2))
+    np.testing.assert_array_equal(z, np.full((8, 16), 2))

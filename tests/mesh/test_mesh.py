@@ -131,3 +131,7 @@ def test_hybrid_meshes_put_the_network_major():
         HybridMesh(ici={"data": 2}, dcn={"expert": 2})
     with pytest.raises(MeshError, match="needs 512 devices"):
         HybridMesh(ici={"data": 256}, dcn={"data": 2})
+
+
+def test_a_mesh_as_jax_makes_it(devices8: object) -> None:
+    assert make_mesh((4, 2), ("data", "model")) == make_mesh(data=4, model=2)

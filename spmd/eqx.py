@@ -1,0 +1,111 @@
+"""Equinox: `filter_jit` of functions of modules and anything else, as `eqx.filter_jit` has it.
+
+Needs equinox (`pip install equinox`). Arrays are arguments of the program, all else is constant.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from spmd.api import Jitted, behind_leading, with_leading
+from spmd.api import jit as jit_arrays
+
+
+def filter_jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    donate: Literal["none", "all", "all-except-first"] = "none",
+    **options: Any,
+) -> Any:
+    """Compiles a function of any pytrees for a mesh: their arrays are traced, the rest is constant.
+
+    Args:
+      fn: the function, or a module that can be called. Without it, a decorator is returned.
+      donate: which arguments the results may take the memory of, as for `eqx.filter_jit`.
+      **options: as for `spmd.jit`, but nothing is static or donated by number or name.
+
+    Returns:
+      An object to call like `fn`; see `FilterJit`.
+
+    Example:
+      >>> step = spmd.eqx.filter_jit(train_step, mesh=mesh)
+      >>> model, state, loss = step(model, state, batch)
+    """
+    if fn is None:
+        return functools.partial(filter_jit, donate=donate, **options)
+    return FilterJit(fn, donate, options)
+
+
+class FilterJit:
+    """What `filter_jit` returns: call it, or `compile` it for given arguments."""
+
+    def __init__(self, fn: Callable[..., Any], donate: str, options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self.arrays, self.constants = eqx.partition(fn, _is_traced)
+        names = list(inspect.signature(fn).parameters)
+        if donate == "all-except-first":
+            names = names[1:]
+        moved = behind_leading(fn, {**options, "donate_argnames": names}, 2)
+        if donate == "none":
+            moved |= {"donate_argnums": (), "donate_argnames": ()}
+        moved["static_argnums"] = (0,)
+        self.jitted: Jitted[..., Any] = jit_arrays(
+            with_leading(_on_arrays, fn, ("constants", "function")), **moved
+        )
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program."""
+        constants, args, kwargs = self._split(args, kwargs)
+        results, others = self.jitted(constants, self.arrays, *args, **kwargs)
+        return eqx.combine(results, others.tree)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled program for arguments, to ask for `explain()` and reports."""
+        constants, args, kwargs = self._split(args, kwargs)
+        return self.jitted.compile(constants, self.arrays, *args, **kwargs)
+
+    def _split(self, args: Any, kwargs: Any) -> tuple[_Constants, Any, Any]:
+        arrays, others = eqx.partition((args, kwargs), _is_traced)
+        return _Constants((self.constants, others)), *arrays
+
+
+def _on_arrays(constants: _Constants, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The function at the arrays of its arguments: arrays of the result, and its other leaves."""
+    around, inside = constants.tree
+    args, kwargs = eqx.combine((args, kwargs), inside)
+    results = eqx.combine(function, around)(*args, **kwargs)
+    arrays, others = eqx.partition(results, eqx.is_array)
+    return arrays, _Constants(others)
+
+
+@jax.tree_util.register_static
+class _Constants:
+    """A pytree of anything but arrays, looked up by its leaves and structure."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        leaves, structure = jax.tree.flatten(tree)
+        self._key = tuple((type(leaf), leaf) for leaf in leaves), structure
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constants) and self._key == other._key
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Whether a leaf is an argument of the program: an array, or a struct of one."""
+    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)

@@ -1,0 +1,168 @@
+"""flax.nnx: `jit` updates the modules that it is given in place, as `nnx.jit` does.
+
+Needs flax (`pip install flax`). nnx takes modules apart and puts them together (`nnx.split_context`
+and `nnx.merge_context`); between the two is a function of arrays for `spmd.jit`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmd.api import Jitted, behind_leading, with_leading
+from spmd.api import jit as jit_arrays
+
+Place = int | str
+"""An argument's number, or its name if it was passed by name."""
+
+_TAG = "spmd"
+_NODES = (nnx.Module, nnx.Variable, nnx.Object)
+
+
+def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Compiles a function of nnx modules, optimizers, metrics and arrays for a mesh.
+
+    What the function changes in its arguments is changed when the call returns, and what it returns
+    of them are the same objects. Modules that are shared stay shared.
+
+    Args:
+      fn: the function. Without it, a decorator is returned.
+      **options: as for `spmd.jit`. A spec for a module is one for all its arrays, a tree of specs
+        as `nnx.state` of it has, or None. Results have no specs: mark them inside.
+
+    Returns:
+      An object to call like `fn`; see `ModuleJit`.
+
+    Example:
+      >>> step = spmd.nnx.jit(train_step, mesh=mesh)
+      >>> loss = step(model, optimizer, batch)
+    """
+    if fn is None:
+        return functools.partial(jit, **options)
+    return ModuleJit(fn, options)
+
+
+class ModuleJit:
+    """What `jit` returns: call it, or `compile` it for given arguments."""
+
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self.fn = fn
+        moved = behind_leading(fn, options, 1)
+        self._static = moved["static_argnums"], moved["static_argnames"]
+        moved["static_argnums"] = (0, *moved["static_argnums"])
+        self.jitted: Jitted[..., Any] = jit_arrays(self._of_arrays(), **moved)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program, and updates the modules among the arguments."""
+        with nnx.update_context(_TAG):
+            graph, args, kwargs = self._split(args, kwargs)
+            definition, state, rest = self.jitted(graph, *args, **kwargs)
+            with nnx.merge_context(_TAG, inner=False) as context:
+                _, nodes = context.merge(definition, state)
+        return rest.joined(nodes)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled program for arguments, to ask for `explain()` and reports; nothing is run.
+
+        Its arguments are called as paths of `nnx.state` are: `model/linear/kernel/value`.
+        """
+        with nnx.update_context(_TAG):
+            graph, args, kwargs = self._split(args, kwargs)
+            return self.jitted.compile(graph, *args, **kwargs)
+
+    def _split(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[_Graph, tuple[Any, ...], dict[str, Any]]:
+        """The graph of all modules, and the arguments with states in the modules' places."""
+        numbers, names = self._static
+        static = {*(n - 1 if n > 0 else n + len(args) for n in numbers), *names}
+        given: dict[Place, Any] = dict(enumerate(args)) | kwargs
+        modules = {
+            place: jax.tree.map(_as_array, value, is_leaf=_is_node)
+            for place, value in given.items()
+            if place not in static and _has_nodes(value)
+        }
+        with nnx.split_context(_TAG) as context:
+            definition, state = context.split(list(modules.values()))
+        given |= {place: state.get(i, {}) for i, place in enumerate(modules)}
+        graph = _Graph(definition, tuple(modules))
+        return graph, tuple(given[i] for i in range(len(args))), {k: given[k] for k in kwargs}
+
+    def _of_arrays(self) -> Callable[..., Any]:
+        """The function of states and arrays; it returns a graph, its state, and arrays."""
+
+        def call(graph: _Graph, *args: Any, **kwargs: Any) -> Any:
+            given: dict[Place, Any] = dict(enumerate(args)) | kwargs
+            state = nnx.State({i: given[place] for i, place in enumerate(graph.places)})
+            with nnx.merge_context(_TAG, inner=True) as context:
+                modules = context.merge(graph.definition, state)
+            given |= dict(zip(graph.places, modules, strict=True))
+            results = self.fn(
+                *[given[i] for i in range(len(args))], **{k: given[k] for k in kwargs}
+            )
+            nodes, rest = _parted(results)
+            with nnx.split_context(_TAG) as context:
+                definition, state = context.split((list(modules), nodes))
+            return definition, state, rest
+
+        return with_leading(call, self.fn, ("graph",))
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The graph of the modules of a call, and where they stand among its arguments."""
+
+    definition: Any
+    places: tuple[Place, ...]
+
+
+@jax.tree_util.register_pytree_node_class
+class _Rest:
+    """The leaves of a result, None where a node was, and the structure of both."""
+
+    def __init__(self, leaves: Sequence[Any], tree: Any) -> None:
+        self.leaves, self.tree = leaves, tree
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return tuple(self.leaves), self.tree
+
+    @staticmethod
+    def tree_unflatten(tree: Any, leaves: Any) -> _Rest:
+        return _Rest(leaves, tree)
+
+    def joined(self, nodes: Sequence[Any]) -> Any:
+        """The result, with these nodes where they belong."""
+        found = iter(nodes)
+        leaves = [next(found) if leaf is None else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def _parted(results: Any) -> tuple[list[Any], _Rest]:
+    """The nodes of a result, and all else."""
+    leaves, tree = jax.tree.flatten(results, is_leaf=_is_node)
+    nodes = [leaf for leaf in leaves if _is_node(leaf)]
+    return nodes, _Rest([None if _is_node(leaf) else leaf for leaf in leaves], tree)
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, _NODES)
+
+
+def _has_nodes(value: Any) -> bool:
+    return any(map(_is_node, jax.tree.leaves(value, is_leaf=_is_node)))
+
+
+def _as_array(value: Any) -> Any:
+    """A number beside modules as an array: nnx would make it a part of the graph."""
+    return jnp.asarray(value) if isinstance(value, bool | int | float | complex) else value

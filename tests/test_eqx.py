@@ -1,0 +1,78 @@
+"""`spmd.eqx.filter_jit` beside `eqx.filter_jit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+
+eqx = pytest.importorskip("equinox")
+import spmd.eqx  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*nothing is split"),
+    pytest.mark.filterwarnings("ignore:Some donated buffers were not usable"),
+]
+
+X = np.random.RandomState(0).randn(16, 8).astype(np.float32)
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
+
+
+def made() -> tuple[Any, Any]:
+    model = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
+    return model, OPTIMIZER.init(eqx.filter(model, eqx.is_array))
+
+
+def train(model: Any, state: Any, x: Any, name: str = "mean") -> Any:
+    def loss(model: Any) -> Any:
+        return getattr(jnp, name)(jax.vmap(model)(x) ** 2)
+
+    value, gradient = eqx.filter_value_and_grad(loss)(model)
+    updates, state = OPTIMIZER.update(gradient, state)
+    return eqx.apply_updates(model, updates), state, value, name
+
+
+@pytest.mark.parametrize("donate", ["none", "all", "all-except-first"])
+def test_steps(mesh: spmd.Mesh, donate: Any) -> None:
+    runs = []
+    for step in (eqx.filter_jit(train), spmd.eqx.filter_jit(train, mesh=mesh, donate=donate)):
+        model, state = made()
+        for name in ("mean", "mean", "sum"):
+            model, state, value, said = step(model, state, jnp.asarray(X), name=name)
+            assert said == name
+        runs.append((eqx.filter(model, eqx.is_array), value))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *runs)
+
+
+def test_donated_arguments_are_gone(mesh: spmd.Mesh) -> None:
+    x, y = (spmd.mark_sharding(jnp.ones((8, 8)), mesh, ("data",)) for _ in range(2))
+    add = spmd.eqx.filter_jit(lambda x, y: (x + y, x - y), donate="all-except-first")
+    add(x, y)
+    assert (x.is_deleted(), y.is_deleted()) == (False, True)
+
+
+def test_a_module_as_the_function(mesh: spmd.Mesh) -> None:
+    model, _ = made()
+    compiled = spmd.eqx.filter_jit(model, mesh=mesh)
+    np.testing.assert_allclose(compiled(X[0]), model(jnp.asarray(X[0])), rtol=1e-5)
+    program = compiled.compile(X[0])
+    assert any(name.startswith("function/layers/0") for name in program.request.arg_names)
+
+
+def test_specs_by_the_users_own_parameters(mesh: spmd.Mesh) -> None:
+    model, state = made()
+    step = spmd.eqx.filter_jit(train, mesh=mesh, in_specs=(None, None, ("data",), None))
+    compiled = step.compile(model, state, X)
+    assert "model/layers/0/weight" in compiled.request.arg_names
+    assert compiled.input_shardings[0][-1].spec[0] == "data"
+
+
+def test_what_cannot_be_looked_up(mesh: spmd.Mesh) -> None:
+    with pytest.raises(TypeError, match="unhashable"):
+        spmd.eqx.filter_jit(lambda x, s: x, mesh=mesh)(X, bytearray(b"a"))

@@ -1,0 +1,112 @@
+"""`spmd.nnx.jit` beside `nnx.jit`: modules updated in place, shared, returned, made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+
+nnx = pytest.importorskip("flax.nnx")
+import spmd.nnx  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing is split")
+
+
+class Net(nnx.Module):  # type: ignore[misc, name-defined]
+    """A linear layer, dropout, a batch norm, and a counter."""
+
+    def __init__(self, rngs: Any) -> None:
+        self.a = nnx.Linear(8, 16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.b = nnx.Linear(16, 8, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] += 1
+        return self.b(self.norm(self.drop(nnx.relu(self.a(x)))))
+
+
+def made() -> tuple[Any, Any]:
+    model = Net(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
+
+
+def train(model: Any, optimizer: Any, x: Any, scale: Any) -> Any:
+    def loss(model: Any) -> Any:
+        return (model(x) ** 2).mean() * scale
+
+    value, gradient = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, gradient)
+    return value, model
+
+
+X = np.random.RandomState(0).randn(16, 8).astype(np.float32)
+
+
+def both(mesh: spmd.Mesh, fn: Any, **options: Any) -> tuple[Any, Any]:
+    return nnx.jit(fn, **options), spmd.nnx.jit(fn, mesh=mesh, **options)
+
+
+def same_state(a: Any, b: Any) -> None:
+    wanted, found = (jax.tree.leaves(nnx.state(m, nnx.Not(nnx.RngState))) for m in (a, b))
+    for one, other in zip(wanted, found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_steps_update_modules_in_place(mesh: spmd.Mesh) -> None:
+    states = []
+    for step in both(mesh, train, donate_argnums=1):
+        model, optimizer = made()
+        losses = []
+        for _ in range(3):
+            loss, again = step(model, optimizer, X, 0.5)
+            assert again is model
+            losses.append(float(loss))
+        assert int(model.calls[...]) == 3
+        states.append((model, losses))
+    np.testing.assert_allclose(states[0][1], states[1][1], rtol=1e-4)
+    assert len(set(states[1][1])) == 3  # dropout and weights change from step to step
+    same_state(states[0][0], states[1][0])
+
+
+def test_specs_and_names(mesh: spmd.Mesh) -> None:
+    model, optimizer = made()
+    step = spmd.nnx.jit(train, mesh=mesh, in_specs=(None, None, ("data",), None))
+    compiled = step.compile(model, optimizer, X, 0.5)
+    assert "model/a/kernel/value" in compiled.request.arg_names
+    assert "x" in compiled.request.arg_names
+    place = compiled.request.arg_names.index("x")
+    assert compiled.input_shardings[0][2].spec[0] == "data", place
+    assert int(model.calls[...]) == 0
+
+
+def test_static_arguments_keywords_and_methods(mesh: spmd.Mesh) -> None:
+    def fn(model: Any, x: Any, power: int, *, scale: Any) -> Any:
+        return model.a(x) ** power * scale
+
+    for step in both(mesh, fn, static_argnums=2):
+        model, _ = made()
+        want = (model.a(X) ** 2) * 3
+        np.testing.assert_allclose(step(model, X, 2, scale=3.0), want, rtol=1e-4, atol=1e-5)
+
+
+def test_modules_that_are_made_inside(mesh: spmd.Mesh) -> None:
+    def init(seed: Any) -> Any:
+        return {"model": nnx.Linear(8, 16, rngs=nnx.Rngs(jax.random.key(seed))), "n": seed}
+
+    found = [fn(3) for fn in both(mesh, init)]
+    assert isinstance(found[1]["model"], nnx.Linear)
+    same_state(found[0]["model"], found[1]["model"])
+
+
+def test_plain_jit_warns_of_changes_that_are_lost(mesh: spmd.Mesh) -> None:
+    model, _ = made()
+    with pytest.warns(UserWarning, match=r"changes argument model.*spmd\.nnx\.jit"):
+        spmd.jit(lambda model, x: model(x), mesh=mesh)(model, X)
