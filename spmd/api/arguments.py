@@ -104,8 +104,16 @@ def arg_entries(leaf: Any, spec: Any, name: str, mesh: Mesh) -> Entries | None:
     if spec is None:
         spec = mesh_sharding(leaf)
         if spec is None or _says_nothing(spec, mesh):
-            return None
+            return open_entries(shape)
     return fitting_entries(spec, shape, leaf, f"argument {name}", mesh)
+
+
+def open_entries(shape: Sequence[int]) -> Entries | None:
+    """What is told of an argument or result without a spec: what has no elements is not split.
+
+    XLA for CPUs crashes where such an array is split, in jax 0.11.
+    """
+    return ((),) * len(shape) if 0 in shape else None
 
 
 def _says_nothing(placed: NamedSharding, mesh: Mesh) -> bool:

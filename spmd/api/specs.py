@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmd.api.arguments import Part, fitting_entries
+from spmd.api.arguments import Part, fitting_entries, open_entries
 from spmd.api.marks import caller, path_name, some_of
 from spmd.api.signature import parameter_count, parameter_names
 from spmd.errors import SpecError, described
@@ -92,7 +92,9 @@ def out_entries(
     leaves = jax.tree.leaves(out_tree)
     specs = _spread(out_specs, out_tree, "the result", is_outermost=True)
     return tuple(
-        None if spec is None else fitting_entries(spec, leaf.shape, leaf, f"result {name}", mesh)
+        open_entries(leaf.shape)
+        if spec is None
+        else fitting_entries(spec, leaf.shape, leaf, f"result {name}", mesh)
         for leaf, spec, name in zip(leaves, specs, names, strict=True)
     )
 
