@@ -31,7 +31,8 @@ _GLOBAL_IDS = {"stablehlo.all_reduce", "stablehlo.all_gather", "stablehlo.reduce
 def emit(program: Program, mesh: Mesh) -> str:
     """A module with one public function `main`.
 
-    One device's program is to be run on every device of the mesh. In a whole program, manual
+    One device's program is to be run on every device of the mesh. Arguments without elements are
+    constants, which the function does not take. In a whole program, manual
     regions become `sdy.manual_computation`, which XLA partitions by itself.
     """
     return _Emitter(program, mesh).run()
@@ -49,8 +50,9 @@ class _Emitter:
         self.functions: dict[str, tuple[str, ...]] = {}
 
     def run(self) -> str:
-        body = self.program.body
-        args = ", ".join(f"{self.define((v,))}: {self.program.types[v]}" for v in body.args)
+        body, types = self.program.body, self.program.types
+        empty = [v for v in body.args if 0 in types[v].shape]
+        args = ", ".join(f"{self.define((v,))}: {types[v]}" for v in body.args if v not in empty)
         outs = [self.program.types[v] for v in body.results]
         results = ", ".join(map(str, outs))
         self.lines.append(f"module @{_symbol(self.program.name)} {{")
@@ -59,6 +61,9 @@ class _Emitter:
             text = ", ".join(f"{json.dumps(name)}={size}" for name, size in axes)
             self.lines.append(f"sdy.mesh @{_MESH} = <[{text}]>")
         self.lines.append(f"func.func public @main({args}) -> ({results}) {{")
+        for v in empty:
+            # XLA for CPUs crashes at calls with arguments of no elements, in jax 0.11.
+            self.lines.append(f"{self.define((v,))} = stablehlo.constant dense<> : {types[v]}")
         for op in body.ops:
             self.op(op)
         values = ", ".join(self.names[v] for v in body.results)

@@ -56,7 +56,10 @@ def _abstract(
 def _lower(ctx: Any, *args: Any, module: str, callbacks: Callbacks, **_: Any) -> Any:
     source = ir.Module.parse(module)
     main = next(op for op in source.body.operations if _symbol(op) == "main")
-    results = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
+    type_ = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+    results = type_.results
+    if len(type_.inputs) < len(args):  # those without elements are constants there
+        args = tuple(arg for arg, aval in zip(args, ctx.avals_in, strict=True) if aval.size)
     name = mlir.merge_mlir_modules(
         ctx.module_context.module,
         "spmd_main",
