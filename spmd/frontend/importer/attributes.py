@@ -28,6 +28,7 @@ from spmd.ir.types import (
     TensorType,
     numpy_dtype,
 )
+from spmd.mesh.mesh import Mesh
 
 # ---------------------------------------------------------------------------------------------
 # Types, constants, locations.
@@ -228,16 +229,27 @@ def partitions_of(module: ir.Module) -> int:
     return math.prod(found[name].value for name in names if name in found)
 
 
+def _mesh_over(attr: Any) -> str | Mesh:
+    """The mesh that a collective's groups are told by: its name, or itself."""
+    if isinstance(attr, ir.FlatSymbolRefAttr):
+        return str(attr.value)
+    mesh: Any = hlo.MeshAttr(attr)
+    axes = [hlo.MeshAxisAttr(axis) for axis in mesh.axes]
+    ids = None if mesh.device_ids is None else list(mesh.device_ids)
+    return Mesh(ids, [axis.size for axis in axes], [axis.name for axis in axes])
+
+
 def exchange_of(op: Any) -> Exchange:
     """A collective's groups, dims and channel, as data."""
     attrs = op.attributes
     permutes = op.name == "stablehlo.collective_permute"
     stated = attrs["source_target_pairs" if permutes else "replica_groups"]
     rows: list[list[int]] = []
-    mesh, axes = "", tuple[AxisRef, ...]()
+    mesh: str | Mesh = ""
+    axes: tuple[AxisRef, ...] = ()
     if hlo.ReplicaGroupMeshAxesAttr.isinstance(stated):
         over = hlo.ReplicaGroupMeshAxesAttr(stated)
-        mesh, axes = ir.FlatSymbolRefAttr(over.mesh).value, axis_refs(ir.ArrayAttr(over.axes), hlo)
+        mesh, axes = _mesh_over(over.mesh), axis_refs(ir.ArrayAttr(over.axes), hlo)
     else:
         rows = np.asarray(stated).tolist()
     has_channel = "channel_handle" in attrs

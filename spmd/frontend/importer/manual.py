@@ -101,7 +101,8 @@ class Exchange(NamedTuple):
       name: the op.
       dims: the attributes that name dims, as `all_gather_dim`.
       rows: its replica groups, padded with -1, or the pairs of a permute.
-      mesh, axes: of `#stablehlo.replica_group_mesh_axes`, if it has that in place of groups.
+      mesh, axes: of `#stablehlo.replica_group_mesh_axes`, if it has that in place of groups; the
+        mesh by name, or itself.
       channel: the number of its channel; 0 if it has none.
       global_ids: whether `use_global_device_ids` is set.
     """
@@ -109,7 +110,7 @@ class Exchange(NamedTuple):
     name: str
     dims: Mapping[str, int]
     rows: Groups
-    mesh: str
+    mesh: str | Mesh
     axes: tuple[AxisRef, ...]
     channel: int
     global_ids: bool
@@ -214,7 +215,7 @@ def _groups(
     stated: Exchange, meshes: Mapping[str, Mesh | None], everyone: tuple[int, ...]
 ) -> Groups:
     if stated.mesh:
-        mesh = meshes[stated.mesh]
+        mesh = stated.mesh if isinstance(stated.mesh, Mesh) else meshes[stated.mesh]
         if mesh is None:
             return ((0,),)
         groups = mesh.groups(atoms_of_refs(stated.axes, mesh))
