@@ -130,12 +130,13 @@ def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
     tokens = jax.ShapeDtypeStruct((accumulate, row.batch // accumulate, seq_len), np.int32)
     tokens = spmd.mark_sharding(tokens, mesh, (None, "data", None))
     options = spmd.Options(compiler_options=COMPILER_OPTIONS)
-    return spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options).lower(
+    lowered: spmd.Lowered = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options).lower(
         sharding.mark_params(params, mesh, config),
         jax.eval_shape(optimizer.init, params),
         {"inputs": tokens, "targets": tokens},
         topology=spmd.Topology(row.topology),
     )
+    return lowered
 
 
 def make_step(config: LlamaConfig, mesh: spmd.Mesh, optimizer: Any, accumulate: int) -> Any:

@@ -71,15 +71,18 @@ def jit(  # type: ignore[misc]  # the overloads leave its options open
       in_specs: for each parameter a spec, a pytree of specs, a `NamedSharding`, or None (open). A
         single `PartitionSpec` or `NamedSharding` is for all arguments.
       out_specs: a spec, or a pytree of specs that matches the result (or a prefix of it).
-      in_shardings, out_shardings: the same, under the names that `jax.jit` has for them.
+      in_shardings: the same as `in_specs`, under the name that `jax.jit` has for it.
+      out_shardings: the same as `out_specs`.
       static_argnums: numbers of the arguments that are constants of the program.
       static_argnames: names of those. As for `jax.jit`, one is read off the other where only one is
         given, so that an argument may be passed by position and by name.
       donate_argnums: numbers of the arguments whose memory the results may take over.
       donate_argnames: names of those.
-      keep_unused, inline: as for `jax.jit`, where the function is a part of another program; a
-        program of its own keeps all arguments.
-      device, backend: not there, since the mesh says it.
+      keep_unused: as for `jax.jit`, where the function is a part of another program; a program of
+        its own keeps all arguments.
+      device: refused, since the mesh says it.
+      backend: refused as well.
+      inline: as for `jax.jit`, where the function is a part of another program.
       compiler_options: passed to XLA as they are, beside those in `options`.
       options: compile options.
 

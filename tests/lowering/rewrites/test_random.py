@@ -63,8 +63,9 @@ class _Maker:
         made = self.values[len(args) :] or self.values
         outs = dict.fromkeys([made[-1], *r.sample(made, min(len(made), r.randint(0, 2)))])
         body = b.end(args, list(outs))
-        names = [tuple(f"{c}{i}" for i in range(len(vs))) for c, vs in (("a", args), ("r", outs))]
-        return Program("random", tuple(b.types), body, *names)
+        arg_names = tuple(f"a{i}" for i in range(len(args)))
+        result_names = tuple(f"r{i}" for i in range(len(outs)))
+        return Program("random", tuple(b.types), body, arg_names, result_names)
 
     def keep(self, value: Value, same: frozenset[int]) -> None:
         self.values.append(value)
