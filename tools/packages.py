@@ -9,7 +9,7 @@ seconds are of compilation after tracing: all of our stages and XLA's; XLA's wit
 
 Examples:
     tools/run packages
-    tools/run packages --only 'haiku|optax.muon' --nonumbers --topology v5e:2x4
+    tools/run packages --only 'haiku|optax.muon' --nonumbers --topology h200:8
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def make_parser() -> Parser:
     add("--only", default="", help="programs whose name this regular expression finds")
     add("--numbers", action=Switch, default=True, help="run the small programs and compare")
     add("--bytes", action=Switch, default=True, help="compile the large programs and count")
-    add("--topology", default="h200:8", help="machine of eight devices to plan for")
+    add("--topology", default="v5e:2x4", help="machine of eight devices to plan for")
     add("--markdown", action=Switch, help="print a table for a page, not for a terminal")
     return parser
 

@@ -15,9 +15,15 @@ from tests.corpus.program import Made
 
 
 def of_model(model: Any, loss: Callable[..., Any], *batch: Any) -> Made:
-    """A step of a model's inexact arrays; the rest of the model is in the closure."""
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    return training(lambda params, *rest: loss(eqx.combine(params, static), *rest), params, *batch)
+    """A step of a model's inexact arrays; its other arrays are an argument that stays."""
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+    arrays, static = eqx.partition(rest, eqx.is_array)
+
+    def of_params(params: Any, arrays: Any, *batch: Any) -> Any:
+        return loss(eqx.combine(params, arrays, static), *batch)
+
+    made = training(of_params, params, arrays, *batch)
+    return made._replace(specs=("params", "open", "open", *["batch"] * len(batch)))
 
 
 class Encoder(eqx.Module):

@@ -18,7 +18,7 @@ from numpyro.infer.util import initialize_model
 from tensorflow_probability.substrates import jax as tfp
 
 from tests.corpus.packages.equinox import of_model
-from tests.corpus.packages.program import Size, integers, normal, training
+from tests.corpus.packages.program import Size, integers, made_eagerly, normal, training
 from tests.corpus.program import Made
 
 
@@ -72,7 +72,8 @@ def hmc(size: Size) -> Made:
 def flow(size: Size, make: Any, **options: Any) -> Made:
     dims, width, layers, batch = size((4, 8, 2, 16), (64, 2048, 4, 8192))
     base = flowjax.distributions.Normal(jnp.zeros(dims))
-    model = make(jax.random.key(0), base_dist=base, nn_width=width, flow_layers=layers, **options)
+    options |= {"nn_width": width, "flow_layers": layers}
+    model = make(jax.random.key(0), base_dist=base, **options)
 
     def loss(model: Any, x: Any) -> Any:
         return -model.log_prob(x).mean()
@@ -80,12 +81,14 @@ def flow(size: Size, make: Any, **options: Any) -> Made:
     return of_model(model, loss, normal(1, batch, dims))
 
 
+@made_eagerly
 def coupling_flow(size: Size) -> Made:
     """flowjax's coupling flow of rational quadratic splines, its layers scanned."""
     spline = flowjax.bijections.RationalQuadraticSpline(knots=4, interval=4)
     return flow(size, flowjax.flows.coupling_flow, transformer=spline)
 
 
+@made_eagerly
 def masked_flow(size: Size) -> Made:
     """flowjax's masked autoregressive flow."""
     return flow(size, flowjax.flows.masked_autoregressive_flow)
@@ -104,7 +107,7 @@ def distrax_flow(size: Size) -> Made:
     def loss(params: Any, x: Any) -> Any:
         odd = jnp.arange(dims) % 2 == 1
         layers = [
-            distrax.MaskedCoupling(odd ^ bool(k % 2), affine, partial(conditioner, layer))
+            distrax.MaskedCoupling(odd ^ bool(k % 2), partial(conditioner, layer), affine)
             for k, layer in enumerate(params)
         ]
         base = distrax.MultivariateNormalDiag(jnp.zeros(dims), jnp.ones(dims))

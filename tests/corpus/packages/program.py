@@ -33,8 +33,14 @@ Make = Callable[[Size], Made]
 """A program: its docstring says what it computes, and it returns a step, arguments and marks.
 
 It is called while jax traces, so that nothing large is made for a plan. So the step takes all
-arrays as arguments.
+arrays as arguments; a program that cannot is marked `made_eagerly`.
 """
+
+
+def made_eagerly(make: Make) -> Make:
+    """Marks a program whose package keeps arrays inside of functions: it is called untraced."""
+    make.eager = True  # type: ignore[attr-defined]
+    return make
 
 
 def concrete(make: Make, size: Size = SMALL) -> Made:
@@ -54,6 +60,9 @@ def _made(make: Make, size: Size, evaluate: Callable[[Callable[[], Any]], Any]) 
         found.append(make(size))
         return found[-1].args
 
+    if getattr(make, "eager", False):
+        made = make(size)
+        return made if size is SMALL else made._replace(args=jax.eval_shape(lambda: made.args))
     args = evaluate(arguments)
     return found[-1]._replace(args=args)
 
