@@ -60,9 +60,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def network(size: Size) -> tuple[Any, Any]:
-    """Parameters of two layers, and a batch."""
-    inner, hidden, batch = size((16, 32, 8), (2048, 8192, 4096))
+def network(size: Size, per_example: bool = False) -> tuple[Any, Any]:
+    """Parameters of two layers, and a batch; a small one where each example has gradients."""
+    real = (512, 2048, 256) if per_example else (2048, 8192, 4096)
+    inner, hidden, batch = size((16, 32, 8), real)
     params = {
         "w_in": normal(0, inner, hidden) / inner**0.5,
         "b": jnp.zeros(hidden),
@@ -92,7 +93,7 @@ def step_of(optimizer: Any, size: Size, per_example: bool = False, extra: str = 
         updates, state = extended.update(grads, state, params, **extras)
         return optax.apply_updates(params, updates), state, value
 
-    params, batch = network(size)
+    params, batch = network(size, per_example)
     return Made(step, (params, optimizer.init(params), batch), ("params", "open", "batch"))
 
 

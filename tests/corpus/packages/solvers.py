@@ -31,7 +31,8 @@ def neural_ode(size: Size) -> Made:
     def loss(model: Any, y0: Any, y1: Any) -> Any:
         def solve(y0: Any) -> Any:
             term = diffrax.ODETerm(lambda t, y, args: model(y))
-            return diffrax.diffeqsolve(term, diffrax.Tsit5(), 0.0, 1.0, 0.25, y0, throw=False).ys
+            solver, steps = diffrax.Tsit5(), {"max_steps": 8, "throw": False}
+            return diffrax.diffeqsolve(term, solver, 0.0, 1.0, 0.25, y0, **steps).ys
 
         return jnp.mean((jax.vmap(solve)(y0)[:, 0] - y1) ** 2)
 
@@ -75,7 +76,8 @@ def neural_sde(size: Size) -> Made:
                 lambda t, y, args: lx.DiagonalLinearOperator(0.1 * jnp.ones(dims)), noise
             )
             terms = diffrax.MultiTerm(drift, diffusion)
-            return diffrax.diffeqsolve(terms, diffrax.Heun(), 0.0, 1.0, 0.25, y0, throw=False).ys
+            solver, steps = diffrax.Heun(), {"max_steps": 8, "throw": False}
+            return diffrax.diffeqsolve(terms, solver, 0.0, 1.0, 0.25, y0, **steps).ys
 
         return jnp.mean(jax.vmap(solve)(y0, seeds) ** 2)
 
