@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from benchmarks.hlo.collectives import HloCollective, hlo_collectives
@@ -23,6 +23,7 @@ from benchmarks.programs.conditions import forget
 from benchmarks.programs.program import Built, Program
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
+from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import jax_mesh, partition_spec
 
 
@@ -63,6 +64,7 @@ class Row(NamedTuple):
       planning: seconds that our plan took to make, with nothing remembered of other programs.
       explained: how many of our collectives name a source line and a reason, and of how many.
       errors: what failed -> the first line of why.
+      stages: seconds that all of our stages took, planning among them.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Row(NamedTuple):
     planning: float | None = None
     explained: tuple[int, int] = (0, 0)
     errors: Mapping[str, str] = {}
+    stages: float = 0.0
 
     @property
     def ratio(self) -> float | None:
@@ -84,8 +87,14 @@ class Row(NamedTuple):
         return self.spmd.bytes / self.given.bytes if self.given.bytes else float("inf")
 
 
-def measure(program: Program, options: spmd.Options) -> Row:
-    """Compiles a program three times and reads the results; failures go into the row."""
+def measure(program: Program, options: spmd.Options, *, guess_trips: bool = False) -> Row:
+    """Compiles a program three times and reads the results; failures go into the row.
+
+    Args:
+      program: the program.
+      options: ours.
+      guess_trips: whether loops whose trips XLA does not state may communicate.
+    """
     errors: dict[str, str] = {}
 
     def attempt(what: str, run: Callable[[], Any]) -> Any:
@@ -95,52 +104,59 @@ def measure(program: Program, options: spmd.Options) -> Row:
             errors[what] = first_line(error)
             return None
 
-    def ours() -> tuple[Moved, int, float, tuple[int, int]]:
+    def ours() -> tuple[Moved, int, Mapping[str, float], tuple[int, int]]:
         forget()
         lowered = jitted.lower(*built.args)
         start = time.perf_counter()
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
         predicted = sum(c.bytes * c.count for c in compiled.collectives)
-        moved = read(compiled.as_text("hlo"), compiled.memory, seconds)
+        moved = read(compiled.as_text("hlo"), compiled.memory, seconds, guess_trips)
         named = sum(bool(c.source and c.reason) for c in compiled.collectives)
         explained = (named, len(compiled.collectives))
-        return moved, predicted, lowered.stages.seconds["plan"], explained
+        return moved, predicted, lowered.stages.seconds, explained
 
     mesh, built = program.make()
     jitted = spmd.jit(built.fn, mesh=mesh, donate_argnums=built.donate, options=options)
-    alone = attempt("alone", lambda: compile_with_xla(built, built.args))
+    alone = attempt("alone", lambda: compile_with_xla(built, built.args, guess_trips))
     found = attempt("spmd", ours)
     if found is None:
         return Row(program.name, alone=alone, errors=errors)
     placed = placed_arguments(jitted.lower(*built.args), built.args)
     is_open = any(leaf.sharding is None for leaf in jax.tree.leaves(built.args))
-    given = attempt("given", lambda: compile_with_xla(built, placed)) if is_open else alone
-    moved, predicted, planning, explained = found
-    return Row(program.name, moved, alone, given, predicted, planning, explained, errors)
+    given = (
+        attempt("given", lambda: compile_with_xla(built, placed, guess_trips)) if is_open else alone
+    )
+    moved, predicted, seconds, explained = found
+    stages = sum(seconds.values())
+    return Row(
+        program.name, moved, alone, given, predicted, seconds["plan"], explained, errors, stages
+    )
 
 
 def placed_arguments(lowered: spmd.Lowered, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments, each with the sharding that our plan gives it."""
+    mesh = jax_mesh(lowered.mesh)
+
+    def place(leaf: Any, sharding: Sharding) -> Any:
+        spec = partition_spec(sharding, lowered.mesh)[: leaf.ndim]  # a key's bits have a dim more
+        placed = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
+
     leaves, tree = jax.tree.flatten(args)
-    placed = [
-        jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=NamedSharding(jax_mesh(lowered.mesh), partition_spec(s, lowered.mesh)),
-        )
-        for leaf, s in zip(leaves, lowered.stages.optimized.arguments, strict=True)
-    ]
+    shardings = lowered.stages.optimized.arguments
+    placed = [place(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
     return tuple(jax.tree.unflatten(tree, placed))
 
 
-def compile_with_xla(built: Built, args: tuple[Any, ...]) -> Moved:
+def compile_with_xla(built: Built, args: tuple[Any, ...], guess_trips: bool = False) -> Moved:
     """Plain `jax.jit` of the same function; results are placed as XLA likes."""
     lowered = lower_with_jax(built, args)
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    return read(str(compiled.as_text()), Memory.of(compiled.memory_analysis()), seconds)
+    memory = Memory.of(compiled.memory_analysis())
+    return read(str(compiled.as_text()), memory, seconds, guess_trips)
 
 
 def lower_with_jax(built: Built, args: tuple[Any, ...]) -> Any:
@@ -151,14 +167,14 @@ def lower_with_jax(built: Built, args: tuple[Any, ...]) -> Any:
         return jax.jit(built.fn, donate_argnums=built.donate).lower(*args)
 
 
-def read(text: str, memory: Memory, seconds: float) -> Moved:
+def read(text: str, memory: Memory, seconds: float, guess_trips: bool = False) -> Moved:
     """What an optimized module moves.
 
     Raises:
-      ArgumentError: a loop that communicates has an unknown trip count.
+      ArgumentError: a loop that communicates has an unknown trip count, and none is guessed.
     """
-    found = hlo_collectives(text, guess_trips=False, scatter_slices=True)
-    raw = hlo_collectives(text, guess_trips=False)
+    found = hlo_collectives(text, guess_trips=guess_trips, scatter_slices=True)
+    raw = hlo_collectives(text, guess_trips=guess_trips)
     kinds: Counter[str] = Counter()
     for collective in found:
         kinds[collective.kind] += collective.bytes * collective.count

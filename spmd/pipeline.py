@@ -22,6 +22,7 @@ from spmd.frontend.canonicalize.run import canonicalize
 from spmd.frontend.importer.module import Imported, import_module
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.separate import separate
+from spmd.frontend.unflatten import unflatten
 from spmd.ir.callbacks import Callback
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.legality import check_program
@@ -150,7 +151,7 @@ def propagated_of(request: Request) -> Propagated:
 def _front(request: Request, clock: _Clock) -> tuple[Imported, Propagated]:
     """The stages in front of the plan: what a module says, and what follows from its marks."""
     imported = clock("import", _import, request)
-    canonical = clock("canonicalize", canonicalize, imported.program)
+    canonical = clock("canonicalize", _canonicalize, imported.program)
     separated = clock("separate", separate, canonical)
     imported = imported._replace(program=clock("sink", sink_invariants, separated))
     return imported, clock("propagate", _propagate, request, imported)
@@ -325,6 +326,10 @@ def _import(request: Request) -> Imported:
         program = imported.program._replace(result_names=request.result_names)
         imported = imported._replace(program=program)
     return imported
+
+
+def _canonicalize(program: Program) -> Program:
+    return unflatten(canonicalize(program))
 
 
 def _propagate(request: Request, imported: Imported) -> Propagated:

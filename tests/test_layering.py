@@ -68,7 +68,12 @@ MLIR_FILES = (
 CLOSED = ("spmd.api",)
 """Packages whose modules are their own: others take the names in `__init__`."""
 
-READ_TESTS = ("tools/compare_shardy.py", "tools/coverage.py", "tools/fuzz.py")
+READ_TESTS = (
+    "tools/compare_shardy.py",
+    "tools/coverage.py",
+    "tools/fuzz.py",
+    "tools/packages.py",
+)
 """Tools that write down what the tests run, or run more of it."""
 
 

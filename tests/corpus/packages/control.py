@@ -1,0 +1,172 @@
+"""brax, rlax, mctx, evosax, ott: control, planning, evolution and transport."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import evosax.algorithms
+import jax
+import jax.numpy as jnp
+import mctx
+import optax
+import rlax
+from brax import envs
+from brax.training.agents.ppo import losses, networks
+from brax.training.types import Transition
+from ott.geometry import pointcloud
+from ott.problems.linear import linear_problem
+from ott.solvers.linear import sinkhorn
+
+from tests.corpus.packages.program import Size, integers, normal, training
+from tests.corpus.program import Made
+
+
+def brax_rollout(size: Size) -> Made:
+    """Steps of brax's physics in many environments."""
+    batch, steps = size((8, 2), (4096, 8))
+    with jax.ensure_compile_time_eval():
+        env = envs.create("inverted_pendulum", batch_size=batch, backend="generalized")
+
+    def rollout(state: Any, actions: Any) -> Any:
+        return jax.lax.scan(lambda s, a: (env.step(s, a), s.reward), state, actions)
+
+    actions = 0.1 * normal(1, steps, batch, env.action_size)
+    return Made(rollout, (env.reset(jax.random.key(0)), actions), ("batch", "open"))
+
+
+def brax_ppo(size: Size) -> Made:
+    """The loss and networks of brax's PPO, on a batch of transitions."""
+    batch, length, seen, acted, width = size((8, 4, 6, 2, 16), (2048, 32, 256, 32, 2048))
+    made = networks.make_ppo_networks(
+        seen, acted, policy_hidden_layer_sizes=(width,) * 3, value_hidden_layer_sizes=(width,) * 3
+    )
+    params = losses.PPONetworkParams(
+        policy=made.policy_network.init(jax.random.key(0)),
+        value=made.value_network.init(jax.random.key(1)),
+    )
+    data = Transition(
+        observation=normal(2, batch, length, seen),
+        action=jnp.tanh(normal(3, batch, length, acted)),
+        reward=normal(4, batch, length),
+        discount=jnp.ones((batch, length)),
+        next_observation=normal(5, batch, length, seen),
+        extras={
+            "state_extras": {"truncation": jnp.zeros((batch, length))},
+            "policy_extras": {
+                "raw_action": normal(3, batch, length, acted),
+                "log_prob": -jnp.ones((batch, length)),
+                "distribution_params": normal(7, batch, length, 2 * acted),
+            },
+        },
+    )
+
+    def loss(params: Any, data: Any) -> Any:
+        return losses.compute_ppo_loss(params, None, data, jax.random.key(6), made)[0]
+
+    return training(loss, params, data)
+
+
+def mlp(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params["w_in"]) @ params["w_out"]
+
+
+def weights(seed: int, inner: int, width: int, out: int) -> Any:
+    return {
+        "w_in": normal(seed, inner, width) / inner**0.5,
+        "w_out": normal(seed + 1, width, out) / width**0.5,
+    }
+
+
+def rlax_q_learning(size: Size) -> Made:
+    """Double Q-learning of rlax on sequences, with a target network."""
+    batch, seen, width, actions = size((8, 4, 16, 3), (8192, 1024, 4096, 128))
+
+    def loss(params: Any, target: Any, before: Any, after: Any, action: Any, reward: Any) -> Any:
+        errors = jax.vmap(rlax.double_q_learning)(
+            mlp(params, before),
+            action,
+            reward,
+            jnp.full(batch, 0.9),
+            mlp(target, after),
+            mlp(params, after),
+        )
+        return jnp.mean(rlax.l2_loss(errors))
+
+    states = (normal(0, batch, seen), normal(1, batch, seen))
+    rest = (integers(2, actions, batch), normal(3, batch))
+    params, target = weights(4, seen, width, actions), weights(6, seen, width, actions)
+    made = training(loss, params, target, *states, *rest)
+    return made._replace(specs=("params", "open", "params", *["batch"] * 4))
+
+
+def mctx_search(size: Size) -> Made:
+    """MuZero's tree search of mctx with a learned model."""
+    batch, width, actions, simulations = size((8, 8, 4, 4), (1024, 512, 64, 16))
+
+    def search(params: Any, states: Any, key: Any) -> Any:
+        def predict(params: Any, states: Any) -> Any:
+            return mlp(params["policy"], states), mlp(params["value"], states)[:, 0]
+
+        def recurrent(params: Any, key: Any, action: Any, states: Any) -> Any:
+            moved = jax.nn.one_hot(action, actions) @ params["action"]
+            states = jnp.tanh(mlp(params["model"], states + moved))
+            logits, value = predict(params, states)
+            out = mctx.RecurrentFnOutput(
+                reward=value, discount=jnp.full(batch, 0.9), prior_logits=logits, value=value
+            )
+            return out, states
+
+        logits, value = predict(params, states)
+        root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=states)
+        found = mctx.muzero_policy(params, key, root, recurrent, simulations)
+        return found.action, found.action_weights
+
+    params = {
+        "policy": weights(0, width, 4 * width, actions),
+        "value": weights(2, width, 4 * width, 1),
+        "model": weights(4, width, 4 * width, width),
+        "action": normal(6, actions, width),
+    }
+    args = (params, normal(7, batch, width), jax.random.key(8))
+    return Made(search, args, ("params", "batch", "open"))
+
+
+def evolution(size: Size) -> Made:
+    """A generation of evosax's OpenAI-ES: a network's weights are the genes."""
+    population, inner, batch = size((8, 4, 8), (256, 64, 1024))
+    solution = weights(0, inner, 4 * inner, inner)
+    algorithm = evosax.algorithms.Open_ES(population, solution, optimizer=optax.adam(1e-2))
+    options = algorithm.default_params
+
+    def generation(state: Any, x: Any, y: Any, key: Any) -> Any:
+        ask, tell = jax.random.split(key)
+        members, state = algorithm.ask(ask, state, options)
+        fitness = jax.vmap(lambda w: jnp.mean((mlp(w, x) - y) ** 2))(members)
+        return algorithm.tell(tell, members, fitness, state, options)[0], fitness
+
+    state = algorithm.init(jax.random.key(1), solution, options)
+    x, y = normal(2, batch, inner), normal(3, batch, inner)
+    return Made(generation, (state, x, y, jax.random.key(4)), ("params", "batch", "batch", "open"))
+
+
+def transport(size: Size) -> Made:
+    """A step that learns a map by ott's entropic transport cost between point clouds."""
+    points, dims, width = size((16, 4, 8), (4096, 256, 2048))
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        geometry = pointcloud.PointCloud(x + mlp(params, x), y, epsilon=1.0)
+        solver = sinkhorn.Sinkhorn(threshold=1e-3, max_iterations=20)
+        return solver(linear_problem.LinearProblem(geometry)).reg_ot_cost
+
+    x, y = normal(0, points, dims), 0.5 + normal(1, points, dims)
+    return training(loss, weights(2, dims, width, dims), x, y)
+
+
+PROGRAMS = (
+    brax_rollout,
+    brax_ppo,
+    rlax_q_learning,
+    mctx_search,
+    evolution,
+    transport,
+)

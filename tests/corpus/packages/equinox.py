@@ -1,0 +1,199 @@
+"""equinox: modules for one example, mapped over the batch; state; filtered transformations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from tests.corpus.packages.program import Size, cross_entropy, integers, normal, training
+from tests.corpus.program import Made
+
+
+def of_model(model: Any, loss: Callable[..., Any], *batch: Any) -> Made:
+    """A step of a model's inexact arrays; its other arrays are an argument that stays."""
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+    arrays, static = eqx.partition(rest, eqx.is_array)
+
+    def of_params(params: Any, arrays: Any, *batch: Any) -> Any:
+        return loss(eqx.combine(params, arrays, static), *batch)
+
+    made = training(of_params, params, arrays, *batch)
+    return made._replace(specs=("params", "open", "open", *["batch"] * len(batch)))
+
+
+class Encoder(eqx.Module):
+    embed: eqx.nn.Embedding
+    rope: eqx.nn.RotaryPositionalEmbedding = eqx.field(static=True)
+    attentions: list[eqx.nn.MultiheadAttention]
+    mlps: list[eqx.nn.MLP]
+    norm: eqx.nn.RMSNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, vocab: int, width: int, layers: int, key: Any) -> None:
+        keys = jax.random.split(key, 2 * layers + 2)
+        heads = max(width // 128, 2)
+        self.embed = eqx.nn.Embedding(vocab, width, key=keys[0])
+        self.rope = eqx.nn.RotaryPositionalEmbedding(width // heads)
+        self.attentions = [
+            eqx.nn.MultiheadAttention(heads, width, key=k) for k in keys[1 : layers + 1]
+        ]
+        self.mlps = [
+            eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=k)
+            for k in keys[layers + 1 : -1]
+        ]
+        self.norm = eqx.nn.RMSNorm(width)
+        self.head = eqx.nn.Linear(width, vocab, key=keys[-1])
+
+    def __call__(self, tokens: Any) -> Any:
+        def rotate(q: Any, k: Any, v: Any) -> Any:
+            turn = jax.vmap(self.rope, in_axes=1, out_axes=1)
+            return turn(q), turn(k), v
+
+        x = jax.vmap(self.embed)(tokens)
+        mask = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
+        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
+            h = jax.vmap(self.norm)(x)
+            x = x + attention(h, h, h, mask, process_heads=rotate)
+            x = x + jax.vmap(mlp)(jax.vmap(self.norm)(x))
+        return jax.vmap(self.head)(x)
+
+
+def decoder(size: Size) -> Made:
+    """Attention with rotary embedding and an MLP, for one sequence under vmap."""
+    vocab, width, layers, batch, length = size((64, 32, 1, 8, 8), (32000, 2048, 2, 32, 512))
+
+    def loss(model: Any, tokens: Any) -> Any:
+        return cross_entropy(jax.vmap(model)(tokens[:, :-1]), tokens[:, 1:])
+
+    model = Encoder(vocab, width, layers, jax.random.key(0))
+    return of_model(model, loss, integers(0, vocab, batch, length + 1))
+
+
+class Convolutions(eqx.Module):
+    layers: eqx.nn.Sequential
+
+    def __init__(self, width: int, key: Any) -> None:
+        keys = jax.random.split(key, 4)
+        self.layers = eqx.nn.Sequential(
+            [
+                eqx.nn.Conv2d(3, width, 3, padding=1, use_bias=False, key=keys[0]),
+                eqx.nn.BatchNorm(width, "batch", mode="batch"),
+                eqx.nn.Lambda(jax.nn.relu),
+                eqx.nn.MaxPool2d(2, 2),
+                eqx.nn.Conv2d(width, 2 * width, 3, padding=1, key=keys[1]),
+                eqx.nn.GroupNorm(4, 2 * width),
+                eqx.nn.Lambda(jax.nn.gelu),
+                eqx.nn.ConvTranspose2d(2 * width, width, 2, stride=2, key=keys[2]),
+                eqx.nn.AdaptiveAvgPool2d(2),
+                eqx.nn.Lambda(jnp.ravel),
+                eqx.nn.Linear(4 * width, 16, key=keys[3]),
+            ]
+        )
+
+    def __call__(self, x: Any, state: Any) -> Any:
+        return self.layers(x, state)
+
+
+def stateful(size: Size) -> Made:
+    """Convolutions with eqx.nn.BatchNorm, whose statistics are an eqx.nn.State."""
+    width, pixels, batch = size((8, 8, 8), (128, 64, 128))
+    model, state = eqx.nn.make_with_state(Convolutions)(width, jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    optimizer = optax.adamw(1e-3, eps=1e-3)
+
+    def step(params: Any, state: Any, slots: Any, images: Any, labels: Any) -> Any:
+        @eqx.filter_value_and_grad(has_aux=True)
+        def loss(params: Any) -> Any:
+            forward = jax.vmap(
+                eqx.combine(params, static),
+                axis_name="batch",
+                in_axes=(0, None),
+                out_axes=(0, None),
+            )
+            logits, new = forward(images, state)
+            return cross_entropy(logits, labels), new
+
+        (value, new), grads = loss(params)
+        updates, slots = optimizer.update(grads, slots, params)
+        return eqx.apply_updates(params, updates), new, slots, value
+
+    images, labels = normal(0, batch, 3, pixels, pixels), integers(1, 16, batch)
+    args = (params, state, optimizer.init(params), images, labels)
+    return Made(step, args, ("params", "open", "open", "batch", "batch"))
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.nn.GRUCell
+    lstm: eqx.nn.LSTMCell
+    head: eqx.nn.Linear
+
+    def __init__(self, inner: int, width: int, key: Any) -> None:
+        keys = jax.random.split(key, 3)
+        self.cell = eqx.nn.GRUCell(inner, width, key=keys[0])
+        self.lstm = eqx.nn.LSTMCell(width, width, key=keys[1])
+        self.head = eqx.nn.Linear(width, inner, key=keys[2])
+
+    def __call__(self, xs: Any) -> Any:
+        def step(carry: Any, x: Any) -> Any:
+            h, state = carry
+            h = self.cell(x, h)
+            state = self.lstm(h, state)
+            return (h, state), self.head(state[0])
+
+        zeros = jnp.zeros(self.cell.hidden_size)
+        return jax.lax.scan(step, (zeros, (zeros, zeros)), xs)[1]
+
+
+def recurrent(size: Size) -> Made:
+    """A GRU cell and an LSTM cell under scan under vmap."""
+    inner, width, batch, length = size((8, 16, 8, 8), (512, 2048, 256, 64))
+
+    def loss(model: Any, xs: Any) -> Any:
+        return jnp.mean((jax.vmap(model)(xs)[:, :-1] - xs[:, 1:]) ** 2)
+
+    model = Recurrent(inner, width, jax.random.key(0))
+    return of_model(model, loss, normal(1, batch, length, inner))
+
+
+def ensemble(size: Size) -> Made:
+    """Eight MLPs made by filter_vmap, trained at once."""
+    width, batch = size((16, 8), (2048, 4096))
+    keys = jax.random.split(jax.random.key(0), 8)
+    models = eqx.filter_vmap(
+        lambda key: eqx.nn.MLP(width, width, 2 * width, 2, jax.nn.silu, key=key)
+    )(keys)
+
+    def loss(models: Any, x: Any, y: Any) -> Any:
+        @eqx.filter_vmap(in_axes=(eqx.if_array(0), None))
+        def predict(model: Any, x: Any) -> Any:
+            return jax.vmap(model)(x)
+
+        return jnp.mean((predict(models, x) - y) ** 2)
+
+    return of_model(models, loss, normal(1, batch, width), normal(2, batch, width))
+
+
+def checkpointed_loop(size: Size) -> Made:
+    """equinox's own reverse-differentiable while loop around a linear layer."""
+    width, steps, batch = size((16, 5, 8), (4096, 16, 4096))
+
+    def loss(model: Any, x: Any) -> Any:
+        def body(carry: Any) -> Any:
+            x, n = carry
+            return jnp.tanh(jax.vmap(model)(x)), n + 1
+
+        x, _ = eqx.internal.while_loop(
+            lambda carry: carry[1] < steps, body, (x, 0), max_steps=steps, kind="checkpointed"
+        )
+        return jnp.mean(x**2)
+
+    model = eqx.nn.Linear(width, width, key=jax.random.key(0))
+    return of_model(model, loss, normal(1, batch, width))
+
+
+PROGRAMS = (decoder, stateful, recurrent, ensemble, checkpointed_loop)

@@ -1,0 +1,113 @@
+"""dm-haiku: the networks that it ships, attention and recurrent cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+
+from tests.corpus.packages.program import Size, cross_entropy, integers, normal, training
+from tests.corpus.program import Made
+
+
+def with_state(network: Any, *batch: Any, loss: Callable[..., Any]) -> Made:
+    """A step of SGD with momentum of a network that has parameters and state."""
+    params, state = network.init(jax.random.key(0), batch[0])
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def step(params: Any, state: Any, slots: Any, *batch: Any) -> Any:
+        def of_params(params: Any) -> Any:
+            out, new = network.apply(params, state, None, batch[0])
+            return loss(out, *batch[1:]), new
+
+        (value, new), grads = jax.value_and_grad(of_params, has_aux=True)(params)
+        updates, slots = optimizer.update(grads, slots, params)
+        return optax.apply_updates(params, updates), new, slots, value
+
+    args = (params, state, optimizer.init(params), *batch)
+    return Made(step, args, ("params", "open", "open", *["batch"] * len(batch)))
+
+
+def resnet18(size: Size) -> Made:
+    """hk.nets.ResNet18 in training mode."""
+    pixels, batch = size((32, 8), (128, 128))
+    network = hk.transform_with_state(lambda x: hk.nets.ResNet18(1000)(x, is_training=True))
+    images, labels = normal(0, batch, pixels, pixels, 3), integers(1, 1000, batch)
+    return with_state(network, images, labels, loss=cross_entropy)
+
+
+def mobilenet(size: Size) -> Made:
+    """hk.nets.MobileNetV1, whose convolutions are depthwise."""
+    pixels, batch = size((64, 32), (128, 128))
+    network = hk.transform_with_state(lambda x: hk.nets.MobileNetV1()(x, is_training=True))
+    images, labels = normal(0, batch, pixels, pixels, 3), integers(1, 1000, batch)
+    return with_state(network, images, labels, loss=cross_entropy)
+
+
+def vector_quantizer(size: Size) -> Made:
+    """An autoencoder around hk.nets.VectorQuantizerEMA, whose codebook is state."""
+    width, code, codes, batch = size((16, 8, 32, 16), (2048, 256, 8192, 8192))
+
+    def forward(x: Any) -> Any:
+        h = hk.nets.MLP([width, code])(x)
+        quantized = hk.nets.VectorQuantizerEMA(code, codes, 0.25, 0.99)(h, is_training=True)
+        y = hk.nets.MLP([width, x.shape[-1]])(quantized["quantize"])
+        return jnp.mean((x - y) ** 2) + quantized["loss"]
+
+    network = hk.transform_with_state(forward)
+    return with_state(network, normal(1, batch, width), loss=lambda value: value)
+
+
+def attention(size: Size) -> Made:
+    """hk.MultiHeadAttention and hk.LayerNorm under hk.layer_stack, dropout by hk.next_rng_key."""
+    vocab, width, layers, batch, length = size((64, 32, 2, 8, 8), (32000, 2048, 4, 32, 512))
+
+    def block(x: Any) -> Any:
+        norm = hk.LayerNorm(-1, True, True)(x)
+        mask = jnp.tril(jnp.ones((1, 1, length, length)))
+        heads = max(width // 128, 2)
+        init = hk.initializers.VarianceScaling(1.0)
+        attend = hk.MultiHeadAttention(heads, width // heads, w_init=init, model_size=width)
+        x = x + hk.dropout(hk.next_rng_key(), 0.1, attend(norm, norm, norm, mask))
+        return x + hk.nets.MLP([4 * width, width])(hk.LayerNorm(-1, True, True)(x))
+
+    def forward(tokens: Any) -> Any:
+        x = hk.Embed(vocab, width)(tokens)
+        x = hk.experimental.layer_stack(layers)(block)(x)
+        return hk.Linear(vocab)(x)
+
+    network = hk.transform(forward)
+    tokens = integers(0, vocab, batch, length + 1)
+    params = network.init(jax.random.key(0), tokens[:, :-1])
+
+    def loss(params: Any, tokens: Any) -> Any:
+        logits = network.apply(params, jax.random.key(1), tokens[:, :-1])
+        return cross_entropy(logits, tokens[:, 1:])
+
+    return training(loss, params, tokens)
+
+
+def deep_lstm(size: Size) -> Made:
+    """hk.deep_rnn_with_skip_connections of LSTMs under hk.dynamic_unroll."""
+    width, batch, length = size((16, 8, 8), (2048, 256, 64))
+
+    def forward(xs: Any) -> Any:
+        core = hk.deep_rnn_with_skip_connections([hk.LSTM(width), hk.LSTM(width)])
+        state = core.initial_state(xs.shape[0])
+        ys, _ = hk.dynamic_unroll(core, xs, state, time_major=False)
+        return hk.BatchApply(hk.Linear(xs.shape[-1]))(ys)
+
+    network = hk.without_apply_rng(hk.transform(forward))
+    xs = normal(1, batch, length, width)
+
+    def loss(params: Any, xs: Any) -> Any:
+        return jnp.mean((network.apply(params, xs)[:, :-1] - xs[:, 1:]) ** 2)
+
+    return training(loss, network.init(jax.random.key(0), xs), xs)
+
+
+PROGRAMS = (resnet18, mobilenet, vector_quantizer, attention, deep_lstm)

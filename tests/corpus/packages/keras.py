@@ -1,0 +1,88 @@
+"""keras on jax: models that it ships, trained by its stateless functions."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"  # keras reads it when it is imported
+
+from typing import Any
+
+import jax
+import keras
+
+from tests.corpus.packages.program import Size, integers, normal
+from tests.corpus.program import Made
+
+
+def trained(model: Any, loss: Any, *batch: Any, training: bool = True) -> Made:
+    """A step of keras's Adam; variables are lists of arrays."""
+    optimizer = keras.optimizers.Adam(1e-3, epsilon=1e-3)
+    optimizer.build(model.trainable_variables)
+
+    def step(params: Any, rest: Any, slots: Any, x: Any, y: Any) -> Any:
+        def of_params(params: Any) -> Any:
+            out, new = model.stateless_call(params, rest, x, training=training)
+            return loss(y, out), new
+
+        (value, new), grads = jax.value_and_grad(of_params, has_aux=True)(params)
+        params, slots = optimizer.stateless_apply(slots, grads, params)
+        return params, new, slots, value
+
+    params, rest, slots = (
+        [variable.value for variable in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+        )
+    )
+    return Made(step, (params, rest, slots, *batch), ("params", "open", "open", "batch", "batch"))
+
+
+def crossentropy() -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def application(make: Any, size: Size) -> Made:
+    pixels, batch = size((32, 8), (128, 128))
+    options: dict[str, Any] = {"weights": None, "classifier_activation": None, "classes": 64}
+    model = make(input_shape=(pixels, pixels, 3), **options)
+    images, labels = normal(0, batch, pixels, pixels, 3), integers(1, 64, batch)
+    return trained(model, crossentropy(), images, labels, training=False)
+
+
+def mobilenet(size: Size) -> Made:
+    """keras.applications.MobileNetV2, fine-tuned: batch statistics stay."""
+    return application(keras.applications.MobileNetV2, size)
+
+
+def transformer(size: Size) -> Made:
+    """A classifier of keras.layers.MultiHeadAttention with dropout."""
+    vocab, width, batch, length = size((64, 32, 8, 8), (32000, 1024, 64, 512))
+    layers = keras.layers
+    tokens = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(vocab, width)(tokens)
+    for _ in range(2):
+        h = layers.LayerNormalization()(x)
+        heads = max(width // 64, 2)
+        x = x + layers.MultiHeadAttention(heads, width // heads)(h, h, use_causal_mask=True)
+        h = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dropout(0.1, seed=0)(layers.Dense(width)(h))
+    out = layers.Dense(16)(layers.GlobalAveragePooling1D()(x))
+    model = keras.Model(tokens, out)
+    return trained(model, crossentropy(), integers(0, vocab, batch, length), integers(1, 16, batch))
+
+
+def recurrent(size: Size) -> Made:
+    """keras.layers.Bidirectional of LSTMs, and a GRU."""
+    inner, width, batch, length = size((8, 16, 8, 8), (256, 1024, 256, 64))
+    layers = keras.layers
+    sequence = keras.Input((length, inner))
+    x = layers.Bidirectional(layers.LSTM(width, return_sequences=True))(sequence)
+    model = keras.Model(sequence, layers.Dense(16)(layers.GRU(width)(x)))
+    x, labels = normal(0, batch, length, inner), integers(1, 16, batch)
+    return trained(model, crossentropy(), x, labels)
+
+
+PROGRAMS = (mobilenet, transformer, recurrent)

@@ -1,0 +1,191 @@
+"""numpyro, flowjax, distrax, TensorFlow Probability on jax, blackjax: inference and flows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import blackjax
+import distrax
+import flowjax.distributions
+import flowjax.flows
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import HMC, SVI, Trace_ELBO, autoguide
+from numpyro.infer.util import initialize_model
+from tensorflow_probability.substrates import jax as tfp
+
+from tests.corpus.packages.equinox import of_model
+from tests.corpus.packages.program import Size, integers, made_eagerly, normal, training
+from tests.corpus.program import Made
+
+
+def regression(x: Any, y: Any) -> None:
+    """Logistic regression with a hidden layer, as a numpyro model."""
+    width = 2 * x.shape[1]
+    w_in = numpyro.sample("w_in", dist.Normal(jnp.zeros((x.shape[1], width)), 1.0).to_event(2))
+    scale = numpyro.sample("scale", dist.HalfCauchy(1.0))
+    w_out = numpyro.sample("w_out", dist.Normal(jnp.zeros(width), scale).to_event(1))
+    with numpyro.plate("data", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=jnp.tanh(x @ w_in) @ w_out), obs=y)
+
+
+def observations(size: Size) -> tuple[Any, Any]:
+    batch, dims = size((16, 4), (16384, 1024))
+    return normal(1, batch, dims) / dims**0.5, integers(2, 2, batch)
+
+
+def svi(size: Size) -> Made:
+    """numpyro's SVI.update with AutoNormal."""
+    x, y = observations(size)
+    guide = autoguide.AutoNormal(regression)
+    inference = SVI(regression, guide, numpyro.optim.Adam(1e-2), Trace_ELBO(num_particles=2))
+    state = inference.init(jax.random.key(0), x, y)
+    return Made(inference.update, (state, x, y), ("params", "batch", "batch"))
+
+
+def potential(size: Size) -> Made:
+    """The gradient of a numpyro model's potential."""
+    x, y = observations(size)
+    start = initialize_model(jax.random.key(0), regression, model_args=(x, y), dynamic_args=True)
+
+    def gradient(z: Any, x: Any, y: Any) -> Any:
+        return jax.value_and_grad(start.potential_fn(x, y))(z)
+
+    return Made(gradient, (start.param_info.z, x, y), ("params", "batch", "batch"))
+
+
+def hmc(size: Size) -> Made:
+    """A transition of numpyro's HMC, leapfrog steps in a loop."""
+    x, y = observations(size)
+    kernel = HMC(regression, step_size=1e-2, num_steps=4, adapt_step_size=False)
+    state = kernel.init(jax.random.key(0), 10, None, (x, y), {})
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        return kernel.sample(state, (x, y), {})
+
+    return Made(step, (state, x, y), ("params", "batch", "batch"))
+
+
+def flow(size: Size, make: Any, **options: Any) -> Made:
+    dims, width, layers, batch = size((4, 8, 2, 16), (64, 2048, 4, 8192))
+    base = flowjax.distributions.Normal(jnp.zeros(dims))
+    options |= {"nn_width": width, "flow_layers": layers}
+    model = make(jax.random.key(0), base_dist=base, **options)
+
+    def loss(model: Any, x: Any) -> Any:
+        return -model.log_prob(x).mean()
+
+    return of_model(model, loss, normal(1, batch, dims))
+
+
+@made_eagerly
+def coupling_flow(size: Size) -> Made:
+    """flowjax's coupling flow of rational quadratic splines, its layers scanned."""
+    spline = flowjax.bijections.RationalQuadraticSpline(knots=4, interval=4)
+    return flow(size, flowjax.flows.coupling_flow, transformer=spline)
+
+
+@made_eagerly
+def masked_flow(size: Size) -> Made:
+    """flowjax's masked autoregressive flow."""
+    return flow(size, flowjax.flows.masked_autoregressive_flow)
+
+
+def distrax_flow(size: Size) -> Made:
+    """distrax: masked couplings chained over a normal, by maximum likelihood."""
+    dims, width, batch = size((4, 8, 16), (512, 4096, 8192))
+
+    def affine(p: Any) -> Any:
+        return distrax.ScalarAffine(shift=p[..., 0], log_scale=jnp.tanh(p[..., 1]))
+
+    def conditioner(layer: Any, x: Any) -> Any:
+        return (jnp.tanh(x @ layer["w_in"]) @ layer["w_out"]).reshape(*x.shape, 2)
+
+    def loss(params: Any, x: Any) -> Any:
+        odd = jnp.arange(dims) % 2 == 1
+        layers = [
+            distrax.MaskedCoupling(odd ^ bool(k % 2), partial(conditioner, layer), affine)
+            for k, layer in enumerate(params)
+        ]
+        base = distrax.MultivariateNormalDiag(jnp.zeros(dims), jnp.ones(dims))
+        return -distrax.Transformed(base, distrax.Chain(layers)).log_prob(x).mean()
+
+    params = [
+        {
+            "w_in": normal(2 * k, dims, width) / dims**0.5,
+            "w_out": normal(2 * k + 1, width, 2 * dims) / width,
+        }
+        for k in range(3)
+    ]
+    return training(loss, params, normal(9, batch, dims))
+
+
+def tfp_joint(size: Size) -> Made:
+    """The gradient of a joint distribution of TensorFlow Probability."""
+    x, y = observations(size)
+    tfd = tfp.distributions
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        joint = tfd.JointDistributionNamed(
+            {
+                "scale": tfd.HalfNormal(jnp.ones(())),
+                "w": lambda scale: tfd.Sample(tfd.Normal(0.0, scale), x.shape[1]),
+                "y": lambda w: tfd.Independent(tfd.Bernoulli(logits=x @ w), 1),
+            }
+        )
+        return -joint.log_prob(scale=jax.nn.softplus(params["scale"]), w=params["w"], y=y)
+
+    params = {"w": 0.1 * normal(3, x.shape[1]), "scale": jnp.ones(())}
+    return training(loss, params, x, y)
+
+
+def tfp_hmc(size: Size) -> Made:
+    """tfp.mcmc.sample_chain with Hamiltonian Monte Carlo, one chain for each example."""
+    chains, dims = size((8, 4), (4096, 256))
+
+    def sample(start: Any, precision: Any, key: Any) -> Any:
+        def target(z: Any) -> Any:
+            return -0.5 * jnp.einsum("...i,ij,...j->...", z, precision, z)
+
+        kernel = tfp.mcmc.HamiltonianMonteCarlo(target, step_size=0.1, num_leapfrog_steps=3)
+        return tfp.mcmc.sample_chain(
+            4, start, kernel=kernel, seed=key, trace_fn=lambda _, results: results.is_accepted
+        )
+
+    root = normal(1, dims, dims) / dims**0.5
+    args = (normal(0, chains, dims), root @ root.T + jnp.eye(dims), jax.random.key(2))
+    return Made(sample, args, ("batch", "params", "open"))
+
+
+def blackjax_nuts(size: Size) -> Made:
+    """A transition of blackjax's NUTS for each of several chains."""
+    chains, dims = size((8, 4), (1024, 512))
+
+    def step(positions: Any, precision: Any, keys: Any) -> Any:
+        def density(z: Any) -> Any:
+            return -0.5 * z @ precision @ z
+
+        kernel = blackjax.nuts(density, 0.1, jnp.ones(dims), max_num_doublings=3)
+        states = jax.vmap(kernel.init)(positions)
+        return jax.vmap(kernel.step)(keys, states)[0]
+
+    root = normal(1, dims, dims) / dims**0.5
+    keys = jax.random.split(jax.random.key(2), chains)
+    args = (normal(0, chains, dims), root @ root.T + jnp.eye(dims), keys)
+    return Made(step, args, ("batch", "params", "open"))
+
+
+PROGRAMS = (
+    svi,
+    potential,
+    hmc,
+    coupling_flow,
+    masked_flow,
+    distrax_flow,
+    tfp_joint,
+    tfp_hmc,
+    blackjax_nuts,
+)

@@ -1,0 +1,218 @@
+"""diffrax, optimistix, lineax and jaxopt: solvers, and gradients through them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxopt
+import lineax as lx
+import optimistix as optx
+
+from tests.corpus.packages.equinox import of_model
+from tests.corpus.packages.program import Size, normal, training
+from tests.corpus.program import Made
+
+
+def field(size: Size) -> tuple[Any, int, int]:
+    """A vector field, its dims and a batch."""
+    dims, width, batch = size((4, 16, 8), (1024, 4096, 2048))
+    model = eqx.nn.MLP(dims, dims, width, 2, jax.nn.tanh, key=jax.random.key(0))
+    return model, dims, batch
+
+
+def neural_ode(size: Size) -> Made:
+    """diffrax.diffeqsolve with Tsit5 in fixed steps, differentiated by recursive checkpoints."""
+    model, dims, batch = field(size)
+
+    def loss(model: Any, y0: Any, y1: Any) -> Any:
+        def solve(y0: Any) -> Any:
+            term = diffrax.ODETerm(lambda t, y, args: model(y))
+            solver, steps = diffrax.Tsit5(), {"max_steps": 8, "throw": False}
+            return diffrax.diffeqsolve(term, solver, 0.0, 1.0, 0.25, y0, **steps).ys
+
+        return jnp.mean((jax.vmap(solve)(y0)[:, 0] - y1) ** 2)
+
+    return of_model(model, loss, normal(1, batch, dims), normal(2, batch, dims))
+
+
+def adaptive_ode(size: Size) -> Made:
+    """The same with a PID controller: examples under vmap take different steps."""
+    model, dims, batch = field(size)
+
+    def loss(model: Any, y0: Any, y1: Any) -> Any:
+        def solve(y0: Any) -> Any:
+            return diffrax.diffeqsolve(
+                diffrax.ODETerm(lambda t, y, args: model(y)),
+                diffrax.Dopri5(),
+                0.0,
+                1.0,
+                0.1,
+                y0,
+                stepsize_controller=diffrax.PIDController(rtol=1e-2, atol=1e-2),
+                max_steps=16,
+                throw=False,
+            ).ys
+
+        return jnp.mean((jax.vmap(solve)(y0)[:, 0] - y1) ** 2)
+
+    return of_model(model, loss, normal(1, batch, dims), normal(2, batch, dims))
+
+
+def neural_sde(size: Size) -> Made:
+    """diffrax's Heun solver with a virtual Brownian tree, a key for each example."""
+    model, dims, batch = field(size)
+
+    def loss(model: Any, y0: Any, seeds: Any) -> Any:
+        def solve(y0: Any, seed: Any) -> Any:
+            noise = diffrax.VirtualBrownianTree(
+                0.0, 1.0, 1e-2, (dims,), jax.random.key(seed), diffrax.SpaceTimeLevyArea
+            )
+            drift = diffrax.ODETerm(lambda t, y, args: model(y))
+            diffusion = diffrax.ControlTerm(
+                lambda t, y, args: lx.DiagonalLinearOperator(0.1 * jnp.ones(dims)), noise
+            )
+            terms = diffrax.MultiTerm(drift, diffusion)
+            solver, steps = diffrax.Heun(), {"max_steps": 8, "throw": False}
+            return diffrax.diffeqsolve(terms, solver, 0.0, 1.0, 0.25, y0, **steps).ys
+
+        return jnp.mean(jax.vmap(solve)(y0, seeds) ** 2)
+
+    return of_model(model, loss, normal(1, batch, dims), jnp.arange(batch))
+
+
+def equilibrium(size: Size) -> Made:
+    """A deep equilibrium layer: optimistix's fixed point, differentiated implicitly."""
+    dims, batch = size((8, 8), (2048, 2048))
+
+    def loss(model: Any, x: Any) -> Any:
+        def solve(x: Any) -> Any:
+            solver = optx.FixedPointIteration(rtol=1e-5, atol=1e-5)
+            adjoint = optx.ImplicitAdjoint(linear_solver=lx.GMRES(rtol=1e-5, atol=1e-5))
+            return optx.fixed_point(
+                lambda y, x: 0.3 * jnp.tanh(model(y) + x),
+                solver,
+                jnp.zeros(dims),
+                args=x,
+                max_steps=32,
+                adjoint=adjoint,
+                throw=False,
+            ).value
+
+        return jnp.mean(jax.vmap(solve)(x) ** 2)
+
+    model = eqx.nn.Linear(dims, dims, key=jax.random.key(0))
+    return of_model(model, loss, normal(1, batch, dims))
+
+
+def least_squares(size: Size) -> Made:
+    """optimistix.LevenbergMarquardt for each example of a batch."""
+    points, batch = size((16, 8), (512, 4096))
+
+    def fit(t: Any, y: Any) -> Any:
+        def residuals(theta: Any, _: Any) -> Any:
+            return theta[0] * jnp.exp(-theta[1] * t) + theta[2] - y
+
+        solver = optx.LevenbergMarquardt(rtol=1e-4, atol=1e-4)
+        start = jnp.array([1.0, 1.0, 0.0])
+        return optx.least_squares(residuals, solver, start, max_steps=16, throw=False).value
+
+    t = jnp.linspace(0, 2, points)
+    y = 2 * jnp.exp(-0.7 * t) + 0.3 + 0.01 * normal(1, batch, points)
+    return Made(jax.vmap(fit, (None, 0)), (t, y), ("open", "batch"))
+
+
+def minimize_bfgs(size: Size) -> Made:
+    """optimistix.BFGS on a regularized regression over the batch."""
+    dims, batch = size((8, 16), (1024, 8192))
+
+    def fit(w: Any, x: Any, y: Any) -> Any:
+        def objective(w: Any, _: Any) -> Any:
+            return jnp.mean((jnp.tanh(x @ w) - y) ** 2) + 1e-2 * jnp.sum(w**2)
+
+        solver = optx.BFGS(rtol=1e-3, atol=1e-3)
+        return optx.minimise(objective, solver, w, max_steps=4, throw=False).value
+
+    args = (jnp.zeros(dims), normal(1, batch, dims) / dims**0.5, normal(2, batch))
+    return Made(fit, args, ("open", "batch", "batch"))
+
+
+def conjugate_gradients(size: Size) -> Made:
+    """lineax.CG on a ridge regression, and its gradient."""
+    dims, batch = size((8, 16), (4096, 16384))
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        def ridge(w: Any) -> Any:
+            return x.T @ (x @ w) / batch + jnp.exp(params["penalty"]) * w
+
+        operator = lx.FunctionLinearOperator(
+            ridge, jax.ShapeDtypeStruct((dims,), jnp.float32), lx.positive_semidefinite_tag
+        )
+        solver = lx.CG(rtol=1e-5, atol=1e-5, max_steps=16)
+        w = lx.linear_solve(operator, x.T @ y / batch, solver, throw=False).value
+        return jnp.mean((x @ w - y) ** 2)
+
+    return training(loss, {"penalty": jnp.zeros(())}, normal(1, batch, dims), normal(2, batch))
+
+
+def factorizations(size: Size) -> Made:
+    """lineax's LU, QR and Cholesky for each example, and gradients."""
+    dims, batch = size((4, 8), (128, 1024))
+
+    def loss(params: Any, a: Any, b: Any) -> Any:
+        def solve(a: Any, b: Any) -> Any:
+            a = a @ params["w"] + 4 * jnp.eye(dims)
+            general = lx.MatrixLinearOperator(a)
+            spd = lx.MatrixLinearOperator(a @ a.T + jnp.eye(dims), lx.positive_semidefinite_tag)
+            found = [lx.linear_solve(general, b, s).value for s in (lx.LU(), lx.QR())]
+            return sum(found) + lx.linear_solve(spd, b, lx.Cholesky()).value
+
+        return jnp.mean(jax.vmap(solve)(a, b) ** 2)
+
+    params = {"w": jnp.eye(dims)}
+    return training(loss, params, 0.1 * normal(1, batch, dims, dims), normal(2, batch, dims))
+
+
+def jaxopt_lbfgs(size: Size) -> Made:
+    """jaxopt.LBFGS, all of its steps in one program."""
+    dims, batch, classes = size((8, 16, 4), (4096, 8192, 128))
+
+    def fit(w: Any, x: Any, labels: Any) -> Any:
+        objective = jaxopt.objective.l2_multiclass_logreg
+        solver = jaxopt.LBFGS(objective, maxiter=3, linesearch="backtracking", tol=0.0)
+        return solver.run(w, 0.1, (x, labels)).params
+
+    args = (jnp.zeros((dims, classes)), normal(1, batch, dims), jnp.arange(batch) % classes)
+    return Made(fit, args, ("params", "batch", "batch"))
+
+
+def jaxopt_proximal(size: Size) -> Made:
+    """jaxopt.ProximalGradient with an L1 penalty, differentiated implicitly by the penalty."""
+    dims, batch = size((8, 16), (4096, 16384))
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        solver = jaxopt.ProximalGradient(
+            jaxopt.objective.least_squares, jaxopt.prox.prox_lasso, maxiter=20, stepsize=0.1
+        )
+        w = solver.run(jnp.zeros(dims), jnp.exp(params["penalty"]), (x, y)).params
+        return jnp.mean((x @ w - y) ** 2)
+
+    x, y = normal(1, batch, dims) / dims**0.5, normal(2, batch)
+    return training(loss, {"penalty": jnp.full((), -3.0)}, x, y)
+
+
+PROGRAMS = (
+    neural_ode,
+    adaptive_ode,
+    neural_sde,
+    equilibrium,
+    least_squares,
+    minimize_bfgs,
+    conjugate_gradients,
+    factorizations,
+    jaxopt_lbfgs,
+    jaxopt_proximal,
+)

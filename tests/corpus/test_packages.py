@@ -1,0 +1,25 @@
+"""Models and training steps of other people's packages: partitioned equals `jax.jit`."""
+
+from __future__ import annotations
+
+import pytest
+
+from spmd.errors import SpmdError
+from tests.corpus.packages.catalog import FAILS, MODULES, entries
+
+pytestmark = [pytest.mark.heavy, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_package_computes_what_it_does_under_jit(module: str, subtests: pytest.Subtests) -> None:
+    try:
+        found = entries(module)
+    except ImportError as error:
+        pytest.skip(f"{error}: pip install -e '.[packages]'")
+    for entry in found:
+        with subtests.test(entry.name):
+            if entry.name in FAILS:
+                with pytest.raises(SpmdError, match=FAILS[entry.name]):
+                    entry.compare_numbers()
+            else:
+                entry.compare_numbers()

@@ -1,0 +1,113 @@
+"""Programs of other people's packages: numbers, bytes and compile time beside plain `jax.jit`.
+
+Each program is a package's own model and step, compiled by `spmd.jit(step, mesh=mesh)` in place of
+`jax.jit(step)`: one line changes, and the arguments are placed alike for both. `numbers` compares
+results of a small run on eight virtual CPU devices. The other columns are of a large program that
+is not run: `spmd`, `XLA` and `given` are the megabytes that a device sends, `ratio` is ours over
+`given` (benchmarks/bytes.py says how they are counted), `flop ratio` our arithmetic over its. The
+seconds are of compilation after tracing: all of our stages and XLA's; XLA's with Shardy's.
+
+Examples:
+    tools/run packages
+    tools/run packages --only 'haiku|optax.muon' --nonumbers --topology h200:8
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+
+from benchmarks.environment import xla_flags
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""))
+
+import spmd
+from benchmarks.byte_rows import Row, first_line, measure
+from benchmarks.byte_table import aligned, geometric_mean, markdown, megabytes
+from spmd.cli.flags import Parser, Switch
+from tests.corpus.packages.catalog import FAILS, MODULES, Entry, entries
+
+HEADER = (
+    "program", "numbers", "spmd MB", "XLA MB", "given MB", "ratio", "flop ratio",
+    "spmd s", "XLA s",
+)  # fmt: skip
+
+
+def numbers(entry: Entry) -> str:
+    """`equal`, or why not."""
+    try:
+        entry.compare_numbers()
+    except Exception as error:  # whatever a program raises is a result
+        return FAILS.get(entry.name, first_line(error))
+    return "equal"
+
+
+def line(name: str, found: str, row: Row | None) -> list[str]:
+    """A program's cells."""
+    if row is None:
+        return [name, found, *[""] * (len(HEADER) - 2)]
+    ours, given = row.spmd, row.given
+    flops = f"{ours.flops / given.flops:.2f}" if ours and given and given.flops else ""
+    return [
+        name,
+        found,
+        *(megabytes(side.bytes) if side else "" for side in (ours, row.alone, given)),
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        flops,
+        f"{row.stages + ours.seconds:.1f}" if ours else row.errors.get("spmd", ""),
+        f"{given.seconds:.1f}" if given else "",
+    ]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many programs send less, as much and more."""
+    ratios = [row.ratio for row in rows if row.ratio is not None]
+    less, more = sum(r < 1 for r in ratios), sum(r > 1.05 for r in ratios)
+    mean = geometric_mean(ratios)
+    return (
+        f"{len(ratios)} programs: {less} send fewer bytes than XLA, {more} more than 1.05 times as "
+        f"many; geometric mean {'' if mean is None else f'{mean:.2f}'}."
+    )
+
+
+def chosen(only: str) -> Iterator[Entry]:
+    """The entries whose name the regular expression finds; what cannot be imported is said."""
+    for module in MODULES:
+        try:
+            yield from (entry for entry in entries(module) if re.search(only, entry.name))
+        except ImportError as error:
+            print(f"{module}: {error}", file=sys.stderr)
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("tools/run packages", __doc__)
+    add = parser.add_argument
+    add("--only", default="", help="programs whose name this regular expression finds")
+    add("--numbers", action=Switch, default=True, help="run the small programs and compare")
+    add("--bytes", action=Switch, default=True, help="compile the large programs and count")
+    add("--topology", default="v5e:2x4", help="machine of eight devices to plan for")
+    add("--markdown", action=Switch, help="print a table for a page, not for a terminal")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    given = make_parser().parse_args(arguments)
+    options = spmd.Options(topology=spmd.Topology(given.topology))
+    lines, rows = [], []
+    for entry in chosen(given.only):
+        found = numbers(entry) if given.numbers else ""
+        row = measure(entry.program(), options, guess_trips=True) if given.bytes else None
+        lines.append(line(entry.name, found, row))
+        rows += [row] if row else []
+        print("  ".join(lines[-1]), file=sys.stderr, flush=True)
+    print((markdown if given.markdown else aligned)(HEADER, lines))
+    print(f"\n{summary(rows)}")
+
+
+if __name__ == "__main__":
+    main()
