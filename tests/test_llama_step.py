@@ -51,10 +51,11 @@ def run_partitioned(training: Training) -> tuple[Any, Any, list[float]]:
 def assert_trees_close(actual: Any, expected: Any) -> None:
     def check(path: Any, a: Any, b: Any) -> None:
         # Relative to the leaf's largest entry: Adam turns gradients that are pure rounding noise
-        # into steps of full size, so single entries near zero say nothing.
+        # into steps of full size, so single entries near zero say nothing; how many depends on the
+        # CPU.
         scale = float(jnp.max(jnp.abs(b))) if jnp.size(b) else 0.0
         np.testing.assert_allclose(
-            np.asarray(a), np.asarray(b), rtol=1e-4, atol=2e-5 * max(scale, 1e-3),
+            np.asarray(a), np.asarray(b), rtol=1e-4, atol=2e-4 * max(scale, 1e-3),
             err_msg=jax.tree_util.keystr(path),
         )  # fmt: skip
 

@@ -67,9 +67,9 @@ def specs_for(name: str, mesh: spmd.Mesh) -> list[Any]:
     return [None, tuple(random_spec(rng, a.shape, mesh) for a in (X, W))]
 
 
-ATOL = {"inside_scan": 1e-4}
+ATOL = {"inside_scan": 2e-4}
 """Where sums in another order are felt: it takes sines of large sums. Beside float64 we are off by
-2e-5 here, plain jax.jit by 5e-5."""
+2e-5 here, plain jax.jit by 5e-5; how much depends on the CPU."""
 
 
 def assert_same(fn: Any, mesh: spmd.Mesh, specs: Any, atol: float = 1e-5) -> spmd.Compiled:

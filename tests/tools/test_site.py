@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def entry(name: str) -> str:
     return f"{name}.{name.rpartition('.')[2]}" if find_spec(name) else name
 
 
+def torch_names() -> set[str]:
+    """The public names of `spmd.torch`, which cannot be imported everywhere."""
+    source = (REFERENCE.parents[1] / "spmd" / "torch" / "__init__.py").read_text(encoding="utf-8")
+    listed = source.partition("__all__ = [")[2].partition("]")[0]
+    return {f"spmd.torch.{name}" for name in re.findall(r'"(\w+)"', listed)}
+
+
 def test_the_reference_has_every_public_name() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
     entries = {line.split()[1] for line in pages.splitlines() if line.startswith("::: ")}
@@ -62,5 +70,6 @@ def test_the_reference_has_every_public_name() -> None:
     names |= {f"spmd.ops.{name}" for name in ops.__all__}
     names |= {f"spmd.launch.{name}" for name in {*launch.__all__} - codes - {"initialize"}}
     returned = {"spmd.explain.measured.Measured"}  # by `Compiled.measure`
-    assert entries == {entry(name) for name in names} | returned
+    frameworks = {"spmd.nnx.jit", "spmd.eqx.filter_jit", *torch_names()}
+    assert entries == {entry(name) for name in names} | returned | frameworks
     assert all(f"spmd.launch.{code}" in pages for code in codes)
