@@ -4,7 +4,7 @@ Each program is a package's own model and step, compiled by `spmd.jit(step, mesh
 `jax.jit(step)`: one line changes, and the arguments are placed alike for both. `numbers` compares
 results of a small run on eight virtual CPU devices. The other columns are of a large program that
 is not run: `spmd`, `XLA` and `given` are the megabytes that a device sends, `ratio` is ours over
-`given` (benchmarks/bytes.py says how they are counted), `Mflop ratio` our arithmetic over its. The
+`given` (benchmarks/bytes.py says how they are counted), `flop ratio` our arithmetic over its. The
 seconds are of compilation after tracing: all of our stages and XLA's; XLA's with Shardy's.
 
 Examples:

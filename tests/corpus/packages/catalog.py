@@ -44,9 +44,9 @@ FAILS = {
 DOUBLE = {"haiku.mobilenet"}
 """Ill-conditioned (batch norms over few numbers): compared in 64 bits, where rounding is small."""
 
-NOISY = {"quantization.qwix_training": 2e-2, "keras.mobilenet": 1e-3}
-"""Tolerances of programs in which rounding grows, and which have no 64 bits: a number between two
-integers may be quantized to either. `jax.jit` on eight devices differs from one device as much."""
+NOISY = {"quantization.qwix_training": 5e-2}
+"""Tolerances of programs in which rounding grows, whatever the precision: qwix's scales put the
+largest number of a channel at 127.5, which rounds either way."""
 
 
 class Entry(NamedTuple):

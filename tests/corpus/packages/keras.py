@@ -15,14 +15,14 @@ from tests.corpus.packages.program import Size, integers, normal
 from tests.corpus.program import Made
 
 
-def trained(model: Any, loss: Any, *batch: Any) -> Made:
+def trained(model: Any, loss: Any, *batch: Any, training: bool = True) -> Made:
     """A step of keras's Adam; variables are lists of arrays."""
     optimizer = keras.optimizers.Adam(1e-3, epsilon=1e-3)
     optimizer.build(model.trainable_variables)
 
     def step(params: Any, rest: Any, slots: Any, x: Any, y: Any) -> Any:
         def of_params(params: Any) -> Any:
-            out, new = model.stateless_call(params, rest, x, training=True)
+            out, new = model.stateless_call(params, rest, x, training=training)
             return loss(y, out), new
 
         (value, new), grads = jax.value_and_grad(of_params, has_aux=True)(params)
@@ -48,13 +48,12 @@ def application(make: Any, size: Size) -> Made:
     pixels, batch = size((32, 8), (128, 128))
     options: dict[str, Any] = {"weights": None, "classifier_activation": None, "classes": 64}
     model = make(input_shape=(pixels, pixels, 3), **options)
-    return trained(
-        model, crossentropy(), normal(0, batch, pixels, pixels, 3), integers(1, 64, batch)
-    )
+    images, labels = normal(0, batch, pixels, pixels, 3), integers(1, 64, batch)
+    return trained(model, crossentropy(), images, labels, training=False)
 
 
 def mobilenet(size: Size) -> Made:
-    """keras.applications.MobileNetV2."""
+    """keras.applications.MobileNetV2, fine-tuned: batch statistics stay."""
     return application(keras.applications.MobileNetV2, size)
 
 
