@@ -32,15 +32,6 @@ MODULES = (
 )
 """The modules beside this one; each says of what packages it is."""
 
-CALLBACK = "calls back into Python"
-FAILS = {
-    "solvers.neural_sde": CALLBACK,
-    "solvers.equilibrium": CALLBACK,
-    "solvers.conjugate_gradients": CALLBACK,
-    "solvers.factorizations": CALLBACK,
-}
-"""Programs that are refused, with a piece of the error's message."""
-
 DOUBLE = {"haiku.mobilenet"}
 """Ill-conditioned (batch norms over few numbers): compared in 64 bits, where rounding is small."""
 
