@@ -15,8 +15,11 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from spmd.api import Jitted, behind_leading, with_leading
+from spmd.api import Jitted, behind_leading, check_without, with_leading
 from spmd.api import jit as jit_arrays
+
+_BY_PLACE = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+_FILTERED = "what is no array is static; donate='all' or 'all-except-first' donates"
 
 
 def filter_jit(
@@ -35,6 +38,9 @@ def filter_jit(
     Returns:
       An object to call like `fn`; see `FilterJit`.
 
+    Raises:
+      ArgumentError: static or donated arguments by number or name.
+
     Example:
       >>> step = spmd.eqx.filter_jit(train_step, mesh=mesh)
       >>> model, state, loss = step(model, state, batch)
@@ -49,6 +55,7 @@ class FilterJit:
 
     def __init__(self, fn: Callable[..., Any], donate: str, options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fn, updated=())
+        check_without(options, _BY_PLACE, "spmd.eqx.filter_jit", _FILTERED)
         self.arrays, self.constants = eqx.partition(fn, _is_traced)
         names = list(inspect.signature(fn).parameters)
         if donate == "all-except-first":
@@ -57,6 +64,9 @@ class FilterJit:
         if donate == "none":
             moved |= {"donate_argnums": (), "donate_argnames": ()}
         moved["static_argnums"] = (0,)
+        for name in ("out_specs", "out_shardings"):
+            if moved.get(name) is not None:
+                moved[name] = (moved[name], None)
         self.jitted: Jitted[..., Any] = jit_arrays(
             with_leading(_on_arrays, fn, ("constants", "function")), **moved
         )

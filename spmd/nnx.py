@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd.api import Jitted, behind_leading, with_leading
+from spmd.api import Jitted, behind_leading, check_without, with_leading
 from spmd.api import jit as jit_arrays
 
 Place = int | str
 """An argument's number, or its name if it was passed by name."""
 
 _TAG = "spmd"
+_RESULTS = "mark results inside: spmd.mark_sharding(result, mesh, spec)"
 _NODES = (nnx.Module, nnx.Variable, nnx.Object)
 
 
@@ -40,6 +41,9 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     Returns:
       An object to call like `fn`; see `ModuleJit`.
 
+    Raises:
+      ArgumentError: specs for results.
+
     Example:
       >>> step = spmd.nnx.jit(train_step, mesh=mesh)
       >>> loss = step(model, optimizer, batch)
@@ -55,6 +59,7 @@ class ModuleJit:
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.fn = fn
+        check_without(options, ("out_specs", "out_shardings"), "spmd.nnx.jit", _RESULTS)
         moved = behind_leading(fn, options, 1)
         self._static = moved["static_argnums"], moved["static_argnames"]
         moved["static_argnums"] = (0, *moved["static_argnums"])

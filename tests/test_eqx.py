@@ -73,6 +73,18 @@ def test_specs_by_the_users_own_parameters(mesh: spmd.Mesh) -> None:
     assert compiled.input_shardings[0][-1].spec[0] == "data"
 
 
+def test_specs_of_results(mesh: spmd.Mesh) -> None:
+    fn = spmd.eqx.filter_jit(lambda x: {"x": x + 1}, mesh=mesh, out_specs={"x": ("model", "data")})
+    out = fn(jnp.ones((8, 8)))["x"]
+    assert tuple(out.sharding.spec) == ("model", "data")
+
+
+@pytest.mark.parametrize("name", ["static_argnums", "donate_argnames"])
+def test_options_without_a_meaning_are_refused(mesh: spmd.Mesh, name: str) -> None:
+    with pytest.raises(spmd.ArgumentError, match=f"has no {name}(?s:.*)'all-except-first' donates"):
+        spmd.eqx.filter_jit(lambda x: x, mesh=mesh, **{name: "x"})
+
+
 def test_what_cannot_be_looked_up(mesh: spmd.Mesh) -> None:
     with pytest.raises(TypeError, match="unhashable"):
         spmd.eqx.filter_jit(lambda x, s: x, mesh=mesh)(X, bytearray(b"a"))

@@ -97,6 +97,11 @@ def test_static_arguments_keywords_and_methods(mesh: spmd.Mesh) -> None:
         np.testing.assert_allclose(step(model, X, 2, scale=3.0), want, rtol=1e-4, atol=1e-5)
 
 
+def test_specs_of_results_are_refused(mesh: spmd.Mesh) -> None:
+    with pytest.raises(spmd.ArgumentError, match="mark results inside"):
+        spmd.nnx.jit(lambda x: x, mesh=mesh, out_specs=("data",))
+
+
 def test_modules_that_are_made_inside(mesh: spmd.Mesh) -> None:
     def init(seed: Any) -> Any:
         return {"model": nnx.Linear(8, 16, rngs=nnx.Rngs(jax.random.key(seed))), "n": seed}

@@ -9,7 +9,7 @@ Other packages take these names, never those modules.
 from spmd.api.arguments import like_parameters
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.jitted import Jitted, jit
-from spmd.api.leading import behind_leading, with_leading
+from spmd.api.leading import behind_leading, check_without, with_leading
 from spmd.api.marks import caller, mark_sharding, mark_tree, path_name
 from spmd.api.planned import STAGES
 from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo
@@ -20,6 +20,7 @@ __all__ = [
     "Jitted",
     "Lowered",
     "behind_leading",
+    "check_without",
     "caller",
     "compile_stablehlo",
     "jit",

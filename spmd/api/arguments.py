@@ -134,8 +134,8 @@ def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh:
     """
     source, own = caller(), mesh
     if isinstance(spec, NamedSharding):
-        _check_memory(spec, what)
-        spec, own = spec.spec, _mesh_of(spec, mesh)
+        check_memory(spec, what)
+        spec, own = spec.spec, mesh_of(spec, mesh)
     entries = spec_entries(spec, len(shape), own, what=what, source=source)
     try:
         if own is not mesh:
@@ -147,7 +147,7 @@ def fitting_entries(spec: Any, shape: Sequence[int], leaf: Any, what: str, mesh:
     return entries if key_dtype(leaf) is None else (*entries, ())
 
 
-def _mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
+def mesh_of(sharding: NamedSharding, mesh: Mesh) -> Mesh:
     """The mesh of a sharding: the one given if it is that; an AbstractMesh has its devices."""
     other = as_mesh(sharding.mesh)
     if isinstance(sharding.mesh, AbstractMesh) and other.size == mesh.size:
@@ -164,7 +164,7 @@ def _axes_of(mesh: Mesh, other: Mesh, names: tuple[str, ...] | None) -> tuple[st
     return tuple(str(ref) for ref in axis_refs(tuple(atoms), mesh))
 
 
-def _check_memory(sharding: NamedSharding, what: str) -> None:
+def check_memory(sharding: NamedSharding, what: str) -> None:
     """Holds that a sharding is for the memory of the devices.
 
     Raises:

@@ -81,15 +81,14 @@ class Lowered(Planned):
           >>> saved = spmd.jit(step, mesh=mesh).lower(params, batch).export().serialize()
           >>> step = jax.export.deserialize(saved).call
         """
-        emitted, where = self.stages.emitted, jax_mesh(self.mesh, None, self.traced.axis_types)
-        boundary = Boundary(self.traced, emitted, where)
+        emitted, outside = self.stages.emitted, _outside(self)
+        boundary = Boundary(self.traced, emitted, outside.mesh)
         if boundary.has_keys:
             raise ArgumentError(
                 "a program of key arrays cannot be exported: inside, they are their data",
                 fix="pass jax.random.key_data(key), and wrap it inside",
             )
-        weak = tuple(struct.weak_type for struct in self.traced.out_structs)
-        flat = executable(emitted, Outside(where, weak))
+        flat = executable(emitted, outside)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return jax.tree.unflatten(self.out_tree, flat(*jax.tree.leaves((args, kwargs))))
@@ -134,11 +133,9 @@ class Compiled(Planned):
         if self._ahead:
             check_no_callbacks(emitted)
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
-        mesh = jax_mesh(self.mesh, devices, self.traced.axis_types)
-        self._boundary = Boundary(self.traced, emitted, mesh)
+        outside = _outside(self, devices)
+        self._boundary = Boundary(self.traced, emitted, outside.mesh)
         doing("XLA")
-        weak = tuple(struct.weak_type for struct in self.traced.out_structs)
-        outside = Outside(mesh, weak, devices)
         options, limit = self.options.compiler_options, self.options.memory_limit
         if limit is None:
             self.executable = compile_emitted(emitted, options, outside)
@@ -352,3 +349,10 @@ class Compiled(Planned):
                 actual=f"it is for {self.mesh.size} devices that are not here",
                 fix="compile without topology= to run it on the mesh's devices",
             )
+
+
+def _outside(planned: Planned, devices: Sequence[Any] | None = None) -> Outside:
+    """What jax is told of a program's arguments and results: the user's axis types, weak types."""
+    mesh = jax_mesh(planned.mesh, devices, planned.traced.axis_types)
+    weak = tuple(struct.weak_type for struct in planned.traced.out_structs)
+    return Outside(mesh, weak, devices)

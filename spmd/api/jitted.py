@@ -132,9 +132,7 @@ class Jitted(Generic[P, R]):
         self.recipe = recipe
         self._cache: dict[Any, list[Compiled]] = {}
         self._is_on_cpu = False
-        donated = recipe.donate_argnums + recipe.donate_argnames
-        static = recipe.static_argnums, recipe.static_argnames
-        self._dispatched = dispatched(recipe.fn, self._miss, *static, donated)
+        self._dispatched = self._new_dispatch()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the program, compiled on first use for these shapes and shardings."""
@@ -179,10 +177,7 @@ class Jitted(Generic[P, R]):
         """Forgets all compiled programs."""
         self._cache.clear()
         self.__dict__.pop("inlined", None)
-        recipe = self.recipe
-        donated = recipe.donate_argnums + recipe.donate_argnames
-        static = recipe.static_argnums, recipe.static_argnames
-        self._dispatched = dispatched(recipe.fn, self._miss, *static, donated)
+        self._dispatched = self._new_dispatch()
 
     def compile(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Compiled:
         """Compiles for arguments (arrays or `ShapeDtypeStruct`s) without running.
@@ -222,6 +217,13 @@ class Jitted(Generic[P, R]):
     def request(self, *args: Any, topology: Topology | None = None, **kwargs: Any) -> Request:
         """What is to be compiled for these arguments; nothing is compiled yet."""
         return trace_call(self.recipe, take_apart(self.recipe, args, kwargs), topology).request
+
+    def _new_dispatch(self) -> Callable[..., Any]:
+        """A way of calls on which no kind of call is known yet."""
+        recipe = self.recipe
+        donated = recipe.donate_argnums + recipe.donate_argnames
+        static = recipe.static_argnums, recipe.static_argnames
+        return dispatched(recipe.fn, self._miss, *static, donated)
 
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Serves a call of a new kind; see `dispatch`."""

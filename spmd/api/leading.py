@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmd.api.signature import by_number_and_name
 from spmd.api.specs import specified
+from spmd.errors import ArgumentError
 
 
 def with_leading(call: Callable[..., Any], fn: Any, names: Sequence[str]) -> Callable[..., Any]:
@@ -55,6 +56,23 @@ def behind_leading(fn: Any, options: dict[str, Any], count: int) -> dict[str, An
         if isinstance(specs := specified(moved.get(name)), tuple | list):
             moved[name] = (*[None] * count, *specs)
     return moved
+
+
+def check_without(options: Mapping[str, Any], names: Sequence[str], what: str, fix: str) -> None:
+    """Holds that options of `jit` that have no meaning for a framework's jit are not given.
+
+    Args:
+      options: as the user gave them.
+      names: of those that have none.
+      what: the framework's jit.
+      fix: what to do instead.
+
+    Raises:
+      ArgumentError: one is given.
+    """
+    given = [name for name in names if options.get(name) is not None]
+    if given:
+        raise ArgumentError(f"{what} has no {given[0]}", fix=fix)
 
 
 def _front(name: str, taken: set[str]) -> inspect.Parameter:

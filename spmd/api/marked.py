@@ -6,14 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
-from spmd.api.arguments import call_parts, fitting_entries, key_dtype
+from spmd.api.arguments import call_parts, check_memory, mesh_of
 from spmd.api.marks import mark_sharding
-from spmd.api.specs import arg_specs, out_entries
+from spmd.api.specs import arg_specs, result_specs
 from spmd.api.tracing import Recipe
 from spmd.frontend.trace import note_mesh
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import OPEN, as_mesh, mesh_around
+from spmd.mesh.spec import as_mesh, mesh_around
 
 
 def marked(recipe: Recipe) -> Callable[..., Any]:
@@ -37,10 +38,9 @@ def marked(recipe: Recipe) -> Callable[..., Any]:
         if recipe.out_specs is None:
             return results
         leaves, tree = jax.tree.flatten(results)
-        structs = jax.tree.map(jax.typeof, results)
-        names = [f"{i}" for i in range(len(leaves))]
-        entries = out_entries(recipe.out_specs, structs, names, mesh)
-        return jax.tree.unflatten(tree, map(_mark, leaves, entries, [mesh] * len(leaves)))
+        specs = result_specs(recipe.out_specs, results)
+        marks = [_mark(*each, mesh) for each in zip(leaves, specs, strict=True)]
+        return jax.tree.unflatten(tree, marks)
 
     return call
 
@@ -56,19 +56,17 @@ def _marked_arguments(
     parts = call_parts(recipe.fn, dynamic, argnums, (), (), len(args))
     specs = arg_specs(recipe.in_specs, parts, recipe.fn, len(args))
     leaves, tree = jax.tree.flatten(dynamic)
-    marked_leaves = [
-        leaf
-        if spec is None
-        else _mark(leaf, fitting_entries(spec, leaf.shape, leaf, "an argument", mesh), mesh)
-        for leaf, spec in zip(leaves, specs, strict=True)
-    ]
+    marked_leaves = [_mark(*each, mesh) for each in zip(leaves, specs, strict=True)]
     positional, named = jax.tree.unflatten(tree, marked_leaves)
     found = dict(zip(argnums, positional, strict=True))
     return tuple(found.get(i, arg) for i, arg in enumerate(args)), {**kwargs, **named}
 
 
-def _mark(leaf: Any, entries: Any, mesh: Mesh) -> Any:
-    if entries is None:
+def _mark(leaf: Any, spec: Any, mesh: Mesh) -> Any:
+    """Marks a leaf with a spec on a mesh, or with a sharding on its own."""
+    if spec is None:
         return leaf
-    entries = entries if key_dtype(leaf) is None else entries[:-1]  # its data has one dim more
-    return mark_sharding(leaf, mesh, [OPEN if entry is None else entry for entry in entries])
+    if isinstance(spec, NamedSharding):
+        check_memory(spec, "an argument or result")
+        return mark_sharding(leaf, mesh_of(spec, mesh), spec.spec)
+    return mark_sharding(leaf, mesh, spec)

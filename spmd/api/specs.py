@@ -89,14 +89,22 @@ def out_entries(
     Raises:
       SpecError: specs of another structure, or one that does not fit its leaf.
     """
-    leaves = jax.tree.leaves(out_tree)
-    specs = _spread(out_specs, out_tree, "the result", is_outermost=True)
+    leaves, specs = jax.tree.leaves(out_tree), result_specs(out_specs, out_tree)
     return tuple(
         open_entries(leaf.shape)
         if spec is None
         else fitting_entries(spec, leaf.shape, leaf, f"result {name}", mesh)
         for leaf, spec, name in zip(leaves, specs, names, strict=True)
     )
+
+
+def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
+    """The spec of each leaf of the result as it was given, None for open ones.
+
+    Raises:
+      SpecError: specs of another structure.
+    """
+    return _spread(out_specs, out_tree, "the result", is_outermost=True)
 
 
 def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> list[Any]:

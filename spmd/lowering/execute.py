@@ -85,13 +85,13 @@ class Outside:
     """What jax is told of a program's arguments and results, besides what the program says.
 
     Attributes:
-      mesh: the mesh that they lie on: the program's with the user's axis types; Auto if None.
+      mesh: the mesh that they lie on: the program's, with the user's axis types.
       weak: whether the type of each result is weak; none is if empty.
       devices: descriptions of devices that are not here, in the mesh's order; the process's own by
         id if None.
     """
 
-    mesh: jax.sharding.Mesh | None = None
+    mesh: jax.sharding.Mesh
     weak: tuple[bool, ...] = ()
     devices: Sequence[Any] | None = None
 
@@ -113,7 +113,7 @@ def compile_emitted(
       LaunchError: another process of the job has another program.
       RuntimeError: XLA refuses it.
     """
-    outside = outside or Outside()
+    outside = outside or Outside(jax_mesh(emitted.mesh))
     if outside.devices is None:
         _check_processes(emitted, compiler_options)
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in emitted.argument_types]
@@ -234,9 +234,8 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
       emitted: the program.
       outside: as for `compile_emitted`.
     """
-    outside = outside or Outside()
+    outside = outside or Outside(jax_mesh(emitted.mesh))
     boundary = jax_mesh(emitted.boundary_mesh, outside.devices)
-    where = outside.mesh or jax_mesh(emitted.mesh, outside.devices)
     run = _runner(emitted.module, emitted.result_types, emitted.callbacks, outside.weak)
     arguments, results = emitted.argument_specs, emitted.result_specs
     mapped = jax.shard_map(
@@ -244,8 +243,8 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     )
     return jax.jit(
         mapped,
-        in_shardings=emitted.argument_shardings(where),
-        out_shardings=emitted.result_shardings(where),
+        in_shardings=emitted.argument_shardings(outside.mesh),
+        out_shardings=emitted.result_shardings(outside.mesh),
         donate_argnums=emitted.donated,
         keep_unused=True,
     )

@@ -9,9 +9,9 @@ import torch
 
 from spmd.errors import ArgumentError, FrontendError
 from spmd.frontend.artifact import named_artifact
+from spmd.torch.held import check_module
 from spmd.torch.inputs import split_result, take_apart
 from spmd.torch.program import key_of
-from spmd.torch.sharded import check_module
 from spmd.torch.state import arrays_of, state_of
 from spmd.torch.tracing import as_arrays, run
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import torch
 
 from spmd.api import Compiled, jit
-from spmd.errors import ArgumentError, described
-from spmd.mesh.spec import as_mesh
 from spmd.options import Options
-from spmd.torch import saved
 from spmd.torch.arrays import tensor_of
+from spmd.torch.held import Held
 from spmd.torch.inputs import Inputs, Outputs, split_result, take_apart
-from spmd.torch.program import NO_RANDOM, RANDOM, Arrays, Random, key_of, split, trace
-from spmd.torch.state import Rules, specs_of, state_of
+from spmd.torch.program import NO_RANDOM, RANDOM, Random, key_of, split, trace
+from spmd.torch.state import Rules, specs_of
 from spmd.torch.tracing import as_arrays, run
 
 
@@ -72,7 +69,7 @@ class _Program(NamedTuple):
     draws: bool
 
 
-class Sharded:
+class Sharded(Held[_Program]):
     """A module on a mesh: call it with tensors, and it gives tensors.
 
     It is compiled once for each structure, shape and dtype of inputs, and for each mode of the
@@ -87,14 +84,9 @@ class Sharded:
     def __init__(
         self, module: Any, mesh: Any, rules: Rules, seed: int = 0, options: Options | None = None
     ) -> None:
-        check_module(module)
-        as_mesh(mesh)
-        self.module = module
+        super().__init__(module, mesh, rules, options)
         self.calls = 0
-        self._mesh, self._rules, self._seed, self._options = mesh, rules, seed, options
-        self._arrays = Arrays(state_of(module))
-        self._programs: dict[Any, _Program] = {}
-        self._last: _Program | None = None
+        self._seed = seed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the module's result."""
@@ -111,48 +103,6 @@ class Sharded:
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for inputs without running, and puts parameters onto the mesh."""
         return self._program(take_apart(self.module.forward, args, kwargs)).compiled
-
-    @property
-    def compiled(self) -> Compiled:
-        """The program that was used last: `explain()`, `report()`, `summary()` and so on.
-
-        Raises:
-          ArgumentError: there is none yet.
-        """
-        return last_compiled(self._last)
-
-    @property
-    def parameters(self) -> dict[str, jax.Array]:
-        """Each parameter by torch's name, as it lies on the mesh; of tied ones the first name."""
-        return {name: self._arrays.placed[name] for name in self._placed().parameters}
-
-    @property
-    def buffers(self) -> dict[str, jax.Array]:
-        """The same of buffers."""
-        return {name: self._arrays.placed[name] for name in self._placed().buffers}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers named as in `module.state_dict()`, as tensors of the CPU."""
-        return saved.state_dict(self.module, self._arrays)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces parameters and buffers; they lie on the mesh as before.
-
-        Raises:
-          ArgumentError: a name is missing or unknown, or a tensor has another shape.
-        """
-        saved.load_state_dict(self.module, self._arrays, state_dict)
-
-    def _placed(self) -> Any:
-        last_compiled(self._last)
-        return self._arrays.state
-
-    def _program(self, inputs: Inputs) -> _Program:
-        key = inputs.key, mode_of(self.module)
-        if key not in self._programs:
-            self._programs[key] = self._compile(inputs)
-        self._last = self._programs[key]
-        return self._last
 
     def _compile(self, inputs: Inputs) -> _Program:
         specs = specs_of(self._rules, self._arrays.state, inputs.inputs, not self._programs)
@@ -188,38 +138,3 @@ class Sharded:
         for shardings in compiled.in_shardings[:2]:
             self._arrays.place(shardings)
         return _Program(compiled, outputs, changed, draws)
-
-
-def check_module(module: Any) -> None:
-    """Holds that something is a torch module.
-
-    Raises:
-      ArgumentError: it is not.
-    """
-    if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(
-            f"a {type(module).__name__} is no torch module",
-            actual=described(module),
-            required="a torch.nn.Module",
-            fix="for functions of jax use spmd.jit",
-        )
-
-
-def last_compiled(program: Any) -> Compiled:
-    """The compiled program of what was compiled last.
-
-    Raises:
-      ArgumentError: nothing was.
-    """
-    if program is None:
-        raise ArgumentError(
-            "nothing is compiled yet",
-            fix="call it, or its compile(), with inputs first",
-        )
-    compiled: Compiled = program.compiled
-    return compiled
-
-
-def mode_of(module: Any) -> tuple[bool, ...]:
-    """Which parts of a module are in training mode."""
-    return tuple(part.training for part in module.modules())

@@ -10,23 +10,20 @@ import torch
 
 from spmd.api import Compiled, jit, path_name
 from spmd.errors import ArgumentError, described
-from spmd.mesh.spec import as_mesh
 from spmd.options import Options
-from spmd.torch import saved
+from spmd.torch.held import Held
 from spmd.torch.inputs import Inputs, take_apart
 from spmd.torch.optimizers import TorchOptimizer, optimizer_of
 from spmd.torch.program import (
     NO_RANDOM,
     RANDOM,
-    Arrays,
     Random,
     Traced,
     key_of,
     split,
     trace,
 )
-from spmd.torch.sharded import check_module, last_compiled, mode_of
-from spmd.torch.state import Rules, specs_of, state_of
+from spmd.torch.state import Rules, specs_of
 from spmd.torch.tracing import loss_of, run
 
 
@@ -76,7 +73,7 @@ class _Program(NamedTuple):
     draws: bool
 
 
-class TrainStep:
+class TrainStep(Held[_Program]):
     """A training step that holds parameters, buffers and optimizer state on a mesh.
 
     It is compiled once for each structure, shape and dtype of batches, and for each mode of the
@@ -99,18 +96,12 @@ class TrainStep:
         seed: int = 0,
         options: Options | None = None,
     ) -> None:
-        check_module(module)
-        as_mesh(mesh)
-        self.module = module
+        super().__init__(module, mesh, rules, options)
         self.seed = seed
         self._loss, self._signature = _loss_function(module, loss)
-        self._mesh, self._rules, self._options = mesh, rules, options
-        self._arrays = Arrays(state_of(module))
         self._optimizer = optimizer_of(optimizer, self._arrays.state)
         self._initial, self.steps = self._optimizer.loaded()
         self._optimizer_state: Any = None
-        self._programs: dict[Any, _Program] = {}
-        self._last: _Program | None = None
 
     def __call__(self, *batch: Any, **named: Any) -> jax.Array:
         """Takes a step.
@@ -143,49 +134,13 @@ class TrainStep:
         return self._program(take_apart(self._signature, batch, named)).compiled
 
     @property
-    def compiled(self) -> Compiled:
-        """The program that was used last: `explain()`, `report()`, `summary()` and so on.
-
-        Raises:
-          ArgumentError: there is none yet.
-        """
-        return last_compiled(self._last)
-
-    @property
-    def parameters(self) -> dict[str, jax.Array]:
-        """Each parameter by torch's name, as it lies on the mesh; of tied ones the first name.
-
-        A step takes their memory for the new ones: ask again after it.
-        """
-        last_compiled(self._last)
-        return {name: self._arrays.placed[name] for name in self._arrays.state.parameters}
-
-    @property
-    def buffers(self) -> dict[str, jax.Array]:
-        """The same of buffers."""
-        last_compiled(self._last)
-        return {name: self._arrays.placed[name] for name in self._arrays.state.buffers}
-
-    @property
     def optimizer_state(self) -> Any:
         """The optimizer's state on the mesh: {slot: {name: array}} of torch's, a pytree of optax's.
 
         Slots are torch's: `exp_avg`, `exp_avg_sq`, `momentum_buffer`.
         """
-        last_compiled(self._last)
+        _ = self.compiled  # there is none before
         return self._optimizer_state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers named as in `module.state_dict()`, as tensors of the CPU."""
-        return saved.state_dict(self.module, self._arrays)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces parameters and buffers; they lie on the mesh as before.
-
-        Raises:
-          ArgumentError: a name is missing or unknown, or a tensor has another shape.
-        """
-        saved.load_state_dict(self.module, self._arrays, state_dict)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's state as tensors of the CPU.
@@ -193,7 +148,7 @@ class TrainStep:
         Of a torch optimizer it is what its own `state_dict()` would be, and it can load it. What
         belongs to the step itself, its number and the seed, is under `spmd`.
         """
-        last_compiled(self._last)
+        _ = self.compiled  # there is none before
         own = self._optimizer.saved(self._optimizer_state, self.steps)
         return {**own, "spmd": {"seed": self.seed, "steps": self.steps}}
 
@@ -217,12 +172,8 @@ class TrainStep:
         if self._optimizer_state is not None:
             self._optimizer_state = _filled(self._optimizer_state, self._initial)
 
-    def _program(self, inputs: Inputs) -> _Program:
-        key = inputs.key, mode_of(self.module), self._optimizer.key
-        if key not in self._programs:
-            self._programs[key] = self._compile(inputs)
-        self._last = self._programs[key]
-        return self._last
+    def _more_key(self) -> Any:
+        return self._optimizer.key
 
     def _compile(self, inputs: Inputs) -> _Program:
         optimizer = self._optimizer

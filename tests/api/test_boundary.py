@@ -45,3 +45,23 @@ def test_arguments_are_placed_wherever_they_lie_at_the_time(mesh: spmd.Mesh) -> 
         assert found.sharding.spec == P("data", "model")
         np.testing.assert_array_equal(found, np.asarray(x) + 1)
         assert same == key
+
+
+class OfAnotherFramework:
+    """A tensor that another framework holds, as DLPack shows it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.dtype = array, array.shape, "float32 of another framework"
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+def test_tensors_of_other_frameworks_are_shared_through_dlpack(mesh: spmd.Mesh) -> None:
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    double = spmd.jit(lambda x: x * 2, mesh=mesh, in_specs=(("data", "model"),))
+    for _ in range(2):
+        np.testing.assert_array_equal(double(OfAnotherFramework(x)), x * 2)
