@@ -81,8 +81,9 @@ def test_specs_of_results(mesh: spmd.Mesh) -> None:
 
 @pytest.mark.parametrize("name", ["static_argnums", "donate_argnames"])
 def test_options_without_a_meaning_are_refused(mesh: spmd.Mesh, name: str) -> None:
+    options: Any = {name: "x"}
     with pytest.raises(spmd.ArgumentError, match=f"has no {name}(?s:.*)'all-except-first' donates"):
-        spmd.eqx.filter_jit(lambda x: x, mesh=mesh, **{name: "x"})
+        spmd.eqx.filter_jit(lambda x: x, mesh=mesh, **options)
 
 
 def test_what_cannot_be_looked_up(mesh: spmd.Mesh) -> None:
