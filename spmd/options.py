@@ -25,6 +25,9 @@ class Options:
         many bytes (and memory) at a time; those of more than a quarter of it travel alone. 0: all.
       prefetch: how many gathers over the same links may be under way or wait ahead of their use;
         each takes memory. 0 leaves collectives where they are wanted.
+      layouts: whether arguments that are donated, and the results that take their place, lie in
+        memory as the program's collectives want them (`Compiled.in_formats`); else major to minor.
+        None: where these would transpose them otherwise, which is on GPUs.
       callbacks: `run`, or `drop` to leave `jax.debug.print` and `jax.debug.callback` out of the
         program. Callbacks whose results it reads, and `io_callback`, always run.
       check: verify every stage's result against its legality table.
@@ -40,6 +43,7 @@ class Options:
     recompute: bool = True
     combine_bytes: int = 4 << 20
     prefetch: int = 2
+    layouts: bool | None = None
     callbacks: Literal["run", "drop"] = "run"
     check: bool = False
     verbose: bool = False

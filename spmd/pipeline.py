@@ -27,8 +27,10 @@ from spmd.ir.callbacks import Callback
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.legality import check_program
 from spmd.ir.program import Program, Value
+from spmd.ir.types import Order
 from spmd.lowering.emitted import Emitted, emit_local
 from spmd.lowering.expand import expand
+from spmd.lowering.layouts import lay_out
 from spmd.lowering.legality import check_local
 from spmd.lowering.partition import Partitioned, partition
 from spmd.lowering.recompute.recompute import recompute
@@ -70,6 +72,7 @@ class Request:
       arg_reasons: for each argument, why it has the spec it has, where the user did not give it.
       links: (result index, argument index) of donated arguments and their updates.
       donated: flat indices of all donated arguments.
+      arg_orders: in which order the dims of each argument lie in memory, where not as numbered.
       platform: what it is compiled for, `cpu`, `cuda` or `tpu`: composites get its kernels.
       function: file and qualified name of the function that was traced, if known.
       callbacks: the Python functions that the module calls, by number.
@@ -85,6 +88,7 @@ class Request:
     arg_reasons: tuple[str | None, ...] = ()
     links: tuple[tuple[int, int], ...] = ()
     donated: tuple[int, ...] = ()
+    arg_orders: tuple[Order | None, ...] = ()
     platform: str = ""
     function: tuple[str, str] | None = None
     callbacks: tuple[Callback, ...] = ()
@@ -99,7 +103,7 @@ class Stages:
       propagated: its proposals.
       plan: its plan.
       partitioned: the local program.
-      optimized: the local program after its rewrites.
+      optimized: the local program after its rewrites, and how its arguments lie in memory.
       timeline: its predicted schedule.
       emitted: the local program as text, to be compiled.
       seconds: stage -> seconds, in order.
@@ -126,13 +130,17 @@ def compile_module(request: Request, options: Options) -> Stages:
         imported, propagated = _front(request, clock)
         problem = _problem(request, imported, propagated)
         trial = plan_problem(problem, options, request.donated, clock)
-        emitted = _emit(trial.optimized, request.donated, clock)
+        platform, links, orders = request.platform, request.links, request.arg_orders
+        laid_out = clock(
+            "layouts", lay_out, trial.optimized, links, orders, platform, options.layouts
+        )
+        emitted = _emit(laid_out, request.donated, clock)
         stages = Stages(
             imported.program,
             propagated,
             trial.plan,
             trial.partitioned,
-            trial.optimized,
+            laid_out,
             trial.timeline,
             emitted,
             clock.seconds,

@@ -77,7 +77,7 @@ class Trainer:
         """
         if params is None:
             key = jax.random.key(self.run.seed)
-            params = init_params(self.model, key, self.step.in_shardings[0])
+            params = init_params(self.model, key, self.step.in_formats[0])
         return TrainState(params, self.step.init(1, self.optimizer.init, params), step)
 
     def targets(self) -> TrainState:
@@ -119,7 +119,9 @@ class Trainer:
             def weighted(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
                 return loss(params, batch), batch_weight(batch)
 
-            return spmd.jit(weighted, mesh=self.mesh).compile(self._params, self._batch)
+            # As the steps leave them: in other layouts they would be moved at each call.
+            params = jax.tree.map(_with_sharding, self._params, self.step.in_formats[0])
+            return spmd.jit(weighted, mesh=self.mesh).compile(params, self._batch)
 
         def evaluate(params: Any) -> float:
             shardings = compiled().in_shardings[1]
@@ -159,7 +161,7 @@ def init_params(config: LlamaConfig, key: jax.Array, shardings: Any) -> Any:
     Args:
         config: the model.
         key: a `jax.random.key`.
-        shardings: tree of the parameters' shardings.
+        shardings: tree of the parameters' shardings, or formats.
     """
     if config.scan_layers:
         make = jax.jit(functools.partial(init, config=config), out_shardings=shardings)

@@ -16,6 +16,7 @@ from spmd.api.marks import caller, path_name
 from spmd.api.signature import parameter_count, parameter_names, positions
 from spmd.errors import MeshError, SpecError
 from spmd.frontend.marks import Entries
+from spmd.ir.types import Order
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.refinement import part_atoms
 from spmd.mesh.sharding import axis_refs
@@ -29,12 +30,14 @@ class Aval(NamedTuple):
       shape, dtype: of the array.
       weak_type: whether its dtype gives way to others, as that of a Python scalar does.
       sharding: how it is split, where jax has that in types: on a mesh with Explicit axes.
+      order: in which order its dims lie in memory, if not major to minor.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
     sharding: NamedSharding | None = None
+    order: Order | None = None
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
@@ -55,9 +58,20 @@ def aval_of(leaf: Any) -> Aval:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
     sharding = mesh_sharding(leaf)
+    order = None if sharding is None else order_of(leaf)
     if sharding is not None and not has_explicit_axes(sharding.mesh):
         sharding = None
-    return Aval(tuple(aval.shape), dtype, bool(getattr(aval, "weak_type", False)), sharding)
+    is_weak = bool(getattr(aval, "weak_type", False))
+    return Aval(tuple(aval.shape), dtype, is_weak, sharding, order)
+
+
+def order_of(leaf: Any) -> Order | None:
+    """In which order an array's dims (or a struct's) lie in memory; None if major to minor."""
+    if np.ndim(leaf) < 2 or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+        return None
+    layout = getattr(getattr(leaf, "format", None), "layout", None)
+    order: Order = tuple(getattr(layout, "major_to_minor", ()))
+    return None if order == tuple(sorted(order)) else order
 
 
 def as_array(leaf: Any) -> Any:

@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding
 
-from spmd.api.arguments import key_dtype, mesh_sharding
+from spmd.api.arguments import key_dtype, mesh_sharding, order_of
 from spmd.api.tracing import Traced
 from spmd.ir.types import numpy_dtype
 from spmd.lowering.emitted import Emitted
@@ -25,11 +26,15 @@ class Boundary:
 
     Attributes:
       arguments, results: their shardings.
+      argument_formats, result_formats: with their layouts, where these have orders of their own.
     """
 
     def __init__(self, traced: Traced, emitted: Emitted, mesh: JaxMesh) -> None:
         self.arguments = emitted.argument_shardings(mesh)
         self.results = emitted.result_shardings(mesh)
+        self.argument_formats = emitted.argument_formats(mesh)
+        self.result_formats = emitted.result_formats(mesh)
+        self._orders = emitted.argument_orders
         self._needs_x64 = emitted.needs_x64
         self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
         self._key_dtypes = traced.key_dtypes
@@ -59,10 +64,34 @@ class Boundary:
         if elsewhere:
             data = [self._on_host(i, self._data(i, leaves[i])) for i in elsewhere]
             with x64_if(self._needs_x64):  # else jax narrows 64-bit elements on the way in
-                placed = jax.device_put(data, [self.arguments[i] for i in elsewhere])
+                placed = jax.device_put(data, [self.argument_formats[i] for i in elsewhere])
             for index, leaf in zip(elsewhere, placed, strict=True):
                 taken[index] = leaf
         return taken
+
+    def in_other_layouts(self, taken: Sequence[Any]) -> list[int]:
+        """Which of the arguments, as `take` gave them, lie in memory in another order."""
+        return [i for i, leaf in enumerate(taken) if order_of(leaf) != self._orders[i]]
+
+    def laid_out(
+        self, taken: Sequence[Any], which: Sequence[int], donated: Sequence[int] = ()
+    ) -> list[Any]:
+        """The arguments, some of them moved into the order in memory that the program wants.
+
+        Args:
+          taken: as `take` gave them.
+          which: those to move. One after the other: of what is donated there is never a second copy
+            but of one argument.
+          donated: those that the program takes over.
+        """
+        laid = list(taken)
+        for index in which:
+            leaf, wanted = laid[index], self.arguments[index]
+            order = self._orders[index] or tuple(range(leaf.ndim))
+            laid[index] = jax.device_put(leaf, Format(Layout(order), wanted))
+            if index in donated:
+                leaf.delete()
+        return laid
 
     def hand_back(self, results: list[Any]) -> list[Any]:
         """The program's results as the function returns them."""

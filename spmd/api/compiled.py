@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.export
+from jax.experimental.layout import Format
 
 from spmd.api.boundary import Boundary
 from spmd.api.dispatch import NAN_FOUND
+from spmd.api.marks import some_of
 from spmd.api.mistakes import check_alive, check_concrete, check_once, check_types
 from spmd.api.planned import Planned
 from spmd.api.tracing import Traced
@@ -81,7 +84,7 @@ class Lowered(Planned):
           >>> saved = spmd.jit(step, mesh=mesh).lower(params, batch).export().serialize()
           >>> step = jax.export.deserialize(saved).call
         """
-        emitted, outside = self.stages.emitted, _outside(self)
+        emitted, outside = self.stages.emitted.major_to_minor(), _outside(self)
         boundary = Boundary(self.traced, emitted, outside.mesh)
         if boundary.has_keys:
             raise ArgumentError(
@@ -135,6 +138,7 @@ class Compiled(Planned):
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
         outside = _outside(self, devices)
         self._boundary = Boundary(self.traced, emitted, outside.mesh)
+        self._moved = 0
         doing("XLA")
         options, limit = self.options.compiler_options, self.options.memory_limit
         if limit is None:
@@ -154,7 +158,7 @@ class Compiled(Planned):
         try:
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
                 self.check(taken)
-            results = self.executable(*taken)
+            results = self._executed(taken)
         except NAN_FOUND as error:
             raise FloatingPointError(
                 f"{self.name} returned an invalid value ({error}); under jax.disable_jit() it says "
@@ -169,6 +173,28 @@ class Compiled(Planned):
             raise  # it is none of these
         return self._boundary.hand_back(list(results))
 
+    def _executed(self, taken: Sequence[Any]) -> Any:
+        try:
+            return self.executable(*taken)
+        except ValueError:  # jax looks at layouts in any case: we do only where it finds others
+            which = self._boundary.in_other_layouts(taken)
+            if not which:
+                raise
+        return self.executable(*self._laid_out(taken, which))
+
+    def _laid_out(self, taken: Sequence[Any], which: Sequence[int]) -> Sequence[Any]:
+        """Arguments, of which some lie in another layout than the program's, in the program's."""
+        self._moved += 1
+        if self._moved == 2:  # the first time they come from where nobody knew of it
+            names = [self.request.arg_names[i] for i in which]
+            warnings.warn(
+                f"{self.name}: {some_of(names)} lie in memory in another order than the program's, "
+                "and are moved at each call: hand on the results of the call before, or place them "
+                "with in_formats, or compile with spmd.Options(layouts=False)",
+                stacklevel=2,
+            )
+        return self._boundary.laid_out(taken, which, self.donated)
+
     def unflattened(self, results: Sequence[Any]) -> Any:
         """Flat results as the function returns them."""
         return jax.tree.unflatten(self.traced.out_tree, results)
@@ -182,6 +208,10 @@ class Compiled(Planned):
         check_alive(self.request.arg_names, arrays)
         if self.donated:
             check_once(self.request.arg_names, arrays, self.donated)
+
+    def moves(self, leaves: Sequence[Any]) -> bool:
+        """Whether flat arguments have to be moved into the program's layouts at each call."""
+        return bool(self._boundary.in_other_layouts(leaves))
 
     @property
     def has_keys(self) -> bool:
@@ -203,8 +233,28 @@ class Compiled(Planned):
         """Pytree of the results' `NamedSharding`s."""
         return jax.tree.unflatten(self.traced.out_tree, self._boundary.results)
 
+    @property
+    def in_formats(self) -> Any:
+        """Pytree of the arguments' `Format`s, as `in_shardings`: sharding, and order in memory.
+
+        What is donated lies as the program's collectives want it, see `Options.layouts`. An array
+        that comes in another order is moved; `jax.device_put(x, format)` does that beforehand.
+        """
+        args, kwargs = self._unflattened_formats()
+        return (args, kwargs) if kwargs else args
+
+    @property
+    def out_formats(self) -> Any:
+        """Pytree of the results' `Format`s, as `out_shardings`."""
+        formats = map(_format, self._boundary.result_formats)
+        return jax.tree.unflatten(self.traced.out_tree, formats)
+
+    def _unflattened_formats(self) -> Any:
+        formats = map(_format, self._boundary.argument_formats)
+        return jax.tree.unflatten(self.traced.in_tree, formats)
+
     def init(self, argnum: int, fn: Callable[..., Any], *args: Any) -> Any:
-        """Creates an argument directly in the sharding that this program wants it in.
+        """Creates an argument directly in the sharding and layout that this program wants it in.
 
         Args:
           argnum: which (non-static) positional argument.
@@ -215,7 +265,7 @@ class Compiled(Planned):
           `fn(*args)`, computed shard by shard, never whole on one device.
         """
         self._check_here()
-        wanted = jax.tree.unflatten(self.traced.in_tree, self._boundary.arguments)[0][argnum]
+        wanted = self._unflattened_formats()[0][argnum]
         # XLA's partitioner does here: there is nothing to exchange. Compiled by ours, on eight CPU
         # devices, the parameters and AdamW state of small Llamas came out the same to the bit, in
         # the same memory, but compiling took longer: CPU seconds were 36 and 42 for parameters of
@@ -244,7 +294,7 @@ class Compiled(Planned):
             return emit_plan(plan, self.options)
 
         def run(arrays: list[Any]) -> list[Any]:
-            placed = jax.device_put(arrays, list(self._boundary.arguments))
+            placed = jax.device_put(arrays, list(self._boundary.argument_formats))
             return list(self.executable(*placed))
 
         self._check_here()
@@ -286,6 +336,7 @@ class Compiled(Planned):
         if steps < 1:
             raise ArgumentError(f"{steps} steps cannot be timed", required="at least one")
         given = self._boundary.take(self._flat(args, kwargs))
+        given = self._boundary.laid_out(given, self._boundary.in_other_layouts(given))
         feed = Feed(self.executable, given, self.donated, self.request.links)
         run = run_steps(feed.run, feed.prepare, steps)
         labels = Labels(self.as_text("hlo"), self.stages.optimized.program, self.mesh)
@@ -349,6 +400,10 @@ class Compiled(Planned):
                 actual=f"it is for {self.mesh.size} devices that are not here",
                 fix="compile without topology= to run it on the mesh's devices",
             )
+
+
+def _format(placed: Any) -> Format:
+    return placed if isinstance(placed, Format) else Format(None, placed)
 
 
 def _outside(planned: Planned, devices: Sequence[Any] | None = None) -> Outside:

@@ -231,10 +231,11 @@ class Jitted(Generic[P, R]):
         if call.is_traced:
             return self.inlined(*args, **kwargs), None
         compiled = self._compiled(call)
+        runs_without_us = not (compiled.has_keys or compiled.moves(call.leaves))
         results = compiled.run(call.leaves)
         self._is_on_cpu = compiled.request.platform == "cpu"
         way = None
-        if not compiled.has_keys:
+        if runs_without_us:
             way = known(compiled.executable, results, compiled.traced.out_tree)
         return compiled.unflattened(results), way
 

@@ -17,6 +17,7 @@ from spmd.errors import ArgumentError
 from spmd.explain.collectives import Collective, list_collectives
 from spmd.explain.memory import Memory
 from spmd.explain.prices import Prices
+from spmd.ir.program import Program
 from spmd.ir.text import format_program
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, format_sharding
@@ -220,6 +221,17 @@ def _sharded(planned: Planned, states: Sequence[Sharding | None]) -> str:
     return format_program(planned.stages.program, describe, mesh)
 
 
+def _local(planned: Planned, program: Program) -> str:
+    """A local program; beside arguments with an order of their own in memory, that order."""
+    orders = dict(zip(program.body.args, planned.stages.optimized.argument_orders, strict=True))
+
+    def describe(value: int) -> str:
+        order = orders.get(value)
+        return "" if order is None else f"in memory: {', '.join(map(str, order))}"
+
+    return format_program(program, describe, planned.mesh)
+
+
 _TEXTS: dict[str, Callable[[Planned], str]] = {
     "stablehlo": lambda planned: str(planned.request.module),
     "program": lambda planned: format_program(planned.stages.program),
@@ -227,10 +239,8 @@ _TEXTS: dict[str, Callable[[Planned], str]] = {
         planned, [Sharding(dims) for dims in planned.stages.propagated.proposals]
     ),
     "planned": lambda planned: _sharded(planned, planned.stages.plan.states),
-    "local": lambda planned: format_program(planned.stages.partitioned.program, None, planned.mesh),
-    "optimized": lambda planned: format_program(
-        planned.stages.optimized.program, None, planned.mesh
-    ),
+    "local": lambda planned: _local(planned, planned.stages.partitioned.program),
+    "optimized": lambda planned: _local(planned, planned.stages.optimized.program),
     "emitted": lambda planned: planned.stages.emitted.module,
 }
 

@@ -124,14 +124,17 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
         ]
     if _is_spec(specs) or jax.tree_util.all_leaves([specs]):
         return [specs] * len(jax.tree.leaves(tree))
+    found: list[Any] = []
     try:
-        spread = jax.tree.map(
-            lambda spec, part: _spread(spec, part, what), specs, tree, is_leaf=_is_spec
+        jax.tree.map(
+            lambda spec, part: found.extend(_spread(spec, part, what)),
+            specs,
+            tree,
+            is_leaf=_is_spec,
         )
     except (ValueError, TypeError) as error:
         raise _other_structure(specs, tree, what) from error
-    parts = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list))
-    return [spec for part in parts for spec in part]
+    return found
 
 
 def _fits_all(specs: Sequence[Any], tree: Sequence[Any]) -> bool:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from spmd.api.arguments import (
     Aval,
+    Part,
     arg_entries,
     argument_names,
     as_array,
@@ -167,7 +168,22 @@ def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         dynamic = [i for i in range(count) if i not in places]
         arg_names = argument_names(recipe.fn, (positional, named), dynamic)
         raise not_an_array(arg_names, leaves) from error
-    return Call(tuple(static), tuple(leaves), avals, tree, count, settings())
+    call = Call(tuple(static), tuple(leaves), avals, tree, count, settings())
+    return _without_donated_orders(recipe, call) if any(aval.order for aval in avals) else call
+
+
+def _without_donated_orders(recipe: Recipe, call: Call) -> Call:
+    """A call for which only what is not donated keeps its order in memory: the rest is ours."""
+    structs = jax.tree.unflatten(call.tree, [aval.struct for aval in call.avals])
+    avals = list(call.avals)
+    for i in donated_leaves(_parts(recipe, call, structs)):
+        avals[i] = avals[i]._replace(order=None)
+    return call._replace(avals=tuple(avals))
+
+
+def _parts(recipe: Recipe, call: Call, structs: Any) -> tuple[Part, ...]:
+    donate = recipe.donate_argnums, recipe.donate_argnames
+    return call_parts(recipe.fn, structs, call.argnums, *donate, call.positional)
 
 
 def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
@@ -197,8 +213,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     _check_device_order(traced.meshes, mesh)
     out_tree = traced.out
     names = argument_names(recipe.fn, structs, call.argnums)
-    donate = recipe.donate_argnums, recipe.donate_argnames
-    parts = call_parts(recipe.fn, structs, call.argnums, *donate, call.positional)
+    parts = _parts(recipe, call, structs)
     specs = arg_specs(recipe.in_specs, parts, recipe.fn, call.positional)
     given_entries = [
         arg_entries(leaf, spec, name, mesh)
@@ -218,6 +233,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         reasons,
         updates_of(parts, out_tree),
         donated_leaves(parts),
+        tuple(aval.order for aval in call.avals),
         platform,
         function_place(recipe.fn),
         traced.callbacks,

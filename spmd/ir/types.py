@@ -12,6 +12,9 @@ import numpy as np
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding, local_shape
 
+Order = tuple[int, ...]
+"""The dims of a tensor as they lie in memory, major to minor; as numbered where it is None."""
+
 
 class TensorType(NamedTuple):
     """A ranked static tensor type; `dtype` is the MLIR element type (`f32`, `bf16`, `ui8`, ...).

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.ir.callbacks import Callback
-from spmd.ir.types import TensorType, needs_x64
+from spmd.ir.types import Order, TensorType, needs_x64
 from spmd.lowering.emit import emit
 from spmd.lowering.partition import Partitioned
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.mesh.spec import has_parts, named_sharding, partition_spec
+
+Placement = NamedSharding | Format
+"""Where an array lies: on the devices of a mesh, and in an order of its own in their memory."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Emitted:
       arguments, results: shardings of the global arguments and results.
       argument_types: of the global arguments.
       result_types: of one device's pieces.
+      argument_orders, result_orders: in which order their dims lie in memory.
       donated: flat indices of donated arguments.
       needs_x64: whether some value has elements of 64 bits.
       callbacks: the Python functions that it calls, by number.
@@ -40,6 +46,8 @@ class Emitted:
     results: tuple[Sharding, ...]
     argument_types: tuple[TensorType, ...]
     result_types: tuple[TensorType, ...]
+    argument_orders: tuple[Order | None, ...]
+    result_orders: tuple[Order | None, ...]
     donated: tuple[int, ...]
     needs_x64: bool
     callbacks: tuple[Callback, ...] = ()
@@ -68,6 +76,28 @@ class Emitted:
         """How each result lies, as for arguments."""
         return tuple(named_sharding(sharding, self.mesh, where) for sharding in self.results)
 
+    def major_to_minor(self) -> Emitted:
+        """The same program with all dims of arguments and results in order in memory."""
+        orders = (None,) * len(self.arguments), (None,) * len(self.results)
+        return replace(self, argument_orders=orders[0], result_orders=orders[1])
+
+    def argument_formats(self, where: JaxMesh) -> tuple[Placement, ...]:
+        """How each argument lies on a mesh and, where it has an order of dims, in memory."""
+        return _formats(self.argument_shardings(where), self.argument_orders)
+
+    def result_formats(self, where: JaxMesh) -> tuple[Placement, ...]:
+        """How each result lies, as for arguments."""
+        return _formats(self.result_shardings(where), self.result_orders)
+
+
+def _formats(
+    shardings: Sequence[NamedSharding], orders: Sequence[Order | None]
+) -> tuple[Placement, ...]:
+    return tuple(
+        sharding if order is None else Format(Layout(order), sharding)
+        for sharding, order in zip(shardings, orders, strict=True)
+    )
+
 
 def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
     """Emits an expanded local program.
@@ -76,7 +106,7 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
       local: the program and its boundary.
       donated: flat indices of donated arguments.
     """
-    program, mesh, arguments, results = local
+    program, mesh, arguments, results = local[:4]
     types, body = program.types, program.body
     wholes = [  # at the boundary the axes of a dim divide it
         types[value].with_shape(
@@ -95,6 +125,8 @@ def emit_local(local: Partitioned, donated: tuple[int, ...] = ()) -> Emitted:
         results=results,
         argument_types=tuple(wholes),
         result_types=tuple(types[value] for value in body.results),
+        argument_orders=local.argument_orders or (None,) * len(arguments),
+        result_orders=local.result_orders or (None,) * len(results),
         donated=donated,
         needs_x64=needs_x64(types),
         callbacks=program.callbacks,

@@ -243,8 +243,8 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     )
     return jax.jit(
         mapped,
-        in_shardings=emitted.argument_shardings(outside.mesh),
-        out_shardings=emitted.result_shardings(outside.mesh),
+        in_shardings=emitted.argument_formats(outside.mesh),
+        out_shardings=emitted.result_formats(outside.mesh),
         donate_argnums=emitted.donated,
         keep_unused=True,
     )

@@ -14,7 +14,7 @@ from spmd.ir.dialect.callbacks import CALLBACK
 from spmd.ir.dialect.collectives import RESIZED
 from spmd.ir.dialect.manual import FROM_MANUAL, MANUAL, TO_MANUAL
 from spmd.ir.program import Loc, Op, OpKind, Program, Region, Value, numberless
-from spmd.ir.types import TensorType, local_type
+from spmd.ir.types import Order, TensorType, local_type
 from spmd.lowering.collectives import apply_step
 from spmd.lowering.divergence import HELD, without_permutes
 from spmd.lowering.local.table import LocalOp, lower_op
@@ -75,12 +75,15 @@ class Partitioned(NamedTuple):
       program: runs on every device; its only communication is explicit collectives.
       mesh: the mesh.
       arguments, results: shardings of the global arguments and results.
+      argument_orders, result_orders: in which order their dims lie in memory; empty until chosen.
     """
 
     program: Program
     mesh: Mesh
     arguments: tuple[Sharding, ...]
     results: tuple[Sharding, ...]
+    argument_orders: tuple[Order | None, ...] = ()
+    result_orders: tuple[Order | None, ...] = ()
 
 
 def partition(plan: Plan) -> Partitioned:

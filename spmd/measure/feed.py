@@ -39,7 +39,7 @@ class Feed:
             if update is not None and update.sharding.is_equivalent_to(given.sharding, given.ndim):
                 made[position] = update
             else:
-                made[position] = jax.device_put(jnp.copy(given), given.sharding)
+                made[position] = jax.device_put(jnp.copy(given), given.format)
         jax.block_until_ready(made)
         return made
 

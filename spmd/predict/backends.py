@@ -1,4 +1,4 @@
-"""How XLA's backends differ, as far as the memory of a program is concerned.
+"""How XLA's backends differ, as far as the memory and the layouts of a program are concerned.
 
 The table says what XLA's buffer assignments show. CPUs are the backend on which predictions
 are compared with XLA's figures for every program (`benchmarks/memory.py`).
@@ -28,6 +28,8 @@ class Backend(NamedTuple):
       repeats: elementwise ops are computed inside every reader, whatever these then read; else not
         where storing the value costs less (`wide_values`).
       combines: all-reduces that do not wait for each other become one.
+      joins_outermost: gathers and reduce-scatters join and cut pieces along the outermost dim in
+        memory; a tensor in which another dim lies there is transposed.
     """
 
     widens_halves: bool = False
@@ -38,6 +40,7 @@ class Backend(NamedTuple):
     drops_barriers: bool = False
     repeats: bool = False
     combines: bool = False
+    joins_outermost: bool = False
 
 
 _KEEPS_HALVES = (0, 11)
@@ -55,6 +58,9 @@ _CPU = Backend(
 )
 
 
+_GPU = Backend(joins_outermost=True)
+
+
 def backend_of(platform: str | None) -> Backend:
-    """The backend for `cpu`, `cuda` or `tpu`; only that of CPUs differs from the defaults."""
-    return _CPU if platform == "cpu" else Backend()
+    """The backend for `cpu`, `cuda` or `tpu`; that of TPUs has the defaults."""
+    return {"cpu": _CPU, "cuda": _GPU}.get(platform or "", Backend())

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd.api.arguments import aval_of, call_parts, donated_leaves, like_parameters, updates_of
+from spmd.api.arguments import Aval, aval_of, call_parts, donated_leaves, like_parameters, updates_of
 
 W = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 B = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -54,9 +54,9 @@ def test_state_lies_like_the_parameter_at_the_end_of_its_path() -> None:
 
 
 def test_types_of_leaves() -> None:
-    assert aval_of(1.0) == ((), jnp.float32, True, None)
-    assert aval_of(jnp.ones((2, 3), jnp.bfloat16)) == ((2, 3), jnp.bfloat16, False, None)
-    assert aval_of(jnp.asarray(1) * 2) == ((), jnp.int32, True, None)
-    assert aval_of(jax.ShapeDtypeStruct((2,), jnp.int8)) == ((2,), jnp.int8, False, None)
     key = jax.random.key(0)
-    assert aval_of(key) == ((), key.dtype, False, None)
+    assert aval_of(1.0) == Aval((), jnp.float32, True)
+    assert aval_of(jnp.ones((2, 3), jnp.bfloat16)) == Aval((2, 3), jnp.bfloat16)
+    assert aval_of(jnp.asarray(1) * 2) == Aval((), jnp.int32, True)
+    assert aval_of(jax.ShapeDtypeStruct((2,), jnp.int8)) == Aval((2,), jnp.int8)
+    assert aval_of(key) == Aval((), key.dtype)

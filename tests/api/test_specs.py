@@ -29,3 +29,14 @@ def test_a_spec_for_each_of_several_results(mesh: spmd.Mesh) -> None:
         step = spmd.jit(lambda x: (x * 2, x + 1), mesh=mesh, out_specs=specs)
         doubled, _ = step(np.ones((8, 8), np.float32))
         assert doubled.sharding.spec[0] == "data"
+
+
+def test_specs_in_lists_inside_dicts(mesh: spmd.Mesh) -> None:
+    specs = {"a": [P("data"), P(None, "model")], "b": P("model")}
+    tree = {"a": [np.ones((8, 8), np.float32)] * 2, "b": [np.ones((8, 8), np.float32)]}
+    step = spmd.jit(lambda tree: tree, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    out = step(tree)
+    found = [tuple(leaf.sharding.spec) for leaf in (*out["a"], *out["b"])]
+    assert [spec + (None,) * (2 - len(spec)) for spec in found] == [
+        ("data", None), (None, "model"), ("model", None)
+    ]  # fmt: skip

@@ -1,0 +1,166 @@
+"""Layouts: what is handed from step to step lies in memory as its collectives want it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import PartitionSpec as P
+
+import spmd
+
+LAYERS, WIDE, NARROW, ROWS = 3, 32, 16, 8
+OPTIMIZER = optax.adamw(1e-2)
+OPTIONS = spmd.Options(layouts=True, combine_bytes=1 << 10)
+
+
+def forward(params: Any, x: jax.Array) -> jax.Array:
+    for up, down in zip(params["up"], params["down"], strict=True):
+        x = x + jnp.tanh(x @ up.T) @ down.T
+    return x
+
+
+def scanned(params: Any, x: jax.Array) -> jax.Array:
+    def layer(x: jax.Array, weights: Any) -> Any:
+        return x + jnp.tanh(x @ weights["up"].T) @ weights["down"].T, None
+
+    return jax.lax.scan(layer, x, params)[0]
+
+
+def made(shape: Any) -> jax.Array:
+    return jnp.asarray(np.random.RandomState(sum(shape)).randn(*shape), np.float32) * 0.1
+
+
+def params_of(is_scanned: bool) -> Any:
+    stack = (LAYERS,) if is_scanned else ()
+    shapes = {"up": (*stack, WIDE, NARROW), "down": (*stack, NARROW, WIDE)}
+    if is_scanned:
+        return {name: made(shape) for name, shape in shapes.items()}
+    return {name: [made(shape) for _ in range(LAYERS)] for name, shape in shapes.items()}
+
+
+def step(params: Any, state: Any, x: jax.Array) -> Any:
+    model = scanned if isinstance(params["up"], jax.Array) else forward
+    loss, grads = jax.value_and_grad(lambda params: (model(params, x) ** 2).mean())(params)
+    updates, state = OPTIMIZER.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+
+def specs_of(params: Any) -> Any:
+    """FSDP as torch's weights have it: split along the inputs, the minor dim."""
+    spec = lambda p: P(*[None] * (p.ndim - 1), "data")  # noqa: E731
+    return (jax.tree.map(spec, params), None, ("data", None))
+
+
+def jitted(mesh: Any, params: Any, options: spmd.Options) -> Any:
+    return spmd.jit(
+        step, mesh=mesh, in_specs=specs_of(params), donate_argnums=(0, 1), options=options
+    )
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_steps_are_equal_to_the_bit(is_scanned: bool) -> None:
+    mesh, x = spmd.make_mesh(data=8), made((ROWS * 8, NARROW))
+    found = []
+    for layouts in (True, False):
+        params, options = params_of(is_scanned), replace(OPTIONS, layouts=layouts)
+        state = OPTIMIZER.init(params)
+        compiled = jitted(mesh, params, options).compile(params, state, x)
+        params, state = compiled.init(0, lambda: params_of(is_scanned)), None
+        state = compiled.init(1, OPTIMIZER.init, params)
+        for _ in range(3):
+            params, state, loss = compiled(params, state, x)
+        found.append((params, state, loss))
+        formats = compiled.in_formats[0], compiled.out_formats[0], compiled.in_formats[1][0].mu
+        for format_, leaf in zip(jax.tree.leaves(formats[0]), jax.tree.leaves(params), strict=True):
+            assert (format_.layout is not None) == layouts
+            order, rank = leaf.format.layout.major_to_minor, leaf.ndim
+            assert not layouts or format_.layout.major_to_minor == order
+            assert (order.index(rank - 1) < order.index(rank - 2)) == layouts  # inputs, outputs
+        assert formats[0] == formats[1] == formats[2]
+        assert compiled._moved == 0
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_the_local_program_says_so() -> None:
+    mesh, params, x = spmd.make_mesh(data=8), params_of(False), made((ROWS * 8, NARROW))
+    lowered = jitted(mesh, params, OPTIONS).lower(params, OPTIMIZER.init(params), x)
+    for stage in ("local", "optimized"):
+        lines = lowered.as_text(stage).splitlines()
+        assert sum("// in memory: 1, 0" in line for line in lines) == 3 * 2 * LAYERS
+
+
+def turned(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, Format(Layout((1, 0)), x.sharding))
+
+
+def test_state_that_comes_major_to_minor_is_moved_once() -> None:
+    mesh, params, x = spmd.make_mesh(data=8), params_of(False), made((ROWS * 8, NARROW))
+    want = step(params, OPTIMIZER.init(params), x)
+    run = jitted(mesh, params, OPTIONS)
+    placed = jax.tree.map(lambda p: spmd.mark_sharding(p, mesh, (None, "data")), params)
+    first, state = placed, jax.tree.map(jnp.copy, OPTIMIZER.init(placed))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            first, state, _ = run(first, state, x)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(placed))  # they were donated
+    (compiled,) = [c for kind in run._cache.values() for c in kind]
+    assert compiled._moved == 1
+    np.testing.assert_allclose(
+        want[2], run(*jax.tree.map(jnp.asarray, (params, state)), x)[2], 1e-5
+    )
+
+
+def descend(w: jax.Array, x: jax.Array) -> jax.Array:
+    return w - jax.grad(lambda w: (jnp.tanh(x @ w.T) ** 2).sum())(w)
+
+
+def descent(mesh: Any) -> Any:
+    specs = ((None, "data"), ("data", None))
+    return spmd.jit(
+        descend, mesh=mesh, in_specs=specs, out_specs=specs[0], donate_argnums=0, options=OPTIONS
+    )
+
+
+def test_state_that_comes_in_another_order_at_each_call_warns() -> None:
+    mesh, x = spmd.make_mesh(data=8), made((ROWS * 8, WIDE))
+    run, want = descent(mesh), descend(made((NARROW, WIDE)), x)
+
+    def weight() -> Any:
+        return spmd.mark_sharding(made((NARROW, WIDE)), mesh, (None, "data"))
+
+    np.testing.assert_allclose(run(weight(), x), want, rtol=1e-5, atol=1e-6)
+    with pytest.warns(UserWarning, match="w lie in memory in another order.*in_formats"):
+        run(weight(), x)
+    out = run(turned(weight()), x)
+    assert out.format.layout.major_to_minor == (1, 0)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_not_donated_keeps_its_order() -> None:
+    mesh = spmd.make_mesh(data=8)
+    run = spmd.jit(lambda w, x: x @ w.T, mesh=mesh)
+    w, x = spmd.mark_sharding(made((NARROW, WIDE)), mesh, (None, "data")), made((ROWS, WIDE))
+    want = np.asarray(x) @ np.asarray(w).T
+    for given in (w, turned(w), w, turned(w)):
+        np.testing.assert_allclose(run(given, x), want, rtol=1e-5, atol=1e-6)
+    assert run._cache_size() == 2
+    formats = [c.in_formats[0].layout for kind in run._cache.values() for c in kind]
+    assert [layout and layout.major_to_minor for layout in formats] == [None, (1, 0)]
+
+
+def test_exports_are_major_to_minor() -> None:
+    mesh, x, w = spmd.make_mesh(data=8), made((ROWS * 8, WIDE)), made((NARROW, WIDE))
+    lowered = descent(mesh).lower(w, x)
+    loaded = jax.export.deserialize(lowered.export().serialize())
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        new = jax.jit(loaded.call)(w, x)
+    np.testing.assert_allclose(new, descend(w, x), rtol=1e-5, atol=1e-6)
