@@ -89,13 +89,15 @@ def bench(given: argparse.Namespace, text: str) -> list[str]:
     types = argument_types(config, optimizer, mesh, shape)
     start = time.perf_counter()
     compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).compile(*types)
-    rows: list[tuple[str, Any, float]] = [("spmd.jit", compiled, time.perf_counter() - start)]
+    seconds = time.perf_counter() - start
+    rows: list[tuple[str, Any, Any, float]] = [("spmd.jit", compiled, compiled.in_formats, seconds)]
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
     batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
 
-    def fresh() -> tuple[Any, Any]:
-        params = compiled.init(0, lambda key: model.init(key, config), jax.random.key(0))
-        return params, compiled.init(1, optimizer.init, params)
+    def fresh(placed: Any) -> tuple[Any, Any]:
+        init = jax.jit(lambda key: model.init(key, config), out_shardings=placed[0])
+        params = init(jax.random.key(0))
+        return params, jax.jit(optimizer.init, out_shardings=placed[1])(params)
 
     if given.peer:
         start = time.perf_counter()
@@ -105,13 +107,13 @@ def bench(given: argparse.Namespace, text: str) -> list[str]:
             in_shardings=compiled.in_shardings,
             out_shardings=(*compiled.in_shardings[:2], None),
         )
-        params, state = fresh()
+        params, state = fresh(compiled.in_shardings)
         peer = plain.lower(params, state, batch).compile()
-        rows.append(("jax.jit", peer, time.perf_counter() - start))
+        rows.append(("jax.jit", peer, compiled.in_shardings, time.perf_counter() - start))
         del params, state
     lines = []
-    for name, program, compile_seconds in rows:
-        params, state = fresh()
+    for name, program, placed, compile_seconds in rows:
+        params, state = fresh(placed)
         seconds, loss = time_steps(given, program, params, state, batch)
         del params, state
         rate = shape[0] * shape[1] / seconds / mesh.size

@@ -34,7 +34,8 @@ class Options:
       verbose: print the time of every stage.
       progress: say what a compilation of more than a second or two is doing, in one line that is
         erased at the end; on terminals and in notebooks alone, never in logs.
-      compiler_options: passed to XLA as they are.
+      compiler_options: passed to XLA as they are, over what is set for the platform by default
+        (`spmd.lowering.xla_options.DEFAULTS`).
     """
 
     topology: Topology | None = None

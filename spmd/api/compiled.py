@@ -32,6 +32,7 @@ from spmd.lowering.execute import (
     on_own_mesh,
     x64_if,
 )
+from spmd.lowering.xla_options import xla_options
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -140,7 +141,8 @@ class Compiled(Planned):
         self._boundary = Boundary(self.traced, emitted, outside.mesh)
         self._moved = 0
         doing("XLA")
-        options, limit = self.options.compiler_options, self.options.memory_limit
+        options = xla_options(self.request.platform, self.options.compiler_options)
+        limit = self.options.memory_limit
         if limit is None:
             self.executable = compile_emitted(emitted, options, outside)
         else:

@@ -27,6 +27,7 @@ from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest
 from spmd.lowering.emitted import Emitted
 from spmd.lowering.host import effects_of, emit_callbacks, silent
+from spmd.lowering.xla_options import options_within
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
 from spmd.mesh.topology import Topology
@@ -177,36 +178,6 @@ def check_no_callbacks(emitted: Emitted) -> None:
             fix="plan it alone (`lower(topology=...)`), or leave the calls out: "
             "Options(callbacks='drop') does so with jax.debug.print and jax.debug.callback",
         )
-
-
-XLA_SHARE = 0.8
-"""The share of a GPU's memory that XLA's scheduler counts on (`GetSchedulerMemoryLimit`)."""
-
-SCHEDULED = 0.5
-"""What XLA's scheduler is given of what a memory limit leaves for temporary values.
-
-It delays products as long as it has memory, and buffers take more than it counts. Given all, four
-layers of 7B's width took 13% more than the limit, and 5% given half.
-"""
-
-
-def options_within(
-    limit: int, around: int, topology: Topology, compiler_options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Compiler options with which XLA, too, aims at a memory limit; they matter on GPUs.
-
-    Args:
-      limit: bytes of one device.
-      around: bytes of arguments and results, those that lie in each other once.
-      topology: the machine.
-      compiler_options: what the user says, which stays.
-    """
-    flag = "xla_gpu_memory_limit_slop_factor"  # percent of what arguments and results leave
-    if topology.platform != "cuda" or flag in compiler_options:
-        return compiler_options
-    left = max(1.0, XLA_SHARE * topology.hbm_bytes - around)
-    percent = max(1, min(95, int(100 * SCHEDULED * (limit - around) / left)))
-    return {**compiler_options, flag: percent}
 
 
 def _check_processes(emitted: Emitted, compiler_options: Mapping[str, Any]) -> None:

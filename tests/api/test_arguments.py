@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd.api.arguments import Aval, aval_of, call_parts, donated_leaves, like_parameters, updates_of
+from spmd.api.arguments import (
+    Aval,
+    aval_of,
+    call_parts,
+    donated_leaves,
+    like_parameters,
+    updates_of,
+)
 
 W = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 B = jax.ShapeDtypeStruct((4,), jnp.float32)
