@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,7 +16,8 @@ from spmd.lowering.xla_options import DEFAULTS, options_within, xla_options
 def test_this_version_of_jaxlib_knows_them(platform: str) -> None:
     if platform == "tpu":
         pytest.skip("libtpu knows them, not jaxlib")
-    jax.jit(jnp.sin).lower(1.0).compile({**DEFAULTS[platform]})
+    options: Any = DEFAULTS[platform]
+    jax.jit(jnp.sin).lower(1.0).compile(options)
 
 
 def test_what_the_user_says_stays() -> None:
