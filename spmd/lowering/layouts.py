@@ -68,6 +68,7 @@ class _Wishes:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._same: dict[_Dim, _Dim] = {}
+        self._blank: set[Value] = set()  # the same everywhere: they have no order
         self._tie(program.body)
         self.first: dict[tuple[_Dim, _Dim], int] = defaultdict(int)
         index = Index(program)
@@ -116,15 +117,29 @@ class _Wishes:
             if op.regions:
                 self._tie_flow(op)
                 continue
+            if self._is_blank(op):
+                self._blank.update(op.results)
+                continue
             for (i, dim), (j, to) in _kept(op.kind):
-                self._join((op.operands[i], dim), (op.results[j], to))
+                if op.operands[i] not in self._blank:
+                    self._join((op.operands[i], dim), (op.results[j], to))
+
+    def _is_blank(self, op: Op) -> bool:
+        """Whether an op fills its result with a scalar, or computes with what was filled so."""
+        # Without this, weights of one shape would go together by the zeros that both are added to.
+        about = op.kind.about
+        if about.is_broadcast:
+            return not op.kind.operands[0].rank or op.operands[0] in self._blank
+        if about.is_constant:
+            return bool(op.kind.attrs["value"].splat)
+        return about.is_elementwise and all(v in self._blank for v in op.operands)
 
     def _tie_flow(self, op: Op) -> None:
         """The values that control flow makes one."""
         for tie in ties(op):
-            inside = [*tie.inside, *([] if tie.source is None else [tie.source])]
+            source = () if tie.source is None or tie.source in self._blank else (tie.source,)
             for dim in range(self.program.types[tie.result].rank):
-                for value in inside:
+                for value in (*tie.inside, *source):
                     self._join((value, dim), (tie.result, dim))
 
 

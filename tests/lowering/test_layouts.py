@@ -97,6 +97,26 @@ def test_the_local_program_says_so() -> None:
         assert sum("// in memory: 1, 0" in line for line in lines) == 3 * 2 * LAYERS
 
 
+def test_weights_of_one_shape_do_not_share_their_order() -> None:
+    mesh, x = spmd.make_mesh(data=8), made((1 << 12, 64))
+    params = {"rows": made((512, 64)), "columns": made((64, 512))}  # each device's are 64 x 64
+    specs = {"rows": P("data"), "columns": P(None, "data")}
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return (jnp.tanh(x @ params["rows"].T) @ params["columns"].T).mean()
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        updates, state = OPTIMIZER.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = spmd.jit(
+        step, mesh=mesh, in_specs=(specs, None, ("data",)), donate_argnums=(0, 1), options=OPTIONS
+    )
+    lines = run.lower(params, OPTIMIZER.init(params), x).as_text("optimized").splitlines()
+    laid = [line.split('"')[1] for line in lines if "// in memory: 1, 0" in line]
+    assert laid == ["params/columns", "state/0/mu/columns", "state/0/nu/columns"]
+
+
 def turned(x: jax.Array) -> jax.Array:
     return jax.device_put(x, Format(Layout((1, 0)), x.sharding))
 
