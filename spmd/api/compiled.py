@@ -89,7 +89,7 @@ class Lowered(Planned):
                 fix="pass jax.random.key_data(key), and wrap it inside",
             )
         weak = tuple(struct.weak_type for struct in self.traced.out_structs)
-        flat = executable(emitted, Outside(where, weak))
+        flat = executable(emitted, Outside(where, weak, results=boundary.results))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return jax.tree.unflatten(self.out_tree, flat(*jax.tree.leaves((args, kwargs))))
@@ -138,7 +138,7 @@ class Compiled(Planned):
         self._boundary = Boundary(self.traced, emitted, mesh)
         doing("XLA")
         weak = tuple(struct.weak_type for struct in self.traced.out_structs)
-        outside = Outside(mesh, weak, devices)
+        outside = Outside(mesh, weak, devices, self._boundary.results)
         options, limit = self.options.compiler_options, self.options.memory_limit
         if limit is None:
             self.executable = compile_emitted(emitted, options, outside)

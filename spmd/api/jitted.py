@@ -23,6 +23,7 @@ from spmd.api.specs import specified
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
 from spmd.explain.costly import costly_text
 from spmd.explain.words import idle_text, plural
+from spmd.frontend.trace import ClosedOverTracer
 from spmd.mesh.spec import as_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -226,9 +227,9 @@ class Jitted(Generic[P, R]):
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Serves a call of a new kind; see `dispatch`."""
         call = take_apart(self.recipe, args, kwargs)
-        if call.is_traced:
+        compiled = None if call.is_traced else self._compiled_if_closed(call)
+        if compiled is None:
             return self.inlined(*args, **kwargs), None
-        compiled = self._compiled(call)
         results = compiled.run(call.leaves)
         self._is_on_cpu = compiled.request.platform == "cpu"
         way = None
@@ -247,6 +248,13 @@ class Jitted(Generic[P, R]):
 
     def _cache_size(self) -> int:
         return sum(map(len, self._cache.values()))
+
+    def _compiled_if_closed(self, call: Call) -> Compiled | None:
+        """The program; None where the function uses a tracer of another one: it is part of that."""
+        try:
+            return self._compiled(call)
+        except ClosedOverTracer:
+            return None
 
     def _compiled(self, call: Call) -> Compiled:
         key = call.key

@@ -9,7 +9,7 @@ import jax
 
 from spmd.api.arguments import call_parts, fitting_entries, key_dtype
 from spmd.api.marks import mark_sharding
-from spmd.api.specs import arg_specs, out_entries
+from spmd.api.specs import arg_specs, out_entries, result_specs
 from spmd.api.tracing import Recipe
 from spmd.frontend.trace import note_mesh
 from spmd.mesh.mesh import Mesh
@@ -37,9 +37,9 @@ def marked(recipe: Recipe) -> Callable[..., Any]:
         if recipe.out_specs is None:
             return results
         leaves, tree = jax.tree.flatten(results)
-        structs = jax.tree.map(jax.typeof, results)
         names = [f"{i}" for i in range(len(leaves))]
-        entries = out_entries(recipe.out_specs, structs, names, mesh)
+        specs = result_specs(recipe.out_specs, results)
+        entries = out_entries(specs, list(map(jax.typeof, leaves)), names, mesh)
         return jax.tree.unflatten(tree, map(_mark, leaves, entries, [mesh] * len(leaves)))
 
     return call

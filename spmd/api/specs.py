@@ -81,16 +81,23 @@ def _wrong_count(in_specs: Any, names: Sequence[str]) -> SpecError:
     )
 
 
+def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
+    """The spec of each leaf of the result, None for open ones.
+
+    Raises:
+      SpecError: specs of another structure.
+    """
+    return _spread(out_specs, out_tree, "the result", is_outermost=True)
+
+
 def out_entries(
-    out_specs: Any, out_tree: Any, names: Sequence[str], mesh: Mesh
+    specs: Sequence[Any], leaves: Sequence[Any], names: Sequence[str], mesh: Mesh
 ) -> tuple[Entries | None, ...]:
     """The spelled-out spec of each leaf of the result, None for open ones.
 
     Raises:
-      SpecError: specs of another structure, or one that does not fit its leaf.
+      SpecError: a spec that does not fit its leaf.
     """
-    leaves = jax.tree.leaves(out_tree)
-    specs = _spread(out_specs, out_tree, "the result", is_outermost=True)
     return tuple(
         open_entries(leaf.shape)
         if spec is None
@@ -116,14 +123,13 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
         ]
     if _is_spec(specs) or jax.tree_util.all_leaves([specs]):
         return [specs] * len(jax.tree.leaves(tree))
+    structure: Any
+    each, structure = jax.tree.flatten(specs, is_leaf=_is_spec)
     try:
-        spread = jax.tree.map(
-            lambda spec, part: _spread(spec, part, what), specs, tree, is_leaf=_is_spec
-        )
+        parts = structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise _other_structure(specs, tree, what) from error
-    parts = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list))
-    return [spec for part in parts for spec in part]
+    return [s for spec, part in zip(each, parts, strict=True) for s in _spread(spec, part, what)]
 
 
 def _fits_all(specs: Sequence[Any], tree: Sequence[Any]) -> bool:

@@ -89,11 +89,13 @@ class Outside:
       weak: whether the type of each result is weak; none is if empty.
       devices: descriptions of devices that are not here, in the mesh's order; the process's own by
         id if None.
+      results: how the results lie, in the user's words; as the program says if empty.
     """
 
     mesh: jax.sharding.Mesh | None = None
     weak: tuple[bool, ...] = ()
     devices: Sequence[Any] | None = None
+    results: tuple[NamedSharding, ...] = ()
 
 
 def compile_emitted(
@@ -245,7 +247,7 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     return jax.jit(
         mapped,
         in_shardings=emitted.argument_shardings(where),
-        out_shardings=emitted.result_shardings(where),
+        out_shardings=outside.results or emitted.result_shardings(where),
         donate_argnums=emitted.donated,
         keep_unused=True,
     )
