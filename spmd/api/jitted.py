@@ -69,8 +69,9 @@ def jit(  # type: ignore[misc]  # the overloads leave its options open
       fn: a function of pytrees of arrays, as for `jax.jit`. Without it, a decorator is returned.
       mesh: the mesh, ours or jax's. Left out, it is that of the arguments that are placed on one,
         of the marks inside `fn`, or that of `jax.set_mesh`.
-      in_specs: for each parameter a spec, a pytree of specs, a `NamedSharding`, or None (open). A
-        single `PartitionSpec` or `NamedSharding` is for all arguments.
+      in_specs: for each parameter a spec, a pytree of specs, a `NamedSharding`, or None (open). As
+        for `jax.jit`, static arguments may be left out. A single `PartitionSpec` or `NamedSharding`
+        is for all arguments.
       out_specs: a spec, or a pytree of specs that matches the result (or a prefix of it).
       in_shardings: the same as `in_specs`, under the name that `jax.jit` has for it.
       out_shardings: the same as `out_specs`.

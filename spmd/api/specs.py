@@ -30,9 +30,10 @@ def arg_specs(in_specs: Any, parts: Sequence[Part], fn: Any, positional: int) ->
     """The spec of each leaf of the arguments, None for open ones.
 
     Args:
-      in_specs: one entry for each parameter, static ones counted: a spec, a pytree of specs that is
-        a prefix of the argument, or None. A single `PartitionSpec` or `NamedSharding` is for all
-        arguments. None for all open.
+      in_specs: one entry for each parameter, static ones counted, or, as `jax.jit` has it, for each
+        positional argument that is not static: a spec, a pytree of specs that is a prefix of the
+        argument, or None. A single `PartitionSpec` or `NamedSharding` is for all arguments. None
+        for all open.
       parts: the arguments without the static ones.
       fn: the function.
       positional: how many positional arguments there are, static ones counted.
@@ -46,16 +47,17 @@ def arg_specs(in_specs: Any, parts: Sequence[Part], fn: Any, positional: int) ->
     places = [part.place for part in parts if isinstance(part.place, int)]
     least = max([positional, *(place + 1 for place in places)])
     most = max(least, parameter_count(fn))  # those left out have defaults
-    if not isinstance(in_specs, tuple | list) or not least <= len(in_specs) <= most:
+    entries: dict[int | str, Any]
+    if isinstance(in_specs, tuple | list) and least <= len(in_specs) <= most:
+        entries = dict(enumerate(in_specs))
+    elif isinstance(in_specs, tuple | list) and len(in_specs) == len(places):
+        entries = dict(zip(places, in_specs, strict=True))
+    else:
         raise _wrong_count(in_specs, parameter_names(fn, least))
     return [
         spec
         for part in parts
-        for spec in _spread(
-            in_specs[part.place] if isinstance(part.place, int) else None,
-            part.struct,
-            f"argument {part.name}",
-        )
+        for spec in _spread(entries.get(part.place), part.struct, f"argument {part.name}")
     ]
 
 

@@ -69,6 +69,16 @@ def in_shardings(jit: Jit) -> Any:
 
 
 @case
+def in_shardings_without_static_arguments(jit: Jit) -> Any:
+    def g(w: Any, n: int, x: Any, m: int = 1) -> Any:
+        return f(w, x) * n * m
+
+    shardings = (sharding(None, "model"), sharding("data"))
+    scaled = jit(g, in_shardings=shardings, static_argnums=(1, 3))
+    return scaled(np.asarray(w()), 2, np.asarray(x())), scaled(w(), 2, x(), 3)
+
+
+@case
 def in_shardings_for_all(jit: Jit) -> Any:
     add = jit(lambda a, b: a.sum(1) + b, in_shardings=sharding("data"))
     return add(np.ones((8, 2, 4)), np.ones((8, 4)))
