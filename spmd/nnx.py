@@ -131,6 +131,13 @@ class _Graph:
     definition: Any
     places: tuple[Place, ...]
 
+    def __hash__(self) -> int:
+        """Modules may have attributes that are lists, say: those are told apart by `==` alone."""
+        try:
+            return hash((self.definition, self.places))
+        except TypeError:
+            return hash(self.places)
+
 
 @jax.tree_util.register_pytree_node_class
 class _Rest:

@@ -115,3 +115,28 @@ def test_plain_jit_warns_of_changes_that_are_lost(mesh: spmd.Mesh) -> None:
     model, _ = made()
     with pytest.warns(UserWarning, match=r"changes argument model.*spmd\.nnx\.jit"):
         spmd.jit(lambda model, x: model(x), mesh=mesh)(model, X)
+
+
+def test_modules_may_have_attributes_without_a_hash(mesh: spmd.Mesh) -> None:
+    class Config:
+        """Equal to those that are alike; unhashable, as dataclasses with lists are."""
+
+        def __init__(self, scales: list[float]) -> None:
+            self.scales = scales
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Config) and self.scales == other.scales
+
+        __hash__ = None  # type: ignore[assignment]
+
+    class Scaled(nnx.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Config) -> None:
+            self.w, self.config = nnx.Param(jnp.ones(8)), config
+
+        def __call__(self, x: Any) -> Any:
+            return x * self.w * sum(self.config.scales)
+
+    step = spmd.nnx.jit(lambda model, x: model(x), mesh=mesh)
+    for scales in ([1.0, 2.0], [1.0, 2.0], [3.0]):
+        np.testing.assert_allclose(step(Scaled(Config(scales)), X), X * sum(scales), rtol=1e-6)
+    assert step.jitted._cache_size() == 2

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh as JaxMesh
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api.arguments import key_dtype, mesh_sharding, order_of
 from spmd.api.tracing import Traced
 from spmd.ir.types import numpy_dtype
-from spmd.lowering.emitted import Emitted
+from spmd.lowering.emitted import Emitted, formats
 from spmd.lowering.execute import x64_if
 
 
@@ -31,9 +31,12 @@ class Boundary:
 
     def __init__(self, traced: Traced, emitted: Emitted, mesh: JaxMesh) -> None:
         self.arguments = emitted.argument_shardings(mesh)
-        self.results = emitted.result_shardings(mesh)
-        self.argument_formats = emitted.argument_formats(mesh)
-        self.result_formats = emitted.result_formats(mesh)
+        results = emitted.result_shardings(mesh)
+        ranks = [len(type_.shape) for type_ in emitted.result_types]
+        specs = traced.out_specs or (None,) * len(results)
+        self.results = tuple(map(_as_told, results, specs, ranks))
+        self.argument_formats = formats(self.arguments, emitted.argument_orders)
+        self.result_formats = formats(self.results, emitted.result_orders)
         self._orders = emitted.argument_orders
         self._needs_x64 = emitted.needs_x64
         self._dtypes = [numpy_dtype(type_.dtype) for type_ in emitted.argument_types]
@@ -125,3 +128,16 @@ class Boundary:
             return False
         self._known[index] = have
         return True
+
+
+def _as_told(planned: NamedSharding, spec: PartitionSpec | None, rank: int) -> NamedSharding:
+    """A result's sharding in the user's words, where these mean the same.
+
+    The program knows no axes of size 1, which are parts of jax's types nevertheless.
+    """
+    if spec is None or PartitionSpec.UNCONSTRAINED in spec:
+        return planned
+    if not set(jax.tree.leaves(tuple(spec))) <= set(planned.mesh.axis_names):
+        return planned  # it is on another mesh of the same devices
+    told = NamedSharding(planned.mesh, spec)
+    return told if told.is_equivalent_to(planned, rank) else planned

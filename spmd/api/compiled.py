@@ -85,8 +85,8 @@ class Lowered(Planned):
           >>> saved = spmd.jit(step, mesh=mesh).lower(params, batch).export().serialize()
           >>> step = jax.export.deserialize(saved).call
         """
-        emitted, outside = self.stages.emitted.major_to_minor(), _outside(self)
-        boundary = Boundary(self.traced, emitted, outside.mesh)
+        emitted = self.stages.emitted.major_to_minor()
+        boundary, outside = _around(self, emitted)
         if boundary.has_keys:
             raise ArgumentError(
                 "a program of key arrays cannot be exported: inside, they are their data",
@@ -137,8 +137,7 @@ class Compiled(Planned):
         if self._ahead:
             check_no_callbacks(emitted)
         devices = devices_ahead(self.mesh, self._ahead) if self._ahead else None
-        outside = _outside(self, devices)
-        self._boundary = Boundary(self.traced, emitted, outside.mesh)
+        self._boundary, outside = _around(self, emitted, devices)
         self._moved = 0
         doing("XLA")
         options = xla_options(self.request.platform, self.options.compiler_options)
@@ -408,8 +407,17 @@ def _format(placed: Any) -> Format:
     return placed if isinstance(placed, Format) else Format(None, placed)
 
 
-def _outside(planned: Planned, devices: Sequence[Any] | None = None) -> Outside:
-    """What jax is told of a program's arguments and results: the user's axis types, weak types."""
+def _around(
+    planned: Planned, emitted: Emitted, devices: Sequence[Any] | None = None
+) -> tuple[Boundary, Outside]:
+    """What is around a program: where its arguments and results lie, and what jax is told of them.
+
+    Args:
+      planned: the program.
+      emitted: its text.
+      devices: descriptions of the mesh's devices, where they are not here.
+    """
     mesh = jax_mesh(planned.mesh, devices, planned.traced.axis_types)
+    boundary = Boundary(planned.traced, emitted, mesh)
     weak = tuple(struct.weak_type for struct in planned.traced.out_structs)
-    return Outside(mesh, weak, devices)
+    return boundary, Outside(mesh, weak, devices, boundary.result_formats)

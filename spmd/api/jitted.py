@@ -23,6 +23,7 @@ from spmd.api.specs import specified
 from spmd.api.tracing import Call, Recipe, take_apart, trace_call
 from spmd.explain.costly import costly_text
 from spmd.explain.words import idle_text, plural
+from spmd.frontend.trace import ClosedOverTracer
 from spmd.mesh.spec import as_mesh
 from spmd.mesh.topology import Topology
 from spmd.options import Options
@@ -68,8 +69,9 @@ def jit(  # type: ignore[misc]  # the overloads leave its options open
       fn: a function of pytrees of arrays, as for `jax.jit`. Without it, a decorator is returned.
       mesh: the mesh, ours or jax's. Left out, it is that of the arguments that are placed on one,
         of the marks inside `fn`, or that of `jax.set_mesh`.
-      in_specs: for each parameter a spec, a pytree of specs, a `NamedSharding`, or None (open). A
-        single `PartitionSpec` or `NamedSharding` is for all arguments.
+      in_specs: for each parameter a spec, a pytree of specs, a `NamedSharding`, or None (open). As
+        for `jax.jit`, static arguments may be left out. A single `PartitionSpec` or `NamedSharding`
+        is for all arguments.
       out_specs: a spec, or a pytree of specs that matches the result (or a prefix of it).
       in_shardings: the same as `in_specs`, under the name that `jax.jit` has for it.
       out_shardings: the same as `out_specs`.
@@ -228,9 +230,9 @@ class Jitted(Generic[P, R]):
     def _miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Serves a call of a new kind; see `dispatch`."""
         call = take_apart(self.recipe, args, kwargs)
-        if call.is_traced:
+        compiled = None if call.is_traced else self._compiled_if_closed(call)
+        if compiled is None:
             return self.inlined(*args, **kwargs), None
-        compiled = self._compiled(call)
         runs_without_us = not (compiled.has_keys or compiled.moves(call.leaves))
         results = compiled.run(call.leaves)
         self._is_on_cpu = compiled.request.platform == "cpu"
@@ -250,6 +252,13 @@ class Jitted(Generic[P, R]):
 
     def _cache_size(self) -> int:
         return sum(map(len, self._cache.values()))
+
+    def _compiled_if_closed(self, call: Call) -> Compiled | None:
+        """The program; None where the function uses a tracer of another one: it is part of that."""
+        try:
+            return self._compiled(call)
+        except ClosedOverTracer:
+            return None
 
     def _compiled(self, call: Call) -> Compiled:
         key = call.key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
-from operator import is_not, methodcaller
+from operator import methodcaller
 from typing import Any
 
 import jax
@@ -76,7 +76,7 @@ def no_mesh(name: str) -> MeshError:
 def warning_of_changes(fn: Any) -> Any:
     """A function that warns, when it is traced, of objects among its arguments that it changes.
 
-    They are copies: what a traced function does to its arguments is lost when it returns.
+    They are copies: what a traced function does to its arguments and does not return is lost.
     """
 
     @functools.wraps(fn, updated=())
@@ -84,9 +84,10 @@ def warning_of_changes(fn: Any) -> Any:
         objects = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_object)
         before = [jax.tree.leaves(value) for _, value in objects]
         results = fn(*args, **kwargs)
+        returned = set(map(id, jax.tree.leaves(results)))
         for (path, value), had in zip(objects, before, strict=True):
             has = jax.tree.leaves(value)
-            if len(has) != len(had) or any(map(is_not, has, had)):
+            if len(has) < len(had) or {*map(id, has)} - {*map(id, had)} - returned:
                 kind = type(value).__name__
                 warnings.warn(
                     f"{function_name(fn)} changes argument {_told(fn, path)}, a {kind}, which is "

@@ -30,9 +30,10 @@ def arg_specs(in_specs: Any, parts: Sequence[Part], fn: Any, positional: int) ->
     """The spec of each leaf of the arguments, None for open ones.
 
     Args:
-      in_specs: one entry for each parameter, static ones counted: a spec, a pytree of specs that is
-        a prefix of the argument, or None. A single `PartitionSpec` or `NamedSharding` is for all
-        arguments. None for all open.
+      in_specs: one entry for each parameter, static ones counted, or, as `jax.jit` has it, for each
+        positional argument that is not static: a spec, a pytree of specs that is a prefix of the
+        argument, or None. A single `PartitionSpec` or `NamedSharding` is for all arguments. None
+        for all open.
       parts: the arguments without the static ones.
       fn: the function.
       positional: how many positional arguments there are, static ones counted.
@@ -46,16 +47,17 @@ def arg_specs(in_specs: Any, parts: Sequence[Part], fn: Any, positional: int) ->
     places = [part.place for part in parts if isinstance(part.place, int)]
     least = max([positional, *(place + 1 for place in places)])
     most = max(least, parameter_count(fn))  # those left out have defaults
-    if not isinstance(in_specs, tuple | list) or not least <= len(in_specs) <= most:
+    entries: dict[int | str, Any]
+    if isinstance(in_specs, tuple | list) and least <= len(in_specs) <= most:
+        entries = dict(enumerate(in_specs))
+    elif isinstance(in_specs, tuple | list) and len(in_specs) == len(places):
+        entries = dict(zip(places, in_specs, strict=True))
+    else:
         raise _wrong_count(in_specs, parameter_names(fn, least))
     return [
         spec
         for part in parts
-        for spec in _spread(
-            in_specs[part.place] if isinstance(part.place, int) else None,
-            part.struct,
-            f"argument {part.name}",
-        )
+        for spec in _spread(entries.get(part.place), part.struct, f"argument {part.name}")
     ]
 
 
@@ -81,30 +83,29 @@ def _wrong_count(in_specs: Any, names: Sequence[str]) -> SpecError:
     )
 
 
+def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
+    """The spec of each leaf of the result, None for open ones.
+
+    Raises:
+      SpecError: specs of another structure.
+    """
+    return _spread(out_specs, out_tree, "the result", is_outermost=True)
+
+
 def out_entries(
-    out_specs: Any, out_tree: Any, names: Sequence[str], mesh: Mesh
+    specs: Sequence[Any], leaves: Sequence[Any], names: Sequence[str], mesh: Mesh
 ) -> tuple[Entries | None, ...]:
     """The spelled-out spec of each leaf of the result, None for open ones.
 
     Raises:
-      SpecError: specs of another structure, or one that does not fit its leaf.
+      SpecError: a spec that does not fit its leaf.
     """
-    leaves, specs = jax.tree.leaves(out_tree), result_specs(out_specs, out_tree)
     return tuple(
         open_entries(leaf.shape)
         if spec is None
         else fitting_entries(spec, leaf.shape, leaf, f"result {name}", mesh)
         for leaf, spec, name in zip(leaves, specs, names, strict=True)
     )
-
-
-def result_specs(out_specs: Any, out_tree: Any) -> list[Any]:
-    """The spec of each leaf of the result as it was given, None for open ones.
-
-    Raises:
-      SpecError: specs of another structure.
-    """
-    return _spread(out_specs, out_tree, "the result", is_outermost=True)
 
 
 def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> list[Any]:
@@ -124,17 +125,13 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
         ]
     if _is_spec(specs) or jax.tree_util.all_leaves([specs]):
         return [specs] * len(jax.tree.leaves(tree))
-    found: list[Any] = []
+    structure: Any
+    each, structure = jax.tree.flatten(specs, is_leaf=_is_spec)
     try:
-        jax.tree.map(
-            lambda spec, part: found.extend(_spread(spec, part, what)),
-            specs,
-            tree,
-            is_leaf=_is_spec,
-        )
+        parts = structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise _other_structure(specs, tree, what) from error
-    return found
+    return [s for spec, part in zip(each, parts, strict=True) for s in _spread(spec, part, what)]
 
 
 def _fits_all(specs: Sequence[Any], tree: Sequence[Any]) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api.arguments import (
     Aval,
@@ -29,7 +29,7 @@ from spmd.api.dispatch import settings
 from spmd.api.marks import path_name
 from spmd.api.mistakes import no_mesh, not_an_array, warning_of_changes
 from spmd.api.signature import positions
-from spmd.api.specs import arg_specs, out_entries
+from spmd.api.specs import arg_specs, out_entries, result_specs
 from spmd.errors import MeshError
 from spmd.frontend.trace import Trace, seen_meshes, trace
 from spmd.mesh.mesh import Mesh
@@ -138,6 +138,8 @@ class Traced(NamedTuple):
       axis_types: jax's types of the mesh's axes, where they are not all Auto.
       key_dtypes: for each flat argument its dtype if it is a key array.
       name: the function's, or none.
+      out_specs: for each flat result its spec as the user or jax's types have it, or None; they may
+        name axes of size 1, which split nothing. None are known if empty.
     """
 
     request: Request
@@ -147,6 +149,7 @@ class Traced(NamedTuple):
     axis_types: tuple[Any, ...] | None
     key_dtypes: tuple[Any, ...]
     name: str = ""
+    out_specs: tuple[PartitionSpec | None, ...] = ()
 
 
 def take_apart(recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -222,6 +225,8 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     entries, reasons = like_parameters(names, [aval.shape for aval in call.avals], given_entries)
     out_paths, out_def = jax.tree_util.tree_flatten_with_path(out_tree)
     result_names = tuple(path_name(path) or "result" for path, _ in out_paths)
+    out_structs = tuple(leaf for _, leaf in out_paths)
+    out_specs = result_specs(recipe.out_specs, out_tree)
     request = Request(
         traced.module,
         mesh,
@@ -229,7 +234,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         names,
         result_names,
         entries,
-        out_entries(recipe.out_specs, out_tree, result_names, mesh),
+        out_entries(out_specs, out_structs, result_names, mesh),
         reasons,
         updates_of(parts, out_tree),
         donated_leaves(parts),
@@ -242,11 +247,19 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         request,
         call.tree,
         out_def,
-        tuple(leaf for _, leaf in out_paths),
+        out_structs,
         axis_types_of(mesh, [given, *placed, around]),
         tuple(map(key_dtype, call.leaves)),
         function_name(recipe.fn),
+        tuple(map(_spec_of, out_specs, out_structs)),
     )
+
+
+def _spec_of(given: Any, struct: Any) -> PartitionSpec | None:
+    """A result's spec as jax would have it: the one given, else that of its type."""
+    found = struct.sharding if given is None else given
+    found = getattr(found, "spec", found)
+    return found if isinstance(found, PartitionSpec) else None
 
 
 def axis_types_of(mesh: Mesh, givens: Sequence[Any]) -> tuple[Any, ...] | None:

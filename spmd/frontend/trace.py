@@ -51,6 +51,10 @@ def note_mesh(mesh: Mesh) -> Mesh:
     return found[0]
 
 
+class ClosedOverTracer(FrontendError):
+    """A function uses a value of another function, which is being traced, that is no argument."""
+
+
 class Trace(NamedTuple):
     """A function that was traced and lowered.
 
@@ -91,7 +95,8 @@ def trace(
         in the module are positions in it.
 
     Raises:
-      FrontendError: a `shard_map` over explicit axes.
+      FrontendError: a `shard_map` over Explicit axes of an argument of another type.
+      ClosedOverTracer: `fn` uses a tracer that is no argument.
       MeshError: jax's constraints and `shard_map`s are over meshes of different orders of devices.
     """
     jitted = jax.jit(
@@ -107,6 +112,8 @@ def trace(
             raise _explicit_axes(error) from error
         raise
     program = traced.jaxpr
+    if len(program.in_avals) > len(jax.tree.leaves(traced.in_avals)):  # jax adds such values
+        raise _closed_over_tracer(traced.fun_name)
     out = jax.tree.unflatten(traced.out_tree, map(_struct, program.out_avals))
     calls = OwnCallbacks(on_callbacks) if on_callbacks else None
     flat = calls and calls.without_jax(program, traced.fun_name)
@@ -139,13 +146,24 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _explicit_axes(error: ValueError) -> FrontendError:
-    """The error of a `shard_map` over axes that make shardings a part of types."""
+    """The error of a `shard_map` over axes that make shardings a part of types, if they differ."""
     return FrontendError(
-        "a jax.shard_map over explicit axes: programs are traced before anything is split",
+        "a jax.shard_map over Explicit axes gets an argument whose type is split in another way "
+        "than its in_specs say",
         actual=str(error).partition(". ")[0],
-        required="a mesh whose axes are Auto",
-        fix="make it with axis_types=(jax.sharding.AxisType.Auto,) * len(axis_names), or take "
-        "spmd.mesh.spec.jax_mesh(mesh)",
+        required="as for jax.jit: types that in_specs say, or a mesh whose axes are Auto",
+        fix="place the program's arguments with jax.device_put, call jax.sharding.reshard before "
+        "the jax.shard_map, or leave in_specs out; or make the mesh with "
+        "axis_types=(jax.sharding.AxisType.Auto,) * len(axis_names)",
+    )
+
+
+def _closed_over_tracer(name: str) -> ClosedOverTracer:
+    return ClosedOverTracer(
+        f"{name} uses a value of another function that jax traces, which has no numbers yet",
+        required="arguments, and constants",
+        fix=f"pass it to {name} as an argument, or call {name} instead of compiling it: inside of "
+        "other programs it is inlined",
     )
 
 

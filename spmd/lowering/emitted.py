@@ -83,16 +83,17 @@ class Emitted:
 
     def argument_formats(self, where: JaxMesh) -> tuple[Placement, ...]:
         """How each argument lies on a mesh and, where it has an order of dims, in memory."""
-        return _formats(self.argument_shardings(where), self.argument_orders)
+        return formats(self.argument_shardings(where), self.argument_orders)
 
     def result_formats(self, where: JaxMesh) -> tuple[Placement, ...]:
         """How each result lies, as for arguments."""
-        return _formats(self.result_shardings(where), self.result_orders)
+        return formats(self.result_shardings(where), self.result_orders)
 
 
-def _formats(
+def formats(
     shardings: Sequence[NamedSharding], orders: Sequence[Order | None]
 ) -> tuple[Placement, ...]:
+    """Shardings with layouts, where dims have an order of their own."""
     return tuple(
         sharding if order is None else Format(Layout(order), sharding)
         for sharding, order in zip(shardings, orders, strict=True)

@@ -25,7 +25,7 @@ from spmd.frontend.importer.shardings import MARKS
 from spmd.ir.callbacks import Callback
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.launch.agree import check_same_program, digest
-from spmd.lowering.emitted import Emitted
+from spmd.lowering.emitted import Emitted, Placement
 from spmd.lowering.host import effects_of, emit_callbacks, silent
 from spmd.lowering.xla_options import options_within
 from spmd.mesh.mesh import Mesh
@@ -90,11 +90,13 @@ class Outside:
       weak: whether the type of each result is weak; none is if empty.
       devices: descriptions of devices that are not here, in the mesh's order; the process's own by
         id if None.
+      results: how the results lie, in the user's words; as the program says if empty.
     """
 
     mesh: jax.sharding.Mesh
     weak: tuple[bool, ...] = ()
     devices: Sequence[Any] | None = None
+    results: tuple[Placement, ...] = ()
 
 
 def compile_emitted(
@@ -215,7 +217,7 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     return jax.jit(
         mapped,
         in_shardings=emitted.argument_formats(outside.mesh),
-        out_shardings=emitted.result_formats(outside.mesh),
+        out_shardings=outside.results or emitted.result_formats(outside.mesh),
         donate_argnums=emitted.donated,
         keep_unused=True,
     )

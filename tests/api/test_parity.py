@@ -69,6 +69,16 @@ def in_shardings(jit: Jit) -> Any:
 
 
 @case
+def in_shardings_without_static_arguments(jit: Jit) -> Any:
+    def g(w: Any, n: int, x: Any, m: int = 1) -> Any:
+        return f(w, x) * n * m
+
+    shardings = (sharding(None, "model"), sharding("data"))
+    scaled = jit(g, in_shardings=shardings, static_argnums=(1, 3))
+    return scaled(np.asarray(w()), 2, np.asarray(x())), scaled(w(), 2, x(), 3)
+
+
+@case
 def in_shardings_for_all(jit: Jit) -> Any:
     add = jit(lambda a, b: a.sum(1) + b, in_shardings=sharding("data"))
     return add(np.ones((8, 2, 4)), np.ones((8, 4)))
@@ -406,6 +416,31 @@ def marks_inside_an_inner_program(jit: Jit) -> Any:
 
 
 @case
+def tracers_of_other_functions(jit: Jit) -> Any:
+    """A function that is called with constants, and uses what is being traced around it."""
+
+    def loss(w: Any) -> Any:
+        return jit(lambda x: f(w, x))(x())
+
+    several = jax.vmap(loss)(jnp.stack([w(), w() * 2]))
+    return jax.grad(loss)(w()), several, jax.jit(loss)(w()), jit(loss)(w())
+
+
+@case
+def tracers_that_leaked(jit: Jit) -> Any:
+    kept: list[Any] = []
+
+    def leak(x: Any) -> Any:
+        kept.append(x * 2)
+        return x
+
+    jit(leak)(x())
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="leak"):
+        jit(lambda x: x + kept[0])(x())
+    return ()
+
+
+@case
 def in_a_scan(jit: Jit) -> Any:
     step = jit(lambda c, x: (c + x, c * x))
     return jax.lax.scan(step, jnp.zeros(16), x())
@@ -506,6 +541,55 @@ def explicit_results_are_arguments(jit: Jit) -> Any:
     for _ in range(3):
         a = step(a)
     return a
+
+
+THIN = ((1, 4, 2), ("batch", "data", "model"))
+"""A mesh with an axis of size 1: it splits nothing, and is a part of types and specs."""
+
+
+@case
+def explicit_types_have_axes_of_size_1(jit: Jit) -> Any:
+    mesh = jax.make_mesh(*THIN, axis_types=(AxisType.Explicit,) * 3)
+    a = placed(P("batch", "data"), 8, 16, mesh=mesh)
+    out = jit(lambda a: (a * 2, a.T, a.sum(0)))(a)
+    assert types_of(out) == [
+        "float32[8@batch,16@data]",
+        "float32[16@data,8@batch]",
+        "float32[16@data]",
+    ]
+    again = jit(lambda a, b: a + b.T)(out[0], out[1])
+    assert types_of(again) == types_of(a)
+    return out, again
+
+
+@case
+def results_have_the_specs_that_were_given(jit: Jit) -> Any:
+    mesh = jax.make_mesh(*THIN, axis_types=(AxisType.Auto,) * 3)
+    a = placed(P("batch", "data"), 8, 16, mesh=mesh)
+    for spec in (P("batch", "data"), P(("batch", "data")), P("data"), P(None, "model")):
+        given = NamedSharding(mesh, P(*spec))
+        assert jit(lambda a: a * 2, out_shardings=given)(a).sharding == given
+    return ()
+
+
+@case
+def explicit_axes_in_a_shard_map(jit: Jit) -> Any:
+    mesh = mesh_of(EXPLICIT)
+    a, b = placed(P("data"), 8, 16, mesh=mesh), placed(P(None, "model"), 16, 32, mesh=mesh)
+
+    def g(a: Any, b: Any) -> Any:
+        local = jax.shard_map(
+            lambda a, b: jax.lax.psum(a @ b, "data"),
+            mesh=mesh,
+            in_specs=(P("data"), P(None, "model")),
+            out_specs=P(None, "model"),
+        )
+        return local(jnp.sin(a), b) * 2
+
+    with jax.set_mesh(mesh):
+        out = jit(g)(a, b)
+        assert types_of(out) == ["float32[2,32@model]"]
+        return out, jit(jax.grad(lambda a, b: g(a, b).sum(), argnums=(0, 1)))(a, b)
 
 
 @case

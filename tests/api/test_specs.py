@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from spmd.mesh.spec import jax_mesh
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Cache:
+    """Lists within an object, as caches of several layers are."""
+
+    k: list[Any]
+    count: Any
 
 
 def test_results_and_their_shardings_follow_the_specs(mesh: spmd.Mesh) -> None:
@@ -40,3 +57,27 @@ def test_specs_in_lists_inside_dicts(mesh: spmd.Mesh) -> None:
     assert [spec + (None,) * (2 - len(spec)) for spec in found] == [
         ("data", None), (None, "model"), ("model", None)
     ]  # fmt: skip
+
+
+def test_specs_of_lists_within_results(mesh: spmd.Mesh) -> None:
+    data, whole = (NamedSharding(jax_mesh(mesh), spec) for spec in (P("data"), P()))
+    specs = (whole, Cache([data, data], whole))
+
+    def step(x: Any) -> Any:
+        return x.sum(), Cache([x, x * 2], jnp.ones(8))
+
+    total, cache = spmd.jit(step, mesh=mesh, out_shardings=specs)(np.ones((8, 8), np.float32))
+    assert [total.sharding, *(k.sharding for k in cache.k), cache.count.sharding] == [
+        *(whole, data, data, whole)
+    ]
+
+
+def test_objects_that_are_changed_and_returned_are_no_loss(mesh: spmd.Mesh) -> None:
+    def step(cache: Cache) -> Any:
+        cache.k = [k + 1 for k in cache.k]
+        return dataclasses.replace(cache, count=cache.count + 1)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*changes argument")
+        out = spmd.jit(step, mesh=mesh)(Cache([np.ones(8, np.float32)], jnp.ones(())))
+    np.testing.assert_array_equal(out.k[0], np.full(8, 2))
