@@ -88,7 +88,8 @@ def bench(given: argparse.Namespace, text: str) -> list[str]:
     shape = (given.global_batch, given.seq_len)
     types = argument_types(config, optimizer, mesh, shape)
     start = time.perf_counter()
-    compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).compile(*types)
+    options = spmd.Options(unroll=given.unroll)
+    compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options).compile(*types)
     seconds = time.perf_counter() - start
     rows: list[tuple[str, Any, Any, float]] = [("spmd.jit", compiled, compiled.in_formats, seconds)]
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
@@ -149,6 +150,7 @@ def make_parser() -> Parser:
     add("--steps", type=positive, default=8, help="timed steps")
     add("--dtype", default="bfloat16", help="compute dtype")
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
+    add("--unroll", type=int, default=0, help="our compiler writes out loops of at most so many")
     add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="of optax")
     add("--param_dtype", default="float32", help="what parameters are stored in")
     add("--remat", default="none", help="activations to keep, as in scripts/train_llama.py")

@@ -23,6 +23,7 @@ from spmd.frontend.importer.module import Imported, import_module
 from spmd.frontend.marks import Entries, collect_marks, result_mark
 from spmd.frontend.separate import separate
 from spmd.frontend.unflatten import unflatten
+from spmd.frontend.unroll import unroll
 from spmd.ir.callbacks import Callback
 from spmd.ir.dialect.composites import PLATFORM, whole_composites
 from spmd.ir.legality import check_program
@@ -76,6 +77,7 @@ class Request:
       platform: what it is compiled for, `cpu`, `cuda` or `tpu`: composites get its kernels.
       function: file and qualified name of the function that was traced, if known.
       callbacks: the Python functions that the module calls, by number.
+      unroll: loops that run at most so often are written out.
     """
 
     module: Any
@@ -92,6 +94,7 @@ class Request:
     platform: str = ""
     function: tuple[str, str] | None = None
     callbacks: tuple[Callback, ...] = ()
+    unroll: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Stages:
     """What the stages made, and how long each took.
 
     Attributes:
-      program: the whole program, imported, canonicalized, separated and sunk.
+      program: the whole program, imported, canonicalized, separated, unrolled and sunk.
       propagated: its proposals.
       plan: its plan.
       partitioned: the local program.
@@ -161,7 +164,8 @@ def _front(request: Request, clock: _Clock) -> tuple[Imported, Propagated]:
     imported = clock("import", _import, request)
     canonical = clock("canonicalize", _canonicalize, imported.program)
     separated = clock("separate", separate, canonical)
-    imported = imported._replace(program=clock("sink", sink_invariants, separated))
+    unrolled = clock("unroll", unroll, separated, request.unroll)
+    imported = imported._replace(program=clock("sink", sink_invariants, unrolled))
     return imported, clock("propagate", _propagate, request, imported)
 
 

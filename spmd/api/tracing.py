@@ -242,6 +242,7 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         platform,
         function_place(recipe.fn),
         traced.callbacks,
+        recipe.options.unroll,
     )
     return Traced(
         request,

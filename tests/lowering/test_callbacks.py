@@ -11,12 +11,12 @@ import numpy as np
 from jax.experimental import io_callback
 
 import spmd
+from spmd.ir.dead import remove_dead
 from spmd.ir.dialect.callbacks import CALLBACK, CHECK_CALLBACK
 from spmd.ir.legality import check_program
 from spmd.ir.program import Op, Program, Region, has_effect
 from spmd.lowering.callbacks import LINKED, in_order
 from spmd.lowering.expand import expand
-from spmd.lowering.rewrites.dead import remove_dead
 from tests.two_processes import run_both
 
 X = np.ones((8, 4), np.float32)

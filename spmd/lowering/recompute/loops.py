@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spmd.ir.carries import Carry, recarried
+from spmd.ir.dead import remove_dead
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Region, Value
@@ -23,7 +24,6 @@ from spmd.lowering.recompute.again import again, late, with_operands
 from spmd.lowering.recompute.costs import Costs
 from spmd.lowering.recompute.cut import Cut, Prices, cheapest_cut
 from spmd.lowering.recompute.stacks import Pair, pairs_of
-from spmd.lowering.rewrites.dead import remove_dead
 from spmd.planning.plan import Recomputed
 from spmd.predict.fusion import is_untouched
 

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+from spmd.ir.dead import remove_dead
 from spmd.ir.program import Program
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.combine import combine
-from spmd.lowering.rewrites.dead import remove_dead
 from spmd.lowering.rewrites.dedupe import dedupe
 from spmd.lowering.rewrites.hoist import hoist
 from spmd.lowering.rewrites.narrow import narrow

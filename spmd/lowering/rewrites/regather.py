@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spmd.ir.dead import remove_dead
 from spmd.ir.dialect.builder import LOCAL_SLICE, Builder
 from spmd.ir.index import Index
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
-from spmd.lowering.rewrites.dead import remove_dead
 from spmd.lowering.rewrites.moves import Chain
 
 

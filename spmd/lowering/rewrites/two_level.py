@@ -27,11 +27,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from spmd.ir.control_flow import users_of
+from spmd.ir.dead import remove_dead
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType
-from spmd.lowering.rewrites.dead import remove_dead
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology

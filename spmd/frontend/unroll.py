@@ -1,0 +1,181 @@
+"""Unroll: a loop that runs a few times is written out, once for each time.
+
+before: `%9 = while(%i = 0, %x = %0) { %w = dynamic_slice %1, %i; ...; return %i + 1, %x @ %w }`
+after:  `%w0 = slice %1 [0:1]; ...; %w1 = slice %1 [1:2]; ...`
+
+What counts the trips is then known, so each trip reads its piece of a stack directly; and what one
+loop collects for another (a scan's residuals for its gradient) is handed on piece by piece, without
+the stack. A scan over layers becomes what a Python loop over them would be: backends overlap the
+communication of one layer with the next, and copy nothing. It takes longer to compile.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd.ir.control_flow import integer_of
+from spmd.ir.dead import remove_dead
+from spmd.ir.dialect.builder import Builder
+from spmd.ir.index import Index
+from spmd.ir.program import Op, OpKind, Program, Value, walk_region
+from spmd.ir.rewrite import Now, edit_ops, repeat_op
+from spmd.ir.types import numpy_dtype
+
+_FOLDED: Mapping[str, Callable[..., int]] = {
+    "stablehlo.add": operator.add,
+    "stablehlo.subtract": operator.sub,
+    "stablehlo.multiply": operator.mul,
+    "stablehlo.maximum": max,
+    "stablehlo.minimum": min,
+    "stablehlo.negate": operator.neg,
+    "stablehlo.convert": int,
+    "stablehlo.select": lambda which, yes, no: yes if which else no,
+    "stablehlo.clamp": lambda low, x, high: min(max(x, low), high),
+}
+"""Ops on integers of which the result is worked out: what counts and what places pieces."""
+
+_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
+    "EQ": operator.eq,
+    "NE": operator.ne,
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+}
+
+
+def unroll(program: Program, most: int) -> Program:
+    """Writes out the loops that run at most `most` times and hold no other such loop."""
+    index = Index(program)
+    chosen: dict[Value, int] = {}
+    for op in program.walk():  # inner loops first
+        trips = index.trips.get(op.results[0]) if op.is_loop and op.results else None
+        inside = (o for region in op.regions for o in walk_region(region) if o.results)
+        holds = any(o.results[0] in chosen for o in inside)
+        if trips is not None and trips <= most and not holds:
+            chosen[op.results[0]] = trips
+    if not chosen:
+        return program
+    return remove_dead(edit_ops(program, _Unroller(index, chosen).edit))
+
+
+class _Stack(NamedTuple):
+    """A tensor some pieces of which, along dim 0, were written one by one.
+
+    Attributes:
+      under: what it was before.
+      pieces: place -> what was written there.
+    """
+
+    under: Value
+    pieces: Mapping[int, Value]
+
+
+class _Same(dict[Value, Value]):
+    """New values for old ones; those that are not in it, from around a loop, are the same."""
+
+    def __missing__(self, value: Value) -> Value:
+        return value
+
+
+class _Unroller:
+    """Writes loops out.
+
+    Attributes:
+      known: integers that were worked out.
+      stacks: values of which pieces are known.
+    """
+
+    def __init__(self, index: Index, chosen: Mapping[Value, int]) -> None:
+        self.index, self.chosen = index, chosen
+        self.known: dict[Value, int] = {}
+        self.stacks: dict[Value, _Stack] = {}
+
+    def edit(self, b: Builder, op: Op, _now: Now) -> Sequence[Value] | None:
+        """The results of a loop that was chosen, once it is written out."""
+        trips = self.chosen.get(op.results[0]) if op.is_loop and op.results else None
+        if trips is None:
+            return None
+        body, carried = op.regions[1], list(op.operands)
+        for _ in range(trips):
+            env = _Same(zip(body.args, carried, strict=True))
+            for inner in body.ops:
+                repeat_op(b, inner, env, self._rewrite)
+            carried = [env[v] for v in body.results]
+        return carried
+
+    def _rewrite(self, b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
+        integer = self._folded(op.kind, operands)
+        if integer is not None:
+            value = b.constant(np.array(integer), op.kind.results[0].dtype)
+            self.known[value] = integer
+            return (value,)
+        if op.kind.about.is_dynamic_slice:
+            return self._sliced(b, op.kind, operands)
+        if op.name == "stablehlo.dynamic_update_slice":
+            return self._written(b, op.kind, operands)
+        return None
+
+    def _integer(self, value: Value) -> int | None:
+        known = self.known.get(value)
+        return integer_of(self.index.producers, value) if known is None else known
+
+    def _folded(self, kind: OpKind, operands: Sequence[Value]) -> int | None:
+        """The integer that an op makes, where that can be told."""
+        if len(kind.results) != 1 or kind.results[0].rank:
+            return None
+        dtype = numpy_dtype(kind.results[0].dtype)
+        if not np.issubdtype(dtype, np.integer) and dtype != np.bool_:
+            return None
+        if kind.about.is_constant:
+            return int(kind.attrs["value"].array())
+        given = [self._integer(v) for v in operands]
+        if not given or None in given:
+            return None
+        found = _computed(kind, given)
+        fits = found is not None and (
+            dtype == np.bool_ or np.iinfo(dtype).min <= found <= np.iinfo(dtype).max
+        )
+        return found if fits else None
+
+    def _place(self, starts: Sequence[Value], shape: Sequence[int], piece: Sequence[int]) -> Any:
+        """Where a piece of full size but along dim 0 begins; None if that cannot be told."""
+        known = [self._integer(v) for v in starts]
+        if not shape or tuple(piece) != (1, *shape[1:]) or None in known[:1]:
+            return None
+        return min(max(known[0] or 0, 0), shape[0] - 1)  # as the ops clamp it
+
+    def _sliced(
+        self, b: Builder, kind: OpKind, operands: Sequence[Value]
+    ) -> Sequence[Value] | None:
+        value, *starts = operands
+        shape, piece = kind.operands[0].shape, kind.results[0].shape
+        place = self._place(starts, shape, piece)
+        if place is None:
+            return None
+        stack = self.stacks.get(value, _Stack(value, {}))
+        if place in stack.pieces:
+            return (stack.pieces[place],)
+        return (b.slice_dim(stack.under, 0, place, place + 1),)
+
+    def _written(self, b: Builder, kind: OpKind, operands: Sequence[Value]) -> Sequence[Value]:
+        value, piece, *starts = operands
+        (made,) = b.repeat(kind, tuple(operands))
+        place = self._place(starts, kind.operands[0].shape, kind.operands[1].shape)
+        if place is not None:
+            stack = self.stacks.get(value, _Stack(value, {}))
+            self.stacks[made] = _Stack(stack.under, {**stack.pieces, place: piece})
+        return (made,)
+
+
+def _computed(kind: OpKind, given: Sequence[Any]) -> int | None:
+    direction = kind.attrs.get("comparison_direction")
+    if direction is not None:
+        word = next((w for w in _COMPARED if w in str(direction)), "")
+        return int(_COMPARED[word](*given)) if word else None
+    fold = _FOLDED.get(kind.name)
+    return None if fold is None else int(fold(*given))

@@ -1,0 +1,89 @@
+"""Unroll: loops that are written out compute what they did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+
+LAYERS, WIDTH, ROWS = 4, 16, 8
+
+
+def made(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.RandomState(len(shape)).randn(*shape), np.float32) * 0.3
+
+
+def scan_over(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+    def layer(x: jax.Array, w: jax.Array) -> Any:
+        return jnp.tanh(x @ w) + x, x.sum()
+
+    out, sums = jax.lax.scan(layer, x, w, **options)
+    return out.sum() + (sums * jnp.arange(LAYERS)).sum()
+
+
+def checkpointed(x: jax.Array, w: jax.Array) -> jax.Array:
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w) + x, None))
+    return (jax.lax.scan(layer, x, w)[0] ** 2).sum()
+
+
+def nested(x: jax.Array, w: jax.Array) -> jax.Array:
+    def outer(total: jax.Array, rows: jax.Array) -> Any:
+        return total + scan_over(rows, w), None
+
+    return jax.lax.scan(outer, jnp.zeros(()), x.reshape(2, ROWS // 2, WIDTH))[0]
+
+
+def by_fori_loop(x: jax.Array, w: jax.Array) -> jax.Array:
+    def trip(i: Any, carry: Any) -> Any:
+        x, seen = carry
+        x = jnp.tanh(x @ jax.lax.dynamic_index_in_dim(w, LAYERS - 1 - i, keepdims=False))
+        return x, seen.at[i].set(x.sum())
+
+    x, seen = jax.lax.fori_loop(1, LAYERS, trip, (x, jnp.ones(LAYERS)))
+    return (x**2).sum() + (seen * jnp.arange(LAYERS)).sum()
+
+
+def reversed_scan(x: jax.Array, w: jax.Array) -> jax.Array:
+    return scan_over(x, w, reverse=True)
+
+
+@pytest.mark.parametrize("fn", [scan_over, reversed_scan, checkpointed, nested, by_fori_loop])
+def test_values_and_gradients(mesh: spmd.Mesh, fn: Any) -> None:
+    x, w = made(ROWS, WIDTH), made(LAYERS, WIDTH, WIDTH)
+    specs = (("data", None), (None, "data", "model"))
+    step = jax.value_and_grad(fn, (0, 1))
+    want = jax.jit(step)(x, w)
+    run = spmd.jit(step, mesh=mesh, in_specs=specs, options=spmd.Options(unroll=LAYERS, check=True))
+    found = run(x, w)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), found, want)
+    text = run.lower(x, w).as_text("program")
+    loops = 2 if fn is nested else 0  # the outer loop, and its gradient
+    assert text.count("stablehlo.while") == loops
+    if not loops:
+        assert "dynamic_slice" not in text
+
+
+def test_residuals_are_handed_on_without_a_stack(mesh: spmd.Mesh) -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum()
+
+    x, w = made(ROWS, WIDTH), made(LAYERS, WIDTH, WIDTH)
+    jitted = spmd.jit(jax.grad(loss), mesh=mesh, options=spmd.Options(unroll=LAYERS))
+    text = jitted.lower(w, x).as_text("program")
+    assert text.count("stablehlo.dynamic_update_slice") == LAYERS  # the gradient's own stack
+    assert f"-> tensor<{LAYERS}x{ROWS}x{WIDTH}xf32>" not in text
+
+
+def test_longer_loops_stay(mesh: spmd.Mesh) -> None:
+    jitted = spmd.jit(scan_over, mesh=mesh, options=spmd.Options(unroll=LAYERS - 1))
+    assert "while" in jitted.lower(made(ROWS, WIDTH), made(LAYERS, WIDTH, WIDTH)).as_text("program")
+
+
+def test_a_bad_number_is_refused() -> None:
+    with pytest.raises(spmd.ArgumentError, match="unroll=-1"):
+        spmd.Options(unroll=-1)
