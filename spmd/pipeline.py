@@ -1,7 +1,7 @@
 """The compiler, top to bottom: every stage in order, timed, checked, printable.
 
-    import -> canonicalize -> separate -> sink -> propagate
-    plan -> partition -> optimize -> time -> expand -> emit
+    import -> canonicalize -> separate -> unroll -> sink -> propagate
+    plan -> partition -> optimize -> time -> layouts -> expand -> emit
 
 The planner proposes a few plans. Each is partitioned, optimized and timed, and the fastest goes on.
 Each stage is a pure function from a frozen value to a frozen value.

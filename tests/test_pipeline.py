@@ -11,8 +11,8 @@ import spmd
 from spmd import pipeline
 
 STAGES = (
-    "import", "canonicalize", "separate", "sink", "propagate", "plan",
-    "partition", "optimize", "time", "expand", "emit",
+    "import", "canonicalize", "separate", "unroll", "sink", "propagate", "plan",
+    "partition", "optimize", "time", "layouts", "expand", "emit",
 )  # fmt: skip
 
 

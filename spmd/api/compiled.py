@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.export
+from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.experimental.layout import Format
 
 from spmd.api.boundary import Boundary
@@ -105,7 +106,7 @@ class Lowered(Planned):
         call.__name__ = self.name
         platform = [self.request.platform]
         with x64_if(emitted.needs_x64), on_own_mesh(emitted.boundary_mesh):
-            return jax.export.export(jax.jit(call), platforms=platform)(*args, **kwargs)
+            return jax.export.export(plain_jit(call), platforms=platform)(*args, **kwargs)
 
     def compiler_ir(self, dialect: str | None = None) -> Any:
         """The module that was planned, unpartitioned, as `jax.stages.Lowered` gives it.
@@ -271,7 +272,7 @@ class Compiled(Planned):
         # devices, the parameters and AdamW state of small Llamas came out the same to the bit, in
         # the same memory, but compiling took longer: CPU seconds were 36 and 42 for parameters of
         # 32 unrolled layers, 0.8 and 1.7 for their state alone.
-        return jax.jit(fn, out_shardings=wanted)(*args)
+        return plain_jit(fn, out_shardings=wanted)(*args)
 
     def verify(
         self, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any

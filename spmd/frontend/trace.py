@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.experimental.custom_partitioning import custom_partitioning_p
 from jax.extend.core import Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.source_info_util import register_exclusion
@@ -99,7 +100,7 @@ def trace(
       ClosedOverTracer: `fn` uses a tracer that is no argument.
       MeshError: jax's constraints and `shard_map`s are over meshes of different orders of devices.
     """
-    jitted = jax.jit(
+    jitted = plain_jit(
         fn,
         static_argnums=tuple(static_argnums),
         static_argnames=tuple(static_argnames),
@@ -118,7 +119,7 @@ def trace(
     calls = OwnCallbacks(on_callbacks) if on_callbacks else None
     flat = calls and calls.without_jax(program, traced.fun_name)
     if flat:
-        traced = jax.jit(flat, keep_unused=True).trace(*map(_struct, program.in_avals))
+        traced = plain_jit(flat, keep_unused=True).trace(*map(_struct, program.in_avals))
     meshes = list(dict.fromkeys(_meshes_of(program.jaxpr)))
     orders = (tuple(d.id for d in m.devices.flat) for _, m in meshes if isinstance(m, JaxMesh))
     own = mesh or next(iter(_SEEN.get() or ()), None)

@@ -112,3 +112,17 @@ def test_reports_name_the_function_and_its_file(devices8: Any) -> None:
     mesh = spmd.make_mesh(data=8)
     lowered = spmd.jit(functools.partial(Module()), mesh=mesh).lower(jnp.ones(8))
     assert "program Module of test_jitted.py\n" in lowered.explain()
+
+
+def test_it_may_take_the_place_of_jax_jit(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "jit", spmd.jit)
+
+    @jax.jit
+    def step(x: Any) -> Any:
+        jax.debug.callback(lambda total: None, x.sum())
+        return jnp.tanh(x) @ x.T
+
+    x = spmd.mark_sharding(np.eye(8, dtype=np.float32), mesh, ("data", None))
+    np.testing.assert_allclose(step(x), np.tanh(1) * np.eye(8), rtol=1e-6)
+    assert jax.grad(lambda x: step(x).sum())(x).shape == x.shape
+    assert step.lower(x).compile()(x).shape == x.shape
