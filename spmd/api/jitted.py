@@ -12,6 +12,7 @@ from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
+from jax import jit as jax_jit
 
 from spmd.api.arguments import function_name
 from spmd.api.compiled import Compiled, Lowered
@@ -157,7 +158,7 @@ class Jitted(Generic[P, R]):
     def inlined(self) -> Any:
         """The marked function under `jax.jit`: what is called inside of other programs."""
         recipe = self.recipe
-        return jax.jit(
+        return jax_jit(
             functools.wraps(recipe.fn)(marked(recipe)),
             static_argnums=recipe.static_argnums,
             static_argnames=recipe.static_argnames,

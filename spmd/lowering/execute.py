@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import jit as jax_jit
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -242,7 +243,7 @@ def executable(emitted: Emitted, outside: Outside | None = None) -> Any:
     mapped = jax.shard_map(
         run, mesh=boundary, in_specs=arguments, out_specs=results, check_vma=False
     )
-    return jax.jit(
+    return jax_jit(
         mapped,
         in_shardings=emitted.argument_shardings(where),
         out_shardings=emitted.result_shardings(where),
@@ -270,7 +271,7 @@ def executable_on(
     if isinstance(where, Mesh):
         place = NamedSharding(jax_mesh(where), PartitionSpec())
         more = {"out_shardings": place}
-    jitted = jax.jit(run, keep_unused=True, **more)
+    jitted = jax_jit(run, keep_unused=True, **more)
 
     def run_there(*args: Any) -> Any:
         with on_own_mesh(where if isinstance(where, Mesh) else Mesh([where.id], (1,), ("one",))):

@@ -112,3 +112,20 @@ def test_reports_name_the_function_and_its_file(devices8: Any) -> None:
     mesh = spmd.make_mesh(data=8)
     lowered = spmd.jit(functools.partial(Module()), mesh=mesh).lower(jnp.ones(8))
     assert "program Module of test_jitted.py\n" in lowered.explain()
+
+
+def test_shapes_stand_for_arguments_that_nothing_reads(mesh: spmd.Mesh) -> None:
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    step = spmd.jit(lambda x, like: x + like.shape[0], mesh=mesh)
+    np.testing.assert_array_equal(step(jnp.ones(8), shape), np.full(8, 9.0))
+    with pytest.raises(spmd.errors.ArgumentError, match=r"argument x of .* has no values"):
+        step(jax.ShapeDtypeStruct((8,), jnp.float32), shape)
+
+
+def test_it_may_take_the_place_of_jax_jit_everywhere(
+    mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "jit", spmd.jit)
+    x = spmd.mark_sharding(np.ones((8, 8), np.float32), mesh, ("data", "model"))
+    inner = jax.jit(lambda x: x * 2)
+    np.testing.assert_allclose(jax.jit(lambda x: jax.grad(lambda y: inner(y).sum())(x))(x), 2.0)
