@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.experimental.layout import Format
 
 from spmd.api.boundary import Boundary
 from spmd.api.dispatch import NAN_FOUND
 from spmd.api.marks import some_of
-from spmd.api.mistakes import check_alive, check_concrete, check_once, check_types
+from spmd.api.mistakes import check_alive, check_concrete, check_once, check_types, no_values
 from spmd.api.planned import Planned
 from spmd.api.tracing import Traced
 from spmd.errors import ArgumentError
 from spmd.explain.memory import Memory
+from spmd.ir.index import Index
 from spmd.ir.types import needs_x64, numpy_dtype
 from spmd.lowering.ahead import devices_ahead, is_here
 from spmd.lowering.emitted import Emitted
@@ -156,6 +158,7 @@ class Compiled(Planned):
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Runs the program on flat arguments, placing those that lie elsewhere; flat results."""
         self._check_here()
+        leaves = self._with_values(leaves)
         taken = self._boundary.take(leaves)
         try:
             if self.request.platform == "cpu":  # whose runtime crashes; others raise
@@ -196,6 +199,23 @@ class Compiled(Planned):
                 stacklevel=2,
             )
         return self._boundary.laid_out(taken, which, self.donated)
+
+    def _with_values(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Zeros in place of structs that the program does not read; `jax.jit` drops these.
+
+        Raises:
+          ArgumentError: it reads one.
+        """
+        structs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+        if not structs:
+            return leaves
+        program, valued = self.stages.optimized.program, list(leaves)
+        read = Index(program).users
+        for i in structs:
+            if read.get(program.body.args[i]):
+                raise no_values(self.name, self.request.arg_names[i], leaves[i])
+            valued[i] = jnp.zeros(leaves[i].shape, leaves[i].dtype)
+        return valued
 
     def unflattened(self, results: Sequence[Any]) -> Any:
         """Flat results as the function returns them."""

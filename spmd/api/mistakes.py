@@ -73,11 +73,16 @@ def no_mesh(name: str) -> MeshError:
     return MeshError(f"spmd.jit of {name} has no mesh", source=caller(), actual=actual, fix=fix)
 
 
-def warning_of_changes(fn: Any) -> Any:
+def warning_of_changes(fn: Any, arguments: Any) -> Any:
     """A function that warns, when it is traced, of objects among its arguments that it changes.
 
-    They are copies: what a traced function does to its arguments and does not return is lost.
+    They are copies: what a traced function does to its arguments and does not return is lost. Where
+    there are no objects among `arguments`, a pytree, it is `fn` itself: then jax finds a trace that
+    it has made before, as by `jax.eval_shape`, and what a result holds beside arrays (an optimizer
+    that `fn` makes) is the same object as there.
     """
+    if not any(map(_has_leaves, jax.tree.leaves(arguments, is_leaf=_is_object))):
+        return fn
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -104,6 +109,11 @@ def warning_of_changes(fn: Any) -> Any:
 def _is_object(value: Any) -> bool:
     """Whether a pytree is of a class of its own: people change these, as they do modules."""
     return type(value) not in (tuple, list, dict, type(None))
+
+
+def _has_leaves(value: Any) -> bool:
+    """Whether this is no leaf of a pytree itself."""
+    return not jax.tree_util.all_leaves([value])
 
 
 def _told(fn: Any, path: Sequence[Any]) -> str:
@@ -148,6 +158,17 @@ def check_concrete(name: str, leaves: Sequence[Any]) -> None:
         required="values: what is compiled cannot be transformed",
         fix="call the spmd.jit function itself, which can, or transform first, as in "
         f"spmd.jit(jax.grad({name}), mesh=mesh)",
+    )
+
+
+def no_values(name: str, argument: str, struct: Any) -> ArgumentError:
+    """The error of a call with a shape where the program needs an array."""
+    return ArgumentError(
+        f"argument {argument} of {name} has no values",
+        source=caller(),
+        actual=described(struct),
+        required="an array: the program reads it",
+        fix="pass an array, or compile without running by .compile(...), which takes structs",
     )
 
 

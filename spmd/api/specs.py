@@ -130,8 +130,32 @@ def _spread(specs: Any, tree: Any, what: str, is_outermost: bool = False) -> lis
     try:
         parts = structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
-        raise _other_structure(specs, tree, what) from error
+        by_path = _by_path(specs, tree)
+        if by_path is None:
+            raise _other_structure(specs, tree, what) from error
+        return by_path
     return [s for spec, part in zip(each, parts, strict=True) for s in _spread(spec, part, what)]
+
+
+def _by_path(specs: Any, tree: Any) -> list[Any] | None:
+    """The spec of each leaf by its path; None unless every leaf has one and every spec has leaves.
+
+    Structures are equal to jax only if what they hold beside leaves is: a train state's optimizer,
+    which is another one each time that it is made, and says nothing of where leaves lie.
+    """
+    given = {
+        tuple(path_name([key]) for key in path): spec
+        for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)
+    }
+    found = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        names = tuple(path_name([key]) for key in path)
+        heads = (names[:end] for end in range(len(names) + 1))
+        found.append(next((head for head in heads if head in given), ()))
+    without_leaves = [spec for path, spec in given.items() if path not in found]
+    if any(spec is not None and spec != () for spec in without_leaves):  # `()` is an empty node too
+        return None
+    return [given[path] for path in found] if given.keys() >= set(found) else None
 
 
 def _fits_all(specs: Sequence[Any], tree: Sequence[Any]) -> bool:

@@ -209,11 +209,11 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
     platform = (topology.platform if topology else None) or platform_of(known)
     with seen_meshes() as seen:
         traced = _trace(recipe, call, structs, platform, known)
-    given = given or next(iter([*seen, *traced.meshes]), around)
+    given = given or next(iter([*seen, *traced.manual, *traced.meshes]), around)
     if given is None:
         raise no_mesh(function_name(recipe.fn))
     mesh = as_mesh(given)
-    _check_device_order(traced.meshes, mesh)
+    _check_device_order(traced.manual, mesh)
     out_tree = traced.out
     names = argument_names(recipe.fn, structs, call.argnums)
     parts = _parts(recipe, call, structs)
@@ -281,7 +281,7 @@ def topology_of(mesh: Mesh) -> Topology:
 def _trace(recipe: Recipe, call: Call, structs: Any, platform: str, mesh: Mesh | None) -> Trace:
     static, dynamic = dict(call.static), iter(structs[0])
     return trace(
-        warning_of_changes(recipe.fn),
+        warning_of_changes(recipe.fn, structs),
         [static[i] if i in static else next(dynamic) for i in range(call.positional)],
         structs[1] | {name: value for name, value in call.static if isinstance(name, str)},
         platform=platform,

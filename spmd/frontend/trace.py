@@ -23,7 +23,7 @@ from spmd.errors import FrontendError, MeshError
 from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
 from spmd.ir.callbacks import Callback
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.spec import has_explicit_axes
+from spmd.mesh.spec import as_mesh, has_explicit_axes
 
 register_exclusion(str(Path(__file__).parent.parent))  # our own frames are not the user's
 
@@ -62,12 +62,14 @@ class Trace(NamedTuple):
     Attributes:
       module: the MLIR module.
       out: the result's pytree of `ShapeDtypeStruct`s.
-      meshes: the distinct meshes of its calls of `jax.shard_map`.
+      manual: the distinct meshes of its calls of `jax.shard_map`.
+      meshes: those meshes and the ones of jax's sharding constraints that have devices.
       callbacks: the Python functions that it calls, by number.
     """
 
     module: Any
     out: Any
+    manual: list[Any]
     meshes: list[Any]
     callbacks: tuple[Callback, ...]
 
@@ -121,9 +123,10 @@ def trace(
     if flat:
         traced = plain_jit(flat, keep_unused=True).trace(*map(_struct, program.in_avals))
     meshes = list(dict.fromkeys(_meshes_of(program.jaxpr)))
-    orders = (tuple(d.id for d in m.devices.flat) for _, m in meshes if isinstance(m, JaxMesh))
-    own = mesh or next(iter(_SEEN.get() or ()), None)
+    jax_meshes = [m for _, m in meshes if isinstance(m, JaxMesh)]
+    own = mesh or next(iter([*(_SEEN.get() or ()), *map(as_mesh, jax_meshes)]), None)
     positions = own.device_ids if own else ()
+    orders = (tuple(d.id for d in m.devices.flat) for m in jax_meshes)
     order = next(orders, positions)
     parameters = _parameters(order, calls.lowering_rules() if calls else ())
     try:
@@ -135,7 +138,7 @@ def trace(
     module = lowered.compiler_ir("stablehlo")
     _renumber(module, order, positions)
     manual = [other for is_manual, other in meshes if is_manual]
-    return Trace(module, out, manual, tuple(calls.callbacks) if calls else ())
+    return Trace(module, out, manual, jax_meshes, tuple(calls.callbacks) if calls else ())
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:

@@ -6,6 +6,7 @@ placed on a mesh, so that no mesh need be named.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -101,6 +102,43 @@ def out_shardings_of_a_tree(jit: Jit) -> Any:
     specs = {"y": sharding("data"), "z": None}
     out = jit(lambda w, x: {"y": x @ w, "z": x}, out_shardings=specs)(w(), x())
     assert out["y"].sharding.is_equivalent_to(sharding("data"), 2)
+    return out
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Arrays, and an object that is part of the structure and equal to itself only."""
+
+    params: Any
+    empty: tuple[()]
+    optimizer: object = dataclasses.field(metadata={"static": True})
+
+
+@case
+def out_shardings_of_a_state_with_an_optimizer_of_its_own(jit: Jit) -> Any:
+    def init(key: Any, like: Any) -> TrainState:
+        params = {"w": jax.random.normal(key, (16, 32)), "b": jnp.zeros(32)}
+        x = jnp.tanh(like @ params["w"])  # to find shapes, as flax does: nothing needs it
+        return TrainState(params | {"scale": jnp.ones(x.shape[1:])}, (), object())
+
+    like = jax.ShapeDtypeStruct((1, 16), jnp.float32)
+    key = jax.random.PRNGKey(0)
+    shapes = jax.eval_shape(init, key, like)
+    shardings = jax.tree.map(lambda leaf: sharding("data"), shapes)
+    state = jit(init, out_shardings=shardings)(key, like)
+    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), state, shardings)
+    assert jax.tree.all(same)
+    return jit(lambda state: state.params, in_shardings=(shardings,))(state)
+
+
+@case
+def a_mesh_that_only_a_constraint_names(jit: Jit) -> Any:
+    def g(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x * 2, sharding("data", "model"))
+
+    out = jit(g)(np.ones((8, 16), np.float32))
+    assert out.sharding.spec == P("data", "model")
     return out
 
 

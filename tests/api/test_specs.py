@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -81,3 +82,31 @@ def test_objects_that_are_changed_and_returned_are_no_loss(mesh: spmd.Mesh) -> N
         warnings.filterwarnings("error", message=".*changes argument")
         out = spmd.jit(step, mesh=mesh)(Cache([np.ones(8, np.float32)], jnp.ones(())))
     np.testing.assert_array_equal(out.k[0], np.full(8, 2))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Arrays, and an object that is equal to itself only."""
+
+    params: Any
+    maker: object = dataclasses.field(metadata={"static": True})
+
+
+def test_specs_go_by_path_where_structures_hold_different_objects(mesh: spmd.Mesh) -> None:
+    def specs(**params: Any) -> State:
+        return State(params, object())
+
+    def step(state: State) -> State:
+        return State({"w": state.params["w"] * 2, "b": {"x": state.params["b"]["x"] + 1}}, object())
+
+    state = State({"w": np.ones((8, 8), np.float32), "b": {"x": np.ones(8, np.float32)}}, object())
+    wanted = specs(w=P(None, "model"), b=P("data"))
+    out = spmd.jit(step, mesh=mesh, in_specs=(wanted,), out_specs=wanted)(state)
+    np.testing.assert_array_equal(out.params["w"], np.full((8, 8), 2.0))
+    assert out.params["w"].sharding.spec == P(None, "model")
+    assert out.params["b"]["x"].sharding.spec == P("data")
+    spmd.jit(step, mesh=mesh, out_specs=specs(w=P(), b=None, empty=()))(state)
+    for wrong in [specs(w=P()), specs(w=P(), b=P(), c=P("data"))]:
+        with pytest.raises(spmd.errors.SpecError, match="don't match its structure"):
+            spmd.jit(step, mesh=mesh, out_specs=wrong)(state)
