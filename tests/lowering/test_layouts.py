@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
@@ -184,3 +185,20 @@ def test_exports_are_major_to_minor() -> None:
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
         new = jax.jit(loaded.call)(w, x)
     np.testing.assert_allclose(new, descend(w, x), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_asked_of_programs_works_in_any_layout(tmp_path: Any) -> None:
+    mesh, x = spmd.make_mesh(data=8), made((ROWS * 8, WIDE))
+    compiled = descent(mesh).compile(made((NARROW, WIDE)), x)
+    w = compiled.init(0, lambda: made((NARROW, WIDE)))
+    assert w.format.layout.major_to_minor == (1, 0)
+    assert compiled.verify(w, x)
+    assert compiled.measure(w, x, steps=1).seconds > 0
+    path = tmp_path / "saved"
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(path, {"w": w})
+        saver.wait_until_finished()
+        wanted = jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding)
+        restored = saver.restore(path, {"w": wanted})["w"]
+    np.testing.assert_array_equal(restored, w)
+    np.testing.assert_array_equal(compiled(restored, x), compiled(w, x))
