@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.costly import LEAST_SHARE, costly_text
+from spmd.explain.costly import LEAST_SHARE, _seconds_behind, costly_text
+from spmd.explain.relax import MarkGroup
+from spmd.mesh.sharding import Sharding
 from tests.programs import llama
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
@@ -96,3 +98,21 @@ def test_nothing_is_planned_again_where_arithmetic_takes_nearly_all_of_the_time(
         assert not asked
     lowered(lambda x, v, w: products(x, v, w, ("data", "model")))
     assert not asked
+
+
+def test_what_is_computed_from_marked_values_counts_once_for_each_mark() -> None:
+    def fn(x: Any, v: Any, w: Any) -> Any:
+        h = jax.lax.cond(x[0, 0] > 0, lambda: x @ v, lambda: jnp.tanh(x @ v))
+        return h @ w, jnp.tanh(w)
+
+    plan = lowered(fn)[0].stages.plan
+    x, v, w = plan.program.body.args
+    groups = [MarkGroup("", values, Sharding(((), ())), 0.0) for values in ((x, v), (v,), (w,))]
+    ops = list(plan.program.walk())
+    products = [op.results[0] for op in ops if op.name == "stablehlo.dot_general"]
+    *branches, last = products
+    sines = [op.results[0] for op in ops if op.name == "stablehlo.tanh"]
+    seconds = {w: 1.0, **dict.fromkeys(branches, 10.0), last: 100.0}
+    assert len(branches) == 2
+    assert _seconds_behind(plan, groups, seconds) == [120.0, 20.0, 101.0]
+    assert _seconds_behind(plan, groups, dict.fromkeys(sines, 1.0)) == [1.0, 1.0, 1.0]
