@@ -225,7 +225,7 @@ def plan_cells(row: Row, seq_len: int, accumulate: int, lowered: spmd.Lowered) -
 
 
 def built_cells(built: Built | None, topology: spmd.Topology) -> list[str]:
-    """What the TPU compiler says; its cycles count arithmetic only."""
+    """What the TPU compiler says; its cycles are those of all but collectives."""
     if built is None:
         return ["-"] * 5
     schedule, clock = built.schedule, CLOCKS[topology.chip.name]
@@ -233,7 +233,7 @@ def built_cells(built: Built | None, topology: spmd.Topology) -> list[str]:
     return [
         f"{built.memory.peak_bytes / 2**30:.1f}",
         f"{schedule.cycles / clock:.2f}",
-        f"{schedule.async_runs} of {schedule.runs}",
+        f"{schedule.hidden_runs} of {schedule.runs}",
         f"{hidden:.0%}",
         f"{built.seconds:.0f}",
     ]
@@ -252,9 +252,9 @@ HEADER = (
     "collectives",
     "predicted GiB",
     "compiler GiB",
-    "compiler's arithmetic, s",
+    "compiler's kernels, s",
     "asynchronous",
-    "arithmetic beside them",
+    "kernels beside them",
     "compile s",
 )
 

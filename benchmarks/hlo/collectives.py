@@ -10,24 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from benchmarks.hlo.groups import group_size, payload
-from benchmarks.hlo.runs import communication
+from benchmarks.hlo.issued import Issued, Reader
+from benchmarks.hlo.runs import Runs
 from benchmarks.hlo.scatter import scattered_bytes
-from spmd.measure.hlo import (
-    Instruction,
-    Module,
-    array_bytes,
-    arrays,
-    kind_of,
-    op_name_of,
-    parse_module_text,
-    source_of,
-)
+from spmd.measure.hlo import Instruction, Module, op_name_of, parse_module_text, source_of
 from spmd.reshard.comm import wire_bytes
 
 
 class HloCollective(NamedTuple):
-    """One collective instruction.
+    """One collective.
 
     Attributes:
       kind: `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `collective_permute` or
@@ -38,6 +29,8 @@ class HloCollective(NamedTuple):
       group_size: devices that exchange with one another.
       op_name: the path of name scopes that it came from.
       source: `file.py:line (function)`, empty where XLA does not know.
+      place: where its computation issues it.
+      end: where that waits for it; None of a synchronous one.
     """
 
     kind: str
@@ -46,6 +39,27 @@ class HloCollective(NamedTuple):
     group_size: int
     op_name: str
     source: str
+    place: int = 0
+    end: int | None = None
+
+    @property
+    def flight(self) -> range:
+        """The places of what is issued while it is under way."""
+        return range(self.place + 1, self.place + 1 if self.end is None else self.end)
+
+
+class Account(NamedTuple):
+    """The collectives of a module.
+
+    Attributes:
+      module: the module.
+      collectives: computation -> those that it issues, in the order of the text.
+      runs: how often each computation runs; of a conditional only the branch that moves most.
+    """
+
+    module: Module
+    collectives: Mapping[str, list[HloCollective]]
+    runs: Runs
 
 
 def hlo_collectives(
@@ -57,53 +71,60 @@ def hlo_collectives(
 
     Args:
       text: `compiled.as_text("hlo")`, or the text of any optimized module.
-      guess_trips: whether a loop whose trip count XLA does not state is read from `i < n` in its
-        condition, else taken to run `UNKNOWN_TRIPS` times.
+      guess_trips: whether a loop whose trip count neither XLA states nor its counter tells is taken
+        to run `UNKNOWN_TRIPS` times.
       scatter_slices: whether an all-reduce of which each device uses only its own slice is read
-        as the reduce-scatter that the backends for GPU and TPU make of it; the CPU's does not.
-        Generous: what the slice's position depends on is not looked at.
+        as the reduce-scatter that other backends may make of it; for the text of the CPU's
+        compiler, which makes none. Generous: what the slice's position depends on is not looked
+        at. All-reduces in the TPU compiler's text stay: it has chosen what runs.
 
     Raises:
       ArgumentError: the text has no ENTRY computation, or, unless trips are guessed, a loop that
         communicates has an unknown trip count.
     """
+    account = read_account(text, guess_trips=guess_trips, scatter_slices=scatter_slices)
+    return tuple(counted(account))
+
+
+def read_account(text: str, *, guess_trips: bool = True, scatter_slices: bool = False) -> Account:
+    """The collectives of each computation, `count` being 1; for arguments see `hlo_collectives`."""
     module = parse_module_text(text)
     scattered = scattered_bytes(module) if scatter_slices else {}
-    own = {
+    reader = Reader(module)
+    found = {
         name: [
-            found
-            for instruction in computation
-            for found in _collectives(instruction, module, scattered)
+            collective
+            for issued in reader.issued(computation)
+            for collective in _collectives(issued, computation[issued.place], module, scattered)
         ]
         for name, computation in module.computations.items()
     }
-    sent = {name: [collective.bytes for collective in found] for name, found in own.items()}
-    counts = communication(module, sent, guess_trips)
-    return tuple(
-        found._replace(count=counts[name])
-        for name in module.computations
-        if counts[name]
-        for found in own[name]
-    )
+    sent = {name: [collective.bytes for collective in own] for name, own in found.items()}
+    return Account(module, found, Runs(module, sent, guess_trips=guess_trips))
+
+
+def counted(account: Account) -> Iterator[HloCollective]:
+    """All collectives that run, in the order of the text, each with its count."""
+    counts = account.runs.counts()
+    for name, own in account.collectives.items():
+        if counts[name]:
+            yield from (collective._replace(count=counts[name]) for collective in own)
 
 
 def _collectives(
-    instruction: Instruction, module: Module, scattered: Mapping[str, int]
+    issued: Issued, outer: Instruction, module: Module, scattered: Mapping[str, int]
 ) -> Iterator[HloCollective]:
-    """The collectives of an instruction: two, if a combined all-reduce is scattered in part."""
-    kind = kind_of(instruction)
-    to_host = instruction.opcode == "send" and "is_host_transfer=true" in instruction.rest
-    if kind is None or to_host:
-        return
-    group = group_size(instruction, kind, module)
-    received = sum(array_bytes(dtype, shape) for dtype, shape in arrays(payload(instruction)))
-    scatter = scattered.get(instruction.name, 0)
+    """One collective, or two: of a combined all-reduce that is scattered in part."""
+    kind, group, received = issued.kind, issued.group, issued.received
+    scatter = scattered.get(issued.collective.name, 0)
     parts = [("reduce_scatter", -(-scatter // group))] if scatter else []
     if scatter < received or not received:
         parts.append((kind, received - scatter))
-    op_name, source = op_name_of(instruction), source_of(instruction, module)
+    named = issued.collective if op_name_of(issued.collective) else outer
+    op_name, source = op_name_of(named), source_of(named, module)
     for part, size in parts:
-        yield HloCollective(part, _sent(part, group, size), 1, group, op_name, source)
+        sent = _sent(part, group, size)
+        yield HloCollective(part, sent, 1, group, op_name, source, issued.place, issued.end)
 
 
 def _sent(kind: str, group: int, received: int) -> int:

@@ -3,92 +3,14 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from spmd.errors import ArgumentError
 from spmd.ir.control_flow import UNKNOWN_TRIPS
 from spmd.measure.hlo import Instruction, Module, names_of
-
-
-def computations_run(
-    module: Module, into_fusions: bool = True
-) -> Iterator[tuple[list[Instruction], int]]:
-    """Each computation that a run of the module reaches, and how often it runs.
-
-    Every branch of a conditional counts.
-    """
-
-    def calls(name: str) -> list[tuple[str, int]]:
-        return [
-            (callee, call.times)
-            for _, call in _calls_in(module, name, into_fusions)
-            for callee in call.callees
-        ]
-
-    counts = _count(module.entry, calls)
-    return ((found, counts[name]) for name, found in module.computations.items() if counts[name])
-
-
-def communication(
-    module: Module, sent: Mapping[str, Sequence[int]], guess_trips: bool
-) -> Counter[str]:
-    """Computation -> how often it communicates: of branches, the one that moves the most.
-
-    Args:
-      module: the module.
-      sent: computation -> bytes that each collective of its own sends in one execution.
-      guess_trips: whether loops without a trip count from XLA may communicate.
-
-    Raises:
-      ArgumentError: unless trips are guessed, such a loop communicates.
-    """
-    # What a computation moves is its own plus what it calls, times trips. Of a conditional only the
-    # branch that moves most is followed, so that bytes are those of one run, at worst; the others
-    # count as if they never ran.
-
-    @functools.cache
-    def moved(name: str) -> tuple[int, int]:
-        """Bytes and collectives of one execution."""
-        size, number = sum(sent.get(name, ())), len(sent.get(name, ()))
-        for callee, times in calls(name):
-            size += times * moved(callee)[0]
-            number += moved(callee)[1]
-        return size, number
-
-    @functools.cache
-    def calls(name: str) -> list[tuple[str, int]]:
-        found = []
-        for instruction, call in _calls_in(module, name):
-            callees = call.callees
-            if not (call.known or guess_trips) and any(moved(callee)[1] for callee in callees):
-                raise ArgumentError(
-                    f"the loop {instruction.name} communicates, and how often it runs is unknown",
-                    actual=f"{instruction.opcode}({instruction.rest[:200]}",
-                    fix="write it with lax.scan or a lax.fori_loop of constant bounds",
-                )
-            if instruction.opcode == "conditional":
-                callees = [max(callees, key=moved)]
-            found += [(callee, call.times) for callee in callees]
-        return found
-
-    return _count(module.entry, calls)
-
-
-def _count(entry: str, calls: Callable[[str], Sequence[tuple[str, int]]]) -> Counter[str]:
-    """Computation -> executions, given which ones each runs how often."""
-    counts: Counter[str] = Counter()
-
-    def visit(name: str, times: int) -> None:
-        counts[name] += times
-        for callee, factor in calls(name):
-            visit(callee, times * factor)
-
-    visit(entry, 1)
-    return counts
-
+from spmd.measure.trips import Loops
 
 _CALLS = {
     "call": ("to_apply",),
@@ -101,48 +23,93 @@ _CALLS = {
 """Opcode -> the attributes that name computations which it runs as a part of the program."""
 
 
-class _Call(NamedTuple):
-    """The computations that an instruction runs, how often, and whether XLA states that number."""
+_WRAPPERS = {"fusion", "async-start"}
+"""Opcodes of one kernel, or of one transfer, that is written as a computation."""
 
+
+class Call(NamedTuple):
+    """Computations that an instruction runs, and how often it runs each."""
+
+    instruction: Instruction
     callees: list[str]
     times: int
-    known: bool
 
 
-def _calls_in(
-    module: Module, name: str, into_fusions: bool = True
-) -> Iterator[tuple[Instruction, _Call]]:
-    """The instructions of a computation that run other ones."""
-    for instruction in module.computations.get(name, ()):
-        opcode = instruction.opcode
-        if opcode not in _CALLS or (opcode == "fusion" and not into_fusions):
-            continue
-        names = [n for key in _CALLS[opcode] for n in names_of(instruction.rest, key)]
-        trips: int | None = 1
-        if opcode == "while":  # XLA states how often it runs, or does not
-            stated = re.search(r'"?known_trip_count"?:\{"?n"?:"?(\d+)', instruction.rest)
-            trips = int(stated[1]) if stated else None
-        times = _read_trips(instruction, module) if trips is None else trips
-        yield instruction, _Call(names, times, trips is not None)
+class Runs:
+    """What one run of a module runs.
 
+    Args:
+      module: the module.
+      sent: computation -> bytes that each collective of its own sends in one execution. Of a
+        conditional's branches only the one that moves the most is followed, so that bytes are those
+        of one run, at worst. None: every branch counts.
+      guess_trips: whether loops whose trip count nobody knows may communicate.
+      into_wrappers: whether the computations of fusions and of asynchronous starts are run, too.
+    """
 
-def _read_trips(loop: Instruction, module: Module) -> int:
-    """How often a while runs by `i < n` in its condition, `i` counting from 0, else a guess."""
-    (condition,) = names_of(loop.rest, "condition")
-    ends, directions = set(), set()
-    for line in _with_fusions(condition, module):
-        if line.opcode == "constant" and (match := re.match(r"(\d+)\)", line.rest)):
-            ends.add(int(match[1]))
-        if line.opcode == "compare" and (match := re.search(r"direction=(\w+)", line.rest)):
-            directions.add(match[1])
-    if len(ends) != 1 or len(directions) != 1 or not directions <= {"LT", "NE", "LE", "GT"}:
-        return UNKNOWN_TRIPS
-    return ends.pop() + (directions == {"LE"})
+    def __init__(
+        self,
+        module: Module,
+        sent: Mapping[str, list[int]] | None = None,
+        *,
+        guess_trips: bool = True,
+        into_wrappers: bool = False,
+    ) -> None:
+        self.module, self.sent, self.guess_trips = module, sent, guess_trips
+        self.opcodes = set(_CALLS) if into_wrappers else set(_CALLS) - _WRAPPERS
+        self._loops = Loops(module)
+        self.calls = functools.cache(self._calls)
+        self._moved = functools.cache(self._moves)
 
+    def counts(self) -> Counter[str]:
+        """Computation -> executions.
 
-def _with_fusions(computation: str, module: Module) -> Iterator[Instruction]:
-    for instruction in module.computations.get(computation, ()):
-        yield instruction
-        if instruction.opcode == "fusion":
-            for name in names_of(instruction.rest, "calls"):
-                yield from _with_fusions(name, module)
+        Raises:
+          ArgumentError: unless trips are guessed, a loop of unknown trips communicates.
+        """
+        counts: Counter[str] = Counter()
+
+        def visit(name: str, times: int) -> None:
+            counts[name] += times
+            for call in self.calls(name):
+                for callee in call.callees:
+                    visit(callee, times * call.times)
+
+        visit(self.module.entry, 1)
+        return counts
+
+    def _calls(self, name: str) -> list[Call]:
+        """The calls that a computation makes in one execution."""
+        found = []
+        for instruction in self.module.computations.get(name, ()):
+            if instruction.opcode not in self.opcodes:
+                continue
+            keys = _CALLS[instruction.opcode]
+            callees = [callee for key in keys for callee in names_of(instruction.rest, key)]
+            times: int | None = 1
+            if instruction.opcode == "while":
+                times = self._loops.trips(instruction, name)
+            if times is None:
+                self._check(instruction, callees)
+            if instruction.opcode == "conditional" and self.sent is not None:
+                callees = [max(callees, key=self._moved)]
+            found.append(Call(instruction, callees, UNKNOWN_TRIPS if times is None else times))
+        return found
+
+    def _check(self, loop: Instruction, callees: list[str]) -> None:
+        if not self.guess_trips and any(self._moved(callee)[1] for callee in callees):
+            raise ArgumentError(
+                f"the loop {loop.name} communicates, and how often it runs is unknown",
+                actual=f"{loop.opcode}({loop.rest[:200]}",
+                fix="write it with lax.scan or a lax.fori_loop of constant bounds",
+            )
+
+    def _moves(self, name: str) -> tuple[int, int]:
+        """Bytes and collectives of one execution: its own and those that it calls, times trips."""
+        own = (self.sent or {}).get(name, [])
+        size, number = sum(own), len(own)
+        for call in self.calls(name):
+            for callee in call.callees:
+                size += call.times * self._moved(callee)[0]
+                number += self._moved(callee)[1]
+        return size, number

@@ -1,64 +1,56 @@
-"""Reads the schedule of XLA's optimized HLO: which collectives run beside arithmetic.
+"""Reads the schedule of XLA's optimized HLO: which collectives run beside other work.
 
-The text of a scheduled module lists instructions in the order in which they are issued. A
-collective is asynchronous where it is a start and a done; what stands between the two runs while
-it is under way. TPUs write `async-collective-start.N` and `-done.N` around fusions that carry a
-gather along (all with the gather's channel), and an estimate of cycles on most instructions.
+The text of a scheduled module lists instructions in the order in which they are issued. What stands
+between the start and the done of a collective runs while it is under way. The TPU compiler writes
+an estimate of cycles on most instructions; on collectives it writes none.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.hlo.runs import computations_run
-from spmd.measure.hlo import Instruction, Module, kind_of, parse_module_text
-
-
-class Flight(NamedTuple):
-    """One collective of a schedule.
-
-    Attributes:
-      kind: as in `benchmarks.hlo.collectives.HloCollective`.
-      name: of the instruction, or of its start.
-      count: executions in one run.
-      is_async: whether it is a start and a done.
-      between: how many computing instructions lie between the two.
-      cycles: the compiler's estimate for these in one execution; 0 if it makes none.
-    """
-
-    kind: str
-    name: str
-    count: int  # type: ignore[assignment]  # hides tuple.count
-    is_async: bool
-    between: int
-    cycles: int
+from benchmarks.hlo.collectives import Account, HloCollective, counted, read_account
+from spmd.measure.hlo import Instruction, integer
 
 
 class Schedule(NamedTuple):
-    """All collectives of a module in the order of their issue, and the cycles of all arithmetic."""
+    """The collectives of a module and the work beside them.
 
-    flights: tuple[Flight, ...]
+    Attributes:
+      collectives: all that run, in the order of the text.
+      hidden: of each, whether something is computed while it is under way.
+      cycles: the compiler's estimate for all work but collectives in one run; 0 if it makes none.
+      hidden_cycles: of these, those during which at least one collective is under way.
+    """
+
+    collectives: tuple[HloCollective, ...]
+    hidden: tuple[bool, ...]
     cycles: int
+    hidden_cycles: int
 
     @property
     def runs(self) -> int:
         """Collectives in one run."""
-        return sum(f.count for f in self.flights)
+        return sum(c.count for c in self.collectives)
 
     @property
-    def async_runs(self) -> int:
-        """Asynchronous collectives in one run that have something to compute meanwhile."""
-        return sum(f.count for f in self.flights if f.is_async and f.between)
+    def hidden_runs(self) -> int:
+        """Collectives in one run that have something to compute meanwhile."""
+        return sum(c.count for c, h in zip(self.collectives, self.hidden, strict=True) if h)
 
     @property
-    def hidden_cycles(self) -> int:
-        """Cycles of arithmetic during which a collective is under way.
+    def bytes(self) -> int:
+        """Bytes that one device sends in one run."""
+        return sum(c.count * c.bytes for c in self.collectives)
 
-        Where several are under way at once, the same arithmetic counts for each of them.
-        """
-        return sum(f.cycles * f.count for f in self.flights)
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the collectives that have something to compute meanwhile."""
+        pairs = zip(self.collectives, self.hidden, strict=True)
+        return sum(c.count * c.bytes for c, h in pairs if h)
 
 
 def read_schedule(text: str) -> Schedule:
@@ -70,62 +62,56 @@ def read_schedule(text: str) -> Schedule:
     Raises:
       ArgumentError: the text has no ENTRY computation.
     """
-    module = parse_module_text(text)
-    flights: list[Flight] = []
-    cycles = 0
-    for computation, runs in computations_run(module, into_fusions=False):
-        flights += _flights(computation, runs, module)
-        cycles += runs * sum(map(_cycles, computation))
-    return Schedule(tuple(flights), cycles)
-
-
-def _flights(computation: Sequence[Instruction], count: int, module: Module) -> Iterator[Flight]:
-    for place, instruction in enumerate(computation):
-        kind = _kind(instruction, module)
-        if kind is None:
-            continue
-        end = _done(instruction, computation, place)
-        inside = computation[place + 1 : end] if end else ()
-        busy = [i for i in inside if _computes(i)]
-        cycles = sum(map(_cycles, busy))
-        yield Flight(kind, instruction.name, count, end is not None, len(busy), cycles)
-
-
-def _kind(instruction: Instruction, module: Module) -> str | None:
-    """The kind of a collective that is issued here, None for anything else."""
-    if (kind := kind_of(instruction)) is not None:
-        return kind
-    is_named = instruction.name.startswith("async-collective-start")
-    is_start = is_named or instruction.opcode == "async-start"
-    if is_start and (callee := re.search(r"\bcalls=%?([\w.-]+)", instruction.rest)):
-        inner = module.computations.get(callee[1], ())
-        return next(filter(None, map(kind_of, inner)), "all_gather")
-    return None
-
-
-def _done(start: Instruction, computation: Sequence[Instruction], place: int) -> int | None:
-    """Where the collective that starts at `place` is waited for; None if it is synchronous."""
-    # Most backends: `%s = all-gather-start(...)`, later `all-gather-done(%s)`. TPUs: two fusions of
-    # one number, `async-collective-start.3` and `async-collective-done.3`, joined by name alone.
-    rest = enumerate(computation[place + 1 :], place + 1)
-    if start.name.startswith("async-collective-start"):
-        wanted = start.name.replace("-start", "-done")
-        return next((i for i, other in rest if other.name == wanted), None)
-    if not start.opcode.endswith("-start") and start.opcode != "send":
-        return None
-    done = re.compile(rf"%?{re.escape(start.name)}[\s,)]")
-    ends = (i for i, other in rest if other.opcode.endswith("-done") and done.match(other.rest))
-    return next(ends, None)
+    account = read_account(text)
+    counts = account.runs.counts()
+    hidden: list[bool] = []
+    for name, own in account.collectives.items():
+        if own and counts[name]:
+            busy = _busy(account.module.computations[name], own)
+            hidden += (any(busy[place] for place in collective.flight) for collective in own)
+    cycles, beside = _cycles(account)
+    return Schedule(tuple(counted(account)), tuple(hidden), cycles, beside)
 
 
 _COMPUTES = {"fusion", "dot", "convolution", "custom-call", "while", "reduce", "sort", "scatter"}
+_NAMES_MEMORY = re.compile(r'\bcustom_call_target="(AllocateBuffer|ConcatBitcast)"')
 
 
-def _computes(instruction: Instruction) -> bool:
-    """Whether an instruction is arithmetic, and not the other half of a collective."""
-    return instruction.opcode in _COMPUTES and not instruction.name.startswith("async-collective")
+def _busy(computation: Sequence[Instruction], own: Sequence[HloCollective]) -> list[bool]:
+    """Of each instruction, whether it is arithmetic, and not just a collective or half of one."""
+    halves = {place for collective in own for place in (collective.place, collective.end)}
+    return [
+        instruction.opcode in _COMPUTES
+        and (place not in halves or estimated_cycles(instruction) > 0)
+        and not _NAMES_MEMORY.search(instruction.rest)
+        for place, instruction in enumerate(computation)
+    ]
 
 
-def _cycles(instruction: Instruction) -> int:
-    match = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
-    return int(match[1]) if match and _computes(instruction) else 0
+def _cycles(account: Account) -> tuple[int, int]:
+    """Cycles of one run, and those beside a collective."""
+    # Work that several collectives fly over counts once, and so does a loop that one flies over
+    # and in which others fly: what a computation calls is beside a collective as a whole, or as
+    # far as it is in itself.
+
+    @functools.cache
+    def of(name: str) -> tuple[int, int]:
+        computation = account.module.computations[name]
+        flown = {place for c in account.collectives[name] for place in c.flight}
+        total = beside = 0
+        inner = {call.instruction.name: call for call in account.runs.calls(name)}
+        for place, instruction in enumerate(computation):
+            cycles, within = estimated_cycles(instruction), 0
+            if (call := inner.get(instruction.name)) is not None:
+                cycles += call.times * sum(of(callee)[0] for callee in call.callees)
+                within = call.times * sum(of(callee)[1] for callee in call.callees)
+            total += cycles
+            beside += cycles if place in flown else within
+        return total, beside
+
+    return of(account.module.entry)
+
+
+def estimated_cycles(instruction: Instruction) -> int:
+    """The compiler's estimate for an instruction outside of fusions; 0 if it makes none."""
+    return integer(r'"estimated_cycles":"(\d+)"', instruction.rest)

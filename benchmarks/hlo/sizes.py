@@ -7,8 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from benchmarks.hlo.groups import payload
-from benchmarks.hlo.runs import computations_run
+from benchmarks.hlo.runs import Runs
 from spmd.measure.hlo import (
     Instruction,
     array_bytes,
@@ -57,8 +59,9 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
     """
     module = parse_module_text(text)
     made: dict[tuple[str, tuple[int, ...]], list[Instruction]] = {}
-    for computation, _ in computations_run(module, into_fusions=False):
-        for instruction in computation:
+    counts = Runs(module).counts()
+    for name, computation in module.computations.items():
+        for instruction in computation if counts[name] else ():
             for array in _results(instruction):
                 made.setdefault(array, []).append(instruction)
     values = [
@@ -72,7 +75,8 @@ def largest_values(text: str, n: int = 10) -> tuple[HloValue, ...]:
 def matmul_flops(text: str) -> int:
     """Floating-point operations of one device in matrix products and convolutions in one run.
 
-    Padding and dilation of convolutions count as if they were multiplied.
+    What a convolution's window finds in padding and between dilated elements does not count. The
+    TPU compiler writes the products of a windowed einsum as convolutions of two halves, padded.
 
     Args:
       text: `compiled.as_text("hlo")`.
@@ -82,9 +86,10 @@ def matmul_flops(text: str) -> int:
     """
     module = parse_module_text(text)
     total = 0
-    for computation, runs in computations_run(module):
+    counts = Runs(module, into_wrappers=True).counts()
+    for name, computation in module.computations.items():
         types = {instruction.name: instruction.type for instruction in computation}
-        total += runs * sum(_flops(instruction, types) for instruction in computation)
+        total += counts[name] * sum(_flops(instruction, types) for instruction in computation)
     return total
 
 
@@ -97,11 +102,44 @@ def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
         dims = re.findall(r"\d+", contracted[1]) if contracted else []
         terms = math.prod(left[int(dim)] for dim in dims)
-    else:
-        labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)
-        kernel = zip(labels[1] if labels else "", right, strict=True)
-        terms = math.prod(size for label, size in kernel if label != "o")
-    return 2 * terms * math.prod(arrays(instruction.type)[0][1])
+        return 2 * terms * math.prod(arrays(instruction.type)[0][1])
+    return _convolution_flops(instruction, left, right)
+
+
+def _convolution_flops(
+    instruction: Instruction, data: tuple[int, ...], kernel: tuple[int, ...]
+) -> int:
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
+    if labels is None:
+        return 0
+    result = arrays(instruction.type)[0][1]
+    total = 2 * kernel[labels[2].index("i")]
+    total *= result[labels[3].index("b")] * result[labels[3].index("f")]
+    window = re.search(r"window=\{([^}]*)\}", instruction.rest)
+    given = dict(pair.split("=") for pair in window[1].split()) if window else {}
+    for dim in range(len(result) - 2):
+        of = {key: text.split("x")[dim] for key, text in given.items()}
+        sizes = (
+            shape[text.index(str(dim))]
+            for shape, text in zip((data, kernel, result), labels.groups(), strict=True)
+        )
+        total *= _taps(of, *sizes)
+    return total
+
+
+def _taps(window: Mapping[str, str], data: int, kernel: int, result: int) -> int:
+    """Pairs of a place in the result and one in the kernel that meet an element of the data.
+
+    Args:
+      window: what HLO says of one dim: `stride`, `pad` (`low_high`), and the dilations.
+      data, kernel, result: their sizes in that dim.
+    """
+    stride, dilated = int(window.get("stride", 1)), int(window.get("lhs_dilate", 1))
+    low = int(window.get("pad", "0_0").split("_")[0])
+    steps = np.arange(kernel) * int(window.get("rhs_dilate", 1))
+    places = np.arange(result)[:, None] * stride + steps - low
+    met = (places >= 0) & (places <= (data - 1) * dilated) & (places % dilated == 0)
+    return int(met.sum())
 
 
 _ALIASES = {

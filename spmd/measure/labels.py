@@ -211,7 +211,12 @@ class Labels:
         return [instruction, *called(instruction, self.module)]
 
     def collective(self, instruction: Instruction) -> str:
-        """The kind of a collective that an instruction is or starts; else nothing."""
+        """The kind of a collective that an instruction is or starts; else nothing.
+
+        A TPU's product that carries a gather along is a product.
+        """
+        if self.kind(instruction):
+            return ""
         return next(filter(None, map(kind_of, self._parts(instruction))), "")
 
     def _axes(self, instruction: Instruction) -> str:

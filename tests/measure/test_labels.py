@@ -93,6 +93,13 @@ HLO = f"""HloModule jit_run, num_partitions=8
   ROOT %r = f32[4] reduce-scatter(%a.2), replica_groups=[4,2]<=[8], {NAME}psum"}}
 }}
 
+%carries (a: f32[8]) -> (f32[8], f32[16]) {{
+  %a.5 = f32[8] parameter(0)
+  %g = f32[16] all-gather(%a.5), replica_groups=[4,2]<=[8], {NAME}x"}}
+  %d.5 = f32[8] dot(%a.5, %a.5), {NAME}dot"}}
+  ROOT %both = (f32[8], f32[16]) tuple(%d.5, %g)
+}}
+
 %graph (a: f32[8]) -> f32[8] {{
   %a.3 = f32[8] parameter(0)
   %inner = f32[16] all-gather(%a.3), replica_groups=[4,2]<=[8], {NAME}x"}}
@@ -106,6 +113,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
   %gemm_fusion = f32[8] fusion(%p), kind=kCustom, calls=%fused_dot, {NAME}dot"}}
   %no_metadata = f32[8] fusion(%p), kind=kLoop, calls=%fused_add
   %results = (f32[8], f32[8]) fusion(%p), kind=kLoop, calls=%fused_two
+  %carrying = (f32[8], f32[16]) fusion(%p), kind=kCustom, calls=%carries
   %joined = f32[8] add(%p, %p), metadata={{op_name="jit(run)/spmd_program/jit(f)/(jvp(block_1)/gather:transpose(jvp(block_2))/scatter-add)"}}
   %gather = (f32[8], f32[16]) all-gather-start(%p), replica_groups=[4,2]<=[8], {NAME}x"}}
   %scatter = ((f32[8]), f32[4]) async-start(%p), calls=%async
@@ -126,6 +134,7 @@ EMPTY = Program("f", (), Region((), (), ()), (), ())
         ("cutlass_80_tensorop", "", Label(MATRIX, "")),
         ("cudnn_generated_fort_native_sdpa", "attn", Label(ATTENTION, "block_*")),
         ("gemm_fusion", "gemm_fusion", Label(MATRIX, "block_*")),
+        ("carrying", "carrying", Label(MATRIX, "block_*")),  # a TPU's product, a gather meanwhile
         ("no_metadata", "no_metadata", Label(OTHER, "block_*")),
         ("results", "results", Label(OTHER, "block_*")),  # one of its results has a name
         ("joined", "joined", Label(OTHER, "block_*")),  # of two ops

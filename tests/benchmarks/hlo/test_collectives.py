@@ -170,7 +170,10 @@ LOOP = """%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
   %s = (s32[], f32[8]{0}) parameter(0)
   %x = f32[8]{0} get-tuple-element(%s), index=1
   %r = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%sum
-  ROOT %t = (s32[], f32[8]{0}) tuple(%s, %r)
+  %i = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %r)
 }
 
 %cond (s: (s32[], f32[8])) -> pred[] {
@@ -180,6 +183,7 @@ LOOP = """%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
 }
 
 """
+START = ("%z = s32[] constant(0)", "%t = (s32[], f32[8]{0}) tuple(%z, %p)")
 WHILE = "%w = (s32[], f32[8]{0}) while(%t), condition=%cond, body=%body"
 
 
@@ -199,8 +203,7 @@ WHILE = "%w = (s32[], f32[8]{0}) while(%t), condition=%cond, body=%body"
         ),
         ("%n = s32[] constant(3)\n  ROOT %f = pred[] fusion(%i, %n), calls=%less", "", 3),
         (
-            "%n = s32[] get-tuple-element(%s), index=0\n  ROOT %l = pred[] compare(%i, %n), "
-            "direction=LT",
+            "%n = s32[] custom-call(%s)\n  ROOT %l = pred[] compare(%i, %n), direction=LT",
             "",
             UNKNOWN_TRIPS,
         ),
@@ -211,7 +214,7 @@ def test_loops_multiply(end: str, config: str, trips: int) -> None:
         "%less (a: s32[], b: s32[]) -> pred[] {\n  %a = s32[] parameter(0)\n"
         "  %b = s32[] parameter(1)\n  ROOT %l = pred[] compare(%a, %b), direction=LT\n}\n\n"
     )
-    text = module(WHILE + config, before=less + LOOP.replace("END", end))
+    text = module(*START, WHILE + config, before=less + LOOP.replace("END", end))
     assert [c.count for c in hlo_collectives(text)] == [trips]
 
 

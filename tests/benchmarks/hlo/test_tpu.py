@@ -1,0 +1,102 @@
+"""Both readers on what the TPU compiler writes: of our program, and of plain `jax.jit`'s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hlo.collectives import hlo_collectives
+from benchmarks.hlo.schedule import read_schedule
+from benchmarks.hlo.sizes import matmul_flops
+
+TEXTS = Path(__file__).parent / "texts"
+
+# Schedules for 16 chips, cut down to what readers look at. An iteration is a layer of 4096 x 11008
+# bf16 weights; each chip has a share of them.
+OURS = (TEXTS / "carried_gather.txt").read_text()
+PEER = (TEXTS / "windowed_einsum.txt").read_text()
+# Over four of the chips.
+SCATTER = (TEXTS / "reduce_scatter.txt").read_text()
+
+SHARE = 4096 * 11008 * 2 // 16
+
+
+def found(text: str) -> list[tuple[str, int, int, bool]]:
+    return [
+        (c.kind, c.bytes, c.count, c.end is not None)
+        for c in hlo_collectives(text, guess_trips=False)
+    ]
+
+
+def test_a_gather_carried_by_products_is_one() -> None:
+    # Eight iterations; each gathers two weights, sending 15 of 16 shares, and sums one gradient.
+    # The second gather stands in four fusions: its start, two products, its end.
+    assert found(OURS) == [
+        ("all_gather", 15 * SHARE, 8, False),
+        ("all_gather", 15 * SHARE, 8, True),
+        ("all_reduce", 2 * 15 * SHARE, 8, False),
+    ]
+
+
+def test_an_all_reduce_with_a_slice_behind_it_runs_as_one() -> None:
+    # Each chip uses a share of `all-reduce.5` only, but all of it is sent.
+    kinds = [c.kind for c in hlo_collectives(OURS, scatter_slices=True)]
+    assert kinds == ["all_gather", "all_gather", "all_reduce"]
+
+
+def test_a_fused_all_reduce_that_keeps_a_share_is_a_reduce_scatter() -> None:
+    # 1040 rows of 4096 f32 stay here; those of the three other chips in the group are sent.
+    assert found(SCATTER) == [("reduce_scatter", 3 * 1040 * 4096 * 4, 1, False)]
+
+
+def test_loops_of_two_steps_run_half_as_often() -> None:
+    # Eight layers, each with one permute before its loop and a gather behind it. The loop counts
+    # 0, 2, 4, 6, starting from what the outer loop hands on: 4 iterations of 4 permutes.
+    assert found(PEER) == [
+        *[("collective_permute", SHARE, 8 * 4, True)] * 4,
+        ("collective_permute", SHARE, 8, True),
+        ("all_gather", 15 * SHARE, 8, False),
+    ]
+
+
+def test_products_of_a_windowed_einsum() -> None:
+    # Each multiplies 512 x 512 (two shares of 256 rows) with 512 x 11008; 32 runs of each. Beside
+    # our gather run two products of 512 x 4096 x 11008, eight times.
+    assert matmul_flops(PEER) == 2 * 32 * 2 * 512 * 512 * 11008
+    assert matmul_flops(OURS) == 2 * 8 * 2 * 512 * 4096 * 11008
+
+
+def test_cycles_beside_several_collectives_count_once() -> None:
+    # In an iteration two permutes fly over the first product, and two over the second: all of its
+    # 40,000 + 60,000 cycles are beside a collective, 32 times; there is no other work.
+    schedule = read_schedule(PEER)
+    assert schedule.cycles == schedule.hidden_cycles == 32 * 100_000
+    # The permute before the loop has nothing to compute meanwhile, and the gather is synchronous.
+    assert (schedule.hidden_runs, schedule.runs) == (4 * 32, 4 * 32 + 8 + 8)
+
+
+def test_cycles_beside_a_carried_gather() -> None:
+    # Start and done enclose both products and the slice, but not the copy behind.
+    schedule = read_schedule(OURS)
+    assert schedule.cycles == 8 * (200_000 + 300_000 + 20_000 + 10_000)
+    assert schedule.hidden_cycles == 8 * (200_000 + 300_000 + 20_000)
+    assert (schedule.hidden_runs, schedule.runs) == (8, 24)
+    assert (schedule.hidden_bytes, schedule.bytes) == (8 * 15 * SHARE, 4 * 8 * 15 * SHARE)
+
+
+@pytest.mark.parametrize("text", [OURS, PEER, SCATTER], ids=["ours", "peer", "scatter"])
+def test_both_readers_give_one_account(text: str) -> None:
+    assert read_schedule(text).collectives == hlo_collectives(text)
+
+
+def test_a_loop_below_a_collective_is_beside_it_as_a_whole() -> None:
+    # The permute before the loop, now waited for behind it: all of the loop runs meanwhile.
+    done = next(line for line in PEER.splitlines() if "%collective-permute-done.23 =" in line)
+    moved = PEER.replace(f"{done}\n", "").replace(
+        ", %collective-permute-done.23, %copy", ", %w, %copy"
+    )
+    loop = next(line for line in moved.splitlines() if "%while.49 =" in line)
+    schedule = read_schedule(moved.replace(loop, f"{loop}\n{done}"))
+    assert schedule.hidden_cycles == schedule.cycles == 32 * 100_000
+    assert schedule.hidden_runs == 4 * 32 + 8
