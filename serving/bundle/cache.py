@@ -25,7 +25,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
-from spmd.ir.types import TensorType
+from spmd.ir.types import Order, TensorType
 from spmd.lowering.emitted import Emitted
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
@@ -217,6 +217,8 @@ def _read(path: Path, mesh: Mesh) -> Emitted | None:
         results=_shardings(content["results"]),
         argument_types=_types(content["argument_types"]),
         result_types=_types(content["result_types"]),
+        argument_orders=_orders(content["argument_orders"]),
+        result_orders=_orders(content["result_orders"]),
         donated=tuple(content["donated"]),
         needs_x64=content["needs_x64"],
     )
@@ -225,6 +227,10 @@ def _read(path: Path, mesh: Mesh) -> Emitted | None:
 def _shardings(content: Any) -> tuple[Sharding, ...]:
     """Shardings of whole values: at the boundary nothing is partial."""
     return tuple(Sharding(tuple(map(tuple, dims))) for dims, _, _ in content)
+
+
+def _orders(content: Any) -> tuple[Order | None, ...]:
+    return tuple(None if order is None else tuple(order) for order in content)
 
 
 def _types(content: Any) -> tuple[TensorType, ...]:

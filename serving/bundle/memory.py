@@ -75,9 +75,10 @@ def compile_bundle(
 
     def lower(entry: Entrypoint, asked: Asked) -> Emitted:
         module = traced[entry.name][1]
-        return lower_stablehlo(
+        lowered = lower_stablehlo(
             module, mesh.refined(), asked.arguments, asked.results, options, asked.updates
-        ).stages.emitted
+        )
+        return lowered.stages.emitted.major_to_minor()  # as `Modules.lower` does
 
     def put(placed: Placed) -> Mapping[str, jax.Array]:
         shardings = {leaf.path: placed[leaf.path] for leaf in manifest.weights}

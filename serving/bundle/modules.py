@@ -89,7 +89,8 @@ class Modules:
             )
         except (SpmdError, BytecodeError) as error:
             raise BundleError(f"{what} cannot be used: {one_line(error)}") from error
-        return lowered.stages.emitted
+        # The functions share weights and state: these lie in one way for all.
+        return lowered.stages.emitted.major_to_minor()
 
     def text(self, data: bytes) -> str:
         """The text of a module; the first one in bytecode has all others read along with it."""
