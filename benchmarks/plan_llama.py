@@ -34,15 +34,6 @@ from models.llama.config import LlamaConfig, named_config
 from spmd.cli.flags import Parser, Switch, words
 from spmd.explain.memory import Memory
 
-COMPILER_OPTIONS = {
-    "xla_enable_async_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
-    "xla_tpu_overlap_compute_collective_tc": "true",
-}
-"""The TPU compiler's options for gathers that run beside arithmetic; off unless asked for."""
-
 HEADROOM = 0.6
 """Share of a device's memory that a prediction may fill.
 
@@ -129,8 +120,7 @@ def lower(row: Row, seq_len: int, accumulate: int) -> spmd.Lowered:
     params = jax.eval_shape(lambda key: model.init(key, config), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((accumulate, row.batch // accumulate, seq_len), np.int32)
     tokens = spmd.mark_sharding(tokens, mesh, (None, "data", None))
-    options = spmd.Options(compiler_options=COMPILER_OPTIONS)
-    lowered: spmd.Lowered = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options).lower(
+    lowered: spmd.Lowered = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1)).lower(
         sharding.mark_params(params, mesh, config),
         jax.eval_shape(optimizer.init, params),
         {"inputs": tokens, "targets": tokens},
