@@ -1,21 +1,28 @@
-"""Tokens per second of a Llama training step: `spmd.jit` beside plain `jax.jit`, in one process.
+r"""A Llama training step: `spmd.jit` beside plain `jax.jit` and PyTorch's FSDP2, one after another.
 
-Both get the same program but for attention, which composites leave to the compiler: the peer gets
-the kernel that plain jax has (`--peer_attention`). Both get the same marks, parameters and
-optimizer-state shardings; the peer's partitioner is XLA's own. Times are medians over `--steps`
-steps after two warm-up steps, measured to the arrival of the loss.
+`jax.jit` gets the same program but for attention, which composites leave to the compiler: the peer
+gets the kernel that plain jax has (`--peer_attention`). It gets the same marks, parameters and
+optimizer-state shardings; its partitioner is XLA's own. PyTorch (`benchmarks/torch_fsdp.py`) runs
+the same sizes over all GPUs in processes of its own, before jax takes their memory.
+
+`ms/step` is the median over `--steps` steps after two warm-up steps, each waited for; `ahead` is
+the mean where none is, as in a training loop that logs now and then. `--kinds` adds where the time
+of one GPU went, by kind of kernel, and for ours what was predicted.
 
 Example:
     benchmarks/run train --model llama2-7b --meshes data=8,data=4:model=2 --seq_len 1024
+    benchmarks/run train --model llama2-7b --layers 8 --noscan --seq_len 4096 --global_batch 4 \
+        --meshes data=2 --peers jax,torch --kinds
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
+import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,11 +31,16 @@ import numpy as np
 import optax
 
 import spmd
+from benchmarks import kernels, torch_fsdp
+from benchmarks.kernels import Kernel, Kinds, kinds_of
 from models.llama import model, sharding
 from models.llama.config import ATTENTIONS, LlamaConfig, named_config
 from models.llama.training import Step, argument_types, train_step
 from models.training.run.metrics import peak_flops
 from spmd.cli.flags import Parser, Switch, positive, words
+from spmd.explain.measured import Part
+from spmd.measure.profile import PROFILED, Run, run_steps
+from spmd.measure.profile import Step as ProfiledStep
 
 
 def parse_axes(text: str) -> dict[str, int]:
@@ -42,19 +54,102 @@ def parse_mesh(text: str) -> spmd.Mesh:
     return spmd.make_mesh(**parse_axes(text))
 
 
+class Loop:
+    """A training loop: each step gets the state that the step before it left.
+
+    Args:
+      step: the compiled step.
+      params, state: donated to the first step.
+      batch: given to every step.
+    """
+
+    def __init__(self, step: Any, params: Any, state: Any, batch: Any) -> None:
+        self._step, self._batch, self._state = step, batch, (params, state)
+        self._loss: Any = None
+
+    def run(self, _: None = None) -> None:
+        """One step, waited for."""
+        jax.block_until_ready(self._issue())
+
+    def ahead(self, steps: int) -> float:
+        """Mean seconds of a step where none is waited for."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._issue()
+        jax.block_until_ready(self._loss)
+        return (time.perf_counter() - start) / steps
+
+    @property
+    def loss(self) -> float:
+        """Of the last step."""
+        return float(self._loss)
+
+    def _issue(self) -> Any:
+        *self._state, self._loss = self._step(*self._state, self._batch)
+        return self._loss
+
+
 def time_steps(
     given: argparse.Namespace, step: Any, params: Any, state: Any, batch: Any
 ) -> tuple[float, float]:
     """Median seconds of a step, and the last loss."""
-    times = []
-    loss = 0.0
-    for number in range(given.steps + 2):
-        start = time.perf_counter()
-        params, state, value = step(params, state, batch)
-        loss = float(value)
-        if number >= 2:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times), loss
+    loop = Loop(step, params, state, batch)
+    run = run_steps(loop.run, lambda: None, given.steps, profiled=0)
+    return run.seconds, loop.loss
+
+
+@dataclasses.dataclass
+class Row:
+    """One program's line in the tables.
+
+    Attributes:
+      name, mesh: the program, and how it is split.
+      seconds, ahead: of one step, waited for or not.
+      compile_seconds: until it could run.
+      bytes: memory of one device at its fullest.
+      loss: of the last step.
+      kinds: where the time of the first device went, if that was asked for.
+      parts: of our own program, kind by kind what was predicted and measured.
+    """
+
+    name: str
+    mesh: str
+    seconds: float
+    ahead: float
+    compile_seconds: float
+    bytes: int
+    loss: float
+    kinds: Kinds | None = None
+    parts: Sequence[Part] = ()
+
+    def cells(self, given: argparse.Namespace, config: LlamaConfig, devices: int) -> list[str]:
+        """As `HEADER` has them."""
+        rate = given.global_batch * given.seq_len / self.ahead / devices
+        peak = peak_flops(jax.devices()[0].device_kind, config.dtype)
+        mfu = config.flops_per_token(given.seq_len) * rate / peak if peak else float("nan")
+        times = (f"{self.seconds * 1e3:.1f}", f"{self.ahead * 1e3:.1f}", f"{rate:,.0f}")
+        sizes = (f"{self.bytes / 2**30:.1f}", f"{self.compile_seconds:.1f}", f"{self.loss:.4f}")
+        return [self.name, self.mesh, *times, f"{mfu:.1%}", *sizes]
+
+
+HEADER = (
+    *("program", "mesh", "ms/step", "ahead", "tokens/s/device", "MFU"),
+    *("peak GiB", "compile s", "loss"),
+)
+
+
+def config_of(given: argparse.Namespace) -> LlamaConfig:
+    """The model that the flags name."""
+    config = dataclasses.replace(
+        named_config(given.model),
+        dtype=jnp.dtype(given.dtype).name,
+        scan_layers=given.scan,
+        attention=given.attention,
+        param_dtype=given.param_dtype,
+        remat=given.remat,
+    )
+    layers = given.layers or config.num_hidden_layers
+    return dataclasses.replace(config, num_hidden_layers=layers)
 
 
 def peer_step(
@@ -70,28 +165,17 @@ def peer_step(
     return train_step(config, optimizer, sharding.activation_marks(mesh, config))
 
 
-def bench(given: argparse.Namespace, text: str) -> list[str]:
-    """Rows of the table for one mesh."""
-    mesh = parse_mesh(text)
-    config = dataclasses.replace(
-        named_config(given.model),
-        dtype=jnp.dtype(given.dtype).name,
-        scan_layers=given.scan,
-        attention=given.attention,
-        param_dtype=given.param_dtype,
-        remat=given.remat,
-    )
-    if given.layers:
-        config = dataclasses.replace(config, num_hidden_layers=given.layers)
+def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
+    """The programs of jax, over one mesh."""
+    mesh, config = parse_mesh(text), config_of(given)
     optimizer = getattr(optax, given.optimizer)(1e-4)
-    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
     shape = (given.global_batch, given.seq_len)
     types = argument_types(config, optimizer, mesh, shape)
     start = time.perf_counter()
+    step = train_step(config, optimizer, sharding.activation_marks(mesh, config))
     options = spmd.Options(unroll=given.unroll)
     compiled = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1), options=options).compile(*types)
-    seconds = time.perf_counter() - start
-    rows: list[tuple[str, Any, Any, float]] = [("spmd.jit", compiled, compiled.in_formats, seconds)]
+    compile_seconds = time.perf_counter() - start
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, shape).astype(np.int32)
     batch = jax.device_put({"inputs": tokens, "targets": tokens}, compiled.in_shardings[2])
 
@@ -100,7 +184,19 @@ def bench(given: argparse.Namespace, text: str) -> list[str]:
         params = init(jax.random.key(0))
         return params, jax.jit(optimizer.init, out_shardings=placed[1])(params)
 
-    if given.peer:
+    def measured(name: str, program: Any, placed: Any, compile_seconds: float) -> tuple[Row, Run]:
+        loop = Loop(program, *fresh(placed), batch)
+        run = run_steps(loop.run, lambda: None, given.steps, PROFILED if given.kinds else 0)
+        row = Row(name, text, run.seconds, loop.ahead(given.steps), compile_seconds, 0, loop.loss)
+        if given.kinds and jax.devices()[0].platform == "gpu":
+            row.kinds = kinds_of(map(_first_device, run.steps))
+        return row, run
+
+    row, run = measured("spmd.jit", compiled, compiled.in_formats, compile_seconds)
+    row.bytes = compiled.memory.peak_bytes
+    row.parts = compiled.compared(run).kinds if given.kinds else ()
+    yield row
+    if "jax" in given.peers:
         start = time.perf_counter()
         plain = jax.jit(
             peer_step(given, config, optimizer, mesh),
@@ -108,29 +204,36 @@ def bench(given: argparse.Namespace, text: str) -> list[str]:
             in_shardings=compiled.in_shardings,
             out_shardings=(*compiled.in_shardings[:2], None),
         )
-        params, state = fresh(compiled.in_shardings)
-        peer = plain.lower(params, state, batch).compile()
-        rows.append(("jax.jit", peer, compiled.in_shardings, time.perf_counter() - start))
-        del params, state
-    lines = []
-    for name, program, placed, compile_seconds in rows:
-        params, state = fresh(placed)
-        seconds, loss = time_steps(given, program, params, state, batch)
-        del params, state
-        rate = shape[0] * shape[1] / seconds / mesh.size
-        peak = peak_flops(jax.devices()[0].device_kind, config.dtype)
-        mfu = config.flops_per_token(given.seq_len) * rate / peak if peak else float("nan")
-        temp = program.memory_analysis() if hasattr(program, "memory_analysis") else None
-        peak_bytes = (
-            program.memory.peak_bytes
-            if temp is None
-            else temp.argument_size_in_bytes + temp.temp_size_in_bytes
-        )
-        lines.append(
-            f"| {name} | {text} | {seconds * 1e3:.1f} | {rate:,.0f} | {mfu:.1%} | "
-            f"{peak_bytes / 2**30:.1f} | {compile_seconds:.1f} | {loss:.4f} |"
-        )
-    return lines
+        peer = plain.lower(*types).compile()
+        row, _ = measured("jax.jit", peer, compiled.in_shardings, time.perf_counter() - start)
+        memory: Any = peer.memory_analysis()
+        row.bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        yield row
+
+
+def _first_device(step: ProfiledStep) -> list[Kernel]:
+    """What the first GPU did in a step."""
+    first = min((event.device for event in step.events), default=0)
+    return [
+        Kernel(event.name, event.start, event.end) for event in step.events if event.device == first
+    ]
+
+
+def torch_row(given: argparse.Namespace, text: str) -> Row:
+    """PyTorch's line: over as many GPUs, all of them FSDP2's."""
+    axes = parse_axes(text)
+    sizes = (given.layers, math.prod(axes.values()), given.global_batch, given.seq_len)
+    found = torch_fsdp.measure(given.model, *sizes, given.steps)
+    row = Row(f"PyTorch {found.version}", text, *found[:5])
+    row.kinds = found.kinds
+    return row
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table, each row when it is there."""
+    print("| " + " | ".join(header) + " |\n| " + " | ".join(["---"] * len(header)) + " |")
+    for row in rows:
+        print("| " + " | ".join(row) + " |", flush=True)
 
 
 def make_parser() -> Parser:
@@ -154,7 +257,8 @@ def make_parser() -> Parser:
     add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="of optax")
     add("--param_dtype", default="float32", help="what parameters are stored in")
     add("--remat", default="none", help="activations to keep, as in scripts/train_llama.py")
-    add("--peer", action=Switch, default=True, help="also run plain jax.jit")
+    add("--peers", type=words, default="jax", help="of jax, torch; 'none' for ours alone")
+    add("--kinds", action=Switch, help="where the time went, by kind of kernel")
     add("--attention", choices=ATTENTIONS, default="auto", help="attention of our program")
     add(
         "--peer_attention",
@@ -165,18 +269,45 @@ def make_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one table."""
-    given = make_parser().parse_args(arguments)
-    device = jax.devices()[0]
+    """Prints one table, and with `--kinds` two more."""
+    parser = make_parser()
+    given = parser.parse_args(arguments)
+    if unknown := set(given.peers) - {"jax", "torch", "none"}:
+        parser.error(f"--peers: there is no {min(unknown)}, only jax and torch")
+    rows = []
+    if "torch" in given.peers:  # before jax takes the GPUs' memory
+        for text in given.meshes:
+            if "model" not in text:
+                rows.append(torch_row(given, text))
+    device, config = jax.devices()[0], config_of(given)
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
-    print(f"{given.model}, batch {given.global_batch} x {given.seq_len}, {given.dtype} on "
-          f"{given.param_dtype}, {given.optimizer}, {'scanned' if given.scan else 'unrolled'}, "
-          f"recomputed: {given.remat}")  # fmt: skip
-    print("| program | mesh | ms/step | tokens/s/device | MFU | peak GiB | compile s | loss |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for text in given.meshes:
-        for line in bench(given, text):
-            print(line, flush=True)
+    print(f"{given.model}, {config.num_hidden_layers} layers, batch {given.global_batch} x "
+          f"{given.seq_len}, {given.dtype} on {given.param_dtype}, {given.optimizer}, "
+          f"{'scanned' if given.scan else 'unrolled'}, recomputed: {given.remat}\n")  # fmt: skip
+
+    def measured() -> Iterator[Row]:
+        for text in given.meshes:
+            for row in bench(given, text):
+                rows.append(row)
+                yield row
+
+    devices = {text: math.prod(parse_axes(text).values()) for text in given.meshes}
+    done = itertools.chain(tuple(rows), measured())
+    table(HEADER, (row.cells(given, config, devices[row.mesh]) for row in done))
+    if given.kinds:
+        print()
+        by_kind = [(row, row.kinds) for row in rows if row.kinds]
+        table(
+            ("milliseconds", "mesh", *kernels.HEADER),
+            ([row.name, row.mesh, *kinds.cells()] for row, kinds in by_kind),
+        )
+        for row in rows:
+            if row.parts:
+                print()
+                table(
+                    (f"spmd.jit, {row.mesh}", "predicted ms", "measured ms"),
+                    ([p.name, *(f"{s * 1e3:.1f}" for s in p[1:])] for p in row.parts),
+                )
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from spmd.verify.run import Verification, verify
 
 if TYPE_CHECKING:
     from spmd.explain.measured import Measured
+    from spmd.measure.profile import Run
 
 
 class Lowered(Planned):
@@ -349,9 +350,7 @@ class Compiled(Planned):
         Example:
           >>> print(compiled.measure(params, opt_state, batch))
         """
-        from spmd.explain.measured import compare
         from spmd.measure.feed import Feed
-        from spmd.measure.labels import Labels
         from spmd.measure.profile import run_steps
 
         self._check_here()
@@ -360,11 +359,17 @@ class Compiled(Planned):
         given = self._boundary.take(self._flat(args, kwargs))
         given = self._boundary.laid_out(given, self._boundary.in_other_layouts(given))
         feed = Feed(self.executable, given, self.donated, self.request.links)
-        run = run_steps(feed.run, feed.prepare, steps)
+        self.measured = self.compared(run_steps(feed.run, feed.prepare, steps))
+        return self.measured
+
+    def compared(self, run: Run) -> Measured:
+        """Steps of this program that somebody ran, beside what was predicted of them."""
+        from spmd.explain.measured import compare
+        from spmd.measure.labels import Labels
+
         labels = Labels(self.as_text("hlo"), self.stages.optimized.program, self.mesh)
         topology, platform = self.stages.plan.topology, self.request.platform
-        self.measured = compare(run, labels, self.timeline, self.mesh, topology, platform)
-        return self.measured
+        return compare(run, labels, self.timeline, self.mesh, topology, platform)
 
     # As `jax.stages.Compiled` has them.
 

@@ -81,13 +81,16 @@ class Run(NamedTuple):
         return statistics.median(self.times)
 
 
-def run_steps(step: Callable[[Any], None], prepare: Callable[[], Any], steps: int) -> Run:
+def run_steps(
+    step: Callable[[Any], None], prepare: Callable[[], Any], steps: int, profiled: int = PROFILED
+) -> Run:
     """Warms up, times steps, and runs some more under the profiler.
 
     Args:
       step: runs the program on its arguments, and waits for the results.
       prepare: makes the arguments of the next step; its time is not counted.
       steps: how many to time.
+      profiled: how many to run under the profiler after these.
     """
 
     def timed() -> float:
@@ -99,11 +102,13 @@ def run_steps(step: Callable[[Any], None], prepare: Callable[[], Any], steps: in
     for _ in range(WARM):
         timed()
     times = tuple(timed() for _ in range(steps))
+    if not profiled:
+        return Run(times, ())
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow every call down
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(PROFILED):
+            for _ in range(profiled):
                 given = prepare()
                 with jax.profiler.TraceAnnotation(STEP):
                     step(given)
