@@ -253,7 +253,7 @@ def make_parser() -> Parser:
     add("--steps", type=positive, default=8, help="timed steps")
     add("--dtype", default="bfloat16", help="compute dtype")
     add("--scan", action=Switch, default=True, help="scan over layers, or unroll them")
-    add("--unroll", type=int, default=0, help="our compiler writes out loops of at most so many")
+    add("--unroll", type=int, help="of spmd.Options: loops of so many trips are written out")
     add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="of optax")
     add("--param_dtype", default="float32", help="what parameters are stored in")
     add("--remat", default="none", help="activations to keep, as in scripts/train_llama.py")

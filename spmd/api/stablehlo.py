@@ -81,7 +81,6 @@ def lower_stablehlo(
         links=tuple(updates),
         donated=tuple(sorted(argument for _, argument in updates)),
         platform=platform_of(own),
-        unroll=options.unroll,
     )
     with progress("module", options.shows_progress):
         stages = compile_module(request, options)

@@ -242,7 +242,6 @@ def trace_call(recipe: Recipe, call: Call, topology: Topology | None) -> Traced:
         platform,
         function_place(recipe.fn),
         traced.callbacks,
-        recipe.options.unroll,
     )
     return Traced(
         request,

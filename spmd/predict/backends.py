@@ -30,6 +30,8 @@ class Backend(NamedTuple):
       combines: all-reduces that do not wait for each other become one.
       joins_outermost: gathers and reduce-scatters join and cut pieces along the outermost dim in
         memory; a tensor in which another dim lies there is transposed.
+      waits_at_loops: one trip of a loop begins when the one before has ended, its collectives too,
+        which could run beside the next trip's arithmetic otherwise.
     """
 
     widens_halves: bool = False
@@ -41,6 +43,7 @@ class Backend(NamedTuple):
     repeats: bool = False
     combines: bool = False
     joins_outermost: bool = False
+    waits_at_loops: bool = False
 
 
 _KEEPS_HALVES = (0, 11)
@@ -58,9 +61,10 @@ _CPU = Backend(
 )
 
 
-_GPU = Backend(joins_outermost=True)
+_GPU = Backend(joins_outermost=True, waits_at_loops=True)
+_TPU = Backend(waits_at_loops=True)
 
 
 def backend_of(platform: str | None) -> Backend:
-    """The backend for `cpu`, `cuda` or `tpu`; that of TPUs has the defaults."""
-    return {"cpu": _CPU, "cuda": _GPU}.get(platform or "", Backend())
+    """The backend for `cpu`, `cuda` or `tpu`."""
+    return {"cpu": _CPU, "cuda": _GPU, "tpu": _TPU}.get(platform or "", Backend())

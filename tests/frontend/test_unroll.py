@@ -84,6 +84,45 @@ def test_longer_loops_stay(mesh: spmd.Mesh) -> None:
     assert "while" in jitted.lower(made(ROWS, WIDTH), made(LAYERS, WIDTH, WIDTH)).as_text("program")
 
 
+def planned(platform: str, width: int, **options: Any) -> spmd.Lowered:
+    """A gradient step of `LAYERS` layers of some width, split over its weights on two devices."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+            return out.astype(jnp.float32).sum()
+
+        return w - jax.grad(loss)(w)
+
+    mesh = spmd.Mesh(None, (2,), ("data",))
+    w = jax.ShapeDtypeStruct((LAYERS, width, width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((2 * width, width), jnp.bfloat16)
+    specs = ((None, None, "data"), ("data", None))
+    jitted = spmd.jit(
+        step, mesh=mesh, in_specs=specs, donate_argnums=0, options=spmd.Options(**options)
+    )
+    return jitted.lower(w, x, topology=spmd.Topology(platform))
+
+
+@pytest.mark.parametrize("machine", ["h200:2", "v5e:2x1"])
+def test_the_compiler_decides_by_time(machine: str) -> None:
+    looped, chosen = planned(machine, 8192, unroll=0), planned(machine, 8192)
+    assert "while" in looped.as_text("program") and "while" not in chosen.as_text("program")
+    assert chosen.cost < looped.cost
+    (note,) = [note for note in chosen.stages.plan.notes if "written out" in note]
+    assert f"{looped.cost * 1e3:.3g} ms" in note and note in chosen.explain()
+
+
+def test_loops_stay_where_that_would_not_pay() -> None:
+    assert "while" in planned("h200:2", 256).as_text("program")  # too short a step
+    assert "while" in planned("cpu:2", 8192).as_text("program")  # where nothing is hidden
+
+
+def test_what_is_written_out_keeps_to_the_memory_limit() -> None:
+    limit = planned("h200:2", 8192, unroll=0).predicted_memory.peak
+    assert planned("h200:2", 8192, memory_limit=limit).predicted_memory.peak <= limit
+
+
 def test_a_bad_number_is_refused() -> None:
     with pytest.raises(spmd.ArgumentError, match="unroll=-1"):
         spmd.Options(unroll=-1)
