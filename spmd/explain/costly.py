@@ -111,8 +111,9 @@ def _repeated_seconds(plan: Plan) -> dict[Value, float]:
             if op.kind.about.flops is None or choice is None:
                 continue
             split = mesh.extent(a for axes in choice.assignment for a in axes)
-            flops = op.kind.about.flops(op.kind) * (1 / split - 1 / mesh.size)
-            seconds = times * flops / topology.peak_flops(op.kind.operands[0].dtype)
+            peak = topology.peak_flops(op.kind.operands[0].dtype)
+            whole = op.kind.about.arithmetic_seconds(op.kind, peak)
+            seconds = times * whole * (1 / split - 1 / mesh.size)
             if seconds > 0:
                 found[op.results[0]] = seconds
 

@@ -65,6 +65,7 @@ def register_composite(
     reduction: str = "",
     linear: Iterable[Sequence[int]] = (),
     flops: Callable[[OpKind], float] | None = None,
+    efficiency: float = 1.0,
 ) -> None:
     """Keeps calls of a `jax.lax.composite` whole: one op with a rule, and a kernel on each device.
 
@@ -85,6 +86,7 @@ def register_composite(
       reduction: as for `register_rule`.
       linear: as for `register_rule`.
       flops: floating-point operations of an op of this kind, for the planner.
+      efficiency: the share of a matrix product's speed at which they are done.
 
     On a platform without a kernel and with no `decomposition`, the composite is inlined.
 
@@ -105,7 +107,7 @@ def register_composite(
         )
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
     add_composite(Composite(name, decomposition, dict(kernels or {})))
-    registry.op(f"composite:{name}", flops=flops)(made)
+    registry.op(f"composite:{name}", flops=flops, efficiency=efficiency)(made)
     local(f"composite:{name}")(lambda op: lower_composite(_masked(op)))
 
 

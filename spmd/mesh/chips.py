@@ -130,7 +130,7 @@ def _gpu(
     **more: Any,
 ) -> Chip:  # fmt: skip
     links = Link(nvlink, _NVLINK_LATENCY), Link(dcn, _GPU_DCN_LATENCY)
-    return Chip(name, _peaks(teraflops), memory, rate, *links, overlap=0.2, **more)
+    return Chip(name, _peaks(teraflops), memory, rate, *links, overlap=0.7, **more)
 
 
 _HALVES = {"cores": 2, "core": Link(600e9, _ICI_LATENCY)}
@@ -143,8 +143,8 @@ _ALL = (
         "tpu7x", (1153.5, 1153.5, 1153.5, 2307), 96 * _GB, 3.69e12, 50e9, 6.25e9, 3, 4, 8, **_HALVES
     ),
     _gpu("a100", (156, 312, 624, 312), 80 * _GB, 2.039e12, 300e9, 25e9),
-    _gpu("h100", (395.8, 791.5, 1583, 1583), 80 * _GB, 3.02e12, 450e9, 50e9, measured=_HOPPER),
-    _gpu("h200", (395.8, 791.5, 1583, 1583), 141 * _GB, 4.32e12, 450e9, 50e9, measured=_HOPPER),
+    _gpu("h100", (345, 690, 1380, 1380), 80 * _GB, 3.02e12, 450e9, 50e9, measured=_HOPPER),
+    _gpu("h200", (345, 690, 1380, 1380), 141 * _GB, 4.32e12, 450e9, 50e9, measured=_HOPPER),
     Chip(
         "cpu",
         _peaks((0.1,) * 4),

@@ -39,12 +39,16 @@ ANYWHERE = 0
 
 Implementation = Literal["auto", "composite", "xla", "cudnn"]
 
+EFFICIENCY = 0.63
+"""Measured on H200s, head width 128, 4096 causal tokens: cuDNN's kernels, both ways together."""
+
 register_composite(
     FORWARD,
     forward_rule,
     decomposition=attention_reference.forward,
     kernels={"cuda": attention_cudnn.forward, "tpu": attention_splash.forward},
     flops=forward_flops,
+    efficiency=EFFICIENCY,
 )
 register_composite(
     GRADIENT,
@@ -52,6 +56,7 @@ register_composite(
     decomposition=attention_reference.gradient,
     kernels={"cuda": attention_cudnn.gradient, "tpu": attention_splash.gradient},
     flops=gradient_flops,
+    efficiency=EFFICIENCY,
 )
 
 

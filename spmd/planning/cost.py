@@ -24,11 +24,9 @@ def op_seconds(
     """Time of one device's share of an op under an assignment."""
     split = mesh.extent(a for axes in assignment for a in axes)
     dtype = kind.operands[0].dtype if kind.operands else kind.results[0].dtype
-    compute = 0.0
+    compute = kind.about.arithmetic_seconds(kind, topology.peak_flops(dtype)) / split
     exchanges = halo_seconds(kind, rule, assignment, mesh, topology)
     exchanges += merge_seconds(rule, assignment, mesh, topology)
-    if kind.about.flops is not None:
-        compute = kind.about.flops(kind) / split / topology.peak_flops(dtype)
     memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth * passes(kind)
     return max(compute, memory) + exchanges + own_seconds(kind, rule, assignment, mesh, topology)
 

@@ -117,7 +117,7 @@ def least_seconds(index: Index, mesh: Mesh, topology: Topology) -> float:
                 total += max(inside)
             elif op.kind.about.flops is not None:
                 peak = topology.peak_flops(op.kind.operands[0].dtype)
-                total += op.kind.about.flops(op.kind) / peak
+                total += op.kind.about.arithmetic_seconds(op.kind, peak)
         return total
 
     return region(index.program.body.ops) / mesh.size
@@ -251,9 +251,10 @@ class LocalTimes:
             read = written = sum([t.bytes for t in kind.operands[len(op.results) :]])
         else:
             read = sum(self._bytes_read(op).values())
-        flops, seconds = kind.about.flops, 0.0
-        if flops is not None:
-            seconds = flops(kind) / self.topology.peak_flops(kind.operands[0].dtype)
+        seconds = 0.0
+        if kind.about.flops is not None:
+            peak = self.topology.peak_flops(kind.operands[0].dtype)
+            seconds = kind.about.arithmetic_seconds(kind, peak)
         return max(seconds, (read + written) / self.topology.hbm_bandwidth)
 
     def _bytes_read(self, op: Op) -> dict[Value, int]:

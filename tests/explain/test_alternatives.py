@@ -113,7 +113,8 @@ def test_arguments_are_not_the_networks_to_choose(plan: Any) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=["mlp", "scan", pytest.param("unrolled", marks=pytest.mark.heavy)]
+    scope="module",
+    params=["mlp", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("scan", "unrolled"))],
 )
 def training(request: Any) -> Any:
     mesh = spmd.make_mesh(data=4, model=2)

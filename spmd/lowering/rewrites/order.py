@@ -7,8 +7,9 @@ A block's arithmetic keeps its order; its collectives move up, with the cheap op
 
 - What makes nothing larger (reductions, exchanges) starts as soon as its operand is there: a
   gradient's sum does not wait for the optimizer that reads it, and takes no more memory meanwhile.
-- A gather starts as late as it can be hidden behind the arithmetic in front of its first use, after
-  the gathers over the same links that are needed before it. It never starts before the use of the
+- A gather, or an exchange of what was there from the start (a weight), starts as late as it can be
+  hidden behind the arithmetic in front of its first use, after the gathers over the same links
+  that are needed before it. It never starts before the use of the
   gather that is so many places (`prefetch`) ahead of it, nor before a loop: that bounds the memory.
 
 Predictions of time and memory go by this order. Backends with a latency-hiding scheduler (TPUs;
@@ -36,13 +37,13 @@ class _Traits(NamedTuple):
     Attributes:
       is_cheap: whether it is computed inside its readers, or only another name.
       can_move: whether it moves up: collectives do, and cheap ops with them.
-      is_gather: whether it is a collective that makes more than it takes.
+      grows: whether it is a collective that makes more than it takes.
       links: the atoms over which a collective runs.
     """
 
     is_cheap: bool
     can_move: bool
-    is_gather: bool
+    grows: bool
     links: frozenset[int]
 
     @staticmethod
@@ -88,6 +89,8 @@ class _Places:
 
     Attributes:
       ready: for each op, the last op before it that it must stay behind; -1 if there is none.
+      is_gather: for each op whether its result takes memory from when it starts: it is a collective
+        that makes more than it takes, or of something that is kept in any case.
       earliest: for each gather, the op in front of which it must not start (see `_earliest`).
       found: the places.
       traits: of each op.
@@ -114,6 +117,10 @@ class _Places:
         self.traits = [of_kind[op.kind] for op in self.ops]
         self.starts = clock.starts(region)
         self.ready = self._ready()
+        self.is_gather = [
+            traits.grows or (bool(op.collective) and ready < 0)
+            for op, traits, ready in zip(self.ops, self.traits, self.ready, strict=True)
+        ]
         self.earliest = self._earliest(prefetch)
         self.found = [float(i) for i in range(len(self.ops))]
         self.needed: dict[Value, float] = {}
@@ -155,7 +162,7 @@ class _Places:
             use = i
             if traits.can_move:
                 use = min([used.get(v, len(self.ops)) for v in op.results], default=i)
-            if traits.is_gather:
+            if self.is_gather[i]:
                 gathers.setdefault(traits.links, []).append((use, i))
             for v in reads(op):
                 if use < used.get(v, _NEVER):
@@ -175,7 +182,7 @@ class _Places:
             place = min(place, needed.get(v, _NEVER))
             use = min(use, used.get(v, _NEVER))
         if op.collective:
-            wanted = self._of_gather(i, use) if traits.is_gather else self._of_reduction(i)
+            wanted = self._of_gather(i, use) if self.is_gather[i] else self.ready[i] + 0.5
             place = min(place, max(wanted, self.ready[i] + 0.5))
         self.found[i] = place
         use = use if traits.is_cheap else place
@@ -184,10 +191,6 @@ class _Places:
                 needed[v] = place
             if use < used.get(v, _NEVER):
                 used[v] = use
-
-    def _of_reduction(self, i: int) -> float:
-        """Right behind what makes its operand; where it was, if that is an argument."""
-        return self.ready[i] + 0.5 if self.ready[i] >= 0 else float(i)
 
     def _of_gather(self, i: int, used: float) -> float:
         """As late as the arithmetic in front of its use still hides it."""
