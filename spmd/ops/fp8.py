@@ -74,10 +74,10 @@ def fp8_state(weights: Any = None, *, history: int = 16) -> Fp8State:
             "no state can be made", actual=f"history={history}", required="at least 1 step"
         )
     given = weights if isinstance(weights, tuple) else (weights,)
-    known = [jnp.zeros((), jnp.float32) if w is None else _maximum(w) for w in given]
-    unknown = jnp.zeros((), jnp.float32)
-    first = jnp.stack([unknown, *known, *[unknown] * len(given)])[:, None]
-    return Fp8State(jnp.pad(first, ((0, 0), (0, history - 1))))
+    unknown = jnp.zeros((1, 1), jnp.float32)
+    known = [unknown if w is None else _maximum(w) for w in given]
+    first_R1 = jnp.concatenate([unknown, *known, *[unknown] * len(given)])
+    return Fp8State(jnp.pad(first_R1, ((0, 0), (0, history - 1))))
 
 
 def fp8_dot(
@@ -207,7 +207,7 @@ def _backward(plan: _Plan, kept: Any, grads: tuple[Any, ...]) -> tuple[Any, tupl
         term = _grad_of_left(dy8, w8, plan.dims, x8.values.ndim, like_x.dtype)
         dx = term if i == 0 else dx + term
         dw.append(_grad_of_right(dy8, x8, plan.dims, w8.values.ndim, like.dtype))
-    return dx, tuple(dw), jnp.concatenate([jnp.stack(met)[:, None], maxima[:, :-1]], axis=1)
+    return dx, tuple(dw), jnp.concatenate([jnp.concatenate(met), maxima[:, :-1]], axis=1)
 
 
 _products.defvjp(_forward, _backward)
@@ -257,10 +257,11 @@ def _in_order(x: jax.Array, dims: Sequence[int]) -> jax.Array:
 
 
 def _maximum(x: Any) -> jax.Array:
-    """The largest magnitude, in float32."""
-    # In float32 before the maximum and not behind it: so devices' maxima stay terms, which are
-    # exchanged with others' at the end of a step, and not each alone in front of a convert.
-    return jnp.max(jnp.abs(x).astype(jnp.float32), initial=0.0)
+    """The largest magnitude, (1, 1) in float32."""
+    # What follows the maximum only moves it. So devices' maxima stay terms up to the next state,
+    # and all of a step are exchanged together: a convert would need each of them whole, and so
+    # would a scan's stacking of scalars.
+    return jnp.max(jnp.abs(x).astype(jnp.float32), initial=0.0).reshape(1, 1)
 
 
 def _scales(maxima_RH: Any, margin: int) -> jax.Array:
@@ -272,7 +273,8 @@ def _scales(maxima_RH: Any, margin: int) -> jax.Array:
 
 
 def _scale(largest: Any, dtype: Any, margin: int) -> jax.Array:
-    return _powers(np.float32(_limit(dtype)), jnp.where(jnp.isfinite(largest), largest, 0), margin)
+    finite = jnp.where(jnp.isfinite(largest), largest, 0).reshape(())
+    return _powers(np.float32(_limit(dtype)), finite, margin)
 
 
 def _powers(limits: Any, largest: Any, margin: int) -> jax.Array:
