@@ -250,7 +250,11 @@ def _others(rank: int, *taken: Sequence[int]) -> tuple[int, ...]:
 
 def _in_order(x: jax.Array, dims: Sequence[int]) -> jax.Array:
     """Dims that are numbered `dims` -> the same in ascending order."""
-    return x if list(dims) == sorted(dims) else jnp.transpose(x, np.argsort(dims))
+    return (
+        x
+        if list(dims) == sorted(dims)
+        else jnp.transpose(x, sorted(range(x.ndim), key=dims.__getitem__))
+    )
 
 
 # Scales

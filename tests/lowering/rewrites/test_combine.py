@@ -162,7 +162,10 @@ def test_nothing_waits_for_what_is_ready_far_later(monkeypatch: pytest.MonkeyPat
 
 def test_a_few_bytes_wait_until_somebody_computes_with_them() -> None:
     """What only moves or scales a reduction's few bytes waits with it, in the order it had."""
-    wide, dot = "1024x1024xf32", "{dot_dimension_numbers = dot(lhs_contract = [1], rhs_contract = [0])}"
+    wide, dot = (
+        "1024x1024xf32",
+        "{dot_dimension_numbers = dot(lhs_contract = [1], rhs_contract = [0])}",
+    )
     made = names(after(
         reduced(2, 0, "8x4xf32"),
         "%3 = stablehlo.negate %2 : (tensor<8x4xf32>) -> tensor<8x4xf32>",
