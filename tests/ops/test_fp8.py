@@ -237,7 +237,7 @@ def marked(params: Any, mesh: spmd.Mesh) -> Any:
 
 
 class Step(NamedTuple):
-    """A step that is split over eight devices, and what makes arguments for it and for the whole."""
+    """A step split over eight devices, and what makes arguments for it and for the whole."""
 
     compiled: Any
     arguments: Callable[[], Any]
