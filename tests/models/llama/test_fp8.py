@@ -1,4 +1,4 @@
-"""A Llama whose projections are multiplied in 8-bit floats: trained, saved, resumed and exported."""
+"""A Llama whose projections are multiplied in 8-bit floats: trained, saved, resumed, exported."""
 
 from __future__ import annotations
 
