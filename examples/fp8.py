@@ -1,4 +1,4 @@
-"""A flax model whose matrix products are of 8-bit floats, scaled by what earlier steps have seen."""
+"""A flax model whose matrix products are of 8-bit floats, scaled by what earlier steps saw."""
 
 import os
 

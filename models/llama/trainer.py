@@ -80,7 +80,7 @@ class Trainer:
         if params is None:
             key = jax.random.key(self.run.seed)
             params = init_params(self.model, key, self.step.in_formats[0])
-        elif jax.tree.structure(params) != jax.tree.structure(self._params):
+        elif len(jax.tree.leaves(params)) < len(jax.tree.leaves(self._params)):
             add = functools.partial(with_states, config=self.model)
             make = jax.jit(add, out_shardings=self.step.in_formats[0], donate_argnums=0)
             params = make(params)
