@@ -265,7 +265,10 @@ def _maximum(x: Any) -> jax.Array:
     # What follows the maximum only moves it. So devices' maxima stay terms up to the next state,
     # and all of a step are exchanged together: a convert would need each of them whole, and so
     # would a scan's stacking of scalars.
-    return jnp.max(jnp.abs(x).astype(jnp.float32), initial=0.0).reshape(1, 1)
+    # (An initial value would be one more maximum, in front of which they would be exchanged, too.)
+    if not x.size:
+        return jnp.zeros((1, 1), jnp.float32)
+    return jnp.max(jnp.abs(x).astype(jnp.float32)).reshape(1, 1)
 
 
 def _scales(maxima_RH: Any, margin: int) -> jax.Array:

@@ -215,10 +215,14 @@ class _Combiner:
 
 
 def _can_wait(op: Op) -> bool:
-    """Whether an op computes next to nothing of next to nothing, so that it may as well be late."""
+    """Whether an op only moves next to nothing, so that it may as well be late."""
     about = op.kind.about
-    plain = about.role in (Role.INSIDE, Role.ALIAS) and not (op.collective or about.has_effect)
-    return plain and sum(t.bytes for t in (*op.kind.operands, *op.kind.results)) <= FEW_BYTES
+    moves = about.role in (Role.INSIDE, Role.ALIAS) and not (about.is_elementwise or op.collective)
+    return (
+        moves
+        and not about.has_effect
+        and sum(t.bytes for t in (*op.kind.operands, *op.kind.results)) <= FEW_BYTES
+    )
 
 
 def _key(op: Op) -> _Key:
