@@ -34,6 +34,7 @@ from rich.console import Console
 import spmd
 from models.llama import sharding
 from models.llama.config import ConfigError
+from models.llama.model import without_states
 from models.llama.trainer import Trainer
 from models.llama.weights.load import WeightsError
 from models.training.checkpoints.found import CheckpointError, Found
@@ -139,7 +140,7 @@ def start(
 ) -> TrainState:
     """The state to go on from: a checkpoint's, or a fresh one, perhaps with weights of others."""
     if checkpoints is None or found is None:
-        shardings = trainer.step.in_shardings[0]
+        shardings = without_states(trainer.step.in_shardings[0])
         params = weight_flags.load_params(given, trainer.model, shardings, console)
         return trainer.fresh_state(params)
     started = time.perf_counter()

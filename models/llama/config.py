@@ -14,6 +14,7 @@ FlopConvention = Literal["causal", "palm"]
 FLOP_CONVENTIONS: tuple[FlopConvention, ...] = ("causal", "palm")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "composite", "xla", "cudnn", "einsum")
+MATMULS = ("dtype", "fp8")
 
 RopeType = Literal["linear", "llama3"]
 ROPE_TYPES: tuple[RopeType, ...] = ("linear", "llama3")
@@ -102,6 +103,8 @@ class LlamaConfig:
         remat_every: recompute in every n-th layer only; the others keep all activations.
         attention: what computes it: an implementation of `spmd.ops.attention`, or `einsum`,
             which has all attention weights in memory, open to marks and to any partitioner.
+        matmul: what the projections of layers are multiplied in: `dtype`, or `fp8`, 8-bit floats
+            whose scales' states are among the parameters (see `spmd.ops.fp8_dot`).
         dtype: what activations are computed in.
         param_dtype: what parameters are stored in.
 
@@ -129,6 +132,7 @@ class LlamaConfig:
     remat: str = "none"
     remat_every: int = 1
     attention: str = "auto"
+    matmul: str = "dtype"
     dtype: str = "float32"
     param_dtype: str = "float32"
 
@@ -141,6 +145,8 @@ class LlamaConfig:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {DTYPES}")
         if self.attention not in ATTENTIONS:
             raise ConfigError(f"attention is {self.attention!r}, not one of {ATTENTIONS}")
+        if self.matmul not in MATMULS:
+            raise ConfigError(f"matmul is {self.matmul!r}, not one of {MATMULS}")
         if self.scan_layers and self.num_hidden_layers % self.remat_every:
             raise ConfigError(
                 f"remat_every {self.remat_every} does not divide num_hidden_layers "

@@ -48,6 +48,12 @@ MARK_POINTS: Mapping[str, str] = {
 
 LAYERS = "layers/"
 
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Projections of a layer, those together that read one input."""
+
+FP8 = "fp8"
+"""Beside the projections of a block: the states of their 8-bit products, by the names of each."""
+
 
 def no_marks(name: str, x: jax.Array) -> jax.Array:
     """A `mark` that marks nothing."""
@@ -103,7 +109,39 @@ def init_layer(key: jax.Array, config: LlamaConfig) -> Params:
     """Draws fresh parameters of one layer."""
     shapes = config.parameter_shapes()
     inner = {p.removeprefix(LAYERS): s for p, s in shapes.items() if p.startswith(LAYERS)}
-    return _init_leaves(key, inner, config)
+    return _layer_with_states(_init_leaves(key, inner, config), config)
+
+
+def with_states(params: Params, config: LlamaConfig) -> Params:
+    """The parameters with states of their 8-bit products; fresh ones where they have none."""
+    layers, add = params["layers"], functools.partial(_layer_with_states, config=config)
+    if config.scan_layers:
+        return {**params, "layers": jax.vmap(add)(layers)}
+    return {**params, "layers": {index: add(layer) for index, layer in layers.items()}}
+
+
+def _layer_with_states(layer: Params, config: LlamaConfig) -> Params:
+    if config.matmul != "fp8":
+        return layer
+    return layer | {block: _block_with_states(layer[block]) for block in ("self_attn", "mlp")}
+
+
+def _block_with_states(weights: Params) -> Params:
+    fresh = {
+        " ".join(names): spmd.ops.fp8_state(tuple(weights[name]["weight"] for name in names))
+        for names in TOGETHER
+        if names[0] in weights
+    }
+    return {FP8: fresh} | weights
+
+
+def without_states(params: Params) -> Params:
+    """The parameters without states, as they are loaded and exported."""
+    return {
+        name: without_states(value) if isinstance(value, dict) else value
+        for name, value in params.items()
+        if name != FP8
+    }
 
 
 def _init_leaves(
@@ -302,7 +340,7 @@ def decoder_layer(
     weights = layer["self_attn"]
     x_BSH = x_BSH + attention(weights, normed_BSH, rope, segment_ids_BS, config, mark)
     normed_BSH = rms_norm(x_BSH, layer["post_attention_layernorm"]["weight"], eps)
-    return x_BSH + mlp(layer["mlp"], normed_BSH, mark)
+    return x_BSH + mlp(layer["mlp"], normed_BSH, config, mark)
 
 
 def attention(
@@ -314,9 +352,8 @@ def attention(
     mark: Mark,
 ) -> jax.Array:
     """Causal self-attention; grouped-query if there are fewer key heads than query heads."""
-    q = mark("q", linear(x_BSH, weights["q_proj"]["weight"]))
-    k = mark("k", linear(x_BSH, weights["k_proj"]["weight"]))
-    v = mark("v", linear(x_BSH, weights["v_proj"]["weight"]))
+    projected = project(x_BSH, weights, TOGETHER[0], config)
+    q, k, v = map(mark, "qkv", projected)
     q_BSND = apply_rope(split_heads(q, config.num_attention_heads), rope)
     k_BTKD = apply_rope(split_heads(k, config.kv_heads), rope)
     v_BTKD = split_heads(v, config.kv_heads)
@@ -330,7 +367,8 @@ def attention(
             segment_ids=segment_ids_BS,
             implementation=cast(Any, config.attention),
         )
-    return mark("attention_output", linear(merge_heads(heads_BSND), weights["o_proj"]["weight"]))
+    (output_BSH,) = project(merge_heads(heads_BSND), weights, TOGETHER[1], config)
+    return mark("attention_output", output_BSH)
 
 
 def einsum_attention(
@@ -366,16 +404,30 @@ def attention_weights(
     return jax.nn.softmax(scores_BNST, axis=-1).astype(q_BSND.dtype)
 
 
-def mlp(weights: Params, x_BSH: jax.Array, mark: Mark) -> jax.Array:
+def mlp(weights: Params, x_BSH: jax.Array, config: LlamaConfig, mark: Mark) -> jax.Array:
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
-    gate_BSM = linear(x_BSH, weights["gate_proj"]["weight"])
-    up_BSM = linear(x_BSH, weights["up_proj"]["weight"])
-    return mark(
-        "mlp_output", linear(jax.nn.silu(gate_BSM) * up_BSM, weights["down_proj"]["weight"])
-    )
+    gate_BSM, up_BSM = project(x_BSH, weights, TOGETHER[2], config)
+    (down_BSH,) = project(jax.nn.silu(gate_BSM) * up_BSM, weights, TOGETHER[3], config)
+    return mark("mlp_output", down_BSH)
 
 
 # Pieces
+
+
+def project(
+    x_BSI: jax.Array, weights: Params, names: Sequence[str], config: LlamaConfig
+) -> tuple[jax.Array, ...]:
+    """`linear` of one input by each of a block's weights that are named; in fp8 if `config` says.
+
+    Without a state, as in parameters that were loaded, maxima are those of the operands at hand.
+    """
+    chosen = tuple(weights[name]["weight"] for name in names)
+    if config.matmul != "fp8":
+        return tuple(linear(x_BSI, weight_OI) for weight_OI in chosen)
+    state = weights.get(FP8, {}).get(" ".join(names))
+    inner = ((x_BSI.ndim - 1,), (1,)), ((), ())
+    found: tuple[jax.Array, ...] = spmd.ops.fp8_dot(x_BSI, chosen, state, dimension_numbers=inner)
+    return found
 
 
 def linear(x_BSI: jax.Array, weight_OI: jax.Array) -> jax.Array:

@@ -13,13 +13,13 @@ import spmd
 from models.llama import sharding
 from models.llama.config import FLOP_CONVENTIONS, LlamaConfig
 from models.llama.generate import generate, make_next_logits
-from models.llama.model import init, init_keys, init_layer, init_outer
+from models.llama.model import init, init_keys, init_layer, init_outer, with_states
 from models.llama.training import batch_loss
 from models.training.data import source as data
 from models.training.run.description import RunConfig
 from models.training.run.loop import TrainState
 from models.training.run.metrics import StepCost, peak_flops
-from models.training.run.optimizer import make_optimizer, make_schedule
+from models.training.run.optimizer import initial_state, make_optimizer, make_schedule
 from models.training.run.step import LossFn, batch_weight, make_train_step
 
 
@@ -60,7 +60,8 @@ class Trainer:
             on_nonfinite=run.on_nonfinite,
             schedule=make_schedule(run.optimizer),
         )
-        self._opt_state = jax.eval_shape(self.optimizer.init, self._params)
+        self._init_optimizer = functools.partial(initial_state, self.optimizer)
+        self._opt_state = jax.eval_shape(self._init_optimizer, self._params)
         jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
         self.step = jitted.compile(self._params, self._opt_state, self._batch)
 
@@ -72,13 +73,18 @@ class Trainer:
         """Makes parameters and optimizer state shard by shard; none is ever whole on a device.
 
         Args:
-            params: start from these parameters instead of fresh ones.
+            params: start from these parameters instead of fresh ones. They may lack states of 8-bit
+                products; these are then added, and the arrays given up.
             step: number of steps that have been taken.
         """
         if params is None:
             key = jax.random.key(self.run.seed)
             params = init_params(self.model, key, self.step.in_formats[0])
-        return TrainState(params, self.step.init(1, self.optimizer.init, params), step)
+        elif len(jax.tree.leaves(params)) < len(jax.tree.leaves(self._params)):
+            add = functools.partial(with_states, config=self.model)
+            make = jax.jit(add, out_shardings=self.step.in_formats[0], donate_argnums=0)
+            params = make(params)
+        return TrainState(params, self.step.init(1, self._init_optimizer, params), step)
 
     def targets(self) -> TrainState:
         """The state as structs with the shardings of the compiled step, to restore a checkpoint."""

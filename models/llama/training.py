@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import spmd
 from models.llama import model, sharding
 from models.llama.config import LlamaConfig
 from models.llama.model import Mark, no_marks
+from models.training.run.optimizer import initial_state, updated
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]
 """(params, opt_state, batch) -> (params, opt_state, loss)."""
@@ -62,8 +64,7 @@ def train_step(
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return *updated(optimizer, grads, opt_state, params), loss
 
     return step
 
@@ -90,6 +91,6 @@ def argument_types(
     tokens = jax.ShapeDtypeStruct(batch_shape, np.int32)
     return (
         sharding.mark_params(params, mesh, config, table),
-        jax.eval_shape(optimizer.init, params),
+        jax.eval_shape(partial(initial_state, optimizer), params),
         sharding.mark_batch({"inputs": tokens, "targets": tokens}, mesh, table),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from models.llama import sharding
-from models.llama.config import ATTENTIONS, DTYPES
+from models.llama.config import ATTENTIONS, DTYPES, MATMULS
 from models.llama.model import MARK_POINTS
 from models.training.checkpoints.found import AUTO
 from models.training.data import source as data
@@ -49,6 +49,12 @@ def _model(add: Add) -> None:
         choices=ATTENTIONS,
         default="auto",
         help="what computes attention; auto is the platform's fused kernel where it has one",
+    )
+    add(
+        "--matmul",
+        choices=MATMULS,
+        default="dtype",
+        help="what the layers' projections are multiplied in: --dtype, or 8-bit floats",
     )
     add(
         "--remat",

@@ -9,7 +9,7 @@ from spmd.ir.types import TensorType, local_type
 from spmd.lowering.local.dims import gather_dim
 from spmd.lowering.local.padding import Split, cut, join, own_piece
 from spmd.mesh.mesh import Mesh
-from spmd.reshard.paths import Step, permute_pairs
+from spmd.reshard.paths import WHOLE_TERMS, Step, permute_pairs
 
 
 def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: Mesh) -> Value:
@@ -30,6 +30,8 @@ def apply_step(b: Builder, x: Value, global_type: TensorType, step: Step, mesh: 
     type_ = local_type(global_type, step.after, mesh)
     if step.kind == "slice":
         return own_piece(b, x, step.dims[0], step.axes, mesh)
+    if step.kind == "mask" and step.after.kind in WHOLE_TERMS:
+        return x
     if step.kind == "mask":
         first = b.compare("EQ", b.axis_index(step.axes), b.constant(0, "i32"))
         return b.select(first, x, b.splat(0, type_))

@@ -3,6 +3,15 @@
 from spmd.ops.attention import attention
 from spmd.ops.cache import cache_update
 from spmd.ops.decode_attention import decode_attention
+from spmd.ops.fp8 import Fp8State, fp8_dot, fp8_state
 from spmd.ops.linear import linear
 
-__all__ = ["attention", "cache_update", "decode_attention", "linear"]
+__all__ = [
+    "Fp8State",
+    "attention",
+    "cache_update",
+    "decode_attention",
+    "fp8_dot",
+    "fp8_state",
+    "linear",
+]

@@ -21,6 +21,7 @@ from spmd.propagation.projection import (
     reduced_axes,
     unsplit,
 )
+from spmd.reshard.paths import SPLITTABLE
 from spmd.reshard.resharder import States
 
 MOST_CARRIED = 12
@@ -123,6 +124,8 @@ class Choices:
     ) -> Choice | None:
         """The choice in which a group of operands flows through partial, if the op allows that."""
         group, partial, how = flowing
+        if not rule.lets_through(how):
+            return None
         if reduced_axes(rule, assignment) and rule.reduction != how:
             return None
         if not is_legal_assignment(rule, assignment, self.mesh.atom_sizes):
@@ -162,13 +165,13 @@ def plain_choice(rule: Rule, assignment: Assignment, mesh: Mesh) -> Choice:
 def partials_of(rule: Rule, operands: Sequence[States]) -> Iterable[Partial]:
     """What may flow through an op partial: whatever one operand of a linear group may be.
 
-    The others of the group become so, where they are not, by a mask, which only sums allow.
+    The others of the group become so, where they are not and that kind allows it.
     """
     for group in rule.linear:
         owed = dict.fromkeys((s.partial, s.kind) for i in group for s in operands[i] if s.partial)
         for partial, kind in owed:
             alike = all(any(s.kind == kind for s in operands[i]) for i in group)
-            if kind == "add" or (rule.moves and alike):
+            if rule.lets_through(kind) and (alike or kind in SPLITTABLE):
                 yield group, partial, kind
 
 

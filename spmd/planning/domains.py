@@ -19,6 +19,7 @@ from spmd.planning.choices import Choices, axis_sets
 from spmd.planning.plan import Choice, Plan
 from spmd.planning.problem import Problem, every_state
 from spmd.planning.units import ARGUMENT, CARRY, OP, RESULT, Unit, Units
+from spmd.reshard.paths import WHOLE_TERMS
 from spmd.reshard.resharder import States
 
 MOST_STATES = 6
@@ -125,7 +126,9 @@ class _Spread:
         operands: list[States] = [()] * len(op.operands)
         for position, source, index in self.into[number]:
             found = self.states[source][index] if self.states[source] else ()
-            operands[position] = operands[position] or found
+            # Units of a class may owe over different axes. Whole terms can be made owing over all.
+            more = [s for s in found if s.kind in WHOLE_TERMS and s not in operands[position]]
+            operands[position] = (*operands[position], *more) if operands[position] else found
         made = self.maker.around(op, tuple(operands), self.wished(number))
         if self.known is not None and (choice := self.known.choice(op)) not in made:
             made = (*made, choice)
@@ -152,7 +155,10 @@ class _Spread:
         every = tuple(dict.fromkeys(found))
         # A sum that is finished after the loop and not in it is worth most, and comes last.
         late = [state for state in every[MOST_STATES + 2 :] if state.partial][:MOST_LATE]
-        return (*every[: MOST_STATES + 2], *late) or (whole,)
+        # Of whole terms, what is owed over most axes can take the place of the others.
+        terms = [state for state in every if state.kind in WHOLE_TERMS]
+        widest = sorted(terms, key=lambda state: -len(state.partial))[:1]
+        return tuple(dict.fromkeys((*every[: MOST_STATES + 2], *late, *widest))) or (whole,)
 
     def carry_wants(self, number: int) -> States:
         """What users of a carry want, behind its loop and inside."""

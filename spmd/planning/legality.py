@@ -16,6 +16,7 @@ from spmd.mesh.sharding import (
 )
 from spmd.planning.plan import Choice, Plan
 from spmd.propagation.projection import is_legal_assignment, project, reduced_axes
+from spmd.reshard.paths import can_reshard
 
 OpCheck = Callable[[Plan, Op, Choice], str | None]
 PlanCheck = Callable[[Plan], str | None]
@@ -158,16 +159,11 @@ def results_are_states(plan: Plan, op: Op, choice: Choice) -> str | None:
 
 
 def partials_exist(plan: Plan, op: Op, choice: Choice) -> str | None:
-    """An operand is asked for as partial where its value is, or as a sum, which a mask makes."""
+    """An operand is asked for as partial where its value is, or can be made so."""
     for value, sharding in zip(op.operands, choice.operands, strict=True):
-        if sharding.kind in ("", "add"):
+        if not sharding.kind:
             continue
-        state = plan.states[value]
-        if (
-            state is None
-            or sharding.kind != state.kind
-            or set(sharding.partial) - set(state.partial)
-        ):
+        if not can_reshard(plan.states[value] or sharding.full(), sharding):
             return f"%{value} is needed {format_sharding(sharding, plan.mesh)} and is never so"
     return None
 
@@ -204,7 +200,7 @@ def partials_follow(plan: Plan, op: Op, choice: Choice) -> str | None:
     ((carried, kind),) = states
     if partial and partial not in {tuple(sorted(group)) for group in rule.linear}:
         return f"operands {partial} are partial, it is linear in {rule.linear}"
-    if partial and kind != "add" and not rule.moves:
+    if partial and not rule.lets_through(kind):
         return f"a partial {kind} can't flow through it"
     reduced = reduced_axes(rule, choice.assignment)
     if reduced and carried and kind != rule.reduction:

@@ -106,8 +106,9 @@ def reshard(
 
     Args:
       src: sharding that the value has.
-      dst: sharding that is wanted. It may stay partial over some of `src`'s partial atoms, and, if
-        its terms are added, become partial over others: that is done last, by a mask.
+      dst: sharding that is wanted. It may stay partial over some of `src`'s partial atoms, and
+        become partial over others: that is done last, by a mask if terms are added, and by nothing
+        if their maximum is taken (`WHOLE_TERMS`).
       type_: global type. A dim that does not divide is searched as if it were padded until it did
         (its figures are those of the padded pieces).
       mesh: the mesh of both shardings.
@@ -131,11 +132,13 @@ def reshard(
     if src == dst:
         return Path((), 0.0, 0)
     owed = tuple(a for a in dst.partial if a not in src.partial)
-    if owed and dst.kind == "add" and src.kind in ("", "add"):
-        unmasked = dst.with_partial(set(dst.partial).difference(owed), "add")
+    if owed and dst.kind in SPLITTABLE and src.kind in ("", dst.kind):
+        unmasked = dst.with_partial(set(dst.partial).difference(owed), dst.kind)
         path = reshard(src, unmasked, type_, mesh, topology, held)
         mask = Step("mask", unmasked, dst, owed, ())
-        seconds = path.seconds + mask_seconds(unmasked, type_, mesh, topology)
+        seconds = path.seconds
+        if dst.kind not in WHOLE_TERMS:
+            seconds += mask_seconds(unmasked, type_, mesh, topology)
         return Path(lambda: (*path.steps, mask), seconds, path.bytes)
     _check(src, dst, type_, mesh)
     shape = _padded(src, dst, type_.shape, mesh)
@@ -204,11 +207,11 @@ def _one_by_one(
 
 
 def can_reshard(src: Sharding, dst: Sharding) -> bool:
-    """Whether there is a path at all: a sum can be split into terms, nothing else can."""
+    """Whether there is a path at all: some kinds of values can be split into terms."""
     if not dst.partial:
         return True
-    if dst.kind == "add":
-        return src.kind in ("", "add")
+    if dst.kind in SPLITTABLE:
+        return src.kind in ("", dst.kind)
     return src.kind == dst.kind and set(dst.partial) <= set(src.partial)
 
 
@@ -344,6 +347,13 @@ def _cost(route: _Route, bits: int) -> tuple[float, int]:
             seconds += latency + more * pace
             sent += more
     return seconds, sent
+
+
+WHOLE_TERMS = frozenset({"max", "min", "and", "or"})
+"""Reductions in which a whole value may stand for every term: the maximum of x and x is x."""
+
+SPLITTABLE = WHOLE_TERMS | {"add"}
+"""Reductions of which a whole value can be made terms: those of a sum are zero but for one."""
 
 
 @lru_cache(maxsize=1 << 16)

@@ -304,7 +304,8 @@ def test_a_dim_that_does_not_divide_stays_as_it_is():
     ("src", "dst", "shape"),
     [
         ("[{data}]", "[{}]", (8, 8)),
-        ("[{}]", "[{}] partial max {data}", (8,)),
+        ("[{}]", "[{}] partial mul {data}", (8,)),
+        ("[{}] partial max {data}", "[{}] partial min {data}", (8,)),
         ("[{}] partial max {data}", "[{}] partial add {data:(1)2}", (8,)),
     ],
 )

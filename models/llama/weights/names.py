@@ -44,12 +44,14 @@ class Parameter:
 
 @functools.cache
 def parameters(config: LlamaConfig) -> tuple[tuple[Parameter, ...], Any]:
-    """The parameters of a model.
+    """The parameters of a model, without states of 8-bit products.
 
     Returns:
         (all parameters of `model.init`'s tree, in its order; the tree's structure).
     """
-    structs = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    structs = model.without_states(
+        jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+    )
     leaves, treedef = jax.tree_util.tree_flatten_with_path(structs)
     found = tuple(
         _parameter(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, config)

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from models.llama.config import DTYPES, LlamaConfig
-from models.llama.model import Params
+from models.llama.model import Params, without_states
 from models.llama.weights.config import CONFIG_FILE, to_hf
 from models.llama.weights.files import (
     Array,
@@ -113,7 +113,7 @@ Source = tuple[str, tuple[int, ...], Callable[[str], Array]]
 def _sources(params: Params, config: LlamaConfig) -> list[Source]:
     """The tensors in the order of the file: the embedding, layer by layer, the norm, the head."""
     wanted, treedef = parameters(config)
-    leaves, found = jax.tree_util.tree_flatten(params)
+    leaves, found = jax.tree_util.tree_flatten(without_states(params))
     shapes = [leaf.shape for leaf in leaves]
     if found != treedef or shapes != [parameter.shape for parameter in wanted]:
         raise WeightsError(

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd.ops import fp8
+
 OPTIMIZERS = ("adamw", "adafactor")
 SMALL_MODEL = 100_000_000
 NOT_DECAYED = ("norm", "bias")
@@ -104,6 +106,24 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     if config.clip_norm is None:
         return rule
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+
+
+def initial_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    """The optimizer's state for all parameters but the states of 8-bit products."""
+    return optimizer.init(fp8.split(params)[0])
+
+
+def updated(
+    optimizer: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any
+) -> tuple[Any, Any]:
+    """Parameters and optimizer state after an update.
+
+    States of 8-bit products are replaced by their gradients, which are the next states: see
+    `spmd.ops.fp8_dot`.
+    """
+    (weights, _), (grads, states) = fp8.split(params), fp8.split(grads)
+    updates, opt_state = optimizer.update(grads, opt_state, weights)
+    return fp8.merge(optax.apply_updates(weights, updates), states), opt_state
 
 
 def updates_taken(opt_state: Any) -> jax.Array:

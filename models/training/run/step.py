@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.training.run.optimizer import updates_taken
+from models.training.run.optimizer import updated, updates_taken
+from spmd.ops import fp8
 
 LossFn = Callable[[Any, Any], jax.Array]
 """(params, batch) -> mean loss, weighted by `batch["weights"]` if the batch has them."""
@@ -51,11 +52,10 @@ def make_train_step(
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, StepMetrics]:
         loss, grads = loss_and_grads(loss_fn, params, batch, microbatches)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(fp8.split(grads)[0])}
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(updates_taken(opt_state)), jnp.float32)
-        updates, new_state = optimizer.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
+        new_params, new_state = updated(optimizer, grads, opt_state, params)
         if on_nonfinite == "stop":
             return new_params, new_state, metrics
         is_good = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
@@ -77,7 +77,8 @@ def loss_and_grads(
 
     Loss and gradients are summed over the microbatches, each times its weight, and divided once at
     the end: the result is that of the whole batch. As the sum is linear, a partitioner can leave
-    the gradients unreduced until the loop's end, and reduce them once.
+    the gradients unreduced until the loop's end, and reduce them once. Of states of 8-bit products,
+    whose gradients are the next states, the maximum is taken.
 
     Args:
         loss_fn: mean loss of a batch.
@@ -93,14 +94,22 @@ def loss_and_grads(
 
     def add(sums: Any, micro: Any) -> tuple[Any, None]:
         weight, micro = batch_weight(micro), _not_weightless(micro)
-        terms = (weight, *jax.value_and_grad(lambda p: weight * loss_fn(p, micro))(params))
-        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, terms), None
+        loss, grads = jax.value_and_grad(lambda p: weight * loss_fn(p, micro))(params)
+        grads, found = fp8.split(grads)
+        sums, states = sums
+        sums = jax.tree.map(
+            lambda total, x: total + x.astype(total.dtype), sums, (weight, loss, grads)
+        )
+        return (sums, jax.tree.map(jnp.maximum, states, found)), None
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
-    start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), zeros)
-    (weight, loss, grads), _ = jax.lax.scan(add, start, split_batch(batch, microbatches))
-    grads = jax.tree.map(lambda total, leaf: (total / weight).astype(leaf.dtype), grads, params)
-    return loss / weight, grads
+    zero, (zeros, states) = jnp.zeros((), jnp.float32), fp8.split(zeros)
+    start = (zero, zero, zeros), states
+    ((weight, loss, grads), states), _ = jax.lax.scan(add, start, split_batch(batch, microbatches))
+    grads = jax.tree.map(
+        lambda total, leaf: (total / weight).astype(leaf.dtype), grads, fp8.split(params)[0]
+    )
+    return loss / weight, fp8.merge(grads, states)
 
 
 def split_batch(batch: Any, microbatches: int) -> Any:

@@ -17,7 +17,8 @@ def elementwise_rule(kind: OpKind) -> Rule:
     linear = kind.about.linear
     if kind.about.is_convert and widens(kind.operands[0].dtype, kind.results[0].dtype):
         linear = ((0,),)
-    return build.build(operands, [dims] * len(kind.results), linear=linear)
+    terms = kind.about.reducer if kind.about.reducer in ("max", "min") else "add"
+    return build.build(operands, [dims] * len(kind.results), linear=linear, terms=terms)
 
 
 _WIDER = (("bf16", "f32", "f64"), ("f16", "f32", "f64"), ("i8", "i16", "i32", "i64"))
@@ -73,8 +74,8 @@ describe(EXPENSIVE._replace(linear=((0,),)), "divide")
 describe(CHEAP._replace(linear=((1, 2),)), "select")
 
 # How terms of a reduction combine.
-describe(CHEAP._replace(reducer="max"), "maximum")
-describe(CHEAP._replace(reducer="min"), "minimum")
+describe(CHEAP._replace(linear=((0, 1),), reducer="max"), "maximum")
+describe(CHEAP._replace(linear=((0, 1),), reducer="min"), "minimum")
 describe(CHEAP._replace(reducer="and"), "and")
 describe(CHEAP._replace(reducer="or"), "or")
 describe(CHEAP._replace(reducer="xor"), "xor")

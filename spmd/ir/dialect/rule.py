@@ -65,12 +65,13 @@ class Rule(NamedTuple):
       results: for each result, for each dim, its factors, major to minor.
       factors: all factors, in the order of their numbers.
       reduction: how terms combine when a `reduce` factor is split.
-      linear: groups of operands. If exactly one whole group is partial (by addition, over the
-        same axes) and every other operand is full, the results are partial over these axes.
+      linear: groups of operands. If exactly one whole group is partial (in the way of `terms`, over
+        the same axes) and every other operand is full, the results are partial over these axes.
       moves: the op only moves elements, so a partial of any kind may flow through `linear`.
       reads: dims of operands of which a device reads other elements than those of its own tile.
       held: atoms that may split fixed factors only, and over which no value may be partial.
       merges: what devices exchange where a `merge` factor is split.
+      terms: how the terms combine that may flow through `linear`.
     """
 
     # `linear` by example, with x = x1 + x2 on two devices:
@@ -86,6 +87,11 @@ class Rule(NamedTuple):
     reads: tuple[Halo, ...] = ()
     held: tuple[int, ...] = ()
     merges: tuple[Merge, ...] = ()
+    terms: str = "add"
+
+    def lets_through(self, kind: str) -> bool:
+        """Whether values whose terms combine in that way may flow through `linear` partial."""
+        return self.moves or kind == self.terms
 
     @property
     def values(self) -> tuple[tuple[DimFactors, ...], ...]:
@@ -240,6 +246,7 @@ class RuleBuilder:
         moves: bool = False,
         held: Iterable[int] = (),
         merges: Iterable[Merge] = (),
+        terms: str = "add",
     ) -> Rule:
         """The rule over the factors made so far."""
         return Rule(
@@ -252,4 +259,5 @@ class RuleBuilder:
             tuple(self.reads),
             tuple(held),
             tuple(merges),
+            terms,
         )

@@ -9,12 +9,18 @@ comes where the first of those that travel together is read; the others' operand
 then. Nothing waits, or comes early, across so much arithmetic that each collective would have been
 hidden behind it alone, and what is together at a time is bounded in bytes: that is the memory that
 the flat buffer takes.
+
+A reduction of a few bytes keeps its links busy with nothing but its start, hidden or not. It waits
+for as long as nobody needs it, and so do ops of a few bytes that only put it somewhere: a step's
+maxima and norms travel at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
+from spmd.ir.description import Role
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.program import Op, Program, Region, Value, free_values
 from spmd.lowering.rewrites.clock import Clock
@@ -25,6 +31,9 @@ MEMBERS = 4
 
 PATIENCE = 16
 """A collective waits, or comes early, for at most so many times its own duration."""
+
+FEW_BYTES = 1 << 16
+"""What an op reads and writes that waits with the reduction that it reads."""
 
 
 _Key = tuple[object, ...]
@@ -50,6 +59,10 @@ class _Bucket:
         self.ops.append(op)
         self.bytes += _bytes(op)
         self.until += PATIENCE * seconds
+
+    def is_over(self, now: float) -> bool:
+        """Whether it has waited long enough."""
+        return now > self.until and self.bytes > FEW_BYTES
 
 
 def combine(program: Program, clock: Clock, target: int) -> Program:
@@ -81,7 +94,8 @@ class _Combiner:
         #   %5 = tanh %1          reads a member: the collective for %1 and %4 goes in front of it
         #
         # A member that reads another member's result flushes the bucket too, so that no collective
-        # ever needs its own result. Gathers are grouped ahead of the walk, see `gathers`.
+        # ever needs its own result. Gathers are grouped ahead of the walk, see `gathers`. What only
+        # puts a member's few bytes somewhere (`late`) is no reader: it waits for its own.
         inside = {id(op): tuple(map(self.region, op.regions)) for op in old.ops if op.regions}
         self.b.begin(isolated=True)
         starts = self.clock.starts(old)
@@ -89,6 +103,7 @@ class _Combiner:
         together = self.gathers(old, starts)
         waiting: dict[_Key, _Bucket] = {}
         bucket_of: dict[Value, _Key] = {}
+        late: dict[Value, tuple[int, Op]] = {}  # the op, and its place
 
         def flush(key: _Key) -> None:
             bucket = waiting.pop(key)
@@ -96,15 +111,28 @@ class _Combiner:
                 del bucket_of[member.results[0]]
             combined(self.b, bucket.ops)
 
-        for op in self.started_early(old):
+        def make(values: Iterable[Value]) -> None:
+            ask, needed = [*values], set[Value]()
+            while ask:
+                value = ask.pop()
+                if value not in needed:
+                    needed.add(value)
+                    ask += late[value][1].operands if value in late else ()
+            for key in dict.fromkeys(bucket_of[v] for v in sorted(needed) if v in bucket_of):
+                flush(key)
+            for _, op in sorted({late.pop(v) for v in needed if v in late}, key=itemgetter(0)):
+                self.b.append(op)
+
+        for place, op in enumerate(self.started_early(old)):
             group = together.get(id(op), [op])
             reads = [v for member in group for v in member.operands]
             reads += [v for r in op.regions for v in free_values(r)]
-            for key in dict.fromkeys(bucket_of[v] for v in reads if v in bucket_of):
-                if key in waiting:
-                    flush(key)
+            if any(v in bucket_of or v in late for v in reads) and _can_wait(op):
+                late.update((result, (place, op)) for result in op.results)
+                continue
+            make(reads)
             now = start_of[id(op)]
-            for key in [k for k, bucket in waiting.items() if now > bucket.until]:
+            for key in [k for k, bucket in waiting.items() if bucket.is_over(now)]:
                 flush(key)
             if op.regions:
                 self.b.append(op._replace(regions=inside[id(op)]))
@@ -118,6 +146,7 @@ class _Combiner:
                 combined(self.b, group)
         for key in list(waiting):
             flush(key)
+        make(list(late))
         return self.b.end(old.args, old.results)
 
     # What may travel together.
@@ -183,6 +212,17 @@ class _Combiner:
                     ordered.append(follower)
                     ready += follower.results
         return ordered
+
+
+def _can_wait(op: Op) -> bool:
+    """Whether an op only moves next to nothing, so that it may as well be late."""
+    about = op.kind.about
+    moves = about.role in (Role.INSIDE, Role.ALIAS) and not (about.is_elementwise or op.collective)
+    return (
+        moves
+        and not about.has_effect
+        and sum(t.bytes for t in (*op.kind.operands, *op.kind.results)) <= FEW_BYTES
+    )
 
 
 def _key(op: Op) -> _Key:

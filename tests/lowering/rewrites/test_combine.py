@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from spmd.ir.program import Program
+from spmd.lowering.rewrites import combine as combining
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.combine import combine
 from spmd.mesh.mesh import Mesh
@@ -136,8 +137,9 @@ def test_a_bucket_has_a_size() -> None:
     assert counts == {0: 6, 256: 6, 512: 4, 1024: 4}
 
 
-def test_nothing_waits_for_what_is_ready_far_later() -> None:
+def test_nothing_waits_for_what_is_ready_far_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two lies arithmetic that hides the first many times over."""
+    monkeypatch.setattr(combining, "FEW_BYTES", 0)
     dot = "{dot_dimension_numbers = dot(lhs_contract = [1], rhs_contract = [0])}"
 
     def program(size: int) -> list[str]:
@@ -156,3 +158,28 @@ def test_nothing_waits_for_what_is_ready_far_later() -> None:
 
     assert program(16).count("all_reduce") == 1
     assert program(1024).count("all_reduce") == 2
+
+
+def test_a_few_bytes_wait_until_somebody_computes_with_them() -> None:
+    """What only moves a reduction's few bytes waits with it, in the order it had."""
+    wide, dot = (
+        "1024x1024xf32",
+        "{dot_dimension_numbers = dot(lhs_contract = [1], rhs_contract = [0])}",
+    )
+    made = names(after(
+        reduced(2, 0, "8x4xf32"),
+        "%3 = stablehlo.transpose %2 {permutation = [1, 0]} : (tensor<8x4xf32>) -> tensor<4x8xf32>",
+        "%4 = stablehlo.reshape %3 : (tensor<4x8xf32>) -> tensor<8x4xf32>",
+        "%5 = stablehlo.constant {value = dense<1.0 : tensor<f32>>} : () -> tensor<f32>",
+        f"%6 = stablehlo.broadcast_in_dim %5 {{broadcast_dimensions = []}} : (tensor<f32>) -> tensor<{wide}>",
+        f"%7 = stablehlo.dot_general %6, %6 {dot} : (tensor<{wide}>, tensor<{wide}>) -> tensor<{wide}>",
+        "%8 = stablehlo.slice %7 {start_indices = [0, 0], limit_indices = [8, 4], strides = [1, 1]} : "
+        f"(tensor<{wide}>) -> tensor<8x4xf32>",
+        reduced(9, 8, "8x4xf32"),
+        "%10 = stablehlo.exponential %4 : (tensor<8x4xf32>) -> tensor<8x4xf32>",
+        'return %10 "a", %9 "b"',
+        topology=Topology("cpu:8"),
+    ))  # fmt: skip
+    assert made.count("all_reduce") == 1
+    assert made[-3:] == ["transpose", "reshape", "exponential"]
+    assert made.index("dot_general") < made.index("all_reduce") < made.index("transpose")

@@ -130,7 +130,9 @@ def logits_of_ranks(stored, tokens_BS):
             for r in range(ranks)
         )
         y = model.rms_norm(x, norms["post_attention_layernorm"]["weight"], config.rms_norm_eps)
-        x = x + total(model.mlp(part(r, f"{prefix}mlp."), y, model.no_marks) for r in range(ranks))
+        x = x + total(
+            model.mlp(part(r, f"{prefix}mlp."), y, config, model.no_marks) for r in range(ranks)
+        )
     x = model.rms_norm(x, stored[0]["model.norm.weight"], config.rms_norm_eps)
     return jnp.concatenate([model.linear(x, s["lm_head.weight"]) for s in stored], axis=-1)
 

@@ -1,0 +1,327 @@
+"""`fp8_dot`: products of 8-bit floats, scaled by what earlier steps have seen.
+
+The formats are those of Micikevicius et al., FP8 Formats for Deep Learning, 2022: e4m3 for what is
+multiplied in the forward pass, e5m2 for the gradients that come in. Each operand is multiplied by a
+scale that brings its largest entry close to the largest number of its format. *Delayed scaling*, as
+in NVIDIA's Transformer Engine, takes scales from the maxima of the steps before, so that no operand
+is read twice. Scales are powers of two: multiplying by them rounds nothing, in either direction.
+
+    %1 = f32 weight's piece          its maximum is taken beside this: a term of an all-reduce
+    %2 = clamp(%1 * scale)
+    %3 = convert %2 : f8E4M3FN       what devices exchange is this
+    %4 = dot_general %0, %3 : bf16
+    %5 = %4 * (1 / scales)
+
+Plain ops, no composite: XLA makes the product one call of cuBLASLt, and lays its operands out with
+the summed dim minor, as that wants them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd.errors import ArgumentError
+
+DimensionNumbers = tuple[
+    tuple[Sequence[int], Sequence[int]],
+    tuple[Sequence[int], Sequence[int]],
+]
+"""As of `jax.lax.dot_general`: ((summed of x, of w), (batch of x, of w))."""
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+LARGEST_EXPONENT = 60
+"""A scale is at most 2 to this, and at least 2 to its negative: products of two stay in float32."""
+
+
+class Fp8State(NamedTuple):
+    """The largest magnitudes that products met in the last steps, the last step first.
+
+    Attributes:
+      maxima: (..., R, H) in float32: R rows, of x, of each weight, and of each result's gradient;
+        H steps. 0 stands for a step that is not known.
+    """
+
+    maxima: Any
+
+
+def fp8_state(weights: Any = None, *, history: int = 16) -> Fp8State:
+    """A fresh state for one `fp8_dot`.
+
+    With nothing known scales are 1, which small gradients vanish under; so the first steps, in
+    which maxima of gradients come down from layer to layer, should have a low learning rate.
+
+    Args:
+      weights: the weight of the product, or the tuple of them, whose maxima are taken; or None, for
+        one weight that is not known yet.
+      history: steps whose maxima are kept.
+
+    Raises:
+      ArgumentError: a history of no steps.
+
+    Example:
+      >>> fp8_state(w_KN).maxima.shape
+      (3, 16)
+    """
+    if history < 1:
+        raise ArgumentError(
+            "no state can be made", actual=f"history={history}", required="at least 1 step"
+        )
+    given = weights if isinstance(weights, tuple) else (weights,)
+    unknown = jnp.zeros((1, 1), jnp.float32)
+    known = [unknown if w is None else _maximum(w) for w in given]
+    first_R1 = jnp.concatenate([unknown, *known, *[unknown] * len(given)])
+    return Fp8State(jnp.pad(first_R1, ((0, 0), (0, history - 1))))
+
+
+def fp8_dot(
+    x: Any,
+    w: Any,
+    state: Fp8State | None = None,
+    *,
+    dimension_numbers: DimensionNumbers | None = None,
+    margin: int = 0,
+) -> Any:
+    """`x @ w` with both operands rounded to 8 bits, in the dtype of `x`.
+
+    Operands are scaled, cut off at the format's largest number (NaN stays NaN) and rounded to
+    float8_e4m3fn; gradients that come in to float8_e5m2. Products are summed in float32 and left in
+    the dtype of `x`, or in float32 where that is float16; the gradient of `w` is left in its own.
+
+    The gradient of the state is no derivative but *the next state*: the histories with this step's
+    maxima in front. Put it in the place of the state (`next_states`, or `split` and `merge`), and
+    use a state for one product a step, since gradients of several uses would be added.
+
+    Args:
+      x: (..., K).
+      w: (K, N), or other dims as `dimension_numbers` says; or a tuple of weights that all multiply
+        `x`, which is then rounded once for all.
+      state: from `fp8_state`, for as many weights. None takes the maxima of the operands at hand
+        (*current scaling*): that takes longer, as each is read before it can be rounded.
+      dimension_numbers: as of `jax.lax.dot_general`; None sums over the last dim of `x` and the
+        first of `w`.
+      margin: scales are divided by 2 to this power, in case maxima grow.
+
+    Returns:
+      (..., N), or as of `jax.lax.dot_general`; a tuple of those for a tuple of weights.
+
+    Raises:
+      ArgumentError: operands that are no floats, or a state of another number of products.
+
+    Example:
+      >>> state = fp8_state(w_KN)
+      >>> grads, state = jax.grad(lambda w, s: loss(fp8_dot(x_BK, w, s)), (0, 1))(w_KN, state)
+    """
+    x, single = jnp.asarray(x), not isinstance(w, tuple)
+    weights = tuple(map(jnp.asarray, (w,) if single else w))
+    dims = dimension_numbers or (((x.ndim - 1,), (0,)), ((), ()))
+    rows = 1 + 2 * len(weights)
+    _check(x, weights, state, rows)
+    plan = _Plan(_hashable(dims), margin, state is not None)
+    maxima = jnp.zeros((rows, 1), jnp.float32) if state is None else state.maxima
+    results = _products(plan, x, weights, maxima)
+    return results[0] if single else results
+
+
+def split(tree: Any) -> tuple[Any, Any]:
+    """(`tree` without its states, `tree` with nothing but its states): None stands for the rest.
+
+    Example:
+      >>> params, states = split(params)
+      >>> grads, states = split(grads)  # the gradients of states are the next states
+      >>> updates, opt_state = optimizer.update(grads, opt_state, params)
+      >>> params = merge(optax.apply_updates(params, updates), states)
+    """
+    rest = jax.tree.map(lambda leaf: None if _is_state(leaf) else leaf, tree, is_leaf=_is_state)
+    states = jax.tree.map(lambda leaf: leaf if _is_state(leaf) else None, tree, is_leaf=_is_state)
+    return rest, states
+
+
+def merge(rest: Any, states: Any) -> Any:
+    """The tree that `split` took apart."""
+
+    def is_leaf(leaf: Any) -> bool:
+        return leaf is None or _is_state(leaf)
+
+    return jax.tree.map(
+        lambda leaf, state: leaf if state is None else state, rest, states, is_leaf=is_leaf
+    )
+
+
+def _is_state(leaf: Any) -> bool:
+    return isinstance(leaf, Fp8State)
+
+
+# The product and its gradients
+
+
+class _Plan(NamedTuple):
+    """What is known of a product beside its operands."""
+
+    dims: Any
+    margin: int
+    delayed: bool
+
+
+class _Rounded(NamedTuple):
+    """An operand of 8 bits, and what it has to be multiplied by."""
+
+    values: jax.Array
+    unscale: jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _products(plan: _Plan, x: Any, weights: tuple[Any, ...], maxima: Any) -> tuple[Any, ...]:
+    return _forward(plan, x, weights, maxima)[0]
+
+
+def _forward(
+    plan: _Plan, x: Any, weights: tuple[Any, ...], maxima: Any
+) -> tuple[tuple[Any, ...], Any]:
+    scales = _scales(maxima, plan.margin)
+    met = [_maximum(operand) for operand in (x, *weights)]
+    x8, *weights8 = (
+        _rounded(operand, E4M3, scales[i] if plan.delayed else _scale(met[i], E4M3, plan.margin))
+        for i, operand in enumerate((x, *weights))
+    )
+    results = tuple(_dot(x8, w8, plan.dims, x.dtype) for w8 in weights8)
+    like = jnp.zeros((0,), x.dtype), [jnp.zeros((0,), w.dtype) for w in weights]
+    return results, (x8, weights8, maxima, met, like)
+
+
+def _backward(plan: _Plan, kept: Any, grads: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], Any]:
+    x8, weights8, maxima, met, (like_x, like_w) = kept
+    scales = _scales(maxima, plan.margin)[1 + len(grads) :]
+    met = [*met, *map(_maximum, grads)]
+    dx, dw = jnp.zeros((), like_x.dtype), []
+    for i, (dy, w8, like) in enumerate(zip(grads, weights8, like_w, strict=True)):
+        largest = met[1 + len(grads) + i]
+        scale = scales[i] if plan.delayed else _scale(largest, E5M2, plan.margin)
+        dy8 = _rounded(dy, E5M2, scale)
+        term = _grad_of_left(dy8, w8, plan.dims, x8.values.ndim, like_x.dtype)
+        dx = term if i == 0 else dx + term
+        dw.append(_grad_of_right(dy8, x8, plan.dims, w8.values.ndim, like.dtype))
+    return dx, tuple(dw), jnp.concatenate([jnp.concatenate(met), maxima[:, :-1]], axis=1)
+
+
+_products.defvjp(_forward, _backward)
+
+
+def _dot(a: _Rounded, b: _Rounded, dims: Any, dtype: Any) -> jax.Array:
+    """The product of two rounded operands, in a dtype."""
+    # The sum is of numbers that are not scaled back: too large for float16.
+    sums = jnp.float32 if dtype == jnp.float16 else dtype
+    product = jax.lax.dot_general(a.values, b.values, dims, preferred_element_type=sums)
+    return (product * (a.unscale * b.unscale).astype(sums)).astype(dtype)
+
+
+def _grad_of_left(dy: _Rounded, b: _Rounded, dims: Any, rank: int, dtype: Any) -> jax.Array:
+    """The gradient of a product's left operand."""
+    # dy has the batch dims, then those of the left operand that are its own, then the right one's.
+    (summed, b_summed), (batch, b_batch) = dims
+    own = _others(rank, summed, batch)
+    b_own = _others(b.values.ndim, b_summed, b_batch)
+    dy_own = tuple(range(len(batch) + len(own), dy.values.ndim))
+    product = _dot(dy, b, ((dy_own, b_own), (tuple(range(len(batch))), b_batch)), dtype)
+    last = [summed[b_summed.index(d)] for d in sorted(b_summed)]
+    return _in_order(product, (*batch, *own, *last))
+
+
+def _grad_of_right(dy: _Rounded, a: _Rounded, dims: Any, rank: int, dtype: Any) -> jax.Array:
+    """The gradient of a product's right operand."""
+    (a_summed, summed), (a_batch, batch) = dims
+    own = _others(rank, summed, batch)
+    a_own = _others(a.values.ndim, a_summed, a_batch)
+    dy_own = tuple(range(len(batch), len(batch) + len(a_own)))
+    product = _dot(dy, a, ((dy_own, a_own), (tuple(range(len(batch))), a_batch)), dtype)
+    last = [summed[a_summed.index(d)] for d in sorted(a_summed)]
+    return _in_order(product, (*batch, *own, *last))
+
+
+def _others(rank: int, *taken: Sequence[int]) -> tuple[int, ...]:
+    return tuple(d for d in range(rank) if not any(d in some for some in taken))
+
+
+def _in_order(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    """Dims that are numbered `dims` -> the same in ascending order."""
+    return (
+        x
+        if list(dims) == sorted(dims)
+        else jnp.transpose(x, sorted(range(x.ndim), key=dims.__getitem__))
+    )
+
+
+# Scales
+
+
+def _maximum(x: Any) -> jax.Array:
+    """The largest magnitude, (1, 1) in float32."""
+    # What follows the maximum only moves it. So devices' maxima stay terms up to the next state,
+    # and all of a step are exchanged together: a convert would need each of them whole, and so
+    # would a scan's stacking of scalars.
+    # (An initial value would be one more maximum, in front of which they would be exchanged, too.)
+    if not x.size:
+        return jnp.zeros((1, 1), jnp.float32)
+    return jnp.max(jnp.abs(x).astype(jnp.float32)).reshape(1, 1)
+
+
+def _scales(maxima_RH: Any, margin: int) -> jax.Array:
+    """The scale of each row, by the largest of its maxima that is finite."""
+    finite_RH = jnp.where(jnp.isfinite(maxima_RH), maxima_RH, 0.0)
+    count = maxima_RH.shape[0] // 2
+    limits_R = np.array([*[_limit(E4M3)] * (count + 1), *[_limit(E5M2)] * count], np.float32)
+    return _powers(limits_R, jnp.max(finite_RH, axis=1), margin)
+
+
+def _scale(largest: Any, dtype: Any, margin: int) -> jax.Array:
+    finite = jnp.where(jnp.isfinite(largest), largest, 0).reshape(())
+    return _powers(np.float32(_limit(dtype)), finite, margin)
+
+
+def _powers(limits: Any, largest: Any, margin: int) -> jax.Array:
+    """The powers of two that bring `largest` up to `limits`, or less than half below; 1 for 0."""
+    ratio = limits / jnp.where(largest > 0, largest, limits)
+    bound = 2.0 ** (LARGEST_EXPONENT)
+    bits = jax.lax.bitcast_convert_type(jnp.clip(ratio, 1 / bound, bound), jnp.int32)
+    exponent_only = np.int32(0x7F800000)  # without its mantissa a float is the power of two below
+    return jax.lax.bitcast_convert_type(bits & exponent_only, jnp.float32) * 2.0**-margin
+
+
+def _rounded(x: Any, dtype: Any, scale: Any) -> _Rounded:
+    limit = _limit(dtype)
+    values = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
+    return _Rounded(values, 1 / scale)
+
+
+def _limit(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).max)
+
+
+# Arguments
+
+
+def _hashable(dims: Any) -> Any:
+    return tuple(tuple(tuple(int(d) for d in side) for side in pair) for pair in dims)
+
+
+def _check(x: Any, weights: tuple[Any, ...], state: Any, rows: int) -> None:
+    if not all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, *weights)):
+        raise ArgumentError(
+            "fp8_dot takes no such operands",
+            actual=", ".join(str(a.dtype) for a in (x, *weights)),
+            required="floats",
+            fix="convert them before",
+        )
+    if state is not None and (state.maxima.ndim != 2 or state.maxima.shape[0] != rows):
+        raise ArgumentError(
+            f"fp8_dot cannot scale {len(weights)} products by this state",
+            actual=f"maxima {state.maxima.shape}",
+            required=f"({rows}, history): of x, of each weight, and of each result's gradient",
+            fix="make it by fp8_state(w), with the same w; of stacked layers, take one",
+        )

@@ -1,0 +1,116 @@
+"""A Llama whose projections are multiplied in 8-bit floats: trained, saved, resumed, exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from models.llama import model
+from models.llama.config import CONFIGS, ConfigError
+from models.llama.training import train_step
+from models.llama.weights.save import _sources
+from models.training.checkpoints.store import Checkpoints
+from models.training.run.optimizer import initial_state
+from models.training.run.step import loss_and_grads
+from spmd.ops import Fp8State, fp8
+from tests.models.llama.test_trainer import HALF, STEPS, go_on, make_trainer, take
+
+MESH = {"data": 4, "model": 2}
+FP8 = dataclasses.replace(CONFIGS["tiny"], matmul="fp8")
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return make_trainer(MESH, matmul="fp8")
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(trainer, tmp_path):
+    """States are saved and restored like everything else; microbatches take their maximum."""
+    whole, losses = take(trainer, trainer.fresh_state(), STEPS)
+    half, first = take(trainer, trainer.fresh_state(), HALF)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(half)
+    resumed, rest = go_on(trainer, tmp_path / "checkpoints")
+    assert first + rest == losses
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    for state in jax.tree.leaves(fp8.split(whole.params)[1]):
+        maxima = np.asarray(state)
+        assert (maxima[..., :STEPS] > 0).all(axis=(0, 1))[0]
+        assert (maxima[..., STEPS + 1 :] == 0).all()
+        assert state.sharding.is_fully_replicated
+    assert not jax.tree.leaves(fp8.split(whole.opt_state)[1])  # no optimizer's business
+
+
+def test_parameters_of_others_get_states(trainer):
+    fresh = trainer.fresh_state().params
+    given = jax.tree.map(jnp.copy, model.without_states(fresh))
+    got = trainer.fresh_state(given).params
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), got, fresh)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_states_know_the_weights_and_are_not_exported(scan_layers):
+    config = dataclasses.replace(FP8, scan_layers=scan_layers)
+    params = jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    plain = dataclasses.replace(config, matmul="dtype")
+    expected = jax.eval_shape(functools.partial(model.init, config=plain), jax.random.key(0))
+    assert jax.tree.structure(model.without_states(params)) == jax.tree.structure(expected)
+    assert len(_sources(params, config)) == len(_sources(model.without_states(params), plain))
+    layer = params["layers"] if scan_layers else params["layers"]["1"]
+    state = layer["mlp"]["fp8"]["gate_proj up_proj"]
+    assert isinstance(state, Fp8State)
+    last = state.maxima[-1] if scan_layers else state.maxima
+    up = layer["mlp"]["up_proj"]["weight"]
+    assert last.shape == (5, 16)
+    assert last[2, 0] == np.abs(up[-1] if scan_layers else up).max()
+
+
+def test_microbatches_take_the_maximum_of_their_maxima():
+    params = {"w": jnp.eye(4), "s": fp8.fp8_state(jnp.eye(4))}
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), jnp.float32)
+
+    def loss(params, batch):
+        return jnp.mean(fp8.fp8_dot(batch, params["w"], params["s"]))
+
+    _, grads = loss_and_grads(loss, params, x, microbatches=4)
+    maxima = grads["s"].maxima
+    np.testing.assert_array_equal(maxima[:2, 0], [np.abs(x).max(), 1.0])
+    np.testing.assert_array_equal(maxima[:, 1], params["s"].maxima[:, 0])
+
+
+def losses(config, steps):
+    """The losses of a run over text of which one of four tokens comes next."""
+    optimizer = optax.adamw(optax.linear_schedule(0.0, 3e-3, 5))
+    params = jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    state = initial_state(optimizer, params)
+    step = jax.jit(train_step(config, optimizer), donate_argnums=(0, 1))
+    random, found = np.random.default_rng(0), []
+    for _ in range(steps):
+        inputs = random.integers(0, 61, (8, 64))
+        targets = (5 * inputs + random.integers(0, 4, inputs.shape)) % 61
+        batch = {"inputs": jnp.asarray(inputs), "targets": jnp.asarray(targets)}
+        params, state, loss = step(params, state, batch)
+        found.append(float(loss))
+    return np.array(found)
+
+
+def test_it_learns_as_fast_as_in_float32():
+    config = dataclasses.replace(
+        CONFIGS["quickstart"], num_hidden_layers=2, intermediate_size=256, scan_layers=False
+    )
+    want = losses(config, 40)
+    got = losses(dataclasses.replace(config, matmul="fp8"), 40)
+    assert want[-1] < 0.6 * want[0]
+    np.testing.assert_allclose(got, want, rtol=0.03)
+    assert (got != want).any()
+
+
+def test_an_unknown_matmul_is_refused():
+    with pytest.raises(ConfigError, match="matmul is 'int8'"):
+        dataclasses.replace(FP8, matmul="int8")
