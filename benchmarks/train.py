@@ -23,6 +23,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,9 +35,10 @@ import spmd
 from benchmarks import kernels, torch_fsdp
 from benchmarks.kernels import Kernel, Kinds, kinds_of
 from models.llama import model, sharding
-from models.llama.config import ATTENTIONS, LlamaConfig, named_config
+from models.llama.config import ATTENTIONS, MATMULS, LlamaConfig, named_config
 from models.llama.training import Step, argument_types, train_step
 from models.training.run.metrics import peak_flops
+from models.training.run.optimizer import initial_state
 from spmd.cli.flags import Parser, Switch, positive, words
 from spmd.explain.measured import Part
 from spmd.measure.profile import PROFILED, Run, run_steps
@@ -147,6 +149,7 @@ def config_of(given: argparse.Namespace) -> LlamaConfig:
         attention=given.attention,
         param_dtype=given.param_dtype,
         remat=given.remat,
+        matmul=given.matmul,
     )
     layers = given.layers or config.num_hidden_layers
     return dataclasses.replace(config, num_hidden_layers=layers)
@@ -182,7 +185,8 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     def fresh(placed: Any) -> tuple[Any, Any]:
         init = jax.jit(lambda key: model.init(key, config), out_shardings=placed[0])
         params = init(jax.random.key(0))
-        return params, jax.jit(optimizer.init, out_shardings=placed[1])(params)
+        state = jax.jit(partial(initial_state, optimizer), out_shardings=placed[1])(params)
+        return params, state
 
     def measured(name: str, program: Any, placed: Any, compile_seconds: float) -> tuple[Row, Run]:
         loop = Loop(program, *fresh(placed), batch)
@@ -256,6 +260,7 @@ def make_parser() -> Parser:
     add("--unroll", type=int, help="of spmd.Options: loops of so many trips are written out")
     add("--optimizer", choices=["adamw", "adafactor"], default="adamw", help="of optax")
     add("--param_dtype", default="float32", help="what parameters are stored in")
+    add("--matmul", choices=MATMULS, default="dtype", help="of the layers' projections")
     add("--remat", default="none", help="activations to keep, as in scripts/train_llama.py")
     add("--peers", type=words, default="jax", help="of jax, torch; 'none' for ours alone")
     add("--kinds", action=Switch, help="where the time went, by kind of kernel")
@@ -282,7 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device, config = jax.devices()[0], config_of(given)
     print(f"jax {jax.__version__}, {len(jax.devices())} x {device.device_kind}")
     print(f"{given.model}, {config.num_hidden_layers} layers, batch {given.global_batch} x "
-          f"{given.seq_len}, {given.dtype} on {given.param_dtype}, {given.optimizer}, "
+          f"{given.seq_len}, {given.dtype} on {given.param_dtype}, "
+          f"products in {given.matmul}, {given.optimizer}, "
           f"{'scanned' if given.scan else 'unrolled'}, recomputed: {given.remat}\n")  # fmt: skip
 
     def measured() -> Iterator[Row]:
