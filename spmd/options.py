@@ -31,6 +31,10 @@ class Options:
       unroll: loops that run at most so often (a `scan` over layers, say) are written out, once for
         each time. XLA then overlaps one layer's communication with the next, and copies no stacks
         of residuals; it compiles longer. 0: loops stay.
+      halves: whether a dim of the arguments (the batch) is cut into two halves that do not wait for
+        each other, so that one half's collectives run beside the other's arithmetic; `explain()`
+        tells which. None: where that is predicted to be faster and fits in memory; True: also
+        where it is slower.
       callbacks: `run`, or `drop` to leave `jax.debug.print` and `jax.debug.callback` out of the
         program. Callbacks whose results it reads, and `io_callback`, always run.
       check: verify every stage's result against its legality table.
@@ -49,6 +53,7 @@ class Options:
     prefetch: int = 2
     layouts: bool | None = None
     unroll: int = 0
+    halves: bool | None = None
     callbacks: Literal["run", "drop"] = "run"
     check: bool = False
     verbose: bool = False
