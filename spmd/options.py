@@ -32,6 +32,10 @@ class Options:
         each time. XLA then overlaps one layer's communication with the next, and copies no stacks
         of residuals; it compiles longer. 0: loops stay. None: on GPUs and TPUs, where a thousand
         runs are predicted to save more time than it takes to compile.
+      halves: whether a dim of the arguments (the batch) is cut into two halves that do not wait for
+        each other, so that one half's collectives run beside the other's arithmetic; `explain()`
+        tells which. None: where that is predicted to be faster and fits in memory; True: also
+        where it is slower.
       callbacks: `run`, or `drop` to leave `jax.debug.print` and `jax.debug.callback` out of the
         program. Callbacks whose results it reads, and `io_callback`, always run.
       check: verify every stage's result against its legality table.
@@ -50,6 +54,7 @@ class Options:
     prefetch: int = 2
     layouts: bool | None = None
     unroll: int | None = None
+    halves: bool | None = None
     callbacks: Literal["run", "drop"] = "run"
     check: bool = False
     verbose: bool = False

@@ -3,12 +3,14 @@
     import -> canonicalize -> separate -> unroll -> sink -> propagate
     plan -> partition -> optimize -> time -> layouts -> expand -> emit
 
-The planner proposes a few plans. Each is partitioned, optimized and timed, and the fastest goes on.
+The planner proposes a few plans. Each is partitioned, optimized and timed, and the fastest goes on,
+in halves where that is faster still.
 Each stage is a pure function from a frozen value to a frozen value.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import time
@@ -32,6 +34,8 @@ from spmd.ir.program import Program, Value
 from spmd.ir.types import Order
 from spmd.lowering.emitted import Emitted, emit_local
 from spmd.lowering.expand import expand
+from spmd.lowering.halves.seeds import Seed, seeds_of
+from spmd.lowering.halves.write import in_halves
 from spmd.lowering.layouts import lay_out
 from spmd.lowering.legality import check_local
 from spmd.lowering.partition import Partitioned, partition
@@ -45,7 +49,7 @@ from spmd.options import Options
 from spmd.planning.exact import plan_exactly
 from spmd.planning.greedy import plan_greedily
 from spmd.planning.legality import check_plan
-from spmd.planning.plan import Plan, Recomputed
+from spmd.planning.plan import Halved, Plan, Recomputed
 from spmd.planning.problem import Problem, opened, problem_of
 from spmd.predict.backends import backend_of
 from spmd.predict.memory import MemoryUse, peak_memory
@@ -245,6 +249,7 @@ class Trial:
     Attributes:
       plan: the plan.
       partitioned: the local program.
+      simplified: the local program before its collectives are scheduled.
       optimized: the local program after its rewrites.
     """
 
@@ -267,6 +272,7 @@ class Trial:
         if plan.byte_price:
             program, again = clock("recompute", self._recompute, program)
             self.plan = plan._replace(recomputed=again)
+        self.simplified = program
         program = clock("optimize", self._schedule, program)
         self.optimized = self.partitioned._replace(program=program)
 
@@ -289,10 +295,30 @@ class Trial:
         price, donated, is_short = plan.byte_price, self._donated, self._unpriced.bytes > limit
         return recompute(program, plan.mesh, plan.topology, price, limit, donated, is_short)
 
-    def _schedule(self, program: Program) -> Program:
-        plan, options = self.plan, self._options
-        combine_bytes, prefetch = options.combine_bytes, options.prefetch
-        return schedule(program, plan.mesh, plan.topology, combine_bytes, prefetch, self._room)
+    def _schedule(self, program: Program, half_of: Mapping[Value, int] | None = None) -> Program:
+        plan, options, room = self.plan, self._options, self._room
+        most, ahead = options.combine_bytes, options.prefetch
+        return schedule(program, plan.mesh, plan.topology, most, ahead, room, half_of)
+
+    def in_halves(self, seed: Seed) -> Trial:
+        """The same with some arguments in halves."""
+        other = copy.copy(self)
+        for name in ("timeline", "_memory"):
+            vars(other).pop(name, None)
+        arguments = self.simplified.body.args
+        cuts = {arguments[number]: cut for number, cut in seed.cuts}
+        program, half_of = self._clock("halves", in_halves, self.simplified, cuts)
+        program = self._clock("optimize", self._schedule, program, half_of)
+        other.optimized = self.partitioned._replace(program=program)
+        names = self.plan.program.arg_names
+        dims = tuple((names[number], cut.dim) for number, cut in seed.cuts)
+        other.plan = self.plan._replace(halved=Halved(dims, self.seconds))
+        return other
+
+    def seeds(self) -> list[Seed]:
+        """What could be in halves, the most promising first."""
+        program, timeline = self.optimized.program, self.timeline
+        return self._clock("halves", seeds_of, program, timeline, self._donated)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -357,14 +383,47 @@ def plan_problem(
         plan = clock("plan", plan_exactly, problem, try_out, limit, again)
     key = id(plan.states), plan.byte_price
     trial = next(t for t in tried if (id(t.plan.states), t.plan.byte_price) == key)
-    trial.plan = plan._replace(run_seconds=trial.seconds)
+    trial.plan = plan
+    trial = _perhaps_in_halves(trial, options)
+    trial.plan = trial.plan._replace(run_seconds=trial.seconds)
+    return trial
+
+
+HALVES_GAIN = 0.02
+"""Share of its time that a program must win by running in halves."""
+
+
+def _perhaps_in_halves(trial: Trial, options: Options) -> Trial:
+    """A trial, or the fastest of those in halves if that is faster and fits in memory."""
+    plan, wanted = trial.plan, options.halves
+    gain = trial.seconds * HALVES_GAIN
+    overlap = plan.topology.chip.overlap
+    waits = trial.timeline.scheduled_seconds - trial.timeline.compute_seconds
+    if wanted is False or (wanted is None and waits * overlap < gain):
+        return trial
+    limit = plan.topology.memory(options.memory_limit)
+    seeds = [seed for seed in trial.seeds() if wanted or seed.seconds * overlap >= gain]
+    found: list[Trial] = []
+    for seed in seeds:
+        other = trial.in_halves(seed)
+        wins = other.seconds <= trial.seconds - gain
+        if (wins or wanted) and other.bytes <= limit:
+            found.append(other)
+        if wins and found:
+            break
+    if found:
+        return min(found, key=lambda other: other.seconds)
+    if wanted:
+        why = "do not fit in memory" if seeds else "exchange nothing that arguments lead to"
+        trial.plan = plan._replace(notes=(*plan.notes, f"not run in halves: they {why}"))
     return trial
 
 
 def timed(plan: Plan, options: Options) -> Plan:
     """A plan with the time that its program is predicted to take."""
     donated = tuple(plan.problem.links.values())
-    return plan._replace(run_seconds=Trial(plan, options, donated, _Clock()).seconds)
+    trial = _perhaps_in_halves(Trial(plan, options, donated, _Clock()), options)
+    return plan._replace(run_seconds=trial.seconds)
 
 
 def emit_plan(plan: Plan, options: Options) -> Emitted:

@@ -144,7 +144,11 @@ class Compiled(Planned):
         self._boundary, outside = _around(self, emitted, devices)
         self._moved = 0
         doing("XLA")
-        options = xla_options(self.request.platform, self.options.compiler_options)
+        options = xla_options(
+            self.request.platform,
+            self.stages.optimized.program,
+            self.options.compiler_options,
+        )
         limit = self.options.memory_limit
         if limit is None:
             self.executable = compile_emitted(emitted, options, outside)

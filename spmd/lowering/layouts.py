@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from spmd.ir.control_flow import ties
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.index import Index
-from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.program import OpKind, Program, Value
 from spmd.ir.types import Order
 from spmd.lowering.partition import Partitioned
+from spmd.lowering.tied import Dim, Kept, TiedDims, with_runs
 from spmd.predict.backends import backend_of
 
-_Dim = tuple[Value, int]
 _JOINED = ("all_gather", "reduce_scatter")
 
 
@@ -67,12 +66,9 @@ class _Wishes:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._same: dict[_Dim, _Dim] = {}
-        self._blank: set[Value] = set()  # the same everywhere: they have no order
-        self._tie(program.body)
-        self.first: dict[tuple[_Dim, _Dim], int] = defaultdict(int)
-        index = Index(program)
-        for op, runs in _with_runs(program.body, index, 1):
+        self.tied = TiedDims(program, _kept)
+        self.first: dict[tuple[Dim, Dim], int] = defaultdict(int)
+        for op, runs in with_runs(program.body, Index(program)):
             if op.collective in _JOINED:
                 dim = op.kind.attrs[op.kind.about.along]
                 for value in op.operands:
@@ -87,71 +83,18 @@ class _Wishes:
         return None if order == sorted(order) else tuple(order)
 
     def _prefers(self, value: Value, dim: int, other: int) -> bool:
-        one, two = self._class((value, dim)), self._class((value, other))
+        one, two = self.tied.of((value, dim)), self.tied.of((value, other))
         return self.first.get((one, two), 0) > self.first.get((two, one), 0)
 
     def _wish(self, value: Value, dim: int, runs: int) -> None:
         type_ = self.program.types[value]
         for other, size in enumerate(type_.shape):
             if other != dim and size > 1:
-                pair = self._class((value, dim)), self._class((value, other))
+                pair = self.tied.of((value, dim)), self.tied.of((value, other))
                 self.first[pair] += type_.bytes * runs
 
-    # Dims that go together: a forest, each class with one dim that stands for it.
 
-    def _class(self, dim: _Dim) -> _Dim:
-        root = dim
-        while (above := self._same.get(root, root)) != root:
-            root = above
-        while dim != root:
-            self._same[dim], dim = root, self._same[dim]
-        return root
-
-    def _join(self, a: _Dim, b: _Dim) -> None:
-        self._same[self._class(b)] = self._class(a)
-
-    def _tie(self, region: Region) -> None:
-        for op in region.ops:
-            for inner in op.regions:
-                self._tie(inner)
-            if op.regions:
-                self._tie_flow(op)
-                continue
-            if self._is_blank(op):
-                self._blank.update(op.results)
-                continue
-            for (i, dim), (j, to) in _kept(op.kind):
-                if op.operands[i] not in self._blank:
-                    self._join((op.operands[i], dim), (op.results[j], to))
-
-    def _is_blank(self, op: Op) -> bool:
-        """Whether an op fills its result with a scalar, or computes with what was filled so."""
-        # Without this, weights of one shape would go together by the zeros that both are added to.
-        about = op.kind.about
-        if about.is_broadcast:
-            return not op.kind.operands[0].rank or op.operands[0] in self._blank
-        if about.is_constant:
-            return bool(op.kind.attrs["value"].splat)
-        return about.is_elementwise and all(v in self._blank for v in op.operands)
-
-    def _tie_flow(self, op: Op) -> None:
-        """The values that control flow makes one."""
-        for tie in ties(op):
-            source = () if tie.source is None or tie.source in self._blank else (tie.source,)
-            for dim in range(self.program.types[tie.result].rank):
-                for value in (*tie.inside, *source):
-                    self._join((value, dim), (tie.result, dim))
-
-
-def _with_runs(region: Region, index: Index, runs: int) -> Iterator[tuple[Op, int]]:
-    """Every op, and how often it runs."""
-    for op in region.ops:
-        yield op, runs
-        for inner in op.regions:
-            yield from _with_runs(inner, index, runs * index.runs(op))
-
-
-def _kept(kind: OpKind) -> Sequence[tuple[tuple[int, int], tuple[int, int]]]:
+def _kept(kind: OpKind) -> Sequence[Kept]:
     """Pairs of (operand, dim) and (result, dim) of which the op keeps the elements in order."""
     cache: dict[str, object] = kind._cache
     found = cache.get("kept")
@@ -161,7 +104,7 @@ def _kept(kind: OpKind) -> Sequence[tuple[tuple[int, int], tuple[int, int]]]:
     return found
 
 
-def _find_kept(kind: OpKind) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def _find_kept(kind: OpKind) -> Iterator[Kept]:
     about = kind.about
     # A product makes other elements; backends choose how it reads its operands and writes.
     if about.rule is None or about.collective or about.flops is not None or about.is_scatter:

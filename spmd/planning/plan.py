@@ -60,6 +60,18 @@ class Recomputed(NamedTuple):
     bytes: int
 
 
+class Halved(NamedTuple):
+    """Arguments that are cut into halves, so that exchanges run beside the other half's arithmetic.
+
+    Attributes:
+      dims: (path of an argument, number of its dim).
+      whole_seconds: predicted time of one run of the program that is not cut.
+    """
+
+    dims: tuple[tuple[str, int], ...]
+    whole_seconds: float
+
+
 class Plan(NamedTuple):
     """One choice for each op, one state for each value.
 
@@ -81,6 +93,7 @@ class Plan(NamedTuple):
       byte_price: seconds for each byte that its program holds at the fullest moment: what is worth
         less than its price is made again instead (`spmd.lowering.recompute`); 0: nothing is.
       recomputed: what its program makes again; empty if that was not tried.
+      halved: what its program cuts into halves; None if nothing.
     """
 
     problem: Problem
@@ -98,6 +111,7 @@ class Plan(NamedTuple):
     greedy_seconds: float = 0.0
     byte_price: float = 0.0
     recomputed: tuple[Recomputed, ...] = ()
+    halved: Halved | None = None
 
     @property
     def propagated(self) -> Propagated:

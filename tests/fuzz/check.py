@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,8 +30,8 @@ class Outcome(NamedTuple):
     message: str = ""
 
 
-def run(case: Case) -> Outcome:
-    """Compiles and runs a case both ways and compares every result."""
+def run(case: Case, **options: Any) -> Outcome:
+    """Compiles and runs a case both ways and compares every result; with options of ours."""
     scope = execute(definitions(case))
     args = scope["arguments"]()
     plain = scope["make_step"](lambda x, spec: x)
@@ -41,7 +41,7 @@ def run(case: Case) -> Outcome:
     except Exception as error:
         return Outcome(INVALID, type(error).__name__, str(error))
     try:
-        got = _arrays(_partitioned(case, scope, args))
+        got = _arrays(_partitioned(case, scope, args, options))
     except spmd.UnsupportedOpError as error:
         return Outcome(UNSUPPORTED, error.what, str(error))
     except Exception as error:
@@ -60,14 +60,16 @@ def _arrays(results: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     return {name: np.asarray(x) for name, x in results.items()}
 
 
-def _partitioned(case: Case, scope: dict[str, Any], args: Sequence[Any]) -> Any:
+def _partitioned(
+    case: Case, scope: dict[str, Any], args: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     mesh = spmd.Mesh(None, tuple(n for _, n in case.mesh), tuple(a for a, _ in case.mesh))
     step = spmd.jit(
         scope["make_step"](lambda x, spec: spmd.mark_sharding(x, mesh, spec)),
         mesh=mesh,
         in_specs=scope["IN_SPECS"],
         out_specs=scope["OUT_SPECS"],
-        options=spmd.Options(check=True),
+        options=spmd.Options(check=True, **options),
     )
     return step(*args)
 

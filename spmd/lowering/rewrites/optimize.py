@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from spmd.ir.dead import remove_dead
-from spmd.ir.program import Program
+from spmd.ir.program import Program, Value
+from spmd.lowering.halves.interleave import interleave
 from spmd.lowering.rewrites.clock import Clock
 from spmd.lowering.rewrites.combine import combine
 from spmd.lowering.rewrites.dedupe import dedupe
@@ -49,6 +52,7 @@ def schedule(
     combine_bytes: int,
     prefetch: int,
     room: Room,
+    half_of: Mapping[Value, int] | None = None,
 ) -> Program:
     """The rewrites that say how and when collectives run, which the others must not undo.
 
@@ -58,10 +62,13 @@ def schedule(
       topology: the machine, whose links decide between ways to do the same.
       combine_bytes, prefetch: see `Options`.
       room: the memory of one device.
+      half_of: of a program in halves, which one a value is made for, 0 or 1.
     """
     # `combine` comes first: a flat buffer is split in levels, not each small collective in it.
     # `order` comes last, since every other rewrite changes what there is to be ordered.
     clock = Clock(program, mesh, topology)
+    if half_of:
+        program = interleave(program, half_of, clock)
     program = combine(program, clock, combine_bytes)
     program = two_level(program, mesh, topology)
     return order(program, clock, prefetch, room)
