@@ -20,7 +20,6 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 ROUNDED = {E4M3: 2**-4, E5M2: 2**-3}
 """How far a number may move, as a share of it, when it is rounded."""
 
-MATRICES = (((1,), (0,)), ((), ()))
 CASES = {
     "x w": ((6, 32), (32, 5), None),
     "more rows": ((2, 3, 32), (32, 5), None),
