@@ -32,6 +32,7 @@ from models.llama import sharding
 from models.llama.config import LlamaConfig, named_config
 from models.llama.training import argument_types, train_step
 from spmd.cli.flags import Parser, Switch, words
+from spmd.explain.memory import Memory
 from spmd.lowering.ahead import devices_ahead
 from spmd.mesh.spec import jax_mesh
 
@@ -131,7 +132,7 @@ def build(
         where = jax.tree.map(lambda x: x.sharding, placed)
         plain = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*where[:2], None))
         peer = plain.lower(*placed).compile(compiler_options=dict(options))
-        text, temporary = peer.as_text(), peer.memory_analysis().temp_size_in_bytes
+        text, temporary = peer.as_text() or "", Memory.of(peer.memory_analysis()).temporary
     return Built(text, temporary, time.perf_counter() - start)
 
 
