@@ -14,6 +14,7 @@ from spmd.lowering.rewrites.hoist import hoist
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.lowering.rewrites.order import order
 from spmd.lowering.rewrites.regather import regather
+from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.room import Room
 from spmd.lowering.rewrites.share import share_gathers
 from spmd.lowering.rewrites.slices import slice_collectives
@@ -59,8 +60,10 @@ def schedule(
       combine_bytes, prefetch: see `Options`.
       room: the memory of one device.
     """
-    # `combine` comes first: a flat buffer is split in levels, not each small collective in it.
+    # `ring` comes first: it makes products, whose time the others look up. A flat buffer is split
+    # in levels, not each small collective in it.
     # `order` comes last, since every other rewrite changes what there is to be ordered.
+    program = ring(program, mesh, topology)
     clock = Clock(program, mesh, topology)
     program = combine(program, clock, combine_bytes)
     program = two_level(program, mesh, topology)
