@@ -2,8 +2,7 @@
 
 Arithmetic runs on one lane, collectives on one lane for each class of links: a collective starts
 when its operands are there and its links are free, and whoever reads its result waits for it. So
-communication that independent arithmetic can hide costs nothing but the rest of it. Collectives
-that a backend waits for take both lanes.
+communication that independent arithmetic can hide costs nothing but the rest of it.
 
     before: g = all_gather w; y = dot x, x; z = dot y, g
     after:  compute | dot ..... | dot ... |
@@ -25,7 +24,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
 from spmd.predict.fusion import stored_values
-from spmd.reshard.comm import collective_seconds, is_waited_for
+from spmd.reshard.comm import collective_seconds
 
 COMPUTE = "compute"
 
@@ -152,10 +151,8 @@ class _Schedule:
         ready = max([known.get(v, start) for v in op.operands], default=start)
         lane, seconds = self.cost(op)
         if seconds:
-            waits = lane != COMPUTE and is_waited_for(op.collective, self.topology)
-            lanes = (lane, COMPUTE) if waits else (lane,)
-            ready = max(ready, *[self.free.get(each, start) for each in lanes])
-            self.free.update(dict.fromkeys(lanes, ready + seconds))
+            ready = max(ready, self.free.get(lane, start))
+            self.free[lane] = ready + seconds
             self.slots.append(Slot(op, lane, ready, ready + seconds, trips, depth))
         for value in op.results:
             known[value] = ready + seconds

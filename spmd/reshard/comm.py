@@ -84,16 +84,6 @@ _RING_CHIPS = 8
 """Slices of so many chips are one ring to the TPU compiler."""
 
 
-def is_waited_for(kind: str, topology: Topology) -> bool:
-    """Whether a backend computes nothing while a collective is under way.
-
-    The TPU compiler makes gathers and permutes asynchronous, and nothing else: no option of libtpu
-    0.0.42 was found that does it for sums on v4 and v5e.
-    """
-    sums = ("all_reduce", "reduce_scatter", "all_to_all")
-    return topology.platform == "tpu" and kind in sums
-
-
 def collective_seconds(
     kind: str,
     atoms: Sequence[int],

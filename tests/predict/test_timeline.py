@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.reducers import reducer_body
 from spmd.ir.program import Op, OpKind, Program, Region
 from spmd.ir.types import DotDims, TensorType
 from spmd.mesh.mesh import Mesh
@@ -146,21 +145,3 @@ def test_loops_run_as_often_as_they_say() -> None:
     assert (outer.op.name, outer.trips, outer.depth) == ("stablehlo.while", 1, 0)
     assert outer.end == pytest.approx(found.seconds)
     assert {(slot.trips, slot.depth) for slot in found.slots[1:]} == {(10, 1)}
-
-
-@pytest.mark.parametrize(("kind", "waits"), [("all_reduce", True), ("all_gather", False)])
-def test_on_tpus_sums_are_waited_for(kind: str, waits: bool) -> None:
-    tpus = Topology("v5e:2x4")
-
-    def make(b: Builder, x: int, w: int) -> list[int]:
-        if kind == "all_gather":
-            return [gather(b, w), dot(b, x, x)]
-        body = reducer_body("add", "bf16")
-        return [b.collective(kind, w, PIECE, (0, 1), body=body), dot(b, x, x)]
-
-    found = predict_timeline(program(make), MESH, tpus)
-    both = found.compute_seconds + found.comm_seconds
-    assert found.seconds == pytest.approx(
-        both if waits else max(found.compute_seconds, found.comm_seconds)
-    )
-    assert found.exposed_seconds == pytest.approx(found.seconds - found.compute_seconds)
