@@ -12,7 +12,7 @@ from spmd.measure.labels import layer_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
-from spmd.reshard.comm import collective_seconds, group_size, wire_bytes
+from spmd.reshard.comm import collective_seconds, group_size, run_as, wire_bytes
 
 
 class Collective(NamedTuple):
@@ -21,7 +21,7 @@ class Collective(NamedTuple):
     Attributes:
       kind: as in `spmd.reshard.comm.KINDS`.
       axes: the mesh axes (or sub-axes) along which devices exchange.
-      bytes: bytes that one device sends in one execution.
+      bytes: bytes that one device sends in one execution, in the way in which the backend runs it.
       count: executions in one run of the program (loops multiply).
       source: the user's source line, and its caller's.
       reason: a sentence: which use wanted what, or that the user wrote it.
@@ -58,14 +58,15 @@ def _collective(op: Op, times: int, mesh: Mesh, topology: Topology) -> Collectiv
     kind, axes = op.collective, op.kind.attrs["axes"]
     names = tuple(str(ref) for ref in axis_refs(axes, mesh))
     seconds = collective_seconds(kind, axes, *_sizes(op), mesh, topology)
-    sent = sent_bytes(op, mesh)
+    sent = sent_bytes(op, mesh, topology)
     layer = layer_of(op.loc)
     return Collective(kind, names, sent, times, op.loc.trail, op.loc.note, seconds, layer)
 
 
-def sent_bytes(op: Op, mesh: Mesh) -> int:
+def sent_bytes(op: Op, mesh: Mesh, topology: Topology) -> int:
     """What one device sends in one run of a collective."""
-    return wire_bytes(op.collective, group_size(op.kind.attrs, mesh), *_sizes(op))
+    kind = run_as(op.collective, op.kind.attrs.get("axes", ()), mesh, topology)
+    return wire_bytes(kind, group_size(op.kind.attrs, mesh), *_sizes(op))
 
 
 def _sizes(op: Op) -> tuple[int, int]:

@@ -93,7 +93,7 @@ def costs(timeline: Timeline, mesh: Mesh, topology: Topology) -> tuple[Cost, ...
     for part in spent(timeline, topology):
         key = (part.slot.lane, _kind(part.slot), part.slot.op.loc.user_frames[:2])
         found.setdefault(key, []).append(part)
-    made = [_cost(members, mesh) for members in found.values()]
+    made = [_cost(members, mesh, topology) for members in found.values()]
     return tuple(sorted(made, key=lambda cost: -cost.seconds))
 
 
@@ -114,7 +114,7 @@ def largest(found: Sequence[Cost], seconds: float) -> tuple[str, tuple[Cost, ...
     return f"{title}: {share} of the predicted {seconds_text(seconds)}", tuple(most)
 
 
-def _cost(members: Sequence[Spent], mesh: Mesh) -> Cost:
+def _cost(members: Sequence[Spent], mesh: Mesh, topology: Topology) -> Cost:
     """What slots of one lane, kind and source line cost."""
     slots = [part.slot for part in members]
     longest = max(slots, key=lambda slot: slot.seconds * slot.trips)
@@ -126,7 +126,7 @@ def _cost(members: Sequence[Spent], mesh: Mesh) -> Cost:
         numberless(longest.op.loc.note),
         len(slots),
         sum(slot.trips for slot in slots),
-        0 if is_compute else sum(sent_bytes(slot.op, mesh) * slot.trips for slot in slots),
+        sum(sent_bytes(slot.op, mesh, topology) * slot.trips for slot in slots if not is_compute),
         sum(part.seconds for part in members),
         sum(part.hidden for part in members),
     )

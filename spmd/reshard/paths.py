@@ -28,7 +28,7 @@ from spmd.ir.types import TensorType, dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, format_sharding, is_even, is_legal
 from spmd.mesh.topology import Topology
-from spmd.reshard.comm import collective_seconds, collective_terms, wire_bytes
+from spmd.reshard.comm import collective_seconds, collective_terms, run_as, wire_bytes
 from spmd.reshard.moves import Move
 from spmd.reshard.problem import moved, pieces_after
 from spmd.reshard.question import Asked, Dims, Names
@@ -278,7 +278,7 @@ class _Leg(NamedTuple):
     """What a step costs, however large the value is.
 
     Attributes:
-      kind: of the step.
+      kind: of the step, as the backend runs it.
       group: devices that exchange with one another.
       latency: seconds that it takes however small the value is.
       pace: seconds for each byte.
@@ -388,9 +388,11 @@ def _legs(
     """What the moves cost for a value in so many pieces at first."""
     legs = []
     for move in answer:
-        group, latency, pace = _terms(move.kind, _axes_of(move, names), mesh, topology)
+        axes = _axes_of(move, names)
+        kind = run_as(move.kind, axes, mesh, topology)
+        group, latency, pace = _terms(kind, axes, mesh, topology)
         after = pieces_after(move.kind, group, pieces)
-        legs.append(_Leg(move.kind, group, latency, pace, pieces, after))
+        legs.append(_Leg(kind, group, latency, pace, pieces, after))
         pieces = after
     return tuple(legs)
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import spmd
+from benchmarks.hlo.collectives import hlo_collectives
 from spmd.errors import ArgumentError, MeshError
 from spmd.lowering.ahead import devices_ahead, is_here
+from spmd.reshard.comm import wire_bytes
 from tests.compilers import needs_cuda_plugin, needs_libtpu
 
 
@@ -126,3 +128,22 @@ def test_devices_are_as_many_as_the_topology_says(name: str, count: int) -> None
     assert topology.count == count
     devices = devices_ahead(spmd.Mesh(None, (count,), ("data",)), topology)
     assert len({device.id for device in devices}) == count
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("sizes", "runs"), [((16, 1), "all_reduce"), ((4, 4), "reduce_scatter")])
+def test_what_the_tpu_compiler_makes_of_a_reduce_scatter(sizes: tuple[int, int], runs: str) -> None:
+    """Over a whole slice it is an all-reduce, and the plan counts it so."""
+    mesh = spmd.Mesh(None, sizes, ("data", "model"))
+    x = jax.ShapeDtypeStruct((64, 512, 512), np.float32)
+
+    def total(x: Any) -> Any:
+        return spmd.mark_sharding(jnp.sum(jnp.sin(x), 0), mesh, ("data", "model"))
+
+    x = spmd.mark_sharding(x, mesh, ("data", None, "model"))
+    compiled = spmd.jit(total, mesh=mesh).compile(x, topology=spmd.Topology("v5e:4x4"))
+    (planned,) = compiled.collectives
+    (found,) = [c for c in hlo_collectives(compiled.as_text("hlo")) if c.bytes > 1 << 17]
+    assert (planned.kind, found.kind) == ("reduce_scatter", runs)
+    assert planned.bytes == wire_bytes(runs, sizes[0], 512 * 512 * 4 // sizes[1], 0)
+    assert planned.bytes <= found.bytes <= 1.1 * planned.bytes  # pieces may be padded

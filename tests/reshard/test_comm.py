@@ -5,7 +5,7 @@ import pytest
 from spmd.errors import LegalityError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.topology import Topology
-from spmd.reshard.comm import KINDS, collective_seconds, latency_steps, wire_bytes
+from spmd.reshard.comm import KINDS, collective_seconds, latency_steps, run_as, wire_bytes
 
 MESH = Mesh(None, (4, 2), ("data", "model"))
 A100 = Topology("a100:8")
@@ -80,3 +80,23 @@ def test_the_slowest_link_sets_the_pace():
     both = collective_seconds("all_gather", (0, 1), size, 4 * size, mesh, topology)
     assert near < far < both
     assert far == pytest.approx(size / 3.125e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "kind"),
+    [
+        ("v5e:4x4", (16,), "all_reduce"),
+        ("v4:2x2x4", (4, 4), "all_reduce"),
+        ("v5e:2x4", (8,), "reduce_scatter"),
+        ("h200:16", (16,), "reduce_scatter"),
+    ],
+)
+def test_tpus_reduce_all_of_a_slice_at_once(name: str, sizes: tuple[int, ...], kind: str):
+    mesh, topology = Mesh(None, sizes, ("x", "y")[: len(sizes)]), Topology(name)
+    atoms = tuple(range(len(mesh.atoms)))
+    assert run_as("reduce_scatter", atoms, mesh, topology) == kind
+    assert run_as("reduce_scatter", atoms[1:], mesh, topology) == "reduce_scatter"
+    assert run_as("all_gather", atoms, mesh, topology) == "all_gather"
+    size = 1 << 24
+    seconds = collective_seconds("reduce_scatter", atoms, size, size // mesh.size, mesh, topology)
+    assert seconds == collective_seconds(kind, atoms, size, size // mesh.size, mesh, topology)

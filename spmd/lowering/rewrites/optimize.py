@@ -17,6 +17,7 @@ from spmd.lowering.rewrites.hoist import hoist
 from spmd.lowering.rewrites.narrow import narrow
 from spmd.lowering.rewrites.order import order
 from spmd.lowering.rewrites.regather import regather
+from spmd.lowering.rewrites.ring import ring
 from spmd.lowering.rewrites.room import Room
 from spmd.lowering.rewrites.share import share_gathers
 from spmd.lowering.rewrites.slices import slice_collectives
@@ -64,8 +65,10 @@ def schedule(
       room: the memory of one device.
       half_of: of a program in halves, which one a value is made for, 0 or 1.
     """
-    # `combine` comes first: a flat buffer is split in levels, not each small collective in it.
+    # `ring` comes first: it makes products, whose time the others look up. A flat buffer is split
+    # in levels, not each small collective in it.
     # `order` comes last, since every other rewrite changes what there is to be ordered.
+    program = ring(program, mesh, topology)
     clock = Clock(program, mesh, topology)
     if half_of:
         program = interleave(program, half_of, clock)

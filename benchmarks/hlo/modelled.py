@@ -1,0 +1,97 @@
+"""What a step takes by the TPU compiler's own schedule: its cycles, and what is waited for.
+
+The compiler estimates cycles for its kernels and none for collectives. Those take our prices here,
+less the kernels that the schedule has beside them. Nothing of this is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from benchmarks.hlo.collectives import HloCollective, read_account
+from benchmarks.hlo.schedule import estimated_cycles, read_schedule
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+from spmd.reshard.comm import latency_steps
+
+CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9}
+"""Cycles/s of a chip, from its published peak: 4 units of 128 x 128 x 2 (v5e), or 8 of them."""
+
+LARGE = 1 << 20
+"""Bytes of a collective that counts as large."""
+
+
+class Modelled(NamedTuple):
+    """The parts of a step.
+
+    Attributes:
+      kernel_seconds: the compiler's cycles, at the chip's clock.
+      exposed_seconds: what collectives take beyond the kernels beside them.
+      sent: bytes that one device sends.
+      large, large_hidden: large collectives in one run, and those with kernels beside them.
+      synchronous: (collective, exposed seconds of all its runs) of the large others.
+    """
+
+    kernel_seconds: float
+    exposed_seconds: float
+    sent: int
+    large: int
+    large_hidden: int
+    synchronous: tuple[tuple[HloCollective, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.kernel_seconds + self.exposed_seconds
+
+
+def modelled(text: str, mesh: Mesh, topology: Topology) -> Modelled:
+    """Reads a scheduled module.
+
+    Args:
+      text: `compiled.as_text("hlo")`.
+      mesh: its mesh.
+      topology: the slice, of a chip in `CLOCKS`.
+    """
+    clock = CLOCKS[topology.chip.name]
+    account, schedule = read_account(text), read_schedule(text)
+    counts = account.runs.counts()
+    exposed, alone = 0.0, []
+    large = large_hidden = 0
+    for name, own in account.collectives.items():
+        computation, used = account.module.computations[name], set[int]()
+        for collective in own if counts[name] else ():
+            # A kernel hides one collective at a time: those beside it share links.
+            places = set(collective.flight) - used
+            used |= places
+            hidden = sum(estimated_cycles(computation[place]) for place in places) / clock
+            waited = counts[name] * max(0.0, wire_seconds(collective, mesh, topology) - hidden)
+            exposed += waited
+            if collective.bytes > LARGE:
+                large += counts[name]
+                large_hidden += counts[name] if hidden else 0
+                if not hidden:
+                    alone.append((collective._replace(count=counts[name]), waited))
+    kernels = schedule.cycles / clock
+    return Modelled(kernels, exposed, schedule.bytes, large, large_hidden, tuple(alone))
+
+
+def wire_seconds(collective: HloCollective, mesh: Mesh, topology: Topology) -> float:
+    """What a collective takes that nothing else slows down.
+
+    One over the whole slice has the ports of all torus dims, others have those of the mesh axis
+    that is as long, and else one port.
+    """
+    chip, group = topology.chip, collective.group_size
+    if group == 1:
+        return 0.0
+    axes = [i for i, size in enumerate(mesh.sizes) if size == group]
+    bandwidth = chip.ici.bandwidth
+    if group == topology.count:
+        ways = [2 if size % chip.wrap == 0 else 1 for size in topology.shape if size > 1]
+        bandwidth *= sum(ways)
+    elif axes:
+        bandwidth = topology.link(mesh, axes[0]).bandwidth
+    steps = latency_steps(collective.kind, [2] * int(math.log2(group)))
+    return steps * chip.ici.latency + collective.bytes / bandwidth

@@ -1,0 +1,109 @@
+"""Sums that travel while their product is computed: before -> after, in ops, bytes and values."""
+
+# ruff: noqa: E501 (program texts)
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from benchmarks.hlo.schedule import read_schedule
+from spmd.ir.program import Program
+from spmd.lowering.rewrites.ring import ring
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.topology import Topology
+from tests.compilers import needs_libtpu
+from tests.ir.text_parse import parse_program
+from tests.lowering.rewrites.local_programs import names, rewritten, sent
+
+ONE = Mesh(None, (8,), ("data",))
+TWO = Mesh(None, (4, 2), ("data", "model"))
+TPUS = Topology("v5e:2x4")
+
+
+def after(text: str, mesh: Mesh, topology: Topology = TPUS, least: int = 0) -> Program:
+    return rewritten(lambda p: ring(p, mesh, topology, least), text, mesh)
+
+
+def scattered(axes: str, dim: int, pieces: int, body: str = "add<f32>", more: str = "") -> str:
+    """A product of 16 x 24, summed and scattered."""
+    shape = [16, 24]
+    shape[dim] //= pieces
+    result = "x".join(map(str, shape))
+    return f"""program @p(%0: tensor<3x5x16xf32> "x", %1: tensor<3x5x24xf32> "y") {{
+      %2 = stablehlo.dot_general %0, %1 {{dot_dimension_numbers = dot(lhs_contract = [0, 1], rhs_contract = [0, 1])}} : (tensor<3x5x16xf32>, tensor<3x5x24xf32>) -> tensor<16x24xf32>
+      %3 = stablehlo.reduce_scatter %2 {{axes = {{{axes}}}, body = {body}, scatter_dimension = {dim}}} : (tensor<16x24xf32>) -> tensor<{result}xf32>
+      return %3 "z"{more}
+    }}"""
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    ("mesh", "axes", "pieces"),
+    [(TWO, "data", 4), (TWO, "model", 2), (TWO, "model, data", 8), (ONE, "data", 8)],
+)
+def test_pieces_go_round(mesh: Mesh, axes: str, pieces: int, dim: int) -> None:
+    text = scattered(axes, dim, pieces)
+    program = after(text, mesh)
+    found = names(program)
+    assert found.count("dot_general") == pieces
+    assert found.count("collective_permute") == pieces - 1
+    assert "reduce_scatter" not in found
+    assert sent(program, mesh) == sent(parse_program(text, mesh), mesh)
+    notes = [op.loc.note for op in program.walk() if op.label == "collective_permute"]
+    assert notes[0] == f"(piece 2 of {pieces})"
+
+
+def test_other_sums_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed = scattered("data", 0, 4)
+    assert "collective_permute" not in names(after(summed, TWO, Topology("h200:8")))
+    assert "collective_permute" not in names(after(summed, TWO, least=16 * 24 * 4 + 1))
+    assert "collective_permute" not in names(after(scattered("data", 0, 4, "max<f32>"), TWO))
+    monkeypatch.setattr("spmd.lowering.rewrites.ring.MOST_DEVICES", 2)
+    assert "collective_permute" not in names(after(summed, TWO))
+    monkeypatch.undo()
+    read_twice = scattered("data", 0, 4, more=', %2 "w"')
+    assert "collective_permute" not in names(after(read_twice, TWO))
+
+
+def step(w: Any, x: Any) -> Any:
+    def loss(w: Any) -> Any:
+        return jnp.sum(jnp.square(x @ w))
+
+    return w - jax.grad(loss)(w)
+
+
+def test_a_step_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the marks to the devices, with the sums of every size taken apart."""
+    monkeypatch.setattr("spmd.lowering.rewrites.optimize.ring", partial(ring, least=0))
+    mesh = spmd.make_mesh(data=8)
+    rng = np.random.RandomState(0)
+    w, x = (rng.randint(-3, 4, shape).astype(np.float32) for shape in ((64, 48), (128, 64)))
+    w_, x_ = (spmd.mark_sharding(v, mesh, ("data", None)) for v in (w, x))
+    jitted = spmd.jit(step, mesh=mesh, options=spmd.Options(topology=TPUS, check=True))
+    compiled = jitted.compile(w_, x_)
+    kinds = [c.kind for c in compiled.collectives]
+    assert kinds.count("collective_permute") == 7
+    np.testing.assert_array_equal(np.asarray(jitted(w_, x_)), w - 2 * x.T @ (x @ w))
+
+
+@needs_libtpu
+def test_the_tpu_compiler_waits_for_no_permute() -> None:
+    """Each is under way beside a product; a reduce-scatter would be waited for."""
+    mesh = spmd.Mesh(None, (4, 4), ("data", "model"))
+    x, y = (jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16) for _ in range(2))
+    args = [spmd.mark_sharding(x, mesh, ("data",)), spmd.mark_sharding(y, mesh, ("data", "model"))]
+
+    def step(x: Any, y: Any) -> Any:
+        return spmd.mark_sharding(x.T @ y, mesh, ("data", "model"))
+
+    text = spmd.jit(step, mesh=mesh).compile(*args, topology=Topology("v5e:4x4")).as_text("hlo")
+    schedule = read_schedule(text)
+    assert [c.kind for c in schedule.collectives] == ["collective_permute"] * 3
+    assert sum(schedule.hidden) >= 2
