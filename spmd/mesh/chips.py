@@ -102,7 +102,7 @@ _NVLINK_LATENCY = 4e-6
 #   fifth is: so eleven plans of one training step are predicted within 8%
 #   (docs/benchmarks/plans.md).
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
-_IN_PROGRAM = 55e-6  # one figure for all: they differ by no more than repeated measurements do
+_IN_PROGRAM = 30e-6  # one figure for all: they differ by no more than repeated measurements do
 _HOPPER = tuple(
     Measured(kind, devices, _IN_PROGRAM, rate * 1e9)
     for devices, *rates in ((2, 178, 250, 181, 195, 183), (4, 227, 280, 208, 196, 262))
@@ -130,7 +130,7 @@ def _gpu(
     **more: Any,
 ) -> Chip:  # fmt: skip
     links = Link(nvlink, _NVLINK_LATENCY), Link(dcn, _GPU_DCN_LATENCY)
-    return Chip(name, _peaks(teraflops), memory, rate, *links, overlap=0.7, **more)
+    return Chip(name, _peaks(teraflops), memory, rate, *links, overlap=0.5, **more)
 
 
 _HALVES = {"cores": 2, "core": Link(600e9, _ICI_LATENCY)}

@@ -92,7 +92,8 @@ def fp8_dot(
 
     Operands are scaled, cut off at the format's largest number (NaN stays NaN) and rounded to
     float8_e4m3fn; gradients that come in to float8_e5m2. Products are summed in float32 and left in
-    the dtype of `x`, or in float32 where that is float16; the gradient of `w` is left in its own.
+    the dtype of `x`, or in float32 where that is float16; so are gradients, before they are brought
+    to the dtypes of `x` and `w`.
 
     The gradient of the state is no derivative but *the next state*: the histories with this step's
     maxima in front. Put it in the place of the state (`next_states`, or `split` and `merge`), and
@@ -206,7 +207,9 @@ def _backward(plan: _Plan, kept: Any, grads: tuple[Any, ...]) -> tuple[Any, tupl
         dy8 = _rounded(dy, E5M2, scale)
         term = _grad_of_left(dy8, w8, plan.dims, x8.values.ndim, like_x.dtype)
         dx = term if i == 0 else dx + term
-        dw.append(_grad_of_right(dy8, x8, plan.dims, w8.values.ndim, like.dtype))
+        # Devices add their terms in the dtype of `x`, as those of a product in it.
+        term = _grad_of_right(dy8, x8, plan.dims, w8.values.ndim, like_x.dtype)
+        dw.append(term.astype(like.dtype))
     return dx, tuple(dw), jnp.concatenate([jnp.concatenate(met), maxima[:, :-1]], axis=1)
 
 
