@@ -5,8 +5,9 @@ after:  `%w0 = slice %1 [0:1]; ...; %w1 = slice %1 [1:2]; ...`
 
 What counts the trips is then known, so each trip reads its piece of a stack directly; and what one
 loop collects for another (a scan's residuals for its gradient) is handed on piece by piece, without
-the stack. A scan over layers becomes what a Python loop over them would be: backends overlap the
-communication of one layer with the next, and copy nothing. It takes longer to compile.
+the stack. A stack that is wanted whole is its pieces side by side. So a scan over layers becomes
+what a Python loop over them would be: backends overlap the communication of one layer with the
+next, and copy nothing. It takes longer to compile.
 """
 
 from __future__ import annotations
@@ -106,7 +107,19 @@ class _Unroller:
             for inner in body.ops:
                 repeat_op(b, inner, env, self._rewrite)
             carried = [env[v] for v in body.results]
-        return carried
+        return [self._joined(b, v) for v in carried]
+
+    def _joined(self, b: Builder, value: Value) -> Value:
+        """A stack of which every piece was written is its pieces side by side.
+
+        Written one by one they would be written into a copy of what was there before.
+        """
+        stack, type_ = self.stacks.get(value), b.types[value]
+        if stack is None or len(stack.pieces) < type_.shape[0]:
+            return value
+        joined = b.concatenate([stack.pieces[i] for i in range(type_.shape[0])], 0)
+        self.stacks[joined] = stack
+        return joined
 
     def _rewrite(self, b: Builder, op: Op, operands: tuple[Value, ...]) -> Sequence[Value] | None:
         integer = self._folded(op.kind, operands)
