@@ -97,12 +97,12 @@ _NVLINK_LATENCY = 4e-6
 # GPU: NVIDIA A100 80GB, H100 and H200 SXM datasheets, dense (without sparsity). NVLink's figure is
 #   half of its total; dcn is the DGX A100 / DGX H100 compute network, one adapter per GPU.
 #   What H200s behind one switch take was measured with `tools/run calibrate` on four of them, jax
-#   0.11.2: the latency is the median of all. H100s have the same links. Of the data sheet's peaks,
-#   large products reach 80% there and copies 90%, and of what could be hidden behind arithmetic a
-#   fifth is: so eleven plans of one training step are predicted within 8%
-#   (docs/benchmarks/plans.md).
+#   0.11.2; H100s have the same links. Under their power limit products that follow one another
+#   reach 70% of the data sheet's peak (fp8 1,380 TFLOP/s), copies 90%, and half of what could be
+#   hidden behind arithmetic is: so steps of 8 and 32 layers are predicted within 6%
+#   (docs/benchmarks/training.md).
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
-_IN_PROGRAM = 30e-6  # one figure for all: they differ by no more than repeated measurements do
+_IN_PROGRAM = 30e-6  # small ones take 10 to 55, however many devices and of whichever kind
 _HOPPER = tuple(
     Measured(kind, devices, _IN_PROGRAM, rate * 1e9)
     for devices, *rates in ((2, 178, 250, 181, 195, 183), (4, 227, 280, 208, 196, 262))

@@ -60,6 +60,10 @@ def _terms(kind: OpKind, build: RuleBuilder, summed: str) -> tuple[Dims, Dims, D
     return [b, s, n, d], [b, t, k, d], [b, n, s], masks
 
 
+EFFICIENCY = 0.63
+"""Measured on H200s, head width 128, 4096 causal tokens: cuDNN's kernels, both ways together."""
+
+
 def forward_flops(kind: OpKind) -> float:
     """Two products, of which a causal mask leaves what its queries see."""
     return 4.0 * _points(kind)

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import fp8
 
 
+@pytest.mark.heavy
 def test_both_runs_start_alike_and_stay_close(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--hidden_size 64 --layers 1 --seq_len 16 --global_batch 4 --dtype float32 --scan"
     fp8.main([*sizes.split(), "--mesh", "data=2", "--steps", "3", "--every", "2"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import plan_llama
 from benchmarks.plan_llama import ROWS, lower, mfu, plan_cells
 
@@ -26,6 +28,7 @@ def test_one_row_without_the_compiler() -> None:
     assert not any(t.shape[:1] == (256,) and t.rank == 4 for t in types)
 
 
+@pytest.mark.heavy
 def test_accumulation_makes_room() -> None:
     row = ROWS["7b"]
     once, twice = (lower(row, 2048, n).predicted_memory.peak for n in (1, 2))

@@ -387,7 +387,7 @@ def result_unlike_its_state(plan):
 def partial_out_of_nowhere(plan):
     dot = op_named(plan, "dot_general")
     first, second = plan.choice(dot).operands
-    return with_choice(plan, dot, operands=(Sharding(first.dims, MODEL, "max"), second))
+    return with_choice(plan, dot, operands=(Sharding(first.dims, MODEL, "mul"), second))
 
 
 def assignment_too_short(plan):

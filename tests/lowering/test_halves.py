@@ -207,7 +207,9 @@ def test_without_sums_along_the_dim_results_are_the_same_to_the_bit(
         assert "x (dim 0) in two halves, one computed while the other is exchanged" in text
 
 
-@pytest.mark.parametrize(("shape", "scan"), [((2, 4), True), ((1, 8), False)])
+@pytest.mark.parametrize(
+    ("shape", "scan"), [((2, 4), True), pytest.param((1, 8), False, marks=pytest.mark.heavy)]
+)
 def test_a_llama_step(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], scan: bool) -> None:
     plain = Training.jit
     monkeypatch.setattr(Training, "jit", lambda self, **o: plain(self, halves=True, **o))
@@ -243,13 +245,13 @@ def waits(lowered: spmd.Lowered) -> float:
 
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.heavy)])
 def test_less_is_waited_for(scan: bool) -> None:
-    whole, halves = (lower("h200:2", (1, 2), scan, halves=h) for h in (False, True))
+    whole, halves = (lower("h200:2", (1, 2), scan, halves=h, unroll=0) for h in (False, True))
     assert waits(halves) < 0.5 * waits(whole)
     assert halves.predicted_memory.peak < 1.05 * whole.predicted_memory.peak
 
 
 def test_the_prediction_decides() -> None:
-    """TPUs hide what runs side by side; of H200s a fifth is won, less than halves cost."""
+    """TPUs hide what runs side by side; on two H200s less would be won than halves cost."""
     tpu, gpu = lower("v5e:4x4", (4, 4), True), lower("h200:2", (1, 2), True)
     plan = tpu.stages.plan
     assert plan.halved is not None

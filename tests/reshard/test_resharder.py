@@ -63,10 +63,10 @@ def free_seconds(plan: Plan, value: Value, have: Sharding, wanted: Sharding) -> 
 def test_equals_cost_nothing_and_what_cannot_be_is_infinite(
     resharder: Resharder, inside: Value
 ) -> None:
-    maximum = sharding("[{}, {}] partial max {y}")
+    product = sharding("[{}, {}] partial mul {y}")
     assert resharder.seconds(inside, ROWS, ROWS) == 0.0
-    assert resharder.seconds(inside, WHOLE, maximum) == math.inf
-    assert resharder.path(inside, WHOLE, maximum) is NO_WAY
+    assert resharder.seconds(inside, WHOLE, product) == math.inf
+    assert resharder.path(inside, WHOLE, product) is NO_WAY
 
 
 def test_held_axes_help_no_value_inside(plan: Plan, resharder: Resharder, inside: Value) -> None:

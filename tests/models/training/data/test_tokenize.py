@@ -245,6 +245,7 @@ def test_a_second_run_does_nothing(tmp_path):
         tokenize([path], tmp_path, Options())
 
 
+@pytest.mark.heavy
 def test_killed_and_resumed(tmp_path, bpe):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 60)
     arguments = ["--tokenizer", str(bpe), "--piece_mib", "1", str(path)]
