@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(trainer, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
     for state in jax.tree.leaves(fp8.split(whole.params)[1]):
         maxima = np.asarray(state)
-        assert (maxima[..., :STEPS] > 0).all(axis=(0, 1))[0]
+        assert (maxima[..., 0] > 0).all()
         assert (maxima[..., STEPS + 1 :] == 0).all()
         assert state.sharding.is_fully_replicated
     assert not jax.tree.leaves(fp8.split(whole.opt_state)[1])  # no optimizer's business
@@ -60,7 +61,8 @@ def test_states_know_the_weights_and_are_not_exported(scan_layers):
     params = jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
     plain = dataclasses.replace(config, matmul="dtype")
     expected = jax.eval_shape(functools.partial(model.init, config=plain), jax.random.key(0))
-    assert jax.tree.structure(model.without_states(params)) == jax.tree.structure(expected)
+    found: Any = jax.tree.structure(model.without_states(params))
+    assert found == jax.tree.structure(expected)
     assert len(_sources(params, config)) == len(_sources(model.without_states(params), plain))
     layer = params["layers"] if scan_layers else params["layers"]["1"]
     state = layer["mlp"]["fp8"]["gate_proj up_proj"]
@@ -72,7 +74,7 @@ def test_states_know_the_weights_and_are_not_exported(scan_layers):
 
 
 def test_microbatches_take_the_maximum_of_their_maxima():
-    params = {"w": jnp.eye(4), "s": fp8.fp8_state(jnp.eye(4))}
+    params: Any = {"w": jnp.eye(4), "s": fp8.fp8_state(jnp.eye(4))}
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 4)), jnp.float32)
 
     def loss(params, batch):
