@@ -1,7 +1,6 @@
 """A flax model whose matrix products are of 8-bit floats, scaled by what earlier steps saw."""
 
 import os
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -35,8 +34,8 @@ model, optimizer = Model(), optax.adam(1e-3)
 
 def train_step(params, states, opt_state, x, y):
     def loss_fn(params, states):
-        out: Any = model.apply({"params": params, "fp8": states}, x)
-        return jnp.mean(jnp.square(out.astype(jnp.float32) - y))
+        out = model.apply({"params": params, "fp8": states}, x)
+        return jnp.mean(jnp.square(jnp.asarray(out, jnp.float32) - y))
 
     loss, (grads, states) = jax.value_and_grad(loss_fn, (0, 1))(params, states)
     updates, opt_state = optimizer.update(grads, opt_state, params)
