@@ -6,6 +6,9 @@ after:  `%2 = convert %1 : bf16; %3 = all_gather %2; %4 = transpose %3`
 before: `%2 = convert %1 : f32; %3 = transpose %2; %4 = all_gather %3` (`%1` is bf16)
 after:  `%2 = transpose %1; %3 = all_gather %2; %4 = convert %3 : f32`
 
+before: `%2 = convert %0 : f32; %3 = convert %1 : f32; %4 = concatenate %2, %3` (from bf16)
+after:  `%2 = concatenate %0, %1; %3 = convert %2 : f32`
+
 A convert of elements gives the same wherever they lie, so both change no number. Reductions are
 left alone: their terms' type is the precision of the sum.
 """
@@ -16,6 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from spmd.ir.control_flow import producers_of, users_of
 from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType, dtype_bits
@@ -40,7 +44,19 @@ def _exchanges(op: Op) -> bool:
 
 
 def _reshapes(op: Op) -> bool:
-    return op.kind.about.is_transpose or op.kind.about.is_reshape
+    about = op.kind.about
+    if about.is_broadcast:
+        return op.kind.operands[0].size == op.kind.results[0].size
+    return about.is_transpose or about.is_reshape
+
+
+def _joins(op: Op) -> bool:
+    """Whether an op lays several operands side by side."""
+    about, count = op.kind.about, len(op.operands)
+    if count < 2 or about.rule is None or about.collective or about.is_elementwise:
+        return False
+    rule = rule_of(op.kind)
+    return rule.moves and rule.linear == (tuple(range(count)),)
 
 
 def _passes_on(op: Op) -> bool:
@@ -69,12 +85,13 @@ def _widened_last(program: Program) -> Program:
 
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         made.update((result, op) for result in op.results)
-        if not _exchanges(op) or len(op.results) != 1:
+        if len(op.results) != 1 or not (_exchanges(op) or _joins(op)):
             return None
-        source = narrow_of(b, op.operands[0])
-        if source is None:
+        found = [narrow_of(b, value) for value in op.operands]
+        sources = [source for source in found if source is not None]
+        if len(sources) < len(found) or len({b.types[source].dtype for source in sources}) > 1:
             return None
-        exchanged = _retyped(b, op, source)
+        exchanged = _retyped(b, op, *sources)
         wide = b.convert(exchanged, op.kind.results[0].dtype)
         narrow_form[wide] = exchanged
         return (wide,)
@@ -83,13 +100,15 @@ def _widened_last(program: Program) -> Program:
 
 
 def _moves_widened(op: Op, made: Mapping[Value, Op]) -> bool:
-    """Whether an exchange moves what was converted from a narrower type."""
-    if not _exchanges(op):
-        return False
-    source = made.get(op.operands[0])
-    while source is not None and _reshapes(source):
-        source = made.get(source.operands[0])
-    return source is not None and _widens(source)
+    """Whether an exchange, or a join, moves what was converted from a narrower type."""
+
+    def is_widened(value: Value) -> bool:
+        source = made.get(value)
+        while source is not None and _reshapes(source):
+            source = made.get(source.operands[0])
+        return source is not None and _widens(source)
+
+    return (_exchanges(op) or _joins(op)) and all(map(is_widened, op.operands))
 
 
 def _widens(op: Op) -> bool:
@@ -159,6 +178,6 @@ def _wanted_types(program: Program) -> dict[Value, str]:
     return moved
 
 
-def _retyped(b: Builder, op: Op, operand: Value) -> Value:
-    """The op again, on an operand of another element type."""
-    return again(b, op, (operand,), TensorType(op.kind.results[0].shape, b.types[operand].dtype))
+def _retyped(b: Builder, op: Op, *operands: Value) -> Value:
+    """The op again, on operands of another element type."""
+    return again(b, op, operands, TensorType(op.kind.results[0].shape, b.types[operands[0]].dtype))

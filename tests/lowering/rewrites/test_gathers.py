@@ -65,6 +65,21 @@ def test_what_is_widened_before_a_gather_is_widened_after_it() -> None:
     assert sent(after, MESH) == 8 * 2 + 16 * 2 * 3
 
 
+@pytest.mark.parametrize("second", ["bf16", "f16"])
+def test_what_is_widened_and_joined_is_widened_after_that(second: str) -> None:
+    after = rewritten(lambda p: remove_dead(narrow(p)), f"""program @p(%0: tensor<4xbf16> "x", %1: tensor<4x{second}> "y") {{
+      %2 = stablehlo.convert %0 : (tensor<4xbf16>) -> tensor<4xf32>
+      %3 = stablehlo.broadcast_in_dim %2 {{broadcast_dimensions = [1]}} : (tensor<4xf32>) -> tensor<1x4xf32>
+      %4 = stablehlo.convert %1 : (tensor<4x{second}>) -> tensor<4xf32>
+      %5 = stablehlo.broadcast_in_dim %4 {{broadcast_dimensions = [1]}} : (tensor<4xf32>) -> tensor<1x4xf32>
+      %6 = stablehlo.concatenate %3, %5 {{dimension = 0}} : (tensor<1x4xf32>, tensor<1x4xf32>) -> tensor<2x4xf32>
+      return %6 "z"
+    }}""", MESH)  # fmt: skip
+    alike = ["broadcast_in_dim", "broadcast_in_dim", "concatenate", "convert"]
+    apart = ["convert", "broadcast_in_dim", "convert", "broadcast_in_dim", "concatenate"]
+    assert names(after) == (alike if second == "bf16" else apart)
+
+
 def test_a_sum_keeps_its_precision() -> None:
     text = """program @p(%0: tensor<8x4xf32> "x", %1: tensor<8x4xbf16> "w") {
       %2 = stablehlo.reduce_scatter %0 {axes = {data}, body = add<f32>, scatter_dimension = 0} : (tensor<8x4xf32>) -> tensor<2x4xf32>
