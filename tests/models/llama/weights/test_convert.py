@@ -249,7 +249,7 @@ limit = held * 1024 + int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 convert_checkpoints.main(sys.argv[2:])
 try:
-    bytearray(int(sys.argv[1]))
+    bytearray(2 * int(sys.argv[1]))  # more than what was freed since
 except MemoryError:
     print("the limit limits")
 """
