@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,8 +38,8 @@ def test_the_peer_computes_our_model() -> None:
     names |= {name: f"self_attn/{name}_proj" for name in "qkvo"}
     names |= {name: f"mlp/{name}_proj" for name in ("gate", "up", "down")}
 
-    def of(path: str) -> object:
-        found = params
+    def of(path: str) -> Any:
+        found: Any = params
         for part in path.split("/"):
             found = found[part]
         return torch.from_numpy(np.array(found["weight"]))
@@ -51,5 +53,5 @@ def test_the_peer_computes_our_model() -> None:
     tokens = np.random.RandomState(0).randint(0, config.vocab_size, (2, 33))
     with torch.no_grad():
         theirs = peer(torch.from_numpy(tokens)).numpy()
-    ours = model.forward(params, tokens, config)
-    np.testing.assert_allclose(theirs, ours, atol=1e-4)
+    wanted = model.forward(params, jnp.asarray(tokens), config)
+    np.testing.assert_allclose(theirs, wanted, atol=1e-4)
