@@ -10,6 +10,12 @@ and the results that take their place) lies in the order that the collectives wa
 
 Dims are followed through all that leaves their elements in order: elementwise ops, slices,
 reshapes, loops. AdamW's moments lie like their weight, since its update reads both.
+
+XLA chooses the order of what is in between. Where an op could write in any order, it does not see
+that a donated argument waits for the result further down: rows that are added to a table of zeros
+would lie as suits another table of zeros. Such results are pinned, in the order of the argument:
+
+    %8 = scatter %zeros, %rows; %9 = custom_call %8 {call_target_name = "LayoutConstraint"}
 """
 
 from __future__ import annotations
@@ -17,15 +23,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from spmd.ir.description import CUSTOM_CALL
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.dialect.registry import rule_of
 from spmd.ir.index import Index
-from spmd.ir.program import OpKind, Program, Value
-from spmd.ir.types import Order
+from spmd.ir.program import Op, OpKind, Program, Value
+from spmd.ir.rewrite import Now, edit_ops
+from spmd.ir.types import Opaque, Order
 from spmd.lowering.partition import Partitioned
 from spmd.lowering.tied import Dim, Kept, TiedDims, with_runs
 from spmd.predict.backends import backend_of
 
 _JOINED = ("all_gather", "reduce_scatter")
+
+_PINNED_BYTES = 1 << 20
+"""Results of at least so many bytes are pinned: others are transposed as fast as they are read."""
 
 
 def lay_out(
@@ -47,14 +59,40 @@ def lay_out(
     body, types = local.program.body, local.program.types
     arguments = [*given] or [None] * len(body.args)
     results: list[Order | None] = [None] * len(body.results)
+    program = local.program
     chooses = backend_of(platform).joins_outermost if wanted is None else wanted
     if chooses and any(types[body.args[argument]].rank > 1 for _, argument in links):
-        wishes = _Wishes(local.program)
+        wishes = _Wishes(program)
         for result, argument in links:
             value = body.args[argument]
             if types[value].shape == types[body.results[result]].shape:
                 arguments[argument] = results[result] = wishes.order(value)
-    return local._replace(argument_orders=tuple(arguments), result_orders=tuple(results))
+        program = _pinned(program, wishes, [body.args[argument] for _, argument in links])
+    orders = tuple(arguments), tuple(results)
+    return local._replace(program=program, argument_orders=orders[0], result_orders=orders[1])
+
+
+def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Program:
+    """A program whose joins and scatters that go into links lie in memory as these do."""
+    ranks = [(value, program.types[value].rank) for value in links]
+    classes = {wishes.tied.of((value, dim)) for value, rank in ranks for dim in range(rank)}
+
+    def edit(b: Builder, op: Op, now: Now) -> tuple[Value, ...] | None:
+        if not (op.kind.about.is_scatter or op.name == "stablehlo.concatenate"):
+            return None
+        (result,), (type_,) = op.results, op.kind.results
+        dims = [wishes.tied.of((result, dim)) for dim in range(type_.rank)]
+        if type_.bytes < _PINNED_BYTES or not classes.issuperset(dims):
+            return None
+        b.append(op)
+        order = wishes.order(result) or range(type_.rank)
+        minor_to_major = [*reversed(order)]
+        text = Opaque(f"[dense<{minor_to_major}> : tensor<{type_.rank}xindex>]")
+        target = {"call_target_name": "LayoutConstraint", "api_version": Opaque("1 : i32")}
+        layouts = {"operand_layouts": text, "result_layouts": text}
+        return b.op(CUSTOM_CALL, (result,), (type_,), {**target, **layouts})
+
+    return edit_ops(program, edit)
 
 
 class _Wishes:

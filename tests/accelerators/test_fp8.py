@@ -18,7 +18,7 @@ from spmd.ops import fp8_dot, fp8_state
 from tests.accelerators.devices import COUNT, DEVICES, PLATFORM
 
 pytestmark = pytest.mark.skipif(
-    PLATFORM != "cuda" or float(DEVICES[0].compute_capability) < 8.9,
+    PLATFORM != "gpu" or float(DEVICES[0].compute_capability) < 8.9,
     reason="needs GPUs that multiply 8-bit floats",
 )
 

@@ -202,3 +202,43 @@ def test_what_is_asked_of_programs_works_in_any_layout(tmp_path: Any) -> None:
         restored = saver.restore(path, {"w": wanted})["w"]
     np.testing.assert_array_equal(restored, w)
     np.testing.assert_array_equal(compiled(restored, x), compiled(w, x))
+
+
+@pytest.mark.parametrize("unroll", [0, LAYERS])
+def test_joins_and_scatters_are_pinned(unroll: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacks of gradients and a table's gradient lie as the optimizer reads them."""
+    monkeypatch.setattr("spmd.lowering.layouts._PINNED_BYTES", 0)
+    mesh, weights = spmd.make_mesh(data=8), params_of(True)
+    params = {**weights, "table": made((WIDE * 2, NARROW))}
+    x = np.random.RandomState(0).randint(0, 2 * WIDE, (ROWS * 8,))
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            weights = {"up": params["up"], "down": params["down"]}
+            return (scanned(weights, params["table"][x]) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    run = spmd.jit(
+        step,
+        mesh=mesh,
+        in_specs=({**specs_of(weights)[0], "table": P(None, "data")}, ("data",)),
+        donate_argnums=0,
+        options=replace(OPTIONS, unroll=unroll),
+    )
+    lowered = run.lower(params, x)
+    lines = lowered.as_text("optimized").splitlines()
+    pins = [(lines[i - 1], line) for i, line in enumerate(lines) if "LayoutConstraint" in line]
+    assert sum("scatter" in before for before, _ in pins) == 1
+    assert sum("concatenate" in before for before, _ in pins) == (2 if unroll else 0)
+    down, table, up, _ = lowered.stages.optimized.argument_orders
+    for before, pin in pins:
+        order = [*reversed(eval(pin.split("dense<")[1].split(">")[0]))]
+        assert order == [0, 1] if "scatter" in before else tuple(order) in (down, up)
+    assert table is None
+    want = jax.jit(step)(params, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        lowered.compile()({**params}, x),
+        want,
+    )
