@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.energy import SECONDS, joules
 from benchmarks.kernels import Kernel, Kinds, kinds_of
 from models.llama.config import LlamaConfig, named_config
 
@@ -32,6 +34,7 @@ class Result(NamedTuple):
     Attributes:
       seconds: of one step, the median.
       ahead: of one step where none is waited for.
+      joules: of process 0's GPU in such a step.
       compile_seconds: until the first steps were done.
       bytes: the most memory that was held.
       loss: the last one.
@@ -41,6 +44,7 @@ class Result(NamedTuple):
 
     seconds: float
     ahead: float
+    joules: float
     compile_seconds: float
     bytes: int
     loss: float
@@ -198,7 +202,12 @@ def _run(given: argparse.Namespace) -> Result | None:
     timed(WARM)
     compiled = time.perf_counter() - start
     seconds = statistics.median(timed(1) for _ in range(given.steps))
-    ahead = timed(given.steps)
+    longest = torch.tensor(seconds, device="cuda")
+    dist.all_reduce(longest, dist.ReduceOp.MAX)  # all processes take as many steps
+    count = max(given.steps, math.ceil(SECONDS / longest.item()))
+    before = joules()
+    ahead = timed(count)
+    energy = (joules() - before) / count
     steps = []
     for _ in range(PROFILED):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -216,7 +225,7 @@ def _run(given: argparse.Namespace) -> Result | None:
     if not is_first:
         return None
     kinds = kinds_of(steps)
-    return Result(seconds, ahead, compiled, held, loss, torch.__version__, kinds)
+    return Result(seconds, ahead, energy, compiled, held, loss, torch.__version__, kinds)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

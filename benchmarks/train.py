@@ -6,8 +6,9 @@ optimizer-state shardings; its partitioner is XLA's own. PyTorch (`benchmarks/to
 the same sizes over all GPUs in processes of its own, before jax takes their memory.
 
 `ms/step` is the median over `--steps` steps after two warm-up steps, each waited for; `ahead` is
-the mean where none is, as in a training loop that logs now and then. `--kinds` adds where the time
-of one GPU went, by kind of kernel, and for ours what was predicted.
+the mean where none is, as in a training loop that logs now and then, and `J/step` the energy that
+one GPU takes for it: where GPUs are at their power limit, that decides about the time. `--kinds`
+adds where the time of one GPU went, by kind of kernel, and for ours what was predicted.
 
 Example:
     benchmarks/run train --model llama2-7b --meshes data=8,data=4:model=2 --seq_len 1024
@@ -33,6 +34,7 @@ import optax
 
 import spmd
 from benchmarks import kernels, torch_fsdp
+from benchmarks.energy import SECONDS, joules
 from benchmarks.kernels import Kernel, Kinds, kinds_of
 from models.llama import model, sharding
 from models.llama.config import ATTENTIONS, MATMULS, LlamaConfig, named_config
@@ -73,13 +75,13 @@ class Loop:
         """One step, waited for."""
         jax.block_until_ready(self._issue())
 
-    def ahead(self, steps: int) -> float:
-        """Mean seconds of a step where none is waited for."""
-        start = time.perf_counter()
+    def ahead(self, steps: int) -> tuple[float, float]:
+        """Mean seconds and joules of a step where none is waited for, of the first GPU."""
+        start, before = time.perf_counter(), joules()
         for _ in range(steps):
             self._issue()
         jax.block_until_ready(self._loss)
-        return (time.perf_counter() - start) / steps
+        return (time.perf_counter() - start) / steps, (joules() - before) / steps
 
     @property
     def loss(self) -> float:
@@ -107,6 +109,7 @@ class Row:
     Attributes:
       name, mesh: the program, and how it is split.
       seconds, ahead: of one step, waited for or not.
+      joules: of the first GPU in one step.
       compile_seconds: until it could run.
       bytes: memory of one device at its fullest.
       loss: of the last step.
@@ -118,6 +121,7 @@ class Row:
     mesh: str
     seconds: float
     ahead: float
+    joules: float
     compile_seconds: float
     bytes: int
     loss: float
@@ -130,13 +134,14 @@ class Row:
         peak = peak_flops(jax.devices()[0].device_kind, config.dtype)
         mfu = config.flops_per_token(given.seq_len) * rate / peak if peak else float("nan")
         times = (f"{self.seconds * 1e3:.1f}", f"{self.ahead * 1e3:.1f}", f"{rate:,.0f}")
+        energy = "-" if math.isnan(self.joules) else f"{self.joules:.1f}"
         sizes = (f"{self.bytes / 2**30:.1f}", f"{self.compile_seconds:.1f}", f"{self.loss:.4f}")
-        return [self.name, self.mesh, *times, f"{mfu:.1%}", *sizes]
+        return [self.name, self.mesh, *times, f"{mfu:.1%}", energy, *sizes]
 
 
 HEADER = (
     *("program", "mesh", "ms/step", "ahead", "tokens/s/device", "MFU"),
-    *("peak GiB", "compile s", "loss"),
+    *("J/step", "peak GiB", "compile s", "loss"),
 )
 
 
@@ -191,7 +196,8 @@ def bench(given: argparse.Namespace, text: str) -> Iterator[Row]:
     def measured(name: str, program: Any, placed: Any, compile_seconds: float) -> tuple[Row, Run]:
         loop = Loop(program, *fresh(placed), batch)
         run = run_steps(loop.run, lambda: None, given.steps, PROFILED if given.kinds else 0)
-        row = Row(name, text, run.seconds, loop.ahead(given.steps), compile_seconds, 0, loop.loss)
+        ahead = loop.ahead(max(given.steps, math.ceil(SECONDS / run.seconds)))
+        row = Row(name, text, run.seconds, *ahead, compile_seconds, 0, loop.loss)
         if given.kinds and jax.devices()[0].platform == "gpu":
             row.kinds = kinds_of(map(_first_device, run.steps))
         return row, run
@@ -228,7 +234,7 @@ def torch_row(given: argparse.Namespace, text: str) -> Row:
     axes = parse_axes(text)
     sizes = (given.layers, math.prod(axes.values()), given.global_batch, given.seq_len)
     found = torch_fsdp.measure(given.model, *sizes, given.steps)
-    row = Row(f"PyTorch {found.version}", text, *found[:5])
+    row = Row(f"PyTorch {found.version}", text, *found[:6])
     row.kinds = found.kinds
     return row
 
