@@ -130,7 +130,7 @@ def _gpu(
     **more: Any,
 ) -> Chip:  # fmt: skip
     links = Link(nvlink, _NVLINK_LATENCY), Link(dcn, _GPU_DCN_LATENCY)
-    return Chip(name, _peaks(teraflops), memory, rate, *links, overlap=0.5, **more)
+    return Chip(name, _peaks(teraflops), memory, rate, *links, overlap=0.75, **more)
 
 
 _HALVES = {"cores": 2, "core": Link(600e9, _ICI_LATENCY)}

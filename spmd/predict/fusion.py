@@ -96,6 +96,15 @@ def _as_large(op: Op) -> tuple[Value, ...]:
     return tuple(dict.fromkeys(value for value, type_ in pairs if type_.size >= size))
 
 
+def _is_renamed(op: Op) -> bool:
+    """Whether an op adds dims of one element: the same memory, read with another shape."""
+    kind = op.kind
+    if not kind.about.is_broadcast or kind.operands[0].size != kind.results[0].size:
+        return False
+    dims = kind.attrs["broadcast_dimensions"]
+    return list(dims) == sorted(dims)
+
+
 class _Fusion:
     """Walks a program backwards, and collects the fields of `Fused`.
 
@@ -146,7 +155,7 @@ class _Fusion:
                     self.read(value, 1, True)
             elif not any(map(self.readers.__getitem__, op.results)):
                 continue
-            elif what == Role.ALIAS:
+            elif what == Role.ALIAS or _is_renamed(op):
                 self.alias(op)
             elif what <= Role.ONCE and self.is_inside(op, what):
                 self.inside(op)
