@@ -93,6 +93,7 @@ class Plan(NamedTuple):
       byte_price: seconds for each byte that its program holds at the fullest moment: what is worth
         less than its price is made again instead (`spmd.lowering.recompute`); 0: nothing is.
       recomputed: what its program makes again; empty if that was not tried.
+      exposed: the share of a reshard's time that counted in the network that it was taken from.
       halved: what its program cuts into halves; None if nothing.
     """
 
@@ -111,6 +112,7 @@ class Plan(NamedTuple):
     greedy_seconds: float = 0.0
     byte_price: float = 0.0
     recomputed: tuple[Recomputed, ...] = ()
+    exposed: float = 1.0
     halved: Halved | None = None
 
     @property
