@@ -5,7 +5,7 @@
         ...                      # after a while, on stderr: spmd: train_step, plan (3 s)
 
 The line appears when the work takes longer than people wait gladly, and is erased at the end. Logs
-never see it: what is written to a file or a pipe stays as it is.
+never see it: what is written to a file or a pipe stays as it is. A `Stopwatch` tells it of stages.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TextIO
+from typing import ParamSpec, TextIO, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PATIENCE, EVERY = 1.5, 0.5
 """Seconds before the line appears, and between its updates."""
@@ -54,6 +57,32 @@ def doing(stage: str) -> None:
     line = _line.get()
     if line is not None:
         line.stage = stage
+
+
+class Stopwatch:
+    """Times stages, each without those that it calls; prints them when verbose.
+
+    Attributes:
+      seconds: stage -> seconds, in the order in which they began.
+    """
+
+    def __init__(self, verbose: bool = False) -> None:
+        self.verbose = verbose
+        self.seconds: dict[str, float] = {}
+        self._inside = 0.0
+
+    def __call__(self, stage: str, run: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a stage."""
+        doing(stage)
+        self.seconds.setdefault(stage, 0.0)
+        start, outside, self._inside = time.perf_counter(), self._inside, 0.0
+        result = run(*args, **kwargs)
+        whole = time.perf_counter() - start
+        own, self._inside = whole - self._inside, outside + whole
+        self.seconds[stage] += own
+        if self.verbose:
+            print(f"spmd: {stage:<12} {own * 1e3:9.1f} ms", file=sys.stderr)
+        return result
 
 
 class _Line(threading.Thread):

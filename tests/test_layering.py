@@ -25,7 +25,7 @@ LAYERS = (
     ("spmd.predict",),
     ("spmd.planning",),
     ("spmd.lowering", "spmd.ops", "spmd.launch"),
-    ("spmd.pipeline", "spmd.measure"),
+    ("spmd.trial", "spmd.forms", "spmd.pipeline", "spmd.measure"),
     ("spmd.explain", "spmd.verify"),
     (
         "spmd.api",

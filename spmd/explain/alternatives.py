@@ -1,9 +1,9 @@
 """`Alternatives`: what a plan would cost if one decision were another one, all else at its best.
 
 A decision is a variable of the planner's network. With another choice alone left to it the network
-is solved again; what it says is a plan, which is brought down to a local program and timed like the
-plan itself. So a price counts everything that follows, and is in seconds of the same kind as all
-that a report shows. The planner's sum only finds the plan.
+that the plan was taken from is solved again; what it says is a plan, which is brought down to a
+local program and timed like the plan itself. So a price counts everything that follows, and is in
+seconds of the same kind as all that a report shows. The planner's sum only finds the plan.
 
     price of a choice  =  time of the best plan that makes it  -  time of the plan
 """
@@ -47,19 +47,14 @@ class Alternatives:
         self.plan = plan
         self.options = options or Options()
         self._prices: dict[tuple[int, tuple[int, ...]], Price | None] = {}
-        self._reduced: dict[tuple[int, tuple[int, ...]], _Reduced] = {}
+        self._reduced: dict[tuple[int, ...], _Reduced] = {}
         self._timed: dict[object, Plan] = {}
 
     @cached_property
     def _built(self) -> CostNetwork:
-        """The network that the exact planner solves."""
-        return weighed(self.plan.problem)[1]
-
-    @cached_property
-    def _networks(self) -> tuple[CostNetwork, ...]:
-        """The networks that the exact planner takes plans from, of the same variables."""
-        hidden = with_hidden(self._built)
-        return (self._built,) if hidden is None else (self._built, hidden)
+        """The network that the plan was taken from."""
+        costs = weighed(self.plan.problem)[1]
+        return costs if self.plan.exposed == costs.exposed else with_hidden(costs) or costs
 
     # Questions.
 
@@ -144,29 +139,24 @@ class Alternatives:
     ) -> Price | None:
         """What the best plan costs more in which a class is in some states; None: forbidden."""
         if (number, states) not in self._prices:
-            found = [
-                self._time(costs, solution)
-                for i, costs in enumerate(self._networks)
-                if (solution := self._solved(i, number, states, together)).cost < FORBIDDEN / 2
-            ]
-            best = min(found, key=lambda plan: plan.run_seconds, default=None)
-            self._prices[number, states] = None if best is None else price_of(self.plan, best)
+            solution = self._solved(number, states, together)
+            is_forbidden = solution.cost >= FORBIDDEN / 2
+            price = None if is_forbidden else price_of(self.plan, self._time(solution))
+            self._prices[number, states] = price
         return self._prices[number, states]
 
-    def _solved(
-        self, which: int, number: int, states: tuple[int, ...], together: tuple[int, ...]
-    ) -> Solution:
-        """The cheapest joint state of a network in which a class is in some states."""
+    def _solved(self, number: int, states: tuple[int, ...], together: tuple[int, ...]) -> Solution:
+        """The cheapest joint state of the network in which a class is in some states."""
         variables = self._built.variables
-        if (which, together) not in self._reduced:
+        if together not in self._reduced:
             kept = frozenset(variables[n].number for n in together)
-            self._reduced[which, together] = _Reduced(self._networks[which].network, kept)
-        return self._reduced[which, together].solve(variables[number].number, states)
+            self._reduced[together] = _Reduced(self._built.network, kept)
+        return self._reduced[together].solve(variables[number].number, states)
 
-    def _time(self, costs: CostNetwork, solution: Solution) -> Plan:
+    def _time(self, solution: Solution) -> Plan:
         """The plan that a solution stands for, timed; many questions have the same answer."""
         if solution.states not in self._timed:
-            other = decoded(costs, solution)._replace(byte_price=self.plan.byte_price)
+            other = decoded(self._built, solution)._replace(byte_price=self.plan.byte_price)
             self._timed[solution.states] = timed(other, self.options)
         return self._timed[solution.states]
 

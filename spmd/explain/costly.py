@@ -23,6 +23,7 @@ from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Sharding
 from spmd.options import Options
 from spmd.planning.plan import Plan
+from spmd.predict.arithmetic import arithmetic_seconds
 from spmd.predict.timeline import least_seconds
 
 LEAST_SHARE = 0.2
@@ -111,8 +112,7 @@ def _repeated_seconds(plan: Plan) -> dict[Value, float]:
             if op.kind.about.flops is None or choice is None:
                 continue
             split = mesh.extent(a for axes in choice.assignment for a in axes)
-            peak = topology.peak_flops(op.kind.operands[0].dtype)
-            whole = op.kind.about.arithmetic_seconds(op.kind, peak)
+            whole = arithmetic_seconds(op.kind, topology)
             seconds = times * whole * (1 / split - 1 / mesh.size)
             if seconds > 0:
                 found[op.results[0]] = seconds

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from spmd.explain.alternatives import taken_axes
 from spmd.explain.price import Price
-from spmd.explain.prices import MOST_CONFLICTS, Prices
+from spmd.explain.prices import Prices
 from spmd.explain.words import axes_text, type_text, value_name
 from spmd.ir.program import numberless
 from spmd.mesh.mesh import Mesh
@@ -59,7 +59,7 @@ def conflict_rows(stages: Stages, prices: Prices | None = None) -> tuple[Conflic
     )
     rows = [_conflict_row(plan, alike[0])._replace(ops=len(alike)) for alike in ordered]
     if prices is not None:
-        first = [alike[0] for alike in ordered[:MOST_CONFLICTS]]
+        first = [alike[0] for alike in ordered[: prices.most_conflicts]]
         for i, priced in enumerate(prices.alternatives.of_conflicts(first)):
             rows[i] = rows[i]._replace(losers=_losers(rows[i], priced, plan.mesh))
     return tuple(rows)

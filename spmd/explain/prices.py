@@ -32,6 +32,13 @@ MOST_CONFLICTS = 24
 MOST_OTHERS = 5
 """Other shardings of one argument for which a program is planned again."""
 
+MOST_OPS = 40_000
+"""Ops of the programs that are timed for one part of a report: of large programs, each of which
+takes long to time, fewer decisions are priced."""
+
+TIMED_FOR_MARK, TIMED_FOR_CONFLICT = 8, 2
+"""Programs that are timed while one is planned again; and those of a conflict's losing claims."""
+
 
 class Prices:
     """Prices of what a plan decided against.
@@ -53,7 +60,17 @@ class Prices:
     @cached_property
     def marks(self) -> MarkPrices:
         """Prices of the marks next to the most expensive reshards."""
-        return mark_prices(self.plan, MOST_TRIES, self.options)
+        return mark_prices(self.plan, self._most(MOST_TRIES, TIMED_FOR_MARK), self.options)
+
+    @property
+    def most_conflicts(self) -> int:
+        """How many kinds of conflicts get prices in a report."""
+        return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT)
+
+    def _most(self, most: int, timed: int) -> int:
+        """How many decisions are priced, each of which takes so many programs' time."""
+        ops = sum(1 for _ in self.plan.program.walk())
+        return max(1, min(most, MOST_OPS // max(1, timed * ops)))
 
     @cached_property
     def obvious_mark(self) -> CostlyMark | None:

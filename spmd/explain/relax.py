@@ -18,9 +18,7 @@ from spmd.mesh.sharding import Mark, Sharding
 from spmd.options import Options
 from spmd.pipeline import plan_problem
 from spmd.planning.plan import Move, Plan
-from spmd.planning.problem import opened, problem_of
-from spmd.propagation.cheap import cheap_values
-from spmd.propagation.propagate import propagate
+from spmd.planning.problem import posed
 
 WORTH = 0.01
 """The part of the time of all reshards that a mark must cost to be mentioned."""
@@ -219,15 +217,11 @@ def replanned(
     for value, sharding in (change or {}).items():
         reason = f"argument {old.program.arg_names[old.program.body.args.index(value)]}"
         marks[value] = Mark(sharding.dims, (False,) * len(sharding.dims), reason)
-    body = program.body
-    pairs = [(body.results[result], body.args[argument]) for result, argument in links]
-    propagated = propagate(program, old.mesh, marks, cheap_values(program), pairs)
     wanted: list[Sharding | None] = [
         None if value in drop else mark
         for value, mark in zip(old.program.body.results, plan.problem.results, strict=True)
     ]
-    problem = problem_of(propagated, plan.topology, wanted, links)
-    problem = opened(problem, [value not in marks for value in body.args])
+    problem = posed(program, old.mesh, marks, plan.topology, wanted, links)
     donated = tuple(plan.problem.links.values())
     return plan_problem(problem, options or Options(), donated).plan
 

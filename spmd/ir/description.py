@@ -85,7 +85,7 @@ class Description(NamedTuple):
       is_repeatable: equal ops over equal operands may be done once.
       has_effect: it is kept even if nobody reads its results.
       flops: floating-point operations of an op of this kind, where arithmetic decides its time.
-      efficiency: the share of a matrix product's speed at which it does them.
+      arithmetic: the kind of kernel that does them, as in `Chip.efficiency`; empty for products.
       reads: the kind of operands that a library expects, which fixes their order of dims in memory:
         `matrices` or `images`; empty if any order will do.
       traffic: what goes through memory.
@@ -123,7 +123,7 @@ class Description(NamedTuple):
     is_repeatable: bool = True
     has_effect: bool = False
     flops: Callable[[Any], float] | None = None
-    efficiency: float = 1.0
+    arithmetic: str = ""
     reads: str = ""
     traffic: Traffic = Traffic.ALL
     passes: Passes = Passes.ONCE
@@ -136,10 +136,6 @@ class Description(NamedTuple):
     is_global: bool = False
     is_local: bool = False
     is_manual: bool = False
-
-    def arithmetic_seconds(self, kind: Any, peak: float) -> float:
-        """How long a device computes whose matrix products reach `peak` operations/s."""
-        return 0.0 if self.flops is None else self.flops(kind) / (peak * self.efficiency)
 
 
 UNKNOWN = Description()

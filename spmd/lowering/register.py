@@ -65,7 +65,7 @@ def register_composite(
     reduction: str = "",
     linear: Iterable[Sequence[int]] = (),
     flops: Callable[[OpKind], float] | None = None,
-    efficiency: float = 1.0,
+    arithmetic: str = "",
 ) -> None:
     """Keeps calls of a `jax.lax.composite` whole: one op with a rule, and a kernel on each device.
 
@@ -86,7 +86,8 @@ def register_composite(
       reduction: as for `register_rule`.
       linear: as for `register_rule`.
       flops: floating-point operations of an op of this kind, for the planner.
-      efficiency: the share of a matrix product's speed at which they are done.
+      arithmetic: the kind of kernel that does them, as in `Chip.efficiency`, which says how fast it
+        is on a chip. Kinds that a chip does not list are as fast as its matrix products.
 
     On a platform without a kernel and with no `decomposition`, the composite is inlined.
 
@@ -107,7 +108,7 @@ def register_composite(
         )
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
     add_composite(Composite(name, decomposition, dict(kernels or {})))
-    registry.op(f"composite:{name}", flops=flops, efficiency=efficiency)(made)
+    registry.op(f"composite:{name}", flops=flops, arithmetic=arithmetic)(made)
     local(f"composite:{name}")(lambda op: lower_composite(_masked(op)))
 
 

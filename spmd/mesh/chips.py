@@ -58,6 +58,8 @@ class Chip:
       measured: for switched chips: times of collectives inside a host, used instead of `ici`.
       overlap: share of a collective's time that is saved by running it beside arithmetic. The rest
         is lost: both share cores and memory, and the backend's schedule differs from ours.
+      efficiency: (kind of kernel, share of a matrix product's speed at which it computes), as
+        measured; kinds that are not listed count as 1.0.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Chip:
     core: Link | None = None
     measured: tuple[Measured, ...] = ()
     overlap: float = 1.0
+    efficiency: tuple[tuple[str, float], ...] = ()
 
 
 def _peaks(teraflops: tuple[float, ...]) -> tuple[tuple[str, float], ...]:
@@ -100,7 +103,8 @@ _NVLINK_LATENCY = 4e-6
 #   0.11.2; H100s have the same links. Under their power limit products that follow one another
 #   reach 70% of the data sheet's peak (fp8 1,380 TFLOP/s), copies 90%, and half of what could be
 #   hidden behind arithmetic is: so steps of 8 and 32 layers are predicted within 6%
-#   (docs/benchmarks/training.md).
+#   (docs/benchmarks/training.md). cuDNN's attention, both ways together, reaches 63% of what
+#   products do: heads of width 128, 4096 causal tokens. Of other chips' kernels nothing is known.
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
 _IN_PROGRAM = 30e-6  # small ones take 10 to 55, however many devices and of whichever kind
 _HOPPER = tuple(
@@ -112,6 +116,7 @@ _HOPPER = tuple(
         strict=True,
     )
 )
+_MEASURED: dict[str, Any] = {"measured": _HOPPER, "efficiency": (("attention", 0.63),)}
 _GIB, _GB = 2**30, 10**9
 _Teraflops = tuple[float, float, float, float]
 """Peaks of f32, of bf16 and f16, of i8, and of fp8 products."""
@@ -143,8 +148,8 @@ _ALL = (
         "tpu7x", (1153.5, 1153.5, 1153.5, 2307), 96 * _GB, 3.69e12, 50e9, 6.25e9, 3, 4, 8, **_HALVES
     ),
     _gpu("a100", (156, 312, 624, 312), 80 * _GB, 2.039e12, 300e9, 25e9),
-    _gpu("h100", (345, 690, 1380, 1380), 80 * _GB, 3.02e12, 450e9, 50e9, measured=_HOPPER),
-    _gpu("h200", (345, 690, 1380, 1380), 141 * _GB, 4.32e12, 450e9, 50e9, measured=_HOPPER),
+    _gpu("h100", (345, 690, 1380, 1380), 80 * _GB, 3.02e12, 450e9, 50e9, **_MEASURED),
+    _gpu("h200", (345, 690, 1380, 1380), 141 * _GB, 4.32e12, 450e9, 50e9, **_MEASURED),
     Chip(
         "cpu",
         _peaks((0.1,) * 4),
@@ -179,7 +184,7 @@ def chip_to_json(chip: Chip) -> dict[str, Any]:
         name: value._asdict() if isinstance(value, Link) else value
         for name, value in vars(chip).items()
     }
-    data["flops"] = dict(chip.flops)
+    data |= {"flops": dict(chip.flops), "efficiency": dict(chip.efficiency)}
     data["measured"] = [m._asdict() for m in chip.measured]
     return data
 
@@ -194,5 +199,6 @@ def chip_from_json(data: dict[str, Any]) -> Chip:
         name: Link(**data[name]) for name in ("ici", "dcn", "core") if data.get(name)
     }
     own["flops"] = tuple((dtype, float(data["flops"][dtype])) for dtype in DTYPES)
+    own["efficiency"] = tuple(data.get("efficiency", {}).items())
     own["measured"] = tuple(Measured(**m) for m in data.get("measured", ()))
     return Chip(**{**data, **own})

@@ -112,6 +112,16 @@ class Topology:
             return peaks["i8"]
         return peaks["f32"]
 
+    def arithmetic_seconds(self, flops: float, dtype: str, kernel: str = "") -> float:
+        """Time of so many operations on one device.
+
+        Args:
+          flops: how many.
+          dtype: the MLIR element type of what is computed with.
+          kernel: the kind of kernel, as in `Chip.efficiency`; empty for matrix products.
+        """
+        return flops / (self.peak_flops(dtype) * dict(self.chip.efficiency).get(kernel, 1.0))
+
     def link(self, mesh: Mesh, axis: int) -> Link:
         """The link behind mesh axis number `axis`: its slowest part.
 

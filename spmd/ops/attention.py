@@ -26,7 +26,7 @@ from spmd.lowering.register import register_composite
 from spmd.ops import attention_cudnn, attention_reference, attention_splash
 from spmd.ops.attention_reference import Mask
 from spmd.ops.attention_rules import (
-    EFFICIENCY,
+    ARITHMETIC,
     FORWARD,
     GRADIENT,
     forward_flops,
@@ -46,7 +46,7 @@ register_composite(
     decomposition=attention_reference.forward,
     kernels={"cuda": attention_cudnn.forward, "tpu": attention_splash.forward},
     flops=forward_flops,
-    efficiency=EFFICIENCY,
+    arithmetic=ARITHMETIC,
 )
 register_composite(
     GRADIENT,
@@ -54,7 +54,7 @@ register_composite(
     decomposition=attention_reference.gradient,
     kernels={"cuda": attention_cudnn.gradient, "tpu": attention_splash.gradient},
     flops=gradient_flops,
-    efficiency=EFFICIENCY,
+    arithmetic=ARITHMETIC,
 )
 
 

@@ -13,6 +13,8 @@ from spmd.ir.program import OpKind
 
 FORWARD = "spmd.attention"
 GRADIENT = "spmd.attention_grad"
+ARITHMETIC = "attention"
+"""What their arithmetic is called in `Chip.efficiency`."""
 
 Dims = list[DimFactors]
 
@@ -58,10 +60,6 @@ def _terms(kind: OpKind, build: RuleBuilder, summed: str) -> tuple[Dims, Dims, D
     if said["segments"]:
         masks += [[b, s], [b, t]]
     return [b, s, n, d], [b, t, k, d], [b, n, s], masks
-
-
-EFFICIENCY = 0.63
-"""Measured on H200s, head width 128, 4096 causal tokens: cuDNN's kernels, both ways together."""
 
 
 def forward_flops(kind: OpKind) -> float:

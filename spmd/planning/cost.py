@@ -14,6 +14,7 @@ from spmd.ir.types import dtype_bits, local_type
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes, Sharding, local_shape, piece_sizes
 from spmd.mesh.topology import Topology
+from spmd.predict.arithmetic import arithmetic_seconds
 from spmd.propagation.projection import Assignment, project
 from spmd.reshard.comm import collective_seconds
 
@@ -23,8 +24,7 @@ def op_seconds(
 ) -> float:
     """Time of one device's share of an op under an assignment."""
     split = mesh.extent(a for axes in assignment for a in axes)
-    dtype = kind.operands[0].dtype if kind.operands else kind.results[0].dtype
-    compute = kind.about.arithmetic_seconds(kind, topology.peak_flops(dtype)) / split
+    compute = arithmetic_seconds(kind, topology) / split
     exchanges = halo_seconds(kind, rule, assignment, mesh, topology)
     exchanges += merge_seconds(rule, assignment, mesh, topology)
     memory = local_bytes(kind, rule, assignment, mesh) / topology.hbm_bandwidth * passes(kind)

@@ -11,8 +11,10 @@ from spmd.ir.index import Index
 from spmd.ir.program import Program, Value
 from spmd.ir.types import TensorType
 from spmd.mesh.mesh import Mesh
-from spmd.mesh.sharding import Axes, Sharding, is_even, replicated
+from spmd.mesh.sharding import Axes, Mark, Sharding, is_even, replicated
 from spmd.mesh.topology import Topology
+from spmd.propagation.cheap import cheap_values
+from spmd.propagation.propagate import propagate
 from spmd.propagation.propagated import Propagated
 from spmd.reshard.resharder import Resharder, States
 
@@ -76,6 +78,22 @@ class Problem:
         if any(dims) or mark:
             return Sharding(dims)
         return Sharding(whole_axes(fallback.dims, shape, self.mesh))
+
+
+def posed(
+    program: Program,
+    mesh: Mesh,
+    marks: Mapping[Value, Mark],
+    topology: Topology,
+    results: Sequence[Sharding | None],
+    links: Sequence[tuple[int, int]],
+) -> Problem:
+    """The problem of a program under marks, from which axes flow; other arguments are free."""
+    args, made = program.body.args, program.body.results
+    pairs = [(made[result], args[argument]) for result, argument in links]
+    propagated = propagate(program, mesh, marks, cheap_values(program), pairs)
+    problem = problem_of(propagated, topology, results, links)
+    return opened(problem, [value not in marks for value in args])
 
 
 def problem_of(

@@ -1,4 +1,4 @@
-"""How XLA's backends differ, as far as the memory and the layouts of a program are concerned.
+"""How XLA's backends differ: in memory, layouts, loops, and the time that they take to compile.
 
 The table says what XLA's buffer assignments show. CPUs are the backend on which predictions
 are compared with XLA's figures for every program (`benchmarks/memory.py`).
@@ -30,6 +30,7 @@ class Backend(NamedTuple):
       combines: all-reduces that do not wait for each other become one.
       joins_outermost: gathers and reduce-scatters join and cut pieces along the outermost dim in
         memory; a tensor in which another dim lies there is transposed.
+      compile_seconds: what one more op of a program takes to compile, seconds.
       waits_at_loops: one trip of a loop begins when the one before has ended, its collectives too,
         which could run beside the next trip's arithmetic otherwise.
     """
@@ -43,6 +44,7 @@ class Backend(NamedTuple):
     repeats: bool = False
     combines: bool = False
     joins_outermost: bool = False
+    compile_seconds: float = 0.0
     waits_at_loops: bool = False
 
 
@@ -61,7 +63,8 @@ _CPU = Backend(
 )
 
 
-_GPU = Backend(joins_outermost=True, waits_at_loops=True)
+# 32 layers of a Llama took 20 s more on GPUs when they were written out.
+_GPU = Backend(joins_outermost=True, compile_seconds=2e-3, waits_at_loops=True)
 _TPU = Backend(waits_at_loops=True)
 
 

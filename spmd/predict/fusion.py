@@ -7,6 +7,7 @@ that is expensive. Contractions, reductions, collectives and library calls read 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -69,9 +70,10 @@ def wide_values(program: Program) -> frozenset[Value]:
     ops = list(program.walk())
     readers: dict[Value, int] = {}
     for op in reversed(ops):
+        count = 1
         # What is made of one value alone, a convert, is computed in its own readers' place.
-        passes = op.kind.about.role == Role.INSIDE and len(_as_large(op)) == 1
-        count = readers.get(op.results[0], 0) if passes else 1
+        if op.kind.about.role == Role.INSIDE and len(_as_large(op)) == 1:
+            count = readers.get(op.results[0], 0)
         for value in dict.fromkeys(op.operands):
             readers[value] = readers.get(value, 0) + count
     inputs: dict[Value, frozenset[Value]] = {}
@@ -80,20 +82,34 @@ def wide_values(program: Program) -> frozenset[Value]:
         if op.kind.about.role not in (Role.INSIDE, Role.ONCE) or op.kind.about.is_constant:
             continue
         result, operands = op.results[0], _as_large(op)
-        read = frozenset[Value]().union(*(inputs.get(v, (v,)) for v in operands))
+        read = _read(inputs, operands)
         n, k = len(read), readers.get(result, 0)
         if len(operands) > 1 and k > 1 and n * k > n + 1 + k:
             found.add(result)
         else:
-            inputs[result] = frozenset(islice(read, MANY))
+            inputs[result] = read if n <= MANY else frozenset(islice(read, MANY))
     return frozenset(found)
 
 
-def _as_large(op: Op) -> tuple[Value, ...]:
+def _read(inputs: Mapping[Value, frozenset[Value]], operands: Sequence[Value]) -> frozenset[Value]:
+    """What is read for some operands, of which some are computed inside."""
+    if len(operands) == 1:  # most are: the set of what is in front of it is shared
+        found = inputs.get(operands[0])
+        return frozenset(operands) if found is None else found
+    return frozenset[Value]().union(*(inputs.get(v, (v,)) for v in operands))
+
+
+def _as_large(op: Op) -> Sequence[Value]:
     """The operands that have at least as many elements as the result, each once."""
-    size = op.kind.results[0].size if op.results else 0
-    pairs = zip(op.operands, op.kind.operands, strict=True)
-    return tuple(dict.fromkeys(value for value, type_ in pairs if type_.size >= size))
+    cache, operands = op.kind._cache, op.operands
+    places: tuple[int, ...] | None = cache.get("as_large")
+    if places is None:
+        size = op.kind.results[0].size if op.results else 0
+        places = tuple(i for i, type_ in enumerate(op.kind.operands) if type_.size >= size)
+        cache["as_large"] = places
+    if len(places) == 1:
+        return (operands[places[0]],)
+    return tuple(dict.fromkeys([operands[i] for i in places]))
 
 
 def _is_renamed(op: Op) -> bool:

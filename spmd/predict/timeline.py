@@ -23,6 +23,7 @@ from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
+from spmd.predict.arithmetic import arithmetic_seconds
 from spmd.predict.fusion import stored_values
 from spmd.reshard.comm import collective_seconds
 
@@ -115,9 +116,8 @@ def least_seconds(index: Index, mesh: Mesh, topology: Topology) -> float:
                 total += sum(inside) * index.runs(op)
             elif inside:
                 total += max(inside)
-            elif op.kind.about.flops is not None:
-                peak = topology.peak_flops(op.kind.operands[0].dtype)
-                total += op.kind.about.arithmetic_seconds(op.kind, peak)
+            else:
+                total += arithmetic_seconds(op.kind, topology)
         return total
 
     return region(index.program.body.ops) / mesh.size
@@ -251,10 +251,7 @@ class LocalTimes:
             read = written = sum([t.bytes for t in kind.operands[len(op.results) :]])
         else:
             read = sum(self._bytes_read(op).values())
-        seconds = 0.0
-        if kind.about.flops is not None:
-            peak = self.topology.peak_flops(kind.operands[0].dtype)
-            seconds = kind.about.arithmetic_seconds(kind, peak)
+        seconds = arithmetic_seconds(kind, self.topology)
         return max(seconds, (read + written) / self.topology.hbm_bandwidth)
 
     def _bytes_read(self, op: Op) -> dict[Value, int]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain import decisions, prices
+from spmd.explain import prices
 from spmd.ir.program import Frame, Loc, numberless
 from tests.programs import llama
 
@@ -118,7 +118,7 @@ def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prices, "MOST_TRIES", 1)
-    monkeypatch.setattr(decisions, "MOST_CONFLICTS", 2)
+    monkeypatch.setattr(prices, "MOST_CONFLICTS", 2)
     program = trained(True)
     text = program.explain()
     assert re.search(r"greedy plan +\S+ \w+, ([\d.]+% slower than|as fast as) this one", text)
@@ -129,6 +129,8 @@ def test_the_text_says_how_good_the_plan_is_and_what_the_conflicts_cost(
     quick = program.explain(prices=False)
     assert "instead:" not in quick
     assert "conflicts: " in quick
+    monkeypatch.setattr(prices, "MOST_OPS", 1)  # a large program: fewer prices, and it says so
+    assert re.search(r"conflicts: .* would cost \(the first 1\)", program.explain())
 
 
 def test_the_text_names_the_mark_that_forbids_something_cheaper() -> None:

@@ -110,8 +110,11 @@ def test_the_compiler_decides_by_time(machine: str) -> None:
     looped, chosen = planned(machine, 8192, unroll=0), planned(machine, 8192)
     assert "while" in looped.as_text("program") and "while" not in chosen.as_text("program")
     assert chosen.cost < looped.cost
-    (note,) = [note for note in chosen.stages.plan.notes if "written out" in note]
-    assert f"{looped.cost * 1e3:.3g} ms" in note and note in chosen.explain()
+    (form,) = chosen.stages.plan.forms
+    assert not form.refusal and (form.seconds, form.before) == (chosen.cost, looped.cost)
+    assert (
+        f"{form.name}: " in chosen.explain() and f"{looped.cost * 1e3:.3g} ms" in chosen.summary()
+    )
 
 
 def test_loops_stay_where_that_would_not_pay() -> None:

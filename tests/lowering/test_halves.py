@@ -22,7 +22,7 @@ from benchmarks.hlo.schedule import read_schedule
 from models.llama import sharding
 from models.llama.config import named_config
 from models.llama.training import argument_types, train_step
-from spmd import pipeline
+from spmd import trial
 from spmd.ir.program import Program
 from spmd.ir.text import format_program
 from spmd.lowering.halves.cut import Cut
@@ -111,7 +111,7 @@ def force(monkeypatch: pytest.MonkeyPatch, choose: Callable[[list[tuple[int, Cut
         chosen = dict(choose(ways)) if ways else {}
         return [Seed(tuple(chosen.items()), 1.0)] if chosen else []
 
-    monkeypatch.setattr(pipeline, "seeds_of", seeds_of)
+    monkeypatch.setattr(trial, "seeds_of", seeds_of)
 
 
 @settings(
@@ -176,9 +176,8 @@ def test_scans_dropout_and_conditionals(
         options=spmd.Options(halves=True, check=True),
     )
     compiled = jitted.compile(params, x, key)
-    halves = compiled.stages.plan.halved
-    assert halves is not None
-    assert halves.dims == (("x", dim),)
+    (form,) = compiled.stages.plan.forms
+    assert form.name.startswith(f"x (dim {dim}) in two halves") and not form.refusal
     got, want = jitted(params, x, key), jax.jit(floats)(params, x, key)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(np.abs(b).max()))
@@ -254,16 +253,15 @@ def test_the_prediction_decides() -> None:
     """TPUs hide what runs side by side; on two H200s less would be won than halves cost."""
     tpu = lower("v5e:4x4", (4, 4), True, halves=None)
     gpu = lower("h200:2", (1, 2), True, halves=None)
-    plan = tpu.stages.plan
-    assert plan.halved is not None
-    assert plan.halved.dims == (("batch/inputs", 0), ("batch/targets", 0))
-    assert tpu.timeline.seconds < 0.98 * plan.halved.whole_seconds
-    assert gpu.stages.plan.halved is None
+    form = next(form for form in tpu.stages.plan.forms if "halves" in form.name)
+    assert form.name.startswith("batch/inputs (dim 0), batch/targets (dim 0)") and not form.refusal
+    assert tpu.timeline.seconds == form.seconds < 0.98 * form.before
+    assert all(form.refusal for form in gpu.stages.plan.forms if "halves" in form.name)
 
 
 def test_cpus_hide_nothing() -> None:
     training = llama(make_mesh((1, 8)), "adamw", False)
-    assert training.lower().stages.plan.halved is None
+    assert not training.lower().stages.plan.forms
 
 
 def test_it_says_when_nothing_can_be_halved() -> None:
@@ -272,7 +270,7 @@ def test_it_says_when_nothing_can_be_halved() -> None:
     lowered = spmd.jit(jnp.tanh, mesh=mesh, in_specs=(("data",),), options=options).lower(
         jnp.ones(8)
     )
-    assert lowered.stages.plan.halved is None
+    assert not lowered.stages.plan.forms
     assert "not run in halves" in lowered.explain()
 
 

@@ -1,5 +1,6 @@
 """Chips, shapes, and the links behind mesh axes."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,19 @@ def test_unknown_topologies_say_what_is_known(name: str):
     with pytest.raises(MeshError) as caught:
         Topology(name)
     assert caught.value.required
+
+
+def test_kernels_are_as_slow_as_was_measured_of_the_chip(tmp_path: Path):
+    for name, efficiency in (("h100:8", 0.63), ("h200:8", 0.63), ("v5e:2x4", 1.0), ("a100:8", 1.0)):
+        topology = Topology(name)
+        product = topology.arithmetic_seconds(1e12, "bf16")
+        assert product == 1e12 / topology.peak_flops("bf16")
+        assert topology.arithmetic_seconds(1e12, "bf16", "attention") == product / efficiency
+    chip = dataclasses.replace(Topology("v5e:2x4").chip, efficiency=(("attention", 0.5),))
+    mine = Topology("v5e:2x4", chip)
+    mine.save(tmp_path / "mine.json")
+    seconds = Topology.load(tmp_path / "mine.json").arithmetic_seconds(1e12, "bf16", "attention")
+    assert seconds == 2e12 / mine.peak_flops("bf16")
 
 
 def test_unknown_chips_are_listed():

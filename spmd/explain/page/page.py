@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from spmd.explain.decisions import conflict_rows
 from spmd.explain.facts import Facts
-from spmd.explain.halved import halved_text
 from spmd.explain.page import decided, picture, run
 from spmd.explain.page import parts as h
 from spmd.explain.page.first import first_screen, resource
@@ -24,8 +23,8 @@ def render(facts: Facts) -> str:
     """
     plan = facts.plan
     sections = [section for section in _sections(facts) if section.body]
-    texts = [text for text in (halved_text(plan), *plan.notes) if text]
-    notes = [tag("li", source_text(text)) for text in dict.fromkeys(texts)]
+    texts = dict.fromkeys([*(form.text for form in plan.forms), *plan.notes])
+    notes = [tag("li", source_text(text)) for text in texts]
     title = f"{facts.title} on {plural(plan.mesh.size, 'device')}"
     lead = f"Mesh {plan.mesh} on {plan.topology}, planned by the {plan.solver} solver. "
     lead += facts.shared_text

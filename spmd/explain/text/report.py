@@ -7,7 +7,6 @@ from spmd.explain.costly import CostlyMark, costly_text
 from spmd.explain.costs import code_lines, largest
 from spmd.explain.decisions import conflict_rows, loser_text, marks_title
 from spmd.explain.facts import Facts, memory_rows, quality_rows
-from spmd.explain.halved import halved_text
 from spmd.explain.recomputed import recomputed_rows, recomputed_title
 from spmd.explain.tables import (
     collective_table,
@@ -53,7 +52,7 @@ def explain_program(facts: Facts) -> str:
         _marks(facts),
         _conflicts(facts),
         _recomputed(facts),
-        section("halves", [text] if (text := halved_text(facts.plan)) else []),
+        section("forms", [form.text for form in facts.plan.forms]),
         section("notes", counted(facts.plan.notes)),
         section("memory per device", aligned(memory_rows(facts))),
     )
@@ -91,8 +90,7 @@ def summarize(facts: Facts, costly: CostlyMark | None = None) -> str:
         lines.append(
             f"  {recomputed_title(again, facts.timeline).replace(' rather than held:', '  ')}"
         )
-    if text := halved_text(plan):
-        lines.append(f"  halves       {text}")
+    lines += [f"  form         {form.text}" for form in plan.forms if not form.refusal]
     if plan.choices and plan.idle_axes:
         lines.append(f"  note         {idle_text(plan.idle_axes)}")
     if costly is not None:

@@ -90,7 +90,8 @@ def _products(program: Program, mesh: Mesh, least: int, slow: set[int]) -> dict[
 def _cut(product: Op, scatter: Op) -> dict[int, int]:
     """Operand -> its dim that becomes the scattered dim of a product; empty if there is none."""
     attrs, dtype = scatter.kind.attrs, scatter.kind.results[0].dtype
-    if product.kind.about.flops is None or attrs["body"] != reducer_body("add", dtype):
+    # A product of matrices or images is the same op on a piece; a kernel takes its own shapes.
+    if not product.kind.about.reads or attrs["body"] != reducer_body("add", dtype):
         return {}
     rule = rule_of(product.kind)
     factors = rule.results[0][attrs["scatter_dimension"]]

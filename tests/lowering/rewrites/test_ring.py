@@ -93,6 +93,43 @@ def test_a_step_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(np.asarray(jitted(w_, x_)), w - 2 * x.T @ (x @ w))
 
 
+def product_and_rows(x: Any, y: Any) -> Any:
+    """A kernel, as far as the compiler can tell: it calls a library."""
+    unit = jnp.abs(jnp.linalg.qr(jnp.eye(2))[0][0, 0])
+    return x.T @ y * unit, x.sum(1)
+
+
+spmd.register_composite(
+    "test.product_and_rows",
+    "b i, b j -> i j, b",
+    kinds={"b": "reduce"},
+    reduction="add",
+    kernels={"cpu": product_and_rows},
+    flops=lambda kind: 1e9,
+)
+
+
+def test_a_kernel_that_makes_a_sum_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the shapes that it was made for, and makes more than the sum."""
+    monkeypatch.setattr("spmd.lowering.rewrites.optimize.ring", partial(ring, least=0))
+    mesh = spmd.make_mesh(data=8)
+    x, y = (np.arange(64 * n, dtype=np.float32).reshape(64, n) % 5 for n in (16, 24))
+
+    def step(x: Any, y: Any) -> Any:
+        product, rows = jax.lax.composite(product_and_rows, "test.product_and_rows")(x, y)
+        return spmd.mark_sharding(product, mesh, ("data", None)), rows
+
+    jitted = spmd.jit(
+        step,
+        mesh=mesh,
+        in_specs=(("data", None),) * 2,
+        options=spmd.Options(topology=TPUS, check=True),
+    )
+    assert "reduce_scatter" in [c.kind for c in jitted.lower(x, y).collectives]
+    for got, want in zip(jitted(x, y), (x.T @ y, x.sum(1)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 @needs_libtpu
 def test_the_tpu_compiler_waits_for_no_permute() -> None:
     """Each is under way beside a product; a reduce-scatter would be waited for."""

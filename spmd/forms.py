@@ -1,0 +1,126 @@
+"""Forms of a program: the same one written otherwise, taken where that is predicted to be faster.
+
+    written out   loops of a few trips, so that trips overlap (`spmd.frontend.unroll`)
+    in halves     one half computes while the other one is exchanged (`spmd.lowering.halves`)
+
+A form has a price, the seconds of a run that it has to win for what predictions leave out: time to
+compile it, more kernels. One that cannot win so much is not made. Of those that do and that fit in
+memory the fastest is taken. The plan keeps what was weighed, and the report says it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from spmd.errors import PlanError
+from spmd.frontend.unroll import unroll
+from spmd.ir.program import Program
+from spmd.planning.plan import Weighed
+from spmd.predict.backends import backend_of
+from spmd.trial import Trial
+
+MOST_TRIPS = 64
+"""Loops that run more often stay loops, if nobody says otherwise."""
+
+RUNS = 1000
+"""How often a program is taken to run, where time to compile is weighed against time to run."""
+
+WRITTEN_OUT_GAIN, MOST_GAIN = 0.02, 0.2
+"""Share of its time that a program must win by having its loops written out, and the most that is
+hoped for: a larger share of the time is not waited for."""
+
+HALVES_GAIN = 0.07
+"""Share of its time that a program must win by running in halves.
+
+Not priced: twice the kernels, and products that slow down beside communication. On two H200s a
+tensor-parallel step that waits and idles 11 ms instead of 26 takes as long as before, 190 ms, where
+6% less was predicted; for v5e:4x4 the TPU compiler makes 143 ms with halves and 142 without.
+"""
+
+
+class Form(NamedTuple):
+    """One that a program could take.
+
+    Attributes:
+      name: what is done to it, for people.
+      price: seconds of a run that it has to win.
+      hope: the most that it can win.
+      make: brings it down to one device.
+    """
+
+    name: str
+    price: float
+    hope: float
+    make: Callable[[], Trial]
+
+
+def fastest(trial: Trial, forms: Iterable[Form], memory_limit: int | None) -> Trial:
+    """A program as it is, or the fastest of the forms that win their price and fit in memory.
+
+    Args:
+      trial: the program as it is.
+      forms: the others. One of a price below zero is wanted, even if it is slower.
+      memory_limit: bytes that one device may use; the topology's memory when left out.
+    """
+    made = [(form, other) for form in forms if (other := _made(form)) is not None]
+    if not made:
+        return trial
+    limit = max(trial.bytes, trial.plan.topology.memory(memory_limit))
+    why = [_refusal(trial, form, other, limit) for form, other in made]
+    fit = [other for (_, other), refusal in zip(made, why, strict=True) if not refusal]
+    best = min(fit, key=lambda other: other.seconds, default=trial)
+    weighed = []
+    for (form, other), refusal in zip(made, why, strict=True):
+        refusal = refusal or ("another one is faster" if other is not best else "")
+        weighed.append(Weighed(form.name, other.seconds, trial.seconds, refusal))
+    best.plan = best.plan._replace(forms=(*best.plan.forms, *weighed))
+    return best
+
+
+def _made(form: Form) -> Trial | None:
+    """A form that may win its price; None if it cannot, or if no plan of it keeps to the limit."""
+    try:
+        return form.make() if form.hope >= form.price else None
+    except PlanError:
+        return None
+
+
+def _refusal(trial: Trial, form: Form, other: Trial, limit: int) -> str:
+    """Why a form is not taken; empty if it may be."""
+    if other.bytes > limit:
+        return "it does not fit in memory"
+    wins = trial.seconds - other.seconds >= form.price
+    return "" if wins else f"it would have to win {form.price * 1e3:.3g} ms"
+
+
+def forms_written_out(
+    trial: Trial, program: Program, planned: Callable[[Program], Trial], platform: str
+) -> Iterator[Form]:
+    """The form in which loops are written out, where trips wait for the ones before them."""
+    backend, hope = backend_of(platform), trial.seconds * MOST_GAIN
+    if not backend.waits_at_loops or hope * RUNS < backend.compile_seconds:
+        return
+    written = unroll(program, MOST_TRIPS)
+    more = sum(1 for _ in written.walk()) - sum(1 for _ in program.walk())
+    if more > 0:
+        price = max(more * backend.compile_seconds / RUNS, trial.seconds * WRITTEN_OUT_GAIN)
+        name = f"loops of at most {MOST_TRIPS} trips written out"
+        yield Form(name, price, hope, partial(planned, written))
+
+
+def forms_in_halves(trial: Trial, wanted: bool | None) -> Iterator[Form]:
+    """The forms in which a dim of arguments is cut; `wanted` is as in `Options(halves=)`."""
+    if wanted is False:
+        return
+    timeline, overlap = trial.timeline, trial.plan.topology.chip.overlap
+    price = -math.inf if wanted else trial.seconds * HALVES_GAIN
+    if (timeline.scheduled_seconds - timeline.compute_seconds) * overlap < price:
+        return
+    names = trial.plan.program.arg_names
+    for seed in trial.seeds():
+        dims = ", ".join(f"{names[number]} (dim {cut.dim})" for number, cut in seed.cuts)
+        name = f"{dims} in two halves, one computed while the other is exchanged"
+        yield Form(name, price, seed.seconds * overlap, partial(trial.in_halves, seed))

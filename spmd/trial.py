@@ -1,0 +1,124 @@
+"""`Trial`: a plan brought down to one device, and what its program is predicted to take."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import cached_property
+
+from spmd.ir.program import Program, Value
+from spmd.lowering.halves.seeds import Seed, seeds_of
+from spmd.lowering.halves.write import in_halves
+from spmd.lowering.partition import Partitioned, partition
+from spmd.lowering.recompute.recompute import recompute
+from spmd.lowering.rewrites.optimize import schedule, simplify
+from spmd.lowering.rewrites.room import Room
+from spmd.options import Options
+from spmd.planning.plan import Plan, Recomputed
+from spmd.predict.memory import MemoryUse, peak_memory
+from spmd.predict.timeline import Timeline, predict_timeline
+from spmd.progress import Stopwatch
+
+
+class Trial:
+    """A plan brought down to one device; time and memory are predicted when asked for.
+
+    Attributes:
+      plan: the plan.
+      partitioned: the local program.
+      simplified: the local program before its collectives are scheduled.
+      optimized: the local program after its rewrites.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        donated: tuple[int, ...],
+        clock: Stopwatch,
+        unpriced: Trial | None = None,
+    ) -> None:
+        if plan.byte_price and unpriced is None:
+            unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
+        self._options, self._donated, self._clock = options, donated, clock
+        self._unpriced, self.plan = unpriced or self, plan
+        self.partitioned: Partitioned = (
+            unpriced.partitioned if unpriced else clock("partition", partition, plan)
+        )
+        program = self._simple
+        if plan.byte_price:
+            program, again = clock("recompute", self._recompute, program)
+            self.plan = plan._replace(recomputed=again)
+        self.simplified = program
+        program = clock("optimize", self._schedule, program)
+        self.optimized = self.partitioned._replace(program=program)
+
+    @cached_property
+    def _simple(self) -> Program:
+        """The local program after those rewrites that come before recomputation."""
+        if self._unpriced is not self:
+            return self._unpriced._simple
+        program, mesh = self.partitioned.program, self.plan.mesh
+        return self._clock("optimize", simplify, program, mesh, self._room)
+
+    @property
+    def _room(self) -> Room:
+        memory = self.plan.topology.memory(self._options.memory_limit)
+        return Room(memory, tuple(self.plan.problem.links.values()))
+
+    def _recompute(self, program: Program) -> tuple[Program, tuple[Recomputed, ...]]:
+        # Links are shared by all devices: what fits as it is sends no more than it has to.
+        plan, limit = self.plan, self._room.bytes
+        price, donated, is_short = plan.byte_price, self._donated, self._unpriced.bytes > limit
+        return recompute(program, plan.mesh, plan.topology, price, limit, donated, is_short)
+
+    def _schedule(self, program: Program, half_of: Mapping[Value, int] | None = None) -> Program:
+        plan, options, room = self.plan, self._options, self._room
+        most, ahead = options.combine_bytes, options.prefetch
+        return schedule(program, plan.mesh, plan.topology, most, ahead, room, half_of)
+
+    def in_halves(self, seed: Seed) -> Trial:
+        """The same with some arguments in halves."""
+        other = copy.copy(self)
+        for name in ("timeline", "_memory"):
+            vars(other).pop(name, None)
+        arguments = self.simplified.body.args
+        cuts = {arguments[number]: cut for number, cut in seed.cuts}
+        program, half_of = self._clock("halves", in_halves, self.simplified, cuts)
+        program = self._clock("optimize", self._schedule, program, half_of)
+        other.optimized = self.partitioned._replace(program=program)
+        return other
+
+    def seeds(self) -> list[Seed]:
+        """What could be in halves, the most promising first."""
+        program, timeline = self.optimized.program, self.timeline
+        return self._clock("halves", seeds_of, program, timeline, self._donated)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Predicted schedule of one run."""
+        plan, program = self.plan, self.optimized.program
+        return self._clock("time", predict_timeline, program, plan.mesh, plan.topology)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of one run, communication hidden behind independent arithmetic."""
+        return self.timeline.seconds
+
+    @cached_property
+    def _memory(self) -> MemoryUse:
+        program, platform = self.optimized.program, self.plan.topology.platform
+        return self._clock("memory", peak_memory, program, self._donated, platform)
+
+    @property
+    def bytes(self) -> int:
+        """Predicted memory of one device."""
+        return self._memory.peak
+
+    @property
+    def largest(self) -> list[tuple[str, int]]:
+        """Names and bytes of arguments, of results, and of the largest values at the peak."""
+        memory = self._memory
+        values = [(buffer.name, buffer.bytes) for buffer in memory.at_peak()[:3]]
+        results = memory.results - memory.aliased
+        return [("arguments", memory.arguments), ("results", results), *values]
