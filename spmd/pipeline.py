@@ -64,6 +64,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Stages make many small tuples that all live on: looking for cycles only costs time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @dataclass(frozen=True)
 class Request:
     """What is to be compiled.
@@ -350,6 +362,7 @@ class Trial:
         return [("arguments", memory.arguments), ("results", results), *values]
 
 
+@_no_garbage_collection()
 def plan_problem(
     problem: Problem,
     options: Options,
@@ -509,18 +522,6 @@ def _expand(optimized: Partitioned) -> Partitioned:
 
 
 # ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Stages make many small tuples that all live on: looking for cycles only costs time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _Clock:
