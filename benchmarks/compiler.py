@@ -61,7 +61,7 @@ def measure(row: Step, peer: bool) -> Run:
     small = row._replace(model="tiny", layers=1, mesh="data=2")
     for warm in (small, row):
         lowered = lower(warm)
-        seconds = shardy.run(shardy.marked_module(lowered)) if peer else float("nan")
+        seconds = shardy.run(shardy.marked_module(lowered.request)) if peer else float("nan")
     ops = sum(1 for _ in lowered.stages.program.walk())
     return Run(lowered.mesh.size, ops, dict(lowered.stages.seconds), seconds)
 

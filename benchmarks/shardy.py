@@ -22,10 +22,10 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-from spmd.api import Lowered
 from spmd.frontend.importer.shardings import axes_of
 from spmd.frontend.marks import Entries
 from spmd.mesh.mesh import Mesh
+from spmd.pipeline import Request
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = "from benchmarks.shardy import main; main()"
@@ -60,26 +60,25 @@ class Failure(NamedTuple):
     message: str
 
 
-def marked_module(lowered: Lowered) -> Any:
+def marked_module(request: Request) -> Any:
     """A copy of the module with the marks of its arguments and results written into it."""
-    module = lowered.request.module
+    module = request.module
     with module.context:
         copy = ir.Module.parse(module.operation.get_asm(binary=True))
         main = main_of(copy)
-        request = lowered.request
         for name, marks in (
             ("arg_attrs", request.arg_entries),
             ("res_attrs", request.result_entries),
         ):
             if any(marks):
-                attrs = [ir.Attribute.parse(_mark_text(entries, lowered.mesh)) for entries in marks]
+                attrs = [ir.Attribute.parse(_mark_text(entries, request.mesh)) for entries in marks]
                 main.attributes[name] = ir.ArrayAttr.get(attrs)
     return copy
 
 
-def marked_text(lowered: Lowered) -> str:
+def marked_text(request: Request) -> str:
     """The text of `marked_module`, an op on every line."""
-    module = marked_module(lowered)
+    module = marked_module(request)
     return str(module.operation.get_asm(enable_debug_info=False))
 
 

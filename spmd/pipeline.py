@@ -49,6 +49,18 @@ from spmd.propagation.sink import sink_invariants
 from spmd.trial import Trial
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Stages make many small tuples that all live on: looking for cycles only costs time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @dataclass(frozen=True)
 class Request:
     """What is to be compiled.
@@ -168,6 +180,7 @@ def _problem(request: Request, imported: Imported, program: Program, clock: Stop
     return clock("propagate", _posed, request, imported, sunk)
 
 
+@_no_garbage_collection()
 def plan_problem(
     problem: Problem,
     options: Options,
@@ -276,15 +289,3 @@ def _result_shardings(request: Request, imported: Imported) -> Sequence[Sharding
     entries = request.result_entries or (None,) * count
     marks = [result_mark(imported, request.mesh, entries, i) for i in range(count)]
     return [None if mark is None or any(mark.open) else Sharding(mark.dims) for mark in marks]
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Stages make many small tuples that all live on: looking for cycles only costs time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -9,6 +9,7 @@ Environment:
 """
 
 import difflib
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -73,6 +74,13 @@ LONG = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives to the end: looking for cycles in it again and again costs time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture

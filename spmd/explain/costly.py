@@ -32,6 +32,13 @@ LEAST_SHARE = 0.2
 OBVIOUS_SHARE = 0.5
 """The part of the planner's sum around a mark from which on it is looked at without being asked."""
 
+LEAST_SECONDS = 1e-4
+"""Predicted time of a run from which on marks are looked at without being asked.
+
+What takes less mostly starts kernels and waits for links. Planning it again would take longer than
+a mark costs in a thousand runs.
+"""
+
 MOST_MORE = 0.1
 """How much larger a device's arguments may be without a mark: else it is there to save memory."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from spmd.explain.alternatives import Alternatives
-from spmd.explain.costly import LEAST_SHARE, OBVIOUS_SHARE, CostlyMark, costly_mark
+from spmd.explain.costly import LEAST_SECONDS, LEAST_SHARE, OBVIOUS_SHARE, CostlyMark, costly_mark
 from spmd.explain.price import Price, price_of
 from spmd.explain.relax import (
     MarkPrices,
@@ -74,7 +74,12 @@ class Prices:
 
     @cached_property
     def obvious_mark(self) -> CostlyMark | None:
-        """The mark that costs the most, if it costs much and one sees so without looking far."""
+        """The mark that costs the most, if it costs much and one sees so without looking far.
+
+        None for a program that takes next to no time.
+        """
+        if self.plan.run_seconds < LEAST_SECONDS:
+            return None
         return costly_mark(self.plan, self.options, OBVIOUS_SHARE)
 
     @cached_property

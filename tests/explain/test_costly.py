@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.explain.costly import LEAST_SHARE, _seconds_behind, costly_text
+from spmd.explain.costly import LEAST_SECONDS, LEAST_SHARE, _seconds_behind, costly_text
 from spmd.explain.relax import MarkGroup
 from spmd.mesh.sharding import Sharding
 from tests.programs import llama
 
 MESH = spmd.Mesh(None, (4, 2), ("data", "model"))
-X, V, W = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 512), (512, 4096), (4096, 512)))
+X, V, W = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8192, 512), (512, 4096), (4096, 512)))
 SPECS = (("data", None), (None, "model"), ("model", None))
 OF_A_RUN = re.compile(r"costs ([\d.]+)% of a predicted run: (\S+ \S+), without it (\S+ \S+), with")
 
@@ -98,6 +98,20 @@ def test_nothing_is_planned_again_where_arithmetic_takes_nearly_all_of_the_time(
         assert not asked
     lowered(lambda x, v, w: products(x, v, w, ("data", "model")))
     assert not asked
+
+
+def test_of_a_tiny_program_only_reports_speak() -> None:
+    """It is not planned again for a warning when it is compiled."""
+    few = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    jitted = spmd.jit(lambda x, v, w: products(x, v, w, (None, None)), mesh=MESH, in_specs=SPECS)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        program = jitted.lower(few, V, W, topology=spmd.Topology("a100:8"))
+    assert program.cost < LEAST_SECONDS
+    assert not found
+    assert program.prices.obvious_mark is None
+    assert program.prices.costly_mark is not None
+    assert "of a predicted run" in program.summary()
 
 
 def test_what_is_computed_from_marked_values_counts_once_for_each_mark() -> None:

@@ -110,7 +110,7 @@ def llama(scan: bool, optimizer: str) -> Callable[[], str]:
         step = train_step(config, chosen, sharding.activation_marks(MESH, config))
         jitted = spmd.jit(step, mesh=MESH, donate_argnums=(0, 1))
         types = argument_types(config, chosen, MESH, (8, 16))
-        return marked_text(jitted.lower(*types, topology=TOPOLOGY))
+        return marked_text(jitted.request(*types, topology=TOPOLOGY))
 
     return make
 
@@ -123,7 +123,7 @@ def from_corpus(name: str) -> Given:
         made = program.make()
         types = [jax.eval_shape(lambda a: a, a) for a in made.args]
         marked = [mark_words(a, word, MESH) for a, word in zip(types, made.specs, strict=True)]
-        return marked_text(spmd.jit(made.fn, mesh=MESH).lower(*marked, topology=TOPOLOGY))
+        return marked_text(spmd.jit(made.fn, mesh=MESH).request(*marked, topology=TOPOLOGY))
 
     return Given(f"corpus.{name}", make)
 

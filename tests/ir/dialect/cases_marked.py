@@ -39,7 +39,7 @@ class Marked(NamedTuple):
         """The marked module."""
         structs, specs = (jax.tree.map(pick, self.args, is_leaf=is_arg) for pick in PARTS)
         jitted = spmd.jit(self.fn, mesh=self.mesh, in_specs=specs)
-        return marked_text(jitted.lower(*structs, topology=TOPOLOGY))
+        return marked_text(jitted.request(*structs, topology=TOPOLOGY))
 
 
 PARTS = (lambda a: a.struct, lambda a: a.at)

@@ -16,6 +16,7 @@ from spmd.frontend.importer.module import import_module, parse_module
 from spmd.ir.dialect.registry import rule_name
 from spmd.ir.program import Program
 from spmd.mesh.spec import jax_mesh
+from spmd.pipeline import Request, propagated_of
 from tests.frontend import test_shardy_modules
 from tests.ir.dialect.cases import CASES
 from tests.ir.dialect.cases_module import MODULES
@@ -47,8 +48,7 @@ def executed_ops() -> set[str]:
     mesh = spmd.Mesh(None, (4, 2), ("data", "model"))
     names = set(ONLY_IN_MODULES)
     for case in CASES:
-        lowered = spmd.jit(case.fn, mesh=mesh).lower(*case.args)
-        names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.program)
+        names |= _in_request(spmd.jit(case.fn, mesh=mesh).request(*case.args))
     names |= set().union(*(_in_text(case.text) for case in test_shardy_modules.CASES.values()))
     for text in (*(module.text for module in MODULES), *manual_programs.MODULES):
         program = import_module(parse_module(text)).program
@@ -56,9 +56,13 @@ def executed_ops() -> set[str]:
     manual = spmd.make_mesh(x=4, y=2)
     for example in manual_programs.PROGRAMS:
         step = spmd.jit(example.make(jax_mesh(manual)), mesh=manual)
-        lowered = step.lower(manual_programs.X, manual_programs.W)
-        names |= _in_text(lowered.as_text("stablehlo")) | _rules(lowered.stages.program)
+        names |= _in_request(step.request(manual_programs.X, manual_programs.W))
     return names
+
+
+def _in_request(request: Request) -> set[str]:
+    program = propagated_of(request).program
+    return _in_text(str(request.module)) | _rules(program)
 
 
 def _rules(program: Program) -> set[str]:
