@@ -10,14 +10,17 @@ The TPU compiler waits for every reduce-scatter, and for no permute: each is und
 next piece is multiplied. Wang et al. 2023, "Overlap Communication with Dependent Computation via
 Decomposition in Large Deep Learning Models".
 
-Sums among more than `MOST_DEVICES` stay. Pieces of products get small then; and where they go round
-a part of the devices only, neighbours in that ring are no neighbours in the torus. Of a whole slice
-the compiler's all-reduce has the links of all torus dims, and a ring or two those of one.
+Over a whole slice, whose devices jax puts in an order in which each is next to the one before it,
+pieces go round both ways at once, half of the way each: the fifth of eight devices gets the terms
+of 1 to 4 from one side, and those of 6 to 8 from the other. The compiler makes an all-reduce of
+such a sum, and waits for it. Sums among more than `MOST_DEVICES` of a slice stay: neighbours in that
+ring are no neighbours in the torus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 
 from spmd.ir.control_flow import users_of
 from spmd.ir.dead import remove_dead
@@ -34,10 +37,10 @@ from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
 
 MOST_DEVICES = 8
-"""Among more devices sums are left to the compiler."""
+"""Among more devices sums are left to the compiler, but for those over a whole slice."""
 
-LEAST_BYTES = 16 << 20
-"""Smaller sums take no longer than starting the pieces of a product does."""
+LEAST_BYTES = 2 << 20
+"""Smaller pieces take no longer than starting a product does."""
 
 
 def ring(program: Program, mesh: Mesh, topology: Topology, least: int = LEAST_BYTES) -> Program:
@@ -47,24 +50,39 @@ def ring(program: Program, mesh: Mesh, topology: Topology, least: int = LEAST_BY
       program: a local program.
       mesh: its mesh.
       topology: the machine.
-      least: bytes of the smallest sum that is worth it.
+      least: bytes of the smallest piece that is worth it.
     """
     # A permute is an exchange among all of the mesh: not where devices go different ways.
     if topology.platform != "tpu" or any(HELD in op.kind.attrs for op in program.walk()):
         return program
     slow = {a for a, link in enumerate(topology.atom_links(mesh)) if link == topology.chip.dcn}
-    products = _products(program, mesh, least, slow)
+
+    def worth(op: Op) -> bool:
+        axes = op.kind.attrs.get("axes", ())
+        if op.collective != "reduce_scatter" or op.kind.results[0].bytes < least:
+            return False
+        few = 1 < mesh.extent(axes) <= MOST_DEVICES
+        return slow.isdisjoint(axes) and (few or _is_whole(axes, mesh, topology))
+
+    products = _products(program, worth)
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
         product = products.get(op.results[0]) if op.results else None
         if product is None:
             return None
-        return (_in_pieces(b, op, product, [now(v) for v in product.operands], mesh),)
+        ways = 2 if _is_whole(op.kind.attrs["axes"], mesh, topology) else 1
+        operands = [now(v) for v in product.operands]
+        return (_in_pieces(b, op, product, operands, mesh, ways),)
 
     return remove_dead(edit_ops(program, edit)) if products else program
 
 
-def _products(program: Program, mesh: Mesh, least: int, slow: set[int]) -> dict[Value, Op]:
+def _is_whole(axes: Axes, mesh: Mesh, topology: Topology) -> bool:
+    """Whether axes are all of a slice, in the order in which its devices are neighbours."""
+    return mesh.extent(axes) == topology.count and list(axes) == sorted(axes)
+
+
+def _products(program: Program, worth: Callable[[Op], bool]) -> dict[Value, Op]:
     """For each reduce-scatter to be taken apart, the product that nothing else reads."""
     users = users_of(program)
     found: dict[Value, Op] = {}
@@ -74,12 +92,7 @@ def _products(program: Program, mesh: Mesh, least: int, slow: set[int]) -> dict[
         for op in region.ops:
             for inner in op.regions:
                 visit(inner)
-            axes = op.kind.attrs.get("axes", ())
-            if op.collective != "reduce_scatter" or op.kind.operands[0].bytes < least:
-                continue
-            if not 1 < mesh.extent(axes) <= MOST_DEVICES or not slow.isdisjoint(axes):
-                continue
-            product = made.get(op.operands[0])
+            product = made.get(op.operands[0]) if worth(op) else None
             if product and len(users[op.operands[0]]) == 1 and _cut(product, op):
                 found[op.results[0]] = product
 
@@ -99,32 +112,41 @@ def _cut(product: Op, scatter: Op) -> dict[int, int]:
     return {i: dims.index(factors) for i, dims in enumerate(rule.operands) if factors in dims}
 
 
-def _in_pieces(b: Builder, op: Op, product: Op, operands: Sequence[Value], mesh: Mesh) -> Value:
+def _in_pieces(
+    b: Builder, op: Op, product: Op, operands: Sequence[Value], mesh: Mesh, ways: int
+) -> Value:
     axes, (piece,) = op.kind.attrs["axes"], op.kind.results
     count, cut = mesh.extent(axes), _cut(product, op)
     size, own = piece.shape[op.kind.attrs["scatter_dimension"]], b.axis_index(axes)
-    pairs, total = _to_next(axes, mesh), None
-    for step in range(count):
-        note = f"{op.loc.note} (piece {step + 1} of {count})".strip()
-        b.loc = op.loc._replace(note=note)
-        if total is not None:
-            total = b.collective("collective_permute", total, piece, axes, pairs=pairs)
-        # Device d begins with the piece of the device before it, and ends with its own.
-        number = b.binary("add", own, b.constant(count - 1 - step, "i32"))
+
+    def term(place: int) -> Value:
+        """This device's term of the piece of the device `place` places behind it."""
+        number = b.binary("add", own, b.constant(place % count, "i32"))
         number = b.binary("remainder", number, b.constant(count, "i32"))
         start = b.binary("multiply", number, b.constant(size, "i32"))
         parts = [
             dynamic_take_dim(b, v, cut[i], start, size) if i in cut else v
             for i, v in enumerate(operands)
         ]
-        (term,) = b.op(product.name, parts, (piece,), product.kind.attrs)
-        total = term if total is None else b.binary("add", total, term)
-    assert total is not None
-    return total
+        return b.op(product.name, parts, (piece,), product.kind.attrs)[0]
+
+    # A piece begins farthest from its owner, `far` places, and each device on its way adds a term.
+    far = {1: count // ways, -1: count - 1 - count // ways} if ways == 2 else {1: count - 1}
+    total: dict[int, Value] = {}
+    order = [(way, left) for left in range(max(far.values()), 0, -1) for way in far]
+    order = [(way, left) for way, left in order if left <= far[way]]
+    for step, (way, left) in enumerate(order, 1):
+        b.loc = op.loc._replace(note=f"{op.loc.note} (piece {step} of {count})".strip())
+        own_term = term(way * left)
+        sum_ = b.binary("add", total[way], own_term) if way in total else own_term
+        pairs = _to_next(axes, mesh, way)
+        total[way] = b.collective("collective_permute", sum_, piece, axes, pairs=pairs)
+    b.loc = op.loc._replace(note=f"{op.loc.note} (piece {count} of {count})".strip())
+    return reduce(partial(b.binary, "add"), [*total.values(), term(0)])
 
 
-def _to_next(axes: Axes, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom, by target: each device to the next one along some atoms."""
-    rings = mesh.groups(axes)
+def _to_next(axes: Axes, mesh: Mesh, way: int) -> tuple[tuple[int, int], ...]:
+    """Who sends to whom, by target: each device to the next one along some atoms, or the last."""
+    rings = [group[::way] for group in mesh.groups(axes)]
     pairs = [(a, c) for group in rings for a, c in zip(group, (*group[1:], group[0]), strict=True)]
     return tuple(sorted(pairs, key=lambda pair: pair[1]))

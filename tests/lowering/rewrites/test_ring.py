@@ -57,7 +57,7 @@ def test_pieces_go_round(mesh: Mesh, axes: str, pieces: int, dim: int) -> None:
     assert "reduce_scatter" not in found
     assert sent(program, mesh) == sent(parse_program(text, mesh), mesh)
     notes = [op.loc.note for op in program.walk() if op.label == "collective_permute"]
-    assert notes[0] == f"(piece 2 of {pieces})"
+    assert notes[0] == f"(piece 1 of {pieces})"
 
 
 def test_other_sums_stay(monkeypatch: pytest.MonkeyPatch) -> None:
