@@ -60,7 +60,9 @@ ROWS = {
     "v5e-4x4-scanned": Row("v5e:4x4", (4, 4), True),
     "v5e-4x4-unrolled": Row("v5e:4x4", (4, 4), False),
     "v4-16-scanned": Row("v4:2x2x4", (16, 1), True),
+    "v4-4x4-scanned": Row("v4:2x2x4", (4, 4), True),
     "v5p-16-scanned": Row("v5p:2x2x4", (16, 1), True),
+    "v5p-4x4-scanned": Row("v5p:2x2x4", (4, 4), True),
 }
 
 PROGRAMS: Mapping[str, Mapping[str, str]] = {

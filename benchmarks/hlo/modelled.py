@@ -30,7 +30,7 @@ class Modelled(NamedTuple):
       exposed_seconds: what collectives take beyond the kernels beside them.
       sent: bytes that one device sends.
       large, large_hidden: large collectives in one run, and those with kernels beside them.
-      synchronous: (collective, exposed seconds of all its runs) of the large others.
+      synchronous: (collective, seconds of all its runs) of the large others.
     """
 
     kernel_seconds: float
@@ -60,21 +60,33 @@ def modelled(text: str, mesh: Mesh, topology: Topology) -> Modelled:
     exposed, alone = 0.0, []
     large = large_hidden = 0
     for name, own in account.collectives.items():
-        computation, used = account.module.computations[name], set[int]()
+        computation = account.module.computations[name] if counts[name] else ()
+        kernels = [estimated_cycles(instruction) / clock for instruction in computation]
+        left = [*kernels]  # what each kernel can still hide
         for collective in own if counts[name] else ():
-            # A kernel hides one collective at a time: those beside it share links.
-            places = set(collective.flight) - used
-            used |= places
-            hidden = sum(estimated_cycles(computation[place]) for place in places) / clock
-            waited = counts[name] * max(0.0, wire_seconds(collective, mesh, topology) - hidden)
+            beside = any(kernels[place] for place in collective.flight)
+            needed = wire_seconds(collective, mesh, topology)
+            waited = counts[name] * _hide(needed, collective.flight, left)
             exposed += waited
             if collective.bytes > LARGE:
                 large += counts[name]
-                large_hidden += counts[name] if hidden else 0
-                if not hidden:
+                large_hidden += counts[name] if beside else 0
+                if not beside:
                     alone.append((collective._replace(count=counts[name]), waited))
-    kernels = schedule.cycles / clock
-    return Modelled(kernels, exposed, schedule.bytes, large, large_hidden, tuple(alone))
+    seconds = schedule.cycles / clock
+    return Modelled(seconds, exposed, schedule.bytes, large, large_hidden, tuple(alone))
+
+
+def _hide(needed: float, flight: range, left: list[float]) -> float:
+    """Seconds of a collective that no kernel hides; takes the others from what kernels have left.
+
+    A moment of a kernel hides one collective, the one that was issued first: they share links.
+    """
+    for place in flight:
+        hidden = min(needed, left[place])
+        left[place] -= hidden
+        needed -= hidden
+    return needed
 
 
 def wire_seconds(collective: HloCollective, mesh: Mesh, topology: Topology) -> float:

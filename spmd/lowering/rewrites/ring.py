@@ -7,17 +7,22 @@ after, four devices, of which this is the d-th; piece i is the i-th quarter of `
         `%9 = dot piece[d-3], %1; ...; %3 = add %11, dot piece[d], %1`
 
 The TPU compiler waits for every reduce-scatter, and for no permute: each is under way while the
-next piece is multiplied. Wang et al. 2023, "Overlap Communication with Dependent Computation via
+next piece is multiplied. What elementwise ops make of products on the way to the sum is made piece
+by piece, too. Wang et al. 2023, "Overlap Communication with Dependent Computation via
 Decomposition in Large Deep Learning Models".
 
-Sums among more than `MOST_DEVICES` stay. Pieces of products get small then; and where they go round
-a part of the devices only, neighbours in that ring are no neighbours in the torus. Of a whole slice
-the compiler's all-reduce has the links of all torus dims, and a ring or two those of one.
+Over a whole slice, whose devices jax puts in an order in which each is next to the one before it,
+pieces go round both ways at once, half of the way each: the fifth of eight devices gets the terms
+of 1 to 4 from one side, and those of 6 to 8 from the other. The compiler makes an all-reduce of
+such a sum, and waits for it. Sums among more than `MOST_DEVICES` of a slice stay: neighbours in
+that ring are no neighbours in the torus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from typing import NamedTuple
 
 from spmd.ir.control_flow import users_of
 from spmd.ir.dead import remove_dead
@@ -29,15 +34,19 @@ from spmd.ir.program import Op, Program, Region, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.lowering.divergence import HELD
 from spmd.lowering.local.dims import dynamic_take_dim
+from spmd.lowering.rewrites.moves import again, is_elementwise, is_move, operand_dim, pieces_of
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import Axes
 from spmd.mesh.topology import Topology
 
 MOST_DEVICES = 8
-"""Among more devices sums are left to the compiler."""
+"""Among more devices sums are left to the compiler, but for those over a whole slice."""
 
 LEAST_BYTES = 16 << 20
-"""Smaller sums take no longer than starting the pieces of a product does."""
+"""Smaller sums take no longer than starting the pieces of a product does.
+
+Nor do sums whose pieces are smaller than those of this one among `MOST_DEVICES`.
+"""
 
 
 def ring(program: Program, mesh: Mesh, topology: Topology, least: int = LEAST_BYTES) -> Program:
@@ -53,79 +62,142 @@ def ring(program: Program, mesh: Mesh, topology: Topology, least: int = LEAST_BY
     if topology.platform != "tpu" or any(HELD in op.kind.attrs for op in program.walk()):
         return program
     slow = {a for a, link in enumerate(topology.atom_links(mesh)) if link == topology.chip.dcn}
-    products = _products(program, mesh, least, slow)
+
+    def worth(op: Op) -> bool:
+        if op.collective != "reduce_scatter":
+            return False
+        axes, whole, piece = op.kind.attrs["axes"], op.kind.operands[0], op.kind.results[0]
+        large = whole.bytes >= least and piece.bytes >= least // MOST_DEVICES
+        near = 1 < mesh.extent(axes) <= MOST_DEVICES or _is_whole(axes, mesh, topology)
+        return large and near and slow.isdisjoint(axes)
+
+    found = _terms(program, worth)
 
     def edit(b: Builder, op: Op, now: Now) -> Sequence[Value] | None:
-        product = products.get(op.results[0]) if op.results else None
-        if product is None:
+        term = found.get(op.results[0]) if op.results else None
+        if term is None:
             return None
-        return (_in_pieces(b, op, product, [now(v) for v in product.operands], mesh),)
+        ways = 2 if _is_whole(op.kind.attrs["axes"], mesh, topology) else 1
+        return (_in_pieces(b, op, term, now, mesh, ways),)
 
-    return remove_dead(edit_ops(program, edit)) if products else program
+    return remove_dead(edit_ops(program, edit)) if found else program
 
 
-def _products(program: Program, mesh: Mesh, least: int, slow: set[int]) -> dict[Value, Op]:
-    """For each reduce-scatter to be taken apart, the product that nothing else reads."""
+def _is_whole(axes: Axes, mesh: Mesh, topology: Topology) -> bool:
+    """Whether axes are all of a slice, in the order in which its devices are neighbours."""
+    return mesh.extent(axes) == topology.count and list(axes) == sorted(axes)
+
+
+class _Term(NamedTuple):
+    """What a device adds to a sum, to be made in pieces; or what that is made of.
+
+    Attributes:
+      value: the whole.
+      dim: the dim that is taken apart; None of what is read whole.
+      op: makes a piece of it of its operands' pieces; None where pieces are cut out of it.
+      operands: the op's.
+    """
+
+    value: Value
+    dim: int | None
+    op: Op | None = None
+    operands: tuple[_Term, ...] = ()
+
+    @property
+    def has_product(self) -> bool:
+        """Whether a product is made in pieces."""
+        is_product = self.op is not None and self.op.kind.about.flops is not None
+        return is_product or any(operand.has_product for operand in self.operands)
+
+
+def _terms(program: Program, worth: Callable[[Op], bool]) -> dict[Value, _Term]:
+    """For the result of each reduce-scatter that is to be taken apart, what it adds up."""
     users = users_of(program)
-    found: dict[Value, Op] = {}
+    found: dict[Value, _Term] = {}
 
     def visit(region: Region) -> None:
-        made = {v: op for op in region.ops for v in op.results}
+        made = {v: op for op in region.ops for v in op.results if len(users.get(v, ())) == 1}
         for op in region.ops:
             for inner in op.regions:
                 visit(inner)
-            axes = op.kind.attrs.get("axes", ())
-            if op.collective != "reduce_scatter" or op.kind.operands[0].bytes < least:
-                continue
-            if not 1 < mesh.extent(axes) <= MOST_DEVICES or not slow.isdisjoint(axes):
-                continue
-            product = made.get(op.operands[0])
-            if product and len(users[op.operands[0]]) == 1 and _cut(product, op):
-                found[op.results[0]] = product
+            if worth(op) and _adds(op):
+                dim = op.kind.attrs["scatter_dimension"]
+                term = _term(op.operands[0], dim, pieces_of(op), made)
+                if term.has_product:
+                    found[op.results[0]] = term
 
     visit(program.body)
     return found
 
 
-def _cut(product: Op, scatter: Op) -> dict[int, int]:
-    """Operand -> its dim that becomes the scattered dim of a product; empty if there is none."""
-    attrs, dtype = scatter.kind.attrs, scatter.kind.results[0].dtype
+def _adds(scatter: Op) -> bool:
+    return bool(scatter.kind.attrs["body"] == reducer_body("add", scatter.kind.results[0].dtype))
+
+
+def _term(value: Value, dim: int, count: int, made: Mapping[Value, Op]) -> _Term:
+    """How pieces of a value along a dim are made; `made` has the values that are read once."""
+    op = made.get(value)
+    if op is None:
+        return _Term(value, dim)
+    if cut := _cut(op, dim):
+        return _Term(value, dim, op, tuple(_Term(v, cut.get(i)) for i, v in enumerate(op.operands)))
+    inner = operand_dim(op.kind, dim) if is_elementwise(op.kind) or is_move(op.kind) else None
+    if inner is None or any(type_.shape[inner] % count for type_ in op.kind.operands):
+        return _Term(value, dim)
+    return _Term(value, dim, op, tuple(_term(v, inner, count, made) for v in op.operands))
+
+
+def _cut(product: Op, dim: int) -> dict[int, int]:
+    """Operand -> its dim that becomes a dim of a product; empty if there is none."""
     # A product of matrices or images is the same op on a piece; a kernel takes its own shapes.
-    if not product.kind.about.reads or attrs["body"] != reducer_body("add", dtype):
+    if not product.kind.about.reads:
         return {}
     rule = rule_of(product.kind)
-    factors = rule.results[0][attrs["scatter_dimension"]]
+    factors = rule.results[0][dim]
     if len(factors) != 1 or rule.factors[factors[0]].kind != PASS or rule.reads or rule.merges:
         return {}
     return {i: dims.index(factors) for i, dims in enumerate(rule.operands) if factors in dims}
 
 
-def _in_pieces(b: Builder, op: Op, product: Op, operands: Sequence[Value], mesh: Mesh) -> Value:
-    axes, (piece,) = op.kind.attrs["axes"], op.kind.results
-    count, cut = mesh.extent(axes), _cut(product, op)
-    size, own = piece.shape[op.kind.attrs["scatter_dimension"]], b.axis_index(axes)
-    pairs, total = _to_next(axes, mesh), None
-    for step in range(count):
-        note = f"{op.loc.note} (piece {step + 1} of {count})".strip()
-        b.loc = op.loc._replace(note=note)
-        if total is not None:
-            total = b.collective("collective_permute", total, piece, axes, pairs=pairs)
-        # Device d begins with the piece of the device before it, and ends with its own.
-        number = b.binary("add", own, b.constant(count - 1 - step, "i32"))
+def _in_pieces(b: Builder, op: Op, term: _Term, now: Now, mesh: Mesh, ways: int) -> Value:
+    axes, (type_,) = op.kind.attrs["axes"], op.kind.results
+    count, own = mesh.extent(axes), b.axis_index(axes)
+
+    def own_term(place: int) -> Value:
+        """This device's term of the piece of the device `place` places behind it."""
+        number = b.binary("add", own, b.constant(place % count, "i32"))
         number = b.binary("remainder", number, b.constant(count, "i32"))
-        start = b.binary("multiply", number, b.constant(size, "i32"))
-        parts = [
-            dynamic_take_dim(b, v, cut[i], start, size) if i in cut else v
-            for i, v in enumerate(operands)
-        ]
-        (term,) = b.op(product.name, parts, (piece,), product.kind.attrs)
-        total = term if total is None else b.binary("add", total, term)
-    assert total is not None
-    return total
+        return _piece(b, term, number, count, now)
+
+    # A piece begins farthest from its owner, and each device on its way adds a term.
+    far = {1: count - 1} if ways == 1 else {1: count // 2, -1: count - 1 - count // 2}
+    total: dict[int, Value] = {}
+    for left in range(max(far.values()), 0, -1):
+        for way in [way for way in far if left <= far[way]]:
+            b.loc = op.loc._replace(note=f"{op.loc.note} ({left} from its device)".strip())
+            more = own_term(way * left)
+            sum_ = b.binary("add", total[way], more) if way in total else more
+            pairs = _to_next(axes, mesh, way)
+            total[way] = b.collective("collective_permute", sum_, type_, axes, pairs=pairs)
+    b.loc = op.loc
+    return reduce(partial(b.binary, "add"), [*total.values(), own_term(0)])
 
 
-def _to_next(axes: Axes, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """Who sends to whom, by target: each device to the next one along some atoms."""
-    rings = mesh.groups(axes)
+def _piece(b: Builder, term: _Term, number: Value, count: int, now: Now) -> Value:
+    """Piece `number` of `count` of a term, or all of one that is read whole."""
+    if term.op is not None and term.dim is not None:
+        operands = [_piece(b, operand, number, count, now) for operand in term.operands]
+        return again(b, term.op, operands, term.op.kind.results[0].scaled(term.dim, 1, count))
+    value = now(term.value)
+    if term.dim is None:
+        return value
+    size = b.types[value].shape[term.dim] // count
+    start = b.binary("multiply", number, b.constant(size, "i32"))
+    return dynamic_take_dim(b, value, term.dim, start, size)
+
+
+def _to_next(axes: Axes, mesh: Mesh, way: int) -> tuple[tuple[int, int], ...]:
+    """Who sends to whom, by target: each device to the next one along some atoms, or the last."""
+    rings = [group[::way] for group in mesh.groups(axes)]
     pairs = [(a, c) for group in rings for a, c in zip(group, (*group[1:], group[0]), strict=True)]
     return tuple(sorted(pairs, key=lambda pair: pair[1]))

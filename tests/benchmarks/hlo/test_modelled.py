@@ -39,6 +39,21 @@ def test_what_is_not_hidden_is_waited_for() -> None:
     assert waited == pytest.approx(total)
 
 
+def test_a_moment_of_a_kernel_hides_one_collective() -> None:
+    """The second gather has what the first one leaves of a kernel that is longer than it."""
+    start = next(line for line in TEXT.splitlines() if "all-gather-start" in line)
+    done = next(line for line in TEXT.splitlines() if "all-gather-done" in line)
+    twice = TEXT.replace(start, start + "\n" + start.replace("%start", "%second"))
+    again = done.replace("%done", "%also").replace("%start", "%second")
+    twice = twice.replace(done, done + "\n" + again).replace("30000", "600000")
+    gather, total = (wire(kind, size, 4) for kind, size in (("all_gather", 12), ("all_reduce", 6)))
+    kernel = 600000 / CLOCKS["v5e"]
+    assert gather < kernel < 2 * gather
+    step = modelled(twice, MESH, TPUS)
+    assert step.exposed_seconds == pytest.approx(2 * gather - kernel + total)
+    assert (step.large, step.large_hidden) == (3, 2)
+
+
 def wire(kind: str, mebibytes: int, group: int) -> float:
     return wire_seconds(HloCollective(kind, mebibytes << 20, 1, group, "", ""), MESH, TPUS)
 

@@ -57,7 +57,38 @@ def test_pieces_go_round(mesh: Mesh, axes: str, pieces: int, dim: int) -> None:
     assert "reduce_scatter" not in found
     assert sent(program, mesh) == sent(parse_program(text, mesh), mesh)
     notes = [op.loc.note for op in program.walk() if op.label == "collective_permute"]
-    assert notes[0] == f"(piece 2 of {pieces})"
+    assert notes[0].endswith("from its device)")
+
+
+def test_over_a_whole_slice_pieces_go_both_ways() -> None:
+    """Half of the pieces go to the next device, the others to the last; none goes farther."""
+    program = after(scattered("data", 0, 8), ONE)
+    pairs = [op.kind.attrs["pairs"] for op in program.walk() if op.label == "collective_permute"]
+    ahead = [all((a + 1) % 8 == c for a, c in found) for found in pairs]
+    behind = [all((a - 1) % 8 == c for a, c in found) for found in pairs]
+    assert (ahead.count(True), behind.count(True)) == (4, 3)
+    # The same devices in an order in which neighbours are far from each other, and a part of them.
+    for mesh, axes, pieces in ((TWO, "model, data", 8), (TWO, "data", 4)):
+        found = after(scattered(axes, 0, pieces), mesh)
+        sets = {op.kind.attrs["pairs"] for op in found.walk() if op.label == "collective_permute"}
+        assert len(sets) == 1
+
+
+def test_what_is_made_of_products_is_made_in_pieces() -> None:
+    """A gradient's terms of several products, in a wider type and transposed, are one sum."""
+    text = """program @p(%0: tensor<3x16xbf16> "x", %1: tensor<3x24xbf16> "y", %2: tensor<24x16xbf16> "z") {
+      %3 = stablehlo.dot_general %0, %1 {dot_dimension_numbers = dot(lhs_contract = [0], rhs_contract = [0])} : (tensor<3x16xbf16>, tensor<3x24xbf16>) -> tensor<16x24xbf16>
+      %4 = stablehlo.transpose %3 {permutation = [1, 0]} : (tensor<16x24xbf16>) -> tensor<24x16xbf16>
+      %5 = stablehlo.add %4, %2 : (tensor<24x16xbf16>, tensor<24x16xbf16>) -> tensor<24x16xbf16>
+      %6 = stablehlo.convert %5 : (tensor<24x16xbf16>) -> tensor<24x16xf32>
+      %7 = stablehlo.reduce_scatter %6 {axes = {data}, body = add<f32>, scatter_dimension = 1} : (tensor<24x16xf32>) -> tensor<24x4xf32>
+      return %7 "z"
+    }"""
+    found = names(after(text, TWO))
+    assert "reduce_scatter" not in found
+    assert found.count("dot_general") == found.count("transpose") == found.count("convert") == 4
+    alone = text.replace("%4, %2 :", "%2, %2 :")
+    assert "reduce_scatter" in names(after(alone, TWO))
 
 
 def test_other_sums_stay(monkeypatch: pytest.MonkeyPatch) -> None:
