@@ -25,7 +25,7 @@ from spmd.trial import Trial
 MOST_TRIPS = 64
 """Loops that run more often stay loops, if nobody says otherwise."""
 
-RUNS = 1000
+RUNS = 10_000
 """How often a program is taken to run, where time to compile is weighed against time to run."""
 
 WRITTEN_OUT_GAIN, MOST_GAIN = 0.02, 0.2

@@ -60,6 +60,8 @@ class Chip:
         is lost: both share cores and memory, and the backend's schedule differs from ours.
       efficiency: (kind of kernel, share of a matrix product's speed at which it computes), as
         measured; kinds that are not listed count as 1.0.
+      byte_transpose: bytes/s, read and written, at which 8-bit operands of products are transposed;
+        0 where products read them in any order.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Chip:
     measured: tuple[Measured, ...] = ()
     overlap: float = 1.0
     efficiency: tuple[tuple[str, float], ...] = ()
+    byte_transpose: float = 0.0
 
 
 def _peaks(teraflops: tuple[float, ...]) -> tuple[tuple[str, float], ...]:
@@ -101,10 +104,11 @@ _NVLINK_LATENCY = 4e-6
 #   half of its total; dcn is the DGX A100 / DGX H100 compute network, one adapter per GPU.
 #   What H200s behind one switch take was measured with `tools/run calibrate` on four of them, jax
 #   0.11.2; H100s have the same links. Under their power limit products that follow one another
-#   reach 70% of the data sheet's peak (fp8 1,380 TFLOP/s), copies 90%, and half of what could be
-#   hidden behind arithmetic is: so steps of 8 and 32 layers are predicted within 6%
-#   (docs/benchmarks/training.md). cuDNN's attention, both ways together, reaches 63% of what
-#   products do: heads of width 128, 4096 causal tokens. Of other chips' kernels nothing is known.
+#   reach 70% of the data sheet's peak (fp8 1,380 TFLOP/s), copies 90%, transposes of 8-bit operands
+#   a quarter, and three quarters of what could be hidden behind arithmetic is: so steps of 8 and 32
+#   layers are predicted within 5% (docs/benchmarks/training.md). cuDNN's attention, both ways
+#   together, reaches 63% of what products do: heads of width 128, 4096 causal tokens. Of other
+#   chips' kernels nothing is known.
 # CPU: a stand-in, so that plans can be made for hosts without accelerators.
 _IN_PROGRAM = 30e-6  # small ones take 10 to 55, however many devices and of whichever kind
 _HOPPER = tuple(
@@ -116,7 +120,11 @@ _HOPPER = tuple(
         strict=True,
     )
 )
-_MEASURED: dict[str, Any] = {"measured": _HOPPER, "efficiency": (("attention", 0.63),)}
+_MEASURED: dict[str, Any] = {
+    "measured": _HOPPER,
+    "efficiency": (("attention", 0.63),),
+    "byte_transpose": 1.2e12,
+}
 _GIB, _GB = 2**30, 10**9
 _Teraflops = tuple[float, float, float, float]
 """Peaks of f32, of bf16 and f16, of i8, and of fp8 products."""

@@ -1,7 +1,8 @@
 """Predicted time of one run: a list-schedule of the local program.
 
 Arithmetic runs on one lane, collectives on one lane for each class of links: a collective starts
-when its operands are there and its links are free, and whoever reads its result waits for it. So
+when its operands are there and its links are free, and whoever reads its result waits for it. While
+arithmetic waits, a later op whose operands are there goes first, as in XLA's own schedulers. So
 communication that independent arithmetic can hide costs nothing but the rest of it.
 
     before: g = all_gather w; y = dot x, x; z = dot y, g
@@ -14,12 +15,14 @@ where they are stored (`spmd.predict.fusion`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd.ir.description import Role, Traffic
 from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program, Region, Value
+from spmd.ir.types import DotDims, dtype_bits
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.sharding import axis_refs
 from spmd.mesh.topology import Topology
@@ -130,6 +133,7 @@ class _Schedule:
         self.local = LocalTimes(program, topology, self.index)
         self.ready: dict[Value, float] = {}
         self.free: dict[str, float] = {}
+        self.gaps: list[tuple[float, float]] = []
         self.slots: list[Slot] = []
 
     def region(self, region: Region, start: float, trips: int, depth: int) -> float:
@@ -138,25 +142,43 @@ class _Schedule:
         # nothing runs beside it.
         end = start
         outer, self.free = self.free, {}
+        gaps, self.gaps = self.gaps, []
         for op in region.ops:
             if op.regions:
                 end = max(end, self.control_flow(op, start, trips, depth))
             else:
                 end = max(end, self.op(op, start, trips, depth))
-        self.free = outer
+        self.free, self.gaps = outer, gaps
         return end
 
     def op(self, op: Op, start: float, trips: int, depth: int) -> float:
         known = self.ready
         ready = max([known.get(v, start) for v in op.operands], default=start)
-        lane, seconds = self.cost(op)
-        if seconds:
-            ready = max(ready, self.free.get(lane, start))
-            self.free[lane] = ready + seconds
-            self.slots.append(Slot(op, lane, ready, ready + seconds, trips, depth))
+        for part, lane, seconds in (*self.local.copies(op), (op, *self.cost(op))):
+            if seconds:
+                begin = self.begin(lane, ready, seconds, start)
+                ready = begin + seconds
+                self.slots.append(Slot(part, lane, begin, ready, trips, depth))
         for value in op.results:
-            known[value] = ready + seconds
-        return ready + seconds
+            known[value] = ready
+        return ready
+
+    def begin(self, lane: str, ready: float, seconds: float, start: float) -> float:
+        """When a lane takes up what is ready at a moment: as soon as arithmetic waits, or last."""
+        free = self.free.get(lane, start)
+        if lane == COMPUTE:
+            first = bisect_right(self.gaps, ready, key=lambda gap: gap[1])
+            for i, (opened, closed) in enumerate(self.gaps[first:], first):
+                begin = max(opened, ready)
+                if begin + seconds <= closed:
+                    left = (opened, begin), (begin + seconds, closed)
+                    self.gaps[i : i + 1] = [gap for gap in left if gap[1] > gap[0]]
+                    return begin
+            if ready > free:
+                self.gaps.append((free, ready))
+        begin = max(ready, free)
+        self.free[lane] = begin + seconds
+        return begin
 
     def cost(self, op: Op) -> tuple[str, float]:
         """The lane of an op and its seconds there."""
@@ -226,6 +248,7 @@ class LocalTimes:
         self.topology = topology
         self.stored = stored = stored_values(program)
         self._known: dict[OpKind, float] = {}
+        self._copied: set[Value] = set()
         # What is computed inside its readers -> the bytes that are read for it, by stored value.
         self._reads: dict[Value, dict[Value, int]] = {}
         for value, op in index.producers.items():  # operands before what is made of them
@@ -243,6 +266,26 @@ class LocalTimes:
         if found is None:
             found = self._known[op.kind] = self._seconds(op)
         return found
+
+    def copies(self, op: Op) -> list[tuple[Op, str, float]]:
+        """Transposes of a product's 8-bit operands, each value's at its first product.
+
+        Tensor cores read such operands with what is contracted innermost, and in no other order.
+        """
+        kind, rate = op.kind, self.topology.chip.byte_transpose
+        if not rate or kind.about.reads != "matrices" or dtype_bits(kind.operands[0].dtype) != 8:
+            return []
+        dims: DotDims = kind.attrs["dot_dimension_numbers"]
+        contracted = dims.lhs_contract, dims.rhs_contract
+        made = []
+        for value, type_, inner in zip(op.operands, kind.operands, contracted, strict=True):
+            is_innermost = sorted(inner) == [*range(type_.rank - len(inner), type_.rank)]
+            if not is_innermost and value not in self._copied:
+                self._copied.add(value)
+                transpose = OpKind("stablehlo.transpose", (type_,), (type_,), {})
+                copy = Op(transpose, (value,), (), loc=op.loc)
+                made.append((copy, COMPUTE, 2 * type_.bytes / rate))
+        return made
 
     def _seconds(self, op: Op) -> float:
         kind = op.kind

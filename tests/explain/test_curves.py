@@ -55,12 +55,14 @@ def test_a_lane_does_one_thing_at_a_time(training: Any) -> None:
 def test_merging_keeps_the_time(training: Any) -> None:
     drawn = bars(training)
     segments = list(drawn.flat())
-    fewer = merged(segments, drawn.seconds / 50)
+    least = drawn.seconds / 50
+    fewer = merged(segments, least)
     assert len(fewer) < len(segments)
     assert sum(s.ops for s in fewer) == len(segments)
     for lane in (COMPUTE, "data", "model"):
         whole = drawn.lane_seconds(lane)
-        assert sum(s.seconds for s in fewer if lane in s.lanes) == pytest.approx(whole, rel=0.2)
+        found = sum(s.seconds for s in fewer if lane in s.lanes)
+        assert found == pytest.approx(whole, rel=0.2, abs=least / 4)  # what lies between two
 
 
 def test_a_loop_is_one_iteration_so_many_times() -> None:

@@ -83,6 +83,39 @@ def test_a_reader_waits_for_communication() -> None:
     assert found.exposed_seconds == pytest.approx(GATHER)
 
 
+def test_what_comes_later_goes_first_where_arithmetic_waits() -> None:
+    def make(b: Builder, x: int, w: int) -> list[int]:
+        return [dot(b, x, gather(b, w)), b.binary("add", x, x)]
+
+    found = timeline(make)
+    added = 2 * WHOLE.bytes / TOPOLOGY.hbm_bandwidth
+    assert added < GATHER
+    assert found.compute_seconds == pytest.approx(DOT + added)
+    assert found.seconds == pytest.approx(GATHER + DOT)
+
+
+@pytest.mark.parametrize("chip", ["a100", "h200"])
+def test_8_bit_operands_are_transposed_once(chip: str) -> None:
+    eight = TensorType((N, N), "f8E4M3FN")
+    b = Builder()
+    x, y = b.value(eight), b.value(eight)
+    b.begin(True)
+    rows_by_columns = {"dot_dimension_numbers": DotDims((), (), (1,), (0,))}
+    rows_by_rows = {"dot_dimension_numbers": DotDims((), (), (1,), (1,))}
+    results = [
+        b.op("stablehlo.dot_general", (x, y), (WHOLE,), dims)[0]
+        for dims in (rows_by_rows, rows_by_columns, rows_by_columns)
+    ]
+    types = b.types
+    local = Program("main", tuple(types), b.end((x, y), results), ("x", "y"), ("a", "b", "c"))
+    topology = Topology(f"{chip}:8")
+    found = predict_timeline(local, MESH, topology)
+    copies = [slot for slot in found.slots if slot.op.name == "stablehlo.transpose"]
+    assert len(copies) == (chip == "h200")
+    for copy in copies:
+        assert copy.seconds == pytest.approx(2 * eight.bytes / topology.chip.byte_transpose)
+
+
 def test_collectives_over_the_same_links_queue() -> None:
     def make(b: Builder, x: int, w: int) -> list[int]:
         return [gather(b, w), gather(b, w)]
