@@ -67,9 +67,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 LONG = (
     "test_resume_test.py", "test_against_shardy.py", "test_served_model.py",
     "test_rules_execute.py", "test_processes.py", "test_training_job.py",
-    "test_trainer.py", "test_decode.py",
+    "test_trainer.py", "test_decode.py", "test_corpus.py", "test_merge.py", "test_manual.py",
+    "test_halves.py", "test_llama_step.py", "test_examples.py", "test_docs.py", "test_uneven.py",
 )  # fmt: skip
-"""Files that take a minute or more: begun last, one of them would run alone at the end."""
+"""Files that take half a minute or more: begun last, one of them would run alone at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,9 +10,11 @@ reader's do. An HTML comment directly above a block says what is special about i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
+import io
 import os
 import re
 import shlex
@@ -200,12 +202,21 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
 @functools.cache
 def help_of(*command: str) -> str:
     """What a module says when it is asked for help."""
-    parser = None if command[1:] else parser_of(command[0])
+    module, *kind = command
+    parser = parser_of(module)
     if parser is not None:
-        return str(parser.format_help())
+        return help_by(parser, kind)
     done = python_m(*command, "--help")
     assert "Traceback" not in done.stderr and "No module named" not in done.stderr, done.stderr
     return done.stdout + done.stderr
+
+
+def help_by(parser: Any, kind: list[str]) -> str:
+    """What a parser prints, or that of a kind of job."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        parser.parse_args([*kind, "--help"])
+    return printed.getvalue()
 
 
 def parser_of(module: str) -> Any:

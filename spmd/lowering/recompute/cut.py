@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from spmd.ir.program import Op, Value, reads
 
@@ -138,6 +136,10 @@ class _Network:
         """The nodes from which the sink can still be reached: the fewest that a minimum cut has."""
         if not self.edges:
             return set()
+        # Imported late: few programs make values again, and all wait for their imports.
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         starts, ends, seconds = (np.array(column) for column in zip(*self.edges, strict=True))
         total = float(seconds[np.isfinite(seconds)].sum()) or 1.0
         scaled = np.minimum(np.ceil(seconds * (RESOLUTION / total)), ENDLESS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -55,6 +56,7 @@ def marked(fn: Callable[..., Any], mesh: spmd.Mesh, spec: Any) -> Callable[..., 
 
 
 def run_marked(fn: Any, args: Any, name: str, spec: Any) -> None:
+    """What is compared with is compiled once for a function, however many splits it is run in."""
     mesh = MESHES[name]
     same(spmd.jit(marked(fn, mesh, spec), mesh=mesh, options=CHECKED)(*args), jax.jit(fn)(*args))
 
@@ -105,6 +107,7 @@ def affine(x: Any, y: Any) -> Any:
     return x[0] * y[0], x[1] * y[0] + y[1]
 
 
+@cache
 def composed(dims: tuple[int, ...]) -> Callable[..., Any]:
     return lambda x, y: lax.reduce((x, y), (np.int32(1), np.int32(0)), affine, dims)
 
@@ -120,15 +123,23 @@ def log_sum_exp(x: Any) -> Any:
     return top + jnp.log(total)
 
 
+def first_ends(x: Any) -> Any:
+    return jnp.argmax(x, 1), jnp.argmin(x, 1)
+
+
+def first_largest_number(x: Any) -> Any:
+    return jnp.nanargmax(x, 1)
+
+
 @each_split
 @pytest.mark.parametrize(("size", "make"), [(17, floats), (17, lowest), (96, ints)])
 def test_argmax_takes_the_first(size: int, make: Any, name: str, axes: Any) -> None:
     x = make(3, size)
     for spec in ((None, axes), (axes, None)):
-        run_marked(lambda x: (jnp.argmax(x, 1), jnp.argmin(x, 1)), (x,), name, spec)
+        run_marked(first_ends, (x,), name, spec)
     run_marked(jnp.argmax, (x[0],), name, (axes,))
     if make is floats:
-        run_marked(lambda x: jnp.nanargmax(x, 1), (x,), name, (None, axes))
+        run_marked(first_largest_number, (x,), name, (None, axes))
 
 
 @each_split
@@ -178,19 +189,24 @@ def test_argmax_gathers_one_element_a_piece() -> None:
 # The largest elements.
 
 
+@cache
+def top(k: int) -> Callable[..., Any]:
+    return lambda x: lax.top_k(x, k)
+
+
 @each_split
 @pytest.mark.parametrize(
     ("size", "k", "make"),
     [(17, 1, lowest), (96, 3, ints), (21, 11, floats), (21, 21, floats), (1, 1, ints)],
 )
 def test_top_k(size: int, k: int, make: Any, name: str, axes: Any) -> None:
-    run_marked(lambda x: lax.top_k(x, k), (make(3, size),), name, (None, axes))
+    run_marked(top(k), (make(3, size),), name, (None, axes))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.uint8, np.int8, np.bool_])
 def test_top_k_of_other_types(dtype: Any) -> None:
     x = np.asarray(jnp.asarray(np.abs(ints(2, 21))).astype(dtype))
-    run_marked(lambda x: lax.top_k(x, 4), (x,), "2x2x2", (None, ("c", "a", "b")))
+    run_marked(top(4), (x,), "2x2x2", (None, ("c", "a", "b")))
 
 
 def test_padding_never_wins_over_the_least_number() -> None:
@@ -206,24 +222,38 @@ def test_top_k_gathers_candidates() -> None:
     assert [(c.kind, c.bytes) for c in compiled.collectives] == [("all_gather", 3 * 5 * 7 * 4)] * 2
 
 
-@pytest.mark.parametrize("fn", [lax.approx_max_k, lax.approx_min_k])
+def about_top(x: Any) -> Any:
+    return lax.approx_max_k(x, 4), lax.approx_min_k(x, 4)
+
+
 @each_split
-def test_approximate_top_k(name: str, axes: Any, fn: Any) -> None:
+def test_approximate_top_k(name: str, axes: Any) -> None:
     x = np.random.RandomState(0).permutation(90).reshape(3, 30).astype(np.float32)
-    run_marked(lambda x: fn(x, 4), (x,), name, (None, axes))
+    run_marked(about_top, (x,), name, (None, axes))
 
 
 # ---------------------------------------------------------------------------------------------
 # Axes of a dim that must be whole move to another.
 
 
+def sorted_rows(x: Any) -> Any:
+    return jnp.sort(x, 1), jnp.argsort(x, 1), jnp.argsort(x, 1, descending=True)
+
+
+def rows_by_two_keys(x: Any, y: Any) -> Any:
+    return lax.sort((y, x), dimension=1, num_keys=2)
+
+
+def sorted_both_ways(x: Any) -> Any:
+    return jnp.sort(x), jnp.argsort(x)
+
+
 @each_split
 @pytest.mark.parametrize("shape", [(7, 17), (3, 24)])
 def test_sort_rows(shape: tuple[int, int], name: str, axes: Any) -> None:
     x, y = floats(*shape), ints(*shape)
-    run_marked(lambda x: (jnp.sort(x, 1), jnp.argsort(x, 1)), (x,), name, (None, axes))
-    run_marked(lambda x, y: lax.sort((y, x), dimension=1, num_keys=2), (x, y), name, (None, axes))
-    run_marked(lambda x: jnp.argsort(x, 1, descending=True), (x,), name, (None, axes))
+    run_marked(sorted_rows, (x,), name, (None, axes))
+    run_marked(rows_by_two_keys, (x, y), name, (None, axes))
 
 
 WHOLE_DIMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any]] = {
@@ -282,7 +312,7 @@ def swapped(x: Any, y: Any) -> Any:
 def test_sort_a_vector(name: str, axes: Any) -> None:
     size = LONG // 48 * 48 + (0 if axes == "a" else 5)
     x, y = floats(size), ints(size)
-    run_marked(lambda x: (jnp.sort(x), jnp.argsort(x)), (x,), name, (axes,))
+    run_marked(sorted_both_ways, (x,), name, (axes,))
     run_marked(swapped, (x, y), name, (axes,))
 
 
