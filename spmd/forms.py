@@ -103,7 +103,7 @@ def forms_written_out(
     backend, hope = backend_of(platform), trial.seconds * MOST_GAIN
     if not backend.waits_at_loops or hope * RUNS < backend.compile_seconds:
         return
-    written = unroll(program, MOST_TRIPS)
+    written = trial.clock("unroll", unroll, program, MOST_TRIPS)
     more = sum(1 for _ in written.walk()) - sum(1 for _ in program.walk())
     if more > 0:
         price = max(more * backend.compile_seconds / RUNS, trial.seconds * WRITTEN_OUT_GAIN)

@@ -25,6 +25,7 @@ class Trial:
 
     Attributes:
       plan: the plan.
+      clock: times the stages.
       partitioned: the local program.
       simplified: the local program before its collectives are scheduled.
       optimized: the local program after its rewrites.
@@ -40,7 +41,7 @@ class Trial:
     ) -> None:
         if plan.byte_price and unpriced is None:
             unpriced = Trial(plan._replace(byte_price=0.0), options, donated, clock)
-        self._options, self._donated, self._clock = options, donated, clock
+        self._options, self._donated, self.clock = options, donated, clock
         self._unpriced, self.plan = unpriced or self, plan
         self.partitioned: Partitioned = (
             unpriced.partitioned if unpriced else clock("partition", partition, plan)
@@ -59,7 +60,7 @@ class Trial:
         if self._unpriced is not self:
             return self._unpriced._simple
         program, mesh = self.partitioned.program, self.plan.mesh
-        return self._clock("optimize", simplify, program, mesh, self._room)
+        return self.clock("optimize", simplify, program, mesh, self._room)
 
     @property
     def _room(self) -> Room:
@@ -84,21 +85,21 @@ class Trial:
             vars(other).pop(name, None)
         arguments = self.simplified.body.args
         cuts = {arguments[number]: cut for number, cut in seed.cuts}
-        program, half_of = self._clock("halves", in_halves, self.simplified, cuts)
-        program = self._clock("optimize", self._schedule, program, half_of)
+        program, half_of = self.clock("halves", in_halves, self.simplified, cuts)
+        program = self.clock("optimize", self._schedule, program, half_of)
         other.optimized = self.partitioned._replace(program=program)
         return other
 
     def seeds(self) -> list[Seed]:
         """What could be in halves, the most promising first."""
         program, timeline = self.optimized.program, self.timeline
-        return self._clock("halves", seeds_of, program, timeline, self._donated)
+        return self.clock("halves", seeds_of, program, timeline, self._donated)
 
     @cached_property
     def timeline(self) -> Timeline:
         """Predicted schedule of one run."""
         plan, program = self.plan, self.optimized.program
-        return self._clock("time", predict_timeline, program, plan.mesh, plan.topology)
+        return self.clock("time", predict_timeline, program, plan.mesh, plan.topology)
 
     @property
     def seconds(self) -> float:
@@ -108,7 +109,7 @@ class Trial:
     @cached_property
     def _memory(self) -> MemoryUse:
         program, platform = self.optimized.program, self.plan.topology.platform
-        return self._clock("memory", peak_memory, program, self._donated, platform)
+        return self.clock("memory", peak_memory, program, self._donated, platform)
 
     @property
     def bytes(self) -> int:

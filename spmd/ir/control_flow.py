@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd.ir.program import Op, Program, Region, Value
+from spmd.ir.types import numpy_dtype
 
 _DIRECTION = "comparison_direction"
 """The attribute of comparisons that says which one it is."""
@@ -104,9 +105,15 @@ def trip_count(op: Op, producers: Mapping[Value, Op]) -> int | None:
     if start is None or end is None or not step:
         return None
     direction = str(test.kind.attrs[_DIRECTION])
-    if "LT" not in direction and "NE" not in direction:
+    if "LT" in direction:
+        trips = -((start - end) // step) if start < end else 0  # rounded up: 0, 3, 6 for i < 7
+    elif "NE" in direction and (end - start) % step == 0:
+        trips = (end - start) // step
+    else:
         return None
-    return max(0, -(-(end - start) // step))  # rounded up: 0, 3, 6 for i < 7 with step 3
+    # What counts away from its end, or past the largest integer, goes on until it wraps around.
+    limits = np.iinfo(numpy_dtype(test.kind.operands[0].dtype))
+    return trips if trips >= 0 and limits.min <= start + trips * step <= limits.max else None
 
 
 def integer_of(producers: Mapping[Value, Op], value: Value) -> int | None:

@@ -130,3 +130,28 @@ def test_what_is_written_out_keeps_to_the_memory_limit() -> None:
 def test_a_bad_number_is_refused() -> None:
     with pytest.raises(spmd.ArgumentError, match="unroll=-1"):
         spmd.Options(unroll=-1)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "step", "trips"),
+    [(0, 7, 3, 3), (5, 3, 1, 0), (0, 100, -1, None), (0, 120, 100, None), (120, 127, 7, 1)],
+)
+def test_loops_that_wrap_around_run_until_they_end(
+    start: int, end: int, step: int, trips: int | None
+) -> None:
+    def counted(x: jax.Array) -> Any:
+        def more(state: Any) -> Any:
+            return state[0] < jnp.int8(end)
+
+        return jax.lax.while_loop(
+            more, lambda s: (s[0] + jnp.int8(step), s[1] + 1), (jnp.int8(start), x)
+        )
+
+    mesh = spmd.Mesh(None, (2,), ("data",))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    jitted = spmd.jit(counted, mesh=mesh, options=spmd.Options(unroll=64))
+    program = jitted.lower(x, topology=spmd.Topology("h200:2")).stages.program
+    assert ("stablehlo.while" in [op.name for op in program.walk()]) == (trips is None)
+    here = spmd.jit(counted, mesh=spmd.make_mesh(data=8), options=spmd.Options(unroll=64))
+    for got, want in zip(here(jnp.zeros(8)), jax.jit(counted)(jnp.zeros(8)), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -58,13 +58,12 @@ class _Finder:
         # A loop's body is looked at several times: what was found before is dropped.
         for value in op.results:
             self.cuts.pop(value, None)
-        if not op.results or self.cuts.keys().isdisjoint(op.operands):
-            self.ops.pop(op.results[0] if op.results else -1, None)
-            return
-        self.ops.pop(op.results[0], None)
+            self.ops.pop(value, None)
         if op.kind.about.is_barrier:
             for value, result in zip(op.operands, op.results, strict=True):
                 self.set(result, self.cuts.get(value))
+            return
+        if not op.results:
             return
         for i, value in enumerate(op.operands):
             cut = self.cuts.get(value)
