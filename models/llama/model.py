@@ -307,7 +307,7 @@ def _run_layers(
         return x_BSH
 
     # XLA must not merge the recomputation with the first computation (CSE), nor begin it early, or
-    # everything is in memory at once after all. In a scan it could not, but scans may be written out.
+    # all of it is in memory at once after all. In a scan it cannot, but scans may be written out.
     lean = jax.checkpoint(run, policy=policy, prevent_cse=True)
     count = config.num_hidden_layers
     if not config.scan_layers:
