@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import spmd
 from models.llama import model
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.model import MARK_POINTS
@@ -71,6 +72,17 @@ def test_what_is_kept_shrinks(params):
     assert nothing < kept_with("full", remat_every=2) < kept_with("full", remat_every=4)
     unrolled = kept_with("none", scan_layers=False)
     assert kept_with("full", scan_layers=False, remat_every=3) < unrolled
+
+
+def test_a_scan_that_is_written_out_recomputes_late():
+    """Each layer's recomputation waits for its gradient: else a compiler does all of it at once."""
+    mesh = spmd.Mesh(None, (2,), ("data",))
+    params = jax.eval_shape(lambda key: model.init(key, TINY), jax.random.key(0))
+    grad = jax.grad(loss_of({"remat": "full"}))
+    for trips, layers in ((0, 1), (TINY.num_hidden_layers, TINY.num_hidden_layers)):
+        step = spmd.jit(grad, mesh=mesh, options=spmd.Options(unroll=trips))
+        text = step.lower(params, topology=spmd.Topology("v5e:1x2")).as_text("optimized")
+        assert text.count("stablehlo.optimization_barrier") == layers
 
 
 @pytest.mark.parametrize(
