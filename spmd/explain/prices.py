@@ -65,7 +65,8 @@ class Prices:
     @property
     def most_conflicts(self) -> int:
         """How many kinds of conflicts get prices in a report."""
-        return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT)
+        again = 2 if self.plan.byte_price else 1  # timed whole, and with what is made again
+        return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT * again)
 
     def _most(self, most: int, timed: int) -> int:
         """How many decisions are priced, each of which takes so many programs' time."""
