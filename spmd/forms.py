@@ -25,7 +25,7 @@ from spmd.trial import Trial
 MOST_TRIPS = 64
 """Loops that run more often stay loops, if nobody says otherwise."""
 
-RUNS = 10_000
+RUNS = 3_000
 """How often a program is taken to run, where time to compile is weighed against time to run."""
 
 WRITTEN_OUT_GAIN, MOST_GAIN = 0.02, 0.2
@@ -65,35 +65,32 @@ def fastest(trial: Trial, forms: Iterable[Form], memory_limit: int | None) -> Tr
       forms: the others. One of a price below zero is wanted, even if it is slower.
       memory_limit: bytes that one device may use; the topology's memory when left out.
     """
-    made = [(form, other) for form in forms if (other := _made(form)) is not None]
-    if not made:
-        return trial
-    limit = max(trial.bytes, trial.plan.topology.memory(memory_limit))
-    why = [_refusal(trial, form, other, limit) for form, other in made]
-    fit = [other for (_, other), refusal in zip(made, why, strict=True) if not refusal]
+    tried = [(form, *_tried(trial, form, memory_limit)) for form in forms]
+    fit = [other for _, other, refusal in tried if other is not None and not refusal]
     best = min(fit, key=lambda other: other.seconds, default=trial)
     weighed = []
-    for (form, other), refusal in zip(made, why, strict=True):
+    for form, other, refusal in tried:
         refusal = refusal or ("another one is faster" if other is not best else "")
-        weighed.append(Weighed(form.name, other.seconds, trial.seconds, refusal))
+        seconds = other.seconds if other is not None else None
+        weighed.append(Weighed(form.name, seconds, trial.seconds, refusal))
     best.plan = best.plan._replace(forms=(*best.plan.forms, *weighed))
     return best
 
 
-def _made(form: Form) -> Trial | None:
-    """A form that may win its price; None if it cannot, or if no plan of it keeps to the limit."""
+def _tried(trial: Trial, form: Form, memory_limit: int | None) -> tuple[Trial | None, str]:
+    """A form, None if it is not made; and why it is not taken, empty if it may be."""
+    too_slow = f"it would have to win {form.price * 1e3:.3g} ms"
+    too_large = "it does not fit in memory"
+    if form.hope < form.price:
+        return None, too_slow
     try:
-        return form.make() if form.hope >= form.price else None
-    except PlanError:
-        return None
-
-
-def _refusal(trial: Trial, form: Form, other: Trial, limit: int) -> str:
-    """Why a form is not taken; empty if it may be."""
-    if other.bytes > limit:
-        return "it does not fit in memory"
-    wins = trial.seconds - other.seconds >= form.price
-    return "" if wins else f"it would have to win {form.price * 1e3:.3g} ms"
+        other = form.make()
+    except PlanError:  # no plan of it keeps to the limit
+        return None, too_large
+    if trial.seconds - other.seconds < form.price:
+        return other, too_slow
+    limit = max(trial.bytes, trial.plan.topology.memory(memory_limit))
+    return other, too_large if other.bytes > limit else ""
 
 
 def forms_written_out(

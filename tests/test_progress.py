@@ -101,7 +101,7 @@ def test_an_inner_one_leaves_the_line_to_the_outer_one() -> None:
 
 def test_a_compilation_names_its_stages(devices8: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    for place in ("spmd.pipeline.doing", "spmd.api.jitted.doing", "spmd.api.compiled.doing"):
+    for place in ("spmd.progress.doing", "spmd.api.jitted.doing", "spmd.api.compiled.doing"):
         monkeypatch.setattr(place, said.append)
     spmd.jit(lambda x: x + 1, mesh=spmd.make_mesh(data=8)).compile(jnp.ones(8))
     assert said[0] == "trace"

@@ -32,11 +32,11 @@ MOST_CONFLICTS = 24
 MOST_OTHERS = 5
 """Other shardings of one argument for which a program is planned again."""
 
-MOST_OPS = 40_000
+MOST_OPS = 28_000
 """Ops of the programs that are timed for one part of a report: of large programs, each of which
 takes long to time, fewer decisions are priced."""
 
-TIMED_FOR_MARK, TIMED_FOR_CONFLICT = 8, 2
+TIMED_FOR_MARK, TIMED_FOR_CONFLICT = 6, 2
 """Programs that are timed while one is planned again; and those of a conflict's losing claims."""
 
 
@@ -65,7 +65,8 @@ class Prices:
     @property
     def most_conflicts(self) -> int:
         """How many kinds of conflicts get prices in a report."""
-        return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT)
+        again = 2 if self.plan.byte_price else 1  # timed whole, and with what is made again
+        return self._most(MOST_CONFLICTS, TIMED_FOR_CONFLICT * again)
 
     def _most(self, most: int, timed: int) -> int:
         """How many decisions are priced, each of which takes so many programs' time."""

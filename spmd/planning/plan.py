@@ -65,20 +65,23 @@ class Weighed(NamedTuple):
 
     Attributes:
       name: what is done to the program, for people.
-      seconds, before: predicted time of one run of it, and of the program that it was weighed with.
+      seconds: predicted time of one run of it; None if it was not made.
+      before: that of the program that it was weighed with.
       refusal: why it was not taken; empty if it was.
     """
 
     name: str
-    seconds: float
+    seconds: float | None
     before: float
     refusal: str
 
     @property
     def text(self) -> str:
         """`x (dim 0) in two halves, ...: 172 ms predicted instead of 184 ms`."""
-        times = [f"{seconds * 1e3:.3g} ms" for seconds in (self.seconds, self.before)]
-        text = f"{self.name}: {times[0]} predicted instead of {times[1]}"
+        before = f"{self.before * 1e3:.3g} ms"
+        if self.seconds is None:
+            return f"not {self.name}: {before} predicted as it is, {self.refusal}"
+        text = f"{self.name}: {self.seconds * 1e3:.3g} ms predicted instead of {before}"
         return f"not {text}, {self.refusal}" if self.refusal else text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -120,6 +121,14 @@ def test_the_compiler_decides_by_time(machine: str) -> None:
 def test_loops_stay_where_that_would_not_pay() -> None:
     assert "while" in planned("h200:2", 256).as_text("program")  # too short a step
     assert "while" in planned("cpu:2", 8192).as_text("program")  # where nothing is hidden
+
+
+def test_the_report_says_why_loops_stay() -> None:
+    lowered = planned("v5e:2x1", 1024)  # a step of a millisecond, for seconds of compiling
+    (form,) = lowered.stages.plan.forms
+    assert "while" in lowered.as_text("program") and form.seconds is None
+    assert re.search(r"not loops of .* written out: .* would have to win [\d.]+ ms", form.text)
+    assert form.text in lowered.explain(prices=False) and form.name not in lowered.summary()
 
 
 def test_what_is_written_out_keeps_to_the_memory_limit() -> None:
