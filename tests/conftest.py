@@ -29,6 +29,8 @@ XLA_FLAGS = {
     # Tests compile much and run little.
     "--xla_backend_optimization_level": 0,
     "--xla_llvm_disable_expensive_passes": "true",
+    # By default a program's kernels are compiled in up to 32 modules, for as many threads.
+    "--xla_cpu_parallel_codegen_split_count": 1,
     # Three quarters of the time that a training step takes to compile go into one MLIR pipeline
     # for each fused kernel; XLA's older emitters compute the same.
     "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters=true",
