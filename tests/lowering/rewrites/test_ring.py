@@ -103,6 +103,13 @@ def test_other_sums_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "collective_permute" not in names(after(read_twice, TWO))
 
 
+def test_sums_over_many_stay_where_operands_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmd.lowering.rewrites.ring.MOST_DEVICES", 2)
+    text = scattered("data", 0, 8)
+    assert "collective_permute" in names(after(text, ONE))
+    assert "collective_permute" not in names(after(text.replace("3x5x", "30x5x"), ONE))
+
+
 def step(w: Any, x: Any) -> Any:
     def loss(w: Any) -> Any:
         return jnp.sum(jnp.square(x @ w))
