@@ -48,13 +48,13 @@ class Form(NamedTuple):
       name: what is done to it, for people.
       price: seconds of a run that it has to win.
       hope: the most that it can win.
-      make: brings it down to one device.
+      make: brings it down to one device; None where there is no memory for it.
     """
 
     name: str
     price: float
     hope: float
-    make: Callable[[], Trial]
+    make: Callable[[], Trial] | None
 
 
 def fastest(trial: Trial, forms: Iterable[Form], memory_limit: int | None) -> Trial:
@@ -83,6 +83,8 @@ def _tried(trial: Trial, form: Form, memory_limit: int | None) -> tuple[Trial | 
     too_large = "it does not fit in memory"
     if form.hope < form.price:
         return None, too_slow
+    if form.make is None:
+        return None, too_large
     try:
         other = form.make()
     except PlanError:  # no plan of it keeps to the limit
@@ -105,7 +107,8 @@ def forms_written_out(
     if more > 0:
         price = max(more * backend.compile_seconds / RUNS, trial.seconds * WRITTEN_OUT_GAIN)
         name = f"loops of at most {MOST_TRIPS} trips written out"
-        yield Form(name, price, hope, partial(planned, written))
+        # Trips that overlap take more memory, and where there is none a plan is long looked for.
+        yield Form(name, price, hope, None if trial.is_short else partial(planned, written))
 
 
 def forms_in_halves(trial: Trial, wanted: bool | None) -> Iterator[Form]:

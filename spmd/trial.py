@@ -70,8 +70,13 @@ class Trial:
     def _recompute(self, program: Program) -> tuple[Program, tuple[Recomputed, ...]]:
         # Links are shared by all devices: what fits as it is sends no more than it has to.
         plan, limit = self.plan, self._room.bytes
-        price, donated, is_short = plan.byte_price, self._donated, self._unpriced.bytes > limit
-        return recompute(program, plan.mesh, plan.topology, price, limit, donated, is_short)
+        price, donated = plan.byte_price, self._donated
+        return recompute(program, plan.mesh, plan.topology, price, limit, donated, self.is_short)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the program fits in memory only because bytes have a price."""
+        return self._unpriced.bytes > self._room.bytes
 
     def _schedule(self, program: Program, half_of: Mapping[Value, int] | None = None) -> Program:
         plan, options, room = self.plan, self._options, self._room
