@@ -123,8 +123,9 @@ def test_loops_stay_where_that_would_not_pay() -> None:
     assert "while" in planned("cpu:2", 8192).as_text("program")  # where nothing is hidden
 
 
-def test_the_report_says_why_loops_stay() -> None:
-    lowered = planned("v5e:2x1", 1024)  # a step of a millisecond, for seconds of compiling
+def test_the_report_says_why_loops_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmd.forms.RUNS", 10)
+    lowered = planned("v5e:2x1", 8192)
     (form,) = lowered.stages.plan.forms
     assert "while" in lowered.as_text("program") and form.seconds is None
     assert re.search(r"not loops of .* written out: .* would have to win [\d.]+ ms", form.text)
