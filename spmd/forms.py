@@ -104,7 +104,7 @@ def forms_written_out(
         return
     written = trial.clock("unroll", unroll, program, MOST_TRIPS)
     more = sum(1 for _ in written.walk()) - sum(1 for _ in program.walk())
-    if more > 0:
+    if written is not program:
         price = max(more * backend.compile_seconds / RUNS, trial.seconds * WRITTEN_OUT_GAIN)
         name = f"loops of at most {MOST_TRIPS} trips written out"
         # Trips that overlap take more memory, and where there is none a plan is long looked for.

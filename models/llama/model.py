@@ -306,9 +306,9 @@ def _run_layers(
             x_BSH = (lean if recomputed else run)(layer, x_BSH)
         return x_BSH
 
-    # XLA must not merge the recomputation with the first computation (CSE), nor begin it early, or
-    # all of it is in memory at once after all. In a scan it cannot, but scans may be written out.
-    lean = jax.checkpoint(run, policy=policy, prevent_cse=True)
+    # XLA must not merge the recomputation with the first computation (CSE), or everything stays in
+    # memory after all. In a scan it cannot: forward and backward are different loops.
+    lean = jax.checkpoint(run, policy=policy, prevent_cse=not config.scan_layers)
     count = config.num_hidden_layers
     if not config.scan_layers:
         return run_some([layers[str(index)] for index in range(count)], x_BSH)

@@ -8,6 +8,12 @@ loop collects for another (a scan's residuals for its gradient) is handed on pie
 the stack. A stack that is wanted whole is its pieces side by side. So a scan over layers becomes
 what a Python loop over them would be: backends overlap the communication of one layer with the
 next, and copy nothing. It takes longer to compile.
+
+What a gradient's loop computes again (`jax.checkpoint`) is kept apart from the first time by the
+loops themselves: backends would merge the two once they are written out, and hold everything. So
+each trip's residuals, where they are computed with again, wait for its cotangents:
+
+    %x1, %g1 = optimization_barrier %x, %g; %y1 = tanh %x1    // `tanh %x` was computed before
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from spmd.ir.control_flow import integer_of
 from spmd.ir.dead import remove_dead
 from spmd.ir.dialect.builder import Builder
 from spmd.ir.index import Index
-from spmd.ir.program import Op, OpKind, Program, Value, walk_region
+from spmd.ir.program import Op, OpKind, Program, Region, Value, walk_region
 from spmd.ir.rewrite import Now, edit_ops, repeat_op
 from spmd.ir.types import numpy_dtype
 
@@ -89,12 +95,27 @@ class _Unroller:
     Attributes:
       known: integers that were worked out.
       stacks: values of which pieces are known.
+      number: the same number for values that are computed alike from the same ones.
+      first: a kind of op and its operands' numbers -> the loop that computed it first, the results.
+      sliced: a stack and a place in it -> the first slice that was taken there.
+      widened: a value with a dim of one element in front -> the value.
+      loop, handed: the loop that is being written; numbers of what other loops handed the trip that
+        is being written, with what stands for it behind a barrier.
+      env, cotangents: new values for old ones in this trip; what it gets from the trip before.
     """
 
     def __init__(self, index: Index, chosen: Mapping[Value, int]) -> None:
         self.index, self.chosen = index, chosen
         self.known: dict[Value, int] = {}
         self.stacks: dict[Value, _Stack] = {}
+        self.number: dict[Value, Value] = {}
+        self.first: dict[tuple[OpKind, tuple[Value, ...]], tuple[Value, tuple[Value, ...]]] = {}
+        self.sliced: dict[tuple[Value, int], Value] = {}
+        self.widened: dict[Value, Value] = {}
+        self.loop = -1
+        self.handed: dict[Value, Value | None] = {}
+        self.env = _Same()
+        self.cotangents: list[Value] = []
 
     def edit(self, b: Builder, op: Op, _now: Now) -> Sequence[Value] | None:
         """The results of a loop that was chosen, once it is written out."""
@@ -102,12 +123,19 @@ class _Unroller:
         if trips is None:
             return None
         body, carried = op.regions[1], list(op.operands)
+        self.loop = op.results[0]
         for _ in range(trips):
-            env = _Same(zip(body.args, carried, strict=True))
+            env = self.env = _Same(zip(body.args, carried, strict=True))
+            self.handed, self.cotangents = {}, self._changed(b, body)
             for inner in body.ops:
                 repeat_op(b, inner, env, self._rewrite)
             carried = [env[v] for v in body.results]
         return [self._joined(b, v) for v in carried]
+
+    def _changed(self, b: Builder, body: Region) -> list[Value]:
+        """The arguments of a body that each trip makes anew, but stacks and scalars."""
+        changed = [a for a, result in zip(body.args, body.results, strict=True) if a != result]
+        return [a for a in changed if b.types[a].rank and self.env[a] not in self.stacks]
 
     def _joined(self, b: Builder, value: Value) -> Value:
         """A stack of which every piece was written is its pieces side by side.
@@ -131,7 +159,35 @@ class _Unroller:
             return self._sliced(b, op.kind, operands)
         if op.name == "stablehlo.dynamic_update_slice":
             return self._written(b, op.kind, operands)
-        return None
+        return None if op.regions else self._repeated(b, op.kind, operands)
+
+    def _repeated(self, b: Builder, kind: OpKind, operands: tuple[Value, ...]) -> Sequence[Value]:
+        """An op once more: behind a barrier if another loop has computed the same before."""
+        source = self.widened.get(operands[0]) if len(operands) == 1 else None
+        if source is not None and _widens(kind, -1) and b.types[source] == kind.results[0]:
+            return (source,)
+        key = kind, tuple(self.number.get(v, v) for v in operands)
+        loop, first = self.first.get(key, (self.loop, ()))
+        if loop != self.loop and not self.handed.keys().isdisjoint(key[1]):
+            return b.repeat(kind, tuple(self._late(b, v) for v in operands))
+        made = b.repeat(kind, operands)
+        self.number.update(zip(made, first or made, strict=True))
+        self.first.setdefault(key, (self.loop, made))
+        if _widens(kind, 1):
+            self.widened[made[0]] = operands[0]
+        return made
+
+    def _late(self, b: Builder, value: Value) -> Value:
+        """What another loop handed this trip, but not before the trip before is done."""
+        number = self.number.get(value, value)
+        if number not in self.handed:
+            return value
+        late = self.handed[number]
+        if late is None:  # barriers next to each other are one, see `separate`
+            late = self.handed[number] = b.barrier([value])[0]
+            for argument in self.cotangents:
+                self.env[argument] = b.barrier([self.env[argument]])[0]
+        return late
 
     def _integer(self, value: Value) -> int | None:
         known = self.known.get(value)
@@ -171,9 +227,14 @@ class _Unroller:
         if place is None:
             return None
         stack = self.stacks.get(value, _Stack(value, {}))
-        if place in stack.pieces:
-            return (stack.pieces[place],)
-        return (b.slice_dim(stack.under, 0, place, place + 1),)
+        written = stack.pieces.get(place)
+        if written is None:
+            made = b.slice_dim(stack.under, 0, place, place + 1)
+            self.number[made] = self.sliced.setdefault((stack.under, place), made)
+            return (made,)
+        whole = self.widened.get(written, written)
+        self.handed.setdefault(self.number.get(whole, whole), None)
+        return (written,)
 
     def _written(self, b: Builder, kind: OpKind, operands: Sequence[Value]) -> Sequence[Value]:
         value, piece, *starts = operands
@@ -183,6 +244,18 @@ class _Unroller:
             stack = self.stacks.get(value, _Stack(value, {}))
             self.stacks[made] = _Stack(stack.under, {**stack.pieces, place: piece})
         return (made,)
+
+
+def _widens(kind: OpKind, more: int) -> bool:
+    """Whether an op adds so many dims of one element in front, and does nothing else."""
+    about = kind.about
+    if not (about.is_reshape or about.is_broadcast):
+        return False
+    before, after = kind.operands[0].shape, kind.results[0].shape
+    if more < 0:
+        before, after = after, before
+    dims = tuple(kind.attrs.get("broadcast_dimensions", range(1, len(after))))
+    return after == (1,) * abs(more) + before and dims == tuple(range(1, len(after)))
 
 
 def _computed(kind: OpKind, given: Sequence[Any]) -> int | None:

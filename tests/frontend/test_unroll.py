@@ -86,8 +86,8 @@ def test_longer_loops_stay(mesh: spmd.Mesh) -> None:
     assert "while" in jitted.lower(made(ROWS, WIDTH), made(LAYERS, WIDTH, WIDTH)).as_text("program")
 
 
-def planned(platform: str, width: int, **options: Any) -> spmd.Lowered:
-    """A gradient step of `LAYERS` layers of some width, split over its weights on two devices."""
+def planned(platform: str, width: int, layers: int = LAYERS, **options: Any) -> spmd.Lowered:
+    """A gradient step of some layers of some width, split over its weights on two devices."""
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         def loss(w: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ def planned(platform: str, width: int, **options: Any) -> spmd.Lowered:
         return w - jax.grad(loss)(w)
 
     mesh = spmd.Mesh(None, (2,), ("data",))
-    w = jax.ShapeDtypeStruct((LAYERS, width, width), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((layers, width, width), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((2 * width, width), jnp.bfloat16)
     specs = ((None, None, "data"), ("data", None))
     jitted = spmd.jit(
@@ -119,13 +119,13 @@ def test_the_compiler_decides_by_time(machine: str) -> None:
 
 
 def test_loops_stay_where_that_would_not_pay() -> None:
-    assert "while" in planned("h200:2", 256).as_text("program")  # too short a step
+    assert "while" in planned("h200:2", 256, 32).as_text("program")  # too short a step
     assert "while" in planned("cpu:2", 8192).as_text("program")  # where nothing is hidden
 
 
 def test_the_report_says_why_loops_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmd.forms.RUNS", 3)
-    lowered = planned("v5e:2x1", 8192)
+    lowered = planned("v5e:2x1", 8192, 8)
     (form,) = lowered.stages.plan.forms
     assert "while" in lowered.as_text("program") and form.seconds is None
     assert re.search(r"not loops of .* written out: .* would have to win [\d.]+ ms", form.text)
@@ -165,3 +165,28 @@ def test_loops_that_wrap_around_run_until_they_end(
     here = spmd.jit(counted, mesh=spmd.make_mesh(data=8), options=spmd.Options(unroll=64))
     for got, want in zip(here(jnp.zeros(8)), jax.jit(counted)(jnp.zeros(8)), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("policy", [None, "dots_saveable"])
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_what_is_computed_again_waits_for_its_turn(recomputed: bool, policy: str | None) -> None:
+    """`jax.checkpoint` in a scan relies on the loops to keep the two computations apart."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> Any:
+            return x + jnp.tanh(jnp.sin(x @ w) @ w.T), None
+
+        if recomputed:
+            how = getattr(jax.checkpoint_policies, policy) if policy else None
+            layer = jax.checkpoint(layer, prevent_cse=False, policy=how)
+        return jax.grad(lambda w: (jax.lax.scan(layer, x, w)[0] ** 2).sum())(w)
+
+    w, x = 0.1 * np.ones((LAYERS, 16, 16), np.float32), np.ones((32, 16), np.float32)
+    mesh = spmd.make_mesh(data=8)
+    specs = ((None, None, "data"), ("data", None))
+    run = spmd.jit(step, mesh=mesh, in_specs=specs, options=spmd.Options(unroll=LAYERS, check=True))
+    lowered = run.lower(w, x)
+    text = lowered.as_text("optimized")
+    assert "while" not in text
+    assert text.count("optimization_barrier") in ((LAYERS, 2 * LAYERS) if recomputed else (0,))
+    np.testing.assert_allclose(lowered.compile()(w, x), jax.jit(step)(w, x), rtol=1e-5, atol=1e-6)
