@@ -31,6 +31,7 @@ from spmd.ir.program import Op, OpKind, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import Opaque, Order
 from spmd.lowering.partition import Partitioned
+from spmd.lowering.rewrites.moves import joins
 from spmd.lowering.tied import Dim, Kept, TiedDims, with_runs
 from spmd.predict.backends import backend_of
 
@@ -78,7 +79,7 @@ def _pinned(program: Program, wishes: _Wishes, links: Sequence[Value]) -> Progra
     classes = {wishes.tied.of((value, dim)) for value, rank in ranks for dim in range(rank)}
 
     def edit(b: Builder, op: Op, now: Now) -> tuple[Value, ...] | None:
-        if not (op.kind.about.is_scatter or op.name == "stablehlo.concatenate"):
+        if not (op.kind.about.is_scatter or joins(op)):
             return None
         (result,), (type_,) = op.results, op.kind.results
         dims = [wishes.tied.of((result, dim)) for dim in range(type_.rank)]

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd.ir.description import Role, Traffic
+from spmd.ir.dialect.builder import Builder
 from spmd.ir.index import Index
 from spmd.ir.program import Op, OpKind, Program, Region, Value
 from spmd.ir.types import DotDims, dtype_bits
@@ -282,8 +283,10 @@ class LocalTimes:
             is_innermost = sorted(inner) == [*range(type_.rank - len(inner), type_.rank)]
             if not is_innermost and value not in self._copied:
                 self._copied.add(value)
-                transpose = OpKind("stablehlo.transpose", (type_,), (type_,), {})
-                copy = Op(transpose, (value,), (), loc=op.loc)
+                b = Builder()
+                b.begin()
+                b.transpose(b.value(type_), tuple(reversed(range(type_.rank))))
+                copy = b.last._replace(operands=(value,), loc=op.loc)
                 made.append((copy, COMPUTE, 2 * type_.bytes / rate))
         return made
 

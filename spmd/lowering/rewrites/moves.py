@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.ir.dialect.builder import Builder
+from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, OpKind, Value
 from spmd.ir.types import TensorType
 
@@ -106,3 +107,12 @@ class Chain(NamedTuple):
                 shape = op.kind.results[0].scaled(dim, self.times).shape
                 x = again(b, op, (x,), TensorType(shape, b.types[x].dtype))
         return x
+
+
+def joins(op: Op) -> bool:
+    """Whether an op lays several operands side by side."""
+    about, count = op.kind.about, len(op.operands)
+    if count < 2 or about.rule is None or about.collective or about.is_elementwise:
+        return False
+    rule = rule_of(op.kind)
+    return bool(rule.moves and rule.linear == (tuple(range(count)),))

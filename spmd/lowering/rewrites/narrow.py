@@ -19,11 +19,10 @@ from collections.abc import Mapping, Sequence
 
 from spmd.ir.control_flow import producers_of, users_of
 from spmd.ir.dialect.builder import Builder
-from spmd.ir.dialect.registry import rule_of
 from spmd.ir.program import Op, Program, Value
 from spmd.ir.rewrite import Now, edit_ops
 from spmd.ir.types import TensorType, dtype_bits
-from spmd.lowering.rewrites.moves import again
+from spmd.lowering.rewrites.moves import again, joins
 
 _EXCHANGES = ("all_gather", "all_to_all", "collective_permute")
 """Collectives that hand elements on as they are."""
@@ -48,15 +47,6 @@ def _reshapes(op: Op) -> bool:
     if about.is_broadcast:
         return op.kind.operands[0].size == op.kind.results[0].size
     return about.is_transpose or about.is_reshape
-
-
-def _joins(op: Op) -> bool:
-    """Whether an op lays several operands side by side."""
-    about, count = op.kind.about, len(op.operands)
-    if count < 2 or about.rule is None or about.collective or about.is_elementwise:
-        return False
-    rule = rule_of(op.kind)
-    return rule.moves and rule.linear == (tuple(range(count)),)
 
 
 def _passes_on(op: Op) -> bool:
@@ -85,7 +75,7 @@ def _widened_last(program: Program) -> Program:
 
     def edit(b: Builder, op: Op, _: Now) -> Sequence[Value] | None:
         made.update((result, op) for result in op.results)
-        if len(op.results) != 1 or not (_exchanges(op) or _joins(op)):
+        if len(op.results) != 1 or not (_exchanges(op) or joins(op)):
             return None
         found = [narrow_of(b, value) for value in op.operands]
         sources = [source for source in found if source is not None]
@@ -108,7 +98,7 @@ def _moves_widened(op: Op, made: Mapping[Value, Op]) -> bool:
             source = made.get(source.operands[0])
         return source is not None and _widens(source)
 
-    return (_exchanges(op) or _joins(op)) and all(map(is_widened, op.operands))
+    return (_exchanges(op) or joins(op)) and all(map(is_widened, op.operands))
 
 
 def _widens(op: Op) -> bool:
