@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import jax
 from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.experimental.custom_partitioning import custom_partitioning_p
+from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh as JaxMesh
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, MeshError
 from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
@@ -128,7 +130,8 @@ def trace(
     positions = own.device_ids if own else ()
     orders = (tuple(d.id for d in m.devices.flat) for m in jax_meshes)
     order = next(orders, positions)
-    parameters = _parameters(order, calls.lowering_rules() if calls else ())
+    rules = [*(calls.lowering_rules() if calls else ()), *_rules_of_symbolic(traced.jaxpr)]
+    parameters = _parameters(order, rules)
     try:
         lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     except ValueError as error:
@@ -235,6 +238,49 @@ def _parameters(order: tuple[int, ...], more: Sequence[Any]) -> Any:
     lower_mark = partial(_lower_mark, order=order)
     rules: Any = ((custom_partitioning_p, _inline), (_uneven_mark, lower_mark), *more)
     return mlir.LoweringParameters(override_lowering_rules=rules)
+
+
+# ---------------------------------------------------------------------------------------------
+# Composites in programs with symbolic dims. jax lowers a function there to one that takes the
+# symbols' values in front of its arguments, and forgets to pass them to a composite's function.
+
+
+def _rules_of_symbolic(program: Any) -> Iterator[tuple[Primitive, Any]]:
+    """How composites are lowered, where arguments have symbolic dims."""
+    dims = (dim for aval in program.in_avals for dim in getattr(aval, "shape", ()))
+    if any(map(is_symbolic_dim, dims)):
+        yield from dict.fromkeys((p, _lower_composite) for p in _composites_of(program.jaxpr))
+
+
+def _composites_of(jaxpr: Any) -> Iterator[Primitive]:
+    """The primitive of jax's composites, if it is in a jaxpr: it has no public name."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "composite":
+            yield eqn.primitive
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _composites_of(inner)
+
+
+def _lower_composite(
+    ctx: Any, *values: Any, name: str, attributes: Any, version: int, **params: Any
+) -> Any:
+    """A composite that gives its function all that it takes: a call with another name."""
+    (closed,) = params.values()  # `jaxpr`, or in newer versions `call_jaxpr`
+    function = plain_jit(jaxpr_as_fun(closed))
+    results = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+    call = results[0].owner
+    own = {key: tree.unflatten(leaves) for key, leaves, tree in attributes}
+    stated = {key: mlir.ir_attribute(value) for key, value in own.items() if value is not None}
+    made = hlo.CompositeOp(
+        [value.type for value in call.results],
+        list(call.operands),
+        name=ir.StringAttr.get(name),
+        decomposition=call.attributes["callee"],
+        composite_attributes=ir.DictAttr.get(stated),
+        version=mlir.i32_attr(version),
+    )
+    call.erase()
+    return list(made.results)
 
 
 # ---------------------------------------------------------------------------------------------

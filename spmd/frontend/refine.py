@@ -1,0 +1,323 @@
+"""A module with dynamic shapes, and sizes for its arguments -> the same module, all static.
+
+    func @main(%n: i32, %x: ?x4) { %1 = composite "f" %n, %x {@f} }       and n = 8, x 8x4
+    func @main(%x: 8x4) { %1 = composite "f" %x {@f} : 8x4 }              with @f for 8x4, too
+
+Shapes are computed by StableHLO's own passes, which jax runs too when it compiles what was exported
+with symbolic dims. `jax.extend.mlir.refine_polymorphic_shapes` is the same in one call, but refuses
+composites.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as hlo
+from jaxlib.mlir.passmanager import PassManager
+
+from spmd.errors import FrontendError
+from spmd.frontend.importer.attributes import function_type, items_of, location_of
+from spmd.frontend.importer.contents import Contents
+from spmd.frontend.importer.ops import MOST_OPS
+from spmd.ir.program import Loc
+
+hlo.register_stablehlo_passes()
+
+NO_SYMBOLS: Mapping[str, int] = MappingProxyType({})
+
+SYMBOL = "jax.global_constant"
+"""How jax names an argument that is the value of a symbol: it is in front of the others."""
+
+_CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+"""Op that calls a function -> its attribute that names it."""
+
+_PASSES = (
+    "builtin.module(stablehlo-refine-arguments{{types={types}}},stablehlo-refine-shapes,"
+    "func.func(stablehlo-canonicalize-dynamism,stablehlo-check-shape-assertions),symbol-dce)"
+)
+
+
+def is_dynamic(module: ir.Module) -> bool:
+    """Whether an argument of a module's function has a dynamic dim, or is a symbol's value."""
+    with module.context:
+        main = Contents(module).main()
+        types = function_type(main)[0]
+        return bool(_symbols(main)) or not all(map(_is_static, types))
+
+
+def symbols_of(module: ir.Module) -> tuple[str, ...]:
+    """The symbols whose values a module's function takes in front of its arguments."""
+    with module.context:
+        return tuple(_symbols(Contents(module).main()).values())
+
+
+def refine(
+    module: ir.Module, shapes: Sequence[Sequence[int]], symbols: Mapping[str, int] = NO_SYMBOLS
+) -> ir.Module:
+    """A module at static shapes.
+
+    Args:
+      module: has a function `main`, or one function alone; it stays as it is.
+      shapes: of each argument, without those that are a symbol's value.
+      symbols: name -> value, for modules whose functions take such.
+
+    Returns:
+      A module without dynamic shapes, shape assertions, and arguments for symbols.
+
+    Raises:
+      FrontendError: shapes or values that do not fit, or dims that depend on data.
+    """
+    with module.context, ir.Location.unknown():
+        copy = _copied(module)
+        main = Contents(copy).main()
+        _bind(copy, _symbols(main), symbols)
+        types = _types(main, shapes)
+        _copy_callees(copy, main)
+        composites = _as_calls(copy)
+        try:
+            PassManager.parse(_PASSES.format(types=",".join(map(str, types)))).run(copy.operation)
+        except ir.MLIRError as error:
+            raise _refusal(error) from error
+        _as_composites(copy, composites)
+        _check_static(copy)
+    return copy
+
+
+def _copied(module: ir.Module) -> ir.Module:
+    data = io.BytesIO()
+    module.operation.write_bytecode(data)
+    return ir.Module.parse(data.getvalue())
+
+
+def _functions(module: ir.Module) -> dict[str, Any]:
+    operations = [item.operation for item in module.body.operations]
+    return {op.attributes["sym_name"].value: op for op in operations if op.name == "func.func"}
+
+
+def _ops(root: Any) -> list[Any]:
+    """All ops inside an op, so that one may replace them."""
+    found: list[Any] = []
+
+    def visit(op: Any) -> Any:
+        found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    root.walk(visit)
+    return found
+
+
+def _calls(root: Any) -> Iterator[tuple[Any, str]]:
+    """The calls and composites inside an op, with the names of their functions."""
+    for op in _ops(root):
+        if op.name in _CALLEES:
+            yield op, op.attributes[_CALLEES[op.name]].value
+
+
+def _is_static(type_: Any) -> bool:
+    return not isinstance(type_, ir.RankedTensorType) or bool(type_.has_static_shape)
+
+
+# ---------------------------------------------------------------------------------------------
+# Symbols that are arguments: they become constants, and no function takes them any more.
+
+
+def _symbols(function: Any) -> dict[int, str]:
+    """Position of an argument -> the symbol whose value it is."""
+    if "arg_attrs" not in function.attributes:
+        return {}
+    stated = [items_of(item) for item in function.attributes["arg_attrs"]]
+    return {i: attrs[SYMBOL].value for i, attrs in enumerate(stated) if SYMBOL in attrs}
+
+
+def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
+    """Writes values in the place of arguments, where `main` takes them (`own`)."""
+    missing = [name for name in own.values() if name not in symbols]
+    if missing:
+        raise FrontendError(
+            f"the module has the symbolic dim {missing[0]}, which has no size",
+            fix=f"give it: symbols={{{missing[0]!r}: 128}}",
+        )
+    if not own:  # `main` computes them from the shapes of its arguments, and the passes fold that
+        return
+    gone: dict[str, set[int]] = {}
+    for name, function in _functions(module).items():
+        found = _symbols(function)
+        if found:
+            _drop_arguments(function, {i: symbols[symbol] for i, symbol in found.items()})
+            gone[name] = set(found)
+    for op, callee in list(_calls(module.operation)):
+        if callee in gone:
+            _drop_operands(op, gone[callee])
+
+
+def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
+    block = function.regions[0].blocks[0]
+    with ir.InsertionPoint.at_block_begin(block):
+        for position, value in values.items():
+            argument = block.arguments[position]
+            number = ir.IntegerAttr.get(ir.ShapedType(argument.type).element_type, value)
+            constant = hlo.ConstantOp(ir.DenseElementsAttr.get_splat(argument.type, number))
+            argument.replace_all_uses_with(constant.result)
+    for position in sorted(values, reverse=True):
+        block.erase_argument(position)
+    inputs, results = function_type(function)
+    kept = [i for i in range(len(inputs)) if i not in values]
+    type_ = ir.FunctionType.get([inputs[i] for i in kept], results)
+    attrs = list(function.attributes["arg_attrs"])
+    function.attributes["function_type"] = ir.TypeAttr.get(type_)
+    function.attributes["arg_attrs"] = ir.ArrayAttr.get([attrs[i] for i in kept])
+
+
+def _drop_operands(op: Any, gone: set[int]) -> None:
+    operands = [value for i, value in enumerate(op.operands) if i not in gone]
+    attrs = {name: op.attributes[name] for name in op.attributes}
+    _replace(op, op.name, operands, attrs, op.location)
+
+
+def _replace(op: Any, name: str, operands: Sequence[Any], attrs: Any, location: Any) -> Any:
+    """Another op with the same results in the place of an op."""
+    results = [value.type for value in op.results]
+    made = ir.Operation.create(
+        name, results, operands, attrs, loc=location, ip=ir.InsertionPoint(op)
+    )
+    for old, new in zip(op.results, made.results, strict=True):
+        old.replace_all_uses_with(new)
+    op.erase()
+    return made
+
+
+# ---------------------------------------------------------------------------------------------
+# What the passes want: every function called once, and no composites.
+
+
+def _copy_callees(module: ir.Module, main: Any) -> None:
+    """Gives each call a function of its own: two calls may have different shapes."""
+    functions = _functions(module)
+    taken, ops = {main.attributes["sym_name"].value}, 0
+    waiting = [(main, frozenset(taken))]
+    while waiting:
+        function, around = waiting.pop()
+        inside = _ops(function)
+        ops += len(inside)
+        for op in inside:
+            callee = op.attributes[_CALLEES[op.name]].value if op.name in _CALLEES else None
+            if callee is None or callee not in functions:
+                continue
+            if callee in around or ops > MOST_OPS:
+                problem = "calls itself" if callee in around else f"leads to {MOST_OPS} ops"
+                raise FrontendError(f"function @{callee} {problem}")
+            name = callee
+            if callee in taken:
+                name = f"{callee}.{len(taken)}"
+                with ir.InsertionPoint(module.body):
+                    copy = functions[callee].clone()
+                copy.attributes["sym_name"] = ir.StringAttr.get(name)
+                functions[name] = copy.operation
+                op.attributes[_CALLEES[op.name]] = ir.FlatSymbolRefAttr.get(name)
+            taken.add(name)
+            waiting.append((functions[name], around | {callee}))
+
+
+class _Composite(NamedTuple):
+    """What a call does not say of the composite that it was."""
+
+    attributes: dict[str, Any]
+    location: Any
+
+
+def _as_calls(module: ir.Module) -> dict[str, _Composite]:
+    """Makes calls of composites: function -> composite."""
+    found: dict[str, _Composite] = {}
+    for op, callee in list(_calls(module.operation)):
+        if op.name == "func.call":
+            continue
+        attrs = {name: op.attributes[name] for name in op.attributes}
+        found[callee] = _Composite(attrs, op.location)
+        operands = list(op.operands)
+        with ir.InsertionPoint(op):
+            if operands and _is_scalar_integer(operands[0].type):
+                # The passes write leading constants into functions; they do not see this one.
+                operands[0] = hlo.OptimizationBarrierOp([operands[0]]).results[0]
+        call = {"callee": ir.FlatSymbolRefAttr.get(callee)}
+        _replace(op, "func.call", operands, call, op.location)
+    return found
+
+
+def _is_scalar_integer(type_: Any) -> bool:
+    return str(type_).startswith(("tensor<i", "tensor<ui"))
+
+
+def _as_composites(module: ir.Module, composites: Mapping[str, _Composite]) -> None:
+    """Makes composites of the calls that were some."""
+    for op, callee in list(_calls(module.operation)):
+        if callee not in composites:
+            continue
+        operands = list(op.operands)
+        barrier = operands[0].owner if operands and _is_scalar_integer(operands[0].type) else None
+        if isinstance(barrier, ir.OpView | ir.Operation):
+            operands[0] = barrier.operands[0]
+        _replace(op, "stablehlo.composite", operands, *composites[callee])
+        if isinstance(barrier, ir.OpView | ir.Operation):
+            barrier.operation.erase()
+
+
+# ---------------------------------------------------------------------------------------------
+# What does not fit.
+
+
+def _types(main: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
+    """The static types of the arguments."""
+    types = function_type(main)[0]
+    if len(types) != len(shapes):
+        raise FrontendError(
+            f"{len(shapes)} shapes are given for {len(types)} arguments",
+            required="one for each argument",
+        )
+    return [_type(i, *pair) for i, pair in enumerate(zip(types, shapes, strict=True))]
+
+
+def _type(number: int, type_: Any, shape: Sequence[int]) -> Any:
+    if not isinstance(type_, ir.RankedTensorType):  # a token
+        return type_
+    ranked: Any = ir.RankedTensorType(type_)
+    fits = len(shape) == ranked.rank and all(
+        ranked.is_dynamic_dim(dim) or ranked.get_dim_size(dim) == size
+        for dim, size in enumerate(shape)
+    )
+    if not fits:
+        raise FrontendError(
+            f"argument {number} cannot have the shape {tuple(shape)}",
+            required=str(type_),
+            fix="correct its shape, or the values of the symbols",
+        )
+    return ir.RankedTensorType.get(list(shape), ranked.element_type, ranked.encoding)
+
+
+def _refusal(error: Exception) -> FrontendError:
+    text = str(error)
+    _, found, assertion = text.partition("Input shapes do not match")
+    return FrontendError(
+        "the module cannot have these shapes",
+        actual=(found + assertion).split("Please see")[0].strip()[:600]
+        if found
+        else text.strip().replace("\n", " ")[:400],
+        fix="correct the sizes of its symbolic dims",
+    )
+
+
+def _check_static(module: ir.Module) -> None:
+    """Raise if a dim stayed dynamic."""
+    for op in _ops(module.operation):
+        for value in op.results:
+            if not _is_static(value.type):
+                scope, frames = location_of(op.location)
+                raise FrontendError(
+                    f"a dim depends on data: {op.name} gives {value.type}",
+                    source=Loc(scope, tuple(frames)).source,
+                    required="dims that follow from those of the arguments",
+                    fix="compute sizes from shapes alone",
+                )
