@@ -11,18 +11,27 @@ composites.
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
 from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
-from spmd.frontend.importer.attributes import function_type, items_of, location_of
+from spmd.frontend.importer.attributes import (
+    defining_op,
+    function_type,
+    items_of,
+    location_of,
+    tensor_type,
+)
 from spmd.frontend.importer.contents import Contents
 from spmd.frontend.importer.ops import MOST_OPS
+from spmd.frontend.importer.regions import SAME
 from spmd.ir.program import Loc
 
 hlo.register_stablehlo_passes()
@@ -37,16 +46,29 @@ _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 _PASSES = (
     "builtin.module(stablehlo-refine-arguments{{types={types}}},stablehlo-refine-shapes,"
-    "func.func(stablehlo-canonicalize-dynamism,stablehlo-check-shape-assertions),symbol-dce)"
+    "func.func(stablehlo-canonicalize-dynamism,stablehlo-check-shape-assertions))"
 )
 
 
 def is_dynamic(module: ir.Module) -> bool:
-    """Whether an argument of a module's function has a dynamic dim, or is a symbol's value."""
+    """Whether a function of a module takes or gives dynamic dims, or takes a symbol's value."""
+    with module.context:
+        return any(
+            _symbols(function) or not all(map(_is_static, itertools.chain(*function_type(function))))
+            for function in _functions(module).values()
+        )
+
+
+def argument_dims(module: ir.Module) -> list[tuple[int | None, ...]]:
+    """The dims of a module's arguments, without those that are a symbol's value; None: dynamic.
+
+    Raises:
+      FrontendError: an argument that is no ranked tensor.
+    """
     with module.context:
         main = Contents(module).main()
-        types = function_type(main)[0]
-        return bool(_symbols(main)) or not all(map(_is_static, types))
+        types, symbols = function_type(main)[0], _symbols(main)
+        return [_dims(type_) for i, type_ in enumerate(types) if i not in symbols]
 
 
 def symbols_of(module: ir.Module) -> tuple[str, ...]:
@@ -77,12 +99,13 @@ def refine(
         _bind(copy, _symbols(main), symbols)
         types = _types(main, shapes)
         _copy_callees(copy, main)
-        composites = _as_calls(copy)
+        stood = _as_calls(copy)
         try:
             PassManager.parse(_PASSES.format(types=",".join(map(str, types)))).run(copy.operation)
         except ir.MLIRError as error:
             raise _refusal(error) from error
-        _as_composites(copy, composites)
+        _as_they_were(copy, stood)
+        PassManager.parse("builtin.module(symbol-dce)").run(copy.operation)
         _check_static(copy)
     return copy
 
@@ -115,6 +138,14 @@ def _calls(root: Any) -> Iterator[tuple[Any, str]]:
     for op in _ops(root):
         if op.name in _CALLEES:
             yield op, op.attributes[_CALLEES[op.name]].value
+
+
+def _dims(type_: Any) -> tuple[int | None, ...]:
+    if not isinstance(type_, ir.RankedTensorType):
+        return tensor_type(type_).shape
+    return tuple(
+        None if type_.is_dynamic_dim(dim) else type_.get_dim_size(dim) for dim in range(type_.rank)
+    )
 
 
 def _is_static(type_: Any) -> bool:
@@ -191,7 +222,7 @@ def _replace(op: Any, name: str, operands: Sequence[Any], attrs: Any, location: 
 
 
 # ---------------------------------------------------------------------------------------------
-# What the passes want: every function called once, and no composites.
+# What the passes want: every function called once, and no ops that they know nothing of.
 
 
 def _copy_callees(module: ir.Module, main: Any) -> None:
@@ -222,21 +253,26 @@ def _copy_callees(module: ir.Module, main: Any) -> None:
             waiting.append((functions[name], around | {callee}))
 
 
-class _Composite(NamedTuple):
-    """What a call does not say of the composite that it was."""
+class _Stood(NamedTuple):
+    """What a call does not say of the op that it stands for."""
 
+    name: str
     attributes: dict[str, Any]
     location: Any
 
 
-def _as_calls(module: ir.Module) -> dict[str, _Composite]:
-    """Makes calls of composites: function -> composite."""
-    found: dict[str, _Composite] = {}
-    for op, callee in list(_calls(module.operation)):
-        if op.name == "func.call":
+def _as_calls(module: ir.Module) -> dict[str, _Stood]:
+    """Makes calls of composites and dynamic marks: function -> what its call stands for."""
+    found: dict[str, _Stood] = {}
+    for op in _ops(module.operation):
+        if op.name == "stablehlo.composite":
+            callee = op.attributes["decomposition"].value
+        elif op.name in SAME and not _is_static(op.results[0].type):
+            callee = _identity(module, op.results[0].type, f"{op.name}.{len(found)}")
+        else:
             continue
         attrs = {name: op.attributes[name] for name in op.attributes}
-        found[callee] = _Composite(attrs, op.location)
+        found[callee] = _Stood(op.name, attrs, op.location)
         operands = list(op.operands)
         with ir.InsertionPoint(op):
             if operands and _is_scalar_integer(operands[0].type):
@@ -247,22 +283,34 @@ def _as_calls(module: ir.Module) -> dict[str, _Composite]:
     return found
 
 
+def _identity(module: ir.Module, type_: Any, name: str) -> str:
+    """A new function that returns its argument."""
+    with ir.InsertionPoint(module.body):
+        function = func.FuncOp(name, ([type_], [type_]), visibility="private")
+        block = function.add_entry_block()
+        with ir.InsertionPoint(block):
+            func.ReturnOp([block.arguments[0]])
+    return name
+
+
 def _is_scalar_integer(type_: Any) -> bool:
     return str(type_).startswith(("tensor<i", "tensor<ui"))
 
 
-def _as_composites(module: ir.Module, composites: Mapping[str, _Composite]) -> None:
-    """Makes composites of the calls that were some."""
+def _as_they_were(module: ir.Module, stood: Mapping[str, _Stood]) -> None:
+    """Puts back what calls stand for."""
     for op, callee in list(_calls(module.operation)):
-        if callee not in composites:
+        if callee not in stood:
             continue
+        name, attributes, location = stood[callee]
         operands = list(op.operands)
-        barrier = operands[0].owner if operands and _is_scalar_integer(operands[0].type) else None
-        if isinstance(barrier, ir.OpView | ir.Operation):
+        barrier = None
+        if operands and _is_scalar_integer(operands[0].type):
+            barrier = defining_op(operands[0])
             operands[0] = barrier.operands[0]
-        _replace(op, "stablehlo.composite", operands, *composites[callee])
-        if isinstance(barrier, ir.OpView | ir.Operation):
-            barrier.operation.erase()
+        _replace(op, name, operands, attributes, location)
+        if barrier is not None:
+            barrier.erase()
 
 
 # ---------------------------------------------------------------------------------------------

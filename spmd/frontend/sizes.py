@@ -25,7 +25,7 @@ _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.BitXor: operator.pow,  # jax writes n^2
+    ast.Pow: operator.pow,
 }
 _FUNCTIONS: Mapping[str, Callable[[int, int], int]] = {
     "floordiv": operator.floordiv,
@@ -86,7 +86,7 @@ def _parsed(dim: str) -> ast.expr:
     try:
         if len(dim) > LONGEST:
             raise ValueError
-        return ast.parse(dim, mode="eval").body
+        return ast.parse(dim.strip().replace("^", "**"), mode="eval").body  # jax writes n^2
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise _not_a_dim(dim) from None
 

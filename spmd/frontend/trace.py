@@ -23,6 +23,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, MeshError
 from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
+from spmd.frontend.refine import argument_dims, is_dynamic, refine
 from spmd.ir.callbacks import Callback
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, has_explicit_axes
@@ -130,8 +131,10 @@ def trace(
     positions = own.device_ids if own else ()
     orders = (tuple(d.id for d in m.devices.flat) for m in jax_meshes)
     order = next(orders, positions)
-    rules = [*(calls.lowering_rules() if calls else ()), *_rules_of_symbolic(traced.jaxpr)]
-    parameters = _parameters(order, rules)
+    symbolic = _has_symbolic(program)
+    composites = _composites_of(program.jaxpr) if symbolic else ()
+    rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(composites)]
+    parameters = _parameters(order, [*(calls.lowering_rules() if calls else ()), *rules])
     try:
         lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     except ValueError as error:
@@ -139,6 +142,8 @@ def trace(
             raise _orders_of_devices(error) from error
         raise
     module = lowered.compiler_ir("stablehlo")
+    if not symbolic and is_dynamic(module):  # it calls what `jax.export` made, for any shapes
+        module = refine(module, argument_dims(module))
     _renumber(module, order, positions)
     manual = [other for is_manual, other in meshes if is_manual]
     return Trace(module, out, manual, jax_meshes, tuple(calls.callbacks) if calls else ())
@@ -245,11 +250,10 @@ def _parameters(order: tuple[int, ...], more: Sequence[Any]) -> Any:
 # symbols' values in front of its arguments, and forgets to pass them to a composite's function.
 
 
-def _rules_of_symbolic(program: Any) -> Iterator[tuple[Primitive, Any]]:
-    """How composites are lowered, where arguments have symbolic dims."""
+def _has_symbolic(program: Any) -> bool:
+    """Whether an argument has a symbolic dim."""
     dims = (dim for aval in program.in_avals for dim in getattr(aval, "shape", ()))
-    if any(map(is_symbolic_dim, dims)):
-        yield from dict.fromkeys((p, _lower_composite) for p in _composites_of(program.jaxpr))
+    return any(map(is_symbolic_dim, dims))
 
 
 def _composites_of(jaxpr: Any) -> Iterator[Primitive]:

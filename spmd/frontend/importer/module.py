@@ -157,6 +157,12 @@ def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
         return _unique("arg", argument_paths(main)), _unique("result", results)
 
 
+def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
+    """Names of the arguments from one on, as in `boundary_names`; shapes may be dynamic."""
+    with module.context, _malformed():
+        return _unique("arg", argument_paths(Contents(module).main())[start:])
+
+
 def dialect_ops() -> tuple[str, ...]:
     """Names of every op of StableHLO and CHLO that the installed jaxlib knows, sorted."""
     found = set()
