@@ -22,6 +22,7 @@ from serving.bundle.describe import (
     leaves_of,
     plain_specs,
     state_leaves,
+    symbols_of,
 )
 from serving.bundle.folder import hash_files, new_folder
 from serving.bundle.function import BundleError, Function
@@ -66,7 +67,8 @@ def write_bundle(
 
     Args:
       folder: new or empty.
-      functions: what it can do.
+      functions: what it can do. Arguments may have symbolic dims (`jax.export.symbolic_shape`):
+        whoever loads the bundle says how large they are, or the memory of the devices does.
       weights: a pytree of arrays, or of what `numpy.asarray` reads when it is its turn, with shape
         and dtype (`serving.bundle.function.Weight`): one at a time is in memory.
       specs: pattern of paths, as `weights/layers/*/q_proj/weight` or `state/cache/k`, -> what
@@ -121,6 +123,7 @@ def write_bundle(
             goldens=() if callable(goldens) else tuple(goldens),
             quantization=quantization,
             tokenizer=tuple(f"{TOKENIZER}/{file}" for file in tokenizer),
+            symbols=symbols_of(functions),
         )
         check_manifest(manifest)
         if weight_leaves:

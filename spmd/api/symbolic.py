@@ -70,9 +70,7 @@ def _given(shapes: Shapes, names: Sequence[str]) -> list[Shape | None]:
     return list(shapes or [None] * len(names))
 
 
-def _check_symbols(
-    module: Any, dims: Sequence[ArgumentDims], symbols: Mapping[str, int]
-) -> None:
+def _check_symbols(module: Any, dims: Sequence[ArgumentDims], symbols: Mapping[str, int]) -> None:
     stated = [dim for argument in dims for dim in argument if dim is not None]
     known = {*symbols_in(stated), *symbols_of(module)}
     unknown = sorted(symbols.keys() - known)

@@ -25,6 +25,17 @@ def exported_dims(exported: Any) -> list[ArgumentDims]:
     return [tuple(d if isinstance(d, int) else str(d) for d in shape) for shape in shapes]
 
 
+def constraints_of(dim: Any) -> list[str]:
+    """What `jax.export.symbolic_shape` was told of the symbols that are made with a dim's.
+
+    It is text: `n >= 2`, `mod(n, 8) == 0`.
+    """
+    # jax keeps constraints to itself. For one on a remainder it adds `8*floordiv(n, 8) == n`, which
+    # nobody wrote.
+    stated = [constraint.debug_str for constraint in dim.scope._explicit_constraints]
+    return [text for text in stated if "*floordiv(" not in text]
+
+
 def stated_dims(module: ir.Module) -> list[ArgumentDims]:
     """The dims of the arguments of a module, as far as it says something of them.
 

@@ -54,7 +54,8 @@ def is_dynamic(module: ir.Module) -> bool:
     """Whether a function of a module takes or gives dynamic dims, or takes a symbol's value."""
     with module.context:
         return any(
-            _symbols(function) or not all(map(_is_static, itertools.chain(*function_type(function))))
+            _symbols(function)
+            or not all(map(_is_static, itertools.chain(*function_type(function))))
             for function in _functions(module).values()
         )
 
@@ -117,7 +118,7 @@ def _copied(module: ir.Module) -> ir.Module:
 
 
 def _functions(module: ir.Module) -> dict[str, Any]:
-    operations = [item.operation for item in module.body.operations]
+    operations: list[Any] = [item.operation for item in module.body.operations]
     return {op.attributes["sym_name"].value: op for op in operations if op.name == "func.func"}
 
 
@@ -161,7 +162,7 @@ def _symbols(function: Any) -> dict[int, str]:
     if "arg_attrs" not in function.attributes:
         return {}
     stated = [items_of(item) for item in function.attributes["arg_attrs"]]
-    return {i: attrs[SYMBOL].value for i, attrs in enumerate(stated) if SYMBOL in attrs}
+    return {i: str(attrs[SYMBOL].value) for i, attrs in enumerate(stated) if SYMBOL in attrs}
 
 
 def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int]) -> None:
@@ -285,8 +286,9 @@ def _as_calls(module: ir.Module) -> dict[str, _Stood]:
 
 def _identity(module: ir.Module, type_: Any, name: str) -> str:
     """A new function that returns its argument."""
+    builder: Any = func  # its stub lacks the extensions of the class
     with ir.InsertionPoint(module.body):
-        function = func.FuncOp(name, ([type_], [type_]), visibility="private")
+        function = builder.FuncOp(name, ([type_], [type_]), visibility="private")
         block = function.add_entry_block()
         with ir.InsertionPoint(block):
             func.ReturnOp([block.arguments[0]])

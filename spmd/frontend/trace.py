@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, MeshError
 from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
-from spmd.frontend.refine import argument_dims, is_dynamic, refine
+from spmd.frontend.refine import is_dynamic, refine
 from spmd.ir.callbacks import Callback
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, has_explicit_axes
@@ -143,7 +143,7 @@ def trace(
         raise
     module = lowered.compiler_ir("stablehlo")
     if not symbolic and is_dynamic(module):  # it calls what `jax.export` made, for any shapes
-        module = refine(module, argument_dims(module))
+        module = refine(module, [aval.shape for aval in program.in_avals])
     _renumber(module, order, positions)
     manual = [other for is_manual, other in meshes if is_manual]
     return Trace(module, out, manual, jax_meshes, tuple(calls.callbacks) if calls else ())
@@ -275,7 +275,8 @@ def _lower_composite(
     call = results[0].owner
     own = {key: tree.unflatten(leaves) for key, leaves, tree in attributes}
     stated = {key: mlir.ir_attribute(value) for key, value in own.items() if value is not None}
-    made = hlo.CompositeOp(
+    builder: Any = hlo  # its stub does not know what may be left out
+    made = builder.CompositeOp(
         [value.type for value in call.results],
         list(call.operands),
         name=ir.StringAttr.get(name),
