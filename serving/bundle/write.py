@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.errors import InconclusiveDimensionOperation
 from rich.console import Console
 
 from models.llama.weights.files import write_json
@@ -25,7 +26,7 @@ from serving.bundle.describe import (
     symbols_of,
 )
 from serving.bundle.folder import hash_files, new_folder
-from serving.bundle.function import BundleError, Function
+from serving.bundle.function import BundleError, Function, one_line
 from serving.bundle.manifest import (
     MANIFEST,
     PLATFORMS,
@@ -202,6 +203,12 @@ def _write(folder: Path, function: Function, platforms: Sequence[str]) -> Entryp
             data, out, called = function_artifact(function.fn, function.args, platform=platform)
         except SpmdError as error:
             raise BundleError(f"function {function.name}: {error.what}") from error
+        except InconclusiveDimensionOperation as error:
+            raise BundleError(
+                f"function {function.name} cannot be exported for all sizes of its symbolic dims: "
+                f"{one_line(error)} Tell jax.export.symbolic_shape more (constraints), or decide "
+                "by dims that are numbers"
+            ) from error
         calls.append(called)
         if data not in written:
             suffix = "" if not written else f".{platform}"

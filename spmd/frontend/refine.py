@@ -32,6 +32,7 @@ from spmd.frontend.importer.attributes import (
 from spmd.frontend.importer.contents import Contents
 from spmd.frontend.importer.ops import MOST_OPS
 from spmd.frontend.importer.regions import SAME
+from spmd.frontend.sizes import size_of
 from spmd.ir.program import Loc
 
 hlo.register_stablehlo_passes()
@@ -40,6 +41,9 @@ NO_SYMBOLS: Mapping[str, int] = MappingProxyType({})
 
 SYMBOL = "jax.global_constant"
 """How jax names an argument that is the value of a symbol: it is in front of the others."""
+
+DIM = "spmd.dim: "
+"""Begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`."""
 
 _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 """Op that calls a function -> its attribute that names it."""
@@ -182,8 +186,20 @@ def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int])
             _drop_arguments(function, {i: symbols[symbol] for i, symbol in found.items()})
             gone[name] = set(found)
     for op, callee in list(_calls(module.operation)):
+        if op.name == "stablehlo.composite" and "composite_attributes" in op.attributes:
+            stated = items_of(op.attributes["composite_attributes"])
+            sized = {name: _sized(attr, symbols) for name, attr in stated.items()}
+            op.attributes["composite_attributes"] = ir.DictAttr.get(sized)
         if callee in gone:
             _drop_operands(op, gone[callee])
+
+
+def _sized(attr: Any, symbols: Mapping[str, int]) -> Any:
+    """An attribute of a composite; what is a symbolic dim is a number."""
+    if not isinstance(attr, ir.StringAttr) or not attr.value.startswith(DIM):
+        return attr
+    size = size_of(attr.value.removeprefix(DIM), symbols)
+    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
 
 
 def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:

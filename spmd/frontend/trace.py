@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, MeshError
 from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
-from spmd.frontend.refine import is_dynamic, refine
+from spmd.frontend.refine import DIM, is_dynamic, refine
 from spmd.ir.callbacks import Callback
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, has_explicit_axes
@@ -274,7 +274,7 @@ def _lower_composite(
     results = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
     call = results[0].owner
     own = {key: tree.unflatten(leaves) for key, leaves, tree in attributes}
-    stated = {key: mlir.ir_attribute(value) for key, value in own.items() if value is not None}
+    stated = {key: _attribute(value) for key, value in own.items() if value is not None}
     builder: Any = hlo  # its stub does not know what may be left out
     made = builder.CompositeOp(
         [value.type for value in call.results],
@@ -286,6 +286,10 @@ def _lower_composite(
     )
     call.erase()
     return list(made.results)
+
+
+def _attribute(value: Any) -> Any:
+    return mlir.ir_attribute(f"{DIM}{value}" if is_symbolic_dim(value) else value)
 
 
 # ---------------------------------------------------------------------------------------------
