@@ -56,6 +56,7 @@ MLIR_FILES = (
     "spmd/frontend/importer/legalize.py",
     "spmd/frontend/importer/module.py",
     "spmd/frontend/importer/shardings.py",
+    "spmd/frontend/inlined.py",
     "spmd/frontend/polymorphic.py",
     "spmd/frontend/refine.py",
     "spmd/frontend/trace.py",

@@ -16,7 +16,7 @@ Shapes = Sequence[Shape | None] | Mapping[str, Shape] | None
 """For each argument its shape, or None where the module says it; or name -> shape."""
 
 
-def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes) -> Any:
+def static_module(source: Any, symbols: Mapping[str, int] | None, shapes: Shapes = None) -> Any:
     """A module in memory, without dynamic shapes.
 
     Args:

@@ -21,6 +21,7 @@ def add_module_flags(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("module", help="the StableHLO file")
     add("--mesh", type=mesh_axes, default="data=4,model=2", help="axes and their sizes")
+    add("--symbols", type=symbol_values, help="sizes of the module's symbolic dims, as in n=128")
     spec: dict[str, Any] = {"action": "append", "default": [], "metavar": "WHICH=SPEC"}
     add(
         "--arg_spec",

@@ -12,26 +12,31 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
 from jaxlib.mlir.dialects import stablehlo as hlo
 from jaxlib.mlir.passmanager import PassManager
 
 from spmd.errors import FrontendError
 from spmd.frontend.importer.attributes import (
-    defining_op,
     function_type,
     items_of,
     location_of,
     tensor_type,
 )
 from spmd.frontend.importer.contents import Contents
-from spmd.frontend.importer.ops import MOST_OPS
-from spmd.frontend.importer.regions import SAME
+from spmd.frontend.inlined import (
+    calls_in,
+    functions_of,
+    is_static,
+    ops_in,
+    put_together,
+    replace,
+    take_apart,
+)
 from spmd.frontend.sizes import size_of
 from spmd.ir.program import Loc
 
@@ -45,9 +50,6 @@ SYMBOL = "jax.global_constant"
 DIM = "spmd.dim: "
 """Begins an attribute of a composite that is a symbolic dim: `spmd.dim: 2*n`."""
 
-_CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
-"""Op that calls a function -> its attribute that names it."""
-
 _PASSES = (
     "builtin.module(stablehlo-refine-arguments{{types={types}}},stablehlo-refine-shapes,"
     "func.func(stablehlo-canonicalize-dynamism,stablehlo-check-shape-assertions))"
@@ -58,9 +60,8 @@ def is_dynamic(module: ir.Module) -> bool:
     """Whether a function of a module takes or gives dynamic dims, or takes a symbol's value."""
     with module.context:
         return any(
-            _symbols(function)
-            or not all(map(_is_static, itertools.chain(*function_type(function))))
-            for function in _functions(module).values()
+            _symbols(function) or not all(map(is_static, itertools.chain(*function_type(function))))
+            for function in functions_of(module).values()
         )
 
 
@@ -103,13 +104,12 @@ def refine(
         main = Contents(copy).main()
         _bind(copy, _symbols(main), symbols)
         types = _types(main, shapes)
-        _copy_callees(copy, main)
-        stood = _as_calls(copy)
+        taken = take_apart(copy, main)
         try:
             PassManager.parse(_PASSES.format(types=",".join(map(str, types)))).run(copy.operation)
         except ir.MLIRError as error:
             raise _refusal(error) from error
-        _as_they_were(copy, stood)
+        put_together(copy, main, taken)
         PassManager.parse("builtin.module(symbol-dce)").run(copy.operation)
         _check_static(copy)
     return copy
@@ -121,40 +121,12 @@ def _copied(module: ir.Module) -> ir.Module:
     return ir.Module.parse(data.getvalue())
 
 
-def _functions(module: ir.Module) -> dict[str, Any]:
-    operations: list[Any] = [item.operation for item in module.body.operations]
-    return {op.attributes["sym_name"].value: op for op in operations if op.name == "func.func"}
-
-
-def _ops(root: Any) -> list[Any]:
-    """All ops inside an op, so that one may replace them."""
-    found: list[Any] = []
-
-    def visit(op: Any) -> Any:
-        found.append(op)
-        return ir.WalkResult.ADVANCE
-
-    root.walk(visit)
-    return found
-
-
-def _calls(root: Any) -> Iterator[tuple[Any, str]]:
-    """The calls and composites inside an op, with the names of their functions."""
-    for op in _ops(root):
-        if op.name in _CALLEES:
-            yield op, op.attributes[_CALLEES[op.name]].value
-
-
 def _dims(type_: Any) -> tuple[int | None, ...]:
     if not isinstance(type_, ir.RankedTensorType):
         return tensor_type(type_).shape
     return tuple(
         None if type_.is_dynamic_dim(dim) else type_.get_dim_size(dim) for dim in range(type_.rank)
     )
-
-
-def _is_static(type_: Any) -> bool:
-    return not isinstance(type_, ir.RankedTensorType) or bool(type_.has_static_shape)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -180,12 +152,12 @@ def _bind(module: ir.Module, own: Mapping[int, str], symbols: Mapping[str, int])
     if not own:  # `main` computes them from the shapes of its arguments, and the passes fold that
         return
     gone: dict[str, set[int]] = {}
-    for name, function in _functions(module).items():
+    for name, function in functions_of(module).items():
         found = _symbols(function)
         if found:
             _drop_arguments(function, {i: symbols[symbol] for i, symbol in found.items()})
             gone[name] = set(found)
-    for op, callee in list(_calls(module.operation)):
+    for op, callee in list(calls_in(module.operation)):
         if op.name == "stablehlo.composite" and "composite_attributes" in op.attributes:
             stated = items_of(op.attributes["composite_attributes"])
             sized = {name: _sized(attr, symbols) for name, attr in stated.items()}
@@ -223,112 +195,7 @@ def _drop_arguments(function: Any, values: Mapping[int, int]) -> None:
 def _drop_operands(op: Any, gone: set[int]) -> None:
     operands = [value for i, value in enumerate(op.operands) if i not in gone]
     attrs = {name: op.attributes[name] for name in op.attributes}
-    _replace(op, op.name, operands, attrs, op.location)
-
-
-def _replace(op: Any, name: str, operands: Sequence[Any], attrs: Any, location: Any) -> Any:
-    """Another op with the same results in the place of an op."""
-    results = [value.type for value in op.results]
-    made = ir.Operation.create(
-        name, results, operands, attrs, loc=location, ip=ir.InsertionPoint(op)
-    )
-    for old, new in zip(op.results, made.results, strict=True):
-        old.replace_all_uses_with(new)
-    op.erase()
-    return made
-
-
-# ---------------------------------------------------------------------------------------------
-# What the passes want: every function called once, and no ops that they know nothing of.
-
-
-def _copy_callees(module: ir.Module, main: Any) -> None:
-    """Gives each call a function of its own: two calls may have different shapes."""
-    functions = _functions(module)
-    taken, ops = {main.attributes["sym_name"].value}, 0
-    waiting = [(main, frozenset(taken))]
-    while waiting:
-        function, around = waiting.pop()
-        inside = _ops(function)
-        ops += len(inside)
-        for op in inside:
-            callee = op.attributes[_CALLEES[op.name]].value if op.name in _CALLEES else None
-            if callee is None or callee not in functions:
-                continue
-            if callee in around or ops > MOST_OPS:
-                problem = "calls itself" if callee in around else f"leads to {MOST_OPS} ops"
-                raise FrontendError(f"function @{callee} {problem}")
-            name = callee
-            if callee in taken:
-                name = f"{callee}.{len(taken)}"
-                with ir.InsertionPoint(module.body):
-                    copy = functions[callee].clone()
-                copy.attributes["sym_name"] = ir.StringAttr.get(name)
-                functions[name] = copy.operation
-                op.attributes[_CALLEES[op.name]] = ir.FlatSymbolRefAttr.get(name)
-            taken.add(name)
-            waiting.append((functions[name], around | {callee}))
-
-
-class _Stood(NamedTuple):
-    """What a call does not say of the op that it stands for."""
-
-    name: str
-    attributes: dict[str, Any]
-    location: Any
-
-
-def _as_calls(module: ir.Module) -> dict[str, _Stood]:
-    """Makes calls of composites and dynamic marks: function -> what its call stands for."""
-    found: dict[str, _Stood] = {}
-    for op in _ops(module.operation):
-        if op.name == "stablehlo.composite":
-            callee = op.attributes["decomposition"].value
-        elif op.name in SAME and not _is_static(op.results[0].type):
-            callee = _identity(module, op.results[0].type, f"{op.name}.{len(found)}")
-        else:
-            continue
-        attrs = {name: op.attributes[name] for name in op.attributes}
-        found[callee] = _Stood(op.name, attrs, op.location)
-        operands = list(op.operands)
-        with ir.InsertionPoint(op):
-            if operands and _is_scalar_integer(operands[0].type):
-                # The passes write leading constants into functions; they do not see this one.
-                operands[0] = hlo.OptimizationBarrierOp([operands[0]]).results[0]
-        call = {"callee": ir.FlatSymbolRefAttr.get(callee)}
-        _replace(op, "func.call", operands, call, op.location)
-    return found
-
-
-def _identity(module: ir.Module, type_: Any, name: str) -> str:
-    """A new function that returns its argument."""
-    builder: Any = func  # its stub lacks the extensions of the class
-    with ir.InsertionPoint(module.body):
-        function = builder.FuncOp(name, ([type_], [type_]), visibility="private")
-        block = function.add_entry_block()
-        with ir.InsertionPoint(block):
-            func.ReturnOp([block.arguments[0]])
-    return name
-
-
-def _is_scalar_integer(type_: Any) -> bool:
-    return str(type_).startswith(("tensor<i", "tensor<ui"))
-
-
-def _as_they_were(module: ir.Module, stood: Mapping[str, _Stood]) -> None:
-    """Puts back what calls stand for."""
-    for op, callee in list(_calls(module.operation)):
-        if callee not in stood:
-            continue
-        name, attributes, location = stood[callee]
-        operands = list(op.operands)
-        barrier = None
-        if operands and _is_scalar_integer(operands[0].type):
-            barrier = defining_op(operands[0])
-            operands[0] = barrier.operands[0]
-        _replace(op, name, operands, attributes, location)
-        if barrier is not None:
-            barrier.erase()
+    replace(op, op.name, operands, attrs, op.location)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -377,9 +244,9 @@ def _refusal(error: Exception) -> FrontendError:
 
 def _check_static(module: ir.Module) -> None:
     """Raise if a dim stayed dynamic."""
-    for op in _ops(module.operation):
+    for op in ops_in(module.operation):
         for value in op.results:
-            if not _is_static(value.type):
+            if not is_static(value.type):
                 scope, frames = location_of(op.location)
                 raise FrontendError(
                     f"a dim depends on data: {op.name} gives {value.type}",
