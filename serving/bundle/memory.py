@@ -29,7 +29,7 @@ from serving.bundle.programs import (
     static_module,
     with_primary,
 )
-from serving.bundle.symbols import Planned, plan_sized
+from serving.bundle.symbols import Planned, plan_sized, too_much
 from spmd.frontend.artifact import calls_of
 from spmd.frontend.trace import trace
 from spmd.lowering.emitted import Emitted
@@ -95,10 +95,10 @@ def compile_bundle(
         return dict(zip(shardings, jax.tree.leaves(made), strict=True))
 
     names = with_primary(manifest, traced)
-    _, sized, emitted, notes = planned = plan_sized(
-        manifest, symbols, mesh, options, memory_share, plan
-    )
-    parts = compile_functions(sized, mesh, emitted, names, options, put)
+    planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
+    sized = planned.manifest
+    parts = compile_functions(sized, mesh, planned.emitted, names, options, put)
+    notes = [*planned.notes, *too_much(planned, parts.programs, mesh)]
     return Bundle(sized, mesh, parts, notes, planned.symbols)
 
 

@@ -24,7 +24,7 @@ from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import WEIGHTS, Manifest
 from serving.bundle.modules import Modules
 from serving.bundle.programs import Placed, Say, compile_functions, plan_functions, with_primary
-from serving.bundle.symbols import Planned, plan_sized
+from serving.bundle.symbols import Planned, plan_sized, too_much
 from serving.bundle.tensors import check_stored, read_weights
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options
@@ -112,6 +112,7 @@ def load_bundle(
 
         emitted = planned.emitted
         parts = compile_functions(manifest, mesh, emitted, wanted, options, weights, waiting)
+        notes += too_much(planned, parts.programs, mesh)
         if cache is not None:
             notes += cache.notes
         return Bundle(manifest, mesh, parts, notes, planned.symbols)

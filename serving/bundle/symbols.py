@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from models.placement import axes_of, present
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import Leaf, Manifest, Symbol
-from serving.bundle.programs import Placed, placements
+from serving.bundle.programs import Placed, Program, placements
 from spmd.errors import bytes_text
 from spmd.frontend.sizes import sizes_of, symbols_in
 from spmd.lowering.emitted import Emitted
@@ -54,12 +54,14 @@ class Planned(NamedTuple):
       manifest: `Manifest.sized`.
       emitted: name -> program.
       notes: sentences on specs that do not fit.
+      room: bytes of each device that it may take, where these decided a size.
     """
 
     symbols: Mapping[str, int]
     manifest: Manifest
     emitted: Mapping[str, Emitted]
     notes: list[str]
+    room: int | None = None
 
 
 Plan = Callable[[Mapping[str, int]], Planned]
@@ -173,7 +175,7 @@ class _Search:
         _LOG.info(
             f"{value}: {room} of each device may be used, functions need {bytes_text(needed)}"
         )
-        return best
+        return best._replace(room=self.room)
 
     def _needed(self, planned: Planned, placed: Placed) -> int:
         """Bytes of a device that the functions need beside what is held: only one runs."""
@@ -246,6 +248,32 @@ def _split_evenly(manifest: Manifest, name: str, mesh: Mesh) -> Symbol:
                 axes = axes_of(present(entry, mesh.shape))
                 parts = math.lcm(parts, math.prod(mesh.shape[axis] for axis in axes))
     return Symbol(symbol.at_least, symbol.at_most, parts)
+
+
+def too_much(planned: Planned, programs: Mapping[str, Program], mesh: Mesh) -> list[str]:
+    """A sentence, where XLA takes more memory than there is room: sizes follow predictions."""
+    if planned.room is None:
+        return []
+    placed = placements(planned.manifest, planned.emitted, mesh)
+    held = _bytes((*planned.manifest.weights, *planned.manifest.state), placed)
+    needed, name = max((_allocated(program), name) for name, program in programs.items())
+    if held + needed <= planned.room:
+        return []
+    sizes = ", ".join(f"{symbol}={value}" for symbol, value in planned.symbols.items())
+    return [
+        f"{sizes} may be too much: XLA allocates {bytes_text(needed)} of each device for {name}, "
+        f"beside the {bytes_text(held)} that are held, and {bytes_text(planned.room)} may be used; "
+        "load it with a smaller memory_share, or give the size"
+    ]
+
+
+def _allocated(program: Program) -> int:
+    """Bytes of a device beside a function's arguments."""
+    stats = program.executable.memory_analysis()
+    if stats is None:  # not all backends tell
+        return 0
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return int(stats.temp_size_in_bytes + results)
 
 
 # Memory

@@ -27,6 +27,9 @@ _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
     ast.Pow: operator.pow,
 }
+_NODES = (
+    ast.BinOp, ast.Call, ast.Constant, ast.Load, ast.Name, ast.UnaryOp, ast.USub, *_OPERATORS,
+)  # fmt: skip
 _FUNCTIONS: Mapping[str, Callable[[int, int], int]] = {
     "floordiv": operator.floordiv,
     "max": max,
@@ -86,7 +89,10 @@ def _parsed(dim: str) -> ast.expr:
     try:
         if len(dim) > LONGEST:
             raise ValueError
-        return ast.parse(dim.strip().replace("^", "**"), mode="eval").body  # jax writes n^2
+        tree = ast.parse(dim.strip().replace("^", "**"), mode="eval").body  # jax writes n^2
+        if not all(isinstance(node, _NODES) for node in ast.walk(tree)):
+            raise ValueError
+        return tree
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise _not_a_dim(dim) from None
 
