@@ -70,12 +70,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
+def load(folder, tmp_path_factory):
+    cache_dir = tmp_path_factory.mktemp("cache")
 
-
-@pytest.fixture(scope="module")
-def load(folder, cache_dir):
     def loaded(mesh, **given):
         return load_bundle(folder, mesh, cache_dir=cache_dir, **given)
 
@@ -119,16 +116,15 @@ def test_same_as_jax_at_the_size_that_is_given(load, mesh_of, size):
     same_as_jax(bundle, size)
 
 
-def test_each_size_has_its_own_entry_in_the_cache(load, cache_dir, mesh_of):
-    def plans():
-        return len(list((cache_dir / "plans").iterdir()))
-
-    load(mesh_of(2), symbols={"n": 4})
-    first = plans()
-    load(mesh_of(2), symbols={"n": 4})
-    assert plans() == first
-    load(mesh_of(2), symbols={"n": 6})
-    assert plans() == first + 2
+def test_the_next_start_plans_nothing_and_another_size_does(load, mesh_of, monkeypatch):
+    from_memory = {"options": on_devices_of(1 << 20), "memory_share": 0.5}
+    load(mesh_of(2, 4), symbols={"n": 4})
+    chosen = load(mesh_of(2, 4), **from_memory).symbols
+    monkeypatch.setattr("serving.bundle.programs.lower_stablehlo", None)
+    load(mesh_of(2, 4), symbols={"n": 4})
+    assert load(mesh_of(2, 4), **from_memory).symbols == chosen
+    with pytest.raises(TypeError):
+        load(mesh_of(2, 4), symbols={"n": 12})
 
 
 def test_without_a_folder_it_is_the_same(mesh_of):
