@@ -28,6 +28,7 @@ from spmd.frontend.importer.attributes import (
     tensor_type,
 )
 from spmd.frontend.importer.contents import Contents
+from spmd.frontend.importer.module import malformed
 from spmd.frontend.inlined import (
     calls_in,
     functions_of,
@@ -56,6 +57,7 @@ _PASSES = (
 )
 
 
+@malformed()
 def is_dynamic(module: ir.Module) -> bool:
     """Whether a function of a module takes or gives dynamic dims, or takes a symbol's value."""
     with module.context:
@@ -65,6 +67,7 @@ def is_dynamic(module: ir.Module) -> bool:
         )
 
 
+@malformed()
 def argument_dims(module: ir.Module) -> list[tuple[int | None, ...]]:
     """The dims of a module's arguments, without those that are a symbol's value; None: dynamic.
 
@@ -77,12 +80,14 @@ def argument_dims(module: ir.Module) -> list[tuple[int | None, ...]]:
         return [_dims(type_) for i, type_ in enumerate(types) if i not in symbols]
 
 
+@malformed()
 def symbols_of(module: ir.Module) -> tuple[str, ...]:
     """The symbols whose values a module's function takes in front of its arguments."""
     with module.context:
         return tuple(_symbols(Contents(module).main()).values())
 
 
+@malformed()
 def refine(
     module: ir.Module, shapes: Sequence[Sequence[int]], symbols: Mapping[str, int] = NO_SYMBOLS
 ) -> ir.Module:

@@ -158,8 +158,22 @@ def body(text: str) -> str:
             [(8, 4), (2,)],
             "function @main calls itself",
         ),
+        (
+            "func.func @main(%n: tensor<f32> {jax.global_constant = 5}, %x: tensor<?xf32>) {\n"
+            "return }",
+            [(8,)],
+            "the module is malformed",
+        ),
+        (
+            body("""-> tensor<?x4xf32> {
+              %0 = func.call @f(%x) : (tensor<?x4xf32>) -> tensor<?x4xf32>
+              return %0 : tensor<?x4xf32> }
+              func.func private @f(tensor<?x4xf32>) -> tensor<?x4xf32>"""),
+            [(8, 4), (2,)],
+            "function @f has no body in the module",
+        ),
     ],
-    ids=["static dim", "rank", "count", "data", "recursion"],
+    ids=["static dim", "rank", "count", "data", "recursion", "symbol", "body"],
 )
 def test_what_cannot_be_is_one_error(text: str, shapes: list[tuple[int]], message: str) -> None:
     with pytest.raises(FrontendError) as caught:

@@ -90,7 +90,9 @@ def test_symbolic_dims_get_their_sizes(tmp_path, mesh_of):
     save_file({"w": W}, tmp_path / "w.safetensors")
     flags = ["--weights", str(tmp_path / "w.safetensors"), "--arg_names", "w,x"]
     flags = [str(tmp_path / "m.mlirbc"), "--out", str(tmp_path / "b"), *flags]
-    with pytest.raises(SystemExit, match=r"cannot be wrapped: argument arg1 has the shape \(b, 8\)"):
+    with pytest.raises(
+        SystemExit, match=r"cannot be wrapped: argument arg1 has the shape \(b, 8\)"
+    ):
         wrap.main(flags)
     wrap.main([*flags, "--symbols", "b=2"])
     bundle = load_bundle(tmp_path / "b", mesh_of(2))
