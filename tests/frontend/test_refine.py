@@ -159,8 +159,7 @@ def body(text: str) -> str:
             "function @main calls itself",
         ),
         (
-            "func.func @main(%n: tensor<f32> {jax.global_constant = 5}, %x: tensor<?xf32>) {\n"
-            "return }",
+            "func.func @main(%n: tensor<f32> {jax.global_constant}, %x: tensor<?xf32>) {\nreturn }",
             [(8,)],
             "the module is malformed",
         ),
