@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from serving.bundle.write import write_bundle
 from spmd.cli.flags import Parser
 from spmd.mesh.chips import CHIPS
 from tests.serving.conftest import struct
+from tests.two_processes import run_both
 
 A, B, M, P, D = 2, 4, 3, 4, 8
 """Groups, slots of a group, pages of a slot, positions of a page, width."""
@@ -152,6 +154,13 @@ def test_memory_decides(load, mesh_of, share):
     held = [*bundle.weights.values(), *bundle.state.values()]
     assert sum(x.addressable_shards[0].data.nbytes for x in held) < max(peaks)
     same_as_jax(bundle, size)
+
+
+@pytest.mark.heavy
+def test_two_processes_take_what_both_have(folder):
+    one, other = run_both(Path(__file__).with_name("two_sizes.py"), folder)
+    assert one == other
+    assert 0.9 * (4 << 20) < one["peak"] <= 4 << 20
 
 
 def test_an_upper_bound_ends_it(mesh_of):
