@@ -18,7 +18,8 @@ class Function:
       name: what callers ask for: letters, digits, `_`, `-` and `.`, as in `decode_t512`.
       fn: pure, of the positional arguments `args`. One with a state returns (state, outputs), the
         state with the same structure, shapes and dtypes; any other returns its outputs.
-      args: a pytree of `jax.ShapeDtypeStruct`s for each argument.
+      args: a pytree of `jax.ShapeDtypeStruct`s for each argument; those of the state and of inputs
+        may have symbolic dims, as `jax.export.symbolic_shape` makes them.
       arg_names: a name for each, which begins the paths of its leaves: `("weights", "state", "x")`.
       roles: of each argument. At most one has the weights and at most one the state, which is
         donated.
@@ -38,10 +39,10 @@ class StateLeaf:
     """One array of a state: it begins filled with a number.
 
     Attributes:
-      shape, dtype: of the array; `dtype` is what `jnp.dtype` takes.
+      shape, dtype: of the array; a dim may be symbolic. `dtype` is what `jnp.dtype` takes.
       fill: the number.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]
     dtype: Any
     fill: float = 0

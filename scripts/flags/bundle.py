@@ -12,8 +12,9 @@ import spmd
 from serving.bundle.bundle import Bundle
 from serving.bundle.cache import default_cache_dir
 from serving.bundle.read import load_bundle
+from serving.bundle.symbols import MEMORY_SHARE, MEMORY_SHARE_ON_CPU
 from spmd.cli.flags import Parser, Switch
-from spmd.cli.specs import mesh_axes
+from spmd.cli.specs import mesh_axes, symbol_values
 
 NO_CACHE = "none"
 
@@ -33,6 +34,18 @@ def add_flags(parser: Parser) -> None:
         default=str(default_cache_dir()),
         help=f"keeps plans and executables for the next start; {NO_CACHE}: nothing",
     )
+    add(
+        "--symbols",
+        type=symbol_values,
+        default={},
+        help="sizes of the bundle's symbolic dims, as in n=128 (default: as the memory allows)",
+    )
+    add(
+        "--memory_share",
+        type=float,
+        help="of each device's memory that the bundle may take where a size follows from it "
+        f"(default: {MEMORY_SHARE}; on CPUs {MEMORY_SHARE_ON_CPU})",
+    )
     add("--verify", action=Switch, default=True, help="compare the files' hashes")
 
 
@@ -51,6 +64,8 @@ def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
         cache_dir=cache,
         console=console,
         verify=given.verify,
+        symbols=given.symbols,
+        memory_share=given.memory_share,
     )
     if console is not None:
         for note in bundle.notes:

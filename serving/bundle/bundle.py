@@ -15,6 +15,7 @@ from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import Entrypoint, Leaf, Manifest
 from serving.bundle.programs import Parts, Program
 from serving.bundle.trees import fill
+from spmd.frontend.refine import NO_SYMBOLS
 from spmd.lowering.execute import x64_if
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
@@ -28,15 +29,24 @@ class Bundle:
     Attributes:
       manifest: what the bundle says of itself.
       mesh: the mesh.
+      symbols: symbol -> value: the sizes of symbolic dims that it was loaded with.
       functions: name -> what it is: `tags`, and `inputs` and `outputs` with paths, shapes, dtypes.
       notes: sentences on specs that do not fit the mesh, and on a cache that could not be written.
       programs: name -> executable, shardings and the program of one device.
     """
 
-    def __init__(self, manifest: Manifest, mesh: Mesh, parts: Parts, notes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        mesh: Mesh,
+        parts: Parts,
+        notes: Sequence[str],
+        symbols: Mapping[str, int] = NO_SYMBOLS,
+    ) -> None:
         programs = parts.programs
         self.manifest = manifest
         self.mesh = mesh
+        self.symbols = symbols
         self.functions: Mapping[str, Entrypoint] = {n: p.entry for n, p in programs.items()}
         self.programs = programs
         self.notes = tuple(notes)

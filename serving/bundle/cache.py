@@ -221,6 +221,7 @@ def _read(path: Path, mesh: Mesh) -> Emitted | None:
         result_orders=_orders(content["result_orders"]),
         donated=tuple(content["donated"]),
         needs_x64=content["needs_x64"],
+        peak_bytes=content["peak_bytes"],
     )
 
 

@@ -29,6 +29,9 @@ class Checked:
             raise BundleError(f"{self.where} has no {key!r}")
         return self._member(key)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._of(dict, "an object")
+
     def items(self) -> Iterator[tuple[str, Checked]]:
         """The members of an object."""
         members = self._of(dict, "an object")

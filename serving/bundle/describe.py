@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from models.placement import OPEN, Entry
 from serving.bundle.function import ROLES, BundleError, Function, StateLeaf
@@ -19,6 +21,7 @@ from serving.bundle.manifest import (
     Leaf,
     Manifest,
     StoredFile,
+    Symbol,
     check,
     check_fill,
     check_name,
@@ -27,6 +30,8 @@ from serving.bundle.placement import check_specs
 from serving.bundle.trees import template_of
 from spmd.api import path_name
 from spmd.frontend.artifact import Calls
+from spmd.frontend.polymorphic import constraints_of
+from spmd.frontend.sizes import symbols_in
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -153,7 +158,57 @@ def _leaf(path: str, x: Any) -> Leaf:
     dtype = jnp.dtype(x.dtype).name
     if dtype not in STORED_AS:
         raise BundleError(f"{path} is {dtype}, not one of {', '.join(STORED_AS)}")
-    return Leaf(path, tuple(map(int, x.shape)), dtype)
+    return Leaf(path, tuple(map(_dim, x.shape)), dtype)
+
+
+def _dim(size: Any) -> Any:
+    return str(size) if is_symbolic_dim(size) else int(size)
+
+
+# Symbols
+
+_CONSTRAINTS = {
+    "at_least": re.compile(r"(\w+)\s*>=\s*(\d+)"),
+    "at_most": re.compile(r"(\w+)\s*<=\s*(\d+)"),
+    "multiple_of": re.compile(r"mod\(\s*(\w+)\s*,\s*(\d+)\s*\)\s*==\s*0"),
+}
+
+
+def symbols_of(functions: Sequence[Function]) -> dict[str, Symbol]:
+    """The symbols in the shapes of arguments, with what `jax.export.symbolic_shape` was told.
+
+    Raises:
+      BundleError: a constraint that a manifest has no words for, or two functions whose symbols of
+        one name have different ones.
+    """
+    found: dict[str, Symbol] = {}
+    for function in functions:
+        shapes = [x.shape for x in jax.tree.leaves(function.args) if hasattr(x, "shape")]
+        dims = [dim for shape in shapes for dim in shape if is_symbolic_dim(dim)]
+        constraints = dict.fromkeys(c for dim in dims for c in constraints_of(dim))
+        for name in symbols_in(map(str, dims)):
+            symbol = _symbol(function.name, name, constraints)
+            if found.setdefault(name, symbol) != symbol:
+                raise BundleError(
+                    f"function {function.name}: the symbol {name} is {symbol}, and in another "
+                    f"function {found[name]}; make it once, by one jax.export.symbolic_shape"
+                )
+    return found
+
+
+def _symbol(function: str, name: str, constraints: Iterable[str]) -> Symbol:
+    bounds: dict[str, int] = {}
+    for constraint in constraints:
+        matches = {
+            field: pattern.fullmatch(constraint.strip()) for field, pattern in _CONSTRAINTS.items()
+        }
+        if not any(matches.values()):
+            raise BundleError(
+                f"function {function}: symbols of a bundle can be told `{name} >= 2`, "
+                f"`{name} <= 64` and `mod({name}, 8) == 0`, not `{constraint}`"
+            )
+        bounds |= {field: int(m[2]) for field, m in matches.items() if m and m[1] == name}
+    return Symbol(**bounds)
 
 
 def state_leaves(state: Any) -> tuple[Filled, ...]:

@@ -16,8 +16,10 @@ import numpy as np
 
 from models.placement import Entry
 from serving.bundle.checked import Checked
-from serving.bundle.function import ROLES, BundleError, Role
+from serving.bundle.function import ROLES, BundleError, Role, one_line
 from serving.bundle.trees import Template, check_template
+from spmd.errors import FrontendError
+from spmd.frontend.sizes import sizes_of, symbols_in
 
 FORMAT = "spmd-bundle"
 SCHEMA = 1
@@ -37,12 +39,16 @@ STORED_AS: Mapping[str, str] = {
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
+Shape = tuple[Any, ...]
+"""Sizes; of symbolic dims expressions of symbols (`n`, `2*n`), until `Manifest.sized`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One array: its path, which begins with its argument's name, its shape and its dtype."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
 
 
@@ -51,6 +57,29 @@ class Filled(Leaf):
     """One array of the state, and the number that it begins with."""
 
     fill: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Symbol:
+    """A size that is chosen when a bundle is loaded, and what it may be.
+
+    Attributes:
+      at_least, at_most: bounds, themselves included; None: there is no upper one.
+      multiple_of: divides it.
+    """
+
+    at_least: int = 1
+    at_most: int | None = None
+    multiple_of: int = 1
+
+    def __str__(self) -> str:
+        below = "" if self.at_most is None else f" and at most {self.at_most}"
+        return f"a multiple of {self.multiple_of}, at least {self.at_least}{below}"
+
+    def allows(self, value: int) -> bool:
+        """Whether it may be so much."""
+        below = self.at_most is None or value <= self.at_most
+        return below and value >= self.at_least and value % self.multiple_of == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +147,7 @@ class Manifest:
       quantization: how the weights were made smaller, or None.
       tokenizer: files of the tokenizer.
       files: every file but the manifest.
+      symbols: name -> symbol; in shapes of the state, of inputs and of outputs.
     """
 
     name: str
@@ -132,6 +162,39 @@ class Manifest:
     quantization: Mapping[str, Any] | None = None
     tokenizer: tuple[str, ...] = ()
     files: Mapping[str, StoredFile] = dataclasses.field(default_factory=dict)
+    symbols: Mapping[str, Symbol] = dataclasses.field(default_factory=dict)
+
+    def sized(self, values: Mapping[str, int]) -> Manifest:
+        """The same with numbers in all shapes.
+
+        Args:
+          values: of all symbols.
+
+        Raises:
+          BundleError: a dim that has no size for them.
+        """
+        if not self.symbols:
+            return self
+        functions = {
+            name: dataclasses.replace(
+                entry,
+                arguments=tuple(
+                    dataclasses.replace(a, leaves=_sized(a.leaves, values)) for a in entry.arguments
+                ),
+                outputs=_sized(entry.outputs, values),
+            )
+            for name, entry in self.functions.items()
+        }
+        return dataclasses.replace(self, functions=functions, state=_sized(self.state, values))
+
+
+def _sized(leaves: tuple[Any, ...], values: Mapping[str, int]) -> Any:
+    try:
+        return tuple(
+            dataclasses.replace(leaf, shape=sizes_of(leaf.shape, values)) for leaf in leaves
+        )
+    except FrontendError as error:
+        raise BundleError(one_line(error)) from error
 
 
 def check_name(name: str, what: str) -> str:
@@ -149,13 +212,12 @@ def check_name(name: str, what: str) -> str:
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
     """What the file holds."""
-    return {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        **dataclasses.asdict(
-            dataclasses.replace(manifest, state=tuple(map(_with_plain_fill, manifest.state)))
-        ),
-    }
+    content = dataclasses.asdict(
+        dataclasses.replace(manifest, state=tuple(map(_with_plain_fill, manifest.state)))
+    )
+    if not manifest.symbols:  # programs that know of none read such bundles, too
+        del content["symbols"]
+    return {"format": FORMAT, "schema": SCHEMA, **content}
 
 
 def _with_plain_fill(leaf: Filled) -> Filled:
@@ -198,6 +260,9 @@ def from_json(content: Checked) -> Manifest:
         else {k: v.plain() for k, v in quantization.items()},
         tokenizer=tuple(v.text() for v in content["tokenizer"]),
         files={_path(k, content.where): _stored_file(v) for k, v in content["files"].items()},
+        symbols={k: _symbol(k, v) for k, v in content["symbols"].items()}
+        if "symbols" in content
+        else {},
     )
     check(manifest, content.where)
     return manifest
@@ -207,6 +272,7 @@ def check(manifest: Manifest, where: str) -> None:
     """Raise a `BundleError` where the members of a manifest contradict each other."""
     if manifest.primary not in manifest.functions:
         raise BundleError(f"{where}: there is no function {manifest.primary[:60]!r} (primary)")
+    _check_symbols(manifest, where)
     known = {leaf.path: leaf for leaf in (*manifest.weights, *manifest.state)}
     if len(known) != len(manifest.weights) + len(manifest.state):
         raise BundleError(f"{where} lists a leaf twice")
@@ -218,6 +284,22 @@ def check(manifest: Manifest, where: str) -> None:
     ):
         if name not in manifest.files:
             raise BundleError(f"{where}: {name[:100]!r} is not among the files")
+
+
+def _check_symbols(manifest: Manifest, where: str) -> None:
+    weights = [dim for leaf in manifest.weights for dim in leaf.shape]
+    leaves: list[Leaf] = [*manifest.state]
+    for entry in manifest.functions.values():
+        leaves += [*(leaf for a in entry.arguments for leaf in a.leaves), *entry.outputs]
+    try:
+        used = set(symbols_in({dim for leaf in leaves for dim in leaf.shape}))
+    except FrontendError as error:
+        raise BundleError(f"{where}: {one_line(error)}") from error
+    if any(isinstance(dim, str) for dim in weights):
+        raise BundleError(f"{where}: weights have symbolic dims; only state and inputs may")
+    if used != manifest.symbols.keys():
+        differing = sorted(used ^ manifest.symbols.keys())[0]
+        raise BundleError(f"{where}: the symbol {differing[:60]!r} is only in shapes, or in none")
 
 
 def _check_function(
@@ -291,9 +373,31 @@ def check_fill(leaf: Filled) -> None:
         raise BundleError(f"{leaf.path} is {leaf.dtype} and cannot be filled with {leaf.fill}")
 
 
-def _array(content: Checked) -> tuple[str, tuple[int, ...], str]:
-    shape = tuple(size.count() for size in content["shape"])
+def _array(content: Checked) -> tuple[str, Shape, str]:
+    shape = tuple(
+        size.text() if isinstance(size.value, str) else size.count() for size in content["shape"]
+    )
     return content["path"].text(), shape, content["dtype"].one_of(*STORED_AS)
+
+
+def _symbol(name: str, content: Checked) -> Symbol:
+    content.only(*(f.name for f in dataclasses.fields(Symbol)))
+    most = content["at_most"]
+    symbol = Symbol(
+        content["at_least"].count(),
+        None if most.value is None else most.count(),
+        content["multiple_of"].count(),
+    )
+    check_symbol(name, symbol, content.where)
+    return symbol
+
+
+def check_symbol(name: str, symbol: Symbol, where: str) -> None:
+    """Raise a `BundleError` unless a symbol has a name, and a value."""
+    if not name.isidentifier():
+        raise BundleError(f"{where}: {name[:60]!r} is no name of a symbol")
+    if symbol.multiple_of < 1 or symbol.at_least < 1:
+        raise BundleError(f"{where}: {name} has no bounds of a size: {symbol}")
 
 
 def _entry(content: Checked) -> Entry:

@@ -16,6 +16,7 @@ from serving.bundle.describe import (
     leaves_of,
     plain_specs,
     state_leaves,
+    symbols_of,
 )
 from serving.bundle.function import Function
 from serving.bundle.manifest import WEIGHTS, Entrypoint, Manifest
@@ -23,10 +24,12 @@ from serving.bundle.programs import (
     Asked,
     Placed,
     compile_functions,
+    emitted_of,
     plan_functions,
+    static_module,
     with_primary,
 )
-from spmd.api import lower_stablehlo
+from serving.bundle.symbols import Planned, plan_sized, too_much
 from spmd.frontend.artifact import calls_of
 from spmd.frontend.trace import trace
 from spmd.lowering.emitted import Emitted
@@ -44,6 +47,8 @@ def compile_bundle(
     state: Any = None,
     primary: str | None = None,
     options: Options | None = None,
+    symbols: Mapping[str, int] | None = None,
+    memory_share: float | None = None,
 ) -> Bundle:
     """What `load_bundle` makes of the bundle that `write_bundle` would write.
 
@@ -53,6 +58,7 @@ def compile_bundle(
       weights: a pytree of arrays; or of `ShapeDtypeStruct`s, with `make_weights`.
       make_weights: makes the weights of the pytree of their shardings.
       options: of the compiler.
+      symbols, memory_share: as for `load_bundle`.
 
     Raises:
       BundleError: functions, state and specs that do not fit each other, or that XLA refuses.
@@ -70,15 +76,17 @@ def compile_bundle(
         weights=leaves_of(weights, WEIGHTS),
         state=state_leaves(state),
         specs=plain_specs(specs or {}),
+        symbols=symbols_of(functions),
     )
     check_manifest(manifest)
 
     def lower(entry: Entrypoint, asked: Asked) -> Emitted:
-        module = traced[entry.name][1]
-        lowered = lower_stablehlo(
-            module, mesh.refined(), asked.arguments, asked.results, options, asked.updates
-        )
-        return lowered.stages.emitted.major_to_minor()  # as `Modules.lower` does
+        module = static_module(traced[entry.name][1], entry, asked)
+        return emitted_of(module, mesh.refined(), asked, options)
+
+    def plan(values: Mapping[str, int]) -> Planned:
+        sized = manifest.sized(values)
+        return Planned(values, sized, *plan_functions(sized, names, mesh, lower, symbols=values))
 
     def put(placed: Placed) -> Mapping[str, jax.Array]:
         shardings = {leaf.path: placed[leaf.path] for leaf in manifest.weights}
@@ -87,9 +95,11 @@ def compile_bundle(
         return dict(zip(shardings, jax.tree.leaves(made), strict=True))
 
     names = with_primary(manifest, traced)
-    emitted, notes = plan_functions(manifest, names, mesh, lower)
-    parts = compile_functions(manifest, mesh, emitted, names, options, put)
-    return Bundle(manifest, mesh, parts, notes)
+    planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
+    sized = planned.manifest
+    parts = compile_functions(sized, mesh, planned.emitted, names, options, put)
+    notes = [*planned.notes, *too_much(planned, parts.programs, mesh)]
+    return Bundle(sized, mesh, parts, notes, planned.symbols)
 
 
 def _trace(function: Function, platform: str) -> tuple[Entrypoint, Any]:

@@ -11,8 +11,7 @@ from typing import Any
 from serving.bundle.cache import Cache
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import PLATFORMS, Entrypoint, Manifest
-from serving.bundle.programs import Asked
-from spmd.api import lower_stablehlo
+from serving.bundle.programs import Asked, emitted_of, static_module
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, is_artifact
 from spmd.frontend.bytecode import BytecodeError, bytecode_to_text, bytecodes_to_texts
@@ -81,16 +80,12 @@ class Modules:
     def _lower(self, data: bytes, entry: Entrypoint, asked: Asked) -> Emitted:
         what = f"{self.folder / self.file(entry)} (function {entry.name})"
         try:
-            module = parse_module(self.text(data))
+            module = static_module(parse_module(self.text(data)), entry, asked)
             _check_signature(module, entry, what)
             _check_calls(module, what)
-            lowered = lower_stablehlo(
-                module, self.mesh, asked.arguments, asked.results, self.options, asked.updates
-            )
+            return emitted_of(module, self.mesh, asked, self.options)
         except (SpmdError, BytecodeError) as error:
             raise BundleError(f"{what} cannot be used: {one_line(error)}") from error
-        # The functions share weights and state: these lie in one way for all.
-        return lowered.stages.emitted.major_to_minor()
 
     def text(self, data: bytes) -> str:
         """The text of a module; the first one in bytecode has all others read along with it."""

@@ -20,7 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import Entrypoint, Filled, Leaf, Manifest
 from serving.bundle.placement import spec_for
+from spmd.api import lower_stablehlo
 from spmd.errors import SpmdError
+from spmd.frontend.refine import NO_SYMBOLS, is_dynamic, refine
 from spmd.lowering.emitted import Emitted
 from spmd.lowering.execute import compile_emitted, x64_if
 from spmd.mesh.mesh import Mesh
@@ -43,11 +45,13 @@ class Asked(NamedTuple):
     Attributes:
       arguments, results: a spec for each.
       updates: (result, argument) of every leaf of the state.
+      symbols: (name, value) of every symbol of the bundle.
     """
 
     arguments: tuple[Spec, ...]
     results: tuple[Spec, ...]
     updates: tuple[tuple[int, int], ...]
+    symbols: tuple[tuple[str, int], ...] = ()
 
 
 Lower = Callable[[Entrypoint, Asked], Emitted]
@@ -92,8 +96,17 @@ def plan_functions(
     mesh: Mesh,
     lower: Lower,
     say: Say = lambda text: None,
+    symbols: Mapping[str, int] = NO_SYMBOLS,
 ) -> tuple[dict[str, Emitted], list[str]]:
     """Functions, planned and partitioned in this order: see `with_primary`.
+
+    Args:
+      manifest: `Manifest.sized`.
+      names: of the functions.
+      mesh: what they are planned for.
+      lower: lowers one.
+      say: is told which one it is.
+      symbols: name -> value.
 
     Returns:
       Name -> emitted program, and a sentence on each part of a spec that does not fit the mesh.
@@ -101,7 +114,7 @@ def plan_functions(
     Raises:
       BundleError: a spec that does not fit a leaf, or what `lower` raises.
     """
-    planner = _Planner(manifest, mesh, lower)
+    planner = _Planner(manifest, mesh, lower, tuple(sorted(symbols.items())))
     emitted = {}
     for number, name in enumerate(names, start=1):
         say(f"planning {name} ({number} of {len(names)})")
@@ -114,11 +127,40 @@ def with_primary(manifest: Manifest, wanted: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([manifest.primary, *wanted]))
 
 
+def emitted_of(module: Any, mesh: Mesh, asked: Asked, options: Options) -> Emitted:
+    """A function, lowered.
+
+    Args:
+      module: its module, as `static_module` makes it.
+      mesh, options: what it is lowered for.
+      asked: how.
+    """
+    lowered = lower_stablehlo(module, mesh, asked.arguments, asked.results, options, asked.updates)
+    # The functions share weights and state: these lie in one way for all.
+    emitted = lowered.stages.emitted.major_to_minor()
+    if not asked.symbols:
+        return emitted
+    return dataclasses.replace(emitted, peak_bytes=lowered.predicted_memory.peak)
+
+
+def static_module(module: Any, entry: Entrypoint, asked: Asked) -> Any:
+    """A function's module at the shapes of `entry`.
+
+    Raises:
+      FrontendError: it cannot have them.
+    """
+    if not is_dynamic(module):
+        return module
+    return refine(module, [leaf.shape for leaf in _leaves(entry)], dict(asked.symbols))
+
+
 class _Planner:
     """Plans functions one after the other; what the first ones decide holds for the others."""
 
-    def __init__(self, manifest: Manifest, mesh: Mesh, lower: Lower) -> None:
-        self.manifest, self.mesh, self.lower = manifest, mesh, lower
+    def __init__(
+        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: tuple[tuple[str, int], ...]
+    ) -> None:
+        self.manifest, self.mesh, self.lower, self.symbols = manifest, mesh, lower, symbols
         self.notes: list[str] = []
         self.decided: dict[str, Spec] = {}
 
@@ -127,7 +169,7 @@ class _Planner:
         updates = _updates(entry)
         arguments = tuple(self.spec(leaf) for leaf in leaves)
         results = (*(None for _ in updates), *map(self.output, entry.outputs))
-        emitted = self.lower(entry, Asked(arguments, results, updates))
+        emitted = self.lower(entry, Asked(arguments, results, updates, self.symbols))
         owned = {leaf.path for a in entry.arguments if a.role != "input" for leaf in a.leaves}
         for leaf, spec in zip(leaves, emitted.argument_specs, strict=True):
             if leaf.path in owned:
@@ -187,7 +229,7 @@ def compile_functions(
     Raises:
       BundleError: a function that XLA refuses.
     """
-    placed = _placements(manifest, emitted, mesh)
+    placed = placements(manifest, emitted, mesh)
     with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
         compiling = {
             name: pool.submit(_compile, manifest.functions[name], emitted[name], options)
@@ -216,7 +258,7 @@ def _compile(entry: Entrypoint, emitted: Emitted, options: Options) -> Program:
     return Program(entry, emitted, executable, arguments)
 
 
-def _placements(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh) -> Placed:
+def placements(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh) -> Placed:
     """Where weights and state lie; what no function takes is not split."""
     where = jax_mesh(mesh.refined())
     placed = {

@@ -24,6 +24,7 @@ from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import WEIGHTS, Manifest
 from serving.bundle.modules import Modules
 from serving.bundle.programs import Placed, Say, compile_functions, plan_functions, with_primary
+from serving.bundle.symbols import Planned, plan_sized, too_much
 from serving.bundle.tensors import check_stored, read_weights
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options
@@ -40,6 +41,8 @@ def load_bundle(
     console: Console | None = None,
     verify: bool = True,
     functions: Collection[str] | None = None,
+    symbols: Mapping[str, int] | None = None,
+    memory_share: float | None = None,
 ) -> Bundle:
     """Check a bundle, partition its functions for a mesh, and read its weights onto it.
 
@@ -52,6 +55,10 @@ def load_bundle(
       console: progress goes here if it is a terminal, else to the log.
       verify: whether to compare every file's SHA-256; sizes are compared in any case.
       functions: names of those to compile; all if left out.
+      symbols: sizes of symbolic dims: name -> value. One that is left out, and is in the state, is
+        as large as the memory of the devices allows.
+      memory_share: of each device's memory, which the bundle may take for that: above 0, at most 1;
+        0.9 if left out (on CPUs 0.1).
 
     Returns:
       The bundle, ready to run: nothing is compiled later.
@@ -81,7 +88,15 @@ def load_bundle(
         names = with_primary(manifest, wanted)
         modules = Modules(folder, manifest, names, mesh.refined(), options, cache)
         with _status(console) as say:
-            emitted, notes = plan_functions(manifest, names, mesh, modules.lower, say)
+
+            def plan(values: Mapping[str, int]) -> Planned:
+                sized = manifest.sized(values)
+                return Planned(
+                    values, sized, *plan_functions(sized, names, mesh, modules.lower, say, values)
+                )
+
+            planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
+        manifest, notes = planned.manifest, planned.notes
         _tell(console, f"compiling {len(wanted)} functions, and reading weights meanwhile")
 
         def weights(placed: Placed) -> Mapping[str, jax.Array]:
@@ -95,10 +110,12 @@ def load_bundle(
                 say(f"compiling {len(wanted)} functions")
                 yield
 
+        emitted = planned.emitted
         parts = compile_functions(manifest, mesh, emitted, wanted, options, weights, waiting)
+        notes += too_much(planned, parts.programs, mesh)
         if cache is not None:
             notes += cache.notes
-        return Bundle(manifest, mesh, parts, notes)
+        return Bundle(manifest, mesh, parts, notes, planned.symbols)
 
 
 def _wanted(manifest: Manifest, functions: Collection[str] | None) -> list[str]:

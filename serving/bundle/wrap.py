@@ -28,10 +28,12 @@ from serving.bundle.manifest import (
 )
 from serving.bundle.tensors import lazy_tensors, write_weights
 from serving.bundle.write import finish, producer
+from spmd.api import static_module
 from spmd.cli.flags import Parser
+from spmd.cli.specs import symbol_values
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, module_artifact
-from spmd.frontend.importer.module import boundary_names, parse_module, signature
+from spmd.frontend.importer.module import boundary_names, signature
 from spmd.ir.types import TensorType, numpy_dtype
 
 FILE = "functions/main.mlirbc"
@@ -48,6 +50,7 @@ def wrap_stablehlo(
     contract: Mapping[str, Any] | None = None,
     name: str = "bundle",
     console: Console | None = None,
+    symbols: Mapping[str, int] | None = None,
 ) -> None:
     """Write a bundle with one function, `main`, from a StableHLO module.
 
@@ -63,6 +66,7 @@ def wrap_stablehlo(
       contract: what callers have to know, for JSON.
       name: what the bundle is called.
       console: progress bars go here.
+      symbols: sizes of the module's symbolic dims, as for `spmd.compile_stablehlo`.
 
     Raises:
       BundleError: a module that cannot be read, names or weights that do not fit it, or a folder
@@ -72,7 +76,7 @@ def wrap_stablehlo(
       >>> wrap_stablehlo("model-bundle", "model.mlir", weights="model.safetensors")
     """
     try:
-        parsed = parse_module(module)
+        parsed = static_module(module, symbols)
         (args, results), names = signature(parsed), boundary_names(parsed)
         data, calls = module_artifact(parsed), calls_of(parsed)
     except SpmdError as error:
@@ -161,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights", help="a file of safetensors: names are those of arguments")
     parser.add_argument("--arg_names", help="names of the module's arguments, by commas")
     parser.add_argument("--result_names", help="names of its results, by commas")
+    parser.add_argument("--symbols", type=symbol_values, help="of symbolic dims, as in n=128")
     parser.add_argument("--name", default="bundle", help="what the bundle is called")
     given = parser.parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
@@ -173,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result_names=given.result_names.split(",") if given.result_names else None,
             name=given.name,
             console=console,
+            symbols=given.symbols,
         )
     except (BundleError, OSError) as error:
         sys.exit(f"error: {error}")

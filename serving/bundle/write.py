@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.errors import InconclusiveDimensionOperation
 from rich.console import Console
 
 from models.llama.weights.files import write_json
@@ -22,9 +23,10 @@ from serving.bundle.describe import (
     leaves_of,
     plain_specs,
     state_leaves,
+    symbols_of,
 )
 from serving.bundle.folder import hash_files, new_folder
-from serving.bundle.function import BundleError, Function
+from serving.bundle.function import BundleError, Function, one_line
 from serving.bundle.manifest import (
     MANIFEST,
     PLATFORMS,
@@ -66,7 +68,8 @@ def write_bundle(
 
     Args:
       folder: new or empty.
-      functions: what it can do.
+      functions: what it can do. Arguments may have symbolic dims (`jax.export.symbolic_shape`):
+        whoever loads the bundle says how large they are, or the memory of the devices does.
       weights: a pytree of arrays, or of what `numpy.asarray` reads when it is its turn, with shape
         and dtype (`serving.bundle.function.Weight`): one at a time is in memory.
       specs: pattern of paths, as `weights/layers/*/q_proj/weight` or `state/cache/k`, -> what
@@ -121,6 +124,7 @@ def write_bundle(
             goldens=() if callable(goldens) else tuple(goldens),
             quantization=quantization,
             tokenizer=tuple(f"{TOKENIZER}/{file}" for file in tokenizer),
+            symbols=symbols_of(functions),
         )
         check_manifest(manifest)
         if weight_leaves:
@@ -199,6 +203,12 @@ def _write(folder: Path, function: Function, platforms: Sequence[str]) -> Entryp
             data, out, called = function_artifact(function.fn, function.args, platform=platform)
         except SpmdError as error:
             raise BundleError(f"function {function.name}: {error.what}") from error
+        except InconclusiveDimensionOperation as error:
+            raise BundleError(
+                f"function {function.name} cannot be exported for all sizes of its symbolic dims: "
+                f"{one_line(error)} Tell jax.export.symbolic_shape more (constraints), or decide "
+                "by dims that are numbers"
+            ) from error
         calls.append(called)
         if data not in written:
             suffix = "" if not written else f".{platform}"

@@ -2,7 +2,8 @@
 
 The way of a call: `marks` (what users say of tensors) -> `arguments`, `specs` (what a call's
 arguments are and where they lie) -> `tracing` (the request to the compiler) -> `planned` (all that
-can be asked of a plan) -> `compiled`, `boundary` (running it) -> `jitted`, `stablehlo` (the doors).
+can be asked of a plan) -> `compiled`, `boundary` (running it) -> `jitted`, `stablehlo` (the doors;
+`symbolic` gives modules their sizes).
 Other packages take these names, never those modules.
 """
 
@@ -13,6 +14,7 @@ from spmd.api.leading import behind_leading, check_without, with_leading
 from spmd.api.marks import caller, mark_sharding, mark_tree, path_name
 from spmd.api.planned import STAGES
 from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo
+from spmd.api.symbolic import static_module
 
 __all__ = [
     "STAGES",
@@ -29,5 +31,6 @@ __all__ = [
     "mark_sharding",
     "mark_tree",
     "path_name",
+    "static_module",
     "with_leading",
 ]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from spmd.api.compiled import Compiled, Lowered
 from spmd.api.specs import Specs, flat_entries
+from spmd.api.symbolic import Shapes, static_module
 from spmd.api.tracing import Traced, axis_types_of, topology_of
 from spmd.errors import ArgumentError
-from spmd.frontend.importer.module import boundary_names, parse_module, signature
+from spmd.frontend.importer.module import boundary_names, signature
 from spmd.ir.types import TensorType, numpy_dtype
 from spmd.mesh.spec import as_mesh, platform_of
 from spmd.options import Options
@@ -26,6 +27,8 @@ def compile_stablehlo(
     result_specs: Specs = None,
     options: Options | None = None,
     updates: Sequence[tuple[int, int]] = (),
+    symbols: Mapping[str, int] | None = None,
+    arg_shapes: Shapes = None,
 ) -> Compiled:
     """Compiles a StableHLO module that any framework wrote; arguments as for `lower_stablehlo`.
 
@@ -35,7 +38,9 @@ def compile_stablehlo(
     Raises:
       FrontendError: a module that cannot be read.
     """
-    lowered = lower_stablehlo(module_or_path, mesh, arg_specs, result_specs, options, updates)
+    lowered = lower_stablehlo(
+        module_or_path, mesh, arg_specs, result_specs, options, updates, symbols, arg_shapes
+    )
     return lowered.compile()
 
 
@@ -46,11 +51,14 @@ def lower_stablehlo(
     result_specs: Specs = None,
     options: Options | None = None,
     updates: Sequence[tuple[int, int]] = (),
+    symbols: Mapping[str, int] | None = None,
+    arg_shapes: Shapes = None,
 ) -> Lowered:
     """Plans and partitions a StableHLO module: no device is needed, XLA is not called.
 
     Args:
-      module_or_path: a module in memory, its text or bytecode, or the path of a file with either.
+      module_or_path: a module in memory, its text or bytecode, or the path of a file with either;
+        or a `jax.export.Exported`.
       mesh: the mesh; `Mesh(None, (4, 2), ("data", "model"))` has no devices.
       arg_specs: for each argument of the module's function a spec, or None (open); or a mapping
         from names to specs. Names are the paths that the module has, else `arg0`, `arg1`, ...
@@ -58,15 +66,22 @@ def lower_stablehlo(
       options: compile options.
       updates: (result, argument) by number: the argument is donated, and the result, which lies on
         the mesh like it, takes its place.
+      symbols: of a module that `jax.export` wrote with symbolic dims: symbol -> value.
+      arg_shapes: of a module with dynamic dims that it has no names for: for each argument its
+        shape, or None where that is static; or a mapping from names to shapes.
 
     Raises:
-      FrontendError: a module that cannot be read.
-      ArgumentError: an update of another shape or dtype than its argument.
+      FrontendError: a module that cannot be read, or cannot have these shapes.
+      ArgumentError: an update of another shape or dtype than its argument, or a symbolic dim
+        without a size.
       SpecError: a spec for no argument or result, or one that does not fit.
+
+    Example:
+      >>> lower_stablehlo("model.mlirbc", mesh, symbols={"batch": 32})
     """
     options = options or Options()
     own = as_mesh(mesh)
-    module = parse_module(module_or_path)
+    module = static_module(module_or_path, symbols, arg_shapes)
     args, results = signature(module)
     arg_names, result_names = boundary_names(module)
     _check_updates(updates, args, results)

@@ -23,10 +23,11 @@ import sys
 from collections.abc import Sequence
 
 import spmd
+from spmd.api import static_module
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import add_module_flags, default_to_cpus, parse_named_specs
 from spmd.errors import SpmdError
-from spmd.frontend.importer.module import boundary_names, parse_module
+from spmd.frontend.importer.module import boundary_names
 
 STAGES = ("program", "propagated", "planned", "local", "optimized", "emitted")
 
@@ -59,7 +60,7 @@ def make_parser() -> Parser:
 
 def lower(given: argparse.Namespace) -> spmd.Lowered:
     """Our compiler's stages for the file, up to the local program."""
-    module = parse_module(given.module)
+    module = static_module(given.module, given.symbols)
     arguments, results = boundary_names(module)
     topology = spmd.Topology(given.topology) if given.topology else None
     return spmd.lower_stablehlo(

@@ -21,6 +21,7 @@ def add_module_flags(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("module", help="the StableHLO file")
     add("--mesh", type=mesh_axes, default="data=4,model=2", help="axes and their sizes")
+    add("--symbols", type=symbol_values, help="sizes of the module's symbolic dims, as in n=128")
     spec: dict[str, Any] = {"action": "append", "default": [], "metavar": "WHICH=SPEC"}
     add(
         "--arg_spec",
@@ -45,15 +46,28 @@ def mesh_axes(text: str) -> dict[str, int]:
     Raises:
         ArgumentTypeError: not of that form, or a repeated axis.
     """
-    axes: dict[str, int] = {}
+    return _named_sizes(text, "axis", "data=4,model=2")
+
+
+def symbol_values(text: str) -> dict[str, int]:
+    """`"n=128,batch=8"` -> `{"n": 128, "batch": 8}`.
+
+    Raises:
+        ArgumentTypeError: not of that form, or a repeated symbol.
+    """
+    return _named_sizes(text, "symbol", "n=128,batch=8")
+
+
+def _named_sizes(text: str, what: str, example: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
     for item in text.split(","):
         name, _, size = (part.strip() for part in item.partition("="))
         if not name or not size.isdecimal() or int(size) < 1:
-            raise ArgumentTypeError(f"{item!r} is not of the form axis=size, as in data=4,model=2")
-        if name in axes:
-            raise ArgumentTypeError(f"axis {name!r} is given twice")
-        axes[name] = int(size)
-    return axes
+            raise ArgumentTypeError(f"{item!r} is not of the form {what}=size, as in {example}")
+        if name in sizes:
+            raise ArgumentTypeError(f"{what} {name!r} is given twice")
+        sizes[name] = int(size)
+    return sizes
 
 
 def parse_named_specs(flag: str, texts: Sequence[str], names: Sequence[str]) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 
 import spmd
+from spmd.api import static_module
 from spmd.cli.flags import Parser, Switch, positive
 from spmd.cli.specs import add_module_flags, default_to_cpus, parse_named_specs
 from spmd.errors import SpmdError
-from spmd.frontend.importer.module import boundary_names, parse_module, signature
+from spmd.frontend.importer.module import boundary_names, signature
 from spmd.ir.types import TensorType, numpy_dtype
 
 
@@ -58,7 +59,7 @@ def random_argument(type_: TensorType, rng: np.random.Generator, high: int) -> A
 
 def verify_file(given: argparse.Namespace) -> bool:
     """Compiles, runs and compares; prints the report and says whether all results agree."""
-    module = parse_module(given.module)
+    module = static_module(given.module, given.symbols)
     arguments, results = boundary_names(module)
     compiled = spmd.compile_stablehlo(
         module,

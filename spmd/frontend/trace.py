@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 import jax
 from jax import jit as plain_jit  # users may put spmd.jit in its place
 from jax.experimental.custom_partitioning import custom_partitioning_p
+from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh as JaxMesh
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from spmd.errors import FrontendError, MeshError
 from spmd.frontend.callbacks import OnCallbacks, OwnCallbacks
+from spmd.frontend.refine import DIM, is_dynamic, refine
 from spmd.ir.callbacks import Callback
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, has_explicit_axes
@@ -128,7 +131,10 @@ def trace(
     positions = own.device_ids if own else ()
     orders = (tuple(d.id for d in m.devices.flat) for m in jax_meshes)
     order = next(orders, positions)
-    parameters = _parameters(order, calls.lowering_rules() if calls else ())
+    symbolic = _has_symbolic(program)
+    composites = _composites_of(program.jaxpr) if symbolic else ()
+    rules = [(primitive, _lower_composite) for primitive in dict.fromkeys(composites)]
+    parameters = _parameters(order, [*(calls.lowering_rules() if calls else ()), *rules])
     try:
         lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     except ValueError as error:
@@ -136,6 +142,8 @@ def trace(
             raise _orders_of_devices(error) from error
         raise
     module = lowered.compiler_ir("stablehlo")
+    if not symbolic and is_dynamic(module):  # it calls what `jax.export` made, for any shapes
+        module = refine(module, [aval.shape for aval in program.in_avals])
     _renumber(module, order, positions)
     manual = [other for is_manual, other in meshes if is_manual]
     return Trace(module, out, manual, jax_meshes, tuple(calls.callbacks) if calls else ())
@@ -235,6 +243,53 @@ def _parameters(order: tuple[int, ...], more: Sequence[Any]) -> Any:
     lower_mark = partial(_lower_mark, order=order)
     rules: Any = ((custom_partitioning_p, _inline), (_uneven_mark, lower_mark), *more)
     return mlir.LoweringParameters(override_lowering_rules=rules)
+
+
+# ---------------------------------------------------------------------------------------------
+# Composites in programs with symbolic dims. jax lowers a function there to one that takes the
+# symbols' values in front of its arguments, and forgets to pass them to a composite's function.
+
+
+def _has_symbolic(program: Any) -> bool:
+    """Whether an argument has a symbolic dim."""
+    dims = (dim for aval in program.in_avals for dim in getattr(aval, "shape", ()))
+    return any(map(is_symbolic_dim, dims))
+
+
+def _composites_of(jaxpr: Any) -> Iterator[Primitive]:
+    """The primitive of jax's composites, if it is in a jaxpr: it has no public name."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "composite":
+            yield eqn.primitive
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _composites_of(inner)
+
+
+def _lower_composite(
+    ctx: Any, *values: Any, name: str, attributes: Any, version: int, **params: Any
+) -> Any:
+    """A composite that gives its function all that it takes: a call with another name."""
+    (closed,) = params.values()  # `jaxpr`, or in newer versions `call_jaxpr`
+    function = plain_jit(jaxpr_as_fun(closed))
+    results = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+    call = results[0].owner
+    own = {key: tree.unflatten(leaves) for key, leaves, tree in attributes}
+    stated = {key: _attribute(value) for key, value in own.items() if value is not None}
+    builder: Any = hlo  # its stub does not know what may be left out
+    made = builder.CompositeOp(
+        [value.type for value in call.results],
+        list(call.operands),
+        name=ir.StringAttr.get(name),
+        decomposition=call.attributes["callee"],
+        composite_attributes=ir.DictAttr.get(stated),
+        version=mlir.i32_attr(version),
+    )
+    call.erase()
+    return list(made.results)
+
+
+def _attribute(value: Any) -> Any:
+    return mlir.ir_attribute(f"{DIM}{value}" if is_symbolic_dim(value) else value)
 
 
 # ---------------------------------------------------------------------------------------------

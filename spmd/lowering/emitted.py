@@ -37,6 +37,7 @@ class Emitted:
       donated: flat indices of donated arguments.
       needs_x64: whether some value has elements of 64 bits.
       callbacks: the Python functions that it calls, by number.
+      peak_bytes: predicted memory of one device, where somebody asked for it.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Emitted:
     donated: tuple[int, ...]
     needs_x64: bool
     callbacks: tuple[Callback, ...] = ()
+    peak_bytes: int | None = None
 
     @cached_property
     def boundary_mesh(self) -> Mesh:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 MOST_SCORES = 1 << 20
 """Scores of one head and sequence that may be there at once."""
@@ -213,8 +214,8 @@ def _grouped(x_BQN: Any, heads: int) -> Any:
 
 
 def _blocks(queries: int, keys: int) -> int:
-    """How many blocks there are."""
-    if queries * keys <= MOST_SCORES:
+    """How many blocks there are; one where a size is not known yet: it is traced again."""
+    if is_symbolic_dim(queries * keys) or queries * keys <= MOST_SCORES:
         return 1
     return -(-queries // max(SMALLEST_BLOCK, MOST_SCORES // keys))
 

@@ -223,7 +223,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "duplicate symbol": (function() + function(), "'main'"),
     "dynamic shape": (
         "func.func @main(%x: tensor<?x4xf32>) -> tensor<?x4xf32> {\nreturn %x : tensor<?x4xf32>\n}",
-        "dynamic shape: tensor<?x4xf32>",
+        "argument arg0 has a dynamic shape, ?x4",
     ),
     "unranked": (
         "func.func @main(%x: tensor<*xf32>) -> tensor<*xf32> {\nreturn %x : tensor<*xf32>\n}",

@@ -66,6 +66,23 @@ def test_what_torch_exported(mesh):
     np.testing.assert_allclose(found, module(x()).detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_dims_that_torch_left_open(mesh):
+    """torchax makes symbolic dims of them; `symbols=` says how large they are."""
+    from torchax.export import exported_program_to_stablehlo
+
+    module = seeded(lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        batch = torch.export.Dim("batch", min=2, max=64)
+        program = torch.export.export(module, (x(),), dynamic_shapes=({0: batch},))
+        weights, exported = exported_program_to_stablehlo(program)
+    symbol = str(exported.in_avals[-1].shape[0])
+    inputs = torch.cat([x(), x()])
+    compiled = spmd.compile_stablehlo(exported, mesh, symbols={symbol: len(inputs)})
+    (found,) = compiled(*map(np.asarray, weights), inputs.numpy())
+    np.testing.assert_allclose(found, module(inputs).detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_results_have_names_and_tied_weights_are_one(mesh):
     class Named(Tied):
         def forward(self, tokens):

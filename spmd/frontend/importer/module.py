@@ -85,7 +85,7 @@ def import_module(
       MeshError: a mesh of the module whose axes are not made of axes of `mesh`.
       SpecError: an argument or result that is stated as terms that are not added up.
     """
-    with module.context, _malformed():
+    with module.context, malformed():
         contents = Contents(module, mesh)
         main = contents.main()
         handlers = {**call_handlers(composites, len(callbacks)), **REGION_HANDLERS, **LEGALIZED}
@@ -138,7 +138,7 @@ def signature(module: ir.Module) -> tuple[tuple[TensorType, ...], tuple[TensorTy
     Raises:
       FrontendError: as for `import_module`.
     """
-    with module.context, _malformed():
+    with module.context, malformed():
         return types_of(Contents(module).main())
 
 
@@ -151,10 +151,16 @@ def boundary_names(module: ir.Module) -> tuple[tuple[str, ...], tuple[str, ...]]
     Raises:
       FrontendError: as for `import_module`.
     """
-    with module.context, _malformed():
+    with module.context, malformed():
         main = Contents(module).main()
         results = [path_of(name) for name in result_names(main)]
         return _unique("arg", argument_paths(main)), _unique("result", results)
+
+
+def argument_names(module: ir.Module, start: int = 0) -> tuple[str, ...]:
+    """Names of the arguments from one on, as in `boundary_names`; shapes may be dynamic."""
+    with module.context, malformed():
+        return _unique("arg", argument_paths(Contents(module).main())[start:])
 
 
 def dialect_ops() -> tuple[str, ...]:
@@ -203,7 +209,7 @@ def _unique(what: str, names: list[str]) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _malformed() -> Iterator[None]:
+def malformed() -> Iterator[None]:
     """Turns the errors that bindings raise on senseless attributes into ours."""
     try:
         yield

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -68,14 +69,14 @@ class Plain:
 
 
 def on_mesh(
-    params: Any, config: LlamaConfig, mesh: Any, shape: decode.ServingShape = FULL
+    params: Any, config: LlamaConfig, mesh: Any, shape: decode.ServingShape = FULL, **given: Any
 ) -> Bundle:
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     functions, leaves, specs, primary = decode.functions(config, shape, types)
     used = [f for f in functions if f.tags["kind"] in ("decode", "score")]
     return compile_bundle(
         used, mesh, weights=params, specs=specs, state=leaves, primary=primary,
-        options=spmd.Options(check=True),
+        options=spmd.Options(check=True), **given,
     )  # fmt: skip
 
 
@@ -168,6 +169,17 @@ def test_more_devices_than_key_heads(devices8):
     assert cache.addressable_shards[0].data.shape[2] == 1  # one key head of the two
     projection = programs.weights["weights/layers/0/self_attn/q_proj/weight"]
     assert projection.addressable_shards[0].data.shape[0] == config.head_width
+
+
+@pytest.mark.heavy
+def test_slots_that_are_counted_when_it_is_loaded(devices8):
+    """Every op of serving over a symbolic dim: loops, caches, attention, sampling."""
+    params, config = random_model(2)
+    (slots,) = jax.export.symbolic_shape("slots", constraints=["mod(slots, 2) == 0"])
+    mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
+    symbolic = SHAPE._replace(slots=slots)
+    programs = on_mesh(params, config, mesh, symbolic, symbols={"slots": SHAPE.slots})
+    check_against_forward(ModelBackend(programs, LIMITS), params, config)
 
 
 @pytest.mark.heavy

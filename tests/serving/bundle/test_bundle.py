@@ -262,7 +262,7 @@ def test_second_start_neither_plans_nor_compiles(folder, mesh_of, tmp_path, monk
     first = load_bundle(folder, mesh_of(2), cache_dir=tmp_path)
     entries = {path: path.read_bytes() for path in tmp_path.rglob("*-cache")}
     assert len(entries) == 5
-    monkeypatch.setattr("serving.bundle.modules.lower_stablehlo", None)
+    monkeypatch.setattr("serving.bundle.programs.lower_stablehlo", None)
     second = load_bundle(folder, mesh_of(2), cache_dir=tmp_path)
     assert {path for path in tmp_path.rglob("*-cache")} == set(entries)
     close(second.run("step", X)["y"], first.run("step", X)["y"])

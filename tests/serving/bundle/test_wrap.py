@@ -1,6 +1,7 @@
 """Modules of other frameworks as bundles, from Python and from the command line."""
 
 import jax
+import jax.export
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -79,3 +80,20 @@ def test_what_cannot_be_wrapped(given, message, tmp_path):
         wrap_stablehlo(tmp_path / "b", **{"module": TEXT, "arg_names": ["w", "x", "b"], **given})
     assert message in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_symbolic_dims_get_their_sizes(tmp_path, mesh_of):
+    (b,) = jax.export.symbolic_shape("b")
+    structs = jax.ShapeDtypeStruct(W.shape, W.dtype), jax.ShapeDtypeStruct((b, 8), W.dtype)
+    exported = jax.export.export(jax.jit(lambda w, x: jax.nn.softmax(x @ w)))(*structs)
+    (tmp_path / "m.mlirbc").write_bytes(exported.mlir_module_serialized)
+    save_file({"w": W}, tmp_path / "w.safetensors")
+    flags = ["--weights", str(tmp_path / "w.safetensors"), "--arg_names", "w,x"]
+    flags = [str(tmp_path / "m.mlirbc"), "--out", str(tmp_path / "b"), *flags]
+    with pytest.raises(
+        SystemExit, match=r"cannot be wrapped: argument arg1 has the shape \(b, 8\)"
+    ):
+        wrap.main(flags)
+    wrap.main([*flags, "--symbols", "b=2"])
+    bundle = load_bundle(tmp_path / "b", mesh_of(2))
+    np.testing.assert_allclose(bundle.run("main", X)[0], jax.nn.softmax(X @ W), rtol=1e-5)

@@ -1,0 +1,300 @@
+"""Sizes of a bundle's symbolic dims: those that are given, and one that the memory decides.
+
+A pool of pages is as large as the memory allows that is left on a device beside weights, the rest
+of the state, and what the functions need while they run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from models.placement import axes_of, present
+from serving.bundle.function import BundleError
+from serving.bundle.manifest import Leaf, Manifest, Symbol
+from serving.bundle.programs import Placed, Program, placements
+from spmd.errors import bytes_text
+from spmd.frontend.sizes import sizes_of, symbols_in
+from spmd.lowering.emitted import Emitted
+from spmd.mesh.mesh import Mesh
+from spmd.mesh.spec import first_match, jax_mesh
+from spmd.mesh.topology import Topology
+from spmd.options import Options
+
+MEMORY_SHARE = 0.9
+"""Of a device's memory that a bundle takes, if nobody says otherwise."""
+
+MEMORY_SHARE_ON_CPU = 0.1
+"""The same on CPUs, whose memory is everybody's."""
+
+LARGEST = (1 << 31) - 1
+"""Of a value: exported programs compute with 32 bits."""
+
+FIRST = 64
+"""About so large is the value of the first plan, from which the others follow."""
+
+ROUNDS = 8
+
+_LOG = logging.getLogger("serving")
+
+
+class Planned(NamedTuple):
+    """A bundle's functions, planned.
+
+    Attributes:
+      symbols: name -> value.
+      manifest: `Manifest.sized`.
+      emitted: name -> program.
+      notes: sentences on specs that do not fit.
+      room: bytes of each device that it may take, where these decided a size.
+    """
+
+    symbols: Mapping[str, int]
+    manifest: Manifest
+    emitted: Mapping[str, Emitted]
+    notes: list[str]
+    room: int | None = None
+
+
+Plan = Callable[[Mapping[str, int]], Planned]
+"""Plans the functions for values of all symbols."""
+
+
+def plan_sized(
+    manifest: Manifest,
+    given: Mapping[str, int] | None,
+    mesh: Mesh,
+    options: Options,
+    memory_share: float | None,
+    plan: Plan,
+) -> Planned:
+    """A bundle's functions at the sizes that are given, or that memory decides.
+
+    Args:
+      manifest: of the bundle, as it was written.
+      given: symbol -> value. One that is not among them has to be in the state: it gets the largest
+        value that it may have.
+      mesh: where it goes.
+      options: of the compiler; the topology says how much memory there is.
+      memory_share: of each device's memory, which all that the bundle has may take.
+      plan: plans the functions.
+
+    Raises:
+      BundleError: a value that a symbol may not have, a symbol without one that memory says nothing
+        of, or no room for the least one.
+    """
+    known = _given(manifest, given or {})
+    missing = [name for name in manifest.symbols if name not in known]
+    if not missing:
+        return plan(known)
+    held = symbols_in({dim for leaf in manifest.state for dim in leaf.shape})
+    if len(missing) > 1 or missing[0] not in held:
+        name = next((name for name in missing if name not in held), missing[0])
+        reason = "no array of the state has it" if name not in held else "there are two such"
+        raise BundleError(
+            f"the symbol {name} has no value, and memory cannot decide it ({reason}): give it, as "
+            f"symbols={{{name!r}: 128}} or --symbols {name}=128"
+        )
+    if memory_share is not None and not 0 < memory_share <= 1:
+        raise BundleError(f"the share of memory has to be above 0 and at most 1: {memory_share:g}")
+    room = _room(mesh, options, memory_share)
+    return _Search(manifest, known, missing[0], mesh, room, plan).run()
+
+
+def _given(manifest: Manifest, given: Mapping[str, int]) -> dict[str, int]:
+    for name, value in given.items():
+        if name not in manifest.symbols:
+            names = ", ".join(manifest.symbols) or "none"
+            raise BundleError(f"the bundle has no symbol {name!r}; it has {names}")
+        if value > LARGEST or not manifest.symbols[name].allows(value):
+            raise BundleError(f"{name}={value} cannot be: {name} is {manifest.symbols[name]}")
+    return {name: int(given[name]) for name in manifest.symbols if name in given}
+
+
+class _Search:
+    """Looks for the largest value of a symbol with which a bundle fits into memory.
+
+    What is held follows from shapes. What functions need beside it is known of a value only once
+    they are planned for it: a line through the last two plans tells what to plan next.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        known: Mapping[str, int],
+        name: str,
+        mesh: Mesh,
+        room: int,
+        plan: Plan,
+    ) -> None:
+        self.manifest, self.known, self.name = manifest, known, name
+        self.mesh, self.room, self.plan = mesh, room, plan
+        self.symbol = _split_evenly(manifest, name, mesh)
+        most = LARGEST if self.symbol.at_most is None else min(self.symbol.at_most, LARGEST)
+        unit = self.symbol.multiple_of
+        self.least, self.most = -(-self.symbol.at_least // unit), most // unit  # in units
+        if self.most < self.least:
+            raise BundleError(f"no value of {name} is {self.symbol}, as this mesh needs it")
+
+    def run(self) -> Planned:
+        """The plan for the largest value, or for one that is smaller by a percent or two."""
+        # Memory for 100, and 10 needed beside each value's own bytes at first (a line without a
+        # slope):    64 -> needed 10, fits: 90 might   90 -> needed 14, does not fit: by the line
+        # through both 87 might   87 -> needed 14, fits, and the line says that no more would.
+        units = min(max(self.least, FIRST // self.symbol.multiple_of), self.most)
+        best: Planned | None = None
+        low, high = self.least - 1, self.most + 1  # fits, does not fit
+        points: list[tuple[int, int]] = []
+        for _ in range(ROUNDS):
+            planned = self.plan({**self.known, self.name: units * self.symbol.multiple_of})
+            placed = placements(planned.manifest, planned.emitted, self.mesh)
+            needed = self._needed(planned, placed)
+            points = [*points[-1:], (units, needed)]
+            fits = self._held(units, placed) + needed <= self.room
+            if fits:
+                low, best = units, planned
+            else:
+                high = units
+            units = min(self._largest(placed, _line(points)), high - 1)
+            if high - low <= 1 or (fits and units <= low + low // 64):
+                break
+            if units <= low:  # other plans need other amounts: the line says nothing here
+                units = (low + high) // 2
+        if best is None:
+            raise self._too_small(placed, needed)
+        room = bytes_text(self.room)
+        value = f"{self.name}={best.symbols[self.name]}"
+        _LOG.info(
+            f"{value}: {room} of each device may be used, functions need {bytes_text(needed)}"
+        )
+        return best._replace(room=self.room)
+
+    def _needed(self, planned: Planned, placed: Placed) -> int:
+        """Bytes of a device that the functions need beside what is held: only one runs."""
+        return max(
+            (program.peak_bytes or 0) - _bytes(_taken(planned.manifest, name), placed)
+            for name, program in planned.emitted.items()
+        )
+
+    def _largest(self, placed: Placed, needed: Callable[[int], float]) -> int:
+        """The largest value with which what is held leaves as much as is needed."""
+        low, high = self.least - 1, self.most
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self._held(middle, placed) + needed(middle) <= self.room
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def _held(self, units: int, placed: Placed) -> int:
+        """Bytes of weights and state on a device, placed so."""
+        return _bytes((*self.manifest.weights, *self._state(units)), placed)
+
+    def _state(self, units: int) -> list[Leaf]:
+        """The leaves of the state at a value."""
+        values = {**self.known, self.name: units * self.symbol.multiple_of}
+        return [
+            dataclasses.replace(leaf, shape=sizes_of(leaf.shape, values))
+            for leaf in self.manifest.state
+        ]
+
+    def _too_small(self, placed: Placed, needed: int) -> BundleError:
+        held = self._held(self.least, placed)
+        return BundleError(
+            f"there is no room for {self.name}={self.least * self.symbol.multiple_of}, the least: "
+            f"weights and state take {bytes_text(held)} of each device and functions "
+            f"{bytes_text(needed)}, and {bytes_text(self.room)} may be used; take more devices, a "
+            "larger share of their memory, or export it smaller"
+        )
+
+
+def _line(points: Sequence[tuple[int, int]]) -> Callable[[int], float]:
+    """The line through the last two points, which does not fall; through one, it is level."""
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    slope = max(0.0, (y1 - y0) / (x1 - x0)) if x1 != x0 else 0.0
+    return lambda x: y1 + slope * (x - x1)
+
+
+def _taken(manifest: Manifest, name: str) -> Sequence[Leaf]:
+    """The leaves of weights and state that a function takes."""
+    entry = manifest.functions[name]
+    return (*entry.leaves("weights"), *entry.leaves("state"))
+
+
+def _bytes(leaves: Sequence[Leaf], placed: Placed) -> int:
+    """Bytes of arrays on one device."""
+    return sum(
+        math.prod(placed[leaf.path].shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        for leaf in leaves
+    )
+
+
+def _split_evenly(manifest: Manifest, name: str, mesh: Mesh) -> Symbol:
+    """A symbol whose values the axes of specs divide, where it is a dim of the state."""
+    symbol = manifest.symbols[name]
+    parts = symbol.multiple_of
+    for leaf in manifest.state:
+        pattern = first_match(leaf.path, manifest.specs)
+        spec = manifest.specs[pattern] if pattern is not None else ()
+        for dim, entry in zip(leaf.shape, spec, strict=False):
+            if dim == name:
+                axes = axes_of(present(entry, mesh.shape))
+                parts = math.lcm(parts, math.prod(mesh.shape[axis] for axis in axes))
+    return Symbol(symbol.at_least, symbol.at_most, parts)
+
+
+def too_much(planned: Planned, programs: Mapping[str, Program], mesh: Mesh) -> list[str]:
+    """A sentence, where XLA takes more memory than there is room: sizes follow predictions."""
+    if planned.room is None:
+        return []
+    placed = placements(planned.manifest, planned.emitted, mesh)
+    held = _bytes((*planned.manifest.weights, *planned.manifest.state), placed)
+    needed, name = max((_allocated(program), name) for name, program in programs.items())
+    if held + needed <= planned.room:
+        return []
+    sizes = ", ".join(f"{symbol}={value}" for symbol, value in planned.symbols.items())
+    return [
+        f"{sizes} may be too much: XLA allocates {bytes_text(needed)} of each device for {name}, "
+        f"beside the {bytes_text(held)} that are held, and {bytes_text(planned.room)} may be used; "
+        "load it with a smaller memory_share, or give the size"
+    ]
+
+
+def _allocated(program: Program) -> int:
+    """Bytes of a device beside a function's arguments."""
+    stats = program.executable.memory_analysis()
+    if stats is None:  # not all backends tell
+        return 0
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return int(stats.temp_size_in_bytes + results)
+
+
+# Memory
+
+
+def _room(mesh: Mesh, options: Options, share: float | None) -> int:
+    """Bytes of each device that a bundle may take: the least of all devices, on all processes."""
+    devices = [d for d in jax_mesh(mesh).devices.flat if d.process_index == jax.process_index()]
+    topology = options.topology or Topology.for_devices(list(jax_mesh(mesh).devices.flat))
+    room = min(int(_left(device, topology, share)) for device in devices)
+    if jax.process_count() > 1:  # MiB: arrays have 32 bits
+        room = int(np.min(multihost_utils.process_allgather(np.int32(room >> 20)))) << 20
+    return room
+
+
+def _left(device: jax.Device, topology: Topology, share: float | None) -> float:
+    if device.platform == "cpu":
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+        of_all = MEMORY_SHARE_ON_CPU if share is None else share
+        return of_all * min(there, topology.hbm_bytes)
+    told = device.memory_stats() or {}  # not all devices tell
+    there = min(told.get("bytes_limit", topology.hbm_bytes), topology.hbm_bytes)
+    used = told.get("bytes_in_use", 0)
+    return float((MEMORY_SHARE if share is None else share) * there - used)

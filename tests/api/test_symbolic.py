@@ -1,0 +1,135 @@
+"""Modules that `jax.export` wrote with symbolic dims, and others with dynamic ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import spmd
+from spmd.cli import explain, verify
+from spmd.errors import SpmdError
+
+MESH = {"data": 4, "model": 2}
+
+
+def model(params: Any, x: Any, y: Any, fixed: Any) -> Any:
+    hidden = jax.nn.softmax(params["w"] @ x)
+    pairs = params["w"].reshape(params["w"].shape[0] // 2, 2, 4).sum(1)
+    return {"a": hidden, "b": jnp.concatenate([hidden, hidden]), "c": y + 1, "d": pairs * fixed}
+
+
+def arguments(n: Any, k: Any, make: Any) -> tuple[Any, ...]:
+    return {"w": make((n, 4))}, make((4, k)), make((2 * n + k // 2, n + 1)), make((4,))
+
+
+@pytest.fixture(scope="module")
+def exported() -> export.Exported:
+    n, k = export.symbolic_shape("n, k", constraints=["mod(n, 4) == 0", "k >= n"])
+    structs = arguments(n, k, lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32))
+    return export.export(jax.jit(model))(*structs)
+
+
+def form(exported: export.Exported, name: str) -> Any:
+    if name == "exported":
+        return exported
+    return exported.mlir_module_serialized if name == "bytes" else exported.mlir_module()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("exported", (8, 16)), ("bytes", (16, 16)), ("text", (4, 6))]
+)
+def test_same_as_jax_at_each_size(
+    exported: export.Exported, name: str, sizes: tuple[int, int]
+) -> None:
+    n, k = sizes
+    rng = np.random.default_rng(n)
+    given = arguments(n, k, lambda shape: rng.standard_normal(shape).astype(np.float32))
+    compiled = spmd.compile_stablehlo(
+        form(exported, name), spmd.make_mesh(**MESH), [("data", None), None, None, None],
+        symbols={"n": n, "k": k},
+    )  # fmt: skip
+    assert compiled.in_shardings[0].spec == jax.sharding.PartitionSpec("data", None)
+    wanted = jax.tree.leaves(model(*given))
+    for ours, theirs in zip(compiled(*jax.tree.leaves(given)), wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+UNNAMED = """module { func.func @main(%x: tensor<?x4xf32>, %y: tensor<4xf32>) -> tensor<?x4xf32> {
+  %0 = stablehlo.sine %x : tensor<?x4xf32>
+  return %0 : tensor<?x4xf32>
+} }"""
+
+
+@pytest.mark.parametrize("shapes", [[(8, 4), None], {"arg0": (8, 4), "arg1": (4,)}])
+def test_dims_without_names_get_shapes(shapes: Any) -> None:
+    mesh = spmd.make_mesh(**MESH)
+    if isinstance(shapes, list):
+        shapes[1] = (4,)
+    compiled = spmd.compile_stablehlo(UNNAMED, mesh, arg_shapes=shapes)
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    np.testing.assert_allclose(compiled(x, x[0])[0], np.sin(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "message"),
+    [
+        ("bytes", {}, "argument arg0 has the shape (n, 4), and n has no value"),
+        ("exported", {"symbols": {"n": 8}}, "argument arg1 has the shape (4, k), and k has no"),
+        ("bytes", {"symbols": {"n": 8, "q": 8}}, "the module has no symbol 'q'"),
+        ("bytes", {"symbols": {"n": 6, "k": 8}}, "symbolic shape constraint"),
+        ("bytes", {"symbols": {"n": 8, "k": 4}}, "symbolic shape constraint"),
+        (UNNAMED, {}, "argument arg0 has a dynamic shape, ?x4, and the module names no symbols"),
+        (UNNAMED, {"symbols": {"n": 8}}, "the module has no symbol 'n'"),
+        (UNNAMED, {"arg_shapes": {"z": (8, 4)}}, "arg_shapes has 'z', which is no argument"),
+        (UNNAMED, {"arg_shapes": [(8, 4)]}, "arg_shapes needs one entry for each argument"),
+        (UNNAMED, {"arg_shapes": [(8, 5), None]}, "argument 0 cannot have the shape (8, 5)"),
+        (UNNAMED.replace("?", "8"), {"symbols": {"n": 8}}, "the module's shapes are static"),
+    ],
+)
+def test_sizes_that_are_missing_or_wrong(
+    exported: export.Exported, source: str, given: Any, message: str
+) -> None:
+    module = source if "module" in source else form(exported, source)
+    with pytest.raises(SpmdError) as caught:
+        spmd.lower_stablehlo(module, spmd.make_mesh(**MESH), **given)
+    assert message in str(caught.value)
+
+
+def test_symbols_are_flags_of_the_commands(
+    exported: export.Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "model.mlirbc"
+    file.write_bytes(exported.mlir_module_serialized)
+    assert explain.main([str(file), "--symbols", "n=8,k=16", "--noprices"]) == 0
+    assert verify.main([str(file), "--symbols", "n=8,k=16"]) == 0
+    assert explain.main([str(file)]) == 2
+    assert "n has no value" in capsys.readouterr().err
+
+
+def test_jit_of_what_was_exported_for_any_size() -> None:
+    """Its shapes are refined at each call, marks inside it count, and so do gradients."""
+    mesh = spmd.make_mesh(**MESH)
+
+    def layers(x: Any, w: Any) -> Any:
+        x = spmd.mark_sharding(x, mesh, ("data", None))
+        return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, w)[0]
+
+    (n,) = export.symbolic_shape("n")
+    structs = jax.ShapeDtypeStruct((n, 8), jnp.float32), jax.ShapeDtypeStruct((3, 8, 8), "float32")
+    called = export.export(jax.jit(layers))(*structs)
+
+    def loss(x: Any, w: Any) -> Any:
+        return (called.call(x, w)[:8] * called.call(jnp.concatenate([x, x]), w)[8:]).sum()
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 8)).astype(np.float32)
+    w = rng.standard_normal((3, 8, 8)).astype(np.float32)
+    ours = spmd.jit(jax.value_and_grad(called_loss := loss), mesh=mesh)(x, w)
+    theirs = jax.value_and_grad(called_loss)(x, w)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, theirs)

@@ -1,0 +1,310 @@
+"""Symbolic dims of a bundle: a pool of pages, as large as somebody says or memory allows."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import spmd
+from scripts.flags import bundle as bundle_flags
+from serving.bundle import symbols
+from serving.bundle.function import BundleError, Function, StateLeaf
+from serving.bundle.manifest import MANIFEST
+from serving.bundle.memory import compile_bundle
+from serving.bundle.read import load_bundle
+from serving.bundle.write import write_bundle
+from spmd.cli.flags import Parser
+from spmd.mesh.chips import CHIPS
+from tests.serving.conftest import struct
+from tests.two_processes import run_both
+
+A, B, M, P, D = 2, 4, 3, 4, 8
+"""Groups, slots of a group, pages of a slot, positions of a page, width."""
+
+SPECS = {"state/pool": ("data", None, None, "model"), "weights/k": ("model", None)}
+PLACE = struct(A, dtype="int32")
+WEIGHTS = {"k": np.random.default_rng(0).standard_normal((D, D), np.float32)}
+
+
+def write_row(weights, state, x_AD, page_A, at_A):
+    """One row goes into a page of each group's pool."""
+    pool = state["pool"]
+    rows = pool.reshape(A, pool.shape[1] * P, D)
+    rows = spmd.ops.cache_update(rows, spmd.ops.linear(x_AD, weights["k"]), page_A * P + at_A)
+    return {"pool": rows.reshape(pool.shape)}, {"pages": jnp.full((), pool.shape[1])}
+
+
+def read_slots(weights, state, table_ABM):
+    """The pages of all slots, as the table says."""
+    read_ABMPD = jax.vmap(lambda pool, table: pool[table])(state["pool"], table_ABM)
+    firsts_AN = state["pool"][:, :, 0, 0]
+    return state, {"sums": read_ABMPD.sum((2, 3)) @ weights["k"], "firsts": firsts_AN}
+
+
+def functions(*constraints):
+    (n,) = export.symbolic_shape("n", constraints=constraints)
+    held = {"k": struct(D, D)}, {"pool": struct(A, n, P, D)}
+    names, roles = ("weights", "state"), ("weights", "state")
+    write = Function(
+        "write", write_row, (*held, struct(A, D), PLACE, PLACE), (*names, "x", "page", "at"),
+        (*roles, "input", "input", "input"),
+    )  # fmt: skip
+    table = struct(A, B, M, dtype="int32")
+    read = Function("read", read_slots, (*held, table), (*names, "table"), (*roles, "input"))
+    return [write, read], {"pool": StateLeaf((A, n, P, D), "float32", 0.5)}
+
+
+CONSTRAINTS = ("n >= 4", "mod(n, 2) == 0")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("symbols") / "bundle"
+    exported, state = functions(*CONSTRAINTS)
+    write_bundle(path, exported, weights=WEIGHTS, state=state, specs=SPECS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def load(folder, tmp_path_factory):
+    cache_dir = tmp_path_factory.mktemp("cache")
+
+    def loaded(mesh, **given):
+        return load_bundle(folder, mesh, cache_dir=cache_dir, **given)
+
+    return loaded
+
+
+def test_the_manifest_names_the_symbol_and_its_dims(folder):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["symbols"] == {"n": {"at_least": 4, "at_most": None, "multiple_of": 2}}
+    assert manifest["state"][0]["shape"] == [A, "n", P, D]
+    read = manifest["functions"]["read"]
+    assert read["arguments"][1]["leaves"][0]["shape"] == [A, "n", P, D]
+    assert [leaf["shape"] for leaf in read["outputs"]] == [[A, "n"], [A, B, D]]
+    assert manifest["functions"]["write"]["composites"] == {
+        "spmd.cache_update": 1,
+        "spmd.linear": 1,
+    }
+
+
+def same_as_jax(bundle, size):
+    rng = np.random.default_rng(size)
+    state = {"pool": np.full((A, size, P, D), 0.5, np.float32)}
+    for _ in range(3):
+        x = rng.standard_normal((A, D)).astype(np.float32)
+        page, at = (rng.integers(0, limit, A).astype(np.int32) for limit in (size, P))
+        state, pages = jax.jit(write_row)(WEIGHTS, state, x, page, at)
+        assert bundle.run("write", x, page, at)["pages"] == pages["pages"] == size
+    np.testing.assert_allclose(bundle.state["state/pool"], state["pool"], rtol=1e-5, atol=1e-5)
+    table = rng.integers(0, size, (A, B, M)).astype(np.int32)
+    _, wanted = read_slots(WEIGHTS, state, table)
+    ours = bundle.run("read", table)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, wanted)
+
+
+@pytest.mark.parametrize("size", [4, 10])
+def test_same_as_jax_at_the_size_that_is_given(load, mesh_of, size):
+    bundle = load(mesh_of(2, 4), symbols={"n": size})
+    assert bundle.symbols == {"n": size}
+    assert bundle.manifest.state[0].shape == (A, size, P, D)
+    assert bundle.state["state/pool"].addressable_shards[0].data.shape == (1, size, P, D // 4)
+    same_as_jax(bundle, size)
+
+
+def test_the_next_start_plans_nothing_and_another_size_does(load, mesh_of, monkeypatch):
+    from_memory = {"options": on_devices_of(1 << 20), "memory_share": 0.5}
+    load(mesh_of(2, 4), symbols={"n": 4})
+    chosen = load(mesh_of(2, 4), **from_memory).symbols
+    monkeypatch.setattr("serving.bundle.programs.lower_stablehlo", None)
+    load(mesh_of(2, 4), symbols={"n": 4})
+    assert load(mesh_of(2, 4), **from_memory).symbols == chosen
+    with pytest.raises(TypeError):
+        load(mesh_of(2, 4), symbols={"n": 12})
+
+
+def test_without_a_folder_it_is_the_same(mesh_of):
+    exported, state = functions(*CONSTRAINTS)
+    bundle = compile_bundle(
+        exported, mesh_of(2, 4), weights=WEIGHTS, specs=SPECS, state=state, symbols={"n": 6}
+    )
+    assert bundle.symbols == {"n": 6}
+    same_as_jax(bundle, 6)
+
+
+def on_devices_of(size):
+    chip = dataclasses.replace(CHIPS["cpu"], hbm_bytes=size)
+    return spmd.Options(topology=spmd.Topology("cpu:8", chip))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_memory_decides(load, mesh_of, share):
+    """What is held and what functions need fit, and little is left."""
+    bundle = load(mesh_of(2, 4), options=on_devices_of(1 << 20), memory_share=share)
+    size = bundle.symbols["n"]
+    assert size % 2 == 0
+    peaks = [program.emitted.peak_bytes for program in bundle.programs.values()]
+    assert 0.9 * share * (1 << 20) < max(peaks) <= share * (1 << 20)
+    held = [*bundle.weights.values(), *bundle.state.values()]
+    assert sum(x.addressable_shards[0].data.nbytes for x in held) < max(peaks)
+    same_as_jax(bundle, size)
+
+
+@pytest.mark.heavy
+def test_two_processes_take_what_both_have(folder):
+    one, other = run_both(Path(__file__).with_name("two_sizes.py"), folder)
+    assert one == other
+    assert 0.9 * (4 << 20) < one["peak"] <= 4 << 20
+
+
+def test_an_upper_bound_ends_it(mesh_of):
+    exported, state = functions("n <= 30", "mod(n, 4) == 0")
+    bundle = compile_bundle(exported, mesh_of(2), weights=WEIGHTS, state=state)
+    assert bundle.symbols == {"n": 28}
+
+
+def test_a_split_dim_gets_a_size_that_its_axes_divide(mesh_of):
+    exported, state = functions("n <= 30")
+    specs = {"state/pool": (None, ("data", "model"))}
+    bundle = compile_bundle(exported, mesh_of(2, 4), weights=WEIGHTS, state=state, specs=specs)
+    assert bundle.symbols == {"n": 24}
+    assert bundle.notes == ()
+    same_as_jax(bundle, 24)
+
+
+def test_xla_takes_more_than_there_is_room(load, mesh_of, monkeypatch):
+    """Predictions decide; where XLA does otherwise, the bundle says so."""
+    given = {"options": on_devices_of(1 << 20), "memory_share": 0.25}
+    monkeypatch.setattr(symbols, "_allocated", lambda program: 1 << 20)
+    (note,) = load(mesh_of(2, 4), **given).notes
+    assert "may be too much: XLA allocates 1 MiB of each device for write, beside the" in note
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"symbols": {"m": 4}}, "the bundle has no symbol 'm'; it has n"),
+        ({"symbols": {"n": 5}}, "n=5 cannot be: n is a multiple of 2, at least 4"),
+        ({"symbols": {"n": 2}}, "n=2 cannot be: n is a multiple of 2, at least 4"),
+        ({"memory_share": 1.5}, "the share of memory has to be above 0 and at most 1: 1.5"),
+        ({"memory_share": 0.0005}, "there is no room for n=4, the least: weights and state take"),
+    ],
+)
+def test_sizes_that_cannot_be(folder, mesh_of, given, message):
+    with pytest.raises(BundleError) as caught:
+        load_bundle(folder, mesh_of(2, 4), options=on_devices_of(1 << 20), **given)
+    assert message in str(caught.value)
+
+
+def test_a_symbol_of_inputs_alone_has_to_be_given(tmp_path, mesh_of):
+    (b,) = export.symbolic_shape("b")
+    function = Function("f", lambda x: x.sum(0) * x.shape[0], (struct(b, 4),), ("x",), ("input",))
+    write_bundle(tmp_path / "bundle", [function])
+    with pytest.raises(BundleError) as caught:
+        load_bundle(tmp_path / "bundle", mesh_of(2))
+    assert "the symbol b has no value" in str(caught.value)
+    assert "symbols={'b': 128} or --symbols b=128" in str(caught.value)
+    bundle = load_bundle(tmp_path / "bundle", mesh_of(2), symbols={"b": 6})
+    np.testing.assert_allclose(bundle.run("f", np.ones((6, 4), np.float32)), 36)
+    with pytest.raises(BundleError, match=r"x has the shape \[6, 4\], not \[5, 4\]"):
+        bundle.run("f", np.ones((5, 4), np.float32))
+
+
+def test_sizes_are_flags(folder):
+    parser = Parser("test", "Flags of bundles.")
+    bundle_flags.add_flags(parser)
+    given = parser.parse_args(
+        [str(folder), "--mesh", "data=2", "--symbols", "n=8", "--cache_dir", "none"]
+    )
+    assert bundle_flags.load(given).symbols == {"n": 8}
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        (["n >= 4", "n*n >= 20"], "symbols of a bundle can be told `n >= 2`"),
+        (["k >= n"], "symbols of a bundle can be told `n >= 2`"),
+    ],
+)
+def test_constraints_that_a_manifest_has_no_words_for(tmp_path, constraints, message):
+    exported, state = functions(*constraints)
+    with pytest.raises(BundleError) as caught:
+        write_bundle(tmp_path / "bundle", exported, weights=WEIGHTS, state=state)
+    assert message in str(caught.value)
+
+
+def test_functions_have_to_agree(tmp_path):
+    (first, _), state = functions("n >= 4")
+    (_, second), _ = functions("n >= 8")
+    with pytest.raises(BundleError, match="function read: the symbol n is a multiple of 1, at lea"):
+        write_bundle(tmp_path / "bundle", [first, second], weights=WEIGHTS, state=state)
+
+
+def test_a_function_that_decides_by_the_size(tmp_path):
+    (n,) = export.symbolic_shape("n")
+    function = Function(
+        "f", lambda x: x * 2 if x.shape[0] > 8 else x, (struct(n),), ("x",), ("input",)
+    )
+    with pytest.raises(BundleError, match="function f cannot be exported for all sizes of its sym"):
+        write_bundle(tmp_path / "bundle", [function])
+
+
+def edited(folder, tmp_path, edit):
+    copy = shutil.copytree(folder, tmp_path / "bundle")
+    manifest = json.loads((copy / MANIFEST).read_text())
+    edit(manifest)
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    return copy
+
+
+HOSTILE = {
+    "no symbols": (lambda m: m.pop("symbols"), "the symbol 'n' is only in shapes, or in none"),
+    "a symbol of nothing": (
+        lambda m: m["symbols"].update(k=m["symbols"]["n"]),
+        "the symbol 'k' is only in shapes, or in none",
+    ),
+    "code": (
+        lambda m: m["state"][0].update(shape=[A, "__import__('os').abort()", P, D]),
+        "is no size of a dim",
+    ),
+    "a weight": (lambda m: m["weights"][0].update(shape=["n", D]), "weights have symbolic dims"),
+    "no bounds": (
+        lambda m: m["symbols"]["n"].update(multiple_of=0),
+        "n has no bounds of a size",
+    ),
+    "text for a bound": (
+        lambda m: m["symbols"]["n"].update(at_least="4"),
+        "at_least is '4', not a whole number",
+    ),
+    "another member": (lambda m: m["symbols"]["n"].update(at=4), "unknown member 'at'"),
+    "another dim": (
+        lambda m: [
+            leaf.update(shape=[A, "2*n", P, D]) for leaf in (m["state"][0], *_state_leaves(m))
+        ],
+        "cannot be used: the module cannot have these shapes",
+    ),
+    "another output": (
+        lambda m: m["functions"]["read"]["outputs"][0].update(shape=[A, "n + 2"]),
+        "gives tensor<2x4xf32> where the manifest says firsts float32[2, 6]",
+    ),
+}
+
+
+def _state_leaves(manifest):
+    return [f["arguments"][1]["leaves"][0] for f in manifest["functions"].values()]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_damaged_manifest_is_one_error(folder, tmp_path, mesh_of, name):
+    edit, message = HOSTILE[name]
+    copy = edited(folder, tmp_path, edit)
+    with pytest.raises(BundleError) as caught:
+        load_bundle(copy, mesh_of(2), symbols={"n": 4})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
