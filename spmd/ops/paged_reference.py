@@ -1,0 +1,92 @@
+"""What the ops of a paged cache compute, in plain JAX: what every kernel has to agree with.
+
+Shapes are in the names, as in `spmd.ops.paged`; T positions that a slot's table reaches (M * P).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+KEYS, VALUES = 0, 1
+
+MOST_ELEMENTS = 1 << 24
+"""How many keys and values are taken out of their pages at a time."""
+
+
+def attend(
+    q_ARKGD: Any,
+    pool_ANPK2D: Any,
+    table_ABM: Any,
+    slots_AR: Any,
+    positions_AR: Any,
+    first_AB1: Any,
+    *scales_ANPK2: Any,
+) -> Any:
+    """As `paged_attention`: a few rows at a time, each with all pages of its slot's table."""
+    groups, rows = slots_AR.shape
+    pages, size, heads, _, width = pool_ANPK2D.shape[1:]
+    reach = table_ABM.shape[2] * size
+
+    def one(q_KGD: Any, group: Any, slot: Any, last: Any) -> Any:
+        # Behind the last position pages may be anybody's: what lies there is masked below.
+        pages_M = jnp.clip(table_ABM[group, slot], 0, pages - 1)
+        kv_TK2D = pool_ANPK2D[group, pages_M].reshape(reach, heads, 2, width)
+        scale_TK2 = (x[group, pages_M].reshape(reach, heads, 2) for x in scales_ANPK2)
+        return _attend_row(q_KGD, kv_TK2D, last, *scale_TK2)
+
+    group_AR = jnp.broadcast_to(jnp.arange(groups, dtype=jnp.int32)[:, None], (groups, rows))
+    slot_AR = jnp.clip(slots_AR, 0, table_ABM.shape[1] - 1)
+    operands = (q_ARKGD, group_AR, slot_AR, last_positions(positions_AR, first_AB1))
+    flat = [x.reshape(groups * rows, *x.shape[2:]) for x in operands]
+    at_once = max(1, MOST_ELEMENTS // max(1, reach * heads * 2 * width))
+    if at_once >= groups * rows:
+        heads_R = jax.vmap(one)(*flat)
+    else:
+        heads_R = jax.lax.map(lambda row: one(*row), flat, batch_size=at_once)
+    return heads_R.reshape(q_ARKGD.shape)
+
+
+def last_positions(positions_AR: Any, first_AB1: Any) -> Any:
+    """The last position that each row sees; -1, so none, for rows of padding."""
+    rows_R = jnp.arange(positions_AR.shape[1])
+    return jnp.where(rows_R < first_AB1[:, -1:], positions_AR, -1)
+
+
+def _attend_row(q_KGD: Any, kv_TK2D: Any, last: Any, *scales_TK2: Any) -> Any:
+    dtype = q_KGD.dtype
+    visible_T = jnp.arange(kv_TK2D.shape[0]) <= last
+    keys_TKD, values_TKD = kv_TK2D[:, :, KEYS].astype(dtype), kv_TK2D[:, :, VALUES].astype(dtype)
+    scores_KGT = jnp.einsum("kgd,tkd->kgt", q_KGD, keys_TKD, preferred_element_type=jnp.float32)
+    for scale_TK2 in scales_TK2:
+        scores_KGT *= scale_TK2[:, :, KEYS].T[:, None]
+    scores_KGT = jnp.where(
+        visible_T, scores_KGT * q_KGD.shape[-1] ** -0.5, np.finfo(np.float32).min
+    )
+    weights_KGT = jax.nn.softmax(scores_KGT, axis=-1)
+    for scale_TK2 in scales_TK2:
+        weights_KGT *= jnp.where(visible_T, scale_TK2[:, :, VALUES].T, 0)[:, None]
+    # What lies behind has no weight, but NaN is NaN without any.
+    values_TKD = jnp.where(visible_T[:, None, None], values_TKD, 0)
+    return jnp.einsum("kgt,tkd->kgd", weights_KGT.astype(dtype), values_TKD)
+
+
+def update(pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_AR: Any) -> Any:
+    """As `paged_update`: a scatter of rows, which XLA does in place."""
+    pages, size = pool_ANP.shape[1:3]
+    groups, slots, most = table_ABM.shape
+    group_A1 = jnp.arange(groups)[:, None]
+    slot_AR, column_AR = (
+        jnp.clip(x, 0, end - 1) for x, end in ((slots_AR, slots), (positions_AR // size, most))
+    )
+    page_AR = table_ABM[group_A1, slot_AR, column_AR]
+    inside_AR = (positions_AR >= 0) & (positions_AR < most * size) & (page_AR >= 0)
+    # `drop` ignores pages behind the last one.
+    page_AR = jnp.where(inside_AR, page_AR, pages)
+    return pool_ANP.at[group_A1, page_AR, positions_AR % size].set(
+        new_AR, mode="drop", unique_indices=True
+    )
+

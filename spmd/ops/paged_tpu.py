@@ -1,0 +1,2 @@
+def attend(*a, **k):
+    return NotImplemented

@@ -1,0 +1,349 @@
+"""Paged attention on NVIDIA GPUs: a Pallas kernel for Triton, over tiles of rows.
+
+A program of the kernel has a tile: some rows of one slot, with all query heads of one key head, and
+a part of the pages that they see. It goes over these a tile of positions at a time, with the
+running maximum and sum of an online softmax (Dao et al. 2022). Both products run on tensor cores,
+which want 16 queries at least; so a row that decodes brings its query heads, and zeros.
+
+Where pages are few tiles, several programs share the positions of a tile, each as many of them as
+the others, and what they find is joined (Flash-Decoding's split). Slots with more rows than a small
+tile has get large ones, in a call of its own: reading keys once for 64 queries takes fewer bytes,
+reading them for one as few as there are.
+
+jax 0.11 still has Pallas's Triton backend, and deprecates it: what follows is Mosaic GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from spmd.errors import ArgumentError
+from spmd.ops.decode_attention_triton import PROGRAMS, _can_lower
+from spmd.ops.paged_reference import KEYS, VALUES, last_positions
+
+POSITIONS = 64
+"""Positions of a tile: so many keys and values are multiplied at a time."""
+
+SMALL, LARGE = 16, 64
+"""Queries of a tile: tensor cores multiply no fewer than 16, and 64 fill a Hopper group of warps."""
+
+MOST_GROUPS = 64
+LOWEST = np.float32(-1e30)
+
+
+def attend(
+    q_ARKGD: Any,
+    pool_ANPK2D: Any,
+    table_ABM: Any,
+    slots_AR: Any,
+    positions_AR: Any,
+    first_AB1: Any,
+    *scales: Any,
+    interpret: bool = False,
+) -> Any:
+    """As the reference; NotImplemented for shapes that the kernel does not take.
+
+    Args:
+      q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales: as there.
+      interpret: run it step by step in jax, on any platform: for tests.
+
+    Raises:
+      ArgumentError: a pool whose elements the kernel cannot count.
+    """
+    groups, width = q_ARKGD.shape[3:]
+    if not takes(groups, width, pool_ANPK2D.shape[2]) or 0 in (*q_ARKGD.shape, *table_ABM.shape):
+        return NotImplemented
+    if not (interpret or _can_lower()):
+        return NotImplemented
+    _check_size(pool_ANPK2D)
+    positions_AR = last_positions(positions_AR, first_AB1)
+    operands = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales)
+    # Padding is the rows of one more slot, so that its results are written, too.
+    rows, slots = q_ARKGD.shape[1], table_ABM.shape[1]
+    ends_AB = jnp.concatenate([first_AB1[:, 1:], jnp.full_like(first_AB1[:, :1], rows)], axis=1)
+    counts_AB = jnp.maximum(ends_AB - first_AB1, 0)
+    small = max(SMALL, _power_above(groups))
+    large = max(LARGE, small)
+    run = functools.partial(_run, operands, interpret=interpret)
+    if rows <= slots or large == small:
+        return run(_tiles(counts_AB, first_AB1, rows, small // groups), small)
+    # A slot's rows are all in small tiles, or all in large ones.
+    few_AB = counts_AB <= small // groups
+    few = _tiles(jnp.where(few_AB, counts_AB, 0), first_AB1, rows, small // groups, most=slots + 1)
+    many = _tiles(jnp.where(few_AB, 0, counts_AB), first_AB1, rows, large // groups)
+    rows_R = jnp.arange(rows)[:, None]
+    is_own_ARB = (rows_R >= first_AB1[:, None]) & (rows_R < ends_AB[:, None])
+    is_few_AR = jnp.any(is_own_ARB & few_AB[:, None], axis=2)
+    return jnp.where(is_few_AR[..., None, None, None], run(few, small), run(many, large))
+
+
+def takes(groups: int, width: int, size: int) -> bool:
+    """Whether the kernel takes these sizes: Triton's tiles are powers of two.
+
+    Args:
+      groups: query heads of a key head.
+      width: of a head.
+      size: positions of a page.
+    """
+    are_powers = all(n & (n - 1) == 0 for n in (width, size))
+    return are_powers and groups <= MOST_GROUPS and 16 <= width <= 256 and size >= 8
+
+
+def _power_above(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _check_size(pool_ANPK2D: Any) -> None:
+    # Pallas counts elements with 32 bits where there are no more than 2^32 bytes, and the sign is
+    # one of them: of single bytes it reaches half.
+    size = math.prod(pool_ANPK2D.shape)
+    if pool_ANPK2D.dtype.itemsize == 1 and 1 << 31 < size <= 1 << 32:
+        page = math.prod(pool_ANPK2D.shape[2:]) * pool_ANPK2D.shape[0]
+        raise ArgumentError(
+            f"the kernel of paged_attention cannot read a pool of {size} bytes on one device",
+            actual=f"{pool_ANPK2D.shape[1]} pages of {page} bytes",
+            required=f"at most {(1 << 31) // page} pages, or more than {(1 << 32) // page}",
+            fix="change the number of pages",
+        )
+
+
+class _Tiles(NamedTuple):
+    """Which rows the programs of a call have.
+
+    Attributes:
+      about: (A, I, 3): the slot of each tile, its first row and its number of rows, which is 0 for
+        tiles that are not needed.
+      rows: the most rows of a tile.
+    """
+
+    about: Any
+    rows: int
+
+
+def _tiles(counts_AB: Any, first_AB: Any, rows: int, size: int, *, most: int = 0) -> _Tiles:
+    """The tiles of `counts_AB` rows of each slot, from row `first_AB` on.
+
+    Args:
+      counts_AB: how many rows each slot has; with more slots at most `rows` in all.
+      first_AB: where each slot's rows begin.
+      rows: R.
+      size: the most rows of a tile.
+      most: how many tiles there may be, where that is known.
+    """
+    # E.g. rows 0, 1..5 and 6 of three slots in tiles of four rows: counts [1, 5, 1], needed
+    # [1, 2, 1], ends [1, 3, 4]; tile 2 is the second of slot 1, with row 5 alone.
+    filled = min(counts_AB.shape[1], rows)  # slots that have rows: each has one tile not full
+    most = min(most or rows, (rows + (size - 1) * filled) // size)
+    needed_AB = (counts_AB + size - 1) // size
+    ends_AB = jnp.cumsum(needed_AB, axis=1)
+    tile_I = jnp.arange(most, dtype=jnp.int32)
+    slot_AI = jnp.sum(ends_AB[:, None] <= tile_I[:, None], axis=2, dtype=jnp.int32)
+    is_needed_AI = slot_AI < counts_AB.shape[1]
+    slot_AI = jnp.where(is_needed_AI, slot_AI, 0)
+
+    def of_slot(x_AB: Any) -> Any:
+        return jnp.take_along_axis(x_AB, slot_AI, axis=1)
+
+    done_AI = (tile_I - of_slot(ends_AB - needed_AB)) * size
+    left_AI = jnp.where(is_needed_AI, jnp.clip(of_slot(counts_AB) - done_AI, 0, size), 0)
+    start_AI = jnp.where(is_needed_AI, of_slot(first_AB) + done_AI, 0)
+    return _Tiles(jnp.stack([slot_AI, start_AI, left_AI], axis=2), size)
+
+
+def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
+    """The heads (A, R, K, G, D) of the rows that are in tiles; anything for other rows."""
+    q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales = operands
+    outer, rows, heads, groups, width = q_ARKGD.shape
+    pages, size = pool_ANPK2D.shape[1:3]
+    count = tiles.about.shape[1]
+    reach = table_ABM.shape[2] * size
+    parts = max(1, min(PROGRAMS // (outer * count * heads), reach // (2 * POSITIONS)))
+
+    def whole(*shape: int | None) -> pl.BlockSpec:
+        """A group's part of an operand, and a head's where the shape has a second None."""
+        first = shape.index(None)
+
+        def index(a: Any, k: Any, _: Any) -> Any:
+            return tuple(
+                0 if n is not None else a // count if i == first else k for i, n in enumerate(shape)
+            )
+
+        return pl.BlockSpec(shape, index)
+
+    def which(kind: int, *rest: int) -> pl.BlockSpec:
+        """A group's and a head's keys or values, or their scales."""
+        return pl.BlockSpec(
+            (None, pages, size, None, None, *rest),
+            lambda a, k, _: (a // count, 0, 0, k, kind, *(0 for _ in rest)),
+        )
+
+    in_specs = [
+        pl.BlockSpec((None, None, 4), lambda a, k, _: (a // count, a % count, 0)),
+        whole(None, *table_ABM.shape[1:]),
+        whole(None, rows),
+        whole(None, rows, None, groups, width),
+        which(KEYS, width),
+        which(VALUES, width),
+    ]
+    about = jnp.pad(tiles.about, ((0, 0), (0, 0), (0, 1)))
+    inputs = [about, table_ABM, positions_AR, q_ARKGD, pool_ANPK2D, pool_ANPK2D]
+    if scales:
+        in_specs += [which(KEYS), which(VALUES)]
+        inputs += [scales[0], scales[0]]
+    if parts == 1:
+        out_specs: Any = [whole(None, rows, None, groups, width)]
+        out_shape: Any = [jax.ShapeDtypeStruct(q_ARKGD.shape, q_ARKGD.dtype)]
+    else:
+        part = (outer, rows, parts, heads, groups)
+        spec = whole(None, rows, parts, None, groups)
+        out_specs = [whole(None, rows, parts, None, groups, width), spec, spec]
+        numbers = jax.ShapeDtypeStruct(part, jnp.float32)
+        out_shape = [jax.ShapeDtypeStruct((*part, width), jnp.float32), numbers, numbers]
+    found = pl.pallas_call(
+        functools.partial(
+            _kernel, queries=queries, groups=groups, size=size, parts=parts, scaled=bool(scales)
+        ),
+        grid=(outer * count, heads, parts),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        interpret=interpret,
+        **({} if interpret else {"compiler_params": _compiler_params()}),
+    )(*inputs)
+    return found[0] if parts == 1 else _joined(*found).astype(q_ARKGD.dtype)
+
+
+def _compiler_params() -> Any:
+    from jax.experimental.pallas import triton
+
+    return triton.CompilerParams(num_warps=4, num_stages=3)
+
+
+def _joined(heads_ARCKGD: Any, largest_ARCKG: Any, sums_ARCKG: Any) -> Any:
+    # Each part has sum(2^(s - m) v) and sum(2^(s - m)) with its own maximum m. Factors 2^(m - M)
+    # for the largest maximum M bring them to one scale. A part that sees no position has sums of 0.
+    share = jnp.exp2(largest_ARCKG - jnp.max(largest_ARCKG, axis=2, keepdims=True))
+    total_ARKG = jnp.sum(share * sums_ARCKG, axis=2)
+    total_ARKG = jnp.where(total_ARKG == 0, 1, total_ARKG)
+    return jnp.sum(heads_ARCKGD * share[..., None], axis=2) / total_ARKG[..., None]
+
+
+def _kernel(
+    about: Any,
+    table: Any,
+    positions: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    *rest: Any,
+    queries: int,
+    groups: int,
+    size: int,
+    parts: int,
+    scaled: bool,
+) -> None:
+    scales, outputs = (rest[:2], rest[2:]) if scaled else ((), rest)
+    width, dtype = q.shape[-1], q.dtype
+    slot, start, count = about[0], about[1], about[2]
+    slot = jnp.minimum(slot, table.shape[0] - 1)  # padding is behind the last slot
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+    # The queries of a tile are (row, head) pairs, row after row.
+    pair_Q = jnp.arange(queries)
+    row_Q, head_Q = start + pair_Q // groups, pair_Q % groups
+    is_real_Q = pair_Q < count * groups
+    last_Q = _load(positions, (row_Q,), is_real_Q, -1)
+    query_QD = _load_wide(q, (row_Q, head_Q), is_real_Q)
+    last = jnp.max(last_Q)
+
+    def tile(i: Any, carry: Any) -> Any:
+        largest_Q, total_Q, head_QD = carry
+        position_T = i * POSITIONS + jnp.arange(POSITIONS)
+        there_T = position_T <= last
+        page_T = _pages(table, slot, i, position_T, there_T, size)
+        where = (page_T, position_T % size)
+        # What lies behind the last position is not read: NaN is NaN also without any weight.
+        key_TD = _load_wide(keys, where, there_T).astype(dtype)
+        value_TD = _load_wide(values, where, there_T).astype(dtype)
+        score_QT = pl.dot(query_QD, key_TD, trans_b=True, precision=precision)
+        if scaled:
+            score_QT *= _load(scales[0], where, there_T, 0)[None]
+        # Powers of two are one instruction, powers of e several.
+        score_QT = score_QT * np.float32(math.log2(math.e) / math.sqrt(width))
+        seen_QT = position_T[None] <= last_Q[:, None]
+        score_QT = jnp.where(seen_QT, score_QT, LOWEST)
+        above_Q = jnp.maximum(largest_Q, jnp.max(score_QT, axis=1))
+        weight_QT = jnp.where(seen_QT, jnp.exp2(score_QT - above_Q[:, None]), 0)
+        kept_Q = jnp.exp2(largest_Q - above_Q)
+        total_Q = total_Q * kept_Q + jnp.sum(weight_QT, axis=1)
+        if scaled:
+            weight_QT *= _load(scales[1], where, there_T, 0)[None]
+        found_QD = pl.dot(weight_QT.astype(dtype), value_TD, precision=precision)
+        return above_Q, total_Q, head_QD * kept_Q[:, None] + found_QD
+
+    nothing = (
+        jnp.full(queries, LOWEST, jnp.float32),
+        jnp.zeros(queries, jnp.float32),
+        jnp.zeros((queries, width), jnp.float32),
+    )
+    needed = (last + POSITIONS) // POSITIONS  # 0 where nothing is seen
+    each = (needed + parts - 1) // parts
+    begin = pl.program_id(2) * each
+    end = jnp.minimum(begin + each, needed)
+    largest_Q, total_Q, head_QD = jax.lax.fori_loop(begin, end, tile, nothing)
+    if parts == 1:
+        total_Q = jnp.where(total_Q == 0, 1, total_Q)
+        _store_wide(outputs[0], (row_Q, head_Q), head_QD / total_Q[:, None], is_real_Q)
+        return
+    where = (row_Q, jnp.full(queries, pl.program_id(2)), head_Q)
+    _store_wide(outputs[0], where, head_QD, is_real_Q)
+    _store(outputs[1], where, largest_Q, is_real_Q)
+    _store(outputs[2], where, total_Q, is_real_Q)
+
+
+def _pages(table: Any, slot: Any, i: Any, position_T: Any, there_T: Any, size: int) -> Any:
+    """The pages of a tile's positions."""
+    if size >= POSITIONS:  # all are in one
+        return jnp.full(POSITIONS, table[slot, i // (size // POSITIONS)])
+    return _load(table, (jnp.full(POSITIONS, slot), position_T // size), there_T, 0)
+
+
+# The backend wants one array of indices for each dim, all of the shape of what is loaded.
+
+
+def _load(ref: Any, where: Any, mask: Any, other: Any) -> Any:
+    from jax.experimental.pallas import triton
+
+    return triton.load(ref.at[where], mask=mask, other=other)
+
+
+def _store(ref: Any, where: Any, x: Any, mask: Any) -> None:
+    from jax.experimental.pallas import triton
+
+    triton.store(ref.at[where], x.astype(ref.dtype), mask=mask)
+
+
+def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
+    """The last dim whole: zeros where the mask is not set."""
+    return _load(ref, *_widened(ref, where, mask), 0)
+
+
+def _store_wide(ref: Any, where: Any, x: Any, mask: Any) -> None:
+    where, mask = _widened(ref, where, mask)
+    _store(ref, where, x, mask)
+
+
+def _widened(ref: Any, where: Any, mask: Any) -> tuple[Any, Any]:
+    shape = (*mask.shape, ref.shape[-1])
+    rows = tuple(jnp.broadcast_to(x[:, None], shape) for x in where)
+    return (*rows, jax.lax.broadcasted_iota(jnp.int32, shape, 1)), jnp.broadcast_to(
+        mask[:, None], shape
+    )
