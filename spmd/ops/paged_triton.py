@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
 from spmd.ops.decode_attention_triton import PROGRAMS, _can_lower
-from spmd.ops.paged_reference import KEYS, VALUES, last_positions
+from spmd.ops.paged_reference import KEYS, VALUES
 
 POSITIONS = 64
 """Positions of a tile: so many keys and values are multiplied at a time."""
@@ -63,7 +63,6 @@ def attend(
     if not (interpret or _can_lower()):
         return NotImplemented
     _check_size(pool_ANPK2D)
-    positions_AR = last_positions(positions_AR, first_AB1)
     operands = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales)
     # Padding is the rows of one more slot, so that its results are written, too.
     rows, slots = q_ARKGD.shape[1], table_ABM.shape[1]
@@ -119,8 +118,8 @@ class _Tiles(NamedTuple):
     """Which rows the programs of a call have.
 
     Attributes:
-      about: (A, I, 3): the slot of each tile, its first row and its number of rows, which is 0 for
-        tiles that are not needed.
+      about: (A, I, 4): the slot of each tile, its first row and, twice, its number of rows, which is
+        0 for tiles that are not needed.
       rows: the most rows of a tile.
     """
 
@@ -155,7 +154,7 @@ def _tiles(counts_AB: Any, first_AB: Any, rows: int, size: int, *, most: int = 0
     done_AI = (tile_I - of_slot(ends_AB - needed_AB)) * size
     left_AI = jnp.where(is_needed_AI, jnp.clip(of_slot(counts_AB) - done_AI, 0, size), 0)
     start_AI = jnp.where(is_needed_AI, of_slot(first_AB) + done_AI, 0)
-    return _Tiles(jnp.stack([slot_AI, start_AI, left_AI], axis=2), size)
+    return _Tiles(jnp.stack([slot_AI, start_AI, left_AI, left_AI], axis=2), size)
 
 
 def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
@@ -193,8 +192,7 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
         which(KEYS, width),
         which(VALUES, width),
     ]
-    about = jnp.pad(tiles.about, ((0, 0), (0, 0), (0, 1)))
-    inputs = [about, table_ABM, positions_AR, q_ARKGD, pool_ANPK2D, pool_ANPK2D]
+    inputs = [tiles.about, table_ABM, positions_AR, q_ARKGD, pool_ANPK2D, pool_ANPK2D]
     if scales:
         in_specs += [which(KEYS), which(VALUES)]
         inputs += [scales[0], scales[0]]
@@ -253,23 +251,23 @@ def _kernel(
     scales, outputs = (rest[:2], rest[2:]) if scaled else ((), rest)
     width, dtype = q.shape[-1], q.dtype
     slot, start, count = about[0], about[1], about[2]
-    slot = jnp.minimum(slot, table.shape[0] - 1)  # padding is behind the last slot
+    is_padding = slot >= table.shape[0]
+    slot = jnp.minimum(slot, table.shape[0] - 1)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
     # The queries of a tile are (row, head) pairs, row after row.
     pair_Q = jnp.arange(queries)
     row_Q, head_Q = start + pair_Q // groups, pair_Q % groups
     is_real_Q = pair_Q < count * groups
-    last_Q = _load(positions, (row_Q,), is_real_Q, -1)
+    last_Q = _load(positions, (row_Q,), is_real_Q & ~is_padding, -1)
     query_QD = _load_wide(q, (row_Q, head_Q), is_real_Q)
     last = jnp.max(last_Q)
 
     def tile(i: Any, carry: Any) -> Any:
-        largest_Q, total_Q, head_QD = carry
+        page_T, largest_Q, total_Q, head_QD = carry
         position_T = i * POSITIONS + jnp.arange(POSITIONS)
         there_T = position_T <= last
-        page_T = _pages(table, slot, i, position_T, there_T, size)
-        where = (page_T, position_T % size)
+        where = (jnp.broadcast_to(page_T, (POSITIONS,)), position_T % size)
         # What lies behind the last position is not read: NaN is NaN also without any weight.
         key_TD = _load_wide(keys, where, there_T).astype(dtype)
         value_TD = _load_wide(values, where, there_T).astype(dtype)
@@ -287,7 +285,9 @@ def _kernel(
         if scaled:
             weight_QT *= _load(scales[1], where, there_T, 0)[None]
         found_QD = pl.dot(weight_QT.astype(dtype), value_TD, precision=precision)
-        return above_Q, total_Q, head_QD * kept_Q[:, None] + found_QD
+        # The next page is looked up one turn ahead: then its keys can be fetched two turns ahead.
+        next_T = _pages(table, slot, i + 1, size)
+        return next_T, above_Q, total_Q, head_QD * kept_Q[:, None] + found_QD
 
     nothing = (
         jnp.full(queries, LOWEST, jnp.float32),
@@ -298,7 +298,8 @@ def _kernel(
     each = (needed + parts - 1) // parts
     begin = pl.program_id(2) * each
     end = jnp.minimum(begin + each, needed)
-    largest_Q, total_Q, head_QD = jax.lax.fori_loop(begin, end, tile, nothing)
+    pages_T = _pages(table, slot, begin, size)
+    _, largest_Q, total_Q, head_QD = jax.lax.fori_loop(begin, end, tile, (pages_T, *nothing))
     if parts == 1:
         total_Q = jnp.where(total_Q == 0, 1, total_Q)
         _store_wide(outputs[0], (row_Q, head_Q), head_QD / total_Q[:, None], is_real_Q)
@@ -309,11 +310,13 @@ def _kernel(
     _store(outputs[2], where, total_Q, is_real_Q)
 
 
-def _pages(table: Any, slot: Any, i: Any, position_T: Any, there_T: Any, size: int) -> Any:
-    """The pages of a tile's positions."""
-    if size >= POSITIONS:  # all are in one
-        return jnp.full(POSITIONS, table[slot, i // (size // POSITIONS)])
-    return _load(table, (jnp.full(POSITIONS, slot), position_T // size), there_T, 0)
+def _pages(table: Any, slot: Any, i: Any, size: int) -> Any:
+    """The page of a tile of positions, or of each position if several pages make a tile."""
+    most = table.shape[1] - 1
+    if size >= POSITIONS:
+        return table[slot, jnp.minimum(i // (size // POSITIONS), most)]
+    column_T = (i * POSITIONS + jnp.arange(POSITIONS)) // size
+    return table[jnp.full(POSITIONS, slot), jnp.minimum(column_T, most)]
 
 
 # The backend wants one array of indices for each dim, all of the shape of what is loaded.
