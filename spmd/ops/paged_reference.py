@@ -86,7 +86,12 @@ def update(pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_
     inside_AR = (positions_AR >= 0) & (positions_AR < most * size) & (page_AR >= 0)
     # `drop` ignores pages behind the last one.
     page_AR = jnp.where(inside_AR, page_AR, pages)
-    return pool_ANP.at[group_A1, page_AR, positions_AR % size].set(
-        new_AR, mode="drop", unique_indices=True
+    # With heads apart from keys and values XLA for TPUs would transpose the pool, and back.
+    flat_ANPXY, flat_ARXY = (
+        x.reshape(*x.shape[:n], -1, *x.shape[n:][-1:]) for x, n in ((pool_ANP, 3), (new_AR, 2))
     )
+    flat_ANPXY = flat_ANPXY.at[group_A1, page_AR, positions_AR % size].set(
+        flat_ARXY, mode="drop", unique_indices=True
+    )
+    return flat_ANPXY.reshape(pool_ANP.shape)
 
