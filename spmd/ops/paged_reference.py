@@ -28,15 +28,15 @@ def attend(
 ) -> Any:
     """As `paged_attention`: a few rows at a time, each with all pages of its slot's table."""
     groups, rows = slots_AR.shape
-    pages, size, heads, _, width = pool_ANPK2D.shape[1:]
+    size, heads, _, width = pool_ANPK2D.shape[2:]
     reach = table_ABM.shape[2] * size
 
     def one(q_KGD: Any, group: Any, slot: Any, last: Any) -> Any:
         # Behind the last position pages may be anybody's: what lies there is masked below.
-        pages_M = jnp.clip(table_ABM[group, slot], 0, pages - 1)
-        kv_TK2D = pool_ANPK2D[group, pages_M].reshape(reach, heads, 2, width)
-        scale_TK2 = (x[group, pages_M].reshape(reach, heads, 2) for x in scales_ANPK2)
-        return _attend_row(q_KGD, kv_TK2D, last, *scale_TK2)
+        taken = (_pages(pool, group, table_ABM[group, slot]) for pool in pools)
+        return _attend_row(q_KGD, last, *(x.reshape(reach, *x.shape[2:]) for x in taken))
+
+    pools = (pool_ANPK2D, *scales_ANPK2)
 
     group_AR = jnp.broadcast_to(jnp.arange(groups, dtype=jnp.int32)[:, None], (groups, rows))
     slot_AR = jnp.clip(slots_AR, 0, table_ABM.shape[1] - 1)
@@ -56,7 +56,14 @@ def last_positions(positions_AR: Any, first_AB1: Any) -> Any:
     return jnp.where(rows_R < first_AB1[:, -1:], positions_AR, -1)
 
 
-def _attend_row(q_KGD: Any, kv_TK2D: Any, last: Any, *scales_TK2: Any) -> Any:
+def _pages(pool_ANP: Any, group: Any, pages_M: Any) -> Any:
+    # N stands in types alone, and in no number of the module: so a module is for any N, once the
+    # types say another.
+    pages = pool_ANP.at[group, pages_M]
+    return pages.get(mode="clip", wrap_negative_indices=False)
+
+
+def _attend_row(q_KGD: Any, last: Any, kv_TK2D: Any, *scales_TK2: Any) -> Any:
     dtype = q_KGD.dtype
     visible_T = jnp.arange(kv_TK2D.shape[0]) <= last
     keys_TKD, values_TKD = kv_TK2D[:, :, KEYS].astype(dtype), kv_TK2D[:, :, VALUES].astype(dtype)
@@ -76,7 +83,7 @@ def _attend_row(q_KGD: Any, kv_TK2D: Any, last: Any, *scales_TK2: Any) -> Any:
 
 def update(pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_AR: Any) -> Any:
     """As `paged_update`: a scatter of rows, which XLA does in place."""
-    pages, size = pool_ANP.shape[1:3]
+    size = pool_ANP.shape[2]
     groups, slots, most = table_ABM.shape
     group_A1 = jnp.arange(groups)[:, None]
     slot_AR, column_AR = (
@@ -84,14 +91,14 @@ def update(pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_
     )
     page_AR = table_ABM[group_A1, slot_AR, column_AR]
     inside_AR = (positions_AR >= 0) & (positions_AR < most * size) & (page_AR >= 0)
-    # `drop` ignores pages behind the last one.
-    page_AR = jnp.where(inside_AR, page_AR, pages)
+    # `drop` ignores pages that do not exist.
+    page_AR = jnp.where(inside_AR, page_AR, np.iinfo(np.int32).max)
     # With heads apart from keys and values XLA for TPUs would transpose the pool, and back.
     flat_ANPXY, flat_ARXY = (
         x.reshape(*x.shape[:n], -1, *x.shape[n:][-1:]) for x, n in ((pool_ANP, 3), (new_AR, 2))
     )
     flat_ANPXY = flat_ANPXY.at[group_A1, page_AR, positions_AR % size].set(
-        flat_ARXY, mode="drop", unique_indices=True
+        flat_ARXY, mode="drop", unique_indices=True, wrap_negative_indices=False
     )
     return flat_ANPXY.reshape(pool_ANP.shape)
 
