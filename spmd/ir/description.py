@@ -89,7 +89,7 @@ class Description(NamedTuple):
       reads: the kind of operands that a library expects, which fixes their order of dims in memory:
         `matrices` or `images`; empty if any order will do.
       traffic: what goes through memory.
-      bytes_read: from the op's kind, how many bytes it reads of each operand, where that is not all.
+      bytes_read: from the op's kind, the bytes that it reads of each operand, where not all.
       passes: how often it reads its operands.
       role: what XLA's fusion makes of it.
       collective: of a collective, its kind: `all_gather`, `all_reduce`, ...

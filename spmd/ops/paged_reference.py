@@ -101,4 +101,3 @@ def update(pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_
         flat_ARXY, mode="drop", unique_indices=True, wrap_negative_indices=False
     )
     return flat_ANPXY.reshape(pool_ANP.shape)
-

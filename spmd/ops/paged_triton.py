@@ -32,7 +32,7 @@ POSITIONS = 64
 """Positions of a tile: so many keys and values are multiplied at a time."""
 
 SMALL, LARGE = 16, 64
-"""Queries of a tile: tensor cores multiply no fewer than 16, and 64 fill a Hopper group of warps."""
+"""Queries of a tile: tensor cores multiply no fewer than 16, and Hopper's are fastest with 64."""
 
 MOST_GROUPS = 64
 LOWEST = np.float32(-1e30)
@@ -118,8 +118,8 @@ class _Tiles(NamedTuple):
     """Which rows the programs of a call have.
 
     Attributes:
-      about: (A, I, 4): the slot of each tile, its first row and, twice, its number of rows, which is
-        0 for tiles that are not needed.
+      about: (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these
+        are 0 for tiles that are not needed.
       rows: the most rows of a tile.
     """
 
@@ -220,9 +220,14 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
 
 
 def _compiler_params() -> Any:
+    return _triton().CompilerParams(num_warps=4, num_stages=3)
+
+
+def _triton() -> Any:
+    """Pallas's backend, which takes long to import."""
     from jax.experimental.pallas import triton
 
-    return triton.CompilerParams(num_warps=4, num_stages=3)
+    return triton
 
 
 def _joined(heads_ARCKGD: Any, largest_ARCKG: Any, sums_ARCKG: Any) -> Any:
@@ -271,7 +276,7 @@ def _kernel(
         # What lies behind the last position is not read: NaN is NaN also without any weight.
         key_TD = _load_wide(keys, where, there_T).astype(dtype)
         value_TD = _load_wide(values, where, there_T).astype(dtype)
-        score_QT = pl.dot(query_QD, key_TD, trans_b=True, precision=precision)
+        score_QT = _triton().dot(query_QD, key_TD, trans_b=True, precision=precision)
         if scaled:
             score_QT *= _load(scales[0], where, there_T, 0)[None]
         # Powers of two are one instruction, powers of e several.
@@ -284,7 +289,7 @@ def _kernel(
         total_Q = total_Q * kept_Q + jnp.sum(weight_QT, axis=1)
         if scaled:
             weight_QT *= _load(scales[1], where, there_T, 0)[None]
-        found_QD = pl.dot(weight_QT.astype(dtype), value_TD, precision=precision)
+        found_QD = _triton().dot(weight_QT.astype(dtype), value_TD, precision=precision)
         # The next page is looked up one turn ahead: then its keys can be fetched two turns ahead.
         next_T = _pages(table, slot, i + 1, size)
         return next_T, above_Q, total_Q, head_QD * kept_Q[:, None] + found_QD
@@ -323,15 +328,11 @@ def _pages(table: Any, slot: Any, i: Any, size: int) -> Any:
 
 
 def _load(ref: Any, where: Any, mask: Any, other: Any) -> Any:
-    from jax.experimental.pallas import triton
-
-    return triton.load(ref.at[where], mask=mask, other=other)
+    return _triton().load(ref.at[where], mask=mask, other=other)
 
 
 def _store(ref: Any, where: Any, x: Any, mask: Any) -> None:
-    from jax.experimental.pallas import triton
-
-    triton.store(ref.at[where], x.astype(ref.dtype), mask=mask)
+    _triton().store(ref.at[where], x.astype(ref.dtype), mask=mask)
 
 
 def _load_wide(ref: Any, where: Any, mask: Any) -> Any:

@@ -289,7 +289,8 @@ class LocalTimes:
 
     def _seconds(self, op: Op) -> float:
         kind = op.kind
-        written = sum([t.bytes for t in kind.results])
+        written: float = sum([t.bytes for t in kind.results])
+        read: float
         if kind.about.role == Role.UPDATE:
             read = written = sum([t.bytes for t in kind.operands[len(op.results) :]])
         else:
@@ -311,6 +312,8 @@ class LocalTimes:
             inside = self._reads.get(value)
             if inside is None:
                 inside = {value: min(size, op.kind.results[0].bytes) if is_piece else size}
+            elif about.bytes_read is not None:  # no more than it reads of what is made there
+                inside = {root: min(most, size) for root, most in inside.items()}
             if found:
                 for root, size in inside.items():
                     if size > found.get(root, -1):
