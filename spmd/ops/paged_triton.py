@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
-from spmd.ops.decode_attention_triton import PROGRAMS, _can_lower
+from spmd.ops.decode_attention_triton import PROGRAMS
 from spmd.ops.paged_reference import KEYS, VALUES
 
 POSITIONS = 64
@@ -59,8 +59,6 @@ def attend(
     """
     groups, width = q_ARKGD.shape[3:]
     if not takes(groups, width, pool_ANPK2D.shape[2]) or 0 in (*q_ARKGD.shape, *table_ABM.shape):
-        return NotImplemented
-    if not (interpret or _can_lower()):
         return NotImplemented
     _check_size(pool_ANPK2D)
     operands = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales)

@@ -17,8 +17,6 @@ from spmd.ops import paged_attention, paged_update
 from tests.accelerators.devices import COUNT, DEVICES
 from tests.ops.test_paged import Case, Sizes, attended, ragged, step, step_case
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-
 
 def check(sizes: Sizes, seeds: int, dtype: Any, tolerance: float) -> Any:
     """Compiled once by us, with the platform's kernels; several batches beside loops over rows."""

@@ -349,13 +349,6 @@ def test_the_kernel_takes_no_other_sizes() -> None:
     assert paged_triton.attend(*case.operands) is NotImplemented
 
 
-@pytest.fixture
-def lowers() -> None:
-    """Skips a test where the kernel cannot be lowered."""
-    if not importlib.import_module("spmd.ops.decode_attention_triton")._can_lower():
-        pytest.skip("jax 0.11 lowers it where there is a GPU")
-
-
 def structs_of(sizes: Sizes, pages: int, dtype: Any = jnp.bfloat16) -> list[Any]:
     """The arguments of `step`."""
     a, b, r, p, m, k, g, d, _ = sizes
@@ -366,7 +359,6 @@ def structs_of(sizes: Sizes, pages: int, dtype: Any = jnp.bfloat16) -> list[Any]
 
 
 @pytest.mark.parametrize("rows", [8, 64])
-@pytest.mark.usefixtures("lowers")
 def test_gpus_get_the_kernel(rows: int) -> None:
     structs = structs_of(Sizes(b=8, r=rows, k=8, d=128, p=64), 1 << 12)
     jitted = spmd.jit(step, mesh=spmd.Mesh(None, (2,), ("x",)), in_specs=_SPLIT_HEADS)
@@ -377,7 +369,6 @@ def test_gpus_get_the_kernel(rows: int) -> None:
 _SPLIT_HEADS = ((None, None, None, "x"), (None, None, "x"), (None, None, "x"), *(((None,),) * 4))
 
 
-@pytest.mark.usefixtures("lowers")
 def test_a_pool_that_the_kernel_cannot_count_is_an_error() -> None:
     def lowered(pages: int) -> Any:
         pool, _, q, *tables = structs_of(Sizes(b=8, r=8, k=8, d=128, p=64), pages)
@@ -403,7 +394,7 @@ def test_gpus_write_in_place(rows: int) -> None:
     mesh = spmd.Mesh(None, (1,), ("x",))
     jitted = spmd.jit(step, mesh=mesh, donate_argnums=0)
     compiled = jitted.lower(*structs, topology=spmd.Topology("h200:1")).compile()
-    assert compiled.memory.temporary < 1 << 22
+    assert compiled.memory.temporary < 1 << 24
 
 
 # Jax's kernel for TPUs

@@ -153,15 +153,22 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     return Traced(entry, functions, program, workspace)
 
 
-def device_of(platform: str) -> AbstractContextManager[Any]:
-    """A context in which Pallas finds a TPU to lower a kernel for, be there none.
+_STAND_INS = {
+    "cuda": jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu"),
+    "tpu": jax.sharding.AbstractDevice("TPU v5e", 1, "tpu"),
+}
+"""The device that Pallas lowers kernels of a platform for where none of it is."""
 
-    It asks jax for the kind of the default device, and knows no kind of CPU. What it writes for the
-    kinds that XLA compiles for today is the same.
+
+def device_of(platform: str) -> AbstractContextManager[Any]:
+    """A context in which Pallas finds a device of a platform, be there none.
+
+    It asks jax for the kind of the default device, whatever platform it lowers for; from jax 0.11
+    on for GPUs, too.
     """
-    if platform != "tpu" or jax.default_backend() == "tpu":
+    device = _STAND_INS.get(platform)
+    if device is None or jax.default_backend() == device.platform:
         return nullcontext()
-    device = jax.sharding.AbstractDevice("TPU v5e", 1, "tpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
