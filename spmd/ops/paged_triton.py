@@ -35,6 +35,9 @@ SMALL, LARGE = 16, 64
 """Queries of a tile: tensor cores multiply no fewer than 16, and Hopper's are fastest with 64."""
 
 MOST_GROUPS = 64
+MOST_BYTES = 512
+"""Of a head. Multiprocessors of A100s have 163 KiB, of H100s 227, for queries, keys and values."""
+
 LOWEST = np.float32(-1e30)
 
 
@@ -58,39 +61,47 @@ def attend(
       ArgumentError: a pool whose elements the kernel cannot count.
     """
     groups, width = q_ARKGD.shape[3:]
-    if not takes(groups, width, pool_ANPK2D.shape[2]) or 0 in (*q_ARKGD.shape, *table_ABM.shape):
+    if 0 in (*q_ARKGD.shape, *table_ABM.shape):
+        return NotImplemented
+    if not takes(groups, width, pool_ANPK2D.shape[2], _item(q_ARKGD, pool_ANPK2D)):
         return NotImplemented
     _check_size(pool_ANPK2D)
     operands = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales)
     # Padding is the rows of one more slot, so that its results are written, too.
     rows, slots = q_ARKGD.shape[1], table_ABM.shape[1]
-    ends_AB = jnp.concatenate([first_AB1[:, 1:], jnp.full_like(first_AB1[:, :1], rows)], axis=1)
-    counts_AB = jnp.maximum(ends_AB - first_AB1, 0)
+    slot_AR = jnp.where(jnp.arange(rows) < first_AB1[:, -1:], slots_AR, slots)
+    counts_AB = jnp.maximum(jnp.diff(first_AB1, axis=1, append=rows), 0)
     small = max(SMALL, _power_above(groups))
     large = max(LARGE, small)
     run = functools.partial(_run, operands, interpret=interpret)
     if rows <= slots or large == small:
-        return run(_tiles(counts_AB, first_AB1, rows, small // groups), small)
+        return run(_tiles(counts_AB, first_AB1, slot_AR, small // groups), small)
     # A slot's rows are all in small tiles, or all in large ones.
     few_AB = counts_AB <= small // groups
-    few = _tiles(jnp.where(few_AB, counts_AB, 0), first_AB1, rows, small // groups, most=slots + 1)
-    many = _tiles(jnp.where(few_AB, 0, counts_AB), first_AB1, rows, large // groups)
-    rows_R = jnp.arange(rows)[:, None]
-    is_own_ARB = (rows_R >= first_AB1[:, None]) & (rows_R < ends_AB[:, None])
-    is_few_AR = jnp.any(is_own_ARB & few_AB[:, None], axis=2)
+    few_counts_AB, many_counts_AB = (jnp.where(x, counts_AB, 0) for x in (few_AB, ~few_AB))
+    few = _tiles(few_counts_AB, first_AB1, slot_AR, small // groups, most=slots + 1)
+    many = _tiles(many_counts_AB, first_AB1, slot_AR, large // groups)
+    is_few_AR = jnp.take_along_axis(few_AB, slot_AR, axis=1)
     return jnp.where(is_few_AR[..., None, None, None], run(few, small), run(many, large))
 
 
-def takes(groups: int, width: int, size: int) -> bool:
+def takes(groups: int, width: int, size: int, item: int) -> bool:
     """Whether the kernel takes these sizes: Triton's tiles are powers of two.
 
     Args:
       groups: query heads of a key head.
       width: of a head.
       size: positions of a page.
+      item: bytes of a number.
     """
     are_powers = all(n & (n - 1) == 0 for n in (width, size))
-    return are_powers and groups <= MOST_GROUPS and 16 <= width <= 256 and size >= 8
+    are_enough = width >= 16 and size >= 8
+    return are_powers and are_enough and groups <= MOST_GROUPS and width * item <= MOST_BYTES
+
+
+def _item(q_ARKGD: Any, pool_ANPK2D: Any) -> int:
+    """Bytes of a number: of a query's or of a key's, what is more."""
+    return int(max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize))
 
 
 def _power_above(n: int) -> int:
@@ -118,41 +129,46 @@ class _Tiles(NamedTuple):
     Attributes:
       about: (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these
         are 0 for tiles that are not needed.
-      rows: the most rows of a tile.
+      place: (A, R): `size` times the tile of each row, and the row's number in it.
+      size: the most rows of a tile.
     """
 
     about: Any
-    rows: int
+    place: Any
+    size: int
 
 
-def _tiles(counts_AB: Any, first_AB: Any, rows: int, size: int, *, most: int = 0) -> _Tiles:
+def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int = 0) -> _Tiles:
     """The tiles of `counts_AB` rows of each slot, from row `first_AB` on.
 
     Args:
-      counts_AB: how many rows each slot has; with more slots at most `rows` in all.
+      counts_AB: how many rows each slot has.
       first_AB: where each slot's rows begin.
-      rows: R.
+      slot_AR: the slot of each row; places of the rows of slots without a count mean nothing.
       size: the most rows of a tile.
       most: how many tiles there may be, where that is known.
     """
     # E.g. rows 0, 1..5 and 6 of three slots in tiles of four rows: counts [1, 5, 1], needed
-    # [1, 2, 1], ends [1, 3, 4]; tile 2 is the second of slot 1, with row 5 alone.
-    filled = min(counts_AB.shape[1], rows)  # slots that have rows: each has one tile not full
-    most = min(most or rows, (rows + (size - 1) * filled) // size)
+    # [1, 2, 1], begin [0, 1, 3]; tile 2 is the second of slot 1, with row 5 alone.
+    rows, slots = slot_AR.shape[1], counts_AB.shape[1]
+    most = min(most or rows, (rows + (size - 1) * min(slots, rows)) // size)
     needed_AB = (counts_AB + size - 1) // size
     ends_AB = jnp.cumsum(needed_AB, axis=1)
+    begin_AB = ends_AB - needed_AB
     tile_I = jnp.arange(most, dtype=jnp.int32)
     slot_AI = jnp.sum(ends_AB[:, None] <= tile_I[:, None], axis=2, dtype=jnp.int32)
-    is_needed_AI = slot_AI < counts_AB.shape[1]
+    is_needed_AI = slot_AI < slots
     slot_AI = jnp.where(is_needed_AI, slot_AI, 0)
 
-    def of_slot(x_AB: Any) -> Any:
-        return jnp.take_along_axis(x_AB, slot_AI, axis=1)
+    def of(x_AB: Any, slots: Any) -> Any:
+        return jnp.take_along_axis(x_AB, slots, axis=1)
 
-    done_AI = (tile_I - of_slot(ends_AB - needed_AB)) * size
-    left_AI = jnp.where(is_needed_AI, jnp.clip(of_slot(counts_AB) - done_AI, 0, size), 0)
-    start_AI = jnp.where(is_needed_AI, of_slot(first_AB) + done_AI, 0)
-    return _Tiles(jnp.stack([slot_AI, start_AI, left_AI, left_AI], axis=2), size)
+    done_AI = (tile_I - of(begin_AB, slot_AI)) * size
+    left_AI = jnp.where(is_needed_AI, jnp.clip(of(counts_AB, slot_AI) - done_AI, 0, size), 0)
+    start_AI = jnp.where(is_needed_AI, of(first_AB, slot_AI) + done_AI, 0)
+    about = jnp.stack([slot_AI, start_AI, left_AI, left_AI], axis=2)
+    place_AR = jnp.arange(rows) - of(first_AB, slot_AR) + of(begin_AB, slot_AR) * size
+    return _Tiles(about, place_AR, size)
 
 
 def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
@@ -162,47 +178,44 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
     pages, size = pool_ANPK2D.shape[1:3]
     count = tiles.about.shape[1]
     reach = table_ABM.shape[2] * size
+    item = _item(q_ARKGD, pool_ANPK2D)
     parts = max(1, min(PROGRAMS // (outer * count * heads), reach // (2 * POSITIONS)))
 
-    def whole(*shape: int | None) -> pl.BlockSpec:
-        """A group's part of an operand, and a head's where the shape has a second None."""
-        first = shape.index(None)
-
-        def index(a: Any, k: Any, _: Any) -> Any:
-            return tuple(
-                0 if n is not None else a // count if i == first else k for i, n in enumerate(shape)
-            )
-
-        return pl.BlockSpec(shape, index)
-
-    def which(kind: int, *rest: int) -> pl.BlockSpec:
-        """A group's and a head's keys or values, or their scales."""
+    # The first dim of the grid is tiles of all groups, the second key heads, the third parts.
+    def of_pool(kind: int, *rest: int) -> pl.BlockSpec:
+        """A head's keys or values, or their scales."""
         return pl.BlockSpec(
             (None, pages, size, None, None, *rest),
-            lambda a, k, _: (a // count, 0, 0, k, kind, *(0 for _ in rest)),
+            lambda i, k, c: (i // count, 0, 0, k, kind, *(0 for _ in rest)),
         )
 
+    def of_part(*rest: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, None, None, *rest),
+            lambda i, k, c: (i // count, i % count, c, k, *(0 for _ in rest)),
+        )
+
+    of_head = pl.BlockSpec(
+        (None, rows, None, groups, width), lambda i, k, c: (i // count, 0, k, 0, 0)
+    )
     in_specs = [
-        pl.BlockSpec((None, None, 4), lambda a, k, _: (a // count, a % count, 0)),
-        whole(None, *table_ABM.shape[1:]),
-        whole(None, rows),
-        whole(None, rows, None, groups, width),
-        which(KEYS, width),
-        which(VALUES, width),
+        pl.BlockSpec((None, None, 4), lambda i, k, c: (i // count, i % count, 0)),
+        pl.BlockSpec((None, *table_ABM.shape[1:]), lambda i, k, c: (i // count, 0, 0)),
+        pl.BlockSpec((None, rows), lambda i, k, c: (i // count, 0)),
+        of_head,
+        of_pool(KEYS, width),
+        of_pool(VALUES, width),
     ]
     inputs = [tiles.about, table_ABM, positions_AR, q_ARKGD, pool_ANPK2D, pool_ANPK2D]
     if scales:
-        in_specs += [which(KEYS), which(VALUES)]
+        in_specs += [of_pool(KEYS), of_pool(VALUES)]
         inputs += [scales[0], scales[0]]
-    if parts == 1:
-        out_specs: Any = [whole(None, rows, None, groups, width)]
-        out_shape: Any = [jax.ShapeDtypeStruct(q_ARKGD.shape, q_ARKGD.dtype)]
-    else:
-        part = (outer, rows, parts, heads, groups)
-        spec = whole(None, rows, parts, None, groups)
-        out_specs = [whole(None, rows, parts, None, groups, width), spec, spec]
-        numbers = jax.ShapeDtypeStruct(part, jnp.float32)
-        out_shape = [jax.ShapeDtypeStruct((*part, width), jnp.float32), numbers, numbers]
+    out_specs: Any = [of_head]
+    out_shape = [jax.ShapeDtypeStruct(q_ARKGD.shape, q_ARKGD.dtype)]
+    if parts > 1:
+        out_specs = [of_part(queries, width), of_part(queries), of_part(queries)]
+        numbers = jax.ShapeDtypeStruct((outer, count, parts, heads, queries), jnp.float32)
+        out_shape = [jax.ShapeDtypeStruct((*numbers.shape, width), jnp.float32), numbers, numbers]
     found = pl.pallas_call(
         functools.partial(
             _kernel, queries=queries, groups=groups, size=size, parts=parts, scaled=bool(scales)
@@ -212,13 +225,21 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
         out_specs=out_specs,
         out_shape=out_shape,
         interpret=interpret,
-        **({} if interpret else {"compiler_params": _compiler_params()}),
+        **({} if interpret else {"compiler_params": _compiler_params(width * item)}),
     )(*inputs)
-    return found[0] if parts == 1 else _joined(*found).astype(q_ARKGD.dtype)
+    if parts == 1:
+        return found[0]
+    heads_AIKQD = _joined(*found).astype(q_ARKGD.dtype)
+    shape = (outer, count, heads, tiles.size, groups, width)
+    heads_AIKSGD = heads_AIKQD[:, :, :, : tiles.size * groups].reshape(shape)
+    group_A1, tile_AR = jnp.arange(outer)[:, None], tiles.place // tiles.size
+    return heads_AIKSGD.at[group_A1, tile_AR, :, tiles.place % tiles.size].get(mode="clip")
 
 
-def _compiler_params() -> Any:
-    return _triton().CompilerParams(num_warps=4, num_stages=3)
+def _compiler_params(row: int) -> Any:
+    """Parameters for keys of so many bytes: those of two tiles are fetched ahead, or of one."""
+    stages = 3 if row <= MOST_BYTES // 2 else 2
+    return _triton().CompilerParams(num_warps=4, num_stages=stages)
 
 
 def _triton() -> Any:
@@ -228,13 +249,13 @@ def _triton() -> Any:
     return triton
 
 
-def _joined(heads_ARCKGD: Any, largest_ARCKG: Any, sums_ARCKG: Any) -> Any:
+def _joined(heads_AICKQD: Any, largest_AICKQ: Any, sums_AICKQ: Any) -> Any:
     # Each part has sum(2^(s - m) v) and sum(2^(s - m)) with its own maximum m. Factors 2^(m - M)
     # for the largest maximum M bring them to one scale. A part that sees no position has sums of 0.
-    share = jnp.exp2(largest_ARCKG - jnp.max(largest_ARCKG, axis=2, keepdims=True))
-    total_ARKG = jnp.sum(share * sums_ARCKG, axis=2)
-    total_ARKG = jnp.where(total_ARKG == 0, 1, total_ARKG)
-    return jnp.sum(heads_ARCKGD * share[..., None], axis=2) / total_ARKG[..., None]
+    share_AICKQ = jnp.exp2(largest_AICKQ - jnp.max(largest_AICKQ, axis=2, keepdims=True))
+    total_AIKQ = jnp.sum(share_AICKQ * sums_AICKQ, axis=2)
+    total_AIKQ = jnp.where(total_AIKQ == 0, 1, total_AIKQ)
+    return jnp.sum(heads_AICKQD * share_AICKQ[..., None], axis=2) / total_AIKQ[..., None]
 
 
 def _kernel(
@@ -307,10 +328,8 @@ def _kernel(
         total_Q = jnp.where(total_Q == 0, 1, total_Q)
         _store_wide(outputs[0], (row_Q, head_Q), head_QD / total_Q[:, None], is_real_Q)
         return
-    where = (row_Q, jnp.full(queries, pl.program_id(2)), head_Q)
-    _store_wide(outputs[0], where, head_QD, is_real_Q)
-    _store(outputs[1], where, largest_Q, is_real_Q)
-    _store(outputs[2], where, total_Q, is_real_Q)
+    for ref, x in zip(outputs, (head_QD, largest_Q, total_Q), strict=True):
+        ref[...] = x
 
 
 def _pages(table: Any, slot: Any, i: Any, size: int) -> Any:
@@ -329,10 +348,6 @@ def _load(ref: Any, where: Any, mask: Any, other: Any) -> Any:
     return _triton().load(ref.at[where], mask=mask, other=other)
 
 
-def _store(ref: Any, where: Any, x: Any, mask: Any) -> None:
-    _triton().store(ref.at[where], x.astype(ref.dtype), mask=mask)
-
-
 def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
     """The last dim whole: zeros where the mask is not set."""
     return _load(ref, *_widened(ref, where, mask), 0)
@@ -340,7 +355,7 @@ def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
 
 def _store_wide(ref: Any, where: Any, x: Any, mask: Any) -> None:
     where, mask = _widened(ref, where, mask)
-    _store(ref, where, x, mask)
+    _triton().store(ref.at[where], x.astype(ref.dtype), mask=mask)
 
 
 def _widened(ref: Any, where: Any, mask: Any) -> tuple[Any, Any]:

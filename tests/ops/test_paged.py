@@ -317,34 +317,40 @@ def test_kernel(sizes: Sizes) -> None:
 @pytest.mark.parametrize("programs", [1, 1 << 10], ids=["whole", "parts"])
 def test_kernel_in_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_triton, "PROGRAMS", programs)
-    sizes = Sizes(r=6, b=6, k=1, p=64, m=8)
-    check(functools.partial(paged_triton.attend, interpret=True), sizes, 3)
+    for sizes in (Sizes(r=6, b=6, k=1, p=64, m=8), Sizes(r=24, b=3, g=5, k=1, p=64, m=8)):
+        check(functools.partial(paged_triton.attend, interpret=True), sizes, 3)
 
 
 def test_tiles_have_every_row_once() -> None:
     rng = np.random.default_rng(0)
     for rows, slots, size in ((1, 1, 4), (7, 3, 4), (32, 64, 1), (64, 9, 16)):
-        tiles = jax.jit(functools.partial(paged_triton._tiles, rows=rows, size=size))
+
+        def made(counts: Any, first: Any, slot: Any, size: int = size) -> Any:
+            return paged_triton._tiles(counts, first, slot, size)[:2]
+
+        make = jax.jit(made)
         for _ in range(8):
             ends = np.sort(rng.integers(0, rows + 1, (2, slots - 1)), axis=1)
             first = np.concatenate([np.zeros((2, 1), int), ends], axis=1).astype(np.int32)
             counts = np.diff(first, axis=1, append=rows).astype(np.int32)
-            about = np.asarray(tiles(counts, first).about)
-            for group in range(2):
-                found = [(slot, start + i) for slot, start, n, _ in about[group] for i in range(n)]
-                want = [
-                    (slot, first[group, slot] + i)
-                    for slot in range(slots)
-                    for i in range(counts[group, slot])
-                ]
-                assert found == want
+            slot = np.stack([np.repeat(np.arange(slots), n) for n in counts]).astype(np.int32)
+            about, place = make(counts, first, slot)
             assert about[..., 2].max() <= size
+            for group in range(2):
+                found = {
+                    int(start) + i: (int(which), size * tile + i)
+                    for tile, (which, start, n, _) in enumerate(about[group])
+                    for i in range(n)
+                }
+                assert len(found) == int(about[group, :, 2].sum())
+                assert found == {row: (slot[group, row], place[group, row]) for row in range(rows)}
 
 
 def test_the_kernel_takes_no_other_sizes() -> None:
-    assert paged_triton.takes(64, 128, 64)
-    for wrong in ((65, 128, 64), (4, 96, 64), (4, 128, 48), (4, 128, 4), (4, 512, 64)):
+    assert paged_triton.takes(64, 256, 64, 2)
+    for wrong in ((65, 128, 64, 2), (4, 96, 64, 2), (4, 128, 48, 2), (4, 128, 4, 2)):
         assert not paged_triton.takes(*wrong)
+    assert not paged_triton.takes(4, 256, 64, 4)
     case = ragged(Sizes(d=12), 0)
     assert paged_triton.attend(*case.operands) is NotImplemented
 
