@@ -64,7 +64,8 @@ def paged_attention(
       pages behind a slot's last position does not show, be it NaN.
 
     Raises:
-      ArgumentError: shapes or dtypes that do not fit each other.
+      ArgumentError: shapes or dtypes that do not fit each other. Compiled for NVIDIA GPUs, an int8
+        pool of more than 2 and up to 4 GiB on a device is an error that says which N will do.
 
     Example:
       >>> heads_ARKGD = paged_attention(
