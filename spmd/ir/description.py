@@ -6,7 +6,7 @@ trait (`op.kind.about.is_elementwise`), and name no op.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -89,6 +89,7 @@ class Description(NamedTuple):
       reads: the kind of operands that a library expects, which fixes their order of dims in memory:
         `matrices` or `images`; empty if any order will do.
       traffic: what goes through memory.
+      bytes_read: from the op's kind, the bytes that it reads of each operand, where not all.
       passes: how often it reads its operands.
       role: what XLA's fusion makes of it.
       collective: of a collective, its kind: `all_gather`, `all_reduce`, ...
@@ -126,6 +127,7 @@ class Description(NamedTuple):
     arithmetic: str = ""
     reads: str = ""
     traffic: Traffic = Traffic.ALL
+    bytes_read: Callable[[Any], Sequence[float]] | None = None
     passes: Passes = Passes.ONCE
     role: Role = Role.CALL
     collective: str = ""

@@ -65,6 +65,7 @@ def register_composite(
     reduction: str = "",
     linear: Iterable[Sequence[int]] = (),
     flops: Callable[[OpKind], float] | None = None,
+    bytes_read: Callable[[OpKind], Sequence[float]] | None = None,
     arithmetic: str = "",
 ) -> None:
     """Keeps calls of a `jax.lax.composite` whole: one op with a rule, and a kernel on each device.
@@ -86,6 +87,8 @@ def register_composite(
       reduction: as for `register_rule`.
       linear: as for `register_rule`.
       flops: floating-point operations of an op of this kind, for the planner.
+      bytes_read: of an op of this kind, how many bytes it reads of each operand, for the planner:
+        for kernels that look a few pieces up in a large operand. All bytes when left out.
       arithmetic: the kind of kernel that does them, as in `Chip.efficiency`, which says how fast it
         is on a chip. Kinds that a chip does not list are as fast as its matrix products.
 
@@ -108,7 +111,8 @@ def register_composite(
         )
     made = _rule_function(name, rule, kinds or {}, reduction, linear)
     add_composite(Composite(name, decomposition, dict(kernels or {})))
-    registry.op(f"composite:{name}", flops=flops, arithmetic=arithmetic)(made)
+    traits = {"flops": flops, "bytes_read": bytes_read, "arithmetic": arithmetic}
+    registry.op(f"composite:{name}", **traits)(made)
     local(f"composite:{name}")(lambda op: lower_composite(_masked(op)))
 
 

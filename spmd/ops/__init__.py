@@ -5,6 +5,7 @@ from spmd.ops.cache import cache_update
 from spmd.ops.decode_attention import decode_attention
 from spmd.ops.fp8 import Fp8State, fp8_dot, fp8_state
 from spmd.ops.linear import linear
+from spmd.ops.paged import paged_attention, paged_update
 
 __all__ = [
     "Fp8State",
@@ -14,4 +15,6 @@ __all__ = [
     "fp8_dot",
     "fp8_state",
     "linear",
+    "paged_attention",
+    "paged_update",
 ]

@@ -45,8 +45,6 @@ def decode(
     slots, heads, groups, width = q_BKGD.shape
     if not takes(groups, width, length) or 0 in q_BKGD.shape:
         return NotImplemented
-    if not (interpret or _can_lower()):
-        return NotImplemented
     parts = _parts(slots * heads, length)
     extent = length // parts
     grid = (slots, heads, parts)
@@ -88,11 +86,6 @@ def takes(groups: int, width: int, length: int) -> bool:
     """Whether the kernel takes these sizes: Triton's tiles are powers of two."""
     is_power = width & (width - 1) == 0 and 16 <= width <= 256
     return groups <= MOST_GROUPS and is_power and length % TILE == 0
-
-
-def _can_lower() -> bool:
-    """Whether jax can lower the kernel here: from 0.11 on it asks the GPU what it is."""
-    return bool(jax.__version_info__ < (0, 11)) or jax.devices()[0].platform == "gpu"
 
 
 def _compiler_params() -> Any:

@@ -116,10 +116,13 @@ def merge_seconds(rule: Rule, assignment: Assignment, mesh: Mesh, topology: Topo
 def local_bytes(kind: OpKind, rule: Rule, assignment: Assignment, mesh: Mesh) -> float:
     """Bytes that one device reads and writes."""
     types, dims = (*kind.operands, *kind.results), rule.values
+    sizes = [t.size * dtype_bits(t.dtype) / 8 for t in types]
+    if kind.about.bytes_read is not None:
+        sizes[: len(kind.operands)] = kind.about.bytes_read(kind)
     total = 0.0
     for i in _moved(kind):
         split = mesh.extent(a for dim in dims[i] for f in dim for a in assignment[f])
-        total += types[i].size * dtype_bits(types[i].dtype) / 8 / split
+        total += sizes[i] / split
     return total
 
 

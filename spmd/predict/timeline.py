@@ -16,7 +16,7 @@ where they are stored (`spmd.predict.fusion`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from spmd.ir.description import Role, Traffic
@@ -251,7 +251,7 @@ class LocalTimes:
         self._known: dict[OpKind, float] = {}
         self._copied: set[Value] = set()
         # What is computed inside its readers -> the bytes that are read for it, by stored value.
-        self._reads: dict[Value, dict[Value, int]] = {}
+        self._reads: dict[Value, dict[Value, float]] = {}
         for value, op in index.producers.items():  # operands before what is made of them
             if value not in stored and not op.regions:
                 self._reads[value] = self._bytes_read(op)
@@ -292,7 +292,8 @@ class LocalTimes:
 
     def _seconds(self, op: Op) -> float:
         kind = op.kind
-        written = sum([t.bytes for t in kind.results])
+        written: float = sum([t.bytes for t in kind.results])
+        read: float
         if kind.about.role == Role.UPDATE:
             read = written = sum([t.bytes for t in kind.operands[len(op.results) :]])
         else:
@@ -300,17 +301,22 @@ class LocalTimes:
         seconds = arithmetic_seconds(kind, self.topology)
         return max(seconds, (read + written) / self.topology.hbm_bandwidth)
 
-    def _bytes_read(self, op: Op) -> dict[Value, int]:
+    def _bytes_read(self, op: Op) -> dict[Value, float]:
         """The bytes that an op reads from memory, with all that is computed inside it, by value."""
         # Each stored value is read once, at the largest size that anything inside wants: a slice
         # reads no more than it makes.
-        is_piece = op.kind.about.traffic == Traffic.PIECE
-        found: dict[Value, int] = {}
-        for value, type_ in zip(op.operands, op.kind.operands, strict=True):
+        about = op.kind.about
+        is_piece = about.traffic == Traffic.PIECE
+        sizes: Sequence[float] = [t.bytes for t in op.kind.operands]
+        if about.bytes_read is not None:
+            sizes = about.bytes_read(op.kind)
+        found: dict[Value, float] = {}
+        for value, size in zip(op.operands, sizes, strict=True):
             inside = self._reads.get(value)
             if inside is None:
-                size = type_.bytes
                 inside = {value: min(size, op.kind.results[0].bytes) if is_piece else size}
+            elif about.bytes_read is not None:  # no more than it reads of what is made there
+                inside = {root: min(most, size) for root, most in inside.items()}
             if found:
                 for root, size in inside.items():
                     if size > found.get(root, -1):

@@ -17,8 +17,6 @@ from models.llama.quantize import quantize_weight
 from spmd.ops import cache_update, decode_attention, linear
 from tests.accelerators.devices import COUNT, DEVICES
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-
 
 def compare(function: Any, *args: Any, specs: Any = None, tolerance: float = 2e-2) -> Any:
     """Compiled by us with the platform's kernels, beside the reference under `jax.jit`."""

@@ -13,6 +13,7 @@ import pytest
 import spmd
 from models.llama.quantize import quantize_weight
 from spmd.errors import ArgumentError
+from spmd.lowering.local.composite import device_of
 from spmd.ops import cache_update, decode_attention, decode_attention_triton, linear
 from spmd.ops.cache import _rows
 from tests.models.llama.inverse import dequantize
@@ -177,16 +178,14 @@ def test_decode_attention(kernel: bool, groups: int, quantized: bool) -> None:
     np.testing.assert_allclose(got, attended(*case), rtol=0, atol=1e-5)
 
 
-@pytest.mark.skipif(
-    not decode_attention_triton._can_lower(), reason="jax 0.11 lowers it where there is a GPU"
-)
 def test_the_kernel_lowers_for_gpus() -> None:
     q, cache, positions = attention_case(2, 4, 128, False)
 
     def run(q: Any, cache: Any, positions: Any) -> Any:
         return decode_attention_triton.decode(q, cache, positions, length=128)
 
-    lowered = jax.jit(run).trace(q, cache, positions).lower(lowering_platforms=("cuda",))
+    with device_of("cuda"):
+        lowered = jax.jit(run).trace(q, cache, positions).lower(lowering_platforms=("cuda",))
     assert "triton" in lowered.as_text()
 
 

@@ -12,6 +12,7 @@ calls survive untouched. Their names carry a digest of the text, so equal functi
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -125,7 +126,7 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
 
     structs = [jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in kind.operands]
     try:
-        with jax.enable_x64(needs_x64((*kind.operands, *kind.results))):
+        with jax.enable_x64(needs_x64((*kind.operands, *kind.results))), device_of(platform):
             module = trace(run, structs, {}, platform=platform).module
     except _Declined:
         return None
@@ -150,6 +151,26 @@ def _trace(function: Function, kind: OpKind, platform: str) -> Traced | None:
     workspace = peak_memory(program, (), platform).temporary if program else 0
     entry, functions = _functions(module, kind.attrs["name"])
     return Traced(entry, functions, program, workspace)
+
+
+_STAND_INS = {
+    "cuda": jax.sharding.AbstractDevice("NVIDIA H100", None, "gpu"),
+    "tpu": jax.sharding.AbstractDevice("TPU v5e", 1, "tpu"),
+}
+"""The device that Pallas lowers kernels of a platform for where none of it is."""
+
+
+def device_of(platform: str) -> AbstractContextManager[Any]:
+    """A context in which Pallas finds a device of a platform, be there none.
+
+    It asks jax for the kind of the default device, whatever platform it lowers for; from jax 0.11
+    on for GPUs, too.
+    """
+    device = _STAND_INS.get(platform)
+    if device is None or jax.default_backend() == device.platform:
+        return nullcontext()
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def _read(module: ir.Module) -> Program | None:

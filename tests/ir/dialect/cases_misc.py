@@ -51,6 +51,18 @@ def decoded(x: Any, w: Any) -> Any:
     return updated, spmd.ops.decode_attention(q, updated, positions, length=8)
 
 
+def paged(x: Any, w: Any) -> Any:
+    """Two groups of three slots: rows that are one of a slot, a chunk and padding."""
+    slots = jnp.asarray([[0, 2, 2, 2], [1, 1, 2, 9]])
+    positions = jnp.asarray([[1, 1, 2, 3], [0, 1, 0, -1]])
+    table = jnp.asarray([[[0, 9], [3, 3], [1, 2]], [[2, 0], [3, 0], [1, -1]]])
+    first = jnp.asarray([[0, 1, 1, 4], [0, 0, 2, 3]])
+    pool = x.reshape(2, 4, 2, 2, 2, 2)
+    pool = spmd.ops.paged_update(pool, w.reshape(2, 4, 2, 2, 2), table, slots, positions)
+    q = w.reshape(2, 4, 2, 2, 2)
+    return pool, spmd.ops.paged_attention(q, pool, table, slots, positions, first)
+
+
 def called(x: Any) -> Any:
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.pure_callback(np.sin, result, x, vmap_method="expand_dims") * 2
@@ -70,6 +82,7 @@ MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ),
     ("linear", projected, (X, matrices(8, 16, seed=2))),
     ("decode_attention", decoded, (X, matrices(8, 8))),
+    ("paged_attention", paged, (X, matrices(8, 8))),
     ("mulhi", lambda x: lax.mulhi(x, x[::-1]), (WORDS,)),
     ("mulhi_unsigned", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.uint32),)),
     ("mulhi_narrow", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.int8),)),

@@ -1,0 +1,145 @@
+"""Microseconds of attention over a cache on one device: in pages, and in slots of one length.
+
+Every slot has `--context` positions. `pages` is `paged_attention` of one row of each slot, `chunk`
+has a chunk of one more slot beside them, `slots` is `decode_attention`. Calls follow each other in
+one program. Bytes are those of the keys and values that rows see, once for each slot.
+
+Example:
+    benchmarks/run paged --slots 64 --context 512 --key_heads 8 --groups 4
+    benchmarks/run paged --slots 64 --context 512 --chunk 448 --dtype int8
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import spmd
+from spmd.cli.flags import Parser, positive
+from spmd.ops import decode_attention, paged_attention
+
+
+def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
+    """Random numbers of a dtype, made on the device."""
+    if dtype == "int8":
+        return jax.random.randint(jax.random.key(seed), shape, -127, 128, jnp.int8)
+    return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))
+
+
+def paged_case(given: argparse.Namespace, chunk: int) -> tuple[Any, list[Any]]:
+    """Queries, and the other operands of `paged_attention`; pages lie in random order."""
+    slots = given.slots + (chunk > 0)
+    rows, most = given.slots + chunk, -(-max(given.context, chunk) // given.page)
+    order = np.random.default_rng(0).permutation(slots * most).astype(np.int32)
+    counts = np.asarray([1] * given.slots + [chunk] * (chunk > 0))
+    last = np.full(given.slots, given.context - 1)
+    end = max(given.context, chunk)
+    positions = np.concatenate([last, np.arange(end - chunk, end)]).astype(np.int32)
+    shape = (1, slots * most, given.page, given.key_heads, 2, given.width)
+    q = numbers((1, rows, given.key_heads, given.groups, given.width), given.compute)
+    operands = [
+        numbers(shape, given.dtype, 1),
+        jnp.asarray(order.reshape(1, slots, most)),
+        jnp.asarray(np.repeat(np.arange(slots), counts)[None].astype(np.int32)),
+        jnp.asarray(positions[None]),
+        jnp.asarray(np.cumsum([0, *counts])[None].astype(np.int32)),
+    ]
+    scales = [jnp.full(shape[:-1], 0.01)] if given.dtype == "int8" else []
+    return q, operands + scales
+
+
+def slots_case(given: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """Queries, and the other operands of `decode_attention`."""
+    shape = (given.slots, 2, given.key_heads, given.context, given.width)
+    q = numbers((given.slots, given.key_heads, given.groups, given.width), given.compute)
+    positions = jnp.full(given.slots, given.context - 1, jnp.int32)
+    scales = [jnp.full(shape[:-1], 0.01)] if given.dtype == "int8" else []
+    return q, [numbers(shape, given.dtype, 1), positions, *scales]
+
+
+def microseconds(given: argparse.Namespace, call: Callable[..., Any], case: Any) -> float:
+    """Median time of a call, in a program of several that wait for each other."""
+    q, operands = case
+
+    def calls(q: Any, *operands: Any) -> Any:
+        for _ in range(given.calls):  # as a model's layers, which share the tables
+            q = call(q, *operands)
+        return q
+
+    mesh = spmd.make_mesh(devices=jax.devices()[:1], x=1)
+    run = spmd.jit(calls, mesh=mesh).compile(q, *operands)
+    times = []
+    for _ in range(given.steps + 2):
+        start = time.perf_counter()
+        jax.block_until_ready(run(q, *operands))
+        times.append(time.perf_counter() - start)
+    return 1e6 * float(statistics.median(times[2:])) / int(given.calls)
+
+
+def paged(q: Any, pool: Any, *rest: Any) -> Any:
+    """`paged_attention`, with scales behind the tables."""
+    return paged_attention(q, pool, *rest[:4], scales=rest[4] if rest[4:] else None)
+
+
+def in_slots(given: argparse.Namespace) -> Callable[..., Any]:
+    """`decode_attention`, with scales behind the positions."""
+
+    def call(q: Any, cache: Any, positions: Any, *scales: Any) -> Any:
+        scale = scales[0] if scales else None
+        return decode_attention(q, cache, positions, length=given.context, scales=scale)
+
+    return call
+
+
+def row(given: argparse.Namespace, name: str, took: float, positions: int) -> str:
+    """One line of the table."""
+    item = 1 + 4 / given.width if given.dtype == "int8" else jnp.dtype(given.dtype).itemsize
+    read = positions * given.key_heads * 2 * given.width * item
+    return f"| {name} | {took:.1f} | {read / 1e6:.1f} | {read / took / 1e3:.0f} |"
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run paged", __doc__)
+    add = parser.add_argument
+    add("--slots", type=positive, default=64, help="slots that decode")
+    add("--context", type=positive, default=512, help="positions of each")
+    add("--chunk", type=int, default=0, help="rows of one more slot's prompt, beside them")
+    add("--key_heads", type=positive, default=8, help="key heads")
+    add("--groups", type=positive, default=4, help="query heads of a key head")
+    add("--width", type=positive, default=128, help="width of a head")
+    add("--page", type=positive, default=64, help="positions of a page")
+    add("--dtype", choices=["bfloat16", "float32", "int8"], default="bfloat16", help="of the cache")
+    add("--compute", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of queries")
+    add("--calls", type=positive, default=16, help="calls of one program")
+    add("--steps", type=positive, default=10, help="timed programs, after two others")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints one table."""
+    given = make_parser().parse_args(arguments)
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}; {given.slots} slots of "
+          f"{given.context}, {given.key_heads} x {given.groups} heads of {given.width}, "
+          f"pages of {given.page}, {given.dtype}")  # fmt: skip
+    print("| cache | us a call | MB | GB/s |")
+    print("| --- | --- | --- | --- |")
+    positions = given.slots * given.context
+    took = microseconds(given, in_slots(given), slots_case(given))
+    print(row(given, "slots", took, positions), flush=True)
+    took = microseconds(given, paged, paged_case(given, 0))
+    print(row(given, "pages", took, positions), flush=True)
+    if given.chunk:
+        took = microseconds(given, paged, paged_case(given, given.chunk))
+        print(row(given, "pages, chunk", took, positions + max(given.context, given.chunk)))
+
+
+if __name__ == "__main__":
+    main()

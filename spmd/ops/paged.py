@@ -1,0 +1,198 @@
+"""`paged_attention` and `paged_update`: a KV cache in pages, for rows of any slots in one call.
+
+Shapes are in the names:
+
+    A groups (of slots and of the pages that they use)    B slots of a group    R rows of a group
+    N pages of a group's pool    P positions of a page    M pages of a slot's table
+    K key heads    G query heads of one key head    D head
+
+A slot holds one sequence. Position t of slot b lies in page `table[b, t // P]`, at t % P. A row is
+one token of a slot: rows of one slot are neighbours at consecutive positions, and slots ascend.
+Those of slot b are rows `first[b]` to `first[b + 1] - 1`; what is behind `first[B]` is padding.
+
+    first = [0, 1, 1, 4]:  row 0 is of slot 0, which decodes; slot 1 has none; rows 1, 2 and 3 are a
+                           chunk of slot 2's prompt
+
+The pages are those of Kwon et al., *Efficient memory management for large language model serving
+with PagedAttention* (2023); chunks beside decoding rows those of Agrawal et al., *Taming
+throughput-latency tradeoff in LLM inference with Sarathi-Serve* (2024).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd.errors import ArgumentError
+from spmd.ir.dialect.rule import REPLICATE, Rule, parse_rule
+from spmd.ir.program import OpKind
+from spmd.lowering.register import register_composite
+from spmd.ops import paged_reference, paged_tpu, paged_triton
+from spmd.ops.attention_rules import ARITHMETIC
+
+ATTENTION = "spmd.paged_attention"
+UPDATE = "spmd.paged_update"
+
+TABLES = "table (A, B, M), slots (A, R), positions (A, R) of integers"
+
+
+def paged_attention(
+    q_ARKGD: Any,
+    pool_ANPK2D: Any,
+    table_ABM: Any,
+    slots_AR: Any,
+    positions_AR: Any,
+    first_AB1: Any,
+    *,
+    scales: Any = None,
+) -> jax.Array:
+    """`softmax(q k / sqrt(D)) v` of each row over positions 0 to its own, in its slot's pages.
+
+    Args:
+      q_ARKGD: queries.
+      pool_ANPK2D: keys (index 0 of the second last dim) and values (index 1).
+      table_ABM: the pages of each slot, from 0 to N - 1; behind a slot's last one anything.
+      slots_AR: the slot of each row.
+      positions_AR: the last position that each row sees; with -1 it sees none, and its result is 0.
+      first_AB1: where each slot's rows begin, and at the end where padding does. Padded rows are 0.
+      scales: of an int8 pool, (A, N, P, K, 2).
+
+    Returns:
+      (A, R, K, G, D) in the dtype of the queries; scores and softmax are in float32. What lies in
+      pages behind a slot's last position does not show, be it NaN.
+
+    Raises:
+      ArgumentError: shapes or dtypes that do not fit each other. Compiled for NVIDIA GPUs, an int8
+        pool of more than 2 and up to 4 GiB on a device is an error that says which N will do.
+
+    Example:
+      >>> heads_ARKGD = paged_attention(
+      ...     q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1
+      ... )
+    """
+    tables = (table_ABM, slots_AR, positions_AR)
+    fits = q_ARKGD.ndim == 5 and pool_ANPK2D.ndim == 6 and _tables_fit(q_ARKGD, *tables)
+    if fits:
+        a, _, k, _, d = q_ARKGD.shape
+        fits = (pool_ANPK2D.shape[0], *pool_ANPK2D.shape[3:]) == (a, k, 2, d)
+        fits = fits and first_AB1.shape == (a, table_ABM.shape[1] + 1) and _are_integers(first_AB1)
+        fits = fits and (pool_ANPK2D.dtype == jnp.int8) == (scales is not None)
+        fits = fits and (scales is None or scales.shape == pool_ANPK2D.shape[:-1])
+    if not fits:
+        described = {"q": q_ARKGD, "pool": pool_ANPK2D, "first": first_AB1, "scales": scales}
+        raise _refusal(
+            "paged_attention", described, tables,
+            f"q (A, R, K, G, D), pool (A, N, P, K, 2, D), {TABLES}, first (A, B + 1) of integers, "
+            "scales (A, N, P, K, 2) of an int8 pool and of no other",
+        )  # fmt: skip
+    integers = [x.astype(jnp.int32) for x in (*tables, first_AB1)]
+    operands = (q_ARKGD, pool_ANPK2D, *integers, *(() if scales is None else (scales,)))
+    heads: jax.Array = jax.lax.composite(paged_reference.attend, ATTENTION)(*operands)
+    return heads
+
+
+def paged_update(
+    pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_AR: Any
+) -> jax.Array:
+    """The pool with each row's entry at its position, in its slot's pages.
+
+    Args:
+      pool_ANP: (A, N, P, ...): keys and values (A, N, P, K, 2, D), or their scales.
+      new_AR: (A, R, ...) of the same dtype. No two rows of a group may have one place.
+      table_ABM: as for `paged_attention`.
+      slots_AR: the slot of each row.
+      positions_AR: where its entry goes; nothing is written for -1, nor for a position or a page
+        that does not exist.
+
+    Returns:
+      An array like `pool_ANP`: in the same memory if that was donated.
+
+    Raises:
+      ArgumentError: shapes or dtypes that do not fit each other.
+
+    Example:
+      >>> pool_ANPK2D = paged_update(pool_ANPK2D, new_ARK2D, table_ABM, slots_AR, positions_AR)
+    """
+    tables = (table_ABM, slots_AR, positions_AR)
+    fits = pool_ANP.ndim >= 3 and new_AR.ndim == pool_ANP.ndim - 1 and _tables_fit(new_AR, *tables)
+    fits = fits and pool_ANP.dtype == new_AR.dtype
+    if not fits or (pool_ANP.shape[0], *pool_ANP.shape[3:]) != (a := new_AR.shape)[:1] + a[2:]:
+        raise _refusal(
+            "paged_update", {"pool": pool_ANP, "new": new_AR}, tables,
+            f"pool (A, N, P, ...) and new (A, R, ...) of one dtype, {TABLES}",
+        )  # fmt: skip
+    integers = [x.astype(jnp.int32) for x in tables]
+    updated: jax.Array = jax.lax.composite(paged_reference.update, UPDATE)(
+        pool_ANP, new_AR, *integers
+    )
+    return updated
+
+
+def _tables_fit(rows_AR: Any, table_ABM: Any, slots_AR: Any, positions_AR: Any) -> bool:
+    """Whether the tables are for these rows."""
+    shape = rows_AR.shape[:2]
+    fits = table_ABM.ndim == 3 and table_ABM.shape[0] == shape[0]
+    fits = fits and slots_AR.shape == positions_AR.shape == shape
+    return fits and _are_integers(table_ABM, slots_AR, positions_AR)
+
+
+def _are_integers(*arrays: Any) -> bool:
+    return all(jnp.issubdtype(x.dtype, jnp.integer) for x in arrays)
+
+
+def _refusal(what: str, arrays: dict[str, Any], tables: Any, required: str) -> ArgumentError:
+    arrays = {**arrays, **dict(zip(("table", "slots", "positions"), tables, strict=True))}
+    said = ", ".join(
+        f"{name} {None if x is None else f'{x.dtype} {x.shape}'}" for name, x in arrays.items()
+    )
+    return ArgumentError(
+        f"{what} cannot be computed", actual=said, required=required, fix="correct them"
+    )
+
+
+def _attention_rule(kind: OpKind) -> Rule:
+    terms = ("a r k g d", "a n p k c d", "a b m", "a r", "a r", "a e", "a n p k c")
+    text = f"{', '.join(terms[: len(kind.operands)])} -> {terms[0]}"
+    whole = dict.fromkeys("rdnpcbme", REPLICATE)
+    return parse_rule(text, kind.operands, kind.results, kinds=whole)
+
+
+def _update_rule(kind: OpKind) -> Rule:
+    # Of the dims behind the positions the first, the heads, may be split.
+    entry = " ".join(f"x{i}" for i in range(kind.operands[0].rank - 3))
+    text = f"a n p {entry}, a r {entry}, a b m, a r, a r -> a n p {entry}"
+    whole = dict.fromkeys([*"nprbm", *entry.split()[1:]], REPLICATE)
+    return parse_rule(text, kind.operands, kind.results, kinds=whole)
+
+
+def _flops(kind: OpKind) -> float:
+    """Two products of every row with all positions that its slot's table reaches."""
+    pool, table = kind.operands[1:3]
+    return 4.0 * kind.operands[0].size * table.shape[2] * pool.shape[2]
+
+
+def _bytes_read(kind: OpKind) -> list[float]:
+    """All of each operand, but of the pool and its scales no more than the pages of the rows."""
+    rows = kind.operands[0].shape[1]
+    _, slots, most = kind.operands[2].shape
+    found = [float(t.bytes) for t in kind.operands]
+    for i in (1, 6):
+        if i < len(found):
+            shape = kind.operands[i].shape
+            share = min(slots, rows) * most / max(1, shape[1])
+            found[i] *= min(1.0, share)
+    return found
+
+
+register_composite(
+    ATTENTION,
+    _attention_rule,
+    decomposition=paged_reference.attend,
+    kernels={"cuda": paged_triton.attend, "tpu": paged_tpu.attend},
+    flops=_flops,
+    bytes_read=_bytes_read,
+    arithmetic=ARITHMETIC,
+)
+register_composite(UPDATE, _update_rule, decomposition=paged_reference.update)

@@ -1,0 +1,103 @@
+"""What the ops of a paged cache compute, in plain JAX: what every kernel has to agree with.
+
+Shapes are in the names, as in `spmd.ops.paged`; T positions that a slot's table reaches (M * P).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+KEYS, VALUES = 0, 1
+
+MOST_ELEMENTS = 1 << 24
+"""How many keys and values are taken out of their pages at a time."""
+
+
+def attend(
+    q_ARKGD: Any,
+    pool_ANPK2D: Any,
+    table_ABM: Any,
+    slots_AR: Any,
+    positions_AR: Any,
+    first_AB1: Any,
+    *scales_ANPK2: Any,
+) -> Any:
+    """As `paged_attention`: a few rows at a time, each with all pages of its slot's table."""
+    groups, rows = slots_AR.shape
+    size, heads, _, width = pool_ANPK2D.shape[2:]
+    reach = table_ABM.shape[2] * size
+
+    def one(q_KGD: Any, group: Any, slot: Any, last: Any) -> Any:
+        # Behind the last position pages may be anybody's: what lies there is masked below.
+        taken = (_pages(pool, group, table_ABM[group, slot]) for pool in pools)
+        return _attend_row(q_KGD, last, *(x.reshape(reach, *x.shape[2:]) for x in taken))
+
+    pools = (pool_ANPK2D, *scales_ANPK2)
+
+    group_AR = jnp.broadcast_to(jnp.arange(groups, dtype=jnp.int32)[:, None], (groups, rows))
+    slot_AR = jnp.clip(slots_AR, 0, table_ABM.shape[1] - 1)
+    operands = (q_ARKGD, group_AR, slot_AR, last_positions(positions_AR, first_AB1))
+    flat = [x.reshape(groups * rows, *x.shape[2:]) for x in operands]
+    at_once = max(1, MOST_ELEMENTS // max(1, reach * heads * 2 * width))
+    if at_once >= groups * rows:
+        heads_R = jax.vmap(one)(*flat)
+    else:
+        heads_R = jax.lax.map(lambda row: one(*row), flat, batch_size=at_once)
+    return heads_R.reshape(q_ARKGD.shape)
+
+
+def last_positions(positions_AR: Any, first_AB1: Any) -> Any:
+    """The last position that each row sees; -1, so none, for rows of padding."""
+    rows_R = jnp.arange(positions_AR.shape[1])
+    return jnp.where(rows_R < first_AB1[:, -1:], positions_AR, -1)
+
+
+def _pages(pool_ANP: Any, group: Any, pages_M: Any) -> Any:
+    # N stands in types alone, and in no number of the module: so a module is for any N, once the
+    # types say another.
+    pages = pool_ANP.at[group, pages_M]
+    return pages.get(mode="clip", wrap_negative_indices=False)
+
+
+def _attend_row(q_KGD: Any, last: Any, kv_TK2D: Any, *scales_TK2: Any) -> Any:
+    dtype = q_KGD.dtype
+    visible_T = jnp.arange(kv_TK2D.shape[0]) <= last
+    keys_TKD, values_TKD = kv_TK2D[:, :, KEYS].astype(dtype), kv_TK2D[:, :, VALUES].astype(dtype)
+    scores_KGT = jnp.einsum("kgd,tkd->kgt", q_KGD, keys_TKD, preferred_element_type=jnp.float32)
+    for scale_TK2 in scales_TK2:
+        scores_KGT *= scale_TK2[:, :, KEYS].T[:, None]
+    scores_KGT = jnp.where(
+        visible_T, scores_KGT * q_KGD.shape[-1] ** -0.5, np.finfo(np.float32).min
+    )
+    weights_KGT = jax.nn.softmax(scores_KGT, axis=-1)
+    for scale_TK2 in scales_TK2:
+        weights_KGT *= jnp.where(visible_T, scale_TK2[:, :, VALUES].T, 0)[:, None]
+    # What lies behind has no weight, but NaN is NaN without any.
+    values_TKD = jnp.where(visible_T[:, None, None], values_TKD, 0)
+    return jnp.einsum("kgt,tkd->kgd", weights_KGT.astype(dtype), values_TKD)
+
+
+def update(pool_ANP: Any, new_AR: Any, table_ABM: Any, slots_AR: Any, positions_AR: Any) -> Any:
+    """As `paged_update`: a scatter of rows, which XLA does in place."""
+    size = pool_ANP.shape[2]
+    groups, slots, most = table_ABM.shape
+    group_A1 = jnp.arange(groups)[:, None]
+    slot_AR, column_AR = (
+        jnp.clip(x, 0, end - 1) for x, end in ((slots_AR, slots), (positions_AR // size, most))
+    )
+    page_AR = table_ABM[group_A1, slot_AR, column_AR]
+    inside_AR = (positions_AR >= 0) & (positions_AR < most * size) & (page_AR >= 0)
+    # `drop` ignores pages that do not exist.
+    page_AR = jnp.where(inside_AR, page_AR, np.iinfo(np.int32).max)
+    # With heads apart from keys and values XLA for TPUs would transpose the pool, and back.
+    flat_ANPXY, flat_ARXY = (
+        x.reshape(*x.shape[:n], -1, *x.shape[n:][-1:]) for x, n in ((pool_ANP, 3), (new_AR, 2))
+    )
+    flat_ANPXY = flat_ANPXY.at[group_A1, page_AR, positions_AR % size].set(
+        flat_ARXY, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+    return flat_ANPXY.reshape(pool_ANP.shape)

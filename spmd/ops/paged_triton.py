@@ -1,0 +1,366 @@
+"""Paged attention on NVIDIA GPUs: a Pallas kernel for Triton, over tiles of rows.
+
+A program of the kernel has a tile: some rows of one slot, with all query heads of one key head, and
+a part of the pages that they see. It goes over these a tile of positions at a time, with the
+running maximum and sum of an online softmax (Dao et al. 2022). Both products run on tensor cores,
+which want 16 queries at least; so a row that decodes brings its query heads, and zeros.
+
+Where pages are few tiles, several programs share the positions of a tile, each as many of them as
+the others, and what they find is joined (Flash-Decoding's split). Slots with more rows than a small
+tile has get large ones, in a call of its own: reading keys once for 64 queries takes fewer bytes,
+reading them for one as few as there are.
+
+jax 0.11 still has Pallas's Triton backend, and deprecates it: what follows is Mosaic GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from spmd.errors import ArgumentError
+from spmd.ops.decode_attention_triton import PROGRAMS
+from spmd.ops.paged_reference import KEYS, VALUES
+
+POSITIONS = 64
+"""Positions of a tile: so many keys and values are multiplied at a time."""
+
+SMALL, LARGE = 16, 64
+"""Queries of a tile: tensor cores multiply no fewer than 16, and Hopper's are fastest with 64."""
+
+MOST_GROUPS = 64
+MOST_BYTES = 512
+"""Of a head. Multiprocessors of A100s have 163 KiB, of H100s 227, for queries, keys and values."""
+
+LOWEST = np.float32(-1e30)
+
+
+def attend(
+    q_ARKGD: Any,
+    pool_ANPK2D: Any,
+    table_ABM: Any,
+    slots_AR: Any,
+    positions_AR: Any,
+    first_AB1: Any,
+    *scales: Any,
+    interpret: bool = False,
+) -> Any:
+    """As the reference; NotImplemented for shapes that the kernel does not take.
+
+    Args:
+      q_ARKGD, pool_ANPK2D, table_ABM, slots_AR, positions_AR, first_AB1, *scales: as there.
+      interpret: run it step by step in jax, on any platform: for tests.
+
+    Raises:
+      ArgumentError: a pool whose elements the kernel cannot count.
+    """
+    groups, width = q_ARKGD.shape[3:]
+    if 0 in (*q_ARKGD.shape, *table_ABM.shape):
+        return NotImplemented
+    if not takes(groups, width, pool_ANPK2D.shape[2], _item(q_ARKGD, pool_ANPK2D)):
+        return NotImplemented
+    _check_size(pool_ANPK2D)
+    operands = (q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales)
+    # Padding is the rows of one more slot, so that its results are written, too.
+    rows, slots = q_ARKGD.shape[1], table_ABM.shape[1]
+    slot_AR = jnp.where(jnp.arange(rows) < first_AB1[:, -1:], slots_AR, slots)
+    counts_AB = jnp.maximum(jnp.diff(first_AB1, axis=1, append=rows), 0)
+    small = max(SMALL, _power_above(groups))
+    large = max(LARGE, small)
+    run = functools.partial(_run, operands, interpret=interpret)
+    if rows <= slots or large == small:
+        return run(_tiles(counts_AB, first_AB1, slot_AR, small // groups), small)
+    # A slot's rows are all in small tiles, or all in large ones.
+    few_AB = counts_AB <= small // groups
+    few_counts_AB, many_counts_AB = (jnp.where(x, counts_AB, 0) for x in (few_AB, ~few_AB))
+    few = _tiles(few_counts_AB, first_AB1, slot_AR, small // groups, most=slots + 1)
+    many = _tiles(many_counts_AB, first_AB1, slot_AR, large // groups)
+    is_few_AR = jnp.take_along_axis(few_AB, slot_AR, axis=1)
+    return jnp.where(is_few_AR[..., None, None, None], run(few, small), run(many, large))
+
+
+def takes(groups: int, width: int, size: int, item: int) -> bool:
+    """Whether the kernel takes these sizes: Triton's tiles are powers of two.
+
+    Args:
+      groups: query heads of a key head.
+      width: of a head.
+      size: positions of a page.
+      item: bytes of a number.
+    """
+    are_powers = all(n & (n - 1) == 0 for n in (width, size))
+    are_enough = width >= 16 and size >= 8
+    return are_powers and are_enough and groups <= MOST_GROUPS and width * item <= MOST_BYTES
+
+
+def _item(q_ARKGD: Any, pool_ANPK2D: Any) -> int:
+    """Bytes of a number: of a query's or of a key's, what is more."""
+    return int(max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize))
+
+
+def _power_above(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _check_size(pool_ANPK2D: Any) -> None:
+    # Pallas counts elements with 32 bits where there are no more than 2^32 bytes, and the sign is
+    # one of them: of single bytes it reaches half.
+    size = math.prod(pool_ANPK2D.shape)
+    if pool_ANPK2D.dtype.itemsize == 1 and 1 << 31 < size <= 1 << 32:
+        page = math.prod(pool_ANPK2D.shape[2:]) * pool_ANPK2D.shape[0]
+        raise ArgumentError(
+            f"the kernel of paged_attention cannot read a pool of {size} bytes on one device",
+            actual=f"{pool_ANPK2D.shape[1]} pages of {page} bytes",
+            required=f"at most {(1 << 31) // page} pages, or more than {(1 << 32) // page}",
+            fix="change the number of pages",
+        )
+
+
+class _Tiles(NamedTuple):
+    """Which rows the programs of a call have.
+
+    Attributes:
+      about: (A, I, 4): the slot of each tile, its first row and, twice, its number of rows; these
+        are 0 for tiles that are not needed.
+      place: (A, R): `size` times the tile of each row, and the row's number in it.
+      size: the most rows of a tile.
+    """
+
+    about: Any
+    place: Any
+    size: int
+
+
+def _tiles(counts_AB: Any, first_AB: Any, slot_AR: Any, size: int, *, most: int = 0) -> _Tiles:
+    """The tiles of `counts_AB` rows of each slot, from row `first_AB` on.
+
+    Args:
+      counts_AB: how many rows each slot has.
+      first_AB: where each slot's rows begin.
+      slot_AR: the slot of each row; places of the rows of slots without a count mean nothing.
+      size: the most rows of a tile.
+      most: how many tiles there may be, where that is known.
+    """
+    # E.g. rows 0, 1..5 and 6 of three slots in tiles of four rows: counts [1, 5, 1], needed
+    # [1, 2, 1], begin [0, 1, 3]; tile 2 is the second of slot 1, with row 5 alone.
+    rows, slots = slot_AR.shape[1], counts_AB.shape[1]
+    most = min(most or rows, (rows + (size - 1) * min(slots, rows)) // size)
+    needed_AB = (counts_AB + size - 1) // size
+    ends_AB = jnp.cumsum(needed_AB, axis=1)
+    begin_AB = ends_AB - needed_AB
+    tile_I = jnp.arange(most, dtype=jnp.int32)
+    slot_AI = jnp.sum(ends_AB[:, None] <= tile_I[:, None], axis=2, dtype=jnp.int32)
+    is_needed_AI = slot_AI < slots
+    slot_AI = jnp.where(is_needed_AI, slot_AI, 0)
+
+    def of(x_AB: Any, slots: Any) -> Any:
+        return jnp.take_along_axis(x_AB, slots, axis=1)
+
+    done_AI = (tile_I - of(begin_AB, slot_AI)) * size
+    left_AI = jnp.where(is_needed_AI, jnp.clip(of(counts_AB, slot_AI) - done_AI, 0, size), 0)
+    start_AI = jnp.where(is_needed_AI, of(first_AB, slot_AI) + done_AI, 0)
+    about = jnp.stack([slot_AI, start_AI, left_AI, left_AI], axis=2)
+    place_AR = jnp.arange(rows) - of(first_AB, slot_AR) + of(begin_AB, slot_AR) * size
+    return _Tiles(about, place_AR, size)
+
+
+def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
+    """The heads (A, R, K, G, D) of the rows that are in tiles; anything for other rows."""
+    q_ARKGD, pool_ANPK2D, table_ABM, positions_AR, *scales = operands
+    outer, rows, heads, groups, width = q_ARKGD.shape
+    pages, size = pool_ANPK2D.shape[1:3]
+    count = tiles.about.shape[1]
+    reach = table_ABM.shape[2] * size
+    item = _item(q_ARKGD, pool_ANPK2D)
+    parts = max(1, min(PROGRAMS // (outer * count * heads), reach // (2 * POSITIONS)))
+
+    # The first dim of the grid is tiles of all groups, the second key heads, the third parts.
+    def of_pool(kind: int, *rest: int) -> pl.BlockSpec:
+        """A head's keys or values, or their scales."""
+        return pl.BlockSpec(
+            (None, pages, size, None, None, *rest),
+            lambda i, k, c: (i // count, 0, 0, k, kind, *(0 for _ in rest)),
+        )
+
+    def of_part(*rest: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, None, None, None, *rest),
+            lambda i, k, c: (i // count, i % count, c, k, *(0 for _ in rest)),
+        )
+
+    of_head = pl.BlockSpec(
+        (None, rows, None, groups, width), lambda i, k, c: (i // count, 0, k, 0, 0)
+    )
+    in_specs = [
+        pl.BlockSpec((None, None, 4), lambda i, k, c: (i // count, i % count, 0)),
+        pl.BlockSpec((None, *table_ABM.shape[1:]), lambda i, k, c: (i // count, 0, 0)),
+        pl.BlockSpec((None, rows), lambda i, k, c: (i // count, 0)),
+        of_head,
+        of_pool(KEYS, width),
+        of_pool(VALUES, width),
+    ]
+    inputs = [tiles.about, table_ABM, positions_AR, q_ARKGD, pool_ANPK2D, pool_ANPK2D]
+    if scales:
+        in_specs += [of_pool(KEYS), of_pool(VALUES)]
+        inputs += [scales[0], scales[0]]
+    out_specs: Any = [of_head]
+    out_shape = [jax.ShapeDtypeStruct(q_ARKGD.shape, q_ARKGD.dtype)]
+    if parts > 1:
+        out_specs = [of_part(queries, width), of_part(queries), of_part(queries)]
+        numbers = jax.ShapeDtypeStruct((outer, count, parts, heads, queries), jnp.float32)
+        out_shape = [jax.ShapeDtypeStruct((*numbers.shape, width), jnp.float32), numbers, numbers]
+    found = pl.pallas_call(
+        functools.partial(
+            _kernel, queries=queries, groups=groups, size=size, parts=parts, scaled=bool(scales)
+        ),
+        grid=(outer * count, heads, parts),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        interpret=interpret,
+        **({} if interpret else {"compiler_params": _compiler_params(width * item)}),
+    )(*inputs)
+    if parts == 1:
+        return found[0]
+    heads_AIKQD = _joined(*found).astype(q_ARKGD.dtype)
+    shape = (outer, count, heads, tiles.size, groups, width)
+    heads_AIKSGD = heads_AIKQD[:, :, :, : tiles.size * groups].reshape(shape)
+    group_A1, tile_AR = jnp.arange(outer)[:, None], tiles.place // tiles.size
+    return heads_AIKSGD.at[group_A1, tile_AR, :, tiles.place % tiles.size].get(mode="clip")
+
+
+def _compiler_params(row: int) -> Any:
+    """Parameters for keys of so many bytes: those of two tiles are fetched ahead, or of one."""
+    stages = 3 if row <= MOST_BYTES // 2 else 2
+    return _triton().CompilerParams(num_warps=4, num_stages=stages)
+
+
+def _triton() -> Any:
+    """Pallas's backend, which takes long to import."""
+    from jax.experimental.pallas import triton
+
+    return triton
+
+
+def _joined(heads_AICKQD: Any, largest_AICKQ: Any, sums_AICKQ: Any) -> Any:
+    # Each part has sum(2^(s - m) v) and sum(2^(s - m)) with its own maximum m. Factors 2^(m - M)
+    # for the largest maximum M bring them to one scale. A part that sees no position has sums of 0.
+    share_AICKQ = jnp.exp2(largest_AICKQ - jnp.max(largest_AICKQ, axis=2, keepdims=True))
+    total_AIKQ = jnp.sum(share_AICKQ * sums_AICKQ, axis=2)
+    total_AIKQ = jnp.where(total_AIKQ == 0, 1, total_AIKQ)
+    return jnp.sum(heads_AICKQD * share_AICKQ[..., None], axis=2) / total_AIKQ[..., None]
+
+
+def _kernel(
+    about: Any,
+    table: Any,
+    positions: Any,
+    q: Any,
+    keys: Any,
+    values: Any,
+    *rest: Any,
+    queries: int,
+    groups: int,
+    size: int,
+    parts: int,
+    scaled: bool,
+) -> None:
+    scales, outputs = (rest[:2], rest[2:]) if scaled else ((), rest)
+    width, dtype = q.shape[-1], q.dtype
+    slot, start, count = about[0], about[1], about[2]
+    is_padding = slot >= table.shape[0]
+    slot = jnp.minimum(slot, table.shape[0] - 1)
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+    # The queries of a tile are (row, head) pairs, row after row.
+    pair_Q = jnp.arange(queries)
+    row_Q, head_Q = start + pair_Q // groups, pair_Q % groups
+    is_real_Q = pair_Q < count * groups
+    last_Q = _load(positions, (row_Q,), is_real_Q & ~is_padding, -1)
+    query_QD = _load_wide(q, (row_Q, head_Q), is_real_Q)
+    last = jnp.max(last_Q)
+
+    def tile(i: Any, carry: Any) -> Any:
+        page_T, largest_Q, total_Q, head_QD = carry
+        position_T = i * POSITIONS + jnp.arange(POSITIONS)
+        there_T = position_T <= last
+        where = (jnp.broadcast_to(page_T, (POSITIONS,)), position_T % size)
+        # What lies behind the last position is not read: NaN is NaN also without any weight.
+        key_TD = _load_wide(keys, where, there_T).astype(dtype)
+        value_TD = _load_wide(values, where, there_T).astype(dtype)
+        score_QT = _triton().dot(query_QD, key_TD, trans_b=True, precision=precision)
+        if scaled:
+            score_QT *= _load(scales[0], where, there_T, 0)[None]
+        # Powers of two are one instruction, powers of e several.
+        score_QT = score_QT * np.float32(math.log2(math.e) / math.sqrt(width))
+        seen_QT = position_T[None] <= last_Q[:, None]
+        score_QT = jnp.where(seen_QT, score_QT, LOWEST)
+        above_Q = jnp.maximum(largest_Q, jnp.max(score_QT, axis=1))
+        weight_QT = jnp.where(seen_QT, jnp.exp2(score_QT - above_Q[:, None]), 0)
+        kept_Q = jnp.exp2(largest_Q - above_Q)
+        total_Q = total_Q * kept_Q + jnp.sum(weight_QT, axis=1)
+        if scaled:
+            weight_QT *= _load(scales[1], where, there_T, 0)[None]
+        found_QD = _triton().dot(weight_QT.astype(dtype), value_TD, precision=precision)
+        # The next page is looked up one turn ahead: then its keys can be fetched two turns ahead.
+        next_T = _pages(table, slot, i + 1, size)
+        return next_T, above_Q, total_Q, head_QD * kept_Q[:, None] + found_QD
+
+    nothing = (
+        jnp.full(queries, LOWEST, jnp.float32),
+        jnp.zeros(queries, jnp.float32),
+        jnp.zeros((queries, width), jnp.float32),
+    )
+    needed = (last + POSITIONS) // POSITIONS  # 0 where nothing is seen
+    each = (needed + parts - 1) // parts
+    begin = pl.program_id(2) * each
+    end = jnp.minimum(begin + each, needed)
+    pages_T = _pages(table, slot, begin, size)
+    _, largest_Q, total_Q, head_QD = jax.lax.fori_loop(begin, end, tile, (pages_T, *nothing))
+    if parts == 1:
+        total_Q = jnp.where(total_Q == 0, 1, total_Q)
+        _store_wide(outputs[0], (row_Q, head_Q), head_QD / total_Q[:, None], is_real_Q)
+        return
+    for ref, x in zip(outputs, (head_QD, largest_Q, total_Q), strict=True):
+        ref[...] = x
+
+
+def _pages(table: Any, slot: Any, i: Any, size: int) -> Any:
+    """The page of a tile of positions, or of each position if several pages make a tile."""
+    most = table.shape[1] - 1
+    if size >= POSITIONS:
+        return table[slot, jnp.minimum(i // (size // POSITIONS), most)]
+    column_T = (i * POSITIONS + jnp.arange(POSITIONS)) // size
+    return table[jnp.full(POSITIONS, slot), jnp.minimum(column_T, most)]
+
+
+# The backend wants one array of indices for each dim, all of the shape of what is loaded.
+
+
+def _load(ref: Any, where: Any, mask: Any, other: Any) -> Any:
+    return _triton().load(ref.at[where], mask=mask, other=other)
+
+
+def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
+    """The last dim whole: zeros where the mask is not set."""
+    return _load(ref, *_widened(ref, where, mask), 0)
+
+
+def _store_wide(ref: Any, where: Any, x: Any, mask: Any) -> None:
+    where, mask = _widened(ref, where, mask)
+    _triton().store(ref.at[where], x.astype(ref.dtype), mask=mask)
+
+
+def _widened(ref: Any, where: Any, mask: Any) -> tuple[Any, Any]:
+    shape = (*mask.shape, ref.shape[-1])
+    rows = tuple(jnp.broadcast_to(x[:, None], shape) for x in where)
+    return (*rows, jax.lax.broadcasted_iota(jnp.int32, shape, 1)), jnp.broadcast_to(
+        mask[:, None], shape
+    )

@@ -1,0 +1,461 @@
+"""A cache in pages, against loops over rows: alone, split, in place, and as kernels."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from spmd.errors import ArgumentError, SpmdError
+from spmd.ops import paged_attention, paged_reference, paged_tpu, paged_triton, paged_update
+from tests.compilers import needs_cuda_plugin, needs_libtpu
+
+CHECKED = spmd.Options(check=True)
+
+
+class Sizes(NamedTuple):
+    """The dims of a case, named as in `spmd.ops.paged`."""
+
+    a: int = 1
+    b: int = 4
+    r: int = 16
+    p: int = 16
+    m: int = 4
+    k: int = 2
+    g: int = 4
+    d: int = 16
+    quantized: bool = False
+
+    @property
+    def n(self) -> int:
+        """More pages than the tables have."""
+        return self.b * self.m + 3
+
+
+class Case(NamedTuple):
+    """The operands of `paged_attention`."""
+
+    q: Any
+    pool: Any
+    table: Any
+    slots: Any
+    positions: Any
+    first: Any
+    scales: Any = None
+
+    @property
+    def operands(self) -> list[Any]:
+        """As the composite has them."""
+        return [jnp.asarray(x) for x in self if x is not None]
+
+
+def ragged(sizes: Sizes, seed: int) -> Case:
+    """Rows of random slots: none, one or many of each, then padding; NaN where nobody may look."""
+    rng = np.random.default_rng(seed)
+    a, b, r, p, m, k, g, d, quantized = sizes
+    counts = np.zeros((a, b + 1), np.int32)
+    for group in range(a):
+        for slot in range(b):
+            left = min(r - int(counts[group].sum()), m * p)
+            counts[group, slot + 1] = min(
+                left, (0, 1, 1, int(rng.integers(0, r + 1)))[rng.integers(4)]
+            )
+    first = np.cumsum(counts, axis=1, dtype=np.int32)
+    slots, positions = np.full((a, r), b + 5, np.int32), np.full((a, r), -1, np.int32)
+    table = np.stack([rng.permutation(sizes.n)[: b * m].reshape(b, m) for _ in range(a)])
+    shape = (a, sizes.n, p, k, 2, d)
+    is_known = np.zeros(shape[:3], bool)
+    for group, slot in np.ndindex(a, b):
+        count = counts[group, slot + 1]
+        if count == 0:
+            table[group, slot] = -7
+            continue
+        last = rng.integers(count - 1, m * p)
+        rows = slice(first[group, slot], first[group, slot + 1])
+        slots[group, rows], positions[group, rows] = slot, np.arange(last + 1 - count, last + 1)
+        known = np.arange(last + 1)
+        is_known[group, table[group, slot, known // p], known % p] = True
+        table[group, slot, last // p + 1 :] = rng.integers(-5, sizes.n + 5, m - 1 - last // p)
+    q = rng.standard_normal((a, r, k, g, d)).astype(np.float32)
+    if quantized:
+        scales = np.where(is_known[..., None, None], rng.random(shape[:-1]) * 0.02, np.nan)
+        pool = rng.integers(-127, 128, shape).astype(np.int8)
+        return Case(
+            q, pool, table.astype(np.int32), slots, positions, first, scales.astype(np.float32)
+        )
+    pool = np.where(is_known[..., None, None, None], rng.standard_normal(shape), np.nan)
+    return Case(q, pool.astype(np.float32), table.astype(np.int32), slots, positions, first)
+
+
+def attended(case: Case) -> Any:
+    """By a loop over rows, in float64; zeros in padding."""
+    stored = np.asarray(case.pool, np.float64)
+    if case.scales is not None:
+        stored = stored * case.scales[..., None]
+    out, size = np.zeros(case.q.shape), case.pool.shape[2]
+    for group in range(len(out)):
+        for row in range(case.first[group, -1]):
+            seen = np.arange(case.positions[group, row] + 1)
+            pages = case.table[group, case.slots[group, row], seen // size]
+            keys, values = np.moveaxis(stored[group, pages, seen % size], 2, 0)
+            scores = np.einsum("kgd,tkd->kgt", case.q[group, row], keys) / case.q.shape[-1] ** 0.5
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            out[group, row] = np.einsum("kgt,tkd->kgd", weights, values)
+    return out
+
+
+def check(function: Any, sizes: Sizes, seeds: int, rows: int | None = None) -> None:
+    """Compiles a function once, and runs it on several batches."""
+    run = jax.jit(function)
+    for seed in range(seeds):
+        case = ragged(sizes, seed)
+        np.testing.assert_allclose(run(*case.operands), attended(case), rtol=0, atol=1e-5)
+
+
+# The reference
+
+
+@pytest.mark.parametrize("sizes", [Sizes(a=2), Sizes(g=1, p=8, quantized=True)], ids=str)
+@pytest.mark.parametrize("at_once", [1 << 24, 5], ids=["whole", "blocks"])
+def test_reference(at_once: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = sizes.m * sizes.p * sizes.k * 2 * sizes.d
+    monkeypatch.setattr(paged_reference, "MOST_ELEMENTS", at_once * row)  # 16 rows are 3 * 5 + 1
+    check(paged_reference.attend, sizes, 4)
+
+
+def test_the_reference_holds_the_pages_of_a_few_rows() -> None:
+    sizes = Sizes(r=512, b=8, p=64, m=16, k=8, d=64)
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ragged(sizes, 0).operands]
+    mesh = spmd.make_mesh(x=1)
+    memory = spmd.jit(paged_attention, mesh=mesh).compile(*structs).memory
+    all_rows = 4 * sizes.r * sizes.m * sizes.p * sizes.k * 2 * sizes.d
+    assert memory.temporary < all_rows / 8
+
+
+def test_rows_without_a_position_are_zero() -> None:
+    case = ragged(Sizes(), 1)
+    case = case._replace(positions=np.full_like(case.positions, -1))
+    np.testing.assert_array_equal(paged_reference.attend(*case.operands), 0)
+
+
+# Writing
+
+
+def written(pool: Any, new: Any, case: Case) -> Any:
+    """By a loop over rows."""
+    pool, size = np.array(pool), pool.shape[2]
+    for group, row in np.argwhere(case.positions >= 0):
+        position = case.positions[group, row]
+        page = case.table[group, case.slots[group, row], position // size]
+        pool[group, page, position % size] = new[group, row]
+    return pool
+
+
+def update_case(sizes: Sizes, seed: int) -> tuple[Any, ...]:
+    case = ragged(sizes, seed)
+    rng = np.random.default_rng(seed)
+    pool = rng.standard_normal(case.pool.shape).astype(np.float32)
+    new = rng.standard_normal((*case.q.shape[:3], 2, sizes.d)).astype(np.float32)
+    return pool, new, case.table, case.slots, case.positions
+
+
+@pytest.mark.parametrize("rank", [3, 5, 6])
+def test_update(rank: int) -> None:
+    for seed in range(3):
+        pool, new, *tables = update_case(Sizes(a=2), seed)
+        pool, new = (x[(..., *(0,) * (6 - rank))] for x in (pool, new))
+        got = jax.jit(paged_update)(pool, new, *tables)
+        np.testing.assert_array_equal(got, written(pool, new, ragged(Sizes(a=2), seed)))
+
+
+def test_nothing_is_written_where_there_is_no_place() -> None:
+    pool, new, table, slots, positions = update_case(Sizes(r=4), 0)
+    positions = np.asarray([[-1, 64, 3, 3]], np.int32)
+    slots = np.asarray([[0, 0, 1, 2]], np.int32)
+    table = np.array(table)
+    table[0, 1:3] = [-1] * 4, [pool.shape[1]] * 4
+    np.testing.assert_array_equal(paged_update(pool, new, table, slots, positions), pool)
+
+
+# Split over devices
+
+
+@pytest.fixture(scope="module")
+def mesh(devices8: Any) -> spmd.Mesh:
+    return spmd.make_mesh(data=2, model=4, devices=devices8)
+
+
+def step(pool: Any, new: Any, q: Any, table: Any, slots: Any, positions: Any, first: Any) -> Any:
+    """What a layer does with its cache."""
+    pool = paged_update(pool, new, table, slots, positions)
+    return pool, paged_attention(q, pool, table, slots, positions, first)
+
+
+def step_case(sizes: Sizes, seed: int = 0) -> tuple[Any, ...]:
+    case = ragged(sizes, seed)
+    new = update_case(sizes, seed)[1]
+    return case.pool, new, case.q, case.table, case.slots, case.positions, case.first
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "split"),
+    [
+        (4, 2, ("data", None, None, "model", None, None)),  # the key heads
+        (1, 4, ("data", None, None, None, None, None)),  # the query heads of the one there is
+        (8, 3, (None, None, None, ("model", "data"), None, None)),  # groups are not split
+        (2, 2, (None, None, "model", None, None, "data")),  # positions and widths: made whole
+    ],
+)
+def test_split(heads: int, groups: int, split: Any, mesh: spmd.Mesh) -> None:
+    args = step_case(Sizes(a=2, k=heads, g=groups))
+    q_spec = (split[0], None, split[3], "model" if groups == 4 else None, None)
+    specs = (split, None, q_spec, *(((split[0],),) * 4))
+    compiled = spmd.jit(
+        step, mesh=mesh, in_specs=specs, out_specs=(split, q_spec), options=CHECKED
+    ).compile(*args)
+    for got, want in zip(compiled(*args), jax.jit(step)(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def test_a_layer_exchanges_nothing(mesh: spmd.Mesh) -> None:
+    args = step_case(Sizes(a=2, k=4))
+    pool = ("data", None, None, "model", None, None)
+    specs = (pool, ("data", None, "model"), ("data", None, "model"), *(("data",),) * 4)
+    lowered = spmd.jit(step, mesh=mesh, in_specs=specs).lower(*args)
+    assert not lowered.collectives
+
+
+def test_in_place(mesh: spmd.Mesh) -> None:
+    pool, *rest = step_case(Sizes(a=2, k=4, b=8, m=16, d=64))
+    spec = ("data", None, None, "model", None, None)
+    specs = (spec, None, ("data", None, "model"), *(("data",),) * 4)
+    compiled = spmd.jit(step, mesh=mesh, in_specs=specs, donate_argnums=0).compile(pool, *rest)
+    assert compiled.memory.aliased == pool.nbytes // 8
+    local = f"f32[1,{pool.shape[1]},16,"
+    copies = [line for line in hlo_lines(compiled) if re.search(r" copy(-start)?\(", line)]
+    assert not [line for line in copies if local in line]
+
+
+def hlo_lines(compiled: Any) -> list[str]:
+    return str(compiled.as_text("hlo")).splitlines()
+
+
+def test_the_number_of_pages_is_in_types_alone(mesh: spmd.Mesh) -> None:
+    """A module that was exported for one number of pages is one for any other."""
+    sizes = Sizes(a=2)
+    args = step_case(sizes)
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    structs[0] = jax.ShapeDtypeStruct((2, 7919, *args[0].shape[2:]), np.float32)
+    text = jax.jit(step).lower(*structs).as_text()
+    text = text.replace("x7919x", f"x{sizes.n}x")
+    assert "7919" not in text
+    compiled = spmd.compile_stablehlo(text, mesh, [("data",)] * 7)
+    for got, want in zip(compiled(*args), jax.jit(step)(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+# Costs and errors
+
+
+def test_costs_are_of_the_pages_that_rows_read() -> None:
+    def seconds(pages: int, rows: int) -> float:
+        shapes = ((1, pages, 64, 8, 2, 128), (1, rows, 8, 2, 128), (1, rows, 8, 4, 128))
+        floats = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+        tables = ((1, 64, 8), (1, rows), (1, rows), (1, 65))
+        integers = [jax.ShapeDtypeStruct(s, jnp.int32) for s in tables]
+        jitted = spmd.jit(step, mesh=spmd.Mesh(None, (1,), ("x",)), donate_argnums=0)
+        lowered = jitted.lower(*floats, *integers, topology=spmd.Topology("h200:1"))
+        return float(lowered.timeline.seconds)
+
+    read = 64 * 512 * 8 * 2 * 128 * 2 / spmd.Topology("h200:1").hbm_bandwidth
+    assert seconds(1 << 12, 64) == seconds(1 << 16, 64) == pytest.approx(read, rel=0.1)
+    assert seconds(1 << 12, 8) == pytest.approx(read / 8, rel=0.1)
+
+
+def test_shapes_are_checked() -> None:
+    case = ragged(Sizes(), 0)
+    for wrong in (
+        case._replace(q=case.q[..., :8]),
+        case._replace(table=case.table[0]),
+        case._replace(slots=case.slots.astype(np.float32)),
+        case._replace(first=case.first[:, 1:]),
+        case._replace(scales=case.pool[..., 0]),
+        case._replace(pool=case.pool.view(np.int8)[..., :16]),
+    ):
+        *operands, scales = wrong
+        with pytest.raises(ArgumentError, match="paged_attention cannot be computed"):
+            paged_attention(*operands, scales=scales)
+    pool, new, *tables = update_case(Sizes(), 0)
+    for pair in ((pool, new[..., :8]), (pool, new.astype(np.int8)), (pool[0], new)):
+        with pytest.raises(ArgumentError, match="paged_update cannot be computed"):
+            paged_update(*pair, *tables)
+
+
+# The kernel for GPUs, as far as a CPU can tell. `tests/accelerators/test_paged.py` runs it.
+
+KERNEL_SIZES = [
+    Sizes(r=4, b=5, d=64),  # rows of few slots: small tiles alone, of four pages each
+    Sizes(a=2, r=24, b=2, g=8, k=1, d=64, quantized=True),  # small tiles and large ones
+    Sizes(r=40, b=3, g=3, p=64, m=3),  # query heads that do not fill tiles
+    Sizes(r=5, b=2, g=1, k=1, p=128, m=2, d=128, quantized=True),  # two tiles of a page
+]
+
+
+@pytest.mark.parametrize("sizes", KERNEL_SIZES, ids=str)
+def test_kernel(sizes: Sizes) -> None:
+    check(functools.partial(paged_triton.attend, interpret=True), sizes, 4)
+
+
+@pytest.mark.parametrize("programs", [1, 1 << 10], ids=["whole", "parts"])
+def test_kernel_in_parts(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_triton, "PROGRAMS", programs)
+    for sizes in (Sizes(r=6, b=6, k=1, p=64, m=8), Sizes(r=24, b=3, g=5, k=1, p=64, m=8)):
+        check(functools.partial(paged_triton.attend, interpret=True), sizes, 3)
+
+
+def test_tiles_have_every_row_once() -> None:
+    rng = np.random.default_rng(0)
+    for rows, slots, size in ((1, 1, 4), (7, 3, 4), (32, 64, 1), (64, 9, 16)):
+
+        def made(counts: Any, first: Any, slot: Any, size: int = size) -> Any:
+            return paged_triton._tiles(counts, first, slot, size)[:2]
+
+        make = jax.jit(made)
+        for _ in range(8):
+            ends = np.sort(rng.integers(0, rows + 1, (2, slots - 1)), axis=1)
+            first = np.concatenate([np.zeros((2, 1), int), ends], axis=1).astype(np.int32)
+            counts = np.diff(first, axis=1, append=rows).astype(np.int32)
+            slot = np.stack([np.repeat(np.arange(slots), n) for n in counts]).astype(np.int32)
+            about, place = make(counts, first, slot)
+            assert about[..., 2].max() <= size
+            for group in range(2):
+                found = {
+                    int(start) + i: (int(which), size * tile + i)
+                    for tile, (which, start, n, _) in enumerate(about[group])
+                    for i in range(n)
+                }
+                assert len(found) == int(about[group, :, 2].sum())
+                assert found == {row: (slot[group, row], place[group, row]) for row in range(rows)}
+
+
+def test_the_kernel_takes_no_other_sizes() -> None:
+    assert paged_triton.takes(64, 256, 64, 2)
+    for wrong in ((65, 128, 64, 2), (4, 96, 64, 2), (4, 128, 48, 2), (4, 128, 4, 2)):
+        assert not paged_triton.takes(*wrong)
+    assert not paged_triton.takes(4, 256, 64, 4)
+    case = ragged(Sizes(d=12), 0)
+    assert paged_triton.attend(*case.operands) is NotImplemented
+
+
+def structs_of(sizes: Sizes, pages: int, dtype: Any = jnp.bfloat16) -> list[Any]:
+    """The arguments of `step`."""
+    a, b, r, p, m, k, g, d, _ = sizes
+    shapes = ((a, pages, p, k, 2, d), (a, r, k, 2, d), (a, r, k, g, d))
+    tables = ((a, b, m), (a, r), (a, r), (a, b + 1))
+    floats = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+    return floats + [jax.ShapeDtypeStruct(s, jnp.int32) for s in tables]
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_gpus_get_the_kernel(rows: int) -> None:
+    structs = structs_of(Sizes(b=8, r=rows, k=8, d=128, p=64), 1 << 12)
+    jitted = spmd.jit(step, mesh=spmd.Mesh(None, (2,), ("x",)), in_specs=_SPLIT_HEADS)
+    text = jitted.lower(*structs, topology=spmd.Topology("h200:2")).as_text("emitted")
+    assert text.count("@__gpu$xla.gpu.triton") == (1 if rows == 8 else 2)
+
+
+_SPLIT_HEADS = ((None, None, None, "x"), (None, None, "x"), (None, None, "x"), *(((None,),) * 4))
+
+
+def test_a_pool_that_the_kernel_cannot_count_is_an_error() -> None:
+    def lowered(pages: int) -> Any:
+        pool, _, q, *tables = structs_of(Sizes(b=8, r=8, k=8, d=128, p=64), pages)
+        pool = jax.ShapeDtypeStruct(pool.shape, jnp.int8)
+        scales = jax.ShapeDtypeStruct(pool.shape[:-1], jnp.float32)
+        jitted = spmd.jit(
+            lambda q, pool, scales, *tables: paged_attention(q, pool, *tables, scales=scales),
+            mesh=spmd.Mesh(None, (1,), ("x",)),
+        )
+        return jitted.lower(q, pool, scales, *tables, topology=spmd.Topology("h200:1"))
+
+    most = (1 << 31) // (64 * 8 * 2 * 128)
+    lowered(most)
+    with pytest.raises(SpmdError, match=f"at most {most} pages, or more than {2 * most}"):
+        lowered(most + 1)
+    lowered(2 * most + 1)
+
+
+@needs_cuda_plugin
+@pytest.mark.parametrize("rows", [8, 64])
+def test_gpus_write_in_place(rows: int) -> None:
+    structs = structs_of(Sizes(b=8, r=rows, k=8, d=128, p=64), 1 << 12)
+    mesh = spmd.Mesh(None, (1,), ("x",))
+    jitted = spmd.jit(step, mesh=mesh, donate_argnums=0)
+    compiled = jitted.lower(*structs, topology=spmd.Topology("h200:1")).compile()
+    assert compiled.memory.temporary < 1 << 24
+
+
+# Jax's kernel for TPUs
+
+
+def plain_kernel(
+    q: Any, pages: Any, lengths: Any, table: Any, ends: Any, sequences: Any, *, sm_scale: float,
+    **blocks: int,
+) -> Any:  # fmt: skip
+    """What jax's kernel computes: sequences of rows that end where their keys do."""
+    q, pages, lengths, table, ends = map(np.asarray, (q, pages, lengths, table, ends))
+    out = np.full(q.shape, np.nan, np.float32)  # of rows of no sequence nothing is written
+    for i in range(int(sequences[0])):
+        rows = np.arange(ends[i], ends[i + 1])
+        assert len(rows) or sequences[0] == 1
+        assert len(rows) <= lengths[i] <= table.shape[1] * pages.shape[1]
+        stored = pages[table[i]].reshape(-1, *pages.shape[2:])
+        groups = q.shape[1] // (stored.shape[1] // 2)
+        keys, values = (np.repeat(stored[:, j::2], groups, axis=1) for j in (0, 1))
+        for row, last in zip(rows, np.arange(lengths[i] - len(rows), lengths[i]), strict=True):
+            scores = np.einsum("nd,tnd->nt", q[row], keys[: last + 1]) * sm_scale
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            out[row] = np.einsum("nt,tnd->nd", weights, values[: last + 1])
+    return jnp.asarray(out)
+
+
+def test_tpus_leave_slots_without_rows_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel"
+    kernel = importlib.import_module(name)
+    monkeypatch.setattr(kernel, "ragged_paged_attention", plain_kernel)
+    for seed in range(4):
+        case = ragged(Sizes(a=2, d=128), seed)
+        got = paged_tpu.attend(*case.operands)
+        np.testing.assert_allclose(got, attended(case), rtol=0, atol=1e-5)
+    empty = case._replace(first=np.zeros_like(case.first))
+    np.testing.assert_array_equal(paged_tpu.attend(*empty.operands), 0)
+
+
+def test_which_programs_get_jaxs_kernel() -> None:
+    def calls(sizes: Sizes, dtype: Any = jnp.bfloat16) -> int:
+        jitted = spmd.jit(step, mesh=spmd.Mesh(None, (1,), ("x",)))
+        lowered = jitted.lower(*structs_of(sizes, 64, dtype), topology=spmd.Topology("v5e:1x1"))
+        return int(lowered.as_text("emitted").count("@tpu_custom_call"))
+
+    sizes = Sizes(d=128)
+    assert calls(sizes) == calls(sizes._replace(g=7, k=8)) == 1
+    for other in (sizes._replace(d=64), sizes._replace(k=6), sizes._replace(p=4)):
+        assert calls(other) == 0
+    assert calls(sizes, jnp.float16) == 0
+
+
+@needs_libtpu
+def test_tpus_write_in_place() -> None:
+    structs = structs_of(Sizes(b=8, r=16, k=8, d=128, p=16, m=16), 1 << 12)
+    jitted = spmd.jit(step, mesh=spmd.Mesh(None, (1,), ("x",)), donate_argnums=0)
+    compiled = jitted.lower(*structs, topology=spmd.Topology("v5e:1x1")).compile()
+    assert compiled.memory.temporary < 1 << 22
