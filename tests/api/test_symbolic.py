@@ -49,7 +49,7 @@ def test_same_as_jax_at_each_size(
 ) -> None:
     n, k = sizes
     rng = np.random.default_rng(n)
-    given = arguments(n, k, lambda shape: rng.standard_normal(shape).astype(np.float32))
+    given = arguments(n, k, lambda shape: np.asarray(rng.standard_normal(shape), np.float32))
     compiled = spmd.compile_stablehlo(
         form(exported, name), spmd.make_mesh(**MESH), [("data", None), None, None, None],
         symbols={"n": n, "k": k},

@@ -177,7 +177,7 @@ def test_slots_that_are_counted_when_it_is_loaded(devices8):
     params, config = random_model(2)
     (slots,) = jax.export.symbolic_shape("slots", constraints=["mod(slots, 2) == 0"])
     mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
-    symbolic = SHAPE._replace(slots=slots)
+    symbolic = SHAPE._replace(slots=slots)  # type: ignore[arg-type]  # a symbol
     programs = on_mesh(params, config, mesh, symbolic, symbols={"slots": SHAPE.slots})
     check_against_forward(ModelBackend(programs, LIMITS), params, config)
 

@@ -12,6 +12,7 @@ import pytest
 from jax import export
 
 import spmd
+from models.function import Role
 from scripts.flags import bundle as bundle_flags
 from serving.bundle import symbols
 from serving.bundle.function import BundleError, Function, StateLeaf
@@ -50,7 +51,8 @@ def read_slots(weights, state, table_ABM):
 def functions(*constraints):
     (n,) = export.symbolic_shape("n", constraints=constraints)
     held = {"k": struct(D, D)}, {"pool": struct(A, n, P, D)}
-    names, roles = ("weights", "state"), ("weights", "state")
+    names = ("weights", "state")
+    roles: tuple[Role, ...] = ("weights", "state")
     write = Function(
         "write", write_row, (*held, struct(A, D), PLACE, PLACE), (*names, "x", "page", "at"),
         (*roles, "input", "input", "input"),

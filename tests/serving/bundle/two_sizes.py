@@ -22,7 +22,7 @@ def main() -> None:
     mesh = spmd.make_mesh(data=2, model=2)
     share = (0.5, 0.25)[rank]  # as if one had less left
     bundle = load_bundle(folder, mesh, options=options, memory_share=share)
-    peak = max(program.emitted.peak_bytes for program in bundle.programs.values())
+    peak = max(program.emitted.peak_bytes or 0 for program in bundle.programs.values())
     print(json.dumps({"symbols": bundle.symbols, "peak": peak}))
 
 
