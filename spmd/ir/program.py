@@ -134,6 +134,11 @@ class OpKind:
         self.about = found
         return found
 
+    @property
+    def adds_dims(self) -> bool:
+        """Whether it broadcasts to dims of one element alone: the same elements, another shape."""
+        return self.about.is_broadcast and self.operands[0].size == self.results[0].size
+
     def __repr__(self) -> str:
         return f"OpKind({self.name}, {list(map(str, self.operands))})"
 

@@ -113,11 +113,10 @@ def _as_large(op: Op) -> Sequence[Value]:
 
 
 def _is_renamed(op: Op) -> bool:
-    """Whether an op adds dims of one element: the same memory, read with another shape."""
-    kind = op.kind
-    if not kind.about.is_broadcast or kind.operands[0].size != kind.results[0].size:
+    """Whether an op adds dims of one element and keeps the others' order: the same memory."""
+    if not op.kind.adds_dims:
         return False
-    dims = kind.attrs["broadcast_dimensions"]
+    dims = op.kind.attrs["broadcast_dimensions"]
     return list(dims) == sorted(dims)
 
 

@@ -169,7 +169,8 @@ class _Schedule:
         free = self.free.get(lane, start)
         if lane == COMPUTE:
             first = bisect_right(self.gaps, ready, key=lambda gap: gap[1])
-            for i, (opened, closed) in enumerate(self.gaps[first:], first):
+            for i in range(first, len(self.gaps)):
+                opened, closed = self.gaps[i]
                 begin = max(opened, ready)
                 if begin + seconds <= closed:
                     left = (opened, begin), (begin + seconds, closed)

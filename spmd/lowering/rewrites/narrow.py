@@ -44,9 +44,7 @@ def _exchanges(op: Op) -> bool:
 
 def _reshapes(op: Op) -> bool:
     about = op.kind.about
-    if about.is_broadcast:
-        return op.kind.operands[0].size == op.kind.results[0].size
-    return about.is_transpose or about.is_reshape
+    return op.kind.adds_dims or about.is_transpose or about.is_reshape
 
 
 def _passes_on(op: Op) -> bool:
