@@ -1,4 +1,4 @@
-"""What the engine asks of a model: steps over rows of many slots, with a KV cache in pages.
+"""What the engine asks of a model: steps over rows of many slots, with keys and values in pages.
 
 The engine and the scheduler do not know jax; a backend does not know requests. A slot holds one
 sequence. The keys and values of its tokens, at positions 0, 1, ..., lie in pages that the caller
@@ -53,6 +53,11 @@ class Limits:
     pages: int
     top_logprobs: int
     vocab_size: int
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sequence can have: a small pool holds fewer than `max_length`."""
+        return min(self.max_length, self.pages * self.page)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +169,7 @@ class Backend(Protocol):
         Args:
           slot: which slot.
           sampling: how its tokens are drawn.
-          seen: the prompt's ids.
+          seen: the ids of the sequence so far, those of `drawn` among them.
           drawn: the tokens that were drawn already, for a sequence that is resumed.
         """
 
@@ -172,11 +177,12 @@ class Backend(Protocol):
         """Begins one step of the model over the rows of some slots.
 
         Each row writes its token's key and value, and sees those of its slot's positions up to its
-        own, whichever calls wrote them.
+        own, whichever calls wrote them, or whichever part of this step: a prompt may have pages
+        that the chunk of another one fills in the same step. No page is written by two parts.
 
         Args:
           parts: what to do, at least one; of each slot at most one. The rows of a group are at most
-            `limits.rows[-1]`.
+            `limits.rows[-1]`, which is no less than a group has slots.
           alternatives: whether the likeliest tokens are wanted beside drawn ones. If not, `top_ids`
             and `top_logprobs` of these mean nothing.
 

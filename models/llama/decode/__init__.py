@@ -8,8 +8,8 @@ Modules, from the outside in:
     cache     the state between calls: pages of keys and values, and how tokens are drawn
 """
 
-from models.llama.decode.cache import ServingShape, state_leaves
+from models.llama.decode.cache import PAGES, ServingShape, state_leaves
 from models.llama.decode.exports import functions, step_name
 from models.llama.decode.steps import row_logits
 
-__all__ = ["ServingShape", "functions", "row_logits", "state_leaves", "step_name"]
+__all__ = ["PAGES", "ServingShape", "functions", "row_logits", "state_leaves", "step_name"]

@@ -332,7 +332,7 @@ def test_padding_writes_nothing():
         is_new = np.any(new != old["values"], axis=(2, 3, 4, 5))
         np.testing.assert_array_equal(is_new, written)
     for name in ("tokens", "seen", "drawn"):
-        new = np.asarray(programs.state[name])
+        new = np.array(programs.state[name])
         new[1, 0] = before[name][1, 0]  # slot 2's
         np.testing.assert_array_equal(new, before[name])
 
