@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         "--rows",
         type=numbers,
         help="tokens of a group that a step may run, ascending: one of each sequence that decodes, "
-        "and prompts' pieces beside them (default: the slots of a group, 128 and 512, as they fit)",
+        "and prompts' pieces beside them (default: the slots of a group, 256 and 1024, as they fit)",
     )
     add(
         "--length",
@@ -140,10 +140,10 @@ def default_rows(slots: int, longest: int) -> tuple[int, ...]:
 
     Example:
       >>> default_rows(8, 4096), default_rows(256, 4096), default_rows(2, 48)
-      ((8, 128, 512), (16, 256, 512), (2, 96))
+      ((8, 256, 1024), (16, 256, 1024), (2, 96))
     """
     few = [16] if slots >= 64 else []
-    pieces = [min(n, slots * longest) for n in (128, 512) if n >= 2 * slots] or [2 * slots]
+    pieces = [min(n, slots * longest) for n in (256, 1024) if n >= 2 * slots] or [2 * slots]
     return tuple(sorted({*few, slots, *pieces}))
 
 

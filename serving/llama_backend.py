@@ -18,7 +18,7 @@ EMBEDDING = "weights/embed_tokens/"
 CACHE = "state/cache/"
 
 SLOWER = 2
-"""Times as long as the fewest rows a step may take that decoding slots wait for."""
+"""So many times as long a step may take for which decoding slots wait."""
 
 
 def model_backend(bundle: Bundle) -> ModelBackend:
@@ -70,7 +70,7 @@ def _budget(bundle: Bundle, limits: Limits) -> int:
 
 
 def budget(seconds: Mapping[int, float], slots: int) -> int:
-    """The most rows of a step that takes at most twice as long as the shortest.
+    """The most rows of a step that takes at most twice as long as one in which all slots decode.
 
     Reading the weights takes as long for few rows as for some hundreds; behind that each row costs.
     All slots and a piece of a prompt go into a step, however long it takes.
@@ -83,12 +83,13 @@ def budget(seconds: Mapping[int, float], slots: int) -> int:
       Rows of a group, no more than any step has.
 
     Example:
-      >>> budget({16: 0.010, 128: 0.011, 512: 0.019, 2048: 0.06}, slots=64)
-      512
+      >>> budget({16: 0.010, 64: 0.011, 256: 0.013, 1024: 0.035}, slots=64)
+      256
     """
-    fewest = min(seconds)
-    quick = max(rows for rows in seconds if seconds[rows] <= SLOWER * seconds[fewest])
-    return min(max(quick, slots + fewest), max(seconds))
+    most = max(seconds)
+    decoding = min((rows for rows in seconds if rows >= slots), default=most)
+    quick = max(rows for rows in seconds if seconds[rows] <= SLOWER * seconds[decoding])
+    return min(max(quick, slots + min(seconds)), most)
 
 
 def info(bundle: Bundle) -> dict[str, Any]:

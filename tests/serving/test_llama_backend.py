@@ -120,7 +120,8 @@ def test_bytes_that_a_step_reads(hf_folder, tmp_path, export, devices8):
     [
         ({8: 1.0, 128: 1.1, 512: 2.0, 2048: 5.0}, 8, 512),
         ({8: 1.0, 128: 2.1, 512: 4.0}, 8, 16),  # all slots and a piece, however long it takes
-        ({16: 1.0, 256: 2.5, 512: 4.0}, 256, 272),
+        ({16: 1.0, 256: 2.5, 512: 6.0}, 256, 272),
+        ({16: 1.0, 64: 2.5, 256: 3.0, 1024: 5.0}, 64, 1024),  # beside all slots, not beside few
         ({64: 1.0}, 64, 64),
     ],
 )
@@ -195,8 +196,8 @@ def test_errors_of_the_script(arguments, message, tmp_path, export):
 
 @pytest.mark.parametrize(
     ("slots", "longest", "rows"),
-    [(8, 4096, (8, 128, 512)), (256, 4096, (16, 256, 512)), (2, 48, (2, 96)), (1, 1, (1,)),
-     (300, 4096, (16, 300, 600))],
+    [(8, 4096, (8, 256, 1024)), (256, 4096, (16, 256, 1024)), (2, 48, (2, 96)), (1, 1, (1,)),
+     (300, 4096, (16, 300, 1024)), (600, 4096, (16, 600, 1200))],
 )  # fmt: skip
 def test_rows_that_nobody_named(slots, longest, rows):
     assert script.default_rows(slots, longest) == rows
