@@ -261,7 +261,7 @@ class _Tables:
     """The pages of each slot, kept from call to call: a slot that decodes has mostly the same."""
 
     def __init__(self, limits: Limits) -> None:
-        self._page = limits.page
+        self._page, self._end = limits.page, limits.pages
         slots = limits.slots // limits.groups
         self._table = np.zeros((limits.groups, slots, limits.max_length // limits.page), np.int32)
         self._pages: list[tuple[int, ...]] = [()] * limits.slots
@@ -273,6 +273,8 @@ class _Tables:
             pages = part.pages
             # Tuples of the same objects are equal at once.
             if pages is not self._pages[part.slot] and pages != self._pages[part.slot]:
+                if not 0 <= min(pages) <= max(pages) < self._end:
+                    raise ValueError(f"slot {part.slot}: there are pages 0 to {self._end - 1}")
                 by_slot[part.slot, : len(pages)] = pages
                 self._pages[part.slot] = pages
         # The caller's arrays are read while the next call is prepared.
