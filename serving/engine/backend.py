@@ -1,14 +1,20 @@
-"""What the engine asks of a model: slots of a KV cache, filled chunk by chunk, decoded together.
+"""What the engine asks of a model: steps over rows of sequences whose keys and values lie in pages.
 
 The engine and the scheduler do not know jax; a backend does not know requests. A slot holds one
-sequence: the keys and values of its tokens, at positions 0, 1, ...
+sequence, whose tokens are at positions 0, 1, ... Their keys and values lie in pages of a pool:
+position t is in the slot's page t // P, at t % P. A row is one token of a slot. One step of the
+model runs rows of many slots: the latest token of those that draw, beside chunks of prompts.
 
-Calls are asynchronous. A call begins its work and returns a function; calling that function waits
-until the work is done and gives its results. Work is done in the order of the calls:
+Slots and pages are split among groups, which may lie on different devices: slot s is of group
+s // B, where B is the number of slots of a group, and pages are numbered within a group.
 
-    prefilled = backend.prefill(0, prompt, 0, sampling=sampling)
-    drawn = backend.decode([True, False], steps=4)    # begun before the first token is known
-    first, tokens = prefilled().first, drawn()
+Calls are asynchronous: `step` begins its work and returns a function, which waits until the work is
+done and gives its results. Work is done in the order of the calls:
+
+    backend.begin(0, sampling, seen=prompt)
+    first = backend.step([Part(0, 0, prompt, pages, draws=True)])
+    second = backend.step([Part(0, len(prompt), None, pages, draws=True)])  # of a token not yet known
+    tokens = [first().drawn.ids[0], second().drawn.ids[0]]
 """
 
 from __future__ import annotations
@@ -29,20 +35,30 @@ class Limits:
     """The sizes for which a backend was compiled.
 
     Attributes:
-      slots: how many sequences are decoded together.
-      max_length: the most tokens that a slot holds, prompt and completion together.
-      chunks: sizes of the prefill buckets, ascending. One call takes at most the last of them.
-      decode_steps: the most tokens that one call of `decode` draws for each slot.
+      slots: how many sequences there are at a time, over all groups.
+      max_length: the most tokens of a sequence, prompt and completion together.
+      rows: sizes that a step has, ascending: rows of a group. The last is at least the slots of a
+        group, so that all can draw in one step.
+      groups: into how many parts slots and pages are split.
+      page: positions of a page.
+      pages: pages of a group.
       top_logprobs: how many of the likeliest tokens are reported beside each one.
       vocab_size: number of token ids.
     """
 
     slots: int
     max_length: int
-    chunks: tuple[int, ...]
-    decode_steps: int
+    rows: tuple[int, ...]
+    groups: int
+    page: int
+    pages: int
     top_logprobs: int
     vocab_size: int
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sequence can have: a small pool may hold fewer than `max_length`."""
+        return min(self.max_length, self.pages * self.page)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,85 +109,88 @@ class Tokens(NamedTuple):
     top_logprobs: Floats
 
 
-class Prefilled(NamedTuple):
-    """The results of a chunk of a prompt.
+class Part(NamedTuple):
+    """What a step does in one slot.
 
     Attributes:
-      first: the token drawn after the prompt, arrays with leading dim 1; None if not asked for.
-      scores: row i is the target of the chunk's token i with the log-probability that the model
-        gives it there; None if not asked for.
+      slot: over all groups.
+      start: the position of its first row.
+      tokens: the ids of a chunk, one for each row. With None there is one row: the slot's latest
+        drawn token, perhaps of a call that is under way.
+      pages: of the slot, in order, at least up to its last row.
+      draws: whether to draw the token behind its last row, which becomes the slot's latest.
+      targets: to have scores: the token behind each row. Any id will do where there is none.
     """
 
-    first: Tokens | None
-    scores: Tokens | None
+    slot: int
+    start: int
+    tokens: tuple[int, ...] | None
+    pages: tuple[int, ...]
+    draws: bool
+    targets: tuple[int, ...] | None = None
+
+
+class Stepped(NamedTuple):
+    """The results of a step.
+
+    Attributes:
+      drawn: the tokens of the parts that draw, in the order of the parts.
+      scores: for each part: its targets with the log-probabilities that the model gives them; None
+        if it has no targets.
+    """
+
+    drawn: Tokens
+    scores: tuple[Tokens | None, ...]
 
 
 class Backend(Protocol):
-    """A model with slots for sequences.
+    """A model with slots for sequences and a pool of pages.
 
     Attributes:
       limits: the sizes for which it was compiled.
       info: facts about it for people and metrics: the mesh, the device kind, the bytes that a
-        decode step reads, the devices' bandwidth.
+        step reads, the devices' bandwidth.
+      budget: rows of a group in one step beyond which a step takes noticeably longer.
     """
 
     limits: Limits
     info: dict[str, Any]
+    budget: int
 
     @property
     def compile_total(self) -> int:
         """How many programs have been compiled; it stays the same once the backend has started."""
 
-    def prefill(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        start: int,
-        *,
-        sampling: Sampling | None = None,
-        targets: Sequence[int] | None = None,
-    ) -> Callable[[], Prefilled]:
-        """Begins to run a chunk of a prompt.
-
-        A prompt of 20 tokens in chunks of at most 8:
-
-            prefill(slot, prompt[:8], 0)
-            prefill(slot, prompt[:16], 8)
-            prefill(slot, prompt[:20], 16, sampling=sampling)
+    def begin(
+        self, slot: int, sampling: Sampling, seen: Sequence[int], drawn: Sequence[int] = ()
+    ) -> None:
+        """Sets how tokens are drawn in a slot, before the first one is.
 
         Args:
           slot: which slot.
-          tokens: ids from the beginning of the prompt to the end of the chunk.
-          start: how many of them the slot holds already. The chunk is `tokens[start:]`, at least
-            one token and at most `limits.chunks[-1]`. Whatever the slot held behind is forgotten.
-          sampling: to be given with a prompt's last chunk, and only then. The first token is drawn
-            with it, and so are those that `decode` draws for this slot.
-          targets: to have scores: the prompt's token after each one of the chunk. Behind the
-            prompt's last token there is none; any id will do.
-
-        Returns:
-          A function that waits until the chunk is done and returns its results.
+          sampling: how tokens are drawn in it from now on.
+          seen: the ids of the sequence so far, those of `drawn` among them.
+          drawn: those of them that were drawn, if the sequence was interrupted and goes on.
         """
 
-    def decode(
-        self, active: Sequence[bool], steps: int, alternatives: bool = True
-    ) -> Callable[[], Tokens]:
-        """Begins to draw tokens in several slots at once.
+    def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
+        """Begins to run the model over rows of several slots.
 
-        Each step writes the key and value of a slot's latest token and draws the next one. Slots
-        that are not active keep their state. The caller sees to it that no active slot grows
-        beyond `limits.max_length`.
+        In every layer the keys and values of all rows are written before any is read. So a part
+        may also read pages that another part of this step fills.
+
+        A prompt of 20 tokens in chunks of at most 16, then the first token behind it:
+
+            step([Part(slot, 0, prompt[:16], pages, False)])
+            step([Part(slot, 16, prompt[16:], pages, True)])
+            step([Part(slot, 20, None, pages, True)])
 
         Args:
-          active: for each slot whether it takes part. Its whole prompt has to have been run.
-          steps: how many tokens to draw for each slot, from 1 to `limits.decode_steps`.
+          parts: at least one, at most one for each slot; those of a group have at most
+            `limits.rows[-1]` rows together. No page may be written by two of them.
           alternatives: whether the likeliest tokens are wanted. If not, `top_ids` and
-            `top_logprobs` of the results mean nothing.
+            `top_logprobs` of the drawn tokens mean nothing.
 
         Returns:
-          A function that waits and returns arrays (steps, slots, ...). Those of inactive slots mean
-          nothing.
+          A function that waits until the step is done and returns its results.
         """
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Begins to copy the keys and values of the first `length` tokens to another slot."""
