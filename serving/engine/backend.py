@@ -1,20 +1,18 @@
-"""What the engine asks of a model: steps over rows of sequences whose keys and values lie in pages.
+"""What the engine asks of a model: steps over rows of many slots, whose keys and values are in pages.
 
 The engine and the scheduler do not know jax; a backend does not know requests. A slot holds one
-sequence, whose tokens are at positions 0, 1, ... Their keys and values lie in pages of a pool:
-position t is in the slot's page t // P, at t % P. A row is one token of a slot. One step of the
-model runs rows of many slots: the latest token of those that draw, beside chunks of prompts.
+sequence. The keys and values of its tokens, at positions 0, 1, ..., lie in pages that the caller
+chooses: position t in page `pages[t // limits.page]` of the slot's group. Two slots of a group may
+have pages in common, as far as their tokens are the same.
 
-Slots and pages are split among groups, which may lie on different devices: slot s is of group
-s // B, where B is the number of slots of a group, and pages are numbered within a group.
-
-Calls are asynchronous: `step` begins its work and returns a function, which waits until the work is
-done and gives its results. Work is done in the order of the calls:
+Calls are asynchronous. A call begins its work and returns a function; calling that function waits
+until the work is done and gives its results. Work is done in the order of the calls:
 
     backend.begin(0, sampling, seen=prompt)
     first = backend.step([Part(0, 0, prompt, pages, draws=True)])
-    second = backend.step([Part(0, len(prompt), None, pages, draws=True)])  # of a token not yet known
-    tokens = [first().drawn.ids[0], second().drawn.ids[0]]
+    # Begun before the first token is known:
+    second = backend.step([Part(0, len(prompt), None, pages, draws=True)])
+    tokens = [*first().drawn.ids, *second().drawn.ids]
 """
 
 from __future__ import annotations
@@ -35,13 +33,14 @@ class Limits:
     """The sizes for which a backend was compiled.
 
     Attributes:
-      slots: how many sequences there are at a time, over all groups.
+      slots: how many sequences run together, over all groups.
       max_length: the most tokens of a sequence, prompt and completion together.
-      rows: sizes that a step has, ascending: rows of a group. The last is at least the slots of a
-        group, so that all can draw in one step.
-      groups: into how many parts slots and pages are split.
+      rows: numbers of rows of a group for which a step is compiled, ascending; a step has at most
+        the last of them.
+      groups: slots and pages are split among so many groups: slot i is in group
+        `i // (slots // groups)`.
       page: positions of a page.
-      pages: pages of a group.
+      pages: of a group.
       top_logprobs: how many of the likeliest tokens are reported beside each one.
       vocab_size: number of token ids.
     """
@@ -57,7 +56,7 @@ class Limits:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a sequence can have: a small pool may hold fewer than `max_length`."""
+        """The most tokens that a sequence can have: a small pool holds fewer than `max_length`."""
         return min(self.max_length, self.pages * self.page)
 
 
@@ -110,16 +109,17 @@ class Tokens(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a step does in one slot.
+    """What a step does in one slot: a chunk of its prompt, or one row that decodes.
 
     Attributes:
       slot: over all groups.
       start: the position of its first row.
-      tokens: the ids of a chunk, one for each row. With None there is one row: the slot's latest
-        drawn token, perhaps of a call that is under way.
-      pages: of the slot, in order, at least up to its last row.
-      draws: whether to draw the token behind its last row, which becomes the slot's latest.
-      targets: to have scores: the token behind each row. Any id will do where there is none.
+      tokens: a chunk's ids, a row each; None for one row, of the slot's latest drawn token, which a
+        call that is under way may still have to draw.
+      pages: of the slot in order, numbered within its group, up to that of its last row at least.
+      draws: whether a token is drawn behind its last row.
+      targets: to have scores: for each row the token behind it. Behind a prompt's last token there
+        is none; any id will do.
     """
 
     slot: int
@@ -134,9 +134,9 @@ class Stepped(NamedTuple):
     """The results of a step.
 
     Attributes:
-      drawn: the tokens of the parts that draw, in the order of the parts.
-      scores: for each part: its targets with the log-probabilities that the model gives them; None
-        if it has no targets.
+      drawn: the drawn tokens, one for each part that draws, in the order of parts.
+      scores: for each part None, or its targets with the log-probabilities that the model gives
+        them, one for each row.
     """
 
     drawn: Tokens
@@ -144,13 +144,13 @@ class Stepped(NamedTuple):
 
 
 class Backend(Protocol):
-    """A model with slots for sequences and a pool of pages.
+    """A model with slots for sequences.
 
     Attributes:
       limits: the sizes for which it was compiled.
       info: facts about it for people and metrics: the mesh, the device kind, the bytes that a
         step reads, the devices' bandwidth.
-      budget: rows of a group in one step beyond which a step takes noticeably longer.
+      budget: rows of a group in one step beside which decoding slots do not wait long for it.
     """
 
     limits: Limits
@@ -164,32 +164,27 @@ class Backend(Protocol):
     def begin(
         self, slot: int, sampling: Sampling, seen: Sequence[int], drawn: Sequence[int] = ()
     ) -> None:
-        """Sets how tokens are drawn in a slot, before the first one is.
+        """Begins to set up a slot for another sequence, before any token of it is drawn.
 
         Args:
           slot: which slot.
-          sampling: how tokens are drawn in it from now on.
+          sampling: how its tokens are drawn.
           seen: the ids of the sequence so far, those of `drawn` among them.
-          drawn: those of them that were drawn, if the sequence was interrupted and goes on.
+          drawn: the tokens that were drawn already, for a sequence that is resumed.
         """
 
     def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
-        """Begins to run the model over rows of several slots.
+        """Begins one step of the model over the rows of some slots.
 
-        In every layer the keys and values of all rows are written before any is read. So a part
-        may also read pages that another part of this step fills.
-
-        A prompt of 20 tokens in chunks of at most 16, then the first token behind it:
-
-            step([Part(slot, 0, prompt[:16], pages, False)])
-            step([Part(slot, 16, prompt[16:], pages, True)])
-            step([Part(slot, 20, None, pages, True)])
+        Each row writes its token's key and value, and sees those of its slot's positions up to its
+        own, whichever calls wrote them, or whichever part of this step: a prompt may have pages
+        that the chunk of another one fills in the same step. No page is written by two parts.
 
         Args:
-          parts: at least one, at most one for each slot; those of a group have at most
-            `limits.rows[-1]` rows together. No page may be written by two of them.
-          alternatives: whether the likeliest tokens are wanted. If not, `top_ids` and
-            `top_logprobs` of the drawn tokens mean nothing.
+          parts: what to do, at least one; of each slot at most one. The rows of a group are at most
+            `limits.rows[-1]`, which is no less than a group has slots.
+          alternatives: whether the likeliest tokens are wanted beside drawn ones. If not, `top_ids`
+            and `top_logprobs` of these mean nothing.
 
         Returns:
           A function that waits until the step is done and returns its results.
