@@ -1,4 +1,4 @@
-"""What the engine asks of a model: steps over rows of many slots, whose keys and values are in pages.
+"""What the engine asks of a model: steps over rows of many slots, with keys and values in pages.
 
 The engine and the scheduler do not know jax; a backend does not know requests. A slot holds one
 sequence. The keys and values of its tokens, at positions 0, 1, ..., lie in pages that the caller

@@ -6,8 +6,8 @@ same system prompt, or the same conversation one turn later. Cached pages are gi
 page is free, those first that were used the longest ago.
 
 A full page can be *entered*, with its tokens, behind the page of the tokens before it. What is
-entered makes a radix tree (Zheng et al., *SGLang: efficient execution of structured language model
-programs*, 2024), a page an edge. Pages of two tokens, after the sequences "a b c d e" and "a b x y":
+entered makes a radix tree (Zheng et al., *SGLang: Efficient Execution of Structured Language Model
+Programs*, 2024) whose edges are pages. Pages of two tokens, after "a b c d e" and "a b x y":
 
     (ROOT, "a b") -> page 3      (3, "c d") -> page 7      (3, "x y") -> page 1
 """
@@ -95,26 +95,26 @@ class Pages:
             self._holders[page] += 1
             self._cached.pop(page, None)
 
-    def enter(self, page: int, before: int, key: bytes) -> bool:
+    def enter(self, page: int, before: int, key: bytes) -> int:
         """Makes a full page known, that is not written any more.
 
         Args:
-          page: a held page.
-          before: the entered page with the tokens before, or `ROOT`.
+          page: a page that one sequence holds.
+          before: the entered page with the tokens before, or `ROOT`; the sequence holds it too.
           key: what stands for its tokens.
 
         Returns:
-          Whether it is known now. It is not if another page with these tokens is; then those behind
-          it must not be entered either, since nobody need hold that other page.
+          The page that is known to have these tokens there: `page`, unless another one was entered
+          earlier. Then `page` stays unknown.
         """
         place = (before, key)
-        if self._found.setdefault(place, page) != page:
-            return False
-        self._places[page] = place
-        return True
+        known = self._found.setdefault(place, page)
+        if known == page:
+            self._places[page] = place
+        return known
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives back the pages of a sequence, in its order; known ones stay until they are needed."""
+        """Gives back pages of a sequence, in its order; entered ones stay until they are needed."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if self._holders[page]:

@@ -21,7 +21,6 @@ class Held:
         self.keys, self.pages = keys, pages
         self.shared = shared  # found, so never written by this sequence
         self.entered = shared
-        self.enters = True
 
 
 class Machine(RuleBasedStateMachine):
@@ -83,20 +82,23 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def fill(self, data: Any) -> None:
-        """Write the next page, and enter it unless one before it was there already."""
+        """Write the next page and enter it; one that is known already takes its place."""
         sequence = data.draw(st.sampled_from(self.sequences))
         at = sequence.entered
-        if at == len(sequence.keys) or not sequence.enters:
+        if at == len(sequence.keys):
             return
         page, before = sequence.pages[at], sequence.pages[at - 1] if at else ROOT
         assert self.holders(page) == 1  # nobody else may hold a page that is written
         whole = sequence.keys[: at + 1]
-        known = any(self.content.get(other) == whole for other in self.content if other != page)
-        sequence.enters = self.pages.enter(page, before, sequence.keys[at])
-        assert sequence.enters == (not known)
-        if sequence.enters:
-            self.content[page] = whole
-            sequence.entered += 1
+        there = [other for other, content in self.content.items() if content == whole]
+        known = self.pages.enter(page, before, sequence.keys[at])
+        assert [known] == (there or [page])
+        if there:
+            self.pages.share(there)
+            self.pages.release([page])
+            sequence.pages[at] = known
+        self.content[known] = whole
+        sequence.entered += 1
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -150,7 +152,8 @@ TestMachine.settings = settings(max_examples=60, stateful_step_count=40)
 def test_a_beginning_is_shared_and_outlives_its_sequence() -> None:
     pages = Pages(4)
     first = pages.allocate(3)
-    assert pages.enter(first[0], ROOT, b"ab") and pages.enter(first[1], first[0], b"cd")
+    pages.enter(first[0], ROOT, b"ab")
+    pages.enter(first[1], first[0], b"cd")
     found = pages.match([b"ab", b"cd", b"ef"])
     assert found == first[:2] and pages.match([b"cd"]) == []
     pages.share(found)
@@ -180,8 +183,8 @@ def test_leaves_go_first_and_the_least_recently_used_of_them() -> None:
 def test_what_is_known_twice_is_entered_once() -> None:
     pages = Pages(3)
     one, two, three = pages.allocate(3)
-    assert pages.enter(one, ROOT, b"a")
-    assert not pages.enter(two, ROOT, b"a")
+    assert pages.enter(one, ROOT, b"a") == one
+    assert pages.enter(two, ROOT, b"a") == one
     assert pages.match([b"a"]) == [one]
     pages.release([two, three])
     assert (pages.cached, pages.available) == (0, 2)
