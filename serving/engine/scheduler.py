@@ -205,7 +205,7 @@ class Scheduler:
                 else:
                     done.append(Progress(key, row, self._take(request, ids[row])))
                 row += 1
-            elif request is not None and not request.wanted and _ends(part, request):
+            elif request is not None and _ends(part, request):
                 done.append(Progress(key, None, "length"))
                 self._end(request)
         return done
@@ -219,15 +219,13 @@ class Scheduler:
         Who is preempted has to be run again with all its tokens, so they have to be known: until no
         step is under way none is begun.
         """
-        needy = [request for request in self._decoding.values() if request.filled == request.room]
-        for request in sorted(needy, key=lambda request: request.order):
-            group = self._group(request)
-            while request.key in self._decoding and not group.pages.available:
+        for request in [r for r in self._decoding.values() if r.filled == r.room]:
+            while request.slot >= 0 and not (group := self._group(request)).pages.available:
                 if self._under_way:
                     return False
                 self._preempt(group, group.youngest)
-            if request.key in self._decoding:
-                group.grow(request)
+            if request.slot >= 0:
+                self._group(request).grow(request)
         return True
 
     def _preempt(self, group: Group, request: Ongoing) -> None:

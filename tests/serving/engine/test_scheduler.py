@@ -52,6 +52,8 @@ class Run:
         step = self.scheduler.next()
         # Who is preempted is run again with all tokens that it drew, so they have to be known.
         assert not self.under_way or self.scheduler.counts.preempted == before
+        orders = [request.order for request in self.scheduler._preempted]
+        assert orders == sorted(orders)  # the oldest goes on first
         if step is not None:
             self._check(step)
             self.steps.append(step)
@@ -263,6 +265,9 @@ class Machine(RuleBasedStateMachine):
         assert counts.prefilled + counts.repeated + decoded == run.backend.run
         if not counts.preempted:
             assert not counts.repeated
+        # However often a prompt is run, it counts once.
+        prompts = sum(len(request.prompt) for request in run.requests.values())
+        assert counts.prefilled + counts.reused <= prompts
 
     def teardown(self) -> None:
         self.run.finish()
@@ -431,12 +436,22 @@ def test_the_youngest_gives_way_and_goes_on_before_those_that_wait() -> None:
     (begin, resumed) = [b for s in run.steps for b in s.begins if b.seen[0] == youngest][:2]
     assert begin.drawn == () and len(resumed.drawn) >= had
     assert resumed.seen == (*[youngest] * 9, *resumed.drawn)
-    assert {key for key, n in placed_often(run).items() if n > 1} <= {1, 2, 3}
+    assert placed.count(0) == 1  # the oldest
+    counts = run.scheduler.counts
+    assert counts.prefilled + counts.reused == sum(len(r.prompt) for r in run.requests.values())
 
 
-def placed_often(run: Run) -> dict[int, int]:
-    placed = [key for step in run.steps for key in step.placed]
-    return {key: placed.count(key) for key in placed}
+def test_a_request_waits_until_those_that_run_have_a_page_to_spare() -> None:
+    run = Run(dataclasses.replace(LIMITS, pages=7))
+    run.submit(*(request(key, [key] * 8, 3) for key in range(3)))
+    while len(run.order()) < 2:
+        run.step()
+    while len(run.steps) < 3:
+        run.step()
+    # 2 pages and some rows are left, but two requests run.
+    assert run.scheduler.groups[0].pages.available == 2
+    assert run.steps[-1].rows < run.budget and run.order() == [0, 1]
+    run.finish()
 
 
 @pytest.mark.parametrize("how", ["cancel", "end"])
@@ -456,22 +471,23 @@ def test_a_pool_takes_only_what_it_could_hold_alone() -> None:
     assert len(run.finished) == 5
 
 
-def test_a_conversation_goes_on_in_its_pages() -> None:
-    run = Run()
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_a_conversation_goes_on_in_its_pages(ahead: int) -> None:
+    run = Run(ahead=ahead)
     prompt = tuple(range(20))
-    run.submit(request(1, prompt, 5))
+    run.submit(request(1, prompt, 9))
     run.finish()
     first = run.tokens[1]
     run.submit(request(2, (*prompt, *first, 9, 9), 5))
     run.finish()
-    assert run.scheduler.counts.reused == 24
+    assert run.scheduler.counts.reused == 28
 
 
 @pytest.mark.parametrize(("length", "runs"), [(30, 2), (32, 4), (33, 1)])
 def test_the_same_prompt_again_runs_its_last_page(length: int, runs: int) -> None:
     run = Run()
     for key in (1, 2):
-        run.submit(request(key, range(length), 9))
+        run.submit(request(key, range(length), 9, sampling=Sampling(seed=key)))
         run.finish()
     assert [size(part) for part in run.chunks(2)] == [runs]
     # What was drawn behind it is known as well, though the page before was there twice.
@@ -515,6 +531,14 @@ def test_groups_share_the_work_but_go_where_a_beginning_is() -> None:
     run.submit(request(100, [5] * 9, 1))
     run.finish()
     assert [(part.slot // 4, part.start) for part in run.chunks(100)] == [(again, 8)]
+
+
+def test_a_short_common_beginning_does_not_fill_one_group() -> None:
+    run = Run(dataclasses.replace(LIMITS, slots=8, groups=2, rows=(64,)))
+    run.submit(*(request(key, [1, 2, 3, 4, key, key], 40) for key in range(4)))
+    run.step()
+    assert [len(group.running) for group in run.scheduler.groups] == [2, 2]
+    run.finish()
 
 
 @pytest.mark.parametrize(
