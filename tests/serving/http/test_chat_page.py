@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving.engine.backend import Prefilled
+from serving.engine.backend import Part
 from serving.http.service import Options
 from tests.explain.browser import Browser, find_browser
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
@@ -37,22 +37,30 @@ class Speaker(FakeBackend):
     """Says the same thing to everybody."""
 
     def __init__(self) -> None:
-        super().__init__(dataclasses.replace(LIMITS, max_length=4096))
-        self.prompts = [0] * LIMITS.slots
+        super().__init__(dataclasses.replace(LIMITS, max_length=4096, pages=1024))
+        self.said = [0] * LIMITS.slots
+        self.prompts: list[str] = []
 
-    def prefill(self, slot: int, tokens: Any, start: int, **more: Any) -> Callable[[], Prefilled]:
-        self.prompts[slot] = len(tokens)
-        return super().prefill(slot, tokens, start, **more)
+    def begin(self, slot: int, sampling: Any, seen: Any, drawn: Any = ()) -> None:
+        super().begin(slot, sampling, seen, drawn)
+        self.said[slot] = 0
+        self.prompts.append(bytes(seen).decode(errors="replace"))
 
-    def _draw(self, slot: int) -> int:
-        said = len(self.held[slot]) - self.prompts[slot]
-        self.latest[slot] = token = (*REPLY.encode(), 0, 0)[said]  # one call is ahead
+    def _draw(self, part: Part) -> int:
+        said = self.said[part.slot]
+        self.said[part.slot] += 1
+        self.latest[part.slot] = token = (*REPLY.encode(), 0, 0)[said]  # one step is ahead
         return token
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with serving(Speaker()) as running:
+def speaker() -> Speaker:
+    return Speaker()
+
+
+@pytest.fixture(scope="module")
+def live(speaker: Speaker) -> Iterator[Live]:
+    with serving(speaker) as running:
         yield running
 
 
@@ -99,7 +107,7 @@ DONE = "!document.querySelector('.live') && document.querySelectorAll('.assistan
 FACTS = "[...document.querySelectorAll('.assistant .facts')].at(-1).textContent"
 
 
-def test_a_conversation(page: Browser, live: Live, tmp_path: Path) -> None:
+def test_a_conversation(page: Browser, live: Live, speaker: Speaker, tmp_path: Path) -> None:
     question = "How is <script>w</script> split?"
     live.backend.gate.close(after=20)
     say(page, question)
@@ -120,8 +128,7 @@ def test_a_conversation(page: Browser, live: Live, tmp_path: Path) -> None:
     assert page.run(TURNS) == [asked, answered]
     say(page, "And then?")
     wait(page, DONE + "2")
-    prompts = [bytes(held).decode(errors="replace") for held in live.backend.held]
-    assert any(f"User: {question}\n\nAssistant: Each" in prompt for prompt in prompts)
+    assert f"User: {question}\n\nAssistant: Each" in speaker.prompts[-1]
     page.screenshot(Path(os.environ.get("SPMD_SCREENSHOT", tmp_path / "chat.png")), 900)
     assert page.run("document.documentElement.scrollHeight") == 900  # all of it is to be seen
     page.run("document.getElementById('new').click()")
