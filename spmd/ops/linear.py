@@ -13,7 +13,7 @@ composite (`linear_triton`), if they are not quantized. Everywhere else it is ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -55,9 +55,12 @@ def linear(x_BI: Any, weight: Any) -> jax.Array:
 def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
     """The products of the same rows with several weights, which are read together where it pays.
 
+    They are one op, whose outputs are split alike, if the fewest outputs of a weight divide those
+    of the others: queries, keys and values are, and the two halves of a gated MLP.
+
     Args:
       x_BI: rows.
-      weights: as for `linear`; of 4 bits are all or none.
+      weights: as for `linear`.
 
     Returns:
       (B, O) for each weight.
@@ -71,21 +74,26 @@ def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
     parts = [(w["values"], w["scales"]) if isinstance(w, dict) else (w,) for w in weights]
     for part in parts:
         _check(x_BI, part)
-    ranks = {part[0].ndim for part in parts}
-    if len(ranks) > 1:
-        raise ArgumentError(
-            "linears cannot be computed",
-            actual=f"weights of 4 bits beside others: {', '.join(str(p[0].shape) for p in parts)}",
-            required="all of 4 bits, or none",
-            fix="call it once for each kind",
-        )
+    if len({part[0].ndim for part in parts}) > 1 or not _are_alike(part[0] for part in parts):
+        return tuple(_composite(x_BI, [part])[0] for part in parts)
+    return _composite(x_BI, parts)
+
+
+def _composite(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[jax.Array, ...]:
     # A byte of packed weights has an element of each half of its group: x gets the same dims,
     # (B, Q, 2, W), so that a split over groups splits both operands alike.
-    if ranks == {3}:
-        _, groups, width = parts[0][0].shape
+    values = parts[0][0]
+    if values.ndim == 3:
+        _, groups, width = values.shape
         x_BI = x_BI.reshape(x_BI.shape[0], groups, NIBBLES, width)
     found = jax.lax.composite(_decomposition, NAME)(x_BI, *(x for part in parts for x in part))
     return tuple(found)
+
+
+def _are_alike(weights: Iterable[Any]) -> bool:
+    """Whether one split of outputs may serve all weights: the fewest outputs divide the others."""
+    outputs = [weight.shape[0] for weight in weights]
+    return all(n % max(1, min(outputs)) == 0 for n in outputs)
 
 
 def _check(x: Any, operands: tuple[Any, ...]) -> None:
@@ -165,13 +173,18 @@ def _nibbles(values_OQW: Any, dtype: Any) -> Any:
 
 
 def _rule(kind: OpKind) -> Rule:
-    # Outputs of weight n are o<n>: "b i, o0 i, o1 i, o1 -> b o0, b o1" if the second has scales.
-    terms = ["b q p w" if kind.operands[1].rank == 3 else "b i"]
-    results = []
-    for n, part in enumerate(_parts(kind.operands[1:])):
-        inner = ("q w", "q") if part[0].rank == 3 else ("i", "")
-        terms += [f"o{n} {dims}" for dims in inner[: len(part)]]
-        results.append(f"b o{n}")
+    # An axis splits one factor of an op: all outputs have a factor in common, as many as the fewest
+    # are, and the others a rest. With queries (12), keys (4) and values (4) of 8 inputs:
+    #     b i, (o r0) i, o i, o i -> b (o r0), b o, b o
+    parts = list(_parts(kind.operands[1:]))
+    least = min(part[0].shape[0] for part in parts)
+    is_packed = parts[0][0].rank == 3
+    terms, results = ["b q p w" if is_packed else "b i"], []
+    for n, part in enumerate(parts):
+        outputs = "o" if part[0].shape[0] == least else f"(o r{n})"
+        inner = ("q w", "q") if is_packed else ("i", "")
+        terms += [f"{outputs} {dims}" for dims in inner[: len(part)]]
+        results.append(f"b {outputs}")
     return parse_rule(
         f"{', '.join(terms)} -> {', '.join(results)}", kind.operands, kind.results,
         kinds={"i": REDUCE, "q": REDUCE, "p": REPLICATE, "w": REPLICATE},

@@ -76,11 +76,12 @@ def test_linears_kernel_of_one_row(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
-def test_linears_are_linear_of_each(kind: str) -> None:
-    many = [weights(kind, outputs)[0] for outputs in (8, 24)]
+@pytest.mark.parametrize("outputs", [(8, 24), (24, 16)])
+def test_linears_are_linear_of_each(outputs: tuple[int, ...], kind: str) -> None:
+    many = [weights(kind, n)[0] for n in outputs]
     x = np.random.default_rng(0).standard_normal((3, 512)).astype(np.float32)
     got, want = linears(x, many), [linear(x, weight) for weight in many]
-    assert [x.shape for x in got] == [(3, 8), (3, 24)]
+    assert [x.shape for x in got] == [(3, n) for n in outputs]
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -131,7 +132,9 @@ def test_linear_split(kind: str, split: str, mesh: spmd.Mesh) -> None:
         spec = {"values": (*values, *(None,) * len(groups)), "scales": (*scales, *groups)}
     x = np.random.default_rng(0).standard_normal((2, 512)).astype(np.float32)
     split_and_whole(linear, mesh, (x_spec, spec), x, weight)
-    split_and_whole(linears, mesh, (x_spec, [spec, spec]), x, [weight, weight])
+    many = [weight, weights(kind, 72)[0], weight]
+    for i in range(3):
+        split_and_whole(lambda x, w, i=i: linears(x, w)[i], mesh, (x_spec, [spec] * 3), x, many)
 
 
 def test_linears_shapes_are_checked() -> None:
@@ -143,9 +146,6 @@ def test_linears_shapes_are_checked() -> None:
     ):
         with pytest.raises(ArgumentError, match="linear cannot be computed"):
             linear(x, wrong)
-    packed = {"values": jnp.zeros((4, 2, 2), jnp.uint8), "scales": jnp.zeros((4, 2))}
-    with pytest.raises(ArgumentError, match="4 bits beside others"):
-        linears(x, [jnp.zeros((4, 8)), packed])
 
 
 # The cache
