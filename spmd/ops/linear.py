@@ -134,7 +134,10 @@ def _product(x: Any, values: Any, scales: Any = None) -> Any:
             "bqi,oqi->boq", x_BQI, _nibbles(values, x.dtype), preferred_element_type=jnp.float32
         )
         return jnp.sum(sums_BOQ * scales.astype(jnp.float32), axis=-1).astype(x.dtype)
-    out_BO = jnp.einsum("bi,oi->bo", x, values.astype(x.dtype), preferred_element_type=jnp.float32)
+    # Sums are in float32 either way. Asked for them, cuBLAS would write them, for another kernel to
+    # round.
+    kept = x.dtype if scales is None else jnp.float32
+    out_BO = jnp.einsum("bi,oi->bo", x, values.astype(x.dtype), preferred_element_type=kept)
     return _scaled(out_BO, scales).astype(x.dtype)
 
 
