@@ -52,24 +52,32 @@ def make_parser() -> Parser:
     add("--seed", type=int, default=0, help="of the random weights")
     add("--tokenizer", type=Path, help="folder with tokenizer files (default: --init_from)")
     add("--name", help="what the bundle is called (default: like --out)")
-    add("--slots", type=positive, default=8, help="sequences decoded together")
+    add("--slots", type=positive, default=8, help="sequences that run together, of all groups")
     add("--max_length", type=positive, help="of a sequence (default: the model's, at most 4096)")
     add(
-        "--prefill",
+        "--rows",
         type=numbers,
-        help="lengths of prompts' pieces, ascending (default: 128,512 where they fit)",
+        help="tokens of a group that a step may run, ascending: one of each sequence that decodes, "
+        "and prompts' pieces beside them (default: the slots of a group, 256 and 1024, as they fit)",
     )
     add(
         "--length",
         type=numbers,
-        help="lengths that functions read of sequences, ascending, the last is --max_length "
-        "(default: it, and half and a quarter of it from 512 on)",
+        help="tokens that a step may reach back, ascending, the last is --max_length (default: it, "
+        "and a quarter of it from 512 on)",
     )
-    add("--decode_steps", type=positive, default=10, help="tokens of one call at most")
+    add("--page", type=positive, default=64, help="tokens of a page of the cache")
+    add(
+        "--groups",
+        type=positive,
+        default=1,
+        help="slots and pages are split among so many groups: as many as the mesh's axis data has "
+        "devices, or a multiple",
+    )
     add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
-    add("--kv_cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
+    add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
     add(
         "--golden_prompts",
         type=Path,
@@ -108,18 +116,35 @@ def open_source(given: argparse.Namespace) -> contextlib.AbstractContextManager[
 
 def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
     """The sizes that the flags ask for."""
-    longest = given.max_length or min(source.config.max_position_embeddings, 4096)
-    lengths = [n for n in (longest // 4, longest // 2) if n >= 512]
-    chunks = [n for n in (128, 512) if n < longest] or [longest]
+    most = min(source.config.max_position_embeddings, 4096)
+    longest = given.max_length or max(most // given.page, 1) * given.page
+    quarter = longest // 4 // given.page * given.page
     return ServingShape(
         slots=given.slots,
         max_length=longest,
-        chunks=given.prefill or tuple(chunks),
-        lengths=given.length or (*lengths, longest),
-        decode_steps=given.decode_steps,
+        rows=given.rows or default_rows(max(given.slots // given.groups, 1), longest),
+        lengths=given.length or ((quarter, longest) if quarter >= 512 else (longest,)),
+        page=given.page,
+        groups=given.groups,
         top_logprobs=min(given.top_logprobs, source.config.vocab_size),
-        cache_dtype=given.kv_cache_dtype or given.dtype,
+        cache_dtype=given.cache_dtype or given.dtype,
     )
+
+
+def default_rows(slots: int, longest: int) -> tuple[int, ...]:
+    """Numbers of rows: all slots decode, or do so beside pieces of prompts.
+
+    Args:
+      slots: of a group.
+      longest: sequence.
+
+    Example:
+      >>> default_rows(8, 4096), default_rows(256, 4096), default_rows(2, 48)
+      ((8, 256, 1024), (16, 256, 1024), (2, 96))
+    """
+    few = [16] if slots >= 64 else []
+    pieces = [min(n, slots * longest) for n in (256, 1024) if n >= 2 * slots] or [2 * slots]
+    return tuple(sorted({*few, slots, *pieces}))
 
 
 def golden_prompts(source: Source, file: Path | None) -> list[list[int]]:
@@ -146,9 +171,11 @@ def run(given: argparse.Namespace, console: Console) -> None:
             source = source.with_tokenizer(given.tokenizer)
         shape = make_shape(source, given)
         console.print(f"{source.about}: {source.config.parameter_count():,} parameters")
+        split = f" in {shape.groups} groups" if shape.groups > 1 else ""
         console.print(
-            f"{shape.slots} slots of {shape.max_length} tokens, {shape.cache_dtype} cache, prompts "
-            f"by {_listed(shape.chunks)}, lengths {_listed(shape.lengths)}"
+            f"{shape.slots} slots of {shape.max_length} tokens{split}, {shape.cache_dtype} cache "
+            f"in pages of {shape.page}, steps of {_listed(shape.rows)} rows, lengths "
+            f"{_listed(shape.lengths)}"
         )
         trained = source.config.max_position_embeddings
         if shape.max_length > trained:

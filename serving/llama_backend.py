@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+from models.llama.decode import PAGES
 from serving.bundle.bundle import Bundle
-from serving.bundle.function import BundleError
+from serving.bundle.function import BundleError, one_line
 from serving.engine.backend import Limits
 from serving.engine.model_backend import ModelBackend
 from spmd.mesh.topology import Topology
 
 KIND = "llama"
 EMBEDDING = "weights/embed_tokens/"
+CACHE = "state/cache/"
+
+SLOWER = 2
+"""So many times as long a step may take for which decoding slots wait."""
 
 
 def model_backend(bundle: Bundle) -> ModelBackend:
@@ -29,30 +36,78 @@ def model_backend(bundle: Bundle) -> ModelBackend:
         limits = Limits(
             slots=int(shape["slots"]),
             max_length=int(shape["max_length"]),
-            chunks=tuple(map(int, shape["chunks"])),
-            decode_steps=int(shape["decode_steps"]),
+            rows=tuple(map(int, shape["rows"])),
+            groups=int(shape["groups"]),
+            page=int(shape["page"]),
+            pages=int(bundle.symbols[PAGES]),
             top_logprobs=int(shape["top_logprobs"]),
             vocab_size=int(model["vocab_size"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise BundleError(f"the contract of {bundle.manifest.name} is broken: {error}") from error
-    return ModelBackend(bundle, limits, info(bundle))
+        raise BundleError(
+            f"the contract of {bundle.manifest.name} is broken, or older than this program "
+            f"({one_line(error)}): export the model again"
+        ) from error
+    return ModelBackend(bundle, limits, info(bundle), _budget(bundle, limits))
+
+
+def _budget(bundle: Bundle, limits: Limits) -> int:
+    """Rows of a group in one step beside which decoding does not wait long, by predicted times.
+
+    They are compared where tables are smallest: predictions take all rows to see all that their
+    tables reach.
+    """
+    if bundle.devices[0].platform == "cpu":
+        return limits.rows[-1]
+    steps = [p for p in bundle.programs.values() if p.entry.tags["kind"] == "step"]
+    length = min(int(program.entry.tags["length"]) for program in steps)
+    seconds = {
+        int(program.entry.tags["rows"]): float(program.emitted.seconds or math.inf)
+        for program in steps
+        if program.entry.tags["length"] == length
+    }
+    return budget(seconds, limits.slots // limits.groups)
+
+
+def budget(seconds: Mapping[int, float], slots: int) -> int:
+    """The most rows of a step that takes at most twice as long as one in which all slots decode.
+
+    Reading the weights takes as long for few rows as for some hundreds; behind that each row costs.
+    All slots and a piece of a prompt go into a step, however long it takes.
+
+    Args:
+      seconds: rows of a group in a step -> what it is predicted to take.
+      slots: of a group.
+
+    Returns:
+      Rows of a group, no more than any step has.
+
+    Example:
+      >>> budget({16: 0.010, 64: 0.011, 256: 0.013, 1024: 0.035}, slots=64)
+      256
+    """
+    most = max(seconds)
+    decoding = min((rows for rows in seconds if rows >= slots), default=most)
+    quick = max(rows for rows in seconds if seconds[rows] <= SLOWER * seconds[decoding])
+    return min(max(quick, slots + min(seconds)), most)
 
 
 def info(bundle: Bundle) -> dict[str, Any]:
     """Facts about a bundle for people and metrics.
 
-    `weight_bytes` and `state_bytes` are of all devices together. A decode step reads, on one
-    device, `read_weight_bytes`, all weights but for the embedding's table, and of `cache_bytes`
-    what the active slots hold; `bandwidth` is how fast it reads, where that is known.
+    `weight_bytes` and `state_bytes` are of all devices together. A step reads, on one device,
+    `read_weight_bytes`, all weights but for the embedding's table, and for each token that its
+    sequences hold `token_bytes`, on average over the devices; `bandwidth` is how fast it reads,
+    where that is known.
     """
     device = bundle.devices[0]
     read = [x for path, x in bundle.weights.items() if not path.startswith(EMBEDDING)]
-    cache = [x for path, x in bundle.state.items() if path.startswith("state/cache/")]
+    cache = [x for path, x in bundle.state.items() if path.startswith(CACHE)]
+    tokens = math.prod(cache[0].shape[:3])
     known = Topology.for_devices(bundle.devices)
     return {
         "read_weight_bytes": sum(x.addressable_shards[0].data.nbytes for x in read),
-        "cache_bytes": sum(x.addressable_shards[0].data.nbytes for x in cache),
+        "token_bytes": sum(x.addressable_shards[0].data.nbytes for x in cache) / tokens,
         "bandwidth": None if device.platform == "cpu" else known.hbm_bandwidth,
         "name": bundle.manifest.name,
         "mesh": str(bundle.mesh),

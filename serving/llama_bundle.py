@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,18 +33,29 @@ GOLDEN_TOKENS = 8
 
 
 def check_shape(shape: ServingShape) -> None:
-    """Raise a `BundleError` unless the sizes of a shape fit each other."""
-    for name, sizes in (("prefill", shape.chunks), ("length", shape.lengths)):
+    """Raise a `BundleError` that names the flag unless the sizes of a shape fit each other."""
+    for name, size in shape._asdict().items():
+        if isinstance(size, int) and size < (0 if name == "top_logprobs" else 1):
+            raise BundleError(f"--{name}: {size} is too few")
+    if shape.slots % shape.groups:
+        raise BundleError(
+            f"--slots: {shape.slots} cannot be split evenly into --groups {shape.groups}"
+        )
+    for name, sizes in (("rows", shape.rows), ("length", shape.lengths)):
         if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
             raise BundleError(f"--{name}: {list(sizes)} are no ascending positive numbers")
+    uneven = [n for n in (shape.max_length, *shape.lengths) if n % shape.page]
+    if uneven:
+        flag = "max_length" if uneven[0] == shape.max_length else "length"
+        raise BundleError(f"--{flag}: {uneven[0]} is no multiple of --page {shape.page}")
     if shape.lengths[-1] != shape.max_length:
         raise BundleError(
             f"--length: the last, {shape.lengths[-1]}, has to be --max_length {shape.max_length}"
         )
-    if shape.chunks[-1] > shape.max_length:
+    if shape.rows[-1] < shape.slots_of_group:
         raise BundleError(
-            f"--prefill: a chunk of {shape.chunks[-1]} is longer than --max_length "
-            f"{shape.max_length}"
+            f"--rows: the last, {shape.rows[-1]}, is less than the {shape.slots_of_group} slots of "
+            "a group, which all decode in one step"
         )
 
 
@@ -173,16 +186,17 @@ def _goldens(
     """What a bundle goes on with after each prompt, on the devices that are here."""
     devices = jax.devices()
     mesh = spmd.Mesh([device.id for device in devices], (len(devices),), ("model",))
-    longest = max(map(len, prompts)) + GOLDEN_TOKENS
-    lengths = [n for n in shape.lengths if n <= bucket(shape.lengths, longest)]
-    names = [f"decode_t{length}" for length in lengths]
-    names += [f"prefill_s{c}_t{n}" for n in lengths for c in shape.chunks if c <= n]
-    bundle = load_bundle(folder, mesh, verify=False, functions=names)
+    longest = max(map(len, prompts))
+    lengths = _up_to(shape.lengths, longest + GOLDEN_TOKENS)
+    sizes = itertools.product(_up_to(shape.rows, longest), lengths)
+    names = [decode.step_name("step", rows, length) for rows, length in sizes]
+    pages = {decode.PAGES: shape.pages_of_slot}  # one sequence is run at a time
+    bundle = load_bundle(folder, mesh, verify=False, functions=("begin", *names), symbols=pages)
     backend = model_backend(bundle)
     made = [(prompt, *generate(backend, prompt, GOLDEN_TOKENS)) for prompt in prompts]
     return [{"prompt": list(p), "tokens": tokens, "logprobs": found} for p, tokens, found in made]
 
 
-def bucket(sizes: Sequence[int], wanted: int) -> int:
-    """The smallest of some ascending sizes that holds so many; the last one if none does."""
-    return next((size for size in sizes if size >= wanted), sizes[-1])
+def _up_to(sizes: Sequence[int], wanted: int) -> Sequence[int]:
+    """Some ascending sizes up to the smallest that holds so many, or all."""
+    return sizes[: bisect.bisect_left(sizes, wanted) + 1]

@@ -222,6 +222,7 @@ def _read(path: Path, mesh: Mesh) -> Emitted | None:
         donated=tuple(content["donated"]),
         needs_x64=content["needs_x64"],
         peak_bytes=content["peak_bytes"],
+        seconds=content["seconds"],
     )
 
 

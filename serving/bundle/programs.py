@@ -138,6 +138,7 @@ def emitted_of(module: Any, mesh: Mesh, asked: Asked, options: Options) -> Emitt
     lowered = lower_stablehlo(module, mesh, asked.arguments, asked.results, options, asked.updates)
     # The functions share weights and state: these lie in one way for all.
     emitted = lowered.stages.emitted.major_to_minor()
+    emitted = dataclasses.replace(emitted, seconds=lowered.cost)
     if not asked.symbols:
         return emitted
     return dataclasses.replace(emitted, peak_bytes=lowered.predicted_memory.peak)

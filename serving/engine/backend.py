@@ -1,14 +1,18 @@
-"""What the engine asks of a model: slots of a KV cache, filled chunk by chunk, decoded together.
+"""What the engine asks of a model: steps over rows of many slots, with keys and values in pages.
 
 The engine and the scheduler do not know jax; a backend does not know requests. A slot holds one
-sequence: the keys and values of its tokens, at positions 0, 1, ...
+sequence. The keys and values of its tokens, at positions 0, 1, ..., lie in pages that the caller
+chooses: position t in page `pages[t // limits.page]` of the slot's group. Two slots of a group may
+have pages in common, as far as their tokens are the same.
 
 Calls are asynchronous. A call begins its work and returns a function; calling that function waits
 until the work is done and gives its results. Work is done in the order of the calls:
 
-    prefilled = backend.prefill(0, prompt, 0, sampling=sampling)
-    drawn = backend.decode([True, False], steps=4)    # begun before the first token is known
-    first, tokens = prefilled().first, drawn()
+    backend.begin(0, sampling, seen=prompt)
+    first = backend.step([Part(0, 0, prompt, pages, draws=True)])
+    # Begun before the first token is known:
+    second = backend.step([Part(0, len(prompt), None, pages, draws=True)])
+    tokens = [*first().drawn.ids, *second().drawn.ids]
 """
 
 from __future__ import annotations
@@ -29,20 +33,31 @@ class Limits:
     """The sizes for which a backend was compiled.
 
     Attributes:
-      slots: how many sequences are decoded together.
-      max_length: the most tokens that a slot holds, prompt and completion together.
-      chunks: sizes of the prefill buckets, ascending. One call takes at most the last of them.
-      decode_steps: the most tokens that one call of `decode` draws for each slot.
+      slots: how many sequences run together, over all groups.
+      max_length: the most tokens of a sequence, prompt and completion together.
+      rows: numbers of rows of a group for which a step is compiled, ascending; a step has at most
+        the last of them.
+      groups: slots and pages are split among so many groups: slot i is in group
+        `i // (slots // groups)`.
+      page: positions of a page.
+      pages: of a group.
       top_logprobs: how many of the likeliest tokens are reported beside each one.
       vocab_size: number of token ids.
     """
 
     slots: int
     max_length: int
-    chunks: tuple[int, ...]
-    decode_steps: int
+    rows: tuple[int, ...]
+    groups: int
+    page: int
+    pages: int
     top_logprobs: int
     vocab_size: int
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sequence can have: a small pool holds fewer than `max_length`."""
+        return min(self.max_length, self.pages * self.page)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,17 +108,39 @@ class Tokens(NamedTuple):
     top_logprobs: Floats
 
 
-class Prefilled(NamedTuple):
-    """The results of a chunk of a prompt.
+class Part(NamedTuple):
+    """What a step does in one slot: a chunk of its prompt, or one row that decodes.
 
     Attributes:
-      first: the token drawn after the prompt, arrays with leading dim 1; None if not asked for.
-      scores: row i is the target of the chunk's token i with the log-probability that the model
-        gives it there; None if not asked for.
+      slot: over all groups.
+      start: the position of its first row.
+      tokens: a chunk's ids, a row each; None for one row, of the slot's latest drawn token, which a
+        call that is under way may still have to draw.
+      pages: of the slot in order, numbered within its group, up to that of its last row at least.
+      draws: whether a token is drawn behind its last row.
+      targets: to have scores: for each row the token behind it. Behind a prompt's last token there
+        is none; any id will do.
     """
 
-    first: Tokens | None
-    scores: Tokens | None
+    slot: int
+    start: int
+    tokens: tuple[int, ...] | None
+    pages: tuple[int, ...]
+    draws: bool
+    targets: tuple[int, ...] | None = None
+
+
+class Stepped(NamedTuple):
+    """The results of a step.
+
+    Attributes:
+      drawn: the drawn tokens, one for each part that draws, in the order of parts.
+      scores: for each part None, or its targets with the log-probabilities that the model gives
+        them, one for each row.
+    """
+
+    drawn: Tokens
+    scores: tuple[Tokens | None, ...]
 
 
 class Backend(Protocol):
@@ -112,66 +149,43 @@ class Backend(Protocol):
     Attributes:
       limits: the sizes for which it was compiled.
       info: facts about it for people and metrics: the mesh, the device kind, the bytes that a
-        decode step reads, the devices' bandwidth.
+        step reads, the devices' bandwidth.
+      budget: rows of a group in one step beside which decoding slots do not wait long for it.
     """
 
     limits: Limits
     info: dict[str, Any]
+    budget: int
 
     @property
     def compile_total(self) -> int:
         """How many programs have been compiled; it stays the same once the backend has started."""
 
-    def prefill(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        start: int,
-        *,
-        sampling: Sampling | None = None,
-        targets: Sequence[int] | None = None,
-    ) -> Callable[[], Prefilled]:
-        """Begins to run a chunk of a prompt.
-
-        A prompt of 20 tokens in chunks of at most 8:
-
-            prefill(slot, prompt[:8], 0)
-            prefill(slot, prompt[:16], 8)
-            prefill(slot, prompt[:20], 16, sampling=sampling)
+    def begin(
+        self, slot: int, sampling: Sampling, seen: Sequence[int], drawn: Sequence[int] = ()
+    ) -> None:
+        """Begins to set up a slot for another sequence, before any token of it is drawn.
 
         Args:
           slot: which slot.
-          tokens: ids from the beginning of the prompt to the end of the chunk.
-          start: how many of them the slot holds already. The chunk is `tokens[start:]`, at least
-            one token and at most `limits.chunks[-1]`. Whatever the slot held behind is forgotten.
-          sampling: to be given with a prompt's last chunk, and only then. The first token is drawn
-            with it, and so are those that `decode` draws for this slot.
-          targets: to have scores: the prompt's token after each one of the chunk. Behind the
-            prompt's last token there is none; any id will do.
-
-        Returns:
-          A function that waits until the chunk is done and returns its results.
+          sampling: how its tokens are drawn.
+          seen: the ids of the sequence so far, those of `drawn` among them.
+          drawn: the tokens that were drawn already, for a sequence that is resumed.
         """
 
-    def decode(
-        self, active: Sequence[bool], steps: int, alternatives: bool = True
-    ) -> Callable[[], Tokens]:
-        """Begins to draw tokens in several slots at once.
+    def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
+        """Begins one step of the model over the rows of some slots.
 
-        Each step writes the key and value of a slot's latest token and draws the next one. Slots
-        that are not active keep their state. The caller sees to it that no active slot grows
-        beyond `limits.max_length`.
+        Each row writes its token's key and value, and sees those of its slot's positions up to its
+        own, whichever calls wrote them, or whichever part of this step: a prompt may have pages
+        that the chunk of another one fills in the same step. No page is written by two parts.
 
         Args:
-          active: for each slot whether it takes part. Its whole prompt has to have been run.
-          steps: how many tokens to draw for each slot, from 1 to `limits.decode_steps`.
-          alternatives: whether the likeliest tokens are wanted. If not, `top_ids` and
-            `top_logprobs` of the results mean nothing.
+          parts: what to do, at least one; of each slot at most one. The rows of a group are at most
+            `limits.rows[-1]`, which is no less than a group has slots.
+          alternatives: whether the likeliest tokens are wanted beside drawn ones. If not, `top_ids`
+            and `top_logprobs` of these mean nothing.
 
         Returns:
-          A function that waits and returns arrays (steps, slots, ...). Those of inactive slots mean
-          nothing.
+          A function that waits until the step is done and returns its results.
         """
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Begins to copy the keys and values of the first `length` tokens to another slot."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+import collections
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from models.sampling import FIELDS
-from serving.engine.backend import Backend, Limits, Prefilled, Sampling, Tokens
+from serving.engine.backend import Backend, Limits, Part, Sampling, Stepped, Tokens
 
-NEUTRAL = Sampling(temperature=0.0)
+GREEDY = Sampling(temperature=0.0)
+
+NONE = -1
+"""No position, no row; as a token the latest one of its slot."""
 
 
 class Functions(Protocol):
@@ -41,152 +46,250 @@ class ModelBackend:
       programs: the functions.
       limits: the sizes for which they were compiled.
       info: facts about the model for people.
+      budget: rows of a group in one step beside which decoding does not wait long; None: as many as
+        a step may have.
     """
 
     def __init__(
-        self, programs: Functions, limits: Limits, info: Mapping[str, Any] | None = None
+        self,
+        programs: Functions,
+        limits: Limits,
+        info: Mapping[str, Any] | None = None,
+        budget: int | None = None,
     ) -> None:
         self.limits = limits
         self.info = dict(info or {})
+        self.budget = limits.rows[-1] if budget is None else budget
         self._programs = programs
-        self._names = {
-            (tags["kind"], tags.get("chunk", 0), tags.get("length", 0)): name
-            for name, tags in ((n, f.tags) for n, f in programs.functions.items())
-        }
-        self._lengths = sorted({length for kind, _, length in self._names if kind == "decode"})
-        # How many tokens each slot holds once all calls that have begun are done.
-        self._held = [0] * limits.slots
+        self._names: dict[tuple[str, int, int], str] = {}
+        for name, function in programs.functions.items():
+            kind, *sizes = (function.tags.get(tag, 0) for tag in ("kind", "rows", "length"))
+            self._names[kind, *sizes] = name
+        steps = [sizes for kind, *sizes in self._names if kind == "step"]
+        self._rows, self._lengths = (sorted(set(sizes)) for sizes in zip(*steps, strict=True))
+        self._tables = _Tables(limits)
 
     @property
     def compile_total(self) -> int:
         """How many programs have been compiled."""
         return self._programs.compile_total
 
-    def prefill(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        start: int,
-        *,
-        sampling: Sampling | None = None,
-        targets: Sequence[int] | None = None,
-    ) -> Callable[[], Prefilled]:
-        """See `Backend.prefill`."""
-        self._check_chunk(slot, len(tokens) - start, start)
-        prompt = [int(token) for token in tokens]
-        end, chunk = len(prompt), self._bucket(len(tokens) - start)
-        # The padded chunk has to fit into the slot. With 64 positions and a bucket of 16, a chunk
-        # that starts at 52 is run from 48 on: tokens 48..51 are run a second time.
-        first = max(0, min(start, self.limits.max_length - chunk))
-        length = self._length(max(end, first + chunk))
+    def begin(
+        self, slot: int, sampling: Sampling, seen: Sequence[int], drawn: Sequence[int] = ()
+    ) -> None:
+        """See `Backend.begin`."""
+        vocabulary = self.limits.vocab_size
+        is_seen = np.zeros(vocabulary, np.bool_)
+        is_seen[[*seen, *drawn]] = True
         inputs = {
             "slot": np.int32(slot),
-            "start": np.int32(first),
-            "count": np.int32(end - first),
-            "tokens": _padded(prompt[first:], chunk),
-            "last": np.bool_(sampling is not None),
-            "seen": self._seen(prompt if sampling is not None else ()),
-            "sampling": _sampling_inputs(sampling or NEUTRAL),
+            "seen": is_seen,
+            "drawn": np.bincount(np.array(drawn, np.int64), minlength=vocabulary).astype(np.int32),
+            "sampling": {n: np.asarray(getattr(sampling, n), d) for n, (d, _) in FIELDS.items()},
         }
-        if targets is not None:
-            inputs["targets"] = _padded([*prompt[first + 1 : start + 1], *targets], chunk)
-        kind = "prefill" if targets is None else "score"
-        outputs = self._programs.run(self._names[kind, chunk, length], inputs)
-        self._held[slot] = end
-        drawn = _tokens(outputs["first"])
-        scores = None
-        if targets is not None:
-            scores = _tokens(outputs["scores"], start - first, end - first)
+        self._programs.run(self._names["begin", 0, 0], inputs)
 
-        def results() -> Prefilled:
-            # A chunk's token is waited for even if nobody wants it. Otherwise the host would begin
-            # all chunks of a long prompt at once, and nothing could be scheduled between them.
-            token = drawn()
-            return Prefilled(token if sampling is not None else None, scores and scores())
+    def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
+        """See `Backend.step`."""
+        limits = self.limits
+        placed = _place(parts, limits)
+        rows = _bucket(self._rows, placed.fullest, "rows of a group")
+        length = _bucket(self._lengths, placed.longest, "positions of a slot")
+        inputs = _row_inputs(placed, rows, limits)
+        inputs["table"] = self._tables.filled(parts, length)
+        inputs["alternatives"] = np.bool_(alternatives and limits.top_logprobs > 0)
+        drawing, draws = _draws(placed, rows, limits)
+        inputs["draws"] = draws
+        kind = "step"
+        if any(part.targets is not None for part in parts):
+            kind = "score"
+            inputs["targets"] = _targets(placed, rows, limits)
+        outputs = self._programs.run(self._names[kind, rows, length], inputs)
+        drawn = _copied(outputs["drawn"])
+        scores = _copied(outputs["scores"]) if kind == "score" else None
+
+        def results() -> Stepped:
+            # What was drawn is waited for even if nothing was: the step is over then.
+            made = drawn()
+            ids = Tokens(*(x.reshape(-1, *x.shape[2:])[drawing] for x in made))
+            if scores is None:
+                return Stepped(ids, (None,) * len(parts))
+            return Stepped(ids, _scores_of(placed, scores()))
 
         return results
-
-    def decode(
-        self, active: Sequence[bool], steps: int, alternatives: bool = True
-    ) -> Callable[[], Tokens]:
-        """See `Backend.decode`."""
-        limits = self.limits
-        taking_part = [slot for slot, is_active in enumerate(active) if is_active]
-        longest = max(self._held[slot] for slot in taking_part) + steps
-        if not 1 <= steps <= limits.decode_steps or longest > limits.max_length:
-            raise ValueError(
-                f"decode of {steps} tokens up to position {longest}: at most "
-                f"{limits.decode_steps} tokens and {limits.max_length} positions"
-            )
-        inputs = {
-            "active": np.asarray(active, np.bool_),
-            "alternatives": np.bool_(alternatives and limits.top_logprobs > 0),
-            "steps": np.int32(steps),
-        }
-        name = self._names["decode", 0, self._length(longest)]
-        made = _tokens(self._programs.run(name, inputs), end=steps)
-        for slot in taking_part:
-            self._held[slot] += steps
-        return made
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """See `Backend.copy`."""
-        slots = {"source": np.int32(source), "target": np.int32(target)}
-        self._programs.run(self._names["copy", 0, self._length(length)], slots)
-        self._held[target] = length
 
     def warm_up(self) -> None:
         """Calls every function once, so that no request pays for what a first call does."""
         limits = self.limits
-        for length in self._lengths:
-            for chunk in (c for c in limits.chunks if c <= length):
-                self._held[0] = start = length - chunk
-                for targets in (None, [0] * chunk):
-                    self.prefill(0, [0] * length, start, sampling=NEUTRAL, targets=targets)()
-            self.copy(0, limits.slots - 1, length)
-            self._held = [length - 1] * limits.slots
-            self.decode([True] * limits.slots, 1)()
-        self._held = [0] * limits.slots
+        self.begin(0, GREEDY, ())
+        nothing = _place((), limits)
+        for kind, rows, length in self._names:
+            if kind == "begin":
+                continue
+            inputs = _row_inputs(nothing, rows, limits)
+            inputs["table"] = self._tables.filled((), length)
+            inputs["alternatives"] = np.bool_(False)
+            inputs["draws"] = _draws(nothing, rows, limits)[1]
+            if kind == "score":
+                inputs["targets"] = _targets(nothing, rows, limits)
+            outputs = self._programs.run(self._names[kind, rows, length], inputs)
+            _copied(outputs["drawn"])()
 
-    def _check_chunk(self, slot: int, count: int, start: int) -> None:
-        limits = self.limits
-        if not 1 <= count <= limits.chunks[-1] or start + count > limits.max_length:
+
+class _Placed(NamedTuple):
+    """Where the rows of parts go.
+
+    Attributes:
+      parts: as they were given.
+      group, slot: of each part; the slot within its group.
+      begin: the row of its group with which each part begins.
+      count: how many rows each part has.
+      ends: how many positions each part's slot has with them.
+      per_slot: (A, B) rows of each slot.
+    """
+
+    parts: Sequence[Part]
+    group: Any
+    slot: Any
+    begin: Any
+    count: Any
+    ends: Any
+    per_slot: Any
+
+    @property
+    def fullest(self) -> int:
+        """Rows of the group that has the most."""
+        return int(self.per_slot.sum(axis=1).max())
+
+    @property
+    def longest(self) -> int:
+        """Positions of the slot that has the most."""
+        return int(self.ends.max())
+
+
+def _place(parts: Sequence[Part], limits: Limits) -> _Placed:
+    """Puts the rows of each group's slots one behind the other, in the order of slots.
+
+    Raises:
+      ValueError: parts that no step can have.
+    """
+    slots = limits.slots // limits.groups
+    count = np.array([1 if p.tokens is None else len(p.tokens) for p in parts], np.int32)
+    ends = np.array([p.start for p in parts], np.int32) + count
+    of_all = np.array([p.slot for p in parts], np.int32)
+    _check(parts, of_all, ends, count, limits)
+    per_slot = np.zeros((limits.groups, slots), np.int32)
+    per_slot.reshape(-1)[of_all] = count
+    before = np.cumsum(per_slot, axis=1) - per_slot
+    return _Placed(
+        parts, of_all // slots, of_all % slots, before.reshape(-1)[of_all], count, ends, per_slot
+    )
+
+
+def _check(parts: Sequence[Part], of_all: Any, ends: Any, count: Any, limits: Limits) -> None:
+    if len(set(of_all.tolist())) != len(parts):
+        raise ValueError(f"a step has two parts of one slot: {of_all.tolist()}")
+    for part, end, rows in zip(parts, ends.tolist(), count.tolist(), strict=True):
+        if rows < 1 or not rows <= end <= limits.max_length:
             raise ValueError(
-                f"a chunk of {count} tokens at {start}: 1 to {limits.chunks[-1]} tokens within "
-                f"{limits.max_length} positions"
+                f"slot {part.slot}: {rows} rows at position {part.start} do not fit into "
+                f"{limits.max_length}"
             )
-        if start > self._held[slot]:
-            raise ValueError(f"slot {slot} holds {self._held[slot]} tokens, not {start}")
-
-    def _bucket(self, count: int) -> int:
-        chunks = self.limits.chunks
-        return chunks[bisect.bisect_left(chunks, count)]
-
-    def _length(self, needed: int) -> int:
-        found: int = self._lengths[bisect.bisect_left(self._lengths, needed)]
-        return found
-
-    def _seen(self, tokens: Iterable[int]) -> Any:
-        seen = np.zeros(self.limits.vocab_size, np.bool_)
-        seen[list(tokens)] = True
-        return seen
+        if len(part.pages) * limits.page < end:
+            raise ValueError(f"slot {part.slot}: {len(part.pages)} pages do not reach {end}")
 
 
-def _padded(tokens: Sequence[int], size: int) -> Any:
-    padded = np.zeros(size, np.int32)
-    padded[: len(tokens)] = tokens
-    return padded
+def _row_inputs(placed: _Placed, rows: int, limits: Limits) -> dict[str, Any]:
+    """`tokens`, `slots`, `positions` (A, R) and `first` (A, B + 1)."""
+    shape = (limits.groups, rows)
+    tokens, slots = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    positions = np.full(shape, NONE, np.int32)
+    group, slot, begin, count, end = (
+        np.repeat(x, placed.count)
+        for x in (placed.group, placed.slot, placed.begin, placed.count, placed.ends)
+    )
+    # 0, 1, ... within each part.
+    within = np.arange(len(group)) - np.repeat(np.cumsum(placed.count) - placed.count, placed.count)
+    row = begin + within
+    slots[group, row] = slot
+    positions[group, row] = end - count + within
+    ids = [(NONE,) if part.tokens is None else part.tokens for part in placed.parts]
+    tokens[group, row] = np.fromiter(itertools.chain.from_iterable(ids), np.int32, len(row))
+    first = np.zeros((limits.groups, placed.per_slot.shape[1] + 1), np.int32)
+    np.cumsum(placed.per_slot, axis=1, out=first[:, 1:])
+    return {"tokens": tokens, "slots": slots, "positions": positions, "first": first}
 
 
-def _sampling_inputs(sampling: Sampling) -> dict[str, Any]:
-    return {name: np.asarray(getattr(sampling, name), dtype) for name, (dtype, _) in FIELDS.items()}
+def _draws(placed: _Placed, rows: int, limits: Limits) -> tuple[Any, Any]:
+    """Rows behind which tokens are drawn.
+
+    Returns:
+      (of each part that draws, its place among A * D; the rows (A, D)).
+    """
+    most = min(rows, placed.per_slot.shape[1])
+    is_drawing = np.array([part.draws for part in placed.parts], np.bool_)
+    group, last = placed.group[is_drawing], (placed.begin + placed.count - 1)[is_drawing]
+    draws = np.full((limits.groups, most), NONE, np.int32)
+    # The n-th of its group: parts are counted along, group by group.
+    is_of = group[:, None] == np.arange(limits.groups)
+    number = np.cumsum(is_of, axis=0)[np.arange(len(group)), group] - 1
+    draws[group, number] = last
+    return group * most + number, draws
 
 
-def _tokens(report: Any, start: int = 0, end: int | None = None) -> Callable[[], Tokens]:
-    """Starts to copy rows of a report to the host; returns a function that waits for them."""
+def _targets(placed: _Placed, rows: int, limits: Limits) -> Any:
+    """(A, R); zeros for rows of parts without targets."""
+    targets = np.zeros((limits.groups, rows), np.int32)
+    for i, part in enumerate(placed.parts):
+        if part.targets is not None:
+            begin = placed.begin[i]
+            targets[placed.group[i], begin : begin + placed.count[i]] = part.targets
+    return targets
+
+
+def _scores_of(placed: _Placed, scores: Tokens) -> tuple[Tokens | None, ...]:
+    """The scores of each part that has targets."""
+    found: list[Tokens | None] = []
+    for i, part in enumerate(placed.parts):
+        rows = slice(placed.begin[i], placed.begin[i] + placed.count[i])
+        of_part = Tokens(*(x[placed.group[i], rows] for x in scores))
+        found.append(None if part.targets is None else of_part)
+    return tuple(found)
+
+
+class _Tables:
+    """The pages of each slot, kept from call to call: a slot that decodes has mostly the same."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._page = limits.page
+        slots = limits.slots // limits.groups
+        self._table = np.zeros((limits.groups, slots, limits.max_length // limits.page), np.int32)
+        self._pages: list[tuple[int, ...]] = [()] * limits.slots
+
+    def filled(self, parts: Sequence[Part], length: int) -> Any:
+        """(A, B, M) for some positions. Rows of slots without a part hold anything."""
+        by_slot = self._table.reshape(-1, self._table.shape[2])
+        for part in parts:
+            pages = part.pages
+            # Tuples of the same objects are equal at once.
+            if pages is not self._pages[part.slot] and pages != self._pages[part.slot]:
+                by_slot[part.slot, : len(pages)] = pages
+                self._pages[part.slot] = pages
+        # The caller's arrays are read while the next call is prepared.
+        return self._table[:, :, : length // self._page].copy()
+
+
+def _bucket(sizes: Sequence[int], needed: int, what: str) -> int:
+    if needed > sizes[-1]:
+        raise ValueError(f"{needed} {what}: at most {sizes[-1]}")
+    return sizes[bisect.bisect_left(sizes, needed)]
+
+
+def _copied(report: Any) -> Callable[[], Tokens]:
+    """Starts to copy a report to the host; returns a function that waits for it."""
     for x in report:
         x.copy_to_host_async()
-    return lambda: Tokens(*(np.asarray(x)[start:end] for x in report))
+    return lambda: Tokens(*(np.asarray(x) for x in report))
 
 
 def generate(
@@ -196,32 +299,38 @@ def generate(
     sampling: Sampling | None = None,
     ends: frozenset[int] = frozenset(),
 ) -> tuple[list[int], list[float]]:
-    """Draws the tokens after one prompt, in slot 0.
+    """Draws the tokens after one prompt, in slot 0 and its group's first pages.
 
     Args:
       backend: the model; nobody else may use it meanwhile.
       prompt: token ids, at least one.
       count: how many tokens to draw.
       sampling: how to draw them; None takes the likeliest.
-      ends: ids after which drawing stops. Tokens drawn in the same call, behind such an id, are
-        returned as well.
+      ends: ids after which drawing stops.
 
     Returns:
       (tokens, their log-probabilities).
     """
-    sampling = sampling or NEUTRAL
-    largest = backend.limits.chunks[-1]
-    first = None
-    for start in range(0, len(prompt), largest):
-        part = prompt[: start + largest]
-        is_last = len(part) == len(prompt)
-        first = backend.prefill(0, part, start, sampling=sampling if is_last else None)().first
-    assert first is not None  # a prompt has a last part
-    tokens, logprobs = first.ids.tolist(), first.logprobs.tolist()
-    active = np.arange(backend.limits.slots) == 0
-    while len(tokens) < count and ends.isdisjoint(tokens):
-        steps = min(backend.limits.decode_steps, count - len(tokens))
-        made = backend.decode(active.tolist(), steps, alternatives=False)()
-        tokens += made.ids[:, 0].tolist()
-        logprobs += made.logprobs[:, 0].tolist()
+    limits = backend.limits
+    end = len(prompt) + count - 1  # the last token that is drawn is not run
+    pages = tuple(range(-(-end // limits.page)))
+    backend.begin(0, sampling or GREEDY, prompt)
+    under_way = collections.deque[Callable[[], Stepped]]()
+    for start in range(0, len(prompt), limits.rows[-1]):
+        chunk = tuple(prompt[start : start + limits.rows[-1]])
+        is_last = start + len(chunk) == len(prompt)
+        call = backend.step([Part(0, start, chunk, pages, is_last)], alternatives=False)
+        if is_last:
+            under_way.append(call)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    position = len(prompt)
+    while under_way and (not tokens or tokens[-1] not in ends):
+        if position < end:  # begun before its token is known
+            part = Part(0, position, None, pages, draws=True)
+            under_way.append(backend.step([part], alternatives=False))
+            position += 1
+        drawn = under_way.popleft()().drawn
+        tokens.append(int(drawn.ids[0]))
+        logprobs.append(float(drawn.logprobs[0]))
     return tokens, logprobs

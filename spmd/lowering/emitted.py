@@ -38,6 +38,7 @@ class Emitted:
       needs_x64: whether some value has elements of 64 bits.
       callbacks: the Python functions that it calls, by number.
       peak_bytes: predicted memory of one device, where somebody asked for it.
+      seconds: predicted time of one run, where somebody asked for it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Emitted:
     needs_x64: bool
     callbacks: tuple[Callback, ...] = ()
     peak_bytes: int | None = None
+    seconds: float | None = None
 
     @cached_property
     def boundary_mesh(self) -> Mesh:

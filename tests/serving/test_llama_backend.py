@@ -13,8 +13,9 @@ from models.llama.weights.sources import hf_source
 from scripts import export_llama as script
 from serving import llama_backend as llama
 from serving import llama_bundle
+from serving.bundle.function import BundleError
 from serving.bundle.read import load_bundle
-from serving.engine.backend import Limits, Sampling
+from serving.engine.backend import Limits, Part, Sampling
 from serving.engine.model_backend import generate
 from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
@@ -22,10 +23,10 @@ from tests.models.llama.weights import checkpoints
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-SHAPE = ServingShape(2, 48, (8,), (48,), 4, 2, "float32")
-FUNCTIONS = ("decode_t48", "prefill_s8_t48", "copy_t48")
+SHAPE = ServingShape(4, 48, (2, 8), (48,), 8, 2, 2, "float32")
+FUNCTIONS = ("begin", "step_r2_t48", "step_r8_t48")
 FLAGS = [
-    "--slots=2", "--max_length=48", "--prefill=8", "--length=48", "--decode_steps=4",
+    "--slots=4", "--max_length=48", "--rows=2,8", "--length=48", "--page=8", "--groups=2",
     "--top_logprobs=2", "--dtype=float32", "--platforms=cpu",
 ]  # fmt: skip
 
@@ -59,7 +60,8 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
     """Two key heads on eight devices: they are split over a part of the axis."""
     out = tmp_path / "bundle"
     assert "exported: " in export("--init_from", hf_folder, "--out", out)
-    bundle = load_bundle(out, spmd.make_mesh(model=8, devices=devices8), functions=FUNCTIONS)
+    mesh = spmd.make_mesh(model=8, devices=devices8)
+    bundle = load_bundle(out, mesh, functions=FUNCTIONS)
     assert bundle.weights["weights/layers/0/self_attn/q_proj/weight"].addressable_shards[
         0
     ].data.shape == (4, 32)
@@ -69,24 +71,75 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
     assert tokens_of_backend(bundle) == expected
     contract = bundle.manifest.contract
     assert contract["eos_token_ids"] == [3, 5]
-    assert ServingShape(**contract["shape"])._replace(chunks=(8,), lengths=(48,)) == SHAPE
+    found = ServingShape(**contract["shape"])
+    assert found._replace(rows=tuple(found.rows), lengths=tuple(found.lengths)) == SHAPE
     assert contract["model"]["num_key_value_heads"] == 2
     assert set(bundle.functions) == set(FUNCTIONS)
     assert "tokenizer/tokenizer.json" in bundle.manifest.tokenizer
 
 
 def tokens_of_backend(bundle):
-    """The same through what the engine calls."""
+    """The same through what the engine calls: a slot of the second group."""
     backend = llama.model_backend(bundle)
-    assert backend.limits == Limits(2, 48, (8,), 4, 2, 128)
-    greedy = Sampling(temperature=0)
-    backend.prefill(1, PROMPT[:8], 0)
-    first = backend.prefill(1, PROMPT, 8, sampling=greedy)().first
-    assert first is not None
-    calls = [backend.decode([False, True], steps) for steps in (4, 3)]  # both are under way
-    made = [call().ids[:, 1].tolist() for call in calls]
+    assert bundle.symbols == {"pages": 12}  # no more than its slots can fill
+    assert backend.limits == Limits(4, 48, (2, 8), 2, 8, 12, 2, 128)
+    assert backend.budget == 8
+    backend.begin(3, Sampling(temperature=0), PROMPT)
+    pages = (11, 3, 7)
+    calls = [
+        backend.step([Part(3, 0, tuple(PROMPT[:8]), pages, False)]),
+        backend.step([Part(3, 8, tuple(PROMPT[8:]), pages, True)]),
+        # All are under way before the first token is known.
+        *(backend.step([Part(3, len(PROMPT) + i, None, pages, True)]) for i in range(7)),
+    ]
+    made = [call().drawn.ids.tolist() for call in calls]
     assert backend.compile_total == 4  # three functions and the state
-    return [*first.ids.tolist(), *made[0], *made[1]]
+    return [token for tokens in made for token in tokens]
+
+
+def test_bytes_that_a_step_reads(hf_folder, tmp_path, export, devices8):
+    out = tmp_path / "bundle"
+    export("--init_from", hf_folder, "--out", out, "--cache_dtype=int8")
+    mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
+    bundle = load_bundle(out, mesh, functions=FUNCTIONS)
+    facts = llama.info(bundle)
+    # One layer; of two key heads one is on a device, of two groups one: values and scales.
+    assert facts["token_bytes"] == 2 * (8 + 4) / 2
+    read = sum(
+        x.addressable_shards[0].data.nbytes
+        for path, x in bundle.weights.items()
+        if "embed" not in path
+    )
+    assert facts["read_weight_bytes"] == read < facts["weight_bytes"]
+    cache = [x for path, x in bundle.state.items() if "cache" in path]
+    assert sum(x.nbytes for x in cache) == 2 * 12 * 8 * 2 * 2 * (8 + 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slots", "rows"),
+    [
+        ({8: 1.0, 128: 1.1, 512: 2.0, 2048: 5.0}, 8, 512),
+        ({8: 1.0, 128: 2.1, 512: 4.0}, 8, 16),  # all slots and a piece, however long it takes
+        ({16: 1.0, 256: 2.5, 512: 6.0}, 256, 272),
+        ({16: 1.0, 64: 2.5, 256: 3.0, 1024: 5.0}, 64, 1024),  # beside all slots, not beside few
+        ({64: 1.0}, 64, 64),
+    ],
+)
+def test_a_step_that_decoding_waits_for(seconds, slots, rows):
+    assert llama.budget(seconds, slots) == rows
+
+
+def test_an_older_bundle_is_to_be_exported_again(hf_folder, tmp_path, export, devices8):
+    out = tmp_path / "bundle"
+    export("--init_from", hf_folder, "--out", out)
+    file = out / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["contract"]["shape"]["rows"]
+    file.write_text(json.dumps(manifest))
+    mesh = spmd.make_mesh(model=1, devices=devices8[:1])
+    bundle = load_bundle(out, mesh, functions=("begin",), verify=False)
+    with pytest.raises(BundleError, match=r"older than this program \('rows'\): export the model"):
+        llama.model_backend(bundle)
 
 
 def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):
@@ -100,7 +153,7 @@ def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):
     assert made["prompt"] == list(b"abc")
     assert len(made["tokens"]) == len(made["logprobs"]) == 8
     assert manifest["quantization"] == {"kind": "int4", "group": quantize.GROUP}
-    assert len(set(manifest["functions"]["decode_t48"]["modules"])) == 1
+    assert len(set(manifest["functions"]["step_r8_t48"]["modules"])) == 1
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "fp8"])
@@ -126,8 +179,12 @@ def test_weights_are_read_one_by_one(kind, hf_folder):
         (("--init_from=/nowhere",), "error: "),
         (("--run_dir=/nowhere",), "error: /nowhere is no folder of a run"),
         (("--model=tiny", "--length=32"), "error: --length: the last, 32, has to be --max_length"),
-        (("--model=tiny", "--prefill=9,8"), "error: --prefill: [9, 8] are no ascending"),
-        (("--model=tiny", "--prefill=x"), "invalid numbers value: 'x'"),
+        (("--model=tiny", "--rows=9,8"), "error: --rows: [9, 8] are no ascending"),
+        (("--model=tiny", "--rows=x"), "invalid numbers value: 'x'"),
+        (("--model=tiny", "--rows=1"), "error: --rows: the last, 1, is less than the 2 slots of"),
+        (("--model=tiny", "--groups=3"), "error: --slots: 4 cannot be split evenly into --groups"),
+        (("--model=tiny", "--page=7"), "error: --max_length: 48 is no multiple of --page 7"),
+        (("--model=tiny", "--length=12,48"), "error: --length: 12 is no multiple of --page 8"),
         (("--model=tiny", "--tokenizer=/nowhere"), "error: /nowhere holds no tokenizer"),
         (("--model=tiny", "--platforms=wasm"), "error: --platforms: 'wasm' is not among"),
     ],
@@ -135,3 +192,12 @@ def test_weights_are_read_one_by_one(kind, hf_folder):
 def test_errors_of_the_script(arguments, message, tmp_path, export):
     assert message in export("--out", tmp_path / "b", *arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("slots", "longest", "rows"),
+    [(8, 4096, (8, 256, 1024)), (256, 4096, (16, 256, 1024)), (2, 48, (2, 96)), (1, 1, (1,)),
+     (300, 4096, (16, 300, 1024)), (600, 4096, (16, 600, 1200))],
+)  # fmt: skip
+def test_rows_that_nobody_named(slots, longest, rows):
+    assert script.default_rows(slots, longest) == rows

@@ -2,10 +2,12 @@
 
 Shapes are in the names, as in `models.llama.model`, and
 
-    B slots    S tokens of a chunk    T cache positions that attention reads
+    A groups    B slots of a group    R rows of a group    N pages of a group's pool
+    P positions of a page    M pages of a slot's table
 
-A slot holds one sequence. The keys (rotated) and values of its tokens are at positions 0, 1, ...
-Positions behind them hold what earlier sequences left there; attention masks them out.
+A slot holds one sequence. The keys (rotated) and values of its tokens, at positions 0, 1, ..., lie
+in pages, which the caller of a function chooses: see `spmd.ops.paged`. Behind the last token of a
+sequence its page holds what earlier sequences left there; attention does not look at it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,7 +28,9 @@ from models.llama.config import LlamaConfig
 State = dict[str, Any]
 """A tree of arrays as `state_leaves` describes it, or a part of one."""
 
-KEYS, VALUES = 0, 1
+PAGES = "pages"
+"""The symbol for N: how many pages there are is known when the functions are loaded."""
+
 INT8_MAX = 127.0
 
 
@@ -33,97 +38,102 @@ class ServingShape(NamedTuple):
     """The sizes for which functions are compiled.
 
     Attributes:
-      slots: how many sequences are decoded together.
-      max_length: cache positions of a slot, so the longest prompt and completion together.
-      chunks: sizes of the prefill buckets, ascending. A chunk is padded to the next size.
-      lengths: numbers of cache positions that attention may read, ascending; the last one is
-        `max_length`. While all sequences are short, less of the cache is read.
-      decode_steps: the most tokens that one call of decode generates for each slot.
-      top_logprobs: how many of the likeliest tokens are reported beside each generated one.
+      slots: how many sequences run together, over all groups; `groups` divides it.
+      max_length: the most tokens of a sequence, prompt and completion together; a multiple of
+        `page`.
+      rows: numbers of rows of a group that a call may have, ascending. A call with fewer is padded.
+      lengths: numbers of positions that a call's tables reach, ascending multiples of `page`; the
+        last one is `max_length`. While all sequences are short, tables are smaller.
+      page: P.
+      groups: A. Slots and pages are split among groups, so that they can be split over devices.
+      top_logprobs: how many of the likeliest tokens are reported beside each one.
       cache_dtype: dtype of keys and values: a float type, or `int8` with one scale for each head
         and token.
     """
 
     slots: int
     max_length: int
-    chunks: tuple[int, ...]
+    rows: tuple[int, ...]
     lengths: tuple[int, ...]
-    decode_steps: int = 10
+    page: int = 64
+    groups: int = 1
     top_logprobs: int = 20
     cache_dtype: str = "bfloat16"
 
+    @property
+    def slots_of_group(self) -> int:
+        """B."""
+        return self.slots // self.groups
 
-def state_leaves(config: LlamaConfig, shape: ServingShape) -> Any:
+    @property
+    def pages_of_slot(self) -> int:
+        """Pages that the longest sequence takes."""
+        return self.max_length // self.page
+
+
+def symbolic_pages(shape: ServingShape) -> Any:
+    """N as a symbol: at least one sequence fits, and no more pages than all slots can fill."""
+    least = shape.pages_of_slot
+    bounds = (f"{PAGES} >= {least}", f"{PAGES} <= {shape.slots_of_group * least}")
+    return jax.export.symbolic_shape(PAGES, constraints=bounds)[0]
+
+
+def state_leaves(config: LlamaConfig, shape: ServingShape, pages: Any) -> Any:
     """Describes the arrays of the state.
 
-    - `cache/I`, for layer I: `values` (B, 2, K, T, D) has the keys at index 0 of the second dim
-      and the values at index 1. An int8 cache also has `scales` (B, 2, K, T).
-    - `tokens` (B,): the latest token of each slot. Its key and value are not in the cache yet.
-    - `lengths` (B,): how many tokens are in the cache, so the position of the latest token.
-    - `seen` (B, V): whether a token occurs in the sequence.
-    - `drawn` (B, V): how often a token was generated in it.
-    - `sampling/FIELD` (B,): the sampling parameters of each slot.
+    - `cache/I`, for layer I: `values` (A, N, P, K, 2, D) has the keys at index 0 of the second last
+      dim and the values at index 1. An int8 cache also has `scales` (A, N, P, K, 2).
+    - `tokens` (A, B): the latest drawn token of each slot.
+    - `seen` (A, B, V): whether a token occurs in the sequence.
+    - `drawn` (A, B, V): how often a token was drawn in it.
+    - `sampling/FIELD` (A, B): the sampling parameters of each slot.
 
     Args:
         config: the model.
         shape: the sizes.
+        pages: N, a number or `symbolic_pages(shape)`.
 
     Returns:
         A tree of `StateLeaf`s.
     """
-    slots = shape.slots
-    kv = (slots, 2, config.kv_heads, shape.max_length)
+    slots = (shape.groups, shape.slots_of_group)
+    kv = (shape.groups, pages, shape.page, config.kv_heads, 2)
     layer = {"values": StateLeaf((*kv, config.head_width), shape.cache_dtype)}
     if shape.cache_dtype == "int8":
         layer["scales"] = StateLeaf(kv, "float32")
     return {
         "cache": {str(i): dict(layer) for i in range(config.num_hidden_layers)},
-        "tokens": StateLeaf((slots,), "int32"),
-        "lengths": StateLeaf((slots,), "int32"),
-        "seen": StateLeaf((slots, config.vocab_size), "bool"),
-        "drawn": StateLeaf((slots, config.vocab_size), "int32"),
+        "tokens": StateLeaf(slots, "int32"),
+        "seen": StateLeaf((*slots, config.vocab_size), "bool"),
+        "drawn": StateLeaf((*slots, config.vocab_size), "int32"),
         "sampling": {
-            name: StateLeaf((slots,), np.dtype(dtype).name, neutral)
+            name: StateLeaf(slots, np.dtype(dtype).name, neutral)
             for name, (dtype, neutral) in sampling.FIELDS.items()
         },
     }
 
 
-def write_each(layer: State, kv_B2KD: Any, positions_B: Any) -> State:
-    """Writes one key and value into every slot, each at its own position.
+def write_and_attend(
+    layer: State, q_ARKGD: Any, kv_ARK2D: Any, rows: Mapping[str, Any]
+) -> tuple[Any, State]:
+    """Writes each row's key and value, and attends to those up to its position.
 
     Args:
         layer: one layer's cache.
-        kv_B2KD: the new keys and values.
-        positions_B: where they go; nothing is written for a slot whose position is -1.
+        q_ARKGD: the queries.
+        kv_ARK2D: the new keys and values.
+        rows: `table`, `slots`, `positions` and `first`, as for `spmd.ops.paged_attention`.
 
     Returns:
-        The layer's cache after the writes.
+        (the heads' outputs (A, R, K, G, D), the layer's cache after the writes).
     """
-    new = _stored(kv_B2KD, layer)
-    written = {"values": spmd.ops.cache_update(layer["values"], new["values"], positions_B)}
-    if "scales" in layer:
-        scales = spmd.ops.cache_update(
-            layer["scales"][..., None], new["scales"][..., None], positions_B
-        )
-        written["scales"] = scales[..., 0]
-    return written
-
-
-def write_chunk(layer: State, kv_S2KD: Any, slot: Any, start: Any) -> State:
-    """Writes the keys and values of a chunk into one slot, at positions start, start + 1, ...
-
-    The whole chunk has to fit: XLA would move a slice that ends behind the cache back until it
-    fits, and so overwrite other tokens.
-    """
-    zero = jnp.zeros((), slot.dtype)
-    new = _stored(jnp.moveaxis(kv_S2KD, 0, 2)[None], layer)
-    return {
-        name: jax.lax.dynamic_update_slice(
-            layer[name], x, (slot, zero, zero, start, zero)[: x.ndim]
-        )
-        for name, x in new.items()
-    }
+    tables = (rows["table"], rows["slots"], rows["positions"])
+    new = _stored(kv_ARK2D, layer)
+    layer = {name: spmd.ops.paged_update(layer[name], x, *tables) for name, x in new.items()}
+    heads_ARKGD = spmd.ops.paged_attention(
+        q_ARKGD, layer["values"], *tables, rows["first"], scales=layer.get("scales")
+    )
+    return heads_ARKGD, layer
 
 
 def _stored(kv: Any, layer: State) -> State:
@@ -134,59 +144,3 @@ def _stored(kv: Any, layer: State) -> State:
     scales = jnp.max(jnp.abs(kv), axis=-1) / INT8_MAX
     scaled = kv / jnp.where(scales > 0, scales, 1.0)[..., None]
     return {"values": jnp.round(scaled).astype(jnp.int8), "scales": scales}
-
-
-def attend_chunk(q_SKGD: Any, layer: State, slot: Any, positions_S: Any, length: int) -> Any:
-    """Attention of a chunk's queries over the first `length` positions of their slot.
-
-    Args:
-        q_SKGD: the queries.
-        layer: one layer's cache, in which the chunk's own keys and values are already.
-        slot: the slot's index.
-        positions_S: the position of each query, which sees the keys up to there.
-        length: T.
-
-    Returns:
-        The heads' outputs (S, K, G, D).
-    """
-    row = {
-        name: jax.lax.dynamic_index_in_dim(x, slot)[0, :, :, :length] for name, x in layer.items()
-    }
-    # Without the barrier XLA on GPUs changes the layout of the whole cache to the one that the
-    # attention kernel wants for this row, and back.
-    kv_2KTD = jax.lax.optimization_barrier(row["values"])
-    if "scales" in row:
-        kv_2KTD = kv_2KTD.astype(jnp.float32) * row["scales"][..., None]
-    # The mask gives old entries the weight 0, but 0 * NaN is NaN: a sequence that overflowed would
-    # spoil the next one in its slot.
-    kv_2KTD = jnp.where(jnp.arange(length)[:, None] <= positions_S[-1], kv_2KTD, 0)
-    k_1TKD, v_1TKD = (kv_2KTD[i].swapaxes(0, 1)[None].astype(q_SKGD.dtype) for i in (KEYS, VALUES))
-    q_1SND = q_SKGD.reshape(1, q_SKGD.shape[0], -1, q_SKGD.shape[-1])
-    heads_1SND = spmd.ops.attention(q_1SND, k_1TKD, v_1TKD, positions=positions_S)
-    return heads_1SND.reshape(q_SKGD.shape)
-
-
-def copy_slot(
-    state: State, slots: Mapping[str, Any], *, length: int
-) -> tuple[State, dict[str, Any]]:
-    """Copies the first `length` keys and values of slot `source` to slot `target`.
-
-    A prompt that begins like another one need not be computed again up to where they differ.
-
-    Args:
-        state: as `state_leaves` says.
-        slots: `source` and `target`, int32 scalars.
-        length: cache positions.
-
-    Returns:
-        (state, no outputs).
-    """
-
-    def copied(array: Any) -> Any:
-        zero = jnp.zeros((), slots["source"].dtype)
-        sizes = (1, *array.shape[1:3], length, *array.shape[4:])
-        rest = (zero,) * (array.ndim - 1)
-        row = jax.lax.dynamic_slice(array, (slots["source"], *rest), sizes)
-        return jax.lax.dynamic_update_slice(array, row, (slots["target"], *rest))
-
-    return {**state, "cache": jax.tree.map(copied, state["cache"])}, {}

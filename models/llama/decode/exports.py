@@ -14,8 +14,8 @@ import numpy as np
 from models import sampling
 from models.function import Function
 from models.llama.config import LlamaConfig
-from models.llama.decode.cache import ServingShape, copy_slot, state_leaves
-from models.llama.decode.steps import decode, prefill
+from models.llama.decode.cache import ServingShape, state_leaves, symbolic_pages
+from models.llama.decode.steps import begin, step
 
 SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/embed_tokens/": ("model", None),
@@ -28,16 +28,18 @@ SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/layers/*/mlp/gate_proj/": ("model", None),
     "weights/layers/*/mlp/up_proj/": ("model", None),
     "weights/layers/*/mlp/down_proj/": (None, "model"),
-    "state/cache/*/": ("data", None, "...", None, None),
-    "state/tokens": (None,),
-    "state/lengths": (None,),
-    "state/sampling/": (None,),
+    "state/cache/*/": ("data", None, None, "...", None, None),
+    "state/tokens": ("data", None),
+    "state/seen": ("data", None, "..."),
+    "state/drawn": ("data", None, "..."),
+    "state/sampling/": ("data", None),
 }
 """The beginning of a path -> spec. A spec is cut to a tensor's rank, or filled up with None.
 
-Weights are tensor-parallel over `model`, slots are split over `data`. The projections of keys and
-values and the cache's heads are left to the compiler: where `model` has more devices than the model
-has key heads, it splits the heads there are, and the query heads of a key head over the rest.
+Weights are tensor-parallel over `model`, groups of slots and pages are split over `data`. The
+projections of keys and values and the cache's heads are left to the compiler: where `model` has
+more devices than the model has key heads, it splits the heads there are, and the query heads of a
+key head over the rest.
 """
 
 
@@ -46,12 +48,12 @@ def functions(
 ) -> tuple[list[Function], Any, Mapping[str, tuple[Any, ...]], str]:
     """Lists the functions to export.
 
-    With chunks (16,) and lengths (64, 128) these are
+    With rows (4, 16) and lengths (64, 128) these are
 
-        decode_t64      prefill_s16_t64     score_s16_t64     copy_t64
-        decode_t128     prefill_s16_t128    score_s16_t128    copy_t128
+        begin    step_r4_t64     score_r4_t64     step_r16_t64     score_r16_t64
+                 step_r4_t128    score_r4_t128    step_r16_t128    score_r16_t128
 
-    where `score` is prefill that also reports the log-probabilities of the prompt's tokens.
+    where `score` is a step that also reports the log-probabilities of given tokens.
 
     Args:
         config: the model.
@@ -60,40 +62,34 @@ def functions(
 
     Returns:
         (functions, tree of the state's `StateLeaf`s, specs by path pattern, the name of the
-        function whose plan decides what the specs leave open).
+        function whose plan decides what the specs leave open). How many pages there are is a
+        symbol of the functions, `cache.PAGES`.
     """
-    leaves = state_leaves(config, shape)
+    leaves = state_leaves(config, shape, symbolic_pages(shape))
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
-
-    def function(name: str, fn: Any, inputs: Any, **tags: int | str) -> Function:
-        names = ("weights", "state", "inputs")
-        return Function(
-            name, fn, (weights, state, inputs), names, ("weights", "state", "input"), tags
-        )
-
-    common: dict[str, Any] = {"alternatives": shape.top_logprobs, "config": config}
-    found = []
-    for length in shape.lengths:
-        fn = functools.partial(decode, length=length, steps=shape.decode_steps, **common)
-        name = f"decode_t{length}"
-        found.append(function(name, fn, _control(shape), kind="decode", length=length))
-    for length, chunk in itertools.product(shape.lengths, shape.chunks):
-        if chunk > length:
-            continue
-        sizes = {"length": length, "chunk": chunk}
-        for kind, scores in (("prefill", False), ("score", True)):
-            fn = functools.partial(prefill, length=length, scores=scores, **common)
-            name = f"{kind}_s{chunk}_t{length}"
-            found.append(function(name, fn, _chunk(chunk, scores, config), kind=kind, **sizes))
-    for length in shape.lengths:
-        slots = _scalars("source", "target")
-        found.append(Function(
-            f"copy_t{length}", functools.partial(copy_slot, length=length), (state, slots),
-            ("state", "inputs"), ("state", "input"), {"kind": "copy", "length": length},
-        ))  # fmt: skip
-    # Decode over the longest length reads the most of the cache: its plan matters most.
-    primary = found[len(shape.lengths) - 1].name
+    found = [Function(
+        "begin", begin, (state, _request(config)), ("state", "inputs"), ("state", "input"),
+        {"kind": "begin"},
+    )]  # fmt: skip
+    for length, rows in itertools.product(shape.lengths, shape.rows):
+        for kind, scores in (("step", False), ("score", True)):
+            given = {"alternatives": shape.top_logprobs, "scores": scores, "config": config}
+            found.append(Function(
+                step_name(kind, rows, length),
+                functools.partial(step, **given),
+                (weights, state, _rows(shape, rows, length, scores)),
+                ("weights", "state", "inputs"),
+                ("weights", "state", "input"),
+                {"kind": kind, "rows": rows, "length": length},
+            ))  # fmt: skip
+    # The step over the most rows and the longest tables moves the most: its plan matters most.
+    primary = step_name("step", shape.rows[-1], shape.lengths[-1])
     return found, leaves, _specs({"weights": weights, "state": state}), primary
+
+
+def step_name(kind: str, rows: int, length: int) -> str:
+    """What the function of a kind (`step`, `score`) with these sizes is called."""
+    return f"{kind}_r{rows}_t{length}"
 
 
 def _specs(tree: Any) -> dict[str, tuple[Any, ...]]:
@@ -103,34 +99,38 @@ def _specs(tree: Any) -> dict[str, tuple[Any, ...]]:
     for keys, leaf in leaves:
         path = "/".join(str(entry.key) for entry in keys)
         pattern = re.sub(r"/(layers|cache)/\d+/", r"/\1/*/", path)
-        spec = next((SPECS[begin] for begin in SPECS if pattern.startswith(begin)), None)
+        spec = next((SPECS[start] for start in SPECS if pattern.startswith(start)), None)
         if spec is not None:
             rank = len(leaf.shape)
             found[pattern] = (*spec, *(None,) * rank)[:rank]
     return found
 
 
-def _control(shape: ServingShape) -> Any:
+def _rows(shape: ServingShape, rows: int, length: int, scores: bool) -> Any:
+    """The inputs of `steps.step`."""
+    groups, slots = shape.groups, shape.slots_of_group
+    shapes = {
+        "tokens": (rows,),
+        "slots": (rows,),
+        "positions": (rows,),
+        "first": (slots + 1,),
+        "table": (slots, length // shape.page),
+        "draws": (min(rows, slots),),
+        **({"targets": (rows,)} if scores else {}),
+    }
     return {
-        "active": jax.ShapeDtypeStruct((shape.slots,), np.bool_),
+        **{name: jax.ShapeDtypeStruct((groups, *dims), np.int32) for name, dims in shapes.items()},
         "alternatives": jax.ShapeDtypeStruct((), np.bool_),
-        **_scalars("steps"),
     }
 
 
-def _chunk(size: int, scores: bool, config: LlamaConfig) -> Any:
-    tokens = jax.ShapeDtypeStruct((size,), np.int32)
+def _request(config: LlamaConfig) -> Any:
+    """The inputs of `steps.begin`."""
     return {
-        **_scalars("slot", "start", "count"),
-        "tokens": tokens,
-        **({"targets": tokens} if scores else {}),
-        "last": jax.ShapeDtypeStruct((), np.bool_),
+        "slot": jax.ShapeDtypeStruct((), np.int32),
         "seen": jax.ShapeDtypeStruct((config.vocab_size,), np.bool_),
+        "drawn": jax.ShapeDtypeStruct((config.vocab_size,), np.int32),
         "sampling": {
             name: jax.ShapeDtypeStruct((), dtype) for name, (dtype, _) in sampling.FIELDS.items()
         },
     }
-
-
-def _scalars(*names: str) -> Any:
-    return {name: jax.ShapeDtypeStruct((), np.int32) for name in names}

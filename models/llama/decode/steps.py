@@ -1,15 +1,19 @@
-"""Prefill and decode: what one call computes, as functions of (weights, state, inputs).
+"""What one call computes, as functions of (weights, state, inputs).
 
-Prefill runs a chunk of one slot's prompt. Decode generates the next tokens of all slots:
+A step runs rows of many slots through the model: one row of each slot that decodes, and beside them
+chunks of prompts. Behind a slot's last row the next token may be drawn:
 
-    prefill(tokens 0..7)            slot 2 holds 8 tokens
-    prefill(tokens 8..11, last)     slot 2 holds 12 tokens; the first new token is drawn
-    decode(steps=3)                 slot 2 holds 15 tokens; three more are drawn
+    begin(slot 2)                           how its tokens will be drawn; the prompt's tokens count
+    step(tokens 0..7 of slot 2)             slot 2 holds 8 tokens
+    step(tokens 8..11 of slot 2, draws)     12 tokens; the first new one is drawn
+    step(the latest token of slot 2, draws) 13 tokens; the second one is drawn
 
-All shapes are fixed, and nothing here knows of a mesh. The state is donated, so XLA updates it in
-place. Shapes are in the names, as in `models.llama.model`, and
+The tokens that were drawn stay on the device, too: a step may begin before the host has seen those
+of the step before. All shapes are fixed, and nothing here knows of a mesh. The state is donated, so
+XLA updates it in place. Shapes are in the names, as in `models.llama.model`, and
 
-    B slots    S tokens of a chunk    T cache positions that attention reads    P alternatives
+    A groups    B slots of a group    R rows of a group    X rows of all groups    D drawn tokens of
+    a group    P alternatives
 """
 
 from __future__ import annotations
@@ -20,203 +24,160 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import spmd
 from models import sampling
 from models.llama.config import LlamaConfig
-from models.llama.decode.cache import State, attend_chunk, write_chunk, write_each
+from models.llama.decode.cache import State, write_and_attend
 from models.llama.decode.layers import Weights, logits, run_layers
 
+NONE = -1
+"""No position, no row; as a token the latest one of its slot."""
 
-def decode(
-    weights: Weights,
-    state: State,
-    control: Mapping[str, Any],
-    *,
-    length: int,
-    steps: int,
-    alternatives: int,
-    config: LlamaConfig,
-) -> tuple[State, sampling.Report]:
-    """Generates several tokens for every active slot, in a loop on the device.
+
+def begin(state: State, request: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
+    """Sets up a slot for another sequence.
 
     Args:
-        weights: see `Weights`.
         state: as `state_leaves` says.
-        control: `active` (B,), which slots take part; `steps`, how many tokens to generate;
-            `alternatives`, whether to report the likeliest tokens.
-        length: T; no active slot may grow beyond it.
-        steps: the largest value that `control["steps"]` may have.
-        alternatives: P.
-        config: the model.
+        request: the inputs.
+
+            - `slot`: of all groups; those of the first group come first.
+            - `seen` (V,): which tokens occur in the sequence.
+            - `drawn` (V,): how often each one was drawn in it; not 0 where a sequence is resumed.
+            - `sampling/FIELD`: scalars, its sampling parameters.
 
     Returns:
-        (state, report with leading dims (steps, B)). Rows from `control["steps"]` on are zero.
+        (state, no outputs).
     """
-    active_B = control["active"]
+    slots = state["tokens"].shape[1]
+    group, slot = request["slot"] // slots, request["slot"] % slots
 
-    def body(carry: Any) -> Any:
-        i, state, reports = carry
-        logits_BV, state = _next_logits(weights, state, active_B, length, config)
-        params = sampling.SamplingParams(**state["sampling"])
-        # The position of the new token goes into the random key, so a request draws the same
-        # tokens whichever slot it is in and however its steps are divided among calls.
-        ids_B = sampling.sample(
-            logits_BV, params, state["seen"], state["drawn"], state["lengths"] + 1
-        )
-        made = sampling.report(logits_BV, ids_B, alternatives, control["alternatives"])
-        reports = jax.tree.map(lambda all_, one: all_.at[i].set(one), reports, made)
-        return i + 1, _advance(state, ids_B, active_B), reports
+    def put(array_AB: Any, value: Any) -> Any:
+        rest = (jnp.zeros((), slot.dtype),) * value.ndim
+        return jax.lax.dynamic_update_slice(array_AB, value[None, None], (group, slot, *rest))
 
-    shape = (steps, active_B.shape[0])
-    nothing = sampling.Report(
-        jnp.zeros(shape, jnp.int32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, alternatives), jnp.int32),
-        jnp.zeros((*shape, alternatives), jnp.float32),
-    )
-    _, state, reports = jax.lax.while_loop(
-        lambda carry: carry[0] < control["steps"], body, (jnp.int32(0), state, nothing)
-    )
-    return state, reports
+    names = ("seen", "drawn", "sampling")
+    given = jax.tree.map(put, {n: state[n] for n in names}, {n: request[n] for n in names})
+    return {**state, **given}, {}
 
 
-def _next_logits(
-    weights: Weights, state: State, active_B: Any, length: int, config: LlamaConfig
-) -> tuple[Any, State]:
-    """Runs each slot's latest token: logits (B, V) of the next one, and the state with its key.
-
-    `tokens` and `lengths` stay as they are. Logits of slots that are not active mean nothing.
-    """
-    positions_B = state["lengths"]
-    # An inactive slot may be in the middle of its prefill: nothing may be written into it. Its
-    # attention reads position 0 only, to cost little.
-    written_B = jnp.where(active_B, positions_B, -1)
-    seen_B = jnp.where(active_B, positions_B, 0)
-
-    def attend(q_BKGD: Any, kv_B2KD: Any, layer: State) -> tuple[Any, State]:
-        layer = write_each(layer, kv_B2KD, written_B)
-        heads_BKGD = spmd.ops.decode_attention(
-            q_BKGD, layer["values"], seen_B, length=length, scales=layer.get("scales")
-        )
-        return heads_BKGD, layer
-
-    x_BH, cache = run_layers(weights, state["tokens"], positions_B, state["cache"], attend, config)
-    return logits(weights, x_BH, config), {**state, "cache": cache}
-
-
-def _advance(state: State, ids_B: Any, active_B: Any) -> State:
-    """Makes the drawn tokens the latest ones of the active slots."""
-    # A comparison instead of a scatter: it stays local where V is split over devices.
-    is_id_BV = ids_B[:, None] == jnp.arange(state["seen"].shape[1])
-    is_new_BV = is_id_BV & active_B[:, None]
-    return {
-        **state,
-        "tokens": jnp.where(active_B, ids_B, state["tokens"]),
-        "lengths": jnp.where(active_B, state["lengths"] + 1, state["lengths"]),
-        "seen": state["seen"] | is_new_BV,
-        "drawn": state["drawn"] + is_new_BV,
-    }
-
-
-def prefill(
+def step(
     weights: Weights,
     state: State,
-    chunk: Mapping[str, Any],
+    rows: Mapping[str, Any],
     *,
-    length: int,
     alternatives: int,
     scores: bool,
     config: LlamaConfig,
-) -> tuple[State, Any]:
-    """Runs a chunk of one slot's prompt, and draws the token behind it.
+) -> tuple[State, dict[str, sampling.Report]]:
+    """Runs rows of slots through the model, and draws tokens behind some of them.
 
     Args:
         weights: see `Weights`.
         state: as `state_leaves` says.
-        chunk: the inputs.
+        rows: the inputs.
 
-            - `tokens` (S,): the chunk's ids, padded behind the first `count`.
-            - `count`: how many of them are real.
-            - `slot`: where they go.
-            - `start`: the position of the first one; `start` + S may not exceed the slot.
-            - `last`: whether the prompt ends with this chunk. Only then do the drawn token and
-              the two entries below become part of the state.
-            - `sampling/FIELD`: scalars, the request's sampling parameters.
-            - `seen` (V,): which tokens occur in the whole prompt.
-            - `targets` (S,), with `scores` only: the prompt's token after each one.
-        length: T; the chunk has to end within.
+            - `tokens` (A, R): ids; -1 is the latest drawn token of the row's slot.
+            - `positions` (A, R): where they are in their sequences; -1 for padding.
+            - `slots` (A, R), `first` (A, B + 1), `table` (A, B, M): the rows' slots and pages, as
+              `spmd.ops.paged_attention` has them.
+            - `draws` (A, D): rows behind which a token is drawn, of each slot at most one; -1 is
+              none. The token becomes the slot's latest one.
+            - `alternatives`: whether the likeliest tokens are wanted beside drawn ones.
+            - `targets` (A, R), with `scores` only: the token behind each row.
         alternatives: P.
         scores: whether to report the log-probabilities of `targets` as well.
         config: the model.
 
     Returns:
-        (state, {"first": report (1, ...)}), with `scores` also {"scores": report (S, ...)}.
+        (state, {"drawn": report (A, D)}), with `scores` also {"scores": report (A, R)}.
     """
-    slot, start = chunk["slot"], chunk["start"]
-    x_SH, state = _run_chunk(weights, state, chunk, length, config)
-    last = chunk["count"] - 1
-    x_1H = jax.lax.dynamic_slice_in_dim(x_SH, last, 1)
-    logits_1V = logits(weights, x_1H, config)
-    params = {name: chunk["sampling"][name] for name in sampling.FIELDS}
-    one = sampling.SamplingParams(**{name: x[None] for name, x in params.items()})
-    end = start + chunk["count"]
-    seen_1V = chunk["seen"][None]
-    ids_1 = sampling.sample(logits_1V, one, seen_1V, jnp.zeros(seen_1V.shape, jnp.int32), end[None])
-    outputs = {"first": sampling.report(logits_1V, ids_1, alternatives)}
+    x_ARH, state = _run(weights, state, rows, config)
+    drawn_AD, state = _draw(weights, state, x_ARH, rows, alternatives, config)
+    outputs = {"drawn": drawn_AD}
     if scores:
-        outputs["scores"] = sampling.report(
-            logits(weights, x_SH, config), chunk["targets"], alternatives
+        logits_XV = logits(weights, _flat(x_ARH), config)
+        made = sampling.report(logits_XV, _flat(rows["targets"]), alternatives)
+        outputs["scores"] = _in_groups(made, rows["targets"].shape)
+    return state, outputs
+
+
+def row_logits(
+    weights: Weights, state: State, rows: Mapping[str, Any], *, config: LlamaConfig
+) -> tuple[Any, State]:
+    """Runs rows as `step` does, and draws nothing: logits (A, R, V) behind each, and the state."""
+    x_ARH, state = _run(weights, state, rows, config)
+    return _in_groups(logits(weights, _flat(x_ARH), config), x_ARH.shape[:2]), state
+
+
+def _run(
+    weights: Weights, state: State, rows: Mapping[str, Any], config: LlamaConfig
+) -> tuple[Any, State]:
+    """Hidden states (A, R, H) behind the last layer, and the state with the rows' keys in it."""
+    tokens_AR, positions_AR = rows["tokens"], rows["positions"]
+    shape = tokens_AR.shape
+    tokens_AR = jnp.where(tokens_AR == NONE, _taken(state["tokens"], rows["slots"]), tokens_AR)
+
+    def attend(q_XKGD: Any, kv_XK2D: Any, layer: State) -> tuple[Any, State]:
+        heads_ARKGD, layer = write_and_attend(
+            layer, _in_groups(q_XKGD, shape), _in_groups(kv_XK2D, shape), rows
         )
-    state = {**state, "lengths": state["lengths"].at[slot].set(end)}
-    return _begin(state, chunk, params, ids_1[0]), outputs
+        return _flat(heads_ARKGD), layer
+
+    positions_X = jnp.maximum(_flat(positions_AR), 0)
+    x_XH, cache = run_layers(weights, _flat(tokens_AR), positions_X, state["cache"], attend, config)
+    return _in_groups(x_XH, shape), {**state, "cache": cache}
 
 
-def chunk_logits(
-    weights: Weights, state: State, chunk: Mapping[str, Any], *, length: int, config: LlamaConfig
-) -> tuple[Any, State]:
-    """Runs a chunk of one slot's prompt: logits (S, V) behind each of its tokens, and the state.
-
-    Args:
-        weights: see `Weights`.
-        state: as `state_leaves` says.
-        chunk: `tokens` (S,), `slot` and `start`, as for `prefill`.
-        length: T; the chunk has to end within.
-        config: the model.
-    """
-    x_SH, state = _run_chunk(weights, state, chunk, length, config)
-    return logits(weights, x_SH, config), state
-
-
-def _run_chunk(
-    weights: Weights, state: State, chunk: Mapping[str, Any], length: int, config: LlamaConfig
-) -> tuple[Any, State]:
-    """Hidden states (S, H) behind the last layer, and the state with the chunk's keys in it."""
-    slot, start = chunk["slot"], chunk["start"]
-    positions_S = start + jnp.arange(chunk["tokens"].shape[0])
-
-    def attend(q_SKGD: Any, kv_S2KD: Any, layer: State) -> tuple[Any, State]:
-        # Padding is written too. It lies behind the real tokens, where the causal mask hides it
-        # until the next chunk or decode overwrites it.
-        layer = write_chunk(layer, kv_S2KD, slot, start)
-        return attend_chunk(q_SKGD, layer, slot, positions_S, length), layer
-
-    x_SH, cache = run_layers(weights, chunk["tokens"], positions_S, state["cache"], attend, config)
-    return x_SH, {**state, "cache": cache}
+def _draw(
+    weights: Weights,
+    state: State,
+    x_ARH: Any,
+    rows: Mapping[str, Any],
+    alternatives: int,
+    config: LlamaConfig,
+) -> tuple[sampling.Report, State]:
+    """The tokens behind some rows, reported, and the state in which they are the latest ones."""
+    draws_AD = rows["draws"]
+    slots_AD = _taken(rows["slots"], draws_AD)
+    # The head is the largest product of all: only rows that need it go through it.
+    logits_XV = logits(weights, _flat(_taken(x_ARH, draws_AD)), config)
+    of_slots = {name: _taken(x_AB, slots_AD) for name, x_AB in state["sampling"].items()}
+    params = sampling.SamplingParams(**{name: _flat(x) for name, x in of_slots.items()})
+    # The position of the new token goes into the random key, so a request draws the same tokens
+    # whichever slot it is in, and whatever is run beside it.
+    positions_X = _flat(_taken(rows["positions"], draws_AD)) + 1
+    seen_XV, drawn_XV = (_flat(_taken(state[name], slots_AD)) for name in ("seen", "drawn"))
+    ids_X = sampling.sample(logits_XV, params, seen_XV, drawn_XV, positions_X)
+    made = sampling.report(logits_XV, ids_X, alternatives, rows["alternatives"])
+    made = _in_groups(made, draws_AD.shape)
+    slots_AD = jnp.where(draws_AD == NONE, NONE, slots_AD)
+    return made, _advance(state, made.ids, slots_AD)
 
 
-def _begin(state: State, chunk: Mapping[str, Any], params: Mapping[str, Any], first: Any) -> State:
-    """Sets a slot up for decode if its prompt ends with this chunk; else changes nothing."""
-    slot, last = chunk["slot"], chunk["last"]
-    seen_V = chunk["seen"].at[first].set(True)
-    drawn_V = jnp.zeros(seen_V.shape, jnp.int32).at[first].set(1)
-
-    def put(array: Any, value: Any) -> Any:
-        return array.at[slot].set(jnp.where(last, value, array[slot]))
-
+def _advance(state: State, ids_AD: Any, slots_AD: Any) -> State:
+    """Makes the drawn tokens the latest ones of their slots; -1 is no slot."""
+    # Comparisons instead of scatters: they stay local where A, B or V is split over devices.
+    is_of_ADB = slots_AD[..., None] == jnp.arange(state["tokens"].shape[1])
+    ids_AB = jnp.max(jnp.where(is_of_ADB, ids_AD[..., None], NONE), axis=1)
+    is_new_ABV = ids_AB[..., None] == jnp.arange(state["seen"].shape[2])
     return {
         **state,
-        "tokens": put(state["tokens"], first),
-        "seen": put(state["seen"], seen_V),
-        "drawn": put(state["drawn"], drawn_V),
-        "sampling": {name: put(state["sampling"][name], x) for name, x in params.items()},
+        "tokens": jnp.where(ids_AB == NONE, state["tokens"], ids_AB),
+        "seen": state["seen"] | is_new_ABV,
+        "drawn": state["drawn"] + is_new_ABV,
     }
+
+
+def _taken(x_AI: Any, index_AJ: Any) -> Any:
+    """(A, J, ...): entries of each group; an index outside takes the nearest one."""
+    return jax.vmap(lambda x, index: jnp.take(x, index, axis=0, mode="clip"))(x_AI, index_AJ)
+
+
+def _flat(x: Any) -> Any:
+    """(A, R, ...) -> (A * R, ...)."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _in_groups(tree: Any, shape: tuple[int, ...]) -> Any:
+    """(A * R, ...) -> (A, R, ...), every leaf."""
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), tree)

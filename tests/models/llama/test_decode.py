@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,30 +20,48 @@ from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
-from serving.engine.backend import Limits, Sampling
+from serving.engine.backend import Limits, Part, Sampling
 from serving.engine.model_backend import ModelBackend, generate
 from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
 
 VOCABULARY = 128
+PAGES = 12
+"""Of a group: as many as its two slots can fill."""
+
 SHAPE = decode.ServingShape(
     slots=4,
     max_length=48,
-    chunks=(8,),
+    rows=(4, 12),
     lengths=(16, 48),
-    decode_steps=6,
+    page=8,
+    groups=2,
     top_logprobs=VOCABULARY,  # all of them: whole distributions are compared
     cache_dtype="float32",
 )
-FULL = SHAPE._replace(chunks=(4, 8), lengths=(16, 32, 48))
-LIMITS = Limits(4, 48, SHAPE.chunks, SHAPE.decode_steps, VOCABULARY, VOCABULARY)
-FULL_LIMITS = dataclasses.replace(LIMITS, chunks=FULL.chunks)
-MESHES = ((1, 1), (2, 4), (1, 8))
+FEW = SHAPE._replace(rows=SHAPE.rows[-1:], lengths=SHAPE.lengths[-1:])
+MESHES = ((1, 1), (2, 4), (2, 1), (1, 8))
+GREEDY = Sampling(temperature=0.0)
+
+
+def limits(shape: decode.ServingShape = SHAPE) -> Limits:
+    """What `serving.llama_backend` makes of a bundle's contract."""
+    sizes = shape.slots, shape.max_length, shape.rows, shape.groups, shape.page
+    return Limits(*sizes, PAGES, shape.top_logprobs, VOCABULARY)
+
+
+def backend_of(programs: Any, shape: decode.ServingShape = SHAPE) -> ModelBackend:
+    return ModelBackend(programs, limits(shape))
+
+
+def plain(params: Any, config: LlamaConfig, **changes: Any) -> ModelBackend:
+    shape = SHAPE._replace(**changes)
+    return backend_of(Plain(params, config, shape), shape)
 
 
 @functools.cache
 def random_programs(key_heads: int) -> Plain:
-    """Compiled once; what a test leaves in the slots is garbage to the next."""
+    """Compiled once; what a test leaves in the pages is garbage to the next."""
     return Plain(*random_model(key_heads), SHAPE)
 
 
@@ -53,10 +72,11 @@ class Plain:
 
     def __init__(self, params: Any, config: LlamaConfig, shape: decode.ServingShape) -> None:
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        functions, leaves, _, _ = decode.functions(config, shape, types)
+        functions, *_ = decode.functions(config, shape, types)
         self.functions = {function.name: function for function in functions}
         self._jitted = {name: jax.jit(f.fn) for name, f in self.functions.items()}
         self._params = params
+        leaves = decode.state_leaves(config, shape, PAGES)
         self.state = jax.tree.map(lambda x: jnp.full(x.shape, x.fill, x.dtype), leaves)
 
     def run(self, name: str, *inputs: Any) -> Any:
@@ -69,66 +89,122 @@ class Plain:
 
 
 def on_mesh(
-    params: Any, config: LlamaConfig, mesh: Any, shape: decode.ServingShape = FULL, **given: Any
+    params: Any, config: LlamaConfig, mesh: Any, shape: decode.ServingShape = SHAPE
 ) -> Bundle:
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     functions, leaves, specs, primary = decode.functions(config, shape, types)
-    used = [f for f in functions if f.tags["kind"] in ("decode", "score")]
     return compile_bundle(
-        used, mesh, weights=params, specs=specs, state=leaves, primary=primary,
-        options=spmd.Options(check=True), **given,
+        functions, mesh, weights=params, specs=specs, state=leaves, primary=primary,
+        options=spmd.Options(check=True), symbols={"pages": PAGES},
     )  # fmt: skip
 
 
-def distribution(tokens: Any, row: Any) -> np.ndarray[Any, Any]:
+def distribution(tokens: Any, row: int) -> np.ndarray[Any, Any]:
     """(V,) log-probabilities of one row of a report that has all of them."""
     found = np.full(VOCABULARY, np.nan, np.float32)
     found[tokens.top_ids[row]] = tokens.top_logprobs[row]
     return found
 
 
-def follow(backend: ModelBackend, slot: int, prompt: list[int], chunks: list[int]) -> list[Any]:
-    """Read a prompt in given pieces: the distribution behind each of its tokens."""
-    found, start = [], 0
-    for size in chunks:
-        is_last = start + size == len(prompt)
-        targets = (
-            [*prompt[start + 1 : start + size], 0]
-            if is_last
-            else prompt[start + 1 : start + size + 1]
-        )
-        sampling = Sampling(temperature=0.0) if is_last else None
-        tokens = prompt[: start + size]
-        made = backend.prefill(slot, tokens, start, sampling=sampling, targets=targets)()
-        assert made.scores is not None
-        np.testing.assert_array_equal(made.scores.ids, targets)
-        found += [distribution(made.scores, i) for i in range(size)]
-        start += size
-    assert start == len(prompt)
-    return found
+class Sequences:
+    """Prompts in slots, run in steps that a test composes.
+
+    Attributes:
+      tokens: slot -> its prompt, and what was drawn behind it.
+      found: slot -> position -> the distribution (V,) behind the token there.
+    """
+
+    def __init__(
+        self,
+        backend: ModelBackend,
+        prompts: Mapping[int, Sequence[int]],
+        sampling: Sampling = GREEDY,
+        drawn: Sequence[int] = (),
+    ) -> None:
+        self.backend = backend
+        self.tokens = {slot: [*prompt, *drawn] for slot, prompt in prompts.items()}
+        self.found: dict[int, dict[int, Any]] = {slot: {} for slot in prompts}
+        self._at = dict.fromkeys(prompts, 0)
+        self._prompts = {slot: len(tokens) for slot, tokens in self.tokens.items()}
+        # Pages of a slot are anywhere.
+        given = np.random.default_rng(0).permutation(PAGES).reshape(2, -1).tolist()
+        self.pages = {slot: tuple(given[slot % 2]) for slot in prompts}
+        for slot, prompt in prompts.items():
+            backend.begin(slot, sampling, prompt, drawn)
+
+    def step(self, rows: Mapping[int, int], scored: bool = True) -> Callable[[], None]:
+        """Begins a step of so many rows of each slot; what is returned takes its results in."""
+        parts = [self._part(slot, count, scored) for slot, count in rows.items()]
+        call = self.backend.step(parts)
+
+        def finish() -> None:
+            made = call()
+            drawing = [part for part in parts if part.draws]
+            assert len(made.drawn.ids) == len(drawing)
+            for i, part in enumerate(drawing):
+                self.tokens[part.slot].append(int(made.drawn.ids[i]))
+                last = part.start + len(part.tokens or (0,)) - 1
+                self.found[part.slot][last] = distribution(made.drawn, i)
+            for part, scores in zip(parts, made.scores, strict=True):
+                if part.targets is None:
+                    assert scores is None
+                    continue
+                assert scores is not None
+                np.testing.assert_array_equal(scores.ids, part.targets)
+                for i in range(len(part.targets)):
+                    self.found[part.slot][part.start + i] = distribution(scores, i)
+
+        return finish
+
+    def _part(self, slot: int, count: int, scored: bool) -> Part:
+        start, prompt = self._at[slot], self._prompts[slot]
+        self._at[slot] += count
+        if start >= prompt:
+            return Part(slot, start, None, self.pages[slot], True)
+        tokens = tuple(self.tokens[slot][start : start + count])
+        behind = tuple([*self.tokens[slot][:prompt], 0][start + 1 : start + count + 1])
+        draws = start + count == prompt
+        return Part(slot, start, tokens, self.pages[slot], draws, behind if scored else None)
+
+    def decode(self, slots: Sequence[int], steps: int) -> None:
+        """Two steps are always under way."""
+        under_way: collections.deque[Callable[[], None]] = collections.deque()
+        for _ in range(steps):
+            under_way.append(self.step(dict.fromkeys(slots, 1)))
+            if len(under_way) > 2:
+                under_way.popleft()()
+        for finish in under_way:
+            finish()
 
 
 def check_against_forward(backend: ModelBackend, params: Any, config: LlamaConfig) -> None:
-    """Two slots at a time, over every border of chunks and of lengths, token by token."""
+    """Chunks of several slots beside rows that decode, over borders of pages and of lengths."""
+    prompts = {
+        0: checkpoints.TOKENS_BS[0, :13].tolist(),
+        1: checkpoints.TOKENS_BS[1, :7].tolist(),
+        3: checkpoints.TOKENS_BS[2, :15].tolist(),
+    }
+    made = Sequences(backend, prompts)
+    made.step({3: 9, 0: 6})()  # both groups
+    made.step({0: 7, 3: 2})()  # slot 0's prompt ends
+    made.step({1: 3, 0: 1, 3: 3}, scored=False)()  # slot 0 decodes beside chunks
+    made.step({3: 1, 1: 4, 0: 1})()  # prompts end beside it
+    made.decode([0, 1, 3], 20)
+    made.decode([0], 13)
+    made.decode([3, 1], 5)
     forward = jax.jit(functools.partial(model.forward, config=config))
-    prompts = {1: checkpoints.TOKENS_BS[0, :13].tolist(), 3: checkpoints.TOKENS_BS[1, :7].tolist()}
-    chunks = {1: [8, 4, 1], 3: [7]}
-    found = {slot: follow(backend, slot, prompts[slot], chunks[slot]) for slot in prompts}
-    sequences = {s: [*p, int(np.argmax(found[s][-1]))] for s, p in prompts.items()}
-    active = [slot in prompts for slot in range(SHAPE.slots)]
-    for steps in (6, 1, 6, 6, 6, 6, 3):
-        made = backend.decode(active, steps)()
-        for slot, sequence in sequences.items():
-            found[slot] += [distribution(made, (i, slot)) for i in range(steps)]
-            sequence += made.ids[:, slot].tolist()
-    assert len(sequences[1]) == SHAPE.max_length
-    for slot, sequence in sequences.items():
-        logits = forward(params, np.asarray([sequence[:-1]], np.int32))[0]
-        wanted = jax.nn.log_softmax(logits)
-        np.testing.assert_allclose(np.stack(found[slot]), wanted, rtol=0, atol=2e-4)
-        np.testing.assert_array_equal(
-            sequence[len(prompts[slot]) :], np.argmax(wanted, -1)[len(prompts[slot]) - 1 :]
+    for slot, prompt in prompts.items():
+        tokens = made.tokens[slot]
+        padded = np.zeros((1, SHAPE.max_length), np.int32)
+        padded[0, : len(tokens) - 1] = tokens[:-1]
+        wanted = np.asarray(jax.nn.log_softmax(forward(params, padded)[0]))[: len(tokens) - 1]
+        places = list(made.found[slot])
+        assert len(places) > len(tokens) - 6
+        np.testing.assert_allclose(
+            np.stack(list(made.found[slot].values())), wanted[places], rtol=0, atol=2e-4
         )
+        assert tokens[len(prompt) :] == np.argmax(wanted, -1)[len(prompt) - 1 :].tolist()
+    assert len(made.tokens[0]) == SHAPE.max_length + 1
 
 
 @functools.cache
@@ -152,7 +228,7 @@ def test_every_variant(variant, folders):
     """Distributions are the forward pass's, and greedy texts are transformers'."""
     config = dataclasses.replace(read_config(folders(variant)), scan_layers=False)
     params = weights.load(folders(variant), config)
-    backend = ModelBackend(Plain(params, config, SHAPE), LIMITS)
+    backend = plain(params, config)
     check_against_forward(backend, params, config)
     prompt = checkpoints.TOKENS_BS[0, :5].tolist()
     ours, _ = generate(backend, prompt, 32)
@@ -160,26 +236,16 @@ def test_every_variant(variant, folders):
 
 
 def test_more_devices_than_key_heads(devices8):
-    """Two key heads on eight devices: split in two, and the query heads of each in four."""
+    """A group on each half of the devices; there two key heads on four of them."""
     params, config = random_model(2)
-    mesh = spmd.make_mesh(data=1, model=8, devices=devices8)
-    programs = on_mesh(params, config, mesh, SHAPE._replace(lengths=SHAPE.lengths[-1:]))
-    check_against_forward(ModelBackend(programs, LIMITS), params, config)
-    cache = programs.state["state/cache/0/values"]
-    assert cache.addressable_shards[0].data.shape[2] == 1  # one key head of the two
-    projection = programs.weights["weights/layers/0/self_attn/q_proj/weight"]
-    assert projection.addressable_shards[0].data.shape[0] == config.head_width
-
-
-@pytest.mark.heavy
-def test_slots_that_are_counted_when_it_is_loaded(devices8):
-    """Every op of serving over a symbolic dim: loops, caches, attention, sampling."""
-    params, config = random_model(2)
-    (slots,) = jax.export.symbolic_shape("slots", constraints=["mod(slots, 2) == 0"])
     mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
-    symbolic = SHAPE._replace(slots=slots)  # type: ignore[arg-type]  # a symbol
-    programs = on_mesh(params, config, mesh, symbolic, symbols={"slots": SHAPE.slots})
-    check_against_forward(ModelBackend(programs, LIMITS), params, config)
+    programs = on_mesh(params, config, mesh, FEW)
+    check_against_forward(backend_of(programs, FEW), params, config)
+    cache = programs.state["state/cache/0/values"]
+    assert cache.addressable_shards[0].data.shape == (1, PAGES, 8, 1, 2, config.head_width)
+    assert programs.state["state/drawn"].addressable_shards[0].data.shape[0] == 1
+    projection = programs.weights["weights/layers/0/self_attn/q_proj/weight"]
+    assert projection.addressable_shards[0].data.shape[0] == 2 * config.head_width
 
 
 @pytest.mark.heavy
@@ -189,70 +255,92 @@ def test_meshes(shape, key_heads, devices8):
     params, config = random_model(key_heads)
     devices = devices8[: shape[0] * shape[1]]
     mesh = spmd.make_mesh(data=shape[0], model=shape[1], devices=devices)
-    check_against_forward(ModelBackend(on_mesh(params, config, mesh), FULL_LIMITS), params, config)
+    check_against_forward(backend_of(on_mesh(params, config, mesh)), params, config)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("variant", checkpoints.VARIANTS)
-@pytest.mark.parametrize("shape", MESHES[1:])
+@pytest.mark.parametrize("shape", ((2, 4), (1, 8)))
 def test_variants_on_meshes(shape, variant, folders, devices8):
     config = dataclasses.replace(read_config(folders(variant)), scan_layers=False)
     params = weights.load(folders(variant), config)
     mesh = spmd.make_mesh(data=shape[0], model=shape[1], devices=devices8)
-    check_against_forward(ModelBackend(on_mesh(params, config, mesh), FULL_LIMITS), params, config)
+    check_against_forward(backend_of(on_mesh(params, config, mesh)), params, config)
 
 
-# The cache
+# Slots and pages
+
+PROMPT = checkpoints.TOKENS_BS[0, :14].tolist()
+DRAWN = Sampling(temperature=1.0, seed=7, repetition_penalty=1.2, frequency_penalty=0.5)
 
 
-def test_slots_do_not_see_each_other():
-    """A text is the same with other slots busy, idle, or in the midst of a prompt."""
-    alone = ModelBackend(random_programs(2), LIMITS)
-    prompt = checkpoints.TOKENS_BS[0, :9].tolist()
-    wanted, _ = generate(alone, prompt, 20)
-    busy = ModelBackend(random_programs(2), LIMITS)
-    greedy = Sampling(temperature=0.0)
-    busy.prefill(1, checkpoints.TOKENS_BS[1, :8].tolist(), 0, sampling=greedy)
-    busy.prefill(2, checkpoints.TOKENS_BS[2, :8].tolist(), 0)
-    busy.prefill(0, prompt[:8], 0)
-    first = busy.prefill(0, prompt, 8, sampling=greedy)().first
-    assert first is not None
-    made = [int(first.ids[0])]
-    made += busy.decode([True, True, False, False], 6)().ids[:, 0].tolist()
-    busy.prefill(2, checkpoints.TOKENS_BS[2, :16].tolist(), 8, sampling=greedy)
-    made += busy.decode([True, False, True, False], 6)().ids[:, 0].tolist()
-    made += busy.decode([True, True, True, False], 6)().ids[:, 0].tolist()
-    assert made == wanted[:19]
+@functools.cache
+def drawn_alone() -> list[int]:
+    """Twenty tokens behind PROMPT, with nothing beside it."""
+    return generate(backend_of(random_programs(2)), PROMPT, 20, DRAWN)[0]
 
 
-def test_a_copied_prefix_is_as_good_as_one_read():
-    backend = ModelBackend(random_programs(2), LIMITS)
-    greedy = Sampling(temperature=0.0, repetition_penalty=1.3)
-    prompt = checkpoints.TOKENS_BS[0, :14].tolist()
-    wanted, _ = generate(backend, prompt, 12, greedy)
-    backend.copy(0, 2, 10)
-    first = backend.prefill(2, prompt, 10, sampling=greedy)().first
-    assert first is not None
-    made = [int(first.ids[0])]
-    made += backend.decode([False, False, True, False], 6)().ids[:, 2].tolist()
-    made += backend.decode([False, False, True, False], 5)().ids[:, 2].tolist()
-    assert made == wanted
+def test_what_runs_beside_a_sequence_does_not_show():
+    """In another slot, in other pieces, with others decoding and reading prompts beside it."""
+    backend = backend_of(random_programs(2))
+    others = {slot: checkpoints.TOKENS_BS[slot, :12].tolist() for slot in (0, 1, 2)}
+    made = Sequences(backend, {**others, 3: PROMPT}, DRAWN)
+    made.step({3: 3, 0: 12})()
+    made.step({2: 7, 3: 5, 0: 1, 1: 4}, scored=False)()
+    made.step({3: 6, 2: 5, 0: 1, 1: 4}, scored=False)()
+    made.decode([3, 0, 2], 5)
+    made.step({1: 4, 3: 1})()
+    made.decode([1, 3], 13)
+    assert made.tokens[3] == PROMPT + drawn_alone()
 
 
-def test_a_prompt_that_ends_at_the_slots_end():
-    """The last chunk's bucket would not fit behind it: tokens before are done again."""
-    params, config = random_model(2)
-    backend = ModelBackend(random_programs(2), LIMITS)
-    tokens = np.random.default_rng(3).integers(0, VOCABULARY, 48).tolist()
-    found = follow(backend, 0, tokens, [8, 8, 8, 8, 8, 3, 5])
-    logits = jax.jit(functools.partial(model.forward, config=config))(params, np.asarray([tokens]))
-    np.testing.assert_allclose(np.stack(found), jax.nn.log_softmax(logits[0]), rtol=0, atol=2e-4)
+@pytest.mark.parametrize("drawn", [1, 9])
+def test_a_sequence_that_is_resumed_draws_what_it_would_have_drawn(drawn):
+    """What it had drawn is read like a prompt, but counts as drawn."""
+    before = drawn_alone()[:drawn]
+    made = Sequences(backend_of(random_programs(2)), {1: PROMPT}, DRAWN, before)
+    made.step({1: 12})()
+    made.step({1: len(PROMPT) + drawn - 12})()
+    made.decode([1], 19 - drawn)
+    assert made.tokens[1] == PROMPT + drawn_alone()
+
+
+def test_pages_may_be_shared():
+    """A page that another slot's prompt filled, in a call that is still under way."""
+    made = Sequences(backend_of(random_programs(2)), {2: PROMPT, 3: PROMPT}, DRAWN)
+    made.step({2: 12})
+    made.pages[3] = (made.pages[2][0], *made.pages[3][1:])
+    made._at[3] = SHAPE.page
+    made.step({3: len(PROMPT) - SHAPE.page})()
+    made.decode([3], 19)
+    assert made.tokens[3] == PROMPT + drawn_alone()
+
+
+def test_padding_writes_nothing():
+    programs = random_programs(2)
+    for layer in programs.state["cache"].values():
+        layer["values"] = jnp.full_like(layer["values"], 0.5)
+    before = jax.tree.map(np.array, programs.state)
+    made = Sequences(backend_of(programs), {2: PROMPT})
+    made.step({2: 5})()
+    made.step({2: 9})()
+    made.decode([2], 1)
+    written = np.zeros((2, PAGES), np.bool_)
+    written[1, list(made.pages[2][:2])] = True
+    for layer, old in before["cache"].items():
+        new = np.asarray(programs.state["cache"][layer]["values"])
+        is_new = np.any(new != old["values"], axis=(2, 3, 4, 5))
+        np.testing.assert_array_equal(is_new, written)
+    for name in ("tokens", "seen", "drawn"):
+        new = np.array(programs.state[name])
+        new[1, 0] = before[name][1, 0]  # slot 2's
+        np.testing.assert_array_equal(new, before[name])
 
 
 def test_penalties_count_what_was_drawn():
     """Beside all tokens one by one; the prompt's do not count."""
     params, config = random_model(2)
-    backend = ModelBackend(random_programs(2), LIMITS)
+    backend = backend_of(random_programs(2))
     given = Sampling(temperature=0.0, frequency_penalty=0.6, presence_penalty=0.4)
     prompt = checkpoints.TOKENS_BS[0, :9].tolist()
     made, _ = generate(backend, prompt, 20, given)
@@ -265,25 +353,26 @@ def test_penalties_count_what_was_drawn():
     assert made != generate(backend, prompt, 20)[0]
 
 
-def test_a_slot_that_held_nan_serves_others():
+def test_pages_that_held_nan_serve_others():
     """A prompt for which the model breaks down breaks nobody else's."""
     programs = random_programs(2)
-    backend = ModelBackend(programs, LIMITS)
-    prompt = checkpoints.TOKENS_BS[0, :9].tolist()
-    wanted = generate(backend, prompt, 12)
+    backend = backend_of(programs)
+    wanted = generate(backend, PROMPT, 12)
     for layer in programs.state["cache"].values():
         layer["values"] = jnp.full_like(layer["values"], jnp.nan)
-    assert generate(backend, prompt, 12) == wanted
+    assert generate(backend, PROMPT, 12) == wanted
 
 
-def test_misuse_is_said():
-    backend = ModelBackend(random_programs(2), LIMITS)
-    with pytest.raises(ValueError, match="1 to 8 tokens within 48"):
-        backend.prefill(0, list(range(9)), 0)
-    with pytest.raises(ValueError, match="slot 0 holds 0 tokens, not 4"):
-        backend.prefill(0, [1] * 5, 4)
-    with pytest.raises(ValueError, match="at most 6 tokens"):
-        backend.decode([True, False, False, False], 7)
+def test_all_functions_can_be_warmed_up():
+    """Which changes nothing that a sequence reads."""
+    programs = random_programs(2)
+    backend = backend_of(programs)
+    made = Sequences(backend, {2: PROMPT}, DRAWN)
+    made.step({2: 12})()
+    made.step({2: 2})()
+    backend.warm_up()
+    made.decode([2], 19)
+    assert made.tokens[2] == PROMPT + drawn_alone()
 
 
 # Quantization
@@ -302,12 +391,19 @@ def test_quantized_weights(kind, most):
     forward = jax.jit(functools.partial(model.forward, config=config))
     tokens = checkpoints.TOKENS_BS[:1, :12]
     wanted = jax.nn.log_softmax(forward(rounded, tokens)[0])
-    backend = ModelBackend(Plain(packed, config, SHAPE), LIMITS)
-    found = np.stack(follow(backend, 0, tokens[0].tolist(), [8, 4]))
+    found = all_distributions(plain(packed, config, **FEW._asdict()), tokens[0].tolist())
     np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-4)
     true = jax.nn.log_softmax(forward(params, tokens)[0])
     error = np.sqrt(np.mean(np.square(found - true))) / np.std(true)
     assert 1e-4 < error < most
+
+
+def all_distributions(backend: ModelBackend, prompt: list[int]) -> Any:
+    """Behind each token of a prompt, which is run in two pieces."""
+    made = Sequences(backend, {1: prompt})
+    made.step({1: 7})()
+    made.step({1: len(prompt) - 7})()
+    return np.stack([made.found[1][i] for i in range(len(prompt))])
 
 
 def _is_quantized(leaf: Any) -> bool:
@@ -326,9 +422,9 @@ def test_types_of_quantized_weights():
 
 def test_int8_cache():
     params, config = random_model(2)
-    exact = ModelBackend(random_programs(2), LIMITS)
-    small = ModelBackend(Plain(params, config, SHAPE._replace(cache_dtype="int8")), LIMITS)
+    exact = backend_of(random_programs(2))
+    small = plain(params, config, **{**FEW._asdict(), "cache_dtype": "int8"})
     prompt = checkpoints.TOKENS_BS[0, :12].tolist()
-    found = [np.stack(follow(backend, 0, prompt, [8, 4])) for backend in (exact, small)]
+    found = [all_distributions(backend, prompt) for backend in (exact, small)]
     error = np.sqrt(np.mean(np.square(found[1] - found[0]))) / np.std(found[0])
     assert 1e-5 < error < 0.03

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
-from serving.engine.backend import Limits, Sampling
+from serving.engine.backend import Limits, Part, Sampling
 from serving.engine.model_backend import ModelBackend, generate
 
-LIMITS = Limits(slots=2, max_length=32, chunks=(4, 8), decode_steps=4, top_logprobs=1, vocab_size=9)
+LIMITS = Limits(
+    slots=6, max_length=32, rows=(4, 9), groups=2, page=4, pages=20, top_logprobs=1, vocab_size=9
+)
+LENGTHS = (8, 32)
+SLOTS = 3
+"""Of a group."""
 
 
 class Computed:
@@ -29,59 +37,213 @@ class Computed:
 
 
 class Programs:
-    """The functions of a model that always says the same tokens, one after the other."""
+    """Functions that note their inputs.
+
+    The token that is drawn behind a row, and a target's log-probability, is the number of its
+    group, slot and position.
+    """
 
     compile_total = 0
 
-    def __init__(self, says: tuple[int, ...] = (1,)) -> None:
-        tags: dict[str, dict[str, Any]] = {
-            "decode": {"kind": "decode", "length": 32},
-            "copy": {"kind": "copy", "length": 32},
-        }
-        for chunk in LIMITS.chunks:
-            for kind in ("prefill", "score"):
-                tags[f"{kind}{chunk}"] = {"kind": kind, "chunk": chunk, "length": 32}
+    def __init__(self) -> None:
+        tags: dict[str, dict[str, Any]] = {"begin": {"kind": "begin"}}
+        for kind in ("step", "score"):
+            for rows in LIMITS.rows:
+                for length in LENGTHS:
+                    name = f"{kind}_r{rows}_t{length}"
+                    tags[name] = {"kind": kind, "rows": rows, "length": length}
         self.functions = {name: SimpleNamespace(tags=mine) for name, mine in tags.items()}
         self.calls: list[str] = []
+        self.inputs: list[Any] = []
         self.waited: list[int] = []
-        self.rest = iter(says)
 
     def run(self, name: str, *inputs: Any) -> Any:
         self.calls.append(name)
-        if name == "copy":
-            return None
-        if name == "decode":
-            steps = int(inputs[0]["steps"])
-            ids = [[next(self.rest), 0] for _ in range(steps)]
-            return self._report(np.pad(ids, ((0, LIMITS.decode_steps - steps), (0, 0))))
-        is_last = bool(inputs[0]["last"])
-        return {"first": self._report([next(self.rest) if is_last else 0])}
+        self.inputs.append(inputs[0])
+        if name == "begin":
+            return {}
+        given = inputs[0]
+        groups = np.arange(LIMITS.groups)[:, None]
+        said = number(groups, given["slots"], given["positions"])
+        outputs = {"drawn": self._report(said[groups, given["draws"]])}
+        if "targets" in given:
+            outputs["scores"] = self._report(given["targets"], said)
+        return outputs
 
-    def _report(self, ids: Any) -> tuple[Computed, ...]:
+    def _report(self, ids: Any, logprobs: Any = None) -> tuple[Computed, ...]:
         shape = np.shape(ids)
-        values = (ids, np.zeros(shape), np.zeros((*shape, 1), int), np.zeros((*shape, 1)))
+        logprobs = np.zeros(shape) if logprobs is None else logprobs
+        values = (ids, logprobs, np.zeros((*shape, 1), int), np.zeros((*shape, 1)))
         return tuple(Computed(value, self.waited, len(self.calls)) for value in values)
 
 
-def test_a_chunk_is_over_when_the_device_is_done_with_it() -> None:
-    """Else a long prompt would be begun all at once, and a reader that leaves stops nothing."""
+def number(group: Any, slot: Any, position: Any) -> Any:
+    return position + 100 * (slot + SLOTS * group)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Part]:
+    """Parts in any order; none of the groups has more rows than a step."""
+    parts, left = [], [LIMITS.rows[-1]] * LIMITS.groups
+    for slot in draw(st.lists(st.integers(0, LIMITS.slots - 1), min_size=1, unique=True)):
+        group = slot // SLOTS
+        later = SLOTS  # rows for the others, at most
+        decodes = draw(st.booleans())
+        count = 1 if decodes else draw(st.integers(1, max(1, left[group] - later)))
+        left[group] -= count
+        start = draw(st.integers(0, LIMITS.max_length - count))
+        ids = st.integers(0, LIMITS.vocab_size - 1)
+        several = st.lists(ids, min_size=count, max_size=count).map(tuple)
+        least = -(-(start + count) // LIMITS.page)
+        page = st.integers(0, LIMITS.pages - 1)
+        pages = draw(st.lists(page, min_size=least, max_size=least + 1).map(tuple))
+        pages = pages[: LIMITS.max_length // LIMITS.page]
+        targets = None if decodes else draw(st.none() | several)
+        tokens = None if decodes else draw(several)
+        parts.append(Part(slot, start, tokens, pages, draw(st.booleans()), targets))
+    return parts
+
+
+@hypothesis.given(st.lists(steps(), min_size=1, max_size=3))
+def test_rows_are_those_of_the_parts(several: list[list[Part]]) -> None:
+    """Read back from what a function gets, by what `spmd.ops.paged_attention` says of it."""
     programs = Programs()
     backend = ModelBackend(programs, LIMITS)
-    first = backend.prefill(0, [3] * 8, 0)
-    last = backend.prefill(0, [3] * 12, 8, sampling=Sampling())
+    for parts in several:
+        made = backend.step(parts)()
+        given = programs.inputs[-1]
+        name, sizes = programs.calls[-1], fitting(parts)
+        scored = any(part.targets is not None for part in parts)
+        assert name == f"{'score' if scored else 'step'}_r{sizes[0]}_t{sizes[1]}"
+        by_slot = {part.slot: part for part in parts}
+        for slot in range(LIMITS.slots):
+            check_slot(given, *divmod(slot, SLOTS), by_slot.get(slot))
+        for group in range(LIMITS.groups):
+            check_padding(given, group)
+        check_results(parts, made)
+
+
+def fitting(parts: Sequence[Part]) -> tuple[int, int]:
+    """The smallest rows and length that hold a step."""
+    rows = np.zeros(LIMITS.groups, int)
+    for part in parts:
+        rows[part.slot // SLOTS] += len(part.tokens or (0,))
+    longest = max(part.start + len(part.tokens or (0,)) for part in parts)
+    return (
+        next(n for n in LIMITS.rows if n >= rows.max()),
+        next(n for n in LENGTHS if n >= longest),
+    )
+
+
+def check_slot(given: Any, group: int, slot: int, part: Part | None) -> None:
+    begin, end = given["first"][group, slot : slot + 2]
+    drawing = [row for row in given["draws"][group] if begin <= row < end]
+    if part is None:
+        assert begin == end and not drawing
+        return
+    count = len(part.tokens or (0,))
+    assert end - begin == count
+    assert set(given["slots"][group, begin:end]) == {slot}
+    positions = range(part.start, part.start + count)
+    assert given["positions"][group, begin:end].tolist() == [*positions]
+    tokens = [-1] if part.tokens is None else [*part.tokens]
+    assert given["tokens"][group, begin:end].tolist() == tokens
+    needed = -(-(part.start + count) // LIMITS.page)
+    assert given["table"][group, slot, :needed].tolist() == [*part.pages[:needed]]
+    assert drawing == ([end - 1] if part.draws else [])
+    if part.targets is not None:
+        assert given["targets"][group, begin:end].tolist() == [*part.targets]
+
+
+def check_padding(given: Any, group: int) -> None:
+    end = given["first"][group, -1]
+    assert given["first"][group, 0] == 0
+    assert np.all(given["positions"][group, end:] == -1)
+    draws = given["draws"][group]
+    assert len(draws) == min(SLOTS, given["tokens"].shape[1])
+    assert np.all(draws < end)
+
+
+def check_results(parts: Sequence[Part], made: Any) -> None:
+    def said(part: Part) -> list[int]:
+        group, slot = divmod(part.slot, SLOTS)
+        positions = part.start + np.arange(len(part.tokens or (0,)))
+        return number(group, slot, positions).tolist()
+
+    assert made.drawn.ids.tolist() == [said(part)[-1] for part in parts if part.draws]
+    assert [scores is None for scores in made.scores] == [part.targets is None for part in parts]
+    for part, scores in zip(parts, made.scores, strict=True):
+        if scores is not None:
+            assert scores.ids.tolist() == [*(part.targets or ())]
+            assert scores.logprobs.tolist() == said(part)
+
+
+def test_a_step_is_over_when_the_device_is_done_with_it() -> None:
+    """Also one that draws nothing; another may begin before."""
+    programs = Programs()
+    backend = ModelBackend(programs, LIMITS)
+    first = backend.step([Part(0, 0, (3,) * 4, (5,), False)])
+    second = backend.step([Part(0, 4, (3,), (5, 6), True)])
     assert programs.waited == []
-    assert first().first is None
+    assert first().drawn.ids.shape == (0,)
     assert set(programs.waited) == {1}
-    drawn = last().first
-    assert drawn is not None and drawn.ids.tolist() == [1]
-    assert set(programs.waited) == {1, 2}
+    assert second().drawn.ids.tolist() == [4]
+
+
+def test_tables_of_calls_under_way_stay_as_they_are() -> None:
+    programs = Programs()
+    backend = ModelBackend(programs, LIMITS)
+    backend.step([Part(1, 4, None, (5, 6), True)])
+    backend.step([Part(1, 8, None, (5, 6, 7), True)])
+    backend.step([Part(1, 0, (1,), (9,), True)])
+    tables = [inputs["table"][0, 1].tolist() for inputs in programs.inputs]
+    assert [table[:2] for table in tables] == [[5, 6], [5, 6], [9, 6]]
+    assert tables[1][2] == 7
+
+
+def test_beginning_counts_what_was_drawn() -> None:
+    programs = Programs()
+    sampling = Sampling(temperature=0.5, seed=2**32 - 1)
+    ModelBackend(programs, LIMITS).begin(4, sampling, [1, 2, 2], [5, 5, 7])
+    (given,) = programs.inputs
+    assert given["slot"] == 4
+    assert np.flatnonzero(given["seen"]).tolist() == [1, 2, 5, 7]
+    assert given["drawn"].tolist() == [0, 0, 0, 0, 0, 2, 0, 1, 0]
+    assert given["sampling"]["seed"] == 2**32 - 1 and given["sampling"]["temperature"] == 0.5
 
 
 @pytest.mark.parametrize(
-    ("ends", "made", "calls"), [((), range(1, 8), 2), ({4}, range(1, 6), 1), ({1}, [1], 0)]
+    ("parts", "message"),
+    [
+        ([Part(0, 0, (), (0,), True)], "0 rows at position 0"),
+        ([Part(0, 30, (1, 2, 3), (0,) * 9, True)], "3 rows at position 30 do not fit into 32"),
+        ([Part(0, -1, None, (0,), True)], "1 rows at position -1"),
+        ([Part(0, 4, None, (0,), True)], "slot 0: 1 pages do not reach 5"),
+        ([Part(0, 0, None, (0,), True)] * 2, "two parts of one slot"),
+        ([Part(s, 0, (1,) * 5, (0, 0), True) for s in (0, 1)], "10 rows of a group: at most 9"),
+    ],
 )
-def test_generating_ends_with_a_call_that_has_an_end(ends: Any, made: Any, calls: int) -> None:
-    programs = Programs(tuple(range(1, 9)))
-    tokens, logprobs = generate(ModelBackend(programs, LIMITS), [5] * 10, 7, ends=frozenset(ends))
-    assert tokens == list(made) and len(logprobs) == len(tokens)
-    assert programs.calls == ["prefill8", "prefill4", *["decode"] * calls]
+def test_misuse_is_said(parts: list[Part], message: str) -> None:
+    programs = Programs()
+    with pytest.raises(ValueError, match=message):
+        ModelBackend(programs, LIMITS).step(parts)
+    assert not programs.calls
+
+
+def test_warming_up_calls_every_function_and_writes_nothing() -> None:
+    programs = Programs()
+    ModelBackend(programs, LIMITS).warm_up()
+    assert sorted(programs.calls) == sorted(programs.functions)
+    for given in programs.inputs[1:]:
+        assert np.all(given["positions"] == -1) and np.all(given["draws"] == -1)
+
+
+@pytest.mark.parametrize(("ends", "count"), [((), 7), ({14}, 4), ({11}, 1)])
+def test_generating_ends_behind_an_end(ends: Any, count: int) -> None:
+    """A prompt in pieces, then one call for each token; one of them may be under way."""
+    programs = Programs()
+    backend = ModelBackend(programs, LIMITS)
+    tokens, logprobs = generate(backend, [5] * 12, 7, ends=frozenset(ends))
+    assert tokens == [*range(11, 11 + count)] and len(logprobs) == len(tokens)
+    prompt = ["begin", "step_r9_t32", "step_r4_t32"]
+    assert programs.calls == [*prompt, *["step_r4_t32"] * min(6, count)]
