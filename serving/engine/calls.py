@@ -5,29 +5,29 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from serving.engine.actions import Action, Copy, Decode, Prefill
-from serving.engine.backend import Backend
+from serving.engine.actions import Step
+from serving.engine.backend import Backend, Stepped
 
 
 class _Call(NamedTuple):
-    action: Action
+    step: Step
     started: float
-    results: Callable[[], Any]
+    results: Callable[[], Stepped]
 
 
 class Done(NamedTuple):
-    """A call that is done.
+    """A step that is done.
 
     Attributes:
-      action: what was asked for.
-      results: what the backend returned: `Prefilled`, `Tokens`, or None for a copy.
+      step: what was asked for.
+      results: what the backend returned.
       seconds: how long the device worked on it.
     """
 
-    action: Action
-    results: Any
+    step: Step
+    results: Stepped
     seconds: float
 
 
@@ -48,21 +48,24 @@ class Calls:
     def __bool__(self) -> bool:
         return bool(self._under_way)
 
-    def begin(self, action: Action) -> None:
-        """Begins an action, and returns before it is done."""
+    def begin(self, step: Step) -> None:
+        """Begins a step, and returns before it is done."""
         started = time.monotonic()
         if self._busy_since is None:
             self._busy_since = started
-        self._under_way.append(_Call(action, started, self._call(action)))
+        for begin in step.begins:
+            self._backend.begin(*begin)
+        results = self._backend.step(step.parts, step.alternatives)
+        self._under_way.append(_Call(step, started, results))
 
     def finish(self) -> Done:
-        """Waits for the oldest call."""
-        action, started, results = self._under_way.popleft()
+        """Waits for the oldest step."""
+        step, started, results = self._under_way.popleft()
         found = results()
         now = time.monotonic()
         seconds = now - max(started, self._busy_since or 0.0)
         self._busy_since = now if self._under_way else None
-        return Done(action, found, seconds)
+        return Done(step, found, seconds)
 
     def stalled(self) -> float:
         """Seconds for which the oldest call has been running; 0 if there is none."""
@@ -72,19 +75,3 @@ class Calls:
     def abandon(self) -> None:
         """Nobody waits for what is under way any more, so nothing counts as stalled."""
         self._busy_since = None
-
-    def _call(self, action: Action) -> Callable[[], Any]:
-        match action:
-            case Copy():
-                self._backend.copy(action.source, action.target, action.length)
-                return lambda: None
-            case Prefill():
-                return self._backend.prefill(
-                    action.slot,
-                    action.tokens,
-                    action.start,
-                    sampling=action.sampling,
-                    targets=action.targets,
-                )
-            case Decode():
-                return self._backend.decode(action.active, action.steps, action.alternatives)

@@ -5,7 +5,7 @@ the beginning of a stop string. With the stop string "END" and the tokens " wor"
 
     take(" wor")    shows " wor"
     take("ld E")    shows "ld "; "E" might begin the stop string
-    take("NDS")     shows nothing and finishes; "S" lies behind the stop string
+    take("NDS")     shows nothing and finishes
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from serving.engine.actions import Finish
-from serving.engine.backend import Floats, Sampling, Tokens
+from serving.engine.backend import Sampling, Tokens
 from serving.engine.text import Decode, Detokenizer, Pieces, StopMatcher
 
 
@@ -84,23 +84,11 @@ class Delta(NamedTuple):
     scores: Tokens | None = None
 
 
+NAN = "the model's logits are not numbers (NaN): its weights may be damaged"
+
+
 class NotFinite(RuntimeError):
     """The model computed NaN."""
-
-
-def pick(tokens: Tokens, index: Any) -> Tokens:
-    """Indexes all four arrays in the same way.
-
-    Args:
-      tokens: arrays (N, ...).
-      index: anything that numpy takes as an index of the leading dims.
-    """
-    return Tokens(
-        tokens.ids[index],
-        tokens.logprobs[index],
-        tokens.top_ids[index],
-        tokens.top_logprobs[index],
-    )
 
 
 class Choice:
@@ -129,45 +117,54 @@ class Choice:
         self._shown = 0
         self._tokens: list[Token] = []
         self._scores: list[Tokens] = []
+        self._scored = 0
 
-    def take_scores(self, scores: Tokens) -> None:
-        """Keeps the scores of one chunk of the prompt until the first delta."""
-        self._scores.append(scores)
-
-    def take(self, drawn: Tokens, finish: Finish | None) -> tuple[Delta, int]:
-        """Makes a delta of the next tokens.
+    def take_scores(self, start: int, scores: Tokens) -> None:
+        """Keeps the scores of a chunk of the prompt until the first delta.
 
         Args:
-          drawn: arrays (N, ...); N may be 0.
-          finish: why the completion ends with these tokens; None if the scheduler knows of no end.
+          start: where the chunk begins. A request that lost its pages has its prompt run again, so
+            some of the scores may be known.
+          scores: arrays (N, ...).
+        """
+        known = self._scored - start
+        if known < len(scores.ids):
+            parts: Any = (values[known:] for values in scores)
+            self._scores.append(Tokens(*parts))
+            self._scored = start + len(scores.ids)
+
+    def take(self, drawn: Tokens, row: int | None, finish: Finish | None) -> Delta:
+        """Makes a delta of the next token.
+
+        Args:
+          drawn: arrays (N, ...).
+          row: which of these tokens is the next one; None if the completion ends without any.
+          finish: why it ends with this token; None if the scheduler knows of no end.
 
         Returns:
-          (delta, number of tokens that lie behind a stop string). A stop string ends the completion
-          even if `finish` is None.
+          The delta. A stop string ends the completion even if `finish` is None.
 
         Raises:
           NotFinite: a log-probability is NaN.
         """
-        _check_finite(drawn.logprobs)
         scores = self._take_scores()
-        text, stopped, count = "", False, len(drawn.ids)
-        for i in range(count):
-            piece, stopped = self._push(drawn, i, ends=finish == "stop" and i + 1 == count)
-            text += piece
-            if stopped:
-                finish, count = "stop", i + 1
-                break
-        if finish is not None and not stopped:
+        text, stopped = "", False
+        if row is not None:
+            text, stopped = self._push(drawn, row, ends=finish == "stop")
+        if stopped:
+            finish = "stop"
+        elif finish is not None:
             rest, stopped = self._flush()
             text += rest
             finish = "stop" if stopped else finish
         self._shown += len(text)
         tokens = self._release(finish is not None, stopped)
-        delta = Delta(self.index, text, tokens, self.generated, finish, scores)
-        return delta, len(drawn.ids) - count
+        return Delta(self.index, text, tokens, self.generated, finish, scores)
 
     def _push(self, drawn: Tokens, i: int, ends: bool) -> tuple[str, bool]:
         """Takes one token: (text that can be shown now, whether a stop string is complete)."""
+        if math.isnan(drawn.logprobs[i]):
+            raise NotFinite(NAN)
         self.generated += 1
         if ends:  # its text is a mark like </s>
             return "", False
@@ -207,7 +204,8 @@ class Choice:
         scores = Tokens(*(np.concatenate(parts) for parts in zip(*self._scores, strict=True)))
         self._scores = []
         # The last row scores a made-up target: nothing follows the prompt's last token.
-        _check_finite(scores.logprobs[:-1])
+        if np.isnan(scores.logprobs[:-1]).any():
+            raise NotFinite(NAN)
         return scores
 
 
@@ -241,8 +239,3 @@ def _token(tokens: Tokens, i: int, text: str, offset: int, job: Job, pieces: Pie
     logprobs: Sequence[float] = tokens.top_logprobs[i][:count].tolist()
     top = tuple((pieces[t], p) for t, p in zip(ids, logprobs, strict=True))
     return Token(text, offset, float(tokens.logprobs[i]), top)
-
-
-def _check_finite(logprobs: Floats) -> None:
-    if any(map(math.isnan, logprobs.tolist())):  # mostly one number: numpy would take longer
-        raise NotFinite("the model's logits are not numbers (NaN): its weights may be damaged")

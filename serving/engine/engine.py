@@ -1,9 +1,11 @@
-"""Runs requests on a backend: one thread calls the backend, readers wait in asyncio.
+"""Runs requests on a backend: two threads work, readers wait in asyncio.
 
     submit ──> scheduler ──> calls of the backend ──> tokens ──> text ──> stream
 
-`submit` returns a stream of deltas that is read with `async for`. The engine's thread begins every
-action that the scheduler allows, then waits for the oldest call and hands out what came of it.
+`submit` returns a stream of deltas that is read with `async for`. One thread keeps the device busy:
+it begins every step that the scheduler allows, waits for the oldest one, and tells the scheduler
+what was drawn. The other one makes text of that and hands it out, while the first goes on. So a
+stop string may be found when the request is some steps further; what it drew there is dropped.
 
 A lock guards the scheduler and the table of entries. Calling the backend and making text of tokens
 take long, so both happen without the lock; a request may be cancelled meanwhile.
@@ -13,38 +15,40 @@ from __future__ import annotations
 
 import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
-from serving.engine.actions import Action, Copy, Counts, Decode, Prefill, Progress, Request
-from serving.engine.backend import Backend, Prefilled, Tokens
-from serving.engine.calls import Calls
-from serving.engine.choice import Choice, Delta, Job, NotFinite, Token, pick, read_scores
+from serving.engine.actions import Counts, Progress, Request, Step
+from serving.engine.backend import Backend, Tokens
+from serving.engine.calls import Calls, Done
+from serving.engine.choice import Choice, Delta, Job, NotFinite, Token, read_scores
 from serving.engine.records import Entry, Observer, State
 from serving.engine.scheduler import Scheduler
 from serving.engine.stream import Failed, Stopped, Stream, Unavailable, deliver
-from serving.engine.text import Decode as DecodeText
-from serving.engine.text import Pieces
+from serving.engine.text import Decode, Pieces
 
 _LOG = logging.getLogger("serving")
+
+LAG = 16
+"""So many steps may wait for their text. Then the device waits, too: with ever more of them, tokens
+would come later and later, and requests run ever further beyond their stop strings."""
 
 
 class Engine:
     """Runs requests on a backend.
 
     Args:
-      backend: the model; only the engine's thread calls it.
+      backend: the model; only one thread calls it.
       decode: turns token ids into text.
       letter: ids of which the last one ends a word. Alternatives are shown as they would read
         behind it: some tokenizers drop a space at the beginning of a text.
       observer: is told what happens.
       max_waiting: how many requests may wait for a slot.
-      steps: where nobody watches tokens come, how many are drawn before the host looks whether one
-        of them ends its request.
-      ahead: how many calls are begun before the results of the last one are there.
+      token_budget: rows of a group in a step that has both rows that draw and chunks of prompts;
+        None takes the backend's.
+      ahead: how many steps are begun before the results of the last one are there.
 
     Attributes:
       error: why the model failed; None as long as it has not.
@@ -53,12 +57,12 @@ class Engine:
     def __init__(
         self,
         backend: Backend,
-        decode: DecodeText,
+        decode: Decode,
         letter: Sequence[int] = (),
         *,
         observer: Observer | None = None,
         max_waiting: int = 256,
-        steps: int = 10,
+        token_budget: int | None = None,
         ahead: int = 1,
     ) -> None:
         self.backend = backend
@@ -67,9 +71,8 @@ class Engine:
         self._decode = decode
         self._pieces = Pieces(decode, letter)
         self._observer = observer
-        self._scheduler = Scheduler(
-            backend.limits, max_waiting=max_waiting, steps=steps, ahead=ahead
-        )
+        budget = backend.budget if token_budget is None else token_budget
+        self._scheduler = Scheduler(backend.limits, budget, max_waiting=max_waiting, ahead=ahead)
         self._calls = Calls(backend)
         self._entries: dict[int, Entry] = {}
         self._keys = itertools.count()
@@ -77,23 +80,26 @@ class Engine:
         self._wake = threading.Condition(self._lock)
         self._stopping = False
         self._draining = False
-        self._outbox: list[tuple[Stream, Delta | Failed]] = []
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._done: queue.Queue[tuple[Done, list[Progress]] | None] = queue.Queue(LAG)
+        self._threads = [
+            threading.Thread(target=self._run, name="engine", daemon=True),
+            threading.Thread(target=self._make_texts, name="text", daemon=True),
+        ]
 
     # -----------------------------------------------------------------------------------------
     # For readers, on their threads.
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
 
-    def submit(self, jobs: Sequence[Job], client: str = "", *, interactive: bool = False) -> Stream:
+    def submit(self, jobs: Sequence[Job], client: str = "") -> Stream:
         """Queues completions: all of them or, if it raises, none.
 
         Args:
           jobs: one for each completion.
           client: who asks. Clients get equal shares of the tokens.
-          interactive: whether a person watches the tokens come, so that they are sent one by one.
 
         Returns:
           The deltas of all these completions.
@@ -102,7 +108,7 @@ class Engine:
           QueueFull: too many requests wait already.
           Unavailable: the engine is draining or was stopped.
           Failed: the model has failed.
-          ValueError: no slot could hold one of the jobs.
+          ValueError: the model could not hold one of the jobs.
         """
         keys = [next(self._keys) for _ in jobs]
         stream = Stream(keys, self.cancel)
@@ -119,7 +125,6 @@ class Engine:
                         job.max_tokens,
                         job.sampling,
                         job.stop_ids,
-                        interactive,
                         job.score_prompt,
                         alternatives=bool(job.logprobs),
                     )
@@ -145,19 +150,24 @@ class Engine:
         return read_scores(job, scores, self._decode, self._pieces)
 
     def state(self) -> State:
-        """How many requests wait and run, and how full the slots are."""
+        """How many requests wait and run, and whose the pages are."""
         with self._lock:
-            slots = self._scheduler.slots
-            held = sum(slots.length(i) for i, owner in enumerate(slots.owners) if owner is not None)
-            room = self.limits.slots * self.limits.max_length
-            counts = Counts(**vars(self._scheduler.counts))
-            return State(self._scheduler.waiting, self._scheduler.running, held / room, counts)
+            scheduler = self._scheduler
+            pools = [group.pages for group in scheduler.groups]
+            return State(
+                scheduler.waiting,
+                scheduler.running,
+                pages=sum(map(len, pools)),
+                held=sum(pool.held for pool in pools),
+                cached=sum(pool.cached for pool in pools),
+                counts=Counts(**vars(scheduler.counts)),
+            )
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether every request has ended, and its reader was told."""
         with self._lock:
-            return self._scheduler.idle
+            return self._scheduler.idle and not self._entries
 
     def stalled(self) -> float:
         """Seconds for which the backend has been in one call; 0 if there is none."""
@@ -169,17 +179,19 @@ class Engine:
             self._draining = True
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Ends the thread after the call that is under way; unfinished requests fail.
+        """Ends the threads after the step that is under way; unfinished requests fail.
 
         Args:
-          timeout: seconds to wait for the thread.
+          timeout: seconds to wait for the threads.
         """
         with self._wake:
             self._draining = self._stopping = True
             self._wake.notify()
         self._fail_all(Stopped("the server is shutting down"))
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
+        end = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, end - time.monotonic()))
 
     def _check_open(self) -> None:
         if self.error is not None:
@@ -188,112 +200,119 @@ class Engine:
             raise Unavailable("the server is shutting down and takes no new requests")
 
     # -----------------------------------------------------------------------------------------
-    # The thread.
+    # The thread that calls the backend.
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                # The device gets its next call before the host reads the results of the last one.
-                while (action := self._next()) is not None:
-                    self._calls.begin(action)
+                # The device gets its next step before the host reads the results of the last one.
+                while (step := self._next()) is not None:
+                    self._calls.begin(step)
                 if self._calls:
                     self._finish()
                 else:
                     self._wait()
         except Exception as error:
-            _LOG.exception("the model failed; the server takes no more requests")
-            with self._lock:
-                self.error = f"the model failed: {type(error).__name__}: {error}"
-            self._fail_all(Failed(self.error))
+            self._fail("the model failed", error)
+        finally:
+            self._done.put(None)
 
-    def _next(self) -> Action | None:
+    def _next(self) -> Step | None:
         with self._lock:
-            action = self._scheduler.next()
-            if isinstance(action, Copy | Prefill) and action.key in self._entries:
-                self._entries[action.key].note_placed()
-            return action
+            step = self._scheduler.next()
+            now = time.monotonic()
+            for key in step.placed if step is not None else ():
+                self._entries[key].note_placed(now)
+            return step
 
     def _wait(self) -> None:
         with self._wake:
             self._wake.wait_for(lambda: self._stopping or not self._scheduler.idle)
 
     def _finish(self) -> None:
-        action, results, seconds = self._calls.finish()
-        match action:
-            case Copy():
-                with self._lock:
-                    self._scheduler.copied()
-            case Prefill():
-                self._ran(action.size, seconds)
-                self._prefilled(action, results)
-            case Decode():
-                self._ran(sum(action.active) * action.steps, seconds, action.steps, action.held)
-                self._decoded(results)
-        outbox, self._outbox = self._outbox, []
-        deliver(outbox)
-
-    def _prefilled(self, action: Prefill, results: Prefilled) -> None:
-        first, scores = results
+        done = self._calls.finish()
+        ids = done.results.drawn.ids.tolist()
         with self._lock:
-            progress = self._scheduler.prefilled(None if first is None else int(first.ids[0]))
-            entry = self._entries.get(action.key)
-        if entry is not None and scores is not None:
-            entry.choice.take_scores(pick(scores, slice(action.size)))
-        if progress is not None and entry is not None:
-            self._advance(
-                entry, progress, _no_tokens(self.limits.top_logprobs) if first is None else first
-            )
+            progress = self._scheduler.stepped(ids)
+        self._done.put((done, progress))
 
-    def _decoded(self, drawn: Tokens) -> None:
-        # Only the first `progress.tokens` of a slot's tokens are its request's own. Those behind
-        # were drawn after the request's end, which the host learned of too late.
-        ids = drawn.ids.T.tolist()
-        with self._lock:
-            done = [
-                (self._entries.get(progress.key), progress)
-                for progress in self._scheduler.decoded(ids)
-            ]
-        for entry, progress in done:
-            if entry is not None:
-                mine = pick(drawn, (slice(progress.tokens), progress.slot))
-                self._advance(entry, progress, mine)
+    # -----------------------------------------------------------------------------------------
+    # The thread that makes text.
 
-    def _advance(self, entry: Entry, progress: Progress, drawn: Tokens) -> None:
-        """Makes text of a completion's tokens, and ends it where the text has a stop string."""
+    def _make_texts(self) -> None:
+        try:
+            while (item := self._done.get()) is not None:
+                self._take(*item)
+        except Exception as error:
+            self._fail("the server failed to make text", error)
+            while self._done.get() is not None:
+                pass
+
+    def _take(self, done: Done, progress: Sequence[Progress]) -> None:
+        """Makes text of the tokens of a step, and hands it out."""
+        step, results, seconds = done
+        if self._observer is not None:
+            self._observer.ran(step, seconds)
+        for key, part, scores in zip(step.keys, step.parts, results.scores, strict=True):
+            entry = self._entries.get(key)
+            if entry is not None and scores is not None:
+                entry.choice.take_scores(part.start, scores)
+        told = self._settle([(one, self._make(one, results.drawn)) for one in progress])
         now = time.monotonic()
+        for entry, one, delta in told:
+            if isinstance(delta, Failed):
+                self._report([entry], "error", now)
+                continue
+            if one.row is not None and self._observer is not None:
+                entry.note_token(now, self._observer)
+            if delta.finish is not None:
+                self._report([entry], delta.finish, now)
+        deliver([(entry.stream, delta) for entry, _, delta in told])
+
+    def _settle(
+        self, made: Sequence[tuple[Progress, Delta | Failed | None]]
+    ) -> list[tuple[Entry, Progress, Delta | Failed]]:
+        """Counts tokens and ends requests by their text; leaves out those that are over already."""
+        told: list[tuple[Entry, Progress, Delta | Failed]] = []
+        used = 0
+        with self._lock:
+            for one, delta in made:
+                entry = self._entries.get(one.key)
+                if entry is None or delta is None:  # cancelled, perhaps while its text was made
+                    continue
+                told.append((entry, one, delta))
+                used += one.row is not None and not isinstance(delta, Failed)
+                if isinstance(delta, Failed) or delta.finish is not None:
+                    self._scheduler.finish(one.key)
+                    del self._entries[one.key]
+            drawn = sum(one.row is not None for one, _ in made)
+            self._scheduler.count(used, drawn - used)
+        return told
+
+    def _make(self, progress: Progress, drawn: Tokens) -> Delta | Failed | None:
+        """Makes text of a request's token; None if it is over."""
+        entry = self._entries.get(progress.key)
+        if entry is None:
+            return None
         # A mistake in one request's text must not end the thread, and with it all the others.
         try:
-            delta, unused = entry.choice.take(drawn, progress.finish)
+            return entry.choice.take(drawn, progress.row, progress.finish)
+        except NotFinite as error:
+            _LOG.error("request %d: %s", progress.key, error)
+            return Failed(str(error))
         except Exception as error:
-            self._drop(progress, entry, error)
-            return
-        used = progress.tokens - unused
-        entry.note_tokens(used, now, self._observer)
-        with self._lock:
-            if progress.key not in self._entries:  # cancelled while its text was made
-                self._scheduler.count(0, progress.tokens)
-                return
-            self._scheduler.count(used, unused)
-            if delta.finish is not None:
-                self._scheduler.finish(progress.key)
-                del self._entries[progress.key]
-        if delta.finish is not None:
-            self._report([entry], delta.finish, now)
-        self._outbox.append((entry.stream, delta))
-
-    def _drop(self, progress: Progress, entry: Entry, error: Exception) -> None:
-        """Fails one request, whose tokens cannot be shown; the others go on."""
-        if isinstance(error, NotFinite):
-            _LOG.error("slot %d: %s", progress.slot, error)
-        else:
             _LOG.exception("a request's tokens could not be shown")
+            return Failed(str(error))
+
+    # -----------------------------------------------------------------------------------------
+    # Both.
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """Ends everything: the server takes no more requests."""
+        _LOG.exception("%s; no more requests are taken", what)
         with self._lock:
-            self._scheduler.count(0, progress.tokens)
-            self._scheduler.cancel(progress.key)
-            if self._entries.pop(progress.key, None) is None:
-                return
-        self._report([entry], "error", time.monotonic())
-        self._outbox.append((entry.stream, Failed(str(error))))
+            self.error = f"{what}: {type(error).__name__}: {error}"
+        self._fail_all(Failed(self.error))
 
     def _fail_all(self, failure: Failed) -> None:
         with self._lock:
@@ -305,17 +324,7 @@ class Engine:
         self._report(entries, "error", time.monotonic())
         deliver([(entry.stream, failure) for entry in entries])
 
-    def _ran(self, tokens: int, seconds: float, steps: int = 0, held: int = 0) -> None:
-        if self._observer is not None:
-            self._observer.ran(tokens, seconds, steps, held)
-
     def _report(self, entries: Sequence[Entry], reason: str, now: float) -> None:
         if self._observer is not None:
             for entry in entries:
                 self._observer.finished(entry.finished(reason, now))
-
-
-def _no_tokens(top: int) -> Tokens:
-    """`Tokens` of which there are none, with `top` alternatives for each."""
-    ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return Tokens(ids, logprobs, np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))

@@ -13,7 +13,6 @@ up: leaving and coming back gains nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 
@@ -42,8 +41,8 @@ class FairQueue(Generic[Item]):
       >>> queue = FairQueue()
       >>> for request in (a1, a2, b1):  # of the clients a, a and b
       ...     queue.push(request)
-      >>> queue.pop(), queue.charge("a", 100), queue.pop()
-      (a1, None, b1)
+      >>> queue.first(), queue.remove(a1), queue.charge("a", 100), queue.first()
+      (a1, None, None, b1)
     """
 
     def __init__(self) -> None:
@@ -56,10 +55,6 @@ class FairQueue(Generic[Item]):
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Item]:
-        for line in self._lines.values():
-            yield from line
-
     def push(self, item: Item) -> None:
         """Adds an item at the end of its client's line."""
         client = item.client
@@ -70,22 +65,22 @@ class FairQueue(Generic[Item]):
         self._lines.setdefault(client, deque()).append(item)
         self._length += 1
 
-    def pop(self) -> Item | None:
-        """Removes the first item of the client that was served least; None if nothing waits.
+    def first(self) -> Item | None:
+        """The first item of the client that was served least; None if nothing waits.
 
         Of clients that were served equally, the one whose line has been there longest goes first.
         """
         if not self._lines:
             return None
-        client = min(self._lines, key=lambda name: self._served[name])
-        item = self._lines[client].popleft()
-        self._shorten(client)
-        return item
+        return self._lines[min(self._lines, key=self._served.__getitem__)][0]
 
     def remove(self, item: Item) -> None:
         """Removes an item from anywhere in its line; `leave` has still to be called for it."""
-        self._lines[item.client].remove(item)
-        self._shorten(item.client)
+        line = self._lines[item.client]
+        line.remove(item)
+        self._length -= 1
+        if not line:
+            del self._lines[item.client]
 
     def charge(self, client: str, tokens: int) -> None:
         """Adds tokens to a client's counter; a client that is not present is not charged."""
@@ -100,11 +95,6 @@ class FairQueue(Generic[Item]):
         if not self._present[client]:
             del self._present[client]
             self._forget()
-
-    def _shorten(self, client: str) -> None:
-        self._length -= 1
-        if not self._lines[client]:
-            del self._lines[client]
 
     def _forget(self) -> None:
         """Drops counters of absent clients that are not above the virtual time.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple, Protocol
 
-from serving.engine.actions import Counts
+from serving.engine.actions import Counts, Step
 from serving.engine.choice import Choice
 from serving.engine.stream import Stream
 
@@ -33,23 +32,16 @@ class Finished(NamedTuple):
 
 
 class Observer(Protocol):
-    """Is told what the engine does, on the engine's thread; the server's metrics are one."""
+    """Is told what the engine does, on the engine's threads; the server's metrics are one."""
 
-    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
-        """A call of prefill or decode is done.
-
-        Args:
-          tokens: how many tokens it ran.
-          seconds: how long it took.
-          steps: tokens that it drew for each slot; 0 for prefill.
-          held: tokens that were in the active slots.
-        """
+    def ran(self, step: Step, seconds: float) -> None:
+        """A step is done, `seconds` after the device began it."""
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token, `seconds` after it arrived."""
 
-    def more_tokens(self, seconds: float, tokens: int) -> None:
-        """A request got `tokens` more, `seconds` after those before."""
+    def next_token(self, seconds: float) -> None:
+        """A request got another token, `seconds` after the one before."""
 
     def finished(self, record: Finished) -> None:
         """A request has ended."""
@@ -61,13 +53,17 @@ class State(NamedTuple):
     Attributes:
       waiting: requests without a slot.
       running: requests with a slot.
-      used: share of all slots' positions that running requests hold, from 0 to 1.
+      pages: how many there are, over all groups.
+      held: pages of running requests.
+      cached: pages whose tokens are known, but that nobody holds.
       counts: totals since the start.
     """
 
     waiting: int
     running: int
-    used: float
+    pages: int
+    held: int
+    cached: int
     counts: Counts
 
 
@@ -82,20 +78,18 @@ class Entry:
         self._first: float | None = None
         self._last = now
 
-    def note_placed(self) -> None:
+    def note_placed(self, now: float) -> None:
         """Notes when it got its slot; later calls change nothing."""
         if self._placed is None:
-            self._placed = time.monotonic()
+            self._placed = now
 
-    def note_tokens(self, tokens: int, now: float, observer: Observer | None) -> None:
-        """Tells an observer of tokens that have come."""
-        if not tokens or observer is None:
-            return
+    def note_token(self, now: float, observer: Observer) -> None:
+        """Tells an observer of a token that has come."""
         if self._first is None:
             self._first = now
             observer.first_token(now - self._arrived)
         else:
-            observer.more_tokens(now - self._last, tokens)
+            observer.next_token(now - self._last)
         self._last = now
 
     def finished(self, reason: str, now: float) -> Finished:

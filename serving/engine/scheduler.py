@@ -1,372 +1,377 @@
 """Decides what the device does next: continuous batching as a state machine.
 
-There are no threads, no clock and no device here. `next` names an action to begin. Once it is done,
-`copied`, `prefilled` or `decoded` takes its results. Requests come and go between these calls.
+There are no threads, no clock and no device here. `next` names a step to begin. Once it is done,
+`stepped` takes its results. Requests come and go between these calls.
 
-An action depends on how many tokens there are, never on which. So it may begin before the last
-one's tokens are known, and the device goes on while the host makes text of them. The price: a
-request that drew a stop id may be in one call too many, whose tokens for it are dropped.
+A step has a row for every request that draws, and beside them chunks of prompts, up to a budget of
+rows: a long prompt delays those that draw by a little in many steps. While nothing draws, a step is
+as large as it can be. Three slots, steps of at most 8 rows, a budget of 6; the requests A, B and C
+with prompts of 12, 4 and 6 tokens:
 
-Prompts are filled in one at a time, chunk by chunk. While anything decodes, there is at most one
-chunk between two calls of decode, so that a long prompt delays the others little. Two slots, chunks
-of 8, requests A (12 tokens) and B (4 tokens):
+    submit(A, B, C)
+    next() -> A 0..7                  A gets a slot; nothing draws yet
+    next() -> A 8..11; B 0..3         both prompts end here: each draws its first token
+    next() -> A 12; B 4; C 0..3       two rows draw, so C's chunk gets four
+    next() -> A 13; B 5; C 4..5
+    next() -> A 14; B 6; C 6
 
-    submit(A, B)
-    next() -> Prefill A 0..7      A gets slot 0; nothing decodes yet
-    next() -> Prefill A 8..11     the last chunk: it draws A's first token
-    next() -> Decode A, 1 step    one step only, as B waits
-    next() -> Prefill B 0..3      B gets slot 1 only now
-    next() -> Decode A B, many steps
+A step depends on how many tokens there are, never on which. So it may begin before the tokens of
+the one before it are known, and the device goes on while the host makes text of those. The price: a
+request that drew a stop id may be in one step too many, whose token for it is dropped.
 
-A request gets its slot when its turn to be filled in has come, not before: by then the slots hold
-the prompts of the requests ahead of it, and it can reuse a beginning that they have in common.
+A request gets its slot when the chunks of those before it have begun, not earlier: by then their
+pages are known, and it shares those whose tokens it begins with.
+
+Pages are taken as a sequence grows. If there is none left, the youngest request of that group is
+*preempted*: it loses its slot and pages and waits, before all others, until there is room. Then its
+prompt and the tokens that it drew are run like a prompt, as far as no page holds them any more.
+Tokens are drawn by position, so it goes on as if nothing had happened. The oldest request is never
+preempted, and no request is taken that the pool could not hold alone: so all come to their end.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import bisect
+from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeVar
 
-import numpy as np
-
-from serving.engine.actions import (
-    Action,
-    Copy,
-    Counts,
-    Decode,
-    Finish,
-    Prefill,
-    Progress,
-    QueueFull,
-    Request,
-)
-from serving.engine.backend import Limits
+from serving.engine.actions import Begin, Counts, Finish, Progress, QueueFull, Request, Step
+from serving.engine.backend import Limits, Part
 from serving.engine.fairness import FairQueue
-from serving.engine.slots import Slots
-
-_Action = TypeVar("_Action", Copy, Prefill, Decode)
+from serving.engine.groups import Group, Ongoing
 
 
-@dataclasses.dataclass
-class _Running:
-    """A request that has a slot.
+class _Draft:
+    """A step while it is made.
 
-    Attributes:
-      request: the request.
-      slot: its slot.
-      source: the slot from which the beginning of its prompt is still to be copied; else `slot`.
-      filled: tokens of the prompt whose chunks have begun, or that were there already.
-      begun: tokens to draw whose calls have begun.
-      drawn: tokens that are known; those of calls under way are not.
+    Args:
+      room: for each group, how many rows the step has.
     """
 
-    request: Request
-    slot: int
-    source: int
-    filled: int
-    begun: int = 0
-    drawn: int = 0
+    def __init__(self, room: list[int]) -> None:
+        self.room = room
+        self.begins: list[Begin] = []
+        self.parts: list[Part] = []
+        self.keys: list[int] = []
+        self.placed: list[int] = []
+        self.alternatives = False
+        self.decoding = self.rows = self.seen = 0
 
-    @property
-    def held(self) -> int:
-        """Tokens whose keys and values are in the slot once all that has begun is done."""
-        # The latest token's key and value are written by the step that draws the next one.
-        return self.filled + max(0, self.begun - 1)
-
-    @property
-    def wanted(self) -> int:
-        """Tokens that it may still draw in calls that have not begun."""
-        return self.request.max_tokens - self.begun
+    def finished(self) -> Step:
+        """The step."""
+        return Step(
+            tuple(self.begins), tuple(self.parts), tuple(self.keys), tuple(self.placed),
+            self.alternatives, self.rows, self.decoding, self.seen,
+        )  # fmt: skip
 
 
 class Scheduler:
-    """Distributes requests over the slots of a backend.
+    """Distributes requests over the slots and pages of a backend.
 
     Args:
       limits: the backend's sizes.
+      budget: rows of a group in a step that has both rows that draw and chunks of prompts.
       max_waiting: how many requests there may be beyond those that have slots.
-      steps: where nobody watches tokens come, how many are drawn before the host looks whether one
-        of them ends its request. Calls under way at the same time count together.
-      ahead: how many calls are begun before the results of the last one are there.
+      ahead: how many steps are begun before the results of the last one are there.
 
     Attributes:
       counts: totals since the start.
-      slots: what the slots hold, and for whom.
+      groups: who has which slots and pages.
+
+    Raises:
+      ValueError: not all slots of a group can draw in one step.
     """
 
     def __init__(
-        self, limits: Limits, *, max_waiting: int = 256, steps: int = 10, ahead: int = 1
+        self, limits: Limits, budget: int, *, max_waiting: int = 256, ahead: int = 1
     ) -> None:
         self.limits = limits
         self.max_waiting = max_waiting
-        self.steps = max(1, min(steps // (1 + ahead), limits.decode_steps))
         self.counts = Counts()
-        self.slots = Slots(limits.slots, limits.max_length)
-        self._queue: FairQueue[Request] = FairQueue()
-        self._running: dict[int, _Running] = {}
-        self._prefilling: _Running | None = None
-        # Each slot's latest known token, which `slots` does not list yet: its key and value are
-        # written by the step that draws the next one.
-        self._latest = [0] * limits.slots
-        self._decode_is_due = False
+        self.groups = [Group(limits, index) for index in range(limits.groups)]
+        self._slots = limits.slots // limits.groups
+        if self._slots > limits.rows[-1]:
+            raise ValueError(
+                f"{self._slots} slots of a group cannot draw in steps of {limits.rows[-1]} rows"
+            )
+        # A prompt has a slot itself, so this leaves it one row at least.
+        self._budget = min(max(budget, self._slots), limits.rows[-1])
         self._ahead = ahead
-        self._under_way: deque[Action] = deque()
+        self._queue: FairQueue[Ongoing] = FairQueue()
+        self._preempted: list[Ongoing] = []  # the oldest first
+        self._ongoing: dict[int, Ongoing] = {}
+        # Those that draw a token in the next step.
+        self._decoding: dict[int, Ongoing] = {}
+        self._order = 0
+        self._under_way: deque[Step] = deque()
 
     @property
     def waiting(self) -> int:
         """Number of requests without a slot."""
-        return len(self._queue)
+        return len(self._queue) + len(self._preempted)
 
     @property
     def running(self) -> int:
         """Number of requests with a slot."""
-        return len(self._running)
+        return len(self._ongoing) - self.waiting
 
     @property
     def idle(self) -> bool:
         """Whether there is no request at all, waiting or running."""
-        return not self._queue and not self._running
+        return not self._ongoing
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests: all of them or, if it raises, none.
 
         Raises:
           QueueFull: there is no room for all of them.
-          ValueError: no slot could hold one of them.
+          ValueError: the pool could not hold one of them.
         """
         for request in requests:
             self._check(request)
         # A request for which there is a free slot waits only for the prompts before its own, and
         # does not count as waiting.
-        if self.waiting + self.running + len(requests) > self.limits.slots + self.max_waiting:
+        if len(self._ongoing) + len(requests) > self.limits.slots + self.max_waiting:
             raise QueueFull(
                 f"{self.waiting} requests wait for a slot, {self.max_waiting} may: try again later"
             )
         for request in requests:
-            self._queue.push(request)
+            ongoing = Ongoing(request, array("i", request.prompt), request.max_tokens)
+            self._ongoing[request.key] = ongoing
+            self._queue.push(ongoing)
 
-    def count(self, used: int, unused: int = 0) -> None:
-        """Counts the tokens of a `Progress`, once their text is known.
+    def count(self, used: int, unused: int) -> None:
+        """Counts the tokens of `Progress`, once their text is known.
 
         Args:
-          used: tokens that the reader gets.
-          unused: tokens behind a stop string.
+          used: tokens that a reader gets.
+          unused: tokens behind a stop string, or whose reader has gone.
         """
         self.counts.drawn += used
         self.counts.wasted += unused
 
     def finish(self, key: int) -> None:
         """Ends a request at a stop string; does nothing if it has ended already."""
-        if running := self._running.get(key):
-            self._end(running)
+        if request := self._ongoing.get(key):
+            self._end(request)
 
     def cancel(self, key: int) -> bool:
         """Drops a request that waits or runs; returns whether there was one."""
-        running = self._running.get(key)
-        waiting = next((request for request in self._queue if request.key == key), None)
-        if running is not None:
-            self._end(running)
-        elif waiting is not None:
-            self._queue.remove(waiting)
-            self._queue.leave(waiting.client)
-        else:
+        request = self._ongoing.get(key)
+        if request is None:
             return False
+        self._end(request)
         self.counts.cancelled += 1
         return True
 
-    def next(self) -> Action | None:
-        """Chooses the action to begin now.
+    def next(self) -> Step | None:
+        """Chooses the step to begin now.
 
         Returns:
-          None if there is nothing to do, or nothing before a call under way is done.
+          None if there is nothing to do, or nothing before a step under way is done.
         """
-        if len(self._under_way) > self._ahead:
+        if len(self._under_way) > self._ahead or not self._find_pages():
             return None
-        action = self._choose()
-        if action is not None:
-            self._under_way.append(action)
-        return action
+        room = self._budget if self._decoding else self.limits.rows[-1]
+        draft = _Draft([room] * len(self.groups))
+        self._draw(draft)
+        self._fill(draft)
+        if not draft.parts:
+            return None
+        step = draft.finished()
+        self._under_way.append(step)
+        return step
 
-    def copied(self) -> None:
-        """Takes note that the oldest action under way, a `Copy`, is done."""
-        self._done(Copy)
-
-    def prefilled(self, first: int | None) -> Progress | None:
-        """Takes the result of the oldest action under way, a `Prefill`.
+    def stepped(self, ids: Sequence[int]) -> list[Progress]:
+        """Takes the results of the oldest step under way.
 
         Args:
-          first: the token that it drew; None if it was to draw none.
+          ids: the tokens that it drew, in the order of its parts.
 
         Returns:
-          The request's progress if its prompt is complete; None before that or if it was cancelled.
+          The progress of each request that got a token or came to its end, and that has not ended
+          meanwhile.
         """
-        action = self._done(Prefill)
-        running = self._running.get(action.key)
-        if running is None:
-            self.counts.wasted += first is not None
-            return None
-        if first is not None:
-            self._latest[action.slot] = first
-        if not action.is_last:
-            return None
-        return self._advance(running, [] if first is None else [first])
-
-    def decoded(self, ids: Sequence[Sequence[int]]) -> list[Progress]:
-        """Takes the results of the oldest action under way, a `Decode`.
-
-        Args:
-          ids: (slots, steps) the tokens; those of inactive slots are ignored.
-
-        Returns:
-          The progress of each request that has not ended meanwhile.
-        """
-        action = self._done(Decode)
-        done = []
-        for slot, key in enumerate(action.keys):
-            running = None if key is None else self._running.get(key)
-            if running is not None:
-                drawn = list(ids[slot])
-                self.slots.write(slot, self.slots.length(slot), [self._latest[slot], *drawn[:-1]])
-                self._latest[slot] = drawn[-1]
-                done.append(self._advance(running, drawn))
-            elif key is not None:
-                # It was cancelled or finished while this call was under way. Its slot may belong
-                # to another request by now: what `slots` says of it must stay as it is.
-                self.counts.wasted += action.steps
+        if not self._under_way:
+            raise RuntimeError("no step is under way")
+        step = self._under_way.popleft()
+        done, row = [], 0
+        for key, part in zip(step.keys, step.parts, strict=True):
+            request = self._ongoing.get(key)
+            if part.draws:
+                if request is None:
+                    self.counts.wasted += 1
+                else:
+                    done.append(Progress(key, row, self._take(request, ids[row])))
+                row += 1
+            elif request is not None and _ends(part, request):
+                done.append(Progress(key, None, "length"))
+                self._end(request)
         return done
-
-    def _done(self, kind: type[_Action]) -> _Action:
-        action = self._under_way[0] if self._under_way else None
-        if not isinstance(action, kind):
-            raise RuntimeError(f"no {kind.__name__} is to be done next, but {action}")
-        self._under_way.popleft()
-        return action
 
     # -----------------------------------------------------------------------------------------
     # Choosing.
 
-    def _choose(self) -> Action | None:
-        decoding = [
-            running
-            for running in self._running.values()
-            if running is not self._prefilling and running.wanted > 0
-        ]
-        # Set by every chunk: decode and prefill take turns as long as both have work.
-        if decoding and self._decode_is_due:
-            return self._decode(decoding)
-        return self._prefill() or (self._decode(decoding) if decoding else None)
+    def _find_pages(self) -> bool:
+        """Gives a page to each request that needs one to draw; returns whether all could have one.
 
-    def _decode(self, decoding: Sequence[_Running]) -> Decode:
-        steps = self._count_steps(decoding)
-        held = sum(running.held for running in decoding)
-        keys: list[int | None] = [None] * self.limits.slots
-        for running in decoding:
-            keys[running.slot] = running.request.key
-            running.begun += steps
-        self._decode_is_due = False
-        return Decode(tuple(keys), steps, any(r.request.alternatives for r in decoding), held)
-
-    def _count_steps(self, decoding: Sequence[_Running]) -> int:
-        """How many tokens the next call of decode draws for each slot.
-
-        As many as allowed, as every slot has room for, and as any request still wants. But only one
-        if a prompt could be filled in next: more would keep its slot empty for longer.
+        Who is preempted has to be run again with all its tokens, so they have to be known: until no
+        step is under way none is begun.
         """
-        has_prompts = self._prefilling is not None or (self._queue and self.slots.any_free)
-        if has_prompts or any(running.request.interactive for running in decoding):
-            return 1
-        wanted = max(running.wanted for running in decoding)
-        room = min(self.limits.max_length - running.held for running in decoding)
-        return min(self.steps, wanted, room)
+        for request in [r for r in self._decoding.values() if r.filled == r.room]:
+            while request.slot >= 0 and not (group := self._group(request)).pages.available:
+                if self._under_way:
+                    return False
+                self._preempt(group, group.youngest)
+            if request.slot >= 0:
+                self._group(request).grow(request)
+        return True
 
-    def _prefill(self) -> Copy | Prefill | None:
-        """The next chunk of the prompt that is being filled in, or the first one of another."""
-        running = self._prefilling or self._admit()
-        if running is None:
-            return None
-        if running.source != running.slot:
-            return self._copy(running)
-        request, slot, start = running.request, running.slot, running.filled
-        tokens = request.prompt[: start + self.limits.chunks[-1]]
-        end = running.filled = len(tokens)
-        is_last = end == len(request.prompt)
-        # Nothing follows the prompt's last token; `Backend.prefill` takes any id there.
-        targets = (*request.prompt[start + 1 : end + 1], *([0] if is_last else []))
-        self.slots.write(slot, start, tokens[start:])
-        self.counts.prefilled += end - start
-        self._queue.charge(request.client, end - start)
-        self._decode_is_due = True
-        if is_last:
-            self._prefilling = None
-            # The last chunk also draws the first token, unless none is wanted.
-            running.begun = min(1, request.max_tokens)
-        return Prefill(
-            key=request.key,
-            slot=slot,
-            tokens=tokens,
-            start=start,
-            sampling=request.sampling if running.begun else None,
-            targets=targets if request.score_prompt else None,
-            is_last=is_last,
-        )
+    def _preempt(self, group: Group, request: Ongoing) -> None:
+        group.remove(request)
+        self._decoding.pop(request.key, None)
+        request.paid = max(request.paid, request.filled)
+        bisect.insort(self._preempted, request, key=lambda request: request.order)
+        self.counts.preempted += 1
 
-    def _copy(self, running: _Running) -> Copy:
-        source, running.source = running.source, running.slot
-        self.slots.write(running.slot, 0, self.slots.content(source)[: running.filled])
-        return Copy(running.request.key, source, running.slot, running.filled)
+    def _draw(self, draft: _Draft) -> None:
+        """Adds a row for each request that draws."""
+        last = []
+        for key, request in self._decoding.items():
+            slot = request.slot
+            draft.parts.append(Part(slot, request.filled, None, request.pages, True))
+            draft.keys.append(key)
+            draft.room[slot // self._slots] -= 1
+            draft.alternatives |= request.request.alternatives
+            request.filled += 1
+            draft.seen += request.filled
+            request.wanted -= 1
+            if not request.wanted:
+                last.append(key)
+        draft.rows = draft.decoding = len(draft.parts)
+        for key in last:
+            del self._decoding[key]
 
-    def _admit(self) -> _Running | None:
-        """Gives a slot to the request whose turn it is; None if no slot is free or nobody waits."""
-        request = self._queue.pop() if self.slots.any_free else None
-        if request is None:
-            return None
-        # Scores come from running the prompt, so nothing of it may be reused.
-        place = self.slots.place(np.asarray(request.prompt, np.int32), not request.score_prompt)
-        self.slots.take(place.slot, request.key)
-        self.counts.reused += place.length
-        running = _Running(request, place.slot, place.source, place.length)
-        self._running[request.key] = self._prefilling = running
-        return running
+    def _fill(self, draft: _Draft) -> None:
+        """Adds chunks: of the prompts that have slots, then of those that wait, in their order."""
+        for group in self.groups:
+            if group.filling is not None:
+                self._add_chunk(draft, group, group.filling)
+        while (request := self._first()) is not None:
+            found = self._find_group(request, draft.room)
+            if found is None:
+                return
+            self._place(request, *found)
+            draft.placed.append(request.key)
+            self._add_chunk(draft, found[0], request)
+
+    def _first(self) -> Ongoing | None:
+        return self._preempted[0] if self._preempted else self._queue.first()
+
+    def _find_group(self, request: Ongoing, room: Sequence[int]) -> tuple[Group, list[int]] | None:
+        """The group where a request starts best, with the pages that hold its beginning there.
+
+        Rather where its tokens are, rather where few run: a page counts as much as a request.
+        """
+        best = None
+        for group, rows in zip(self.groups, room, strict=True):
+            matched = group.find(request) if rows else None
+            if matched is not None:
+                worth = len(matched) - len(group.running)
+                if best is None or worth > best[0]:
+                    best = worth, group, matched
+        return best and best[1:]
+
+    def _place(self, request: Ongoing, group: Group, matched: list[int]) -> None:
+        if request.order < 0:
+            self._queue.remove(request)
+            request.order = self._order = self._order + 1
+        else:
+            self._preempted.remove(request)
+        group.place(request, matched)
+        reused = min(request.filled, len(request.request.prompt)) - request.paid
+        self.counts.reused += max(0, reused)
+
+    def _add_chunk(self, draft: _Draft, group: Group, request: Ongoing) -> None:
+        """Adds the next tokens of a prompt, as many as the step has rows for."""
+        index, start = request.slot // self._slots, request.filled
+        end = min(request.end, start + draft.room[index])
+        is_last, tokens = end == request.end, request.tokens
+        targets = None
+        if request.scores:
+            targets = (*tokens[start + 1 : end + 1], *([0] if is_last else []))
+        draws = is_last and request.wanted > 0
+        chunk = tuple(tokens[start:end])
+        draft.parts.append(Part(request.slot, start, chunk, request.pages, draws, targets))
+        draft.keys.append(request.key)
+        draft.room[index] -= end - start
+        draft.rows += end - start
+        draft.seen += end
+        request.filled = end
+        self._charge_chunk(request, start, end)
+        group.enter(request, replace=False)
+        group.filling = None if is_last else request
+        if draws:
+            self._begin(draft, request)
+
+    def _begin(self, draft: _Draft, request: Ongoing) -> None:
+        """Sets up the drawing in a slot whose last chunk is in this step."""
+        asked, tokens = request.request, tuple(request.tokens)
+        drawn = tokens[len(asked.prompt) :]
+        draft.begins.append(Begin(request.slot, asked.sampling, tokens, drawn))
+        draft.alternatives |= asked.alternatives
+        request.wanted -= 1
+        if request.wanted:
+            self._decoding[request.key] = request
+
+    def _charge_chunk(self, request: Ongoing, start: int, end: int) -> None:
+        """Counts a chunk's tokens; what is run once more after a preemption is not charged."""
+        new = max(0, min(end, len(request.request.prompt)) - max(start, request.paid))
+        self.counts.prefilled += new
+        self.counts.repeated += end - start - new
+        self._queue.charge(request.client, new)
 
     # -----------------------------------------------------------------------------------------
     # Advancing.
 
-    def _advance(self, running: _Running, drawn: Sequence[int]) -> Progress:
-        """Gives a request its tokens, up to the first one that ends it."""
-        request = running.request
-        drawn_before = running.drawn
-        finish: Finish | None = None if request.max_tokens else "length"
-        for token in drawn:
-            running.drawn += 1
-            finish = _finish(request, token, running.drawn)
-            if finish is not None:
-                break
-        given = running.drawn - drawn_before
-        self.counts.wasted += len(drawn) - given
-        self._queue.charge(request.client, given)
+    def _take(self, request: Ongoing, token: int) -> Finish | None:
+        """Gives a request its next token; returns why it ends with it, if it does."""
+        request.tokens.append(token)
+        self._queue.charge(request.client, 1)
+        asked = request.request
+        finish: Finish | None = None
+        if token in asked.stop_ids:
+            finish = "stop"
+        elif len(request.tokens) == len(asked.prompt) + asked.max_tokens:
+            finish = "length"
         if finish is not None:
-            self._end(running)
-        return Progress(request.key, running.slot, given, finish)
+            self._end(request)
+        return finish
 
-    def _end(self, running: _Running) -> None:
-        del self._running[running.request.key]
-        if running is self._prefilling:
-            self._prefilling = None
-        self.slots.release(running.slot)
-        self._queue.leave(running.request.client)
+    def _end(self, request: Ongoing) -> None:
+        del self._ongoing[request.key]
+        self._decoding.pop(request.key, None)
+        if request.slot >= 0:
+            self._group(request).remove(request)
+        elif request.order >= 0:
+            self._preempted.remove(request)
+        else:
+            self._queue.remove(request)
+        self._queue.leave(request.client)
+
+    def _group(self, request: Ongoing) -> Group:
+        return self.groups[request.slot // self._slots]
 
     def _check(self, request: Request) -> None:
-        length, most = len(request.prompt), self.limits.max_length
+        length, most = len(request.prompt), self.limits.longest
         if not length or request.max_tokens < 0 or length + request.max_tokens > most:
             raise ValueError(
-                f"a prompt of {length} tokens and {request.max_tokens} more: "
-                f"a slot holds 1 to {most}"
+                f"a prompt of {length} tokens and {request.max_tokens} more: a sequence has 1 to "
+                f"{most}"
             )
 
 
-def _finish(request: Request, token: int, drawn: int) -> Finish | None:
-    if token in request.stop_ids:
-        return "stop"
-    return "length" if drawn == request.max_tokens else None
+def _ends(part: Part, request: Ongoing) -> bool:
+    """Whether a chunk is its prompt's last."""
+    return part.tokens is not None and part.start + len(part.tokens) == request.end

@@ -1,8 +1,8 @@
 """A backend without a model, which holds its caller to the contract of serving/engine/backend.py.
 
-The next token is a hash of all tokens before it and of the seed, so a slot that holds anything but
-what it should shows at once. Slots keep real lists of tokens; positions, lengths, sizes of chunks
-and what is active are checked in every call.
+Pages hold what stands for keys and values: for each position a hash of all tokens up to it, made of
+the hash before, which is read through the pages. The next token is a hash of what all pages of a
+sequence say, and of how it is drawn. So a wrong page, position, or token shows at once.
 """
 
 from __future__ import annotations
@@ -11,19 +11,28 @@ import math
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from serving.engine.backend import Limits, Prefilled, Sampling, Tokens
+from serving.engine.backend import Limits, Part, Sampling, Stepped, Tokens
 from tests.waiting import PATIENCE
 
 LIMITS = Limits(
-    slots=4, max_length=64, chunks=(4, 8), decode_steps=10, top_logprobs=5, vocab_size=256
+    slots=4,
+    max_length=64,
+    rows=(4, 8),
+    groups=1,
+    page=4,
+    pages=64,
+    top_logprobs=5,
+    vocab_size=256,
 )
 
-T = TypeVar("T")
+EMPTY = -1
+"""What a page says where nothing was written."""
 
 
 class Gate:
@@ -48,12 +57,9 @@ class Gate:
             self._left -= 1
 
 
-def next_token(tokens: Sequence[int], seed: int, vocab_size: int, letters: bool = False) -> int:
-    """The token after these; a lower-case letter or a space if `letters`."""
-    digest = zlib.crc32(np.asarray([seed, *tokens], np.int64).tobytes())
-    if letters:
-        return b"abcdefghijklmnopqrstuvwxyz      "[digest % 32]
-    return digest % vocab_size
+def key_value(before: int, token: int) -> int:
+    """What stands for the key and value of a token behind others."""
+    return zlib.crc32(token.to_bytes(4, "little"), before)
 
 
 class Mistake(AssertionError):
@@ -75,11 +81,13 @@ class FakeBackend:
         self,
         limits: Limits = LIMITS,
         *,
+        budget: int = 6,
         latency: float = 0.0,
         letters: bool = True,
         fail_after: int | None = None,
     ) -> None:
         self.limits = limits
+        self.budget = budget
         self.latency = latency
         self.letters = letters
         self.fail_after = fail_after
@@ -90,79 +98,119 @@ class FakeBackend:
         }  # fmt: skip
         self.calls = 0
         self.gate = Gate()
-        self.prefilled = 0
-        self.held: list[list[int]] = [[] for _ in range(limits.slots)]
+        self.run = 0
+        self.drawn = 0
+        self.pools = np.full((limits.groups, limits.pages, limits.page), EMPTY, np.int64)
         self.latest: list[int | None] = [None] * limits.slots
         self.sampling: list[Sampling | None] = [None] * limits.slots
+        self.seen: list[set[int]] = [set() for _ in range(limits.slots)]
+        self.counted: list[Counter[int]] = [Counter() for _ in range(limits.slots)]
         self._busy = threading.Lock()
 
-    def prefill(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        start: int,
-        *,
-        sampling: Sampling | None = None,
-        targets: Sequence[int] | None = None,
-    ) -> Callable[[], Prefilled]:
-        with self._calling():
-            chunk = tokens[start:]
-            require(0 <= slot < self.limits.slots, f"slot {slot}")
-            require(1 <= len(chunk) <= self.limits.chunks[-1], f"a chunk of {len(chunk)}")
-            require(0 <= start <= len(self.held[slot]), f"{start} beyond {len(self.held[slot])}")
-            require(len(tokens) <= self.limits.max_length, "beyond the end")
-            require(list(tokens[:start]) == self.held[slot][:start], "another beginning is there")
-            require(all(0 <= t < self.limits.vocab_size for t in tokens), f"ids {tokens}")
-            require(targets is None or len(targets) == len(chunk), "targets do not fit")
-            self.prefilled += len(chunk)
-            self.held[slot][start:] = chunk
-            self.latest[slot] = self.sampling[slot] = None
-            first = None
-            if sampling is not None:
-                self.sampling[slot] = sampling
-                first = self._report([self._draw(slot)])
-            scores = None if targets is None else self._report(targets)
-            return self._later(Prefilled(first, scores))
+    def begin(
+        self, slot: int, sampling: Sampling, seen: Sequence[int], drawn: Sequence[int] = ()
+    ) -> None:
+        with self._busy:
+            self.sampling[slot] = sampling
+            self.seen[slot] = set(seen)
+            self.counted[slot] = Counter(drawn)
 
-    def decode(
-        self, active: Sequence[bool], steps: int, alternatives: bool = True
-    ) -> Callable[[], Tokens]:
+    def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
         with self._calling():
-            require(len(active) == self.limits.slots and any(active), f"active {active}")
-            require(1 <= steps <= self.limits.decode_steps, f"{steps} steps")
-            ids = np.full((steps, self.limits.slots), -1, np.int32)
-            for step in range(steps):
-                for slot in np.flatnonzero(active):
-                    latest = self.latest[slot]
-                    assert latest is not None, f"slot {slot} was never filled"
-                    self.held[slot].append(latest)
-                    require(len(self.held[slot]) <= self.limits.max_length, f"slot {slot} is full")
-                    ids[step, slot] = self._draw(int(slot))
-            made = self._report(ids)
+            self._check(parts)
+            ids = []
+            for part in parts:
+                self._write(part)
+                if part.draws:
+                    ids.append(self._draw(part))
+            drawn = self._report(ids)
             if not alternatives:
-                made.top_ids[:] = made.top_logprobs[:] = 0
-            return self._later(made)
+                drawn.top_ids[:] = drawn.top_logprobs[:] = 0
+            scores = (None if p.targets is None else self._report(p.targets) for p in parts)
+            made = Stepped(drawn, tuple(scores))
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        with self._calling():
-            require(source != target, "a copy onto itself")
-            require(1 <= length <= len(self.held[source]), f"{length} of {len(self.held[source])}")
-            self.held[target] = self.held[source][:length]
-            self.latest[target] = self.sampling[target] = None
+        def wait() -> Stepped:
+            self.gate.wait()
+            if self.latency:
+                time.sleep(self.latency)
+            return made
+
+        return wait
 
     def alone(self, prompt: Sequence[int], tokens: int, seed: int = 0) -> list[int]:
         """What a request gets if there is no other."""
-        held = list(prompt)
+        known: list[int] = []
+        for token in prompt:
+            known.append(key_value(known[-1] if known else 0, token))
+        seen, counted, drawn = set(prompt), Counter[int](), []
         for _ in range(tokens):
-            held.append(next_token(held, seed, self.limits.vocab_size, self.letters))
-        return held[len(prompt) :]
+            drawn.append(self._next(np.asarray(known), seed, seen, counted))
+            seen.add(drawn[-1])
+            counted[drawn[-1]] += 1
+            known.append(key_value(known[-1], drawn[-1]))
+        return drawn
 
-    def _draw(self, slot: int) -> int:
-        sampling = self.sampling[slot]
-        assert sampling is not None, f"slot {slot} has no sampling"
-        token = next_token(self.held[slot], sampling.seed, self.limits.vocab_size, self.letters)
+    def _check(self, parts: Sequence[Part]) -> None:
+        limits = self.limits
+        require(0 < len(parts) == len({part.slot for part in parts}), "slots of the parts")
+        rows: Counter[int] = Counter()
+        written: Counter[tuple[int, int]] = Counter()
+        for part in parts:
+            group, count = self._group(part), 1 if part.tokens is None else len(part.tokens)
+            end = part.start + count
+            pages = part.pages
+            rows[group] += count
+            require(0 <= part.slot < limits.slots, f"slot {part.slot}")
+            require(count > 0 and part.start >= 0 and end <= limits.max_length, f"{part}")
+            require(len(pages) == len(set(pages)), "a page is there twice")
+            require(len(pages) * limits.page >= end, f"{len(pages)} pages for {end} positions")
+            require(all(0 <= page < limits.pages for page in pages), f"pages {pages}")
+            require(part.targets is None or len(part.targets) == count, "targets do not fit")
+            first, last = part.start // limits.page, (end - 1) // limits.page
+            written.update((group, page) for page in pages[first : last + 1])
+        require(max(rows.values()) <= limits.rows[-1], f"rows {rows}")
+        require(max(written.values()) == 1, "two parts write one page")
+        self.run += rows.total()
+
+    def _write(self, part: Part) -> None:
+        tokens = part.tokens
+        if tokens is None:
+            latest = self.latest[part.slot]
+            assert latest is not None, f"slot {part.slot} has not drawn"
+            tokens = (latest,)
+        before = self._read(part, part.start)
+        known = int(before[-1]) if part.start else 0
+        pool, size = self.pools[self._group(part)], self.limits.page
+        for position, token in enumerate(tokens, part.start):
+            require(0 <= token < self.limits.vocab_size, f"id {token}")
+            known = key_value(known, token)
+            pool[part.pages[position // size], position % size] = known
+
+    def _read(self, part: Part, count: int) -> Any:
+        """What the pages of a slot say of its first `count` positions."""
+        known = self.pools[self._group(part)][list(part.pages)].reshape(-1)[:count]
+        require((known != EMPTY).all(), "a position was never written")
+        return known
+
+    def _draw(self, part: Part) -> int:
+        slot, sampling = part.slot, self.sampling[part.slot]
+        assert sampling is not None, f"slot {slot} has not begun"
+        known = self._read(part, part.start + (len(part.tokens) if part.tokens else 1))
+        token = self._next(known, sampling.seed, self.seen[slot], self.counted[slot])
         self.latest[slot] = token
+        self.seen[slot].add(token)
+        self.counted[slot][token] += 1
+        self.drawn += 1
         return token
+
+    def _next(self, known: Any, seed: int, seen: set[int], counted: Counter[int]) -> int:
+        """The token behind these; a lower-case letter or a space if `letters`."""
+        drawn = [hash(frozenset(seen)), hash(frozenset(counted.items()))]
+        digest = zlib.crc32(np.asarray([seed, *drawn], np.int64).tobytes())
+        digest = zlib.crc32(known.astype(np.int64).tobytes(), digest)
+        if self.letters:
+            return b"abcdefghijklmnopqrstuvwxyz      "[digest % 32]
+        return digest % self.limits.vocab_size
 
     def _report(self, ids: Any) -> Tokens:
         ids = np.asarray(ids, np.int32)
@@ -175,6 +223,9 @@ class FakeBackend:
             top_logprobs.astype(np.float32),
         )
 
+    def _group(self, part: Part) -> int:
+        return part.slot // (self.limits.slots // self.limits.groups)
+
     def _calling(self) -> threading.Lock:
         """One call at a time."""
         require(not self._busy.locked(), "two calls at once")
@@ -182,12 +233,3 @@ class FakeBackend:
         if self.fail_after is not None and self.calls > self.fail_after:
             raise RuntimeError("the device is gone")
         return self._busy
-
-    def _later(self, made: T) -> Callable[[], T]:
-        def wait() -> T:
-            self.gate.wait()
-            if self.latency:
-                time.sleep(self.latency)
-            return made
-
-        return wait

@@ -8,30 +8,36 @@ from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.engine.actions import Copy, Counts, Decode, Prefill, Progress, QueueFull, Request
-from serving.engine.backend import Sampling
+from serving.engine.actions import Counts, QueueFull, Request, Step
+from serving.engine.backend import Limits, Part, Sampling, Stepped
 from serving.engine.scheduler import Scheduler
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
+
+SMALL_POOL = dataclasses.replace(LIMITS, pages=20)
+"""Less than a third of what all slots could hold."""
+
+TWO_GROUPS = dataclasses.replace(SMALL_POOL, slots=6, groups=2)
 
 
 class Run:
     """A scheduler with its backend, and all that came of every request."""
 
-    def __init__(self, backend: FakeBackend | None = None, **options: Any) -> None:
-        self.backend = backend or FakeBackend(letters=False)
-        self.scheduler = Scheduler(self.backend.limits, **options)
+    def __init__(self, limits: Limits = LIMITS, *, budget: int = 6, **options: Any) -> None:
+        self.backend = FakeBackend(limits, letters=False)
+        self.scheduler = Scheduler(limits, budget, **options)
+        self.budget = budget
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, str] = {}
         self.ended: set[int] = set()  # by the caller, as if its text held a stop string
         self.cancelled: set[int] = set()
-        self.actions: list[Any] = []
-        self.decoding: set[int] = set()
-        self.under_way: deque[tuple[Any, Any]] = deque()
+        self.steps: list[Step] = []
+        self.scores: dict[int, list[int]] = {}
+        self.under_way: deque[tuple[Step, Stepped]] = deque()
 
     def submit(self, *requests: Request) -> None:
         self.scheduler.submit(requests)
@@ -41,56 +47,51 @@ class Run:
             self.tokens[request.key] = []
 
     def step(self, between: Any = lambda: None) -> bool:
-        """Begin an action, or finish the oldest; `between` runs while the backend is busy."""
-        action = self.scheduler.next()
-        if action is None and not self.under_way:
-            return False
-        if action is None:
+        """Begin a step, or finish the oldest; `between` runs while the backend is busy."""
+        before = self.scheduler.counts.preempted
+        step = self.scheduler.next()
+        # Who is preempted is run again with all tokens that it drew, so they have to be known.
+        assert not self.under_way or self.scheduler.counts.preempted == before
+        orders = [request.order for request in self.scheduler._preempted]
+        assert orders == sorted(orders)  # the oldest goes on first
+        if step is not None:
+            self._check(step)
+            self.steps.append(step)
+            for begin in step.begins:
+                self.backend.begin(*begin)
+            self.under_way.append((step, self.backend.step(step.parts, step.alternatives)()))
+        elif self.under_way:
             between()
             self._finish(*self.under_way.popleft())
-            return True
-        # Between two chunks there is a decode, unless nothing decodes.
-        previous = next((a for a in reversed(self.actions) if not isinstance(a, Copy)), None)
-        if isinstance(previous, Prefill) and self.decoding - self.cancelled - self.ended:
-            assert isinstance(action, Decode)
-        self.actions.append(action)
-        match action:
-            case Copy():
-                self.backend.copy(action.source, action.target, action.length)
-                self.under_way.append((action, None))
-            case Prefill():
-                later = self.backend.prefill(
-                    action.slot, action.tokens, action.start,
-                    sampling=action.sampling, targets=action.targets,
-                )  # fmt: skip
-                self.under_way.append((action, later()))
-            case Decode():
-                later_too = self.backend.decode(action.active, action.steps, action.alternatives)
-                self.under_way.append((action, later_too()))
+        else:
+            assert self.scheduler.idle  # there is always something to do
+            return False
         return True
 
-    def _finish(self, action: Any, results: Any) -> None:
-        match action:
-            case Copy():
-                self.scheduler.copied()
-            case Prefill():
-                first = None if results.first is None else int(results.first.ids[0])
-                progress = self.scheduler.prefilled(first)
-                self._note([progress] if progress else [], [[first]] * LIMITS.slots)
-            case Decode():
-                ids = results.ids.T.tolist()
-                self._note(self.scheduler.decoded(ids), ids)
+    def _check(self, step: Step) -> None:
+        limits = self.scheduler.limits
+        rows = [0] * limits.groups
+        for part in step.parts:
+            rows[part.slot * limits.groups // limits.slots] += size(part)
+        if step.decoding:
+            assert max(rows) <= max(self.budget, limits.slots // limits.groups)
+        assert step.rows == sum(rows)
+        assert step.decoding == sum(part.tokens is None for part in step.parts)
+        assert step.seen == sum(part.start + size(part) for part in step.parts)
 
-    def _note(self, progress: list[Progress], ids: Any) -> None:
-        for key, slot, count, finish in progress:
+    def _finish(self, step: Step, results: Stepped) -> None:
+        for key, part, scores in zip(step.keys, step.parts, results.scores, strict=True):
+            if scores is not None:
+                self.scores.setdefault(key, [])[part.start :] = scores.ids.tolist()
+        ids = results.drawn.ids.tolist()
+        for key, row, finish in self.scheduler.stepped(ids):
             assert key not in self.finished and key not in self.cancelled
             assert key not in self.ended
-            self.tokens[key] += ids[slot][:count]
-            self.scheduler.count(count)
-            self.decoding.add(key)
+            if row is not None:
+                self.tokens[key].append(ids[row])
+                self.scheduler.count(1, 0)
             if finish:
                 self.finished[key] = finish
-                self.decoding.remove(key)
 
     def cancel(self, *keys: int) -> None:
         for key in keys:
@@ -103,19 +104,21 @@ class Run:
         self.scheduler.finish(key)
         if key not in self.finished and key not in self.cancelled:
             self.ended.add(key)
-            self.decoding.discard(key)
 
-    def finish(self, steps: int = 10_000) -> None:
-        for _ in range(steps):
+    def finish(self) -> None:
+        for _ in range(100_000):
             if not self.step():
                 break
-        assert self.scheduler.idle
         self.check_whole()
 
     def check_whole(self) -> None:
         """Nothing is lost, and everybody has what they would have had alone."""
-        assert self.scheduler.slots.owners == (None,) * LIMITS.slots
-        assert not self.scheduler._queue._present and not self.scheduler._queue._served
+        scheduler = self.scheduler
+        assert scheduler.idle and not scheduler._decoding and not scheduler._preempted
+        for group in scheduler.groups:
+            assert not group.running and group.filling is None and group.pages.held == 0
+            assert len(group._free) == scheduler.limits.slots // scheduler.limits.groups
+        assert not scheduler._queue._present and not scheduler._queue._served
         assert self.finished.keys() | self.cancelled | self.ended == self.requests.keys()
         for key, request in self.requests.items():
             expected = self.backend.alone(request.prompt, request.max_tokens, request.sampling.seed)
@@ -126,6 +129,30 @@ class Run:
             if key in self.finished:
                 assert got == expected
                 assert self.finished[key] == ("stop" if stops else "length")
+                if request.score_prompt:
+                    length = len(request.prompt)
+                    assert self.scores[key][: length - 1] == list(request.prompt[1:])
+                    assert len(self.scores[key]) == length
+
+    def chunks(self, key: int) -> list[Part]:
+        """The chunks of a request's prompt."""
+        pairs = (
+            (k, part) for step in self.steps for k, part in zip(step.keys, step.parts, strict=True)
+        )
+        return [part for k, part in pairs if k == key and part.tokens is not None]
+
+    def order(self) -> list[int]:
+        """The requests in the order in which they got their first slots."""
+        return list(dict.fromkeys(key for step in self.steps for key in step.placed))
+
+
+def size(part: Part) -> int:
+    return 1 if part.tokens is None else len(part.tokens)
+
+
+def rows_of(step: Step) -> dict[int, tuple[int, int]]:
+    """Key -> the first position and how many rows."""
+    return {k: (part.start, size(part)) for k, part in zip(step.keys, step.parts, strict=True)}
 
 
 def request(key: int, prompt: Any = (1, 2, 3), max_tokens: int = 4, **more: Any) -> Request:
@@ -143,9 +170,11 @@ PROMPTS = st.one_of(
 class Machine(RuleBasedStateMachine):
     """Requests come, go and are worked on in any order."""
 
+    limits = LIMITS
+
     def __init__(self) -> None:
         super().__init__()
-        self.run = Run(max_waiting=12, steps=4)
+        self.run = Run(self.limits, max_waiting=12)
         self.key = 0
 
     def draw(self, prompt: list[int], tokens: int, client: str, flags: int) -> Request:
@@ -153,12 +182,12 @@ class Machine(RuleBasedStateMachine):
         return request(
             self.key,
             prompt,
-            min(tokens, LIMITS.max_length - len(prompt)),
+            min(tokens, self.limits.longest - len(prompt)),
             client=client,
-            interactive=bool(flags & 1),
-            score_prompt=bool(flags & 2),
+            score_prompt=bool(flags & 1),
+            alternatives=bool(flags & 2),
             stop_ids=frozenset(range(40)) if flags & 4 else frozenset(),
-            sampling=Sampling(seed=flags),
+            sampling=Sampling(seed=flags & 2),
         )
 
     @rule(
@@ -172,7 +201,7 @@ class Machine(RuleBasedStateMachine):
         requests = [self.draw(prompt, tokens, client, flags) for _ in range(count)]
         scheduler = self.run.scheduler
         inside = scheduler.waiting + scheduler.running
-        if inside + count > 12 + LIMITS.slots:
+        if inside + count > 12 + self.limits.slots:
             with pytest.raises(QueueFull):
                 self.run.submit(*requests)
             assert scheduler.waiting + scheduler.running == inside
@@ -191,7 +220,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.run.requests)
     @rule(data=st.data())
-    def cancel_during_an_action(self, data: Any) -> None:
+    def cancel_during_a_step(self, data: Any) -> None:
         keys = data.draw(st.lists(st.sampled_from(sorted(self.run.requests)), max_size=3))
         self.run.step(lambda: self.run.cancel(*keys))
 
@@ -202,100 +231,172 @@ class Machine(RuleBasedStateMachine):
         self.run.end(data.draw(st.sampled_from(known)))
 
     @invariant()
-    def no_slot_is_in_two_hands(self) -> None:
-        owners = [owner for owner in self.run.scheduler.slots.owners if owner is not None]
-        assert len(set(owners)) == len(owners) == self.run.scheduler.running
-
-    @invariant()
-    def slots_hold_what_the_scheduler_believes(self) -> None:
-        for slot, held in enumerate(self.run.backend.held):
-            believed = self.run.scheduler.slots.content(slot).tolist()
-            assert believed == held[: len(believed)]
-
-    @invariant()
     def every_request_is_in_one_place(self) -> None:
-        run = self.run
-        inside = run.scheduler.waiting + run.scheduler.running
+        run, scheduler = self.run, self.run.scheduler
+        inside = scheduler.waiting + scheduler.running
         over = len(run.finished) + len(run.cancelled) + len(run.ended)
         assert inside + over == len(run.requests)
+        assert scheduler.running == sum(len(group.running) for group in scheduler.groups)
+
+    @invariant()
+    def no_slot_is_in_two_hands(self) -> None:
+        for group in self.run.scheduler.groups:
+            slots = [request.slot for request in group.running] + group._free
+            assert len(set(slots)) == len(slots) == self.limits.slots // self.limits.groups
+
+    @invariant()
+    def pages_are_shared_only_where_they_are_known(self) -> None:
+        for group in self.run.scheduler.groups:
+            holders = [0] * len(group.pages)
+            for request in group.running:
+                for page in request.pages:
+                    holders[page] += 1
+                own = request.pages[request.entered :]
+                assert all(group.pages._holders[page] == 1 for page in own)
+            assert group.pages._holders == holders
 
     @invariant()
     def every_token_is_counted(self) -> None:
-        counts = self.run.scheduler.counts
-        assert counts.drawn == sum(map(len, self.run.tokens.values()))
-        assert counts.prefilled == self.run.backend.prefilled
+        counts, run = self.run.scheduler.counts, self.run
+        assert counts.drawn == sum(map(len, run.tokens.values()))
+        drawn = sum(part.draws for step, _ in run.under_way for part in step.parts)
+        assert counts.drawn + counts.wasted + drawn == run.backend.drawn
+        decoded = sum(step.decoding for step in run.steps)
+        assert counts.prefilled + counts.repeated + decoded == run.backend.run
+        if not counts.preempted:
+            assert not counts.repeated
+        # However often a prompt is run, it counts once.
+        prompts = sum(len(request.prompt) for request in run.requests.values())
+        assert counts.prefilled + counts.reused <= prompts
 
     def teardown(self) -> None:
         self.run.finish()
 
 
+class SmallPool(Machine):
+    """Requests take each other's pages."""
+
+    limits = SMALL_POOL
+
+
+class TwoGroups(Machine):
+    """Slots and pages in two groups."""
+
+    limits = TWO_GROUPS
+
+
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=40, stateful_step_count=25)
+TestSmallPool = SmallPool.TestCase
+TestTwoGroups = TwoGroups.TestCase
+for _case in (TestMachine, TestSmallPool, TestTwoGroups):
+    _case.settings = settings(max_examples=30, stateful_step_count=25)
 
 
-def test_a_long_prompt_does_not_stop_those_that_decode() -> None:
-    run = Run(steps=2)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    groups=st.sampled_from([1, 2]),
+    ahead=st.sampled_from([0, 1, 2]),
+    budget=st.sampled_from([4, 9, 16]),
+)
+@settings(max_examples=5)
+def test_three_hundred_requests_in_a_small_pool(
+    seed: int, groups: int, ahead: int, budget: int
+) -> None:
+    """Nothing is lost or wrong, nobody starves, and every page comes back."""
+    rng = random.Random(seed)
+    slots = 8
+    pages = round(0.3 * (slots // groups) * 64 / 4)
+    limits = dataclasses.replace(LIMITS, slots=slots, groups=groups, pages=pages, rows=(4, 8, 16))
+    run = Run(limits, budget=budget, ahead=ahead, max_waiting=1000)
+    beginnings = [[rng.randrange(9) for _ in range(rng.randint(1, 30))] for _ in range(5)]
+    for key in range(300):
+        prompt = [*rng.choice(beginnings), *rng.choices(range(9), k=rng.randint(0, 30))]
+        tokens = rng.randint(0, limits.longest - len(prompt))
+        stops = frozenset(rng.sample(range(256), rng.choice([0, 10])))
+        run.submit(
+            request(
+                key, prompt, tokens, client=rng.choice("abc"), stop_ids=stops,
+                sampling=Sampling(seed=rng.randrange(3)), score_prompt=rng.random() < 0.1,
+            )
+        )  # fmt: skip
+        for _ in range(rng.randrange(8)):
+            run.step()
+        if rng.random() < 0.2:
+            run.cancel(rng.randrange(key + 1))
+    run.finish()
+    counts = run.scheduler.counts
+    assert counts.preempted and counts.reused and counts.repeated
+    assert counts.drawn + counts.wasted == run.backend.drawn
+    for client in "abc":
+        mine = [key for key in run.order() if run.requests[key].client == client]
+        assert mine == sorted(mine)
+
+
+def test_prompts_and_rows_that_draw_share_steps() -> None:
+    """The example of the scheduler's docstring."""
+    run = Run(dataclasses.replace(LIMITS, slots=3), budget=6, ahead=0)
+    a, b, c = range(3)
+    run.submit(*(request(key, [key] * n, 9) for key, n in ((a, 12), (b, 4), (c, 6))))
+    run.finish()
+    assert [rows_of(step) for step in run.steps[:5]] == [
+        {a: (0, 8)},
+        {a: (8, 4), b: (0, 4)},
+        {a: (12, 1), b: (4, 1), c: (0, 4)},
+        {a: (13, 1), b: (5, 1), c: (4, 2)},
+        {a: (14, 1), b: (6, 1), c: (6, 1)},
+    ]
+
+
+def test_a_long_prompt_does_not_stop_those_that_draw() -> None:
+    run = Run()
     run.submit(request(1, max_tokens=30))
     run.step()
     run.submit(request(2, range(48), 4))
     run.finish()
-    kinds = "".join(type(action).__name__[0] for action in run.actions)
-    assert kinds.startswith("PDPDPDPDPDPDPD")
+    with_chunks = [rows_of(step) for step in run.steps if 2 in step.keys][:9]
+    assert [1 in rows for rows in with_chunks] == [True] * 9
+    assert [rows[2][1] for rows in with_chunks] == [5] * 9
 
 
-def test_steps_are_single_while_somebody_watches() -> None:
-    run = Run()
-    run.submit(request(1, max_tokens=21), request(2, max_tokens=5, interactive=True))
+def test_a_full_group_leaves_a_prompt_one_row() -> None:
+    run = Run(budget=1)
+    run.submit(*(request(key, [key], 20) for key in range(3)))
+    run.step()
+    run.submit(request(3, [9] * 7, 2))
     run.finish()
-    steps = [(a.steps, 2 in a.keys) for a in run.actions if isinstance(a, Decode)]
-    assert {n for n, watched in steps if watched} == {1}
-    assert max(n for n, watched in steps if not watched) == 5  # two calls are under way
+    assert [len(chunk.tokens or ()) for chunk in run.chunks(3)] == [1] * 7
 
 
-def test_steps_are_single_while_prompts_could_be_filled_in() -> None:
-    run = Run()
-    run.submit(*(request(key, [key] * 9, max_tokens=30) for key in range(8)))
-    run.finish()
-    steps = [a.steps for a in run.actions if isinstance(a, Decode)]
-    assert steps[:8] == [1, 1, 1, 1, 1, 1, 5, 5]  # two chunks each; then all slots are taken
-    run.check_whole()
+def test_steps_too_small_for_the_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="9 slots of a group cannot draw in steps of 8 rows"):
+        Scheduler(dataclasses.replace(LIMITS, slots=18, groups=2), 8)
 
 
-def test_steps_end_with_the_last_wish_and_at_the_end_of_a_slot() -> None:
+def test_nothing_is_drawn_beyond_what_is_wanted() -> None:
     run = Run()
     run.submit(request(1, max_tokens=4))
     run.finish()
-    assert [a.steps for a in run.actions if isinstance(a, Decode)] == [3]  # and none after it
+    assert [step.decoding for step in run.steps] == [0, 1, 1, 1]
     assert run.scheduler.counts.wasted == 0
     run = Run()
-    run.submit(request(1, [5] * 60, 4), request(2, [6], 60))
+    run.submit(request(1, [5] * 60, 4), request(2, [6], 63))
     run.finish()
-    assert run.scheduler.counts.drawn == 64
-
-
-def stopped_after(drawn: int, interactive: bool = False, **options: Any) -> int:
-    """How many tokens are wasted if the end shows after so many."""
-    run = Run(**options)
-    alone = run.backend.alone((1, 2, 3), 40)
-    stop = alone[drawn - 1]
-    assert stop not in alone[: drawn - 1]
-    run.submit(request(1, max_tokens=40, stop_ids=frozenset([stop]), interactive=interactive))
-    run.finish()
-    assert run.tokens[1] == alone[:drawn]
-    assert run.finished[1] == "stop"
-    counts = run.scheduler.counts
-    assert counts.drawn == drawn
-    return counts.wasted
+    assert run.scheduler.counts.drawn == 67
 
 
 def test_what_comes_after_the_end_is_dropped_and_counted() -> None:
-    assert stopped_after(4) == 7  # two of the call it ended in, and the next one
-    wasted = [stopped_after(drawn) for drawn in range(2, 25)]
-    assert max(wasted) == 9 and min(wasted) == 5
-    assert stopped_after(4, steps=7) == 3  # calls of three
-    assert {stopped_after(drawn, interactive=True) for drawn in range(2, 12)} == {1}
-    assert {stopped_after(drawn, interactive=True, ahead=0) for drawn in range(2, 12)} == {0}
-    assert max(stopped_after(drawn, ahead=0) for drawn in range(2, 25)) == 9
+    for ahead in (0, 1, 2):
+        for drawn in (2, 4, 11):
+            run = Run(ahead=ahead)
+            alone = run.backend.alone((1, 2, 3), 40)
+            stop = alone[drawn - 1]
+            assert stop not in alone[: drawn - 1]
+            run.submit(request(1, max_tokens=40, stop_ids=frozenset([stop])))
+            run.finish()
+            assert run.tokens[1] == alone[:drawn]
+            assert run.finished[1] == "stop"
+            counts = run.scheduler.counts
+            assert (counts.drawn, counts.wasted) == (drawn, ahead)
 
 
 def test_the_caller_can_finish_a_request_early() -> None:
@@ -308,61 +409,101 @@ def test_the_caller_can_finish_a_request_early() -> None:
     counts = run.scheduler.counts
     assert (counts.drawn, counts.wasted, counts.cancelled) == (6, 0, 0)
     assert run.scheduler.idle and run.scheduler.next() is None
-    assert run.step() and not run.step()  # the call that had begun
-    assert counts.wasted == 5
+    assert run.step() and not run.step()  # the step that had begun
+    assert counts.wasted == 1
 
 
-def test_a_conversation_goes_on_in_its_slot() -> None:
-    run = Run()
+def preempted_one(run: Run) -> int:
+    """Work until a request is preempted and waits; its key."""
+    run.submit(*(request(key, [key] * 9, 50, client="ab"[key % 2]) for key in range(4)))
+    while not run.scheduler._preempted:
+        assert run.step()
+    return run.scheduler._preempted[0].key
+
+
+def test_the_youngest_gives_way_and_goes_on_before_those_that_wait() -> None:
+    run = Run(SMALL_POOL)
+    youngest = preempted_one(run)
+    assert youngest == run.order()[-1] == 3
+    had = len(run.tokens[youngest])
+    assert had > 1
+    run.submit(request(9, [9], 1))
+    run.finish()
+    again = [part for part in run.chunks(youngest) if part.start >= 9][-1]
+    assert again.draws and again.start + len(again.tokens or ()) >= 9 + had
+    placed = [key for step in run.steps for key in step.placed]
+    assert placed.index(9) > placed.index(youngest, 4)
+    (begin, resumed) = [b for s in run.steps for b in s.begins if b.seen[0] == youngest][:2]
+    assert begin.drawn == () and len(resumed.drawn) >= had
+    assert resumed.seen == (*[youngest] * 9, *resumed.drawn)
+    assert placed.count(0) == 1  # the oldest
+    counts = run.scheduler.counts
+    assert counts.prefilled + counts.reused == sum(len(r.prompt) for r in run.requests.values())
+
+
+def test_a_request_waits_until_those_that_run_have_a_page_to_spare() -> None:
+    run = Run(dataclasses.replace(LIMITS, pages=7))
+    run.submit(*(request(key, [key] * 8, 3) for key in range(3)))
+    while len(run.order()) < 2:
+        run.step()
+    while len(run.steps) < 3:
+        run.step()
+    # 2 pages and some rows are left, but two requests run.
+    assert run.scheduler.groups[0].pages.available == 2
+    assert run.steps[-1].rows < run.budget and run.order() == [0, 1]
+    run.finish()
+
+
+@pytest.mark.parametrize("how", ["cancel", "end"])
+def test_a_preempted_request_can_leave(how: str) -> None:
+    run = Run(SMALL_POOL)
+    getattr(run, how)(preempted_one(run))
+    run.finish()
+    assert run.scheduler.counts.preempted and len(run.finished) == 3
+
+
+def test_a_pool_takes_only_what_it_could_hold_alone() -> None:
+    run = Run(dataclasses.replace(LIMITS, pages=3))
+    with pytest.raises(ValueError, match="a prompt of 8 tokens and 5 more: a sequence has 1 to 12"):
+        run.submit(request(1, range(8), 5))
+    run.submit(*(request(key, [key] * 8, 4) for key in range(5)))
+    run.finish()
+    assert len(run.finished) == 5
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_a_conversation_goes_on_in_its_pages(ahead: int) -> None:
+    run = Run(ahead=ahead)
     prompt = tuple(range(20))
-    run.submit(request(1, prompt, 5))
+    run.submit(request(1, prompt, 9))
     run.finish()
     first = run.tokens[1]
     run.submit(request(2, (*prompt, *first, 9, 9), 5))
     run.finish()
-    assert not any(isinstance(action, Copy) for action in run.actions)
-    # All but the last drawn token are in the slot.
-    assert run.scheduler.counts.reused == 24
+    assert run.scheduler.counts.reused == 28
 
 
-def test_the_same_prompt_again_prefills_its_last_token() -> None:
+@pytest.mark.parametrize(("length", "runs"), [(30, 2), (32, 4), (33, 1)])
+def test_the_same_prompt_again_runs_its_last_page(length: int, runs: int) -> None:
     run = Run()
     for key in (1, 2):
-        run.submit(request(key, range(30), 5))
+        run.submit(request(key, range(length), 9, sampling=Sampling(seed=key)))
         run.finish()
-    assert [a.size for a in run.actions if isinstance(a, Prefill)] == [8, 8, 8, 6, 1]
+    assert [size(part) for part in run.chunks(2)] == [runs]
+    # What was drawn behind it is known as well, though the page before was there twice.
+    run.submit(request(3, [*range(length), *run.tokens[2]], 1))
+    run.finish()
+    assert run.chunks(3)[0].start == (length + 8) // 4 * 4
 
 
-def test_choices_of_one_prompt_copy_it_from_the_first() -> None:
+def test_choices_of_one_prompt_share_its_pages() -> None:
     run = Run()
     run.submit(*(request(key, range(30), 8, sampling=Sampling(seed=key)) for key in (1, 2, 3, 4)))
     run.finish()
-    copies = [action for action in run.actions if isinstance(action, Copy)]
-    assert [(copy.key, copy.length) for copy in copies] == [(2, 29), (3, 29), (4, 29)]
-    assert run.scheduler.counts.prefilled == 30 + 3
+    assert run.scheduler.counts.prefilled == 30 + 3 * 2
     assert len({tuple(tokens) for tokens in run.tokens.values()}) == 4
-
-
-def test_a_short_common_beginning_costs_no_slot_its_tokens() -> None:
-    run = Run()
-    run.submit(request(1, range(40), 2))
-    run.finish()
-    run.submit(request(2, [*range(5), 99], 2))
-    run.finish()
-    assert run.scheduler.slots.length(0) == 41
-    run.submit(request(3, range(40), 2))
-    run.finish()
-    assert run.scheduler.counts.reused == 39
-
-
-def test_the_slot_used_longest_ago_is_given_away_first() -> None:
-    run = Run()
-    for key in range(1, 6):
-        run.submit(request(key, [key] * 10, 2))
-        run.finish()
-    assert [a.slot for a in run.actions if isinstance(a, Prefill) and a.start == 0] == [
-        0, 1, 2, 3, 0,
-    ]  # fmt: skip
+    shared = {part.pages[:7] for key in range(1, 5) for part in run.chunks(key)}
+    assert len(shared) == 1
 
 
 def test_prompts_to_be_scored_are_not_reused() -> None:
@@ -371,10 +512,33 @@ def test_prompts_to_be_scored_are_not_reused() -> None:
     run.finish()
     run.submit(request(2, range(10), 0, score_prompt=True))
     run.finish()
-    chunks = [action for action in run.actions if isinstance(action, Prefill)][-2:]
+    chunks = run.chunks(2)
     assert [chunk.targets for chunk in chunks] == [tuple(range(1, 9)), (9, 0)]
-    assert [chunk.sampling for chunk in chunks] == [None, None]
+    assert not any(chunk.draws for chunk in chunks)
     assert run.finished[2] == "length" and run.tokens[2] == []
+
+
+def test_groups_share_the_work_but_go_where_a_beginning_is() -> None:
+    run = Run(dataclasses.replace(LIMITS, slots=8, groups=2))
+    run.submit(*(request(key, [key] * 8, 4) for key in range(8)))
+    run.step()
+    first = run.steps[0]
+    assert [part.slot // 4 for part in first.parts] == [0, 1]
+    assert first.rows == 16
+    run.finish()
+    assert {part.slot for step in run.steps for part in step.parts} == set(range(8))
+    again = next(part.slot // 4 for part in run.chunks(5))
+    run.submit(request(100, [5] * 9, 1))
+    run.finish()
+    assert [(part.slot // 4, part.start) for part in run.chunks(100)] == [(again, 8)]
+
+
+def test_a_short_common_beginning_does_not_fill_one_group() -> None:
+    run = Run(dataclasses.replace(LIMITS, slots=8, groups=2, rows=(64,)))
+    run.submit(*(request(key, [1, 2, 3, 4, key, key], 40) for key in range(4)))
+    run.step()
+    assert [len(group.running) for group in run.scheduler.groups] == [2, 2]
+    run.finish()
 
 
 @pytest.mark.parametrize(
@@ -382,7 +546,7 @@ def test_prompts_to_be_scored_are_not_reused() -> None:
 )
 def test_what_no_slot_holds_is_refused(prompt: Any, max_tokens: int) -> None:
     run = Run()
-    with pytest.raises(ValueError, match="a slot holds 1 to 64"):
+    with pytest.raises(ValueError, match="a sequence has 1 to 64"):
         run.submit(request(1, prompt, max_tokens))
     assert run.scheduler.idle
 
@@ -397,56 +561,20 @@ def test_the_queue_takes_all_or_none() -> None:
     assert set(run.finished) == {*range(5), 8, 9}
 
 
-def test_calls_out_of_turn_are_mistakes() -> None:
-    scheduler = Scheduler(LIMITS)
-    for call in (scheduler.copied, lambda: scheduler.prefilled(1), lambda: scheduler.decoded([])):
-        with pytest.raises(RuntimeError, match="is to be done next, but None"):
-            call()
-    scheduler.submit([request(1)])
-    assert [type(scheduler.next()) for _ in range(3)] == [Prefill, Decode, type(None)]
-    with pytest.raises(RuntimeError, match="no Decode is to be done next, but Prefill"):
-        scheduler.decoded([])
+def test_results_without_a_step_are_a_mistake() -> None:
+    with pytest.raises(RuntimeError, match="no step is under way"):
+        Scheduler(LIMITS, 8).stepped([])
 
 
-def test_every_drawn_token_is_somebodys_or_wasted() -> None:
-    """Whatever ends early: by itself, by its text, or because its reader left."""
-    rng = random.Random(0)
-    for _ in range(30):
-        run = Run(steps=rng.choice([1, 4, 10]), ahead=rng.choice([0, 1, 2]))
-        for key in range(12):
-            stops = frozenset(rng.sample(range(256), 20))
-            prompt = [rng.randrange(3)] * rng.randint(1, 30)
-            run.submit(request(key, prompt, rng.randint(1, 30), stop_ids=stops))
-        while run.step():
-            if rng.random() < 0.1:
-                run.cancel(rng.randrange(12))
-            with_tokens = [key for key, tokens in run.tokens.items() if tokens]
-            if with_tokens and rng.random() < 0.1:
-                run.end(rng.choice(with_tokens))
-        run.check_whole()
-        calls = [a for a in run.actions if not isinstance(a, Copy)]
-        drawn = sum(
-            a.sampling is not None if isinstance(a, Prefill) else a.steps * sum(a.active)
-            for a in calls
-        )
-        counts = run.scheduler.counts
-        assert counts.drawn + counts.wasted == drawn
-
-
-def test_a_slot_is_given_away_while_a_call_still_writes_to_it() -> None:
+def test_a_slot_is_given_away_while_a_step_still_writes_to_it() -> None:
     run = Run()
     alone = run.backend.alone((1, 2, 3), 40)
     run.submit(*(request(k, (1, 2, 3), 40, sampling=Sampling(seed=9)) for k in (2, 3, 4)))
     run.submit(request(1, max_tokens=40, stop_ids=frozenset(alone[6:7])), request(5, [8] * 9, 30))
     run.finish()
-    starts = [a for a in run.actions if isinstance(a, Prefill) and a.start == 0]
-    assert starts[-1].key == 5 and starts[-1].slot == starts[-2].slot
+    (slot,) = {part.slot for part in run.chunks(1)}
+    assert {part.slot for part in run.chunks(5)} == {slot}
     assert run.scheduler.counts.wasted
-
-
-def order(run: Run) -> list[int]:
-    """The requests in the order in which they got their slots."""
-    return list(dict.fromkeys(a.key for a in run.actions if isinstance(a, Prefill)))
 
 
 def test_first_come_first_served_within_a_client() -> None:
@@ -459,7 +587,7 @@ def test_first_come_first_served_within_a_client() -> None:
         run.submit(request(key, [rng.randrange(9)] * rng.randint(1, 30), 4, client=client))
     run.finish()
     for client, mine in keys.items():
-        assert [key for key in order(run) if run.requests[key].client == client] == mine
+        assert [key for key in run.order() if run.requests[key].client == client] == mine
 
 
 def test_a_client_with_few_requests_does_not_wait_for_one_with_many() -> None:
@@ -468,9 +596,9 @@ def test_a_client_with_few_requests_does_not_wait_for_one_with_many() -> None:
     for _ in range(20):
         run.step()
     run.submit(request(200, client="few"), request(201, client="few"))
-    taken = len(order(run))
+    taken = len(run.order())
     run.finish()
-    assert set(order(run)[taken : taken + 4]) >= {200, 201}
+    assert set(run.order()[taken : taken + 4]) >= {200, 201}
 
 
 def test_equal_clients_get_equal_shares() -> None:
@@ -501,7 +629,7 @@ def test_no_flow_of_newcomers_keeps_anybody_waiting() -> None:
     assert run.scheduler.running == 1
     run.submit(request(99, client="old"))
     key = 1000
-    while 99 not in order(run):
+    while 99 not in run.order():
         while run.scheduler.waiting < 5:  # there are always some who were never served
             key += 1
             run.submit(request(key, [key % 256] * 20, 4, client=f"new {key}"))

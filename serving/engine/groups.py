@@ -1,0 +1,158 @@
+"""Requests that are not over, and the groups of slots and pages in which they run."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Iterator
+
+from serving.engine.actions import Request
+from serving.engine.backend import Limits
+from serving.engine.pages import ROOT, Pages
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Ongoing:
+    """A request that is not over, and how far it has come.
+
+    Attributes:
+      request: the request.
+      tokens: its prompt and the drawn tokens that are known.
+      wanted: tokens to draw in calls that have not begun.
+      order: as what number it got its first slot; the *oldest* request has the lowest.
+      slot: over all groups; -1 while it waits.
+      pages: of the slot, within the group.
+      room: positions of these pages.
+      end: so many tokens are run as chunks; the calls behind them each run the latest drawn one.
+      filled: positions whose calls have begun, or that pages held already.
+      paid: positions that had been filled when it lost its slot.
+      entered: how many of the pages are known by their tokens.
+    """
+
+    request: Request
+    tokens: array[int]
+    wanted: int
+    order: int = -1
+    slot: int = -1
+    pages: tuple[int, ...] = ()
+    room: int = 0
+    end: int = 0
+    filled: int = 0
+    paid: int = 0
+    entered: int = 0
+
+    @property
+    def key(self) -> int:
+        """The request's key."""
+        return self.request.key
+
+    @property
+    def client(self) -> str:
+        """Who asks."""
+        return self.request.client
+
+    @property
+    def scores(self) -> bool:
+        """Whether chunks that begin now have to give scores."""
+        return self.request.score_prompt and len(self.tokens) == len(self.request.prompt)
+
+
+class Group:
+    """The slots and pages of one group, and who has them.
+
+    Args:
+      limits: the backend's sizes.
+      index: which group.
+
+    Attributes:
+      pages: its pool.
+      running: the requests that have a slot.
+      filling: the one of them whose chunks have not all begun. There is one at most: the next one
+        gets its slot after that.
+    """
+
+    def __init__(self, limits: Limits, index: int) -> None:
+        self.pages = Pages(limits.pages)
+        self.running: set[Ongoing] = set()
+        self.filling: Ongoing | None = None
+        self._page = limits.page
+        count = limits.slots // limits.groups
+        self._free = list(range(index * count, (index + 1) * count))[::-1]
+
+    @property
+    def youngest(self) -> Ongoing:
+        """The running request that got its slot last."""
+        return max(self.running, key=lambda request: request.order)
+
+    def find(self, request: Ongoing) -> list[int] | None:
+        """The pages that hold a request's beginning; None if it cannot run here now.
+
+        It can if there is a slot, and if beside its own pages there is one for each request that
+        runs: else those would soon have to take its pages away again.
+        """
+        if not self._free:
+            return None
+        # The last token is always run, as the next one is drawn behind it. Scores come from running
+        # all of them.
+        most = 0 if request.scores else (len(request.tokens) - 1) // self._page
+        matched = self.pages.match(self._keys(request, 0, most))
+        own = -(-len(request.tokens) // self._page) - len(matched)
+        taken = own + self.pages.cost(matched) + len(self.running)
+        return matched if taken <= self.pages.available else None
+
+    def place(self, request: Ongoing, matched: list[int]) -> None:
+        """Gives a request a slot, the pages that `find` returned, and all others that it needs."""
+        self.pages.share(matched)
+        count = -(-len(request.tokens) // self._page)
+        request.pages = (*matched, *self.pages.allocate(count - len(matched)))
+        request.room = count * self._page
+        request.slot = self._free.pop()
+        request.end = len(request.tokens)
+        request.entered = len(matched)
+        request.filled = len(matched) * self._page
+        self.running.add(request)
+
+    def grow(self, request: Ongoing) -> None:
+        """Gives a request one more page."""
+        self.enter(request, replace=True)
+        request.pages = (*request.pages, *self.pages.allocate(1))
+        request.room += self._page
+
+    def enter(self, request: Ongoing, *, replace: bool) -> None:
+        """Makes a request's pages known that are full once all calls that have begun are done.
+
+        Args:
+          request: which request.
+          replace: whether, if another page is known to have the same tokens, the request holds that
+            one from now on and gives back its own. Not while a step is made that writes its own.
+        """
+        full = min(request.filled, len(request.tokens)) // self._page
+        for i, key in enumerate(self._keys(request, request.entered, full), request.entered):
+            page, before = request.pages[i], request.pages[i - 1] if i else ROOT
+            known = self.pages.enter(page, before, key)
+            if known != page:
+                if not replace:
+                    break
+                self.pages.share([known])
+                self.pages.release([page])
+                request.pages = (*request.pages[:i], known, *request.pages[i + 1 :])
+            request.entered += 1
+
+    def remove(self, request: Ongoing) -> None:
+        """Takes slot and pages from a request; calls under way may go on writing there.
+
+        That does no harm. Whoever gets a page writes it in a later call, and what such a call
+        writes to a page that stays known is what it is known to hold.
+        """
+        self.enter(request, replace=True)
+        self.pages.release(request.pages)
+        self._free.append(request.slot)
+        self.running.remove(request)
+        if self.filling is request:
+            self.filling = None
+        request.slot, request.pages, request.room = -1, (), 0
+
+    def _keys(self, request: Ongoing, start: int, end: int) -> Iterator[bytes]:
+        """What stands for the tokens of the pages from `start` to `end`."""
+        size = self._page
+        return (request.tokens[i * size : (i + 1) * size].tobytes() for i in range(start, end))
