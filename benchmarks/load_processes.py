@@ -111,9 +111,7 @@ def _set_up(done: Synchronized[int]) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
 
 
-def _ask_all(
-    url: str, model: str, load: Load, asks: Sequence[Ask]
-) -> tuple[list[Answer], float]:
+def _ask_all(url: str, model: str, load: Load, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
     """The answers, and the seconds for which this process computed."""
     before = time.process_time()
 

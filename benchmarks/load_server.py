@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import tokenizers
 
 import spmd
@@ -35,13 +34,15 @@ from benchmarks.load_client import WORDS
 from models.llama import decode
 from models.llama.config import LlamaConfig, named_config
 from models.llama.quantize import quantized_types
-from scripts.export_llama import default_rows
+from models.llama.weights.sources import Source
+from scripts.export_llama import make_shape
 from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
 from serving.bundle.write import TOKENIZER
 from serving.http.server import serve
 from serving.http.service import Loaded
 from serving.llama_backend import KIND, info
+from serving.llama_bundle import check_shape
 from serving.load import load_model
 from spmd.measure.profile import STEP
 from spmd.mesh.topology import Topology
@@ -57,30 +58,20 @@ def make_config(given: argparse.Namespace) -> LlamaConfig:
     return dataclasses.replace(config, num_hidden_layers=given.layers or config.num_hidden_layers)
 
 
-def make_shape(given: argparse.Namespace) -> decode.ServingShape:
-    """The sizes that the flags ask for."""
-    rows = tuple(map(int, given.rows))
-    return decode.ServingShape(
-        slots=given.slots,
-        max_length=given.max_length,
-        rows=rows or default_rows(given.slots // given.data_axis, given.max_length),
-        lengths=tuple(map(int, given.length)) or (given.max_length,),
-        page=given.page,
-        groups=given.data_axis,
-        top_logprobs=20,
-        cache_dtype=given.cache_dtype or given.dtype,
-    )
-
-
 def make_bundle(given: argparse.Namespace) -> Bundle:
-    """The model, compiled, with random weights that were made on the devices."""
-    config, shape = make_config(given), make_shape(given)
+    """The model, compiled, with random weights that were made on the devices.
+
+    The functions that score given tokens are left out: no load asks for that.
+    """
+    config = make_config(given)
+    shape = make_shape(Source(config, {}, "random weights"), given)
+    check_shape(shape)
     types = quantized_types(config, given.quantize)
     functions, state, specs, primary = decode.functions(config, shape, types)
-    devices = jax.devices()[: given.data_axis * given.model_axis]
+    devices = jax.devices()[: given.groups * given.model_axis]
     return compile_bundle(
-        functions,
-        spmd.make_mesh(data=given.data_axis, model=given.model_axis, devices=devices),
+        [function for function in functions if function.tags["kind"] != "score"],
+        spmd.make_mesh(data=given.groups, model=given.model_axis, devices=devices),
         weights=types,
         make_weights=functools.partial(random_weights, types, config=config),
         # Small: they are read by the host, and written by it.
@@ -159,13 +150,14 @@ def say(**facts: Any) -> None:
 
 def obey(devices: int) -> None:
     """Does what stdin says, until it ends; then whoever started us is gone."""
-    for line in open(0, encoding="utf-8", closefd=False):
-        command, seconds = line.split()
-        assert command == "profile", command
-        try:
-            say(**profile(float(seconds), devices))
-        except Exception as error:  # loads.py waits for a line
-            say(error=f"{type(error).__name__}: {error}"[-500:])
+    with open(0, encoding="utf-8", closefd=False) as commands:
+        for line in commands:
+            command, seconds = line.split()
+            assert command == "profile", command
+            try:
+                say(**profile(float(seconds), devices))
+            except Exception as error:  # loads.py waits for a line
+                say(error=f"{type(error).__name__}: {error}"[-500:])
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -186,7 +178,7 @@ def profile(seconds: float, devices: int) -> dict[str, Any]:
 def main() -> None:
     """Serves until a signal comes."""
     given = argparse.Namespace(**json.loads(sys.argv[1]))
-    devices = given.data_axis * given.model_axis
+    devices = given.groups * given.model_axis
     threading.Thread(target=obey, args=(devices,), name="commands", daemon=True).start()
     serve(lambda: load(given), port=given.port, log_level="warning")
 

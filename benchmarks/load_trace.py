@@ -1,4 +1,4 @@
-"""How busy the devices were while jax's profiler looked on: a folder with its trace -> one JSON line.
+"""How busy devices were, by a trace of jax's profiler: its folder -> one line of JSON.
 
 A process of its own, as reading a trace takes seconds, in which a server could not send tokens:
 

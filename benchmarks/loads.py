@@ -3,11 +3,11 @@
 A Llama with random weights is built in memory, in a server of its own process, which is the one
 that scripts/serve runs. Clients in further processes put the loads on it:
 
-    streams    256 streams, 64 at a time, prompts of 345 tokens, answers of 64 to 256
-    long       64 prompts of 4,000 tokens with answers of 32, among as many of the former, 32 at a time
+    streams    256 streams, 64 at a time, prompts of about 345 tokens, answers of 64 to 256
+    long       as many prompts of 4,000 tokens, with answers of 32, as of those; 32 at a time
     one        one stream alone, 345 and 256 tokens, four times
-    clients    300 clients at once with short prompts and answers, four times each
-    prefix     questions of 50 tokens behind 2,000 that all have in common, 64 at a time, answers of 64
+    clients    300 clients at once, short prompts and answers, four times each
+    prefix     2,000 tokens that all have in common, then 50, answers of 64; 64 at a time
 
 `device busy` is read from a trace of the devices, two seconds from the middle of a load on. The
 floor is what reading weights and cache in each step and the prompts' products take at least, at the
@@ -40,6 +40,7 @@ from benchmarks.serve import PERCENTILES, Result, check, summarize
 from benchmarks.workloads import WORKLOADS, Costs, Workload, floor_seconds
 from models.llama.config import DTYPES
 from models.llama.quantize import QUANTIZATIONS
+from scripts.export_llama import numbers
 from spmd.cli.flags import Parser, positive, words
 from spmd.cli.specs import symbol_values
 
@@ -91,8 +92,8 @@ def serving(given: argparse.Namespace) -> Iterator[Server]:
         port = free.getsockname()[1]
     flags = json.dumps({**vars(given), "port": port})
     command = [sys.executable, "-m", "benchmarks.load_server", flags]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
         try:
             facts = _answer(process)
             url = f"http://127.0.0.1:{port}"
@@ -243,12 +244,13 @@ def make_parser() -> Parser:
     add("--model", default="quickstart", help="named config")
     add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
     add("--model_axis", type=positive, default=1, help="devices that share a layer")
-    add("--data_axis", type=positive, default=1, help="groups of slots, each on devices of its own")
+    add("--groups", type=positive, default=1, help="of slots, each on devices of its own")
     add("--slots", type=positive, default=64, help="sequences that run together, of all groups")
     add("--max_length", type=positive, default=4352, help="tokens of a sequence")
-    add("--rows", type=words, default=(), help="as of scripts/export_llama")
-    add("--length", type=words, default=(), help="as of scripts/export_llama")
+    add("--rows", type=numbers, help="as of scripts/export_llama")
+    add("--length", type=numbers, help="as of scripts/export_llama")
     add("--page", type=positive, default=64, help="tokens of a page of the cache")
+    add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
