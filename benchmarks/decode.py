@@ -1,13 +1,14 @@
-"""Milliseconds of a decode step, beside what reading weights and cache takes at least.
+"""Milliseconds of a step in which all slots decode, beside what reading weights and cache takes.
 
 A Llama with random weights, tensor parallel over `--model_axis` devices; every slot holds
-`--context` tokens. The floor is weight bytes (all but the embedding table) and cached bytes of one
-device over `--bandwidth`. A call makes `--steps_per_call` tokens in a loop on the device, as
-serving does between two looks for ends of sequences; `--ahead` more are under way when the host
-reads the tokens of one.
+`--context` tokens, in pages anywhere. With `--chunk` so many tokens of one more prompt are run
+beside them. The floor is weight bytes (all but the embedding table) and cached bytes of one device
+over `--bandwidth`. A call makes one token of each slot; `--ahead` more are under way when the host
+reads the tokens of one, as in the engine.
 
 Example:
     benchmarks/run decode --model llama2-7b --batches 1,64,256 --quantize none,int8
+    benchmarks/run decode --model llama2-7b --batches 64 --context 512 --chunk 192
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from models.llama.config import LlamaConfig, named_config
 from models.llama.quantize import QUANTIZATIONS, quantized_types
 from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
+from serving.engine.backend import Limits, Part
+from serving.engine.model_backend import ModelBackend
 from serving.llama_backend import info
 from spmd.cli.flags import Parser, Switch, positive, words
 
@@ -60,37 +63,60 @@ def random_weights(types: Any, shardings: Any, config: LlamaConfig) -> Any:
     )
 
 
-def floor_seconds(given: argparse.Namespace, bundle: Bundle) -> float:
-    """Seconds of reading what a step reads once."""
-    facts = info(bundle)
-    return float(facts["read_weight_bytes"] + facts["cache_bytes"]) / float(given.bandwidth)
+class Plain:
+    """A bundle's function under `jax.jit`, with the bundle's arrays, which it takes over."""
+
+    compile_total = 0
+
+    def __init__(self, bundle: Bundle, function: Function) -> None:
+        self.functions = {function.name: function}
+        self._run = jax.jit(function.fn, donate_argnums=1)
+        self._weights, self._state = (
+            jax.tree.unflatten(jax.tree.structure(struct), list(arrays.values()))
+            for struct, arrays in zip(function.args, (bundle.weights, bundle.state), strict=False)
+        )
+
+    def run(self, name: str, *inputs: Any) -> Any:
+        """As `Bundle.run`."""
+        self._state, outputs = self._run(self._weights, self._state, *inputs)
+        return outputs
 
 
-def timed(given: argparse.Namespace, run: Any, calls: int) -> float:
-    """Median seconds from one call's tokens on the host to the next one's."""
-    under_way = collections.deque(run() for _ in range(given.ahead))
+def timed(given: argparse.Namespace, backend: ModelBackend, batch: int) -> float:
+    """Median seconds from one step's tokens on the host to the next one's."""
+    limits = backend.limits
+    order = np.random.default_rng(0).permutation(limits.pages).reshape(limits.slots, -1).tolist()
+    pages = [tuple(of_slot) for of_slot in order]
+    beside = []
+    if given.chunk:
+        chunk = (0,) * given.chunk
+        beside = [Part(batch, given.context - given.chunk, chunk, pages[batch], True)]
+    under_way: collections.deque[Any] = collections.deque()
     times = []
-    for _ in range(calls + WARM_UP - given.ahead):
-        under_way.append(run())
-        np.asarray(under_way.popleft())
-        times.append(time.perf_counter())
+    calls = given.tokens + WARM_UP
+    for position in range(given.context - calls - given.ahead, given.context):
+        decoding = [Part(slot, position, None, pages[slot], True) for slot in range(batch)]
+        under_way.append(backend.step([*decoding, *beside], alternatives=False))
+        if len(under_way) > given.ahead:
+            under_way.popleft()()
+            times.append(time.perf_counter())
     return statistics.median(np.diff(times[WARM_UP - 1 :]))
 
 
 def bench(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: int) -> list[str]:
-    """Rows of the table: one for each number of tokens of a call."""
-    per_call = [int(n) for n in given.steps_per_call]
-    length = given.context
+    """Rows of the table."""
+    slots, rows = batch + (given.chunk > 0), batch + given.chunk
     shape = decode.ServingShape(
-        batch, length, (16,), (length,), max(per_call), cache_dtype=given.cache_dtype
+        slots, given.context, (rows,), (given.context,), given.page, cache_dtype=given.cache_dtype
     )
+    pages = slots * shape.pages_of_slot
     types = quantized_types(config, quantize)
     functions, state, specs, primary = decode.functions(config, shape, types)
-    only = [function for function in functions if function.name == primary]
+    (function,) = (function for function in functions if function.name == primary)
     mesh = spmd.make_mesh(data=1, model=given.model_axis, devices=jax.devices()[: given.model_axis])
     start = time.perf_counter()
     bundle = compile_bundle(
-        only,
+        [function],
         mesh,
         weights=types,
         make_weights=functools.partial(random_weights, types, config=config),
@@ -98,66 +124,28 @@ def bench(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: 
         state=state,
         primary=primary,
         options=spmd.Options(compiler_options=dict(option.split("=", 1) for option in given.xla)),
+        symbols={decode.PAGES: pages},
     )
     compile_seconds = time.perf_counter() - start
-    least = floor_seconds(given, bundle)
-    rows = []
-    for steps in per_call:
-        calls = max(3, given.tokens // steps)
-        begin = np.full(batch, length - (calls + WARM_UP) * steps, np.int32)
-        if begin[0] < 0:
-            sys.exit(f"error: --tokens {given.tokens} do not fit into --context {length}")
-        bundle.put_state({"state/lengths": begin})
-        control = {
-            "active": np.ones(batch, np.bool_),
-            "alternatives": np.bool_(False),
-            "steps": np.int32(steps),
-        }
+    facts = info(bundle)
+    read = facts["read_weight_bytes"] + facts["token_bytes"] * slots * given.context
+    limits = Limits(
+        slots, given.context, (rows,), 1, given.page, pages, shape.top_logprobs, config.vocab_size
+    )
 
-        def run(control: Any = control) -> Any:
-            return bundle.run(primary, control).ids
-
-        seconds = timed(given, run, calls) / steps
-        rows.append(
-            f"| {quantize} | {given.cache_dtype} | {batch} | {given.model_axis} | {steps} | "
+    def row(name: str, programs: Any, compiled: str) -> str:
+        seconds = timed(given, ModelBackend(programs, limits), batch)
+        least = read / given.bandwidth
+        return (
+            f"| {name} | {given.cache_dtype} | {batch} | {given.chunk} | {given.model_axis} | "
             f"{seconds * 1e3:.2f} | {least * 1e3:.2f} | {seconds / least:.2f} | "
-            f"{least / seconds:.0%} | {batch / seconds:,.0f} | {compile_seconds:.0f} |"
+            f"{least / seconds:.0%} | {batch / seconds:,.0f} | {compiled} |"
         )
+
+    made = [row(quantize, bundle, f"{compile_seconds:.0f}")]
     if given.peer and given.model_axis == 1:
-        rows.append(_peer(given, bundle, only[0], control, per_call[-1], least, quantize, batch))
-    return rows
-
-
-def _peer(
-    given: argparse.Namespace,
-    bundle: Bundle,
-    function: Function,
-    control: Any,
-    steps: int,
-    least: float,
-    quantize: str,
-    batch: int,
-) -> str:
-    plain = jax.jit(function.fn, donate_argnums=1)
-    weights, state = (
-        jax.tree.unflatten(jax.tree.structure(struct), list(arrays.values()))
-        for struct, arrays in zip(function.args, (bundle.weights, bundle.state), strict=False)
-    )
-    calls = max(3, given.tokens // steps)
-    begin = np.full(batch, given.context - (calls + WARM_UP) * steps, np.int32)
-    state = {**state, "lengths": jnp.asarray(begin)}
-
-    def run() -> Any:
-        nonlocal state
-        state, made = plain(weights, state, control)
-        return made.ids
-
-    seconds = timed(given, run, calls) / steps
-    return (
-        f"| {quantize}, jax.jit | {given.cache_dtype} | {batch} | 1 | {steps} | "
-        f"{seconds * 1e3:.2f} | {least * 1e3:.2f} | {seconds / least:.2f} | "
-        f"{least / seconds:.0%} | {batch / seconds:,.0f} | |"
-    )
+        made.append(row(f"{quantize}, jax.jit", Plain(bundle, function), ""))
+    return made
 
 
 def make_parser() -> Parser:
@@ -168,13 +156,14 @@ def make_parser() -> Parser:
     add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
     add("--model_axis", type=positive, default=1, help="devices that share a layer")
     add("--batches", type=words, default="1", help="slots, all of them in use")
-    add("--context", type=positive, default=1024, help="positions that are read")
+    add("--context", type=positive, default=1024, help="tokens that each slot holds in the end")
+    add("--page", type=positive, default=64, help="tokens of a page")
+    add("--chunk", type=int, default=0, help="tokens of a prompt that are run beside all slots")
     add("--quantize", type=words, default="none", help="of " + ", ".join(QUANTIZATIONS))
     add("--cache_dtype", default="bfloat16", help="of keys and values")
     add("--dtype", default="bfloat16", help="of activations, and weights not quantized")
-    add("--steps_per_call", type=words, default="1,10", help="tokens of a call")
     add("--ahead", type=int, default=1, help="calls that are issued before the last one is read")
-    add("--tokens", type=positive, default=60, help="timed tokens")
+    add("--tokens", type=positive, default=60, help="timed steps")
     add(
         "--bandwidth",
         type=float,
@@ -189,6 +178,10 @@ def make_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table."""
     given = make_parser().parse_args(arguments)
+    if given.context % given.page:
+        sys.exit(f"error: --context {given.context} is no multiple of --page {given.page}")
+    if max(given.tokens + WARM_UP + given.ahead, given.chunk) > given.context:
+        sys.exit(f"error: --tokens and --chunk have to fit into --context {given.context}")
     dtype = jnp.dtype(given.dtype).name
     config = dataclasses.replace(
         named_config(given.model), scan_layers=False, dtype=dtype, param_dtype=dtype
@@ -198,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {given.model_axis} x {device.device_kind}; {given.model}, "
           f"context {given.context}, greedy")  # fmt: skip
-    print("| weights | cache | batch | devices | tokens a call | ms/token | floor, ms | x floor | "
+    print("| weights | cache | batch | chunk | devices | ms/step | floor, ms | x floor | "
           "roofline | tokens/s | compile s |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for quantize in given.quantize:

@@ -15,7 +15,7 @@ class Function:
     """A function to export.
 
     Attributes:
-      name: what callers ask for: letters, digits, `_`, `-` and `.`, as in `decode_t512`.
+      name: what callers ask for: letters, digits, `_`, `-` and `.`, as in `step_r8_t512`.
       fn: pure, of the positional arguments `args`. One with a state returns (state, outputs), the
         state with the same structure, shapes and dtypes; any other returns its outputs.
       args: a pytree of `jax.ShapeDtypeStruct`s for each argument; those of the state and of inputs
@@ -23,7 +23,7 @@ class Function:
       arg_names: a name for each, which begins the paths of its leaves: `("weights", "state", "x")`.
       roles: of each argument. At most one has the weights and at most one the state, which is
         donated.
-      tags: how callers choose among functions: `{"kind": "decode", "length": 512}`.
+      tags: how callers choose among functions: `{"kind": "step", "length": 512}`.
     """
 
     name: str

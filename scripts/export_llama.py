@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         "--rows",
         type=numbers,
         help="tokens of a group that a step may run, ascending: one of each sequence that decodes, "
-        "and prompts' pieces beside them (default: the slots of a group, 256 and 1024, as they fit)",
+        "and pieces of prompts (default: the slots of a group, 256 and 1024, as they fit)",
     )
     add(
         "--length",

@@ -113,11 +113,12 @@ def encode(text: str, tokenizer: Tokenizer, backend: Backend, most: int) -> list
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     # An empty text is the beginning of a document: what comes after the end of another.
     ids = [*begin, *map(int, tokenizer.encode_batch([text])[0])] or [tokenizer.eos_id]
-    room = backend.limits.max_length - most
+    longest = backend.limits.longest
+    room = longest - most
     if not 1 <= len(ids) <= room:
         raise BundleError(
             f"the prompt has {len(ids)} tokens: with --max_tokens {most} there is room for 1 to "
-            f"{max(room, 0)} of {backend.limits.max_length}"
+            f"{max(room, 0)} of {longest}"
         )
     return ids
 
@@ -142,8 +143,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
         start = time.perf_counter()
         made, _ = generate(backend, ids, given.max_tokens, sampling, ends)
         seconds = time.perf_counter() - start
-        end = next((i for i, token in enumerate(made) if token in ends), len(made))
-        print(text + tokenizer.decode(made[:end]), flush=True)
+        ended = made[-1] in ends
+        print(text + tokenizer.decode(made[:-1] if ended else made), flush=True)
         console.print(
             f"{len(ids)} tokens read, {len(made)} made in {seconds:.2f} s, "
             f"{len(made) / seconds:.1f} a second"

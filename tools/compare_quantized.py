@@ -86,14 +86,20 @@ def logits(source: Source, form: Form, tokens_BS: Any) -> Any:
     config = dataclasses.replace(source.config, dtype=form.dtype, param_dtype=form.dtype)
     tree = serving_weights(source, form.dtype, form.quantization)
     weights = jax.tree.map(lambda tensor: jnp.asarray(np.asarray(tensor)), tree)
-    length = tokens_BS.shape[1]
-    shape = ServingShape(1, length, (length,), (length,), 1, 0, form.cache_dtype)
-    leaves = decode.state_leaves(config, shape)
+    rows = tokens_BS.shape[1]
+    # One page holds a whole sequence.
+    shape = ServingShape(1, rows, (rows,), (rows,), rows, cache_dtype=form.cache_dtype)
+    leaves = decode.state_leaves(config, shape, 1)
     state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, leaf.fill, leaf.dtype), leaves)
-    read = jax.jit(functools.partial(decode.chunk_logits, length=length, config=config))
-    place = {"slot": np.int32(0), "start": np.int32(0)}
-    rows = [read(weights, state, {"tokens": row_S, **place})[0] for row_S in tokens_BS]
-    return np.stack([np.asarray(row, np.float32) for row in rows])
+    read = jax.jit(functools.partial(decode.row_logits, config=config))
+    place = {
+        "slots": np.zeros((1, rows), np.int32),
+        "positions": np.arange(rows, dtype=np.int32)[None],
+        "first": np.asarray([[0, rows]], np.int32),
+        "table": np.zeros((1, 1, 1), np.int32),
+    }
+    found = [read(weights, state, {"tokens": row_S[None], **place})[0][0] for row_S in tokens_BS]
+    return np.stack([np.asarray(row, np.float32) for row in found])
 
 
 def perplexity(logits_BSV: Any, tokens_BS: Any) -> float:

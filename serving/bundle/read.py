@@ -69,7 +69,7 @@ def load_bundle(
 
     Example:
       >>> bundle = load_bundle("llama-bundle", spmd.make_mesh(data=1, model=8))
-      >>> bundle.run("decode_t512", control)
+      >>> bundle.run("step_r8_t512", rows)
     """
     folder, mesh = Path(folder), as_mesh(mesh)
     options = with_gpu_graphs(options or Options(), platform_of(mesh))

@@ -110,11 +110,10 @@ class ModelBackend:
 
         def results() -> Stepped:
             # What was drawn is waited for even if nothing was: the step is over then.
-            made = drawn()
-            ids = Tokens(*(x.reshape(-1, *x.shape[2:])[drawing] for x in made))
+            made = _taken(drawn(), drawing)
             if scores is None:
-                return Stepped(ids, (None,) * len(parts))
-            return Stepped(ids, _scores_of(placed, scores()))
+                return Stepped(made, (None,) * len(parts))
+            return Stepped(made, _scores_of(placed, scores()))
 
         return results
 
@@ -224,7 +223,7 @@ def _draws(placed: _Placed, rows: int, limits: Limits) -> tuple[Any, Any]:
     """Rows behind which tokens are drawn.
 
     Returns:
-      (of each part that draws, its place among A * D; the rows (A, D)).
+      (group and number of each part that draws; the rows (A, D)).
     """
     most = min(rows, placed.per_slot.shape[1])
     is_drawing = np.array([part.draws for part in placed.parts], np.bool_)
@@ -234,7 +233,7 @@ def _draws(placed: _Placed, rows: int, limits: Limits) -> tuple[Any, Any]:
     is_of = group[:, None] == np.arange(limits.groups)
     number = np.cumsum(is_of, axis=0)[np.arange(len(group)), group] - 1
     draws[group, number] = last
-    return group * most + number, draws
+    return (group, number), draws
 
 
 def _targets(placed: _Placed, rows: int, limits: Limits) -> Any:
@@ -252,8 +251,7 @@ def _scores_of(placed: _Placed, scores: Tokens) -> tuple[Tokens | None, ...]:
     found: list[Tokens | None] = []
     for i, part in enumerate(placed.parts):
         rows = slice(placed.begin[i], placed.begin[i] + placed.count[i])
-        of_part = Tokens(*(x[placed.group[i], rows] for x in scores))
-        found.append(None if part.targets is None else of_part)
+        found.append(None if part.targets is None else _taken(scores, (placed.group[i], rows)))
     return tuple(found)
 
 
@@ -261,7 +259,7 @@ class _Tables:
     """The pages of each slot, kept from call to call: a slot that decodes has mostly the same."""
 
     def __init__(self, limits: Limits) -> None:
-        self._page = limits.page
+        self._page, self._end = limits.page, limits.pages
         slots = limits.slots // limits.groups
         self._table = np.zeros((limits.groups, slots, limits.max_length // limits.page), np.int32)
         self._pages: list[tuple[int, ...]] = [()] * limits.slots
@@ -273,6 +271,8 @@ class _Tables:
             pages = part.pages
             # Tuples of the same objects are equal at once.
             if pages is not self._pages[part.slot] and pages != self._pages[part.slot]:
+                if not 0 <= min(pages) <= max(pages) < self._end:
+                    raise ValueError(f"slot {part.slot}: there are pages 0 to {self._end - 1}")
                 by_slot[part.slot, : len(pages)] = pages
                 self._pages[part.slot] = pages
         # The caller's arrays are read while the next call is prepared.
@@ -283,6 +283,12 @@ def _bucket(sizes: Sequence[int], needed: int, what: str) -> int:
     if needed > sizes[-1]:
         raise ValueError(f"{needed} {what}: at most {sizes[-1]}")
     return sizes[bisect.bisect_left(sizes, needed)]
+
+
+def _taken(tokens: Tokens, index: Any) -> Tokens:
+    """Some of an array of tokens."""
+    arrays: Any = (x[index] for x in tokens)
+    return Tokens(*arrays)
 
 
 def _copied(report: Any) -> Callable[[], Tokens]:

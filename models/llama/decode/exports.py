@@ -73,10 +73,12 @@ def functions(
     )]  # fmt: skip
     for length, rows in itertools.product(shape.lengths, shape.rows):
         for kind, scores in (("step", False), ("score", True)):
-            given = {"alternatives": shape.top_logprobs, "scores": scores, "config": config}
+            fn = functools.partial(
+                step, alternatives=shape.top_logprobs, scores=scores, config=config
+            )
             found.append(Function(
                 step_name(kind, rows, length),
-                functools.partial(step, **given),
+                fn,
                 (weights, state, _rows(shape, rows, length, scores)),
                 ("weights", "state", "inputs"),
                 ("weights", "state", "input"),

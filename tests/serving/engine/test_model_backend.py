@@ -219,6 +219,7 @@ def test_beginning_counts_what_was_drawn() -> None:
         ([Part(0, 30, (1, 2, 3), (0,) * 9, True)], "3 rows at position 30 do not fit into 32"),
         ([Part(0, -1, None, (0,), True)], "1 rows at position -1"),
         ([Part(0, 4, None, (0,), True)], "slot 0: 1 pages do not reach 5"),
+        ([Part(0, 4, None, (0, 20), True)], "slot 0: there are pages 0 to 19"),
         ([Part(0, 0, None, (0,), True)] * 2, "two parts of one slot"),
         ([Part(s, 0, (1,) * 5, (0, 0), True) for s in (0, 1)], "10 rows of a group: at most 9"),
     ],
