@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -13,10 +15,10 @@ import numpy as np
 import pytest
 
 from models.training.data.tokenizer import ByteTokenizer
-from serving.engine.actions import Counts, QueueFull
-from serving.engine.backend import Prefilled, Sampling, Tokens
+from serving.engine.actions import Counts, QueueFull, Step
+from serving.engine.backend import Sampling, Stepped
 from serving.engine.choice import Delta, Job
-from serving.engine.engine import Engine
+from serving.engine.engine import LAG, Engine
 from serving.engine.records import Finished
 from serving.engine.stream import Failed, Unavailable
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
@@ -29,22 +31,19 @@ class Notes:
     """An observer that keeps everything."""
 
     def __init__(self) -> None:
-        self.runs: list[tuple[int, int]] = []
-        self.held: list[int] = []
+        self.steps: list[Step] = []
         self.firsts: list[float] = []
-        self.more: list[int] = []
+        self.more: list[float] = []
         self.records: list[Finished] = []
 
-    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
-        self.runs.append((tokens, steps))
-        if steps:
-            self.held.append(held)
+    def ran(self, step: Step, seconds: float) -> None:
+        self.steps.append(step)
 
     def first_token(self, seconds: float) -> None:
         self.firsts.append(seconds)
 
-    def more_tokens(self, seconds: float, tokens: int) -> None:
-        self.more.append(tokens)
+    def next_token(self, seconds: float) -> None:
+        self.more.append(seconds)
 
     def finished(self, record: Finished) -> None:
         self.records.append(record)
@@ -89,16 +88,16 @@ def ask(engine: Engine, *jobs: Job, **options: Any) -> list[Delta]:
 def test_tokens_become_text() -> None:
     notes = Notes()
     with running(observer=notes) as engine:
-        deltas = ask(engine, job(), interactive=True)
+        deltas = ask(engine, job())
     assert text_of(deltas) == alone(b"hello", 20)
     assert [delta.generated for delta in deltas] == list(range(1, 21))
     assert [delta.finish for delta in deltas] == [None] * 19 + ["length"]
     (record,) = notes.records
     assert (record.reason, record.prompt_tokens, record.generated) == ("length", 5, 20)
     assert record.queued + record.prefill + record.decode == pytest.approx(record.total)
-    assert len(notes.firsts) == 1 and sum(notes.more) == 19
-    assert notes.runs == [(5, 0)] + [(1, 1)] * 19
-    assert notes.held == list(range(5, 24))
+    assert len(notes.firsts) == 1 and len(notes.more) == 19
+    assert [(step.rows, step.decoding) for step in notes.steps] == [(5, 0)] + [(1, 1)] * 19
+    assert [step.seen for step in notes.steps] == list(range(5, 25))
 
 
 def test_choices_have_their_own_seeds_and_share_the_prompt() -> None:
@@ -107,23 +106,58 @@ def test_choices_have_their_own_seeds_and_share_the_prompt() -> None:
         deltas = ask(engine, *(job(b"x" * 30, seed=7 + i) for i in range(6)))
     for i in range(6):
         assert text_of(deltas, i) == alone(b"x" * 30, 20, 7 + i)
-    assert backend.prefilled < 6 * 30 / 2
+    assert backend.run - 6 * 19 < 6 * 30 / 2
 
 
-@pytest.mark.parametrize("interactive", [True, False])
-def test_stop_strings_end_a_choice_and_are_not_shown(interactive: bool) -> None:
-    whole = alone(b"hello", 20)
+def test_stop_strings_end_a_choice_and_are_not_shown() -> None:
+    whole = alone(b"hello", 40)
     stop = whole[6:9]
     with running() as engine:
-        deltas = ask(engine, job(stops=(stop,)), interactive=interactive)
-        # Calls of 1, or of 5 behind the first token; another one had begun.
-        wasted = 1 if interactive else 2 + 5
-        wait_until(lambda: engine.state().counts.wasted == wasted)
+        deltas = ask(engine, job(max_tokens=40, stops=(stop,)))
         counts = engine.state().counts
     assert text_of(deltas) == whole[: whole.index(stop)]
     assert deltas[-1].finish == "stop"
     assert deltas[-1].generated == whole.index(stop) + 3 == counts.drawn
     assert counts.cancelled == 0
+
+
+def test_the_device_waits_for_text_that_lags() -> None:
+    """What it draws meanwhile, behind a stop string, is wasted."""
+    backend, text = FakeBackend(), threading.Event()
+
+    def decode(ids: Sequence[int]) -> str:
+        if threading.current_thread().name == "text":
+            assert text.wait(PATIENCE)
+        return DECODE(ids)
+
+    async def go() -> list[Delta]:
+        stream = engine.submit([job(max_tokens=59, stops=(alone(b"hello", 1),))])
+        await asyncio.to_thread(wait_until, lambda: engine._done.full() or backend.drawn == 59)
+        text.set()
+        return await read(stream)
+
+    engine = Engine(backend, decode, b"a")
+    engine.start()
+    (delta,) = asyncio.run(go())
+    engine.stop()
+    assert (delta.text, delta.finish) == ("", "stop")
+    counts = engine.state().counts
+    assert counts.drawn == 1
+    assert LAG <= backend.drawn - 1 <= LAG + 3
+
+
+def test_every_token_is_used_or_wasted() -> None:
+    backend = FakeBackend()
+    whole = backend.alone(b"hello", 59)
+    with running(backend) as engine:
+        ask(engine, *(job(max_tokens=59, stops=(DECODE(whole[i : i + 3]),)) for i in range(6)))
+        wait_until(lambda: counted(engine) == backend.drawn)
+        assert engine.state().counts.drawn == sum(range(3, 9))
+
+
+def counted(engine: Engine) -> int:
+    counts = engine.state().counts
+    return counts.drawn + counts.wasted
 
 
 class Scraper(Notes):
@@ -138,12 +172,12 @@ class Scraper(Notes):
         assert self.engine is not None
         self.totals.append(self.engine.state().counts)
 
-    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
-        super().ran(tokens, seconds, steps, held)
+    def ran(self, step: Step, seconds: float) -> None:
+        super().ran(step, seconds)
         self._scrape()
 
-    def more_tokens(self, seconds: float, tokens: int) -> None:
-        super().more_tokens(seconds, tokens)
+    def next_token(self, seconds: float) -> None:
+        super().next_token(seconds)
         self._scrape()
 
     def finished(self, record: Finished) -> None:
@@ -165,7 +199,7 @@ def test_totals_never_fall() -> None:
         assert totals == sorted(totals), name
     assert scraper.totals[-1].drawn == sum(record.generated for record in scraper.records)
     # The first token of each request is no "more".
-    assert sum(scraper.more) == scraper.totals[-1].drawn - len(scraper.records)
+    assert len(scraper.more) == scraper.totals[-1].drawn - len(scraper.records)
 
 
 def test_a_stop_id_ends_a_choice_and_is_counted_but_not_shown() -> None:
@@ -180,7 +214,7 @@ def test_a_stop_id_ends_a_choice_and_is_counted_but_not_shown() -> None:
 
 def test_log_probabilities_come_with_their_text() -> None:
     with running() as engine:
-        deltas = ask(engine, job(max_tokens=5, logprobs=2), interactive=True)
+        deltas = ask(engine, job(max_tokens=5, logprobs=2))
     tokens = [token for delta in deltas for token in delta.tokens]
     whole = alone(b"hello", 5)
     assert [token.text for token in tokens] == list(whole)
@@ -192,7 +226,7 @@ def test_log_probabilities_come_with_their_text() -> None:
 def test_log_probabilities_of_a_cut_text_end_with_it() -> None:
     whole = alone(b"hello", 20)
     with running() as engine:
-        deltas = ask(engine, job(stops=(whole[4:7],), logprobs=0), interactive=True)
+        deltas = ask(engine, job(stops=(whole[4:7],), logprobs=0))
     text = text_of(deltas)
     tokens = [token for delta in deltas for token in delta.tokens]
     assert "".join(token.text for token in tokens) == text == whole[: whole.index(whole[4:7])]
@@ -219,7 +253,7 @@ def test_prompts_are_scored() -> None:
 def test_half_characters_are_not_shown() -> None:
     backend = FakeBackend(letters=False)
     with running(backend) as engine:
-        deltas = ask(engine, job(max_tokens=50), interactive=True)
+        deltas = ask(engine, job(max_tokens=50))
     assert text_of(deltas) == DECODE(backend.alone(b"hello", 50))
 
 
@@ -227,7 +261,7 @@ def test_a_reader_that_closes_frees_its_slot() -> None:
     notes = Notes()
 
     async def go(engine: Engine) -> None:
-        stream = engine.submit([job(max_tokens=50), job(max_tokens=50)], interactive=True)
+        stream = engine.submit([job(max_tokens=50), job(max_tokens=50)])
         await anext(stream)
         stream.close()
         stream.close()
@@ -261,7 +295,7 @@ def test_a_queue_that_is_full_takes_none() -> None:
 
 def test_draining_finishes_what_was_taken() -> None:
     async def go(engine: Engine) -> list[Delta]:
-        stream = engine.submit([job(max_tokens=30)], interactive=True)
+        stream = engine.submit([job(max_tokens=30)])
         await anext(stream)
         engine.drain()
         with pytest.raises(Unavailable, match="shutting down"):
@@ -277,7 +311,7 @@ def test_draining_finishes_what_was_taken() -> None:
 
 def test_stopping_fails_what_is_not_finished() -> None:
     async def go(engine: Engine) -> None:
-        stream = engine.submit([job(max_tokens=50)], interactive=True)
+        stream = engine.submit([job(max_tokens=50)])
         await anext(stream)
         stopped = asyncio.create_task(asyncio.to_thread(engine.stop))
         with pytest.raises(Failed, match="shutting down"):
@@ -309,9 +343,10 @@ def test_a_failing_model_fails_its_requests_and_those_to_come() -> None:
 class NanBackend(FakeBackend):
     """Says NaN of everything in slot 1."""
 
-    def decode(self, active: Any, steps: int, alternatives: bool = True) -> Callable[[], Tokens]:
-        later = super().decode(active, steps, alternatives)
-        later().logprobs[:, 1] = np.nan
+    def step(self, parts: Any, alternatives: bool = True) -> Callable[[], Stepped]:
+        later = super().step(parts, alternatives)
+        drawing = [part.slot for part in parts if part.draws]
+        later().drawn.logprobs[[slot == 1 for slot in drawing]] = np.nan
         return later
 
 
@@ -324,16 +359,16 @@ def test_numbers_that_are_none_fail_only_their_request(caplog: Any) -> None:
         good, bad, good_too = asyncio.run(go(engine))
         assert engine.error is None
     assert isinstance(bad, Failed) and "NaN" in str(bad)
-    assert [record.getMessage() for record in caplog.records] == [f"slot 1: {bad}"]
+    assert [record.getMessage() for record in caplog.records] == [f"request 1: {bad}"]
     assert good[-1].finish == good_too[-1].finish == "length"
 
 
 class HungBackend(FakeBackend):
     """Beginning a call hangs, not only its results."""
 
-    def prefill(self, *args: Any, **more: Any) -> Callable[[], Prefilled]:
+    def step(self, *args: Any) -> Callable[[], Stepped]:
         self.gate.wait()
-        return super().prefill(*args, **more)
+        return super().step(*args)
 
 
 def test_a_call_that_hangs_is_seen() -> None:
@@ -362,27 +397,34 @@ async def closing(stream: Any) -> AsyncIterator[Any]:
 async def one_of_many(engine: Engine, rng: random.Random) -> int:
     """Ask for something and check it; now and then go away."""
     prompt = bytes(rng.choices(b"abc", k=rng.randint(1, 40)))
-    tokens, seed = rng.randint(1, LIMITS.max_length - len(prompt)), rng.randrange(3)
+    tokens, seed = rng.randint(0, LIMITS.max_length - len(prompt)), rng.randrange(3)
     leave_after = rng.randint(0, 5) if rng.random() < 0.3 else 10_000
     text, count = "", 0
-    jobs = [job(prompt, tokens, seed)]
-    async with closing(engine.submit(jobs, rng.choice("xy"), interactive=rng.random() < 0.5)) as s:
+    scores = rng.random() < 0.3
+    jobs = [job(prompt, tokens, seed, score_prompt=scores)]
+    async with closing(engine.submit(jobs, rng.choice("xy"))) as stream:
         while count < leave_after:
-            delta = await anext(s, None)
+            delta = await anext(stream, None)
             if delta is None:
                 break
+            assert (delta.scores is not None) == (scores and not count)
+            if delta.scores is not None:
+                assert bytes(delta.scores.ids[:-1].tolist()) == prompt[1:]
+                assert len(delta.scores.ids) == len(prompt)
             text, count = text + delta.text, count + 1
     whole = alone(prompt, tokens, seed)
     assert whole.startswith(text) if count >= leave_after else text == whole
     return count
 
 
-def test_many_at_once_with_flat_memory() -> None:
+@pytest.mark.parametrize("pages", [64, 18])
+def test_many_at_once_with_flat_memory(pages: int) -> None:
     async def go(engine: Engine, seed: int) -> None:
         rng = random.Random(seed)
         await asyncio.gather(*(one_of_many(engine, random.Random(rng.random())) for _ in range(80)))
 
-    with running(max_waiting=1000) as engine:
+    backend = FakeBackend(dataclasses.replace(LIMITS, pages=pages))
+    with running(backend, max_waiting=1000) as engine:
         asyncio.run(go(engine, 0))
         gc.collect()
         before = len(gc.get_objects())
@@ -390,4 +432,22 @@ def test_many_at_once_with_flat_memory() -> None:
             asyncio.run(go(engine, seed))
         gc.collect()
         assert len(gc.get_objects()) - before < 1000
-        assert engine.state().counts.cancelled > 20
+        state = engine.state()
+        assert state.counts.cancelled > 20
+        assert (state.counts.preempted > 0) == (pages < 64)
+        assert state.held == 0 and 0 < state.cached <= state.pages == pages
+
+
+def test_a_mistake_in_making_text_is_told_to_all() -> None:
+    class Broken(Notes):
+        def ran(self, step: Step, seconds: float) -> None:
+            raise KeyError("x")
+
+    async def go(engine: Engine) -> None:
+        with pytest.raises(Failed, match="the server failed to make text: KeyError"):
+            await read(engine.submit([job()]))
+        with pytest.raises(Failed, match="KeyError"):
+            engine.submit([job()])
+
+    with running(observer=Broken()) as engine:
+        asyncio.run(go(engine))
