@@ -40,7 +40,7 @@ from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
 from serving.bundle.write import TOKENIZER
 from serving.http.server import serve
-from serving.http.service import Loaded
+from serving.http.service import Loaded, Options
 from serving.llama_backend import KIND, info
 from serving.llama_bundle import check_shape
 from serving.load import load_model
@@ -133,7 +133,7 @@ def load(given: argparse.Namespace) -> Loaded:
         costs=costs(bundle, given),
         longest=loaded.backend.limits.longest,
         pages=loaded.backend.limits.pages,
-        budget=loaded.backend.budget,
+        budget=given.token_budget or loaded.backend.budget,
         device=f"{len(bundle.devices)} x {bundle.devices[0].device_kind}",
         seconds=time.perf_counter() - started,
     )
@@ -180,7 +180,8 @@ def main() -> None:
     given = argparse.Namespace(**json.loads(sys.argv[1]))
     devices = given.groups * given.model_axis
     threading.Thread(target=obey, args=(devices,), name="commands", daemon=True).start()
-    serve(lambda: load(given), port=given.port, log_level="warning")
+    options = Options(token_budget=given.token_budget)
+    serve(lambda: load(given), port=given.port, options=options, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -254,6 +254,7 @@ def make_parser() -> Parser:
     add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
+    add("--token_budget", type=positive, help="as of scripts/serve")
     add("--symbols", type=symbol_values, default={}, help="as of scripts/serve")
     add("--memory_share", type=float, help="as of scripts/serve")
     add("--bandwidth", type=float, help="bytes/s of a device, for the floor (default: the chip's)")
