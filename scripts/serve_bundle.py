@@ -56,10 +56,10 @@ def make_parser() -> Parser:
         help="requests that wait for a slot at most; then 429",
     )
     add(
-        "--decode_steps",
+        "--token_budget",
         type=int,
-        default=default.decode_steps,
-        help="tokens between two looks for the end of a text, where nobody watches",
+        help="rows of a group in a step that draws tokens and reads prompts; fewer make the times "
+        "between tokens shorter, more that to the first token (default: by predicted times)",
     )
     add(
         "--drain_seconds",
@@ -82,7 +82,7 @@ def options(given: argparse.Namespace) -> Options:
     return Options(
         api_keys=tuple(key for key in keys if key),
         max_waiting=given.max_waiting,
-        decode_steps=given.decode_steps,
+        token_budget=given.token_budget,
         drain_seconds=given.drain_seconds,
     )
 

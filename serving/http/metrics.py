@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from serving.engine.actions import Step
 from serving.engine.backend import Backend
 from serving.engine.records import Finished, State
 
@@ -31,7 +31,7 @@ _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _BATCH = tuple(2**power for power in range(15))
 
 _SMOOTHING = 0.05
-"""The means over decode steps are exponential; this is the weight of the latest call."""
+"""The means over steps are exponential; this is the weight of the latest one."""
 
 
 class Metrics:
@@ -48,7 +48,6 @@ class Metrics:
         self._model = model
         self._backend = backend
         self._state = state
-        self._room = backend.limits.slots * backend.limits.max_length
         self._step: tuple[float, float] | None = None  # means of seconds and of bytes
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token",
@@ -81,7 +80,7 @@ class Metrics:
             "vllm:request_generation_tokens", "Tokens drawn for a request", _TOKENS
         )
         self._batch = self._histogram(
-            "vllm:iteration_tokens_total", "Tokens of one call of the model", _BATCH
+            "vllm:iteration_tokens_total", "Rows of one step of the model", _BATCH
         )
         self._success = PrometheusCounter(
             "vllm:request_success_total",
@@ -101,26 +100,24 @@ class Metrics:
     # -----------------------------------------------------------------------------------------
     # The engine's observer.
 
-    def ran(self, tokens: int, seconds: float, steps: int, held: int) -> None:
-        """Notes a call of prefill (0 steps) or decode; see `Observer.ran`."""
-        self._batch.observe(tokens)
-        if steps:
-            info = self._backend.info
-            # Attention reads the keys and values of the active slots, not the whole cache.
-            cached = info.get("cache_bytes", 0) * held / self._room
-            this = (seconds / steps, info.get("read_weight_bytes", 0) + cached)
-            means = this if self._step is None else self._step
-            seconds, read = (m + _SMOOTHING * (x - m) for m, x in zip(means, this, strict=True))
-            self._step = seconds, read
+    def ran(self, step: Step, seconds: float) -> None:
+        """Notes a step; see `Observer.ran`."""
+        self._batch.observe(step.rows)
+        if step.rows > step.decoding:  # chunks of prompts: arithmetic takes longer than reading
+            return
+        info = self._backend.info
+        read = info.get("read_weight_bytes", 0) + info.get("token_bytes", 0) * step.seen
+        means = self._step or (seconds, read)
+        this = (m + _SMOOTHING * (x - m) for m, x in zip(means, (seconds, read), strict=True))
+        self._step = next(this), next(this)
 
     def first_token(self, seconds: float) -> None:
         """Notes a request's first token."""
         self._first_token.observe(seconds)
 
-    def more_tokens(self, seconds: float, tokens: int) -> None:
-        """Notes a request's later tokens; those of one call share its time equally."""
-        for _ in range(tokens):
-            self._between.observe(seconds / tokens)
+    def next_token(self, seconds: float) -> None:
+        """Notes a request's later token."""
+        self._between.observe(seconds)
 
     def finished(self, record: Finished) -> None:
         """Notes the end of a request."""
@@ -145,11 +142,19 @@ class Metrics:
 
     def _now(self) -> Iterator[Metric]:
         """The metrics that are read from the engine whenever Prometheus asks."""
-        state, counts = self._state(), self._state().counts
+        state = self._state()
+        counts = state.counts
         yield self._gauge("vllm:num_requests_running", "Requests with a slot", state.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests without one", state.waiting)
         yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of the cache that is in use, 1 is all", state.used
+            "vllm:kv_cache_usage_perc",
+            "Share of the pages that running requests hold, 1 is all",
+            state.held / state.pages,
+        )
+        yield self._gauge("spmd:pages", "Pages of the pool", state.pages)
+        yield self._gauge("spmd:pages_held", "Pages of running requests", state.held)
+        yield self._gauge(
+            "spmd:pages_cached", "Pages of ended requests whose tokens are known", state.cached
         )
         looked_up = counts.prefilled + counts.reused
         yield self._counter("vllm:prompt_tokens", "Tokens of prompts", looked_up)
@@ -159,6 +164,12 @@ class Metrics:
         )
         yield self._counter(
             "vllm:prefix_cache_hits", "Prompt tokens that the cache held", counts.reused
+        )
+        yield self._counter(
+            "vllm:num_preemptions", "Times that a request lost its pages", counts.preempted
+        )
+        yield self._counter(
+            "spmd:repeated_tokens", "Tokens run once more after that", counts.repeated
         )
         yield self._counter(
             "spmd:wasted_tokens", "Tokens drawn behind the end of a request", counts.wasted
@@ -172,18 +183,18 @@ class Metrics:
         if fraction is not None:
             yield self._gauge(
                 "spmd:roofline_fraction",
-                "Least time of a decode step, by the bytes that it reads, over the time it takes",
+                "Least time of a step that only draws, by the bytes that it reads, over its time",
                 fraction,
             )
 
     def roofline_fraction(self) -> float | None:
-        """How close decode is to the limit of the memory's bandwidth, at most 1.
+        """How close steps that only draw are to the limit of the memory's bandwidth, at most 1.
 
-        It is (bytes read / bandwidth) / (seconds of a decode step). A step has to read all weights
-        and the cache of its sequences, so the first part is the least time that it can take.
+        It is (bytes read / bandwidth) / (seconds of a step). A step has to read all weights and the
+        pages of its sequences, so the first part is the least time that it can take.
 
         Returns:
-          None if the bandwidth is unknown or nothing has been decoded.
+          None if the bandwidth is unknown or there has been no such step.
         """
         bandwidth = self._backend.info.get("bandwidth")
         seconds, read = self._step or (0.0, 0.0)
@@ -202,12 +213,11 @@ class Metrics:
         return family
 
     def _cache_config(self) -> Metric:
-        """A slot plays the part that a block plays in vLLM."""
-        limits: Any = self._backend.limits
+        limits = self._backend.limits
         labels = {
             "model_name": self._model,
-            "block_size": str(limits.max_length),
-            "num_gpu_blocks": str(limits.slots),
+            "block_size": str(limits.page),
+            "num_gpu_blocks": str(limits.groups * limits.pages),
             "enable_prefix_caching": "True",
         }
         family = GaugeMetricFamily(

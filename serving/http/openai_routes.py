@@ -58,7 +58,7 @@ def _model(service: Service, loaded: Loaded) -> dict[str, Any]:
         "owned_by": "spmd",
     }
     if loaded.backend is not None:
-        card["max_model_len"] = loaded.backend.limits.max_length
+        card["max_model_len"] = loaded.backend.limits.longest
     return card
 
 
@@ -82,7 +82,7 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
     # Tokenizing a long text takes a while, in which the event loop must serve other requests.
     work = await asyncio.to_thread(make_work, ask, language)
     client = client_of(request, key, ask.user, service.options)
-    stream = _submit(language, work, client, ask.stream)
+    stream = _submit(language, work, client)
     answer = Answer(loaded.name, ask, work, language.engine.read_scores)
     if ask.stream:
         return EventStream(_events(stream, answer), stream.close)
@@ -98,9 +98,9 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
     return Response(text, media_type="application/json")
 
 
-def _submit(language: Language, work: Work, client: str, interactive: bool) -> Stream:
+def _submit(language: Language, work: Work, client: str) -> Stream:
     try:
-        return language.engine.submit(work.jobs, client, interactive=interactive)
+        return language.engine.submit(work.jobs, client)
     except QueueFull as error:
         raise ApiError(429, str(error), code="queue_full", retry_after=RETRY_SECONDS) from error
     except Unavailable as error:

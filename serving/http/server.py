@@ -38,10 +38,11 @@ closes first. Otherwise a request could arrive at a connection that is just bein
 CLOSING_SECONDS = 5
 """When the last request is done, so long may answers take to be sent."""
 
-SWITCH_SECONDS = 0.0002
-"""How long a thread may keep others from running Python. With Python's own 5 ms, the engine's
-thread, having handed over tokens, waits for the loop that sends them: 64 streams get half as many
-tokens."""
+SWITCH_SECONDS = 0.001
+"""How long a thread may keep others from running Python. One thread issues steps, one makes text,
+one sends it. With Python's own 5 ms the first one, back from waiting for the device, would wait
+about as long for the others as a step takes, and the device with it. Much shorter turns cost more:
+each time all threads that are ready wake up, and one of them goes on."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CONNECTIONS = 4096
@@ -237,7 +238,8 @@ def _describe(loaded: Loaded) -> str:
     limits, info = loaded.backend.limits, loaded.backend.info
     facts = ", ".join(f"{name} {info[name]}" for name in ("mesh", "device_kind") if name in info)
     return (
-        f"ready: {loaded.name}, {limits.slots} slots of {limits.max_length} tokens, "
+        f"ready: {loaded.name}, {limits.slots} slots of {limits.longest} tokens, "
+        f"{limits.groups * limits.pages} pages of {limits.page}, "
         f"{loaded.backend.compile_total} programs compiled{', ' if facts else ''}{facts}"
     )
 

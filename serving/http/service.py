@@ -51,8 +51,8 @@ class Options:
     Attributes:
       api_keys: a request needs one of them; if there are none, anybody may use the model.
       max_waiting: how many requests there may be beyond those that have slots.
-      decode_steps: where nobody watches tokens come, how many are drawn before the host looks
-        whether one of them ends its request.
+      token_budget: rows of a group in a step that has both rows that draw and chunks of prompts;
+        None takes what the model's backend finds best.
       choices: the most completions that one request may ask for.
       stops: the most stop strings that one request may have.
       body_bytes: the largest body of a request.
@@ -66,7 +66,7 @@ class Options:
 
     api_keys: tuple[str, ...] = ()
     max_waiting: int = 256
-    decode_steps: int = 10
+    token_budget: int | None = None
     choices: int = 32
     stops: int = 16
     body_bytes: int = 16 * 2**20
@@ -76,12 +76,12 @@ class Options:
 
     def __post_init__(self) -> None:
         least = {
-            "max_waiting": 0, "decode_steps": 1, "choices": 1, "stops": 0, "body_bytes": 1,
+            "max_waiting": 0, "token_budget": 1, "choices": 1, "stops": 0, "body_bytes": 1,
             "body_seconds": 0, "stall_seconds": 0, "drain_seconds": 0,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
-            if not value >= low:  # nor NaN
+            if value is not None and not value >= low:  # nor NaN
                 raise ServingError(f"{name} is {value}; it has to be at least {low}")
 
 
@@ -112,7 +112,7 @@ class Language:
                 f"{loaded.name}: the tokenizer has {known} ids, the model {limits.vocab_size}"
             )
         self.bounds = Bounds(
-            max_length=limits.max_length,
+            max_length=limits.longest,
             vocab_size=limits.vocab_size,
             top_logprobs=limits.top_logprobs,
             choices=min(options.choices, limits.slots + options.max_waiting),
@@ -125,7 +125,7 @@ class Language:
             loaded.tokenizer.encode_batch(["a"])[0].tolist(),
             observer=self.metrics,
             max_waiting=options.max_waiting,
-            steps=options.decode_steps,
+            token_budget=options.token_budget,
         )
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -94,7 +94,7 @@ class FakeBackend:
         self.compile_total = 3
         self.info: dict[str, Any] = {
             "mesh": "fake", "device_kind": "fake", "bandwidth": 1e9,
-            "read_weight_bytes": 1_000_000, "cache_bytes": 256_000,
+            "read_weight_bytes": 1_000_000, "token_bytes": 1000,
         }  # fmt: skip
         self.calls = 0
         self.gate = Gate()

@@ -33,10 +33,11 @@ class Live(NamedTuple):
         return TEXT(self.backend.alone(prompt.encode(), tokens, seed))
 
     def wait_idle(self) -> None:
-        """Until every slot is free."""
+        """Until every slot is free, and every page."""
         wait_until(lambda: self.service.idle)
         engine = self.service.language().engine
-        assert engine.state()[:3] == (0, 0, 0.0)
+        state = engine.state()
+        assert (state.waiting, state.running, state.held) == (0, 0, 0)
         assert not engine._entries
 
 

@@ -369,7 +369,10 @@ def test_metrics(live: Live, client: httpx.Client) -> None:
     ):  # fmt: skip
         assert grown[f"vllm:{name}_count{label}"] == 1, name
     assert grown[f"vllm:inter_token_latency_seconds_count{label}"] == 11
-    assert grown[f"vllm:iteration_tokens_total_count{label}"] == 4  # a chunk; 5, 5 and 1
+    assert grown[f"vllm:iteration_tokens_total_count{label}"] == 12  # the prompt, and 11 tokens
+    assert grown[f"vllm:num_preemptions_total{label}"] == 0
+    assert grown[f"spmd:pages_cached{label}"] == 4  # of 4 tokens; 18 were run
+    assert after[f"spmd:pages{label}"] == 64 and after[f"spmd:pages_held{label}"] == 0
     assert after[f"vllm:num_requests_running{label}"] == 0
     assert after[f"vllm:kv_cache_usage_perc{label}"] == 0
     assert after[f"spmd:compile_total{label}"] == 3

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving.engine.backend import Prefilled
+from serving.engine.backend import Part
 from serving.http.service import Options
 from tests.explain.browser import Browser, find_browser
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
@@ -37,16 +37,17 @@ class Speaker(FakeBackend):
     """Says the same thing to everybody."""
 
     def __init__(self) -> None:
-        super().__init__(dataclasses.replace(LIMITS, max_length=4096))
-        self.prompts = [0] * LIMITS.slots
+        super().__init__(dataclasses.replace(LIMITS, max_length=4096, pages=1024))
+        self.said = [0] * LIMITS.slots
 
-    def prefill(self, slot: int, tokens: Any, start: int, **more: Any) -> Callable[[], Prefilled]:
-        self.prompts[slot] = len(tokens)
-        return super().prefill(slot, tokens, start, **more)
+    def begin(self, slot: int, *more: Any) -> None:
+        super().begin(slot, *more)
+        self.said[slot] = 0
 
-    def _draw(self, slot: int) -> int:
-        said = len(self.held[slot]) - self.prompts[slot]
-        self.latest[slot] = token = (*REPLY.encode(), 0, 0)[said]  # one call is ahead
+    def _draw(self, part: Part) -> int:
+        said = self.said[part.slot]
+        self.said[part.slot] += 1
+        self.latest[part.slot] = token = (*REPLY.encode(), 0, 0)[said]  # one step is ahead
         return token
 
 

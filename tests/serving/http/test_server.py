@@ -133,7 +133,8 @@ def test_a_gentle_end(start: Callable[..., Process]) -> None:
     assert '"finish_reason":"length"' in answers[0]
     log = process.end()
     assert process.process.returncode == 0
-    assert "ready: fake, 4 slots of 64 tokens, 3 programs compiled, mesh fake" in log
+    ready = "ready: fake, 4 slots of 64 tokens, 64 pages of 4, 3 programs compiled, mesh fake"
+    assert ready in log
     assert "draining" in log and log.rstrip().endswith("stopped")
     assert "Traceback" not in log
     assert "POST /v1/completions" in log and "/health" not in log
@@ -195,7 +196,7 @@ def test_a_port_that_is_taken() -> None:
     ("option", "says"),
     [
         ({"max_waiting": -1}, "max_waiting is -1; it has to be at least 0"),
-        ({"decode_steps": 0}, "decode_steps is 0; it has to be at least 1"),
+        ({"token_budget": 0}, "token_budget is 0; it has to be at least 1"),
         ({"drain_seconds": float("nan")}, "drain_seconds is nan; it has to be at least 0"),
     ],
 )
