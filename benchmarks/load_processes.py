@@ -113,13 +113,14 @@ def _set_up(done: Synchronized[int]) -> None:
 
 def _ask_all(url: str, model: str, load: Load, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
     """The answers, and the seconds for which this process computed."""
-    before = time.process_time()
 
-    async def ask() -> list[Answer]:
+    async def ask() -> tuple[list[Answer], float]:
         async with open_client(url) as client:
-            return await run_load(client, load, model, asks, _count)
+            before = time.process_time()
+            answers = await run_load(client, load, model, asks, _count)
+            return answers, time.process_time() - before
 
-    return asyncio.run(ask()), time.process_time() - before
+    return asyncio.run(ask())
 
 
 def _count(answer: Answer) -> None:

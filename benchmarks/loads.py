@@ -126,9 +126,9 @@ def run(
     """
     asks = workload.asks()
     under_way = clients.start(workload.loads[0], asks)
-    while not under_way.wait(0.02) and clients.done < len(asks) // 2:
+    while not (is_over := under_way.wait(0.02)) and clients.done < max(1, len(asks) // 2):
         pass
-    trace = server.profile(trace_seconds) if trace_seconds else None
+    trace = server.profile(trace_seconds) if trace_seconds and not is_over else None
     asked = under_way.result()
     return asked, trace if trace and trace["ended"] <= asked.ended else None
 
