@@ -32,10 +32,12 @@ import spmd
 from benchmarks.decode import random_weights
 from benchmarks.load_client import WORDS
 from models.llama import decode
-from models.llama.config import LlamaConfig, named_config
+from models.llama.config import ConfigError, LlamaConfig, named_config
 from models.llama.quantize import quantized_types
 from models.llama.weights.sources import Source
 from scripts.export_llama import make_shape
+from scripts.flags.user_errors import ending_on_interrupt, one_message
+from scripts.serve_bundle import USER_ERRORS
 from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
 from serving.bundle.write import TOKENIZER
@@ -180,8 +182,9 @@ def main() -> None:
     given = argparse.Namespace(**json.loads(sys.argv[1]))
     devices = given.groups * given.model_axis
     threading.Thread(target=obey, args=(devices,), name="commands", daemon=True).start()
-    options = Options(token_budget=given.token_budget)
-    serve(lambda: load(given), port=given.port, options=options, log_level="warning")
+    options = Options(max_waiting=given.max_waiting, token_budget=given.token_budget)
+    with ending_on_interrupt(), one_message(ConfigError, *USER_ERRORS):
+        serve(lambda: load(given), port=given.port, options=options, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from benchmarks.workloads import WORKLOADS, Costs, Workload, floor_seconds
 from models.llama.config import DTYPES
 from models.llama.quantize import QUANTIZATIONS
 from scripts.export_llama import numbers
+from serving.http.service import Options
 from spmd.cli.flags import Parser, positive, words
 from spmd.cli.specs import symbol_values
 
@@ -52,6 +53,14 @@ COLUMNS = (
       for what in ("first token", "between tokens")),
     "device busy", "share of the floor",
 )  # fmt: skip
+COUNTERS = {
+    "found_tokens": "vllm:prefix_cache_hits_total",
+    "preempted": "vllm:num_preemptions_total",
+    "repeated_tokens": "spmd:repeated_tokens_total",
+    "wasted_tokens": "spmd:wasted_tokens_total",
+}
+"""What the server counts and the clients do not see -> its metric."""
+
 CROWDED = 0.8
 """Share of a client's process above which the clients may be what is measured."""
 
@@ -73,6 +82,13 @@ class Server(NamedTuple):
     def costs(self) -> Costs:
         """What its model costs."""
         return Costs(**self.facts["costs"])
+
+    def counted(self) -> dict[str, int]:
+        """`COUNTERS` up to now."""
+        text = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+        by_name = {labelled.partition("{")[0]: value for labelled, value in values.items()}
+        return {name: int(float(by_name[metric])) for name, metric in COUNTERS.items()}
 
     def profile(self, seconds: float) -> dict[str, Any]:
         """Traces its devices; waits until the trace is read."""
@@ -176,7 +192,10 @@ def row(name: str, numbers: Mapping[str, Any]) -> str:
 
 def remarks(name: str, numbers: Mapping[str, Any]) -> list[str]:
     """Sentences for which the table has no room."""
-    said = []
+    said = [
+        f"{name}: {numbers['found_tokens']:,} tokens of prompts were found in the cache, "
+        f"{numbers['preempted']} requests preempted"
+    ]
     if trace := numbers["trace"]:
         longest = f", the longest {trace['longest'] * 1e3:.1f} ms" if trace["gaps"] else ""
         said.append(f"{name}: {trace['gaps']} gaps above 0.2 ms between kernels{longest}")
@@ -192,6 +211,7 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Prints the table, row by row; name -> numbers."""
     workloads = {name: WORKLOADS[name].scaled(given.scale) for name in given.loads}
     found: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
     with (
         serving(given) as server,
         Clients(server.url, given.model, given.client_processes) as clients,
@@ -212,11 +232,19 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
                     f"at most {facts['longest']}"
                 )
                 continue
+            before = server.counted()
             asked, trace = run(server, clients, workload, given.trace_seconds)
-            found[name] = numbers_of(workload, asked, trace, server.costs)
+            try:
+                found[name] = numbers_of(workload, asked, trace, server.costs)
+            except BenchError as error:  # the other loads may still tell something
+                problems.append(f"{name}: {error}")
+                continue
+            found[name] |= {of: count - before[of] for of, count in server.counted().items()}
             print(row(name, found[name]), flush=True)
             for sentence in remarks(name, found[name]):
                 _remark(sentence)
+    if problems:
+        raise BenchError("; ".join(problems))
     return found
 
 
@@ -255,6 +283,7 @@ def make_parser() -> Parser:
     add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--token_budget", type=positive, help="as of scripts/serve")
+    add("--max_waiting", type=int, default=Options().max_waiting, help="as of scripts/serve")
     add("--symbols", type=symbol_values, default={}, help="as of scripts/serve")
     add("--memory_share", type=float, help="as of scripts/serve")
     add("--bandwidth", type=float, help="bytes/s of a device, for the floor (default: the chip's)")
@@ -267,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     json_file, given.json = given.json, None
     try:
         found = bench(given)
-    except (BenchError, OSError) as error:
+    except (BenchError, OSError, httpx.HTTPError) as error:
         sys.exit(f"error: {error}")
     if json_file:
         json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -37,6 +37,7 @@ def test_two_loads_on_a_tiny_model(tmp_path: Path, capsys: Any) -> None:
         assert found["share_of_floor"] * found["seconds"] == pytest.approx(found["floor_seconds"])
         assert found["first_token_ms"]["p99"] <= found["seconds"] * 1e3
         assert found["trace"] is None or 0 <= found["trace"]["share"] <= 1
+        assert (found["found_tokens"], found["preempted"]) == (0, 0)
         assert loads.row(name, found) in printed.out
     # A word is a token, and 13 tokens take 12 steps behind a prompt of 17 words and its number. A
     # layer has 9216 weights in products and 64 in norms; 2 heads of 8 wide, keys and values.
@@ -61,12 +62,15 @@ def test_a_row() -> None:
     assert loads.row("one", numbers) == (
         "| one | 2 | 3.00 | 1 | 2 | 500.0 / 500.0 / 500.0 |  | 92.5% | 100.0% |"
     )
-    assert loads.remarks("one", numbers) == [
+    counted = {**numbers, "found_tokens": 1200, "preempted": 2}
+    found = "one: 1,200 tokens of prompts were found in the cache, 2 requests preempted"
+    assert loads.remarks("one", counted) == [
+        found,
         "one: 3 gaps above 0.2 ms between kernels, the longest 2.1 ms",
         "one: a client's process computed 90% of the time, so it may be what was measured: use "
         "more --client_processes",
     ]
-    assert loads.remarks("one", {**numbers, "trace": None, "clients_busy": 0.5}) == []
+    assert loads.remarks("one", {**counted, "trace": None, "clients_busy": 0.5}) == [found]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_every_answer_counts(outcome: Outcome, message: str) -> None:
     ("flags", "message"),
     [
         (("--loads=one,two",), "'two' is not among streams, long, one, clients, prefix"),
-        (("--rows=9,8", "--max_length=64", "--model=tiny"), "error: the server ended: see above"),
+        (("--max_length=63", "--model=tiny"), "error: the server ended: see above"),
     ],
 )
 def test_what_cannot_be_run(flags: tuple[str, ...], message: str, capsys: Any) -> None:
