@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -108,7 +110,15 @@ _done: Synchronized[int]
 def _set_up(done: Synchronized[int]) -> None:
     global _done
     _done = done
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _ask_all(url: str, model: str, load: Load, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
