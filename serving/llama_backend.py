@@ -32,23 +32,35 @@ def model_backend(bundle: Bundle) -> ModelBackend:
         kind = repr(contract.get("kind"))[:40]
         raise BundleError(f"{bundle.manifest.name} is no language model: its kind is {kind}")
     try:
-        shape, model = dict(contract["shape"]), contract["model"]
-        limits = Limits(
-            slots=int(shape["slots"]),
-            max_length=int(shape["max_length"]),
-            rows=tuple(map(int, shape["rows"])),
-            groups=int(shape["groups"]),
-            page=int(shape["page"]),
-            pages=int(bundle.symbols[PAGES]),
-            top_logprobs=int(shape["top_logprobs"]),
-            vocab_size=int(model["vocab_size"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        limits = _limits(bundle)
+        return ModelBackend(bundle, limits, info(bundle), _budget(bundle, limits))
+    except (LookupError, TypeError, ValueError) as error:
         raise BundleError(
             f"the contract of {bundle.manifest.name} is broken, or older than this program "
             f"({one_line(error)}): export the model again"
         ) from error
-    return ModelBackend(bundle, limits, info(bundle), _budget(bundle, limits))
+
+
+def _limits(bundle: Bundle) -> Limits:
+    shape, model = dict(bundle.manifest.contract["shape"]), bundle.manifest.contract["model"]
+    limits = Limits(
+        slots=int(shape["slots"]),
+        max_length=int(shape["max_length"]),
+        rows=tuple(map(int, shape["rows"])),
+        groups=int(shape["groups"]),
+        page=int(shape["page"]),
+        pages=int(bundle.symbols[PAGES]),
+        top_logprobs=int(shape["top_logprobs"]),
+        vocab_size=int(model["vocab_size"]),
+    )
+    if min(limits.slots, limits.groups, limits.page, *limits.rows) < 1:
+        raise ValueError("sizes have to be positive")
+    if limits.slots % limits.groups or limits.rows[-1] < limits.slots // limits.groups:
+        raise ValueError("slots do not fit groups and rows")
+    missing = {"begin", "step"} - {f.tags.get("kind") for f in bundle.functions.values()}
+    if missing:
+        raise ValueError(f"there is no function {min(missing)}")
+    return limits
 
 
 def _budget(bundle: Bundle, limits: Limits) -> int:
@@ -59,7 +71,7 @@ def _budget(bundle: Bundle, limits: Limits) -> int:
     """
     if bundle.devices[0].platform == "cpu":
         return limits.rows[-1]
-    steps = [p for p in bundle.programs.values() if p.entry.tags["kind"] == "step"]
+    steps = [p for p in bundle.programs.values() if p.entry.tags.get("kind") == "step"]
     length = min(int(program.entry.tags["length"]) for program in steps)
     seconds = {
         int(program.entry.tags["rows"]): float(program.emitted.seconds or math.inf)

@@ -1,6 +1,7 @@
 """A Llama exported with scripts/export_llama and run from its bundle: transformers' tokens."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -129,17 +130,58 @@ def test_a_step_that_decoding_waits_for(seconds, slots, rows):
     assert llama.budget(seconds, slots) == rows
 
 
-def test_an_older_bundle_is_to_be_exported_again(hf_folder, tmp_path, export, devices8):
-    out = tmp_path / "bundle"
-    export("--init_from", hf_folder, "--out", out)
-    file = out / "manifest.json"
-    manifest = json.loads(file.read_text())
-    del manifest["contract"]["shape"]["rows"]
-    file.write_text(json.dumps(manifest))
-    mesh = spmd.make_mesh(model=1, devices=devices8[:1])
-    bundle = load_bundle(out, mesh, functions=("begin",), verify=False)
-    with pytest.raises(BundleError, match=r"older than this program \('rows'\): export the model"):
-        llama.model_backend(bundle)
+def stand_in(platform, **shape):
+    """What `model_backend` reads of a bundle; steps over long tables take five times as long."""
+    sizes = {"slots": 8, "max_length": 64, "rows": [8, 256, 1024], "groups": 1, "page": 8}
+    contract = {
+        "kind": llama.KIND,
+        "shape": {**sizes, "top_logprobs": 1, **shape},
+        "model": {"vocab_size": 9},
+    }
+    taken = {8: 0.1, 256: 0.2, 1024: 0.8}
+    tags = {f"step_r{n}_t{t}": {"kind": "step", "rows": n, "length": t}
+            for n in taken for t in (16, 64)}  # fmt: skip
+    entries = {n: SimpleNamespace(tags=t) for n, t in {**tags, "begin": {"kind": "begin"}}.items()}
+    emitted = {
+        name: SimpleNamespace(seconds=taken[entry.tags["rows"]] * (1 if "t16" in name else 5))
+        for name, entry in entries.items()
+        if name != "begin"
+    }
+    return SimpleNamespace(
+        manifest=SimpleNamespace(contract=contract, name="x"),
+        symbols={"pages": 20},
+        functions=entries,
+        programs={
+            name: SimpleNamespace(entry=entries[name], emitted=e) for name, e in emitted.items()
+        },
+        devices=[SimpleNamespace(platform=platform)],
+    )
+
+
+@pytest.mark.parametrize(("platform", "rows"), [("cpu", 1024), ("gpu", 256)])
+def test_predicted_times_decide_the_budget(platform, rows, monkeypatch):
+    monkeypatch.setattr(llama, "info", lambda bundle: {})
+    assert llama.model_backend(stand_in(platform)).budget == rows
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"rows": None}, "NoneType"),
+        ({"rows": []}, "index"),
+        ({"groups": 0}, "positive"),
+        ({"groups": 3}, "do not fit"),
+        ({"slots": 2000}, "do not fit"),
+    ],
+)
+def test_contracts_that_are_broken(shape, message, monkeypatch):
+    monkeypatch.setattr(llama, "info", lambda bundle: {})
+    with pytest.raises(BundleError, match=f"older than this program .*{message}.*: export the"):
+        llama.model_backend(stand_in("cpu", **shape))
+    without = stand_in("cpu")
+    del without.functions["begin"]
+    with pytest.raises(BundleError, match="there is no function begin"):
+        llama.model_backend(without)
 
 
 def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):

@@ -266,6 +266,8 @@ def test_second_start_neither_plans_nor_compiles(folder, mesh_of, tmp_path, monk
     second = load_bundle(folder, mesh_of(2), cache_dir=tmp_path)
     assert {path for path in tmp_path.rglob("*-cache")} == set(entries)
     close(second.run("step", X)["y"], first.run("step", X)["y"])
+    predicted = [bundle.programs["step"].emitted.seconds for bundle in (first, second)]
+    assert predicted[0] and predicted[1] == predicted[0]
     with pytest.raises(TypeError):  # another mesh is another program
         load_bundle(folder, mesh_of(1), cache_dir=tmp_path)
 
