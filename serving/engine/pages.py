@@ -86,7 +86,7 @@ class Pages:
         return pages
 
     def cost(self, matched: Sequence[int]) -> int:
-        """How many pages are less available once these are held."""
+        """By how many fewer pages are available once these are held."""
         return sum(not self._holders[page] for page in matched)
 
     def share(self, matched: Sequence[int]) -> None:

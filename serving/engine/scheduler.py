@@ -272,7 +272,8 @@ class Scheduler:
     def _find_group(self, request: Ongoing, room: Sequence[int]) -> tuple[Group, list[int]] | None:
         """The group where a request starts best, with the pages that hold its beginning there.
 
-        Rather where its tokens are, rather where few run: a page counts as much as a request.
+        A page that holds its tokens draws it to a group as much as a request that runs there keeps
+        it away.
         """
         best = None
         for group, rows in zip(self.groups, room, strict=True):

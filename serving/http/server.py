@@ -40,9 +40,8 @@ CLOSING_SECONDS = 5
 
 SWITCH_SECONDS = 0.001
 """How long a thread may keep others from running Python. One thread issues steps, one makes text,
-one sends it. With Python's own 5 ms the first one, back from waiting for the device, would wait
-about as long for the others as a step takes, and the device with it. Much shorter turns cost more:
-each time all threads that are ready wake up, and one of them goes on."""
+and one sends it. With Python's own 5 ms the first one, back from waiting for the device, could wait
+for both of the others as long as a step takes, and then the device waits for it."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CONNECTIONS = 4096

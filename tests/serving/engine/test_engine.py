@@ -100,6 +100,14 @@ def test_tokens_become_text() -> None:
     assert [step.seen for step in notes.steps] == list(range(5, 25))
 
 
+def test_the_token_budget_is_the_backends_unless_another_is_given() -> None:
+    for budget, given in ((6, None), (7, 7), (4, 1)):  # 4 slots draw anyhow
+        notes = Notes()
+        with running(observer=notes, token_budget=given) as engine:
+            ask(engine, *(job(bytes([i] * 30), 20) for i in range(4)))
+        assert max(step.rows for step in notes.steps if step.decoding) == budget
+
+
 def test_choices_have_their_own_seeds_and_share_the_prompt() -> None:
     backend = FakeBackend()
     with running(backend) as engine:
