@@ -1,10 +1,10 @@
 """The server that benchmarks/loads.py loads: the project's own, over a Llama with random weights.
 
 `loads.py` starts it as `python -m benchmarks.load_server FLAGS`, its own flags as JSON. On stdout
-there is one line of JSON when the model is there (`Costs`, and what it may be asked), and one for
-each command on stdin:
+there is one line of JSON when the model is there (what `load` says), and one for each command on
+stdin:
 
-    profile 2      traces the devices for two seconds, and says how busy they were: `Traced`
+    profile 2      traces the devices for two seconds; answers `load_trace.Busy`
 
 On SIGTERM, and when stdin ends, it stops as scripts/serve does.
 """
@@ -102,7 +102,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def costs(bundle: Bundle, given: argparse.Namespace) -> dict[str, Any]:
-    """What the load at least costs: the fields of `workloads.Costs`."""
+    """The fields of `workloads.Costs`."""
     config, facts = make_config(given), info(bundle)
     # The embedding's table is looked up in, and the head sees rows that draw: not these.
     parameters = config.num_hidden_layers * sum(

@@ -216,12 +216,15 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         serving(given) as server,
         Clients(server.url, given.model, given.client_processes) as clients,
     ):
-        run(server, clients, WARM_UP, min(given.trace_seconds, 0.1))
+        run(server, clients, WARM_UP, 0)
+        if given.trace_seconds:
+            server.profile(0.1)  # the first one loads libraries
         facts = server.facts
         print(
             f"jax {jax.__version__}, {facts['device']}; {given.model}, {given.slots} slots of "
             f"{given.max_length} tokens in {facts['pages']} pages of {given.page}, steps of "
-            f"{facts['budget']} rows, weights {given.quantize}, greedy"
+            f"{facts['budget']} rows, weights {given.quantize}, greedy; ready after "
+            f"{facts['seconds']:.0f} s"
         )
         print(f"| {' | '.join(COLUMNS)} |")
         print(f"|{' --- |' * len(COLUMNS)}")
