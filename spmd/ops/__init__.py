@@ -4,7 +4,7 @@ from spmd.ops.attention import attention
 from spmd.ops.cache import cache_update
 from spmd.ops.decode_attention import decode_attention
 from spmd.ops.fp8 import Fp8State, fp8_dot, fp8_state
-from spmd.ops.linear import linear
+from spmd.ops.linear import linear, linears
 from spmd.ops.paged import paged_attention, paged_update
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "fp8_dot",
     "fp8_state",
     "linear",
+    "linears",
     "paged_attention",
     "paged_update",
 ]

@@ -1,17 +1,19 @@
-"""`linear`: a product with a weight that may be quantized, as each platform reads it best.
+"""`linear`: products with weights that may be quantized, as each platform reads them best.
 
 Shapes are in the names:
 
     B rows    I, O in and out    Q groups of I    P halves of a group    W half a group's width
 
-The composite `spmd.linear` stays whole in the compiler, and in exported programs. With one row it
-is bound by reading the weight: GPUs then take a multiplication and a sum, which XLA makes one
-kernel of, conversion and scale included; with more rows, and everywhere else, a matrix product.
+The composite `spmd.linear` stays whole in the compiler, and in exported programs. With few rows it
+is bound by reading weights. With one, GPUs take a multiplication and a sum, which XLA makes one
+kernel of, conversion and scale included; with up to 128 a kernel that reads all weights of a
+composite (`linear_triton`), if they are not quantized. Everywhere else it is matrix products.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from spmd.errors import ArgumentError
 from spmd.ir.dialect.rule import REDUCE, REPLICATE, Rule, parse_rule
 from spmd.ir.program import OpKind
 from spmd.lowering.register import register_composite
+from spmd.ops import linear_triton
 
 NAME = "spmd.linear"
 
@@ -46,15 +49,51 @@ def linear(x_BI: Any, weight: Any) -> jax.Array:
     Example:
       >>> linear(x_BI, {"values": int8_OI, "scales": scales_O})
     """
-    operands = (weight["values"], weight["scales"]) if isinstance(weight, dict) else (weight,)
-    values = operands[0]
-    _check(x_BI, operands)
+    return linears(x_BI, [weight])[0]
+
+
+def linears(x_BI: Any, weights: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """The products of the same rows with several weights, which are read together where it pays.
+
+    They are one op, whose outputs are split alike, if the fewest outputs of a weight divide those
+    of the others: queries, keys and values are, and the two halves of a gated MLP.
+
+    Args:
+      x_BI: rows.
+      weights: as for `linear`.
+
+    Returns:
+      (B, O) for each weight.
+
+    Raises:
+      ArgumentError: shapes that do not fit each other.
+
+    Example:
+      >>> q_BO, k_BO, v_BO = linears(x_BI, [q_OI, k_OI, v_OI])
+    """
+    parts = [(w["values"], w["scales"]) if isinstance(w, dict) else (w,) for w in weights]
+    for part in parts:
+        _check(x_BI, part)
+    if len({part[0].ndim for part in parts}) > 1 or not _are_alike(part[0] for part in parts):
+        return tuple(_composite(x_BI, [part])[0] for part in parts)
+    return _composite(x_BI, parts)
+
+
+def _composite(x_BI: Any, parts: Sequence[Sequence[Any]]) -> tuple[jax.Array, ...]:
     # A byte of packed weights has an element of each half of its group: x gets the same dims,
     # (B, Q, 2, W), so that a split over groups splits both operands alike.
+    values = parts[0][0]
     if values.ndim == 3:
-        x_BI = x_BI.reshape(x_BI.shape[0], values.shape[1], NIBBLES, values.shape[2])
-    out_BO: jax.Array = jax.lax.composite(_decomposition, NAME)(x_BI, *operands)
-    return out_BO
+        _, groups, width = values.shape
+        x_BI = x_BI.reshape(x_BI.shape[0], groups, NIBBLES, width)
+    found = jax.lax.composite(_decomposition, NAME)(x_BI, *(x for part in parts for x in part))
+    return tuple(found)
+
+
+def _are_alike(weights: Iterable[Any]) -> bool:
+    """Whether one split of outputs may serve all weights: the fewest outputs divide the others."""
+    outputs = [weight.shape[0] for weight in weights]
+    return all(n % max(1, min(outputs)) == 0 for n in outputs)
 
 
 def _check(x: Any, operands: tuple[Any, ...]) -> None:
@@ -72,22 +111,48 @@ def _check(x: Any, operands: tuple[Any, ...]) -> None:
         )
 
 
-def _decomposition(x: Any, values: Any, scales: Any = None) -> Any:
-    """A matrix product of `x` and the values as they are; scales come after it."""
+def _decomposition(x: Any, *operands: Any) -> tuple[Any, ...]:
+    """Matrix products of `x` and the values as they are; scales come after them."""
+    return tuple(_product(x, *part) for part in _parts(operands))
+
+
+def _parts(operands: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Each weight's operands: its values, and its scales if it has some, which have a dim less."""
+    begin = 0
+    while begin < len(operands):
+        rest = operands[begin + 1 :]
+        has_scales = bool(rest) and len(rest[0].shape) < len(operands[begin].shape)
+        end = begin + 1 + has_scales
+        yield operands[begin:end]
+        begin = end
+
+
+def _product(x: Any, values: Any, scales: Any = None) -> Any:
     if values.ndim == 3:
         x_BQI = x.reshape(*x.shape[:2], -1)
         sums_BOQ = jnp.einsum(
             "bqi,oqi->boq", x_BQI, _nibbles(values, x.dtype), preferred_element_type=jnp.float32
         )
         return jnp.sum(sums_BOQ * scales.astype(jnp.float32), axis=-1).astype(x.dtype)
-    out_BO = jnp.einsum("bi,oi->bo", x, values.astype(x.dtype), preferred_element_type=jnp.float32)
+    # Sums are in float32 either way. Asked for them, cuBLAS would write them, for another kernel to
+    # round.
+    kept = x.dtype if scales is None else jnp.float32
+    out_BO = jnp.einsum("bi,oi->bo", x, values.astype(x.dtype), preferred_element_type=kept)
     return _scaled(out_BO, scales).astype(x.dtype)
 
 
-def _kernel(x: Any, values: Any, scales: Any = None) -> Any:
-    """One row: multiply and sum along the weight's rows, or NotImplemented."""
-    if x.shape[0] != 1:
-        return NotImplemented
+def _kernel(x: Any, *operands: Any) -> Any:
+    """Few rows on a GPU, or NotImplemented."""
+    parts = list(_parts(operands))
+    if x.shape[0] == 1:
+        return tuple(_row(x, *part) for part in parts)
+    if all(len(part) == 1 for part in parts):
+        return linear_triton.products(x, [values for (values,) in parts])
+    return NotImplemented
+
+
+def _row(x: Any, values: Any, scales: Any = None) -> Any:
+    """One row: multiply and sum along the weight's rows."""
     row = x[0].astype(jnp.float32)
     if values.ndim == 3:
         wide = values.astype(jnp.int32)
@@ -111,19 +176,29 @@ def _nibbles(values_OQW: Any, dtype: Any) -> Any:
 
 
 def _rule(kind: OpKind) -> Rule:
-    terms = ("b i", "o i", "o")
-    if kind.operands[1].rank == 3:  # 4-bit values
-        terms = ("b q p w", "o q w", "o q")
+    # An axis splits one factor of an op: all outputs have a factor in common, as many as the fewest
+    # are, and the others a rest. With queries (12), keys (4) and values (4) of 8 inputs:
+    #     b i, (o r0) i, o i, o i -> b (o r0), b o, b o
+    parts = list(_parts(kind.operands[1:]))
+    least = min(part[0].shape[0] for part in parts)
+    is_packed = parts[0][0].rank == 3
+    terms, results = ["b q p w" if is_packed else "b i"], []
+    for n, part in enumerate(parts):
+        outputs = "o" if part[0].shape[0] == least else f"(o r{n})"
+        inner = ("q w", "q") if is_packed else ("i", "")
+        terms += [f"{outputs} {dims}" for dims in inner[: len(part)]]
+        results.append(f"b {outputs}")
     return parse_rule(
-        f"{', '.join(terms[: len(kind.operands)])} -> b o", kind.operands, kind.results,
+        f"{', '.join(terms)} -> {', '.join(results)}", kind.operands, kind.results,
         kinds={"i": REDUCE, "q": REDUCE, "p": REPLICATE, "w": REPLICATE},
         reduction="add", linear=[(0,)],
     )  # fmt: skip
 
 
 def _flops(kind: OpKind) -> float:
-    x, values = (t.shape for t in kind.operands[:2])
-    return 2.0 * values[0] * math.prod(x)
+    x, *weights = kind.operands
+    outputs = int(sum(part[0].shape[0] for part in _parts(weights)))
+    return 2.0 * outputs * math.prod(x.shape)
 
 
 register_composite(

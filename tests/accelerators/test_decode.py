@@ -14,7 +14,7 @@ import pytest
 
 import spmd
 from models.llama.quantize import quantize_weight
-from spmd.ops import cache_update, decode_attention, linear
+from spmd.ops import cache_update, decode_attention, linear, linears
 from tests.accelerators.devices import COUNT, DEVICES
 
 
@@ -38,6 +38,14 @@ def test_linear(kind: str, rows: int) -> None:
     if kind != "none":
         weight = jax.tree.map(jnp.asarray, quantize_weight(whole, kind))
     compare(linear, x, weight)
+
+
+@pytest.mark.parametrize("rows", [2, 16, 64, 100])
+def test_linears_of_few_rows(rows: int) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 1024)), jnp.bfloat16)
+    many = [jnp.asarray(rng.standard_normal((n, 1024)), jnp.bfloat16) for n in (512, 1024, 19456)]
+    compare(lambda x, many: jnp.concatenate(linears(x, many), axis=1), x, many)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

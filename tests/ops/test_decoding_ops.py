@@ -14,7 +14,14 @@ import spmd
 from models.llama.quantize import quantize_weight
 from spmd.errors import ArgumentError
 from spmd.lowering.local.composite import device_of
-from spmd.ops import cache_update, decode_attention, decode_attention_triton, linear
+from spmd.ops import (
+    cache_update,
+    decode_attention,
+    decode_attention_triton,
+    linear,
+    linear_triton,
+    linears,
+)
 from spmd.ops.cache import _rows
 from tests.models.llama.inverse import dequantize
 
@@ -63,8 +70,48 @@ def test_linears_kernel_of_one_row(kind: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 512)), jnp.float32)
     operands = (weight["values"], weight["scales"]) if isinstance(weight, dict) else (weight,)
     shaped = x.reshape(1, -1, 2, operands[0].shape[2]) if operands[0].ndim == 3 else x
-    np.testing.assert_allclose(LINEAR._kernel(shaped, *operands), x @ whole.T, rtol=0, atol=1e-3)
+    (out,) = LINEAR._kernel(shaped, *operands)
+    np.testing.assert_allclose(out, x @ whole.T, rtol=0, atol=1e-3)
     assert LINEAR._kernel(jnp.concatenate([shaped, shaped]), *operands) is NotImplemented
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize("outputs", [(8, 24), (24, 16)])
+def test_linears_are_linear_of_each(outputs: tuple[int, ...], kind: str) -> None:
+    many = [weights(kind, n)[0] for n in outputs]
+    x = np.random.default_rng(0).standard_normal((3, 512)).astype(np.float32)
+    got, want = linears(x, many), [linear(x, weight) for weight in many]
+    assert [x.shape for x in got] == [(3, n) for n in outputs]
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [(2, 64, (64,)), (5, 256, (64, 128)), (16, 128, (192,)), (100, 64, (64, 64, 64))],
+)
+def test_linears_kernel_of_few_rows(rows: int, inputs: int, outputs: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.bfloat16)
+    many = [jnp.asarray(rng.standard_normal((n, inputs)), jnp.bfloat16) for n in outputs]
+    for got, weight in zip(linear_triton.products(x, many, interpret=True), many, strict=True):
+        want = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-2, atol=0.1)
+
+
+def test_tiles_of_the_kernel_of_few_rows() -> None:
+    def tiles(rows: int, inputs: int, *outputs: int) -> Any:
+        x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
+        return linear_triton.tiles_for(
+            x, [jax.ShapeDtypeStruct((n, inputs), jnp.bfloat16) for n in outputs]
+        )
+
+    assert tiles(64, 4096, 4096) == (64, 64, 128, 2, 4)  # 64 blocks: two programs each
+    assert tiles(64, 4096, 4096, 4096, 4096) == (64, 64, 64, 1, 5)
+    assert tiles(64, 4096, 11008, 11008) == (64, 128, 64, 1, 5)  # 344 blocks: fewer, larger ones
+    assert tiles(3, 11008, 4096) == (16, 64, 128, 2, 5)
+    assert tiles(1, 4096, 4096) is tiles(129, 4096, 4096) is None
+    assert tiles(64, 100, 4096) is tiles(64, 4096, 100) is None
 
 
 SPLITS = {
@@ -85,6 +132,9 @@ def test_linear_split(kind: str, split: str, mesh: spmd.Mesh) -> None:
         spec = {"values": (*values, *(None,) * len(groups)), "scales": (*scales, *groups)}
     x = np.random.default_rng(0).standard_normal((2, 512)).astype(np.float32)
     split_and_whole(linear, mesh, (x_spec, spec), x, weight)
+    many = [weight, weights(kind, 72)[0], weight]
+    for i in range(3):
+        split_and_whole(lambda x, w, i=i: linears(x, w)[i], mesh, (x_spec, [spec] * 3), x, many)
 
 
 def test_linears_shapes_are_checked() -> None:

@@ -6,7 +6,7 @@ A row is a token: of a slot that decodes, or of a chunk of a prompt. Shapes are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -54,10 +54,12 @@ def run_layers(
         heads_XI, new[str(index)] = _attention(
             layer, x_XH, angles_XE, cache[str(index)], attend, config
         )
-        x_XH = x_XH + _linear(heads_XI, layer["self_attn"]["o_proj"])
+        x_XH = x_XH + _linears(heads_XI, [layer["self_attn"]["o_proj"]])[0]
         normed = _norm(x_XH, layer["post_attention_layernorm"]["weight"], config)
-        gate_XM, up_XM = (_project(normed, layer["mlp"][n]) for n in ("gate_proj", "up_proj"))
-        x_XH = x_XH + _linear(jax.nn.silu(gate_XM) * up_XM, layer["mlp"]["down_proj"])
+        gate_XM, up_XM = _project(normed, [layer["mlp"][n] for n in ("gate_proj", "up_proj")])
+        # Without the barrier XLA computes SiLU anew for each output of a product of one row.
+        hidden_XM = jax.lax.optimization_barrier(jax.nn.silu(gate_XM) * up_XM)
+        x_XH = x_XH + _linears(hidden_XM, [layer["mlp"]["down_proj"]])[0]
     return x_XH, new
 
 
@@ -67,7 +69,7 @@ def _attention(
     rows, keys, width = x_XH.shape[0], config.kv_heads, config.head_width
     groups = config.num_attention_heads // keys
     normed = _norm(x_XH, layer["input_layernorm"]["weight"], config)
-    q, k, v = (_project(normed, layer["self_attn"][f"{n}_proj"]) for n in "qkv")
+    q, k, v = _project(normed, [layer["self_attn"][f"{n}_proj"] for n in "qkv"])
     q_XND = _rotate(q.reshape(rows, keys * groups, width), angles_XE)
     k_XKD = _rotate(k.reshape(rows, keys, width), angles_XE)
     kv_XK2D = jnp.stack([k_XKD, v.reshape(rows, keys, width)], axis=2)
@@ -83,7 +85,7 @@ def logits(weights: Weights, x_XH: Any, config: LlamaConfig) -> Any:
     """Hidden states (X, H) behind the last layer -> logits (X, V) in float32."""
     head = weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]
     normed_XH, factor_X1 = _norm(x_XH, weights["norm"]["weight"], config)
-    return _linear(normed_XH, head).astype(jnp.float32) * factor_X1
+    return _linears(normed_XH, [head])[0].astype(jnp.float32) * factor_X1
 
 
 def _norm(x_XH: Any, weight_H: Any, config: LlamaConfig) -> tuple[Any, Any]:
@@ -98,13 +100,12 @@ def _norm(x_XH: Any, weight_H: Any, config: LlamaConfig) -> tuple[Any, Any]:
     return scaled_XH, jax.lax.rsqrt(mean_X1 + config.rms_norm_eps)
 
 
-def _project(normed: tuple[Any, Any], weights: Weights) -> Any:
+def _project(normed: tuple[Any, Any], weights: Sequence[Weights]) -> list[Any]:
     x_XI, factor_X1 = normed
-    return (_linear(x_XI, weights) * factor_X1).astype(x_XI.dtype)
+    return [(out_XO * factor_X1).astype(x_XI.dtype) for out_XO in _linears(x_XI, weights)]
 
 
-def _linear(x_XI: Any, weights: Weights) -> Any:
-    weight = weights.get("weight")
-    if weight is None:  # quantized: `values` and `scales`
-        return spmd.ops.linear(x_XI, weights)
-    return spmd.ops.linear(x_XI, weight.astype(x_XI.dtype))
+def _linears(x_XI: Any, weights: Sequence[Weights]) -> tuple[Any, ...]:
+    # Quantized weights are `values` and `scales`.
+    given = [w["weight"].astype(x_XI.dtype) if "weight" in w else w for w in weights]
+    return spmd.ops.linears(x_XI, given)

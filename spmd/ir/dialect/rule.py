@@ -164,7 +164,11 @@ def _parse_term(term: str) -> list[list[str]]:
 def _solve_sizes(
     text: str, terms: Sequence[list[list[str]]], types: Sequence[TensorType]
 ) -> dict[str, int]:
-    """The size of each factor: a dim of one factor tells it, any other factor has size 1."""
+    """The size of each factor.
+
+    A dim of one factor tells it, and a dim with one unknown factor what is left for that one; of
+    several unknown ones all have size 1.
+    """
     for term, type_ in zip(terms, types, strict=True):
         if len(term) != type_.rank:
             raise ValueError(f"rule {text!r}: a term with {len(term)} dims for {type_}")
@@ -177,6 +181,10 @@ def _solve_sizes(
     for dim, size in sorted(dims, key=lambda each: len(each[0]) != 1):
         if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
             raise ValueError(f"rule {text!r}: factor {dim[0]} is {sizes[dim[0]]} and {size}")
+        known = math.prod(sizes[name] for name in dim if name in sizes)
+        unknown = [name for name in dim if name not in sizes]
+        if len(unknown) == 1 and known and size % known == 0:
+            sizes[unknown[0]] = size // known
         product = math.prod(sizes.setdefault(name, 1) for name in dim)
         if product != size:
             raise ValueError(f"rule {text!r}: ({' '.join(dim)}) has size {product}, not {size}")
