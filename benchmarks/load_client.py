@@ -51,6 +51,7 @@ class Answer:
 
     Attributes:
       problem: what is wrong, if something is.
+      began: when it was asked, on a clock that all processes of the machine share.
       first: until the first token; None if there was none.
       between: between two pieces of text.
       total: until the end.
@@ -63,6 +64,7 @@ class Answer:
     id: str = ""
     text: str = ""
     finish: str | None = None
+    began: float = 0.0
     first: float | None = None
     between: list[float] = dataclasses.field(default_factory=list)
     total: float = 0.0
@@ -130,6 +132,17 @@ def make_body(ask: Ask, load: Load, model: str) -> dict[str, Any]:
     return body
 
 
+def open_client(url: str, api_key: str | None = None, timeout: float = 600.0) -> httpx.AsyncClient:
+    """A client that opens as many connections as are asked for; one read may take `timeout` s."""
+    return httpx.AsyncClient(
+        base_url=url,
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        timeout=httpx.Timeout(timeout, connect=30.0),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=False,
+    )
+
+
 async def run_load(
     client: httpx.AsyncClient,
     load: Load,
@@ -153,9 +166,9 @@ async def run_load(
 
 async def ask_one(client: httpx.AsyncClient, load: Load, model: str, ask: Ask) -> Answer:
     """Ask once; whatever happens is in the answer."""
-    answer = Answer(ask)
-    path = "/v1/chat/completions" if load.chat else "/v1/completions"
     started = time.perf_counter()
+    answer = Answer(ask, began=started)
+    path = "/v1/chat/completions" if load.chat else "/v1/completions"
     try:
         async with client.stream("POST", path, json=make_body(ask, load, model)) as response:
             if response.status_code == 200:

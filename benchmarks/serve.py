@@ -37,6 +37,7 @@ from benchmarks.load_client import (
     Load,
     find_doubles,
     make_asks,
+    open_client,
     parse_bounds,
     run_load,
 )
@@ -85,7 +86,6 @@ async def find_model(client: httpx.AsyncClient) -> str:
 
 async def run(given: argparse.Namespace, load: Load, console: Console) -> Result:
     """Put the load on the server, with a bar on a terminal."""
-    headers = {"Authorization": f"Bearer {given.api_key}"} if given.api_key else {}
     columns = (
         TextColumn("asking"),
         BarColumn(),
@@ -94,13 +94,7 @@ async def run(given: argparse.Namespace, load: Load, console: Console) -> Result
         TimeElapsedColumn(),
     )
     asks = make_asks(load)
-    async with httpx.AsyncClient(
-        base_url=given.url,
-        headers=headers,
-        timeout=httpx.Timeout(given.timeout, connect=30.0),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        trust_env=False,
-    ) as client:
+    async with open_client(given.url, given.api_key, given.timeout) as client:
         model = given.model or await find_model(client)
         with Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal

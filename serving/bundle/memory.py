@@ -49,6 +49,7 @@ def compile_bundle(
     options: Options | None = None,
     symbols: Mapping[str, int] | None = None,
     memory_share: float | None = None,
+    contract: Mapping[str, Any] | None = None,
 ) -> Bundle:
     """What `load_bundle` makes of the bundle that `write_bundle` would write.
 
@@ -59,6 +60,7 @@ def compile_bundle(
       make_weights: makes the weights of the pytree of their shardings.
       options: of the compiler.
       symbols, memory_share: as for `load_bundle`.
+      contract: as for `write_bundle`.
 
     Raises:
       BundleError: functions, state and specs that do not fit each other, or that XLA refuses.
@@ -76,6 +78,7 @@ def compile_bundle(
         weights=leaves_of(weights, WEIGHTS),
         state=state_leaves(state),
         specs=plain_specs(specs or {}),
+        contract=dict(contract or {}),
         symbols=symbols_of(functions),
     )
     check_manifest(manifest)

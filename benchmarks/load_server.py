@@ -1,0 +1,191 @@
+"""The server that benchmarks/loads.py loads: the project's own, over a Llama with random weights.
+
+`loads.py` starts it as `python -m benchmarks.load_server FLAGS`, its own flags as JSON. On stdout
+there is one line of JSON when the model is there (what `load` says), and one for each command on
+stdin:
+
+    profile 2      traces the devices for two seconds; answers `load_trace.Busy`
+
+On SIGTERM, and when stdin ends, it stops as scripts/serve does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import tokenizers
+
+import spmd
+from benchmarks.decode import random_weights
+from benchmarks.load_client import WORDS
+from models.llama import decode
+from models.llama.config import ConfigError, LlamaConfig, named_config
+from models.llama.quantize import quantized_types
+from models.llama.weights.sources import Source
+from scripts.export_llama import make_shape
+from scripts.flags.user_errors import ending_on_interrupt, one_message
+from scripts.serve_bundle import USER_ERRORS
+from serving.bundle.bundle import Bundle
+from serving.bundle.memory import compile_bundle
+from serving.bundle.write import TOKENIZER
+from serving.http.server import serve
+from serving.http.service import Loaded, Options
+from serving.llama_backend import KIND, info
+from serving.llama_bundle import check_shape
+from serving.load import load_model
+from spmd.measure.profile import STEP
+from spmd.mesh.topology import Topology
+
+MLIR_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+def make_config(given: argparse.Namespace) -> LlamaConfig:
+    """The model that the flags name."""
+    config = dataclasses.replace(
+        named_config(given.model), scan_layers=False, dtype=given.dtype, param_dtype=given.dtype
+    )
+    return dataclasses.replace(config, num_hidden_layers=given.layers or config.num_hidden_layers)
+
+
+def make_bundle(given: argparse.Namespace) -> Bundle:
+    """The model, compiled, with random weights that were made on the devices.
+
+    The functions that score given tokens are left out: no load asks for that.
+    """
+    config = make_config(given)
+    shape = make_shape(Source(config, {}, "random weights"), given)
+    check_shape(shape)
+    types = quantized_types(config, given.quantize)
+    functions, state, specs, primary = decode.functions(config, shape, types)
+    devices = jax.devices()[: given.groups * given.model_axis]
+    return compile_bundle(
+        [function for function in functions if function.tags["kind"] != "score"],
+        spmd.make_mesh(data=given.groups, model=given.model_axis, devices=devices),
+        weights=types,
+        make_weights=functools.partial(random_weights, types, config=config),
+        # Small: they are read by the host, and written by it.
+        specs={**specs, "inputs/*": (), "outputs/*": ()},
+        state=state,
+        primary=primary,
+        symbols=given.symbols,
+        memory_share=given.memory_share,
+        contract={
+            "kind": KIND,
+            "model": dataclasses.asdict(config),
+            "shape": shape._asdict(),
+        },
+    )
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer of words: the clients', and numbers as they begin prompts, for all other ids."""
+    words = ["</s>", "<unk>", *WORDS]
+    words += [f"{number}:" for number in range(vocab_size - len(words))]
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def costs(bundle: Bundle, given: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `workloads.Costs`."""
+    config, facts = make_config(given), info(bundle)
+    # The embedding's table is looked up in, and the head sees rows that draw: not these.
+    parameters = config.num_hidden_layers * sum(
+        shape[0] * shape[1]
+        for path, shape in config.parameter_shapes().items()
+        if path.startswith("layers/") and len(shape) == 2
+    )
+    topology = Topology.for_devices(bundle.devices)
+    seconds = topology.arithmetic_seconds(2.0 * parameters, MLIR_TYPES[config.dtype])
+    return {
+        "slots": given.slots,
+        "weight_bytes": facts["read_weight_bytes"],
+        "token_bytes": facts["token_bytes"],
+        "bandwidth": given.bandwidth or topology.hbm_bandwidth,
+        "token_seconds": seconds / len(bundle.devices),
+    }
+
+
+def load(given: argparse.Namespace) -> Loaded:
+    """The model as the server serves it; says so on stdout."""
+    started = time.perf_counter()
+    bundle = make_bundle(given)
+    for note in bundle.notes:
+        print(f"note: {note}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder) / TOKENIZER, make_config(given).vocab_size)
+        loaded = load_model(bundle, folder, given.model)
+    assert loaded.backend is not None
+    say(
+        costs=costs(bundle, given),
+        longest=loaded.backend.limits.longest,
+        pages=loaded.backend.limits.pages,
+        budget=given.token_budget or loaded.backend.budget,
+        device=f"{len(bundle.devices)} x {bundle.devices[0].device_kind}",
+        seconds=time.perf_counter() - started,
+    )
+    return loaded
+
+
+def say(**facts: Any) -> None:
+    """One line of JSON."""
+    print(json.dumps(facts), flush=True)
+
+
+# Commands
+
+
+def obey(devices: int) -> None:
+    """Does what stdin says, until it ends; then whoever started us is gone."""
+    with open(0, encoding="utf-8", closefd=False) as commands:
+        for line in commands:
+            command, seconds = line.split()
+            assert command == "profile", command
+            try:
+                say(**profile(float(seconds), devices))
+            except Exception as error:  # loads.py waits for a line
+                say(error=f"{type(error).__name__}: {error}"[-500:])
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def profile(seconds: float, devices: int) -> dict[str, Any]:
+    """Traces for some seconds: `load_trace.Busy`, and when the trace had ended."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would slow every call down
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            with jax.profiler.TraceAnnotation(STEP):
+                time.sleep(seconds)
+            ended = time.perf_counter()
+        command = [sys.executable, "-m", "benchmarks.load_trace", folder, str(devices)]
+        read = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return {**json.loads(read.stdout), "ended": ended}
+
+
+def main() -> None:
+    """Serves until a signal comes."""
+    given = argparse.Namespace(**json.loads(sys.argv[1]))
+    devices = given.groups * given.model_axis
+    threading.Thread(target=obey, args=(devices,), name="commands", daemon=True).start()
+    options = Options(max_waiting=given.max_waiting, token_budget=given.token_budget)
+    with ending_on_interrupt(), one_message(ConfigError, *USER_ERRORS):
+        serve(lambda: load(given), port=given.port, options=options, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""How busy devices were, by a trace of jax's profiler: its folder -> one line of JSON.
+
+A process of its own, as reading a trace takes seconds, in which a server could not send tokens:
+
+    python -m benchmarks.load_trace FOLDER DEVICES
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from spmd.measure.profile import read_folder
+
+GAP_SECONDS = 0.2e-3
+"""Gaps between kernels that are shorter are nobody's fault but the kernels'."""
+
+
+class Busy(NamedTuple):
+    """What devices did in a span of time.
+
+    Attributes:
+      share: of the time in which a device ran anything.
+      gaps: how often it ran nothing for longer than `GAP_SECONDS`.
+      longest: the longest of these, in seconds; 0 if there are none.
+    """
+
+    share: float
+    gaps: int
+    longest: float
+
+
+def busy(spans: Sequence[tuple[float, float]], seconds: float) -> Busy:
+    """How busy one device was.
+
+    Args:
+      spans: start and end of all that it did, in seconds; several things may run at once.
+      seconds: how long was looked on, from 0 on.
+
+    Example:
+      >>> busy([(0.0, 1.0), (0.5, 2.0), (3.0, 4.0)], 4.0)
+      Busy(share=0.75, gaps=1, longest=1.0)
+    """
+    idle, until = [], 0.0
+    for start, end in sorted(spans):
+        if start > until:
+            idle.append(min(start, seconds) - until)
+        until = min(max(until, end), seconds)
+    idle.append(seconds - until)
+    long = [gap for gap in idle if gap > GAP_SECONDS]
+    return Busy(1 - sum(idle) / seconds, len(long), max(long, default=0.0))
+
+
+def together(devices: Sequence[Busy]) -> Busy:
+    """Of several devices: the mean share, all gaps."""
+    share = sum(one.share for one in devices) / len(devices)
+    return Busy(share, sum(one.gaps for one in devices), max(one.longest for one in devices))
+
+
+def main(folder: str, devices: str) -> None:
+    """Prints `Busy` as JSON; devices without any event count as idle."""
+    (step,) = read_folder(Path(folder))
+    spans: dict[int, list[tuple[float, float]]] = {}
+    for event in step.events:
+        spans.setdefault(event.device, []).append((event.start, event.end))
+    of_each = [busy(found, step.seconds) for found in spans.values()]
+    of_each += [busy([], step.seconds)] * (int(devices) - len(of_each))
+    print(json.dumps(together(of_each)._asdict()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

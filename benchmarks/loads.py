@@ -1,0 +1,309 @@
+"""Loads our server with several loads, one after the other: one table.
+
+A Llama with random weights is built in memory, in a server of its own process, which is the one
+that scripts/serve runs. Clients in further processes put the loads on it:
+
+    streams    256 streams, 64 at a time, prompts of about 345 tokens, answers of 64 to 256
+    long       as many prompts of 4,000 tokens, with answers of 32, as of those; 32 at a time
+    one        one stream alone, 345 and 256 tokens, four times
+    clients    300 clients at once, short prompts and answers, four times each
+    prefix     2,000 tokens that all have in common, then 50, answers of 64; 64 at a time
+
+`device busy` is read from a trace of the devices, two seconds from the middle of a load on. The
+floor is what reading weights and cache in each step and the prompts' products take at least, at the
+chip's bandwidth and its measured speed of products; the last column is its share of the seconds.
+
+Examples:
+    benchmarks/run loads --model llama2-7b --slots 64 --max_length 1024 --loads streams,one,clients
+    JAX_PLATFORMS=cpu benchmarks/run loads --max_length 256 --scale 0.05 --trace_seconds 0.2
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import httpx
+import jax
+
+from benchmarks.load_client import BenchError, Load
+from benchmarks.load_processes import Asked, Clients
+from benchmarks.serve import PERCENTILES, Result, check, summarize
+from benchmarks.workloads import WORKLOADS, Costs, Workload, floor_seconds
+from models.llama.config import DTYPES
+from models.llama.quantize import QUANTIZATIONS
+from scripts.export_llama import numbers
+from serving.http.service import Options
+from spmd.cli.flags import Parser, positive, words
+from spmd.cli.specs import symbol_values
+
+ROOT = Path(__file__).parents[1]
+WARM_UP = Workload((Load(16, 16, words=(8, 8), tokens=(4, 4), ignore_eos=True, seed=99),))
+COLUMNS = (
+    "load", "requests", "seconds", "tokens/s", "prompt tokens/s",
+    *(f"{what}, ms {' / '.join(f'p{p}' for p in PERCENTILES)}"
+      for what in ("first token", "between tokens")),
+    "device busy", "share of the floor",
+)  # fmt: skip
+COUNTERS = {
+    "found_tokens": "vllm:prefix_cache_hits_total",
+    "preempted": "vllm:num_preemptions_total",
+    "repeated_tokens": "spmd:repeated_tokens_total",
+    "wasted_tokens": "spmd:wasted_tokens_total",
+}
+"""What the server counts and the clients do not see -> its metric."""
+
+CROWDED = 0.8
+"""Share of a client's process above which the clients may be what is measured."""
+
+
+class Server(NamedTuple):
+    """A server that runs.
+
+    Attributes:
+      url: where.
+      facts: what it said when the model was there.
+      process: its process.
+    """
+
+    url: str
+    facts: Mapping[str, Any]
+    process: subprocess.Popen[str]
+
+    @property
+    def costs(self) -> Costs:
+        """What its model costs."""
+        return Costs(**self.facts["costs"])
+
+    def counted(self) -> dict[str, int]:
+        """`COUNTERS` up to now."""
+        text = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+        by_name = {labelled.partition("{")[0]: value for labelled, value in values.items()}
+        return {name: int(float(by_name[metric])) for name, metric in COUNTERS.items()}
+
+    def profile(self, seconds: float) -> dict[str, Any]:
+        """Traces its devices; waits until the trace is read."""
+        stdin: IO[str] = self.process.stdin  # type: ignore[assignment]
+        stdin.write(f"profile {seconds}\n")
+        stdin.flush()
+        answer = _answer(self.process)
+        if "error" in answer:
+            raise BenchError(f"the devices could not be traced: {answer['error']}")
+        return answer
+
+
+@contextlib.contextmanager
+def serving(given: argparse.Namespace) -> Iterator[Server]:
+    """The server in its process; at the end it is told to stop, and has to do so properly."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = json.dumps({**vars(given), "port": port})
+    command = [sys.executable, "-m", "benchmarks.load_server", flags]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            facts = _answer(process)
+            url = f"http://127.0.0.1:{port}"
+            while httpx.get(f"{url}/health", trust_env=False).status_code != 200:
+                time.sleep(0.02)
+            yield Server(url, facts, process)
+            process.terminate()
+            if status := process.wait():
+                raise BenchError(f"the server ended with status {status}")
+        finally:
+            process.terminate()
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next line that the server says."""
+    line = process.stdout.readline()  # type: ignore[union-attr]
+    if not line:
+        raise BenchError("the server ended: see above")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+def run(
+    server: Server, clients: Clients, workload: Workload, trace_seconds: float
+) -> tuple[Asked, dict[str, Any] | None]:
+    """Puts one load on the server.
+
+    Returns:
+      (all answers, what the trace says; None without one, and where the load ended before it).
+    """
+    asks = workload.asks()
+    under_way = clients.start(workload.loads[0], asks)
+    while not (is_over := under_way.wait(0.02)) and clients.done < max(1, len(asks) // 2):
+        pass
+    trace = server.profile(trace_seconds) if trace_seconds and not is_over else None
+    asked = under_way.result()
+    return asked, trace if trace and trace["ended"] <= asked.ended else None
+
+
+def numbers_of(
+    workload: Workload, asked: Asked, trace: Mapping[str, Any] | None, costs: Costs
+) -> dict[str, Any]:
+    """What there is to say of a load.
+
+    Raises:
+      BenchError: an answer is missing, or wrong.
+    """
+    result = Result(asked.answers, asked.seconds, 0, 0)
+    check(result)
+    found = summarize(result)
+    if found["done"] < found["requests"]:
+        problem = next(a.problem for a in asked.answers if a.outcome != "done")
+        raise BenchError(f"{found['requests'] - found['done']} requests were refused: {problem}")
+    floor = floor_seconds(workload, asked.answers, costs)
+    return {
+        **found,
+        "prompt_tokens_per_second": found["prompt_tokens"] / asked.seconds,
+        "floor_seconds": floor,
+        "share_of_floor": floor / asked.seconds,
+        "trace": trace,
+        "clients_busy": asked.busy,
+    }
+
+
+def row(name: str, numbers: Mapping[str, Any]) -> str:
+    """A row of the table."""
+
+    def times(of: str) -> str:
+        found = numbers[of]
+        return " / ".join(f"{found[f'p{p}']:,.1f}" for p in PERCENTILES) if found else ""
+
+    trace = numbers["trace"]
+    return (
+        f"| {name} | {numbers['requests']} | {numbers['seconds']:.2f} | "
+        f"{numbers['tokens_per_second']:,.0f} | {numbers['prompt_tokens_per_second']:,.0f} | "
+        f"{times('first_token_ms')} | {times('between_tokens_ms')} | "
+        f"{format(trace['share'], '.1%') if trace else ''} | {numbers['share_of_floor']:.1%} |"
+    )
+
+
+def remarks(name: str, numbers: Mapping[str, Any]) -> list[str]:
+    """Sentences for which the table has no room."""
+    said = [
+        f"{name}: {numbers['found_tokens']:,} tokens of prompts were found in the cache, "
+        f"{numbers['preempted']} requests preempted"
+    ]
+    if trace := numbers["trace"]:
+        longest = f", the longest {trace['longest'] * 1e3:.1f} ms" if trace["gaps"] else ""
+        said.append(f"{name}: {trace['gaps']} gaps above 0.2 ms between kernels{longest}")
+    if numbers["clients_busy"] > CROWDED:
+        said.append(
+            f"{name}: a client's process computed {numbers['clients_busy']:.0%} of the time, so it "
+            "may be what was measured: use more --client_processes"
+        )
+    return said
+
+
+def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Prints the table, row by row; name -> numbers."""
+    workloads = {name: WORKLOADS[name].scaled(given.scale) for name in given.loads}
+    found: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
+    with (
+        serving(given) as server,
+        Clients(server.url, given.model, given.client_processes) as clients,
+    ):
+        run(server, clients, WARM_UP, 0)
+        if given.trace_seconds:
+            server.profile(0.1)  # the first one loads libraries
+        facts = server.facts
+        print(
+            f"jax {jax.__version__}, {facts['device']}; {given.model}, {given.slots} slots of "
+            f"{given.max_length} tokens in {facts['pages']} pages of {given.page}, steps of "
+            f"{facts['budget']} rows, weights {given.quantize}, greedy; ready after "
+            f"{facts['seconds']:.0f} s"
+        )
+        print(f"| {' | '.join(COLUMNS)} |")
+        print(f"|{' --- |' * len(COLUMNS)}")
+        for name, workload in workloads.items():
+            if workload.longest > facts["longest"]:
+                _remark(
+                    f"{name}: skipped, as it asks for {workload.longest} tokens and a sequence has "
+                    f"at most {facts['longest']}"
+                )
+                continue
+            before = server.counted()
+            asked, trace = run(server, clients, workload, given.trace_seconds)
+            try:
+                found[name] = numbers_of(workload, asked, trace, server.costs)
+            except BenchError as error:  # the other loads may still tell something
+                problems.append(f"{name}: {error}")
+                continue
+            found[name] |= {of: count - before[of] for of, count in server.counted().items()}
+            print(row(name, found[name]), flush=True)
+            for sentence in remarks(name, found[name]):
+                _remark(sentence)
+    if problems:
+        raise BenchError("; ".join(problems))
+    return found
+
+
+def _remark(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
+
+
+def load_names(text: str) -> tuple[str, ...]:
+    """Names of loads joined by commas."""
+    names = words(text)
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not among {', '.join(WORKLOADS)}")
+    return names
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("benchmarks/run loads", __doc__)
+    add = parser.add_argument
+    add("--loads", type=load_names, default=",".join(WORKLOADS), help="which, in this order")
+    add("--scale", type=float, default=1.0, help="of requests, at once and in all, and of lengths")
+    add("--client_processes", type=positive, default=4, help="that ask and read")
+    add("--trace_seconds", type=float, default=2.0, help="of each load; 0: no trace")
+    add("--json", type=Path, help="write the numbers to this file too")
+    add("--model", default="quickstart", help="named config")
+    add("--layers", type=int, default=0, help="overrides the number of layers; 0 keeps it")
+    add("--model_axis", type=positive, default=1, help="devices that share a layer")
+    add("--groups", type=positive, default=1, help="of slots, each on devices of its own")
+    add("--slots", type=positive, default=64, help="sequences that run together, of all groups")
+    add("--max_length", type=positive, default=4352, help="tokens of a sequence")
+    add("--rows", type=numbers, help="as of scripts/export_llama")
+    add("--length", type=numbers, help="as of scripts/export_llama")
+    add("--page", type=positive, default=64, help="tokens of a page of the cache")
+    add("--top_logprobs", type=positive, default=20, help="alternatives that are reported")
+    add("--quantize", choices=QUANTIZATIONS, default="none", help="how projections are stored")
+    add("--cache_dtype", choices=(*DTYPES, "int8"), help="of keys and values (default: --dtype)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of activations and plain weights")
+    add("--token_budget", type=positive, help="as of scripts/serve")
+    add("--max_waiting", type=int, default=Options().max_waiting, help="as of scripts/serve")
+    add("--symbols", type=symbol_values, default={}, help="as of scripts/serve")
+    add("--memory_share", type=float, help="as of scripts/serve")
+    add("--bandwidth", type=float, help="bytes/s of a device, for the floor (default: the chip's)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints one table."""
+    given = make_parser().parse_args(arguments)
+    json_file, given.json = given.json, None
+    try:
+        found = bench(given)
+    except (BenchError, OSError, httpx.HTTPError) as error:
+        sys.exit(f"error: {error}")
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""benchmarks/loads.py on the project's server, with a tiny model: a process, clients, a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import loads
+from benchmarks.load_client import Answer, Ask, BenchError, Load, Outcome
+from benchmarks.load_processes import Asked
+from benchmarks.workloads import Costs, Workload
+
+FLAGS = (
+    "--loads=streams,long,one", "--scale=0.05", "--model=tiny", "--slots=4", "--max_length=64",
+    "--page=16", "--rows=4,16", "--top_logprobs=2", "--client_processes=2", "--trace_seconds=0.01",
+)  # fmt: skip
+COSTS = Costs(slots=4, weight_bytes=1000, token_bytes=10, bandwidth=100, token_seconds=0.5)
+WORKLOAD = Workload((Load(2, concurrency=2),))
+TRACE = {"share": 0.925, "gaps": 3, "longest": 0.0021}
+
+
+def test_two_loads_on_a_tiny_model(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "numbers.json"
+    loads.main([*FLAGS, f"--json={file}"])
+    numbers, printed = json.loads(file.read_text()), capsys.readouterr()
+    assert list(numbers) == ["streams", "one"]
+    assert "long: skipped, as it asks for 203 tokens and a sequence has at most 64" in printed.err
+    for name, requests in (("streams", 13), ("one", 1)):
+        found = numbers[name]
+        assert found["requests"] == found["done"] == requests
+        for per_second, count in (("tokens_per_second", "tokens"),
+                                  ("prompt_tokens_per_second", "prompt_tokens")):  # fmt: skip
+            assert found[per_second] * found["seconds"] == pytest.approx(found[count])
+        assert found["share_of_floor"] * found["seconds"] == pytest.approx(found["floor_seconds"])
+        assert found["first_token_ms"]["p99"] <= found["seconds"] * 1e3
+        assert found["trace"] is None or 0 <= found["trace"]["share"] <= 1
+        assert (found["found_tokens"], found["preempted"]) == (0, 0)
+        assert loads.row(name, found) in printed.out
+    # A word is a token, and 13 tokens take 12 steps behind a prompt of 17 words and its number. A
+    # layer has 9216 weights in products and 64 in norms; 2 heads of 8 wide, keys and values.
+    one = numbers["one"]
+    assert (one["prompt_tokens"], one["tokens"]) == (18, 13)
+    weights, token = 2 * (2 * (9216 + 64) + 32 + 256 * 32), 2 * (2 * 2 * 2 * 8)
+    read = 12 * weights + token * sum(range(18, 30))
+    assert one["floor_seconds"] == pytest.approx(read / 20e9 + 18 * 2 * 2 * 9216 / 1e11)
+
+
+def answers(*outcomes: Outcome) -> list[Answer]:
+    """Of one token each, asked one second after the other, each there after another two."""
+    return [
+        Answer(Ask(i, "", 1, None, 0), outcome, "why", began=float(i), total=2.0, first=0.5,
+               prompt_tokens=3, tokens=1)
+        for i, outcome in enumerate(outcomes)
+    ]  # fmt: skip
+
+
+def test_a_row() -> None:
+    numbers = loads.numbers_of(WORKLOAD, Asked(answers("done", "done"), 3.0, 0.9), TRACE, COSTS)
+    assert loads.row("one", numbers) == (
+        "| one | 2 | 3.00 | 1 | 2 | 500.0 / 500.0 / 500.0 |  | 92.5% | 100.0% |"
+    )
+    counted = {**numbers, "found_tokens": 1200, "preempted": 2}
+    found = "one: 1,200 tokens of prompts were found in the cache, 2 requests preempted"
+    assert loads.remarks("one", counted) == [
+        found,
+        "one: 3 gaps above 0.2 ms between kernels, the longest 2.1 ms",
+        "one: a client's process computed 90% of the time, so it may be what was measured: use "
+        "more --client_processes",
+    ]
+    assert loads.remarks("one", {**counted, "trace": None, "clients_busy": 0.5}) == [found]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [("refused", "1 requests were refused: why"), ("failed", "1 of 2 requests failed; number 1")],
+)
+def test_every_answer_counts(outcome: Outcome, message: str) -> None:
+    asked = Asked(answers("done", outcome), 3.0, 0.1)
+    with pytest.raises(BenchError, match=message):
+        loads.numbers_of(WORKLOAD, asked, None, COSTS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--loads=one,two",), "'two' is not among streams, long, one, clients, prefix"),
+        (("--max_length=63", "--model=tiny"), "error: the server ended: see above"),
+    ],
+)
+def test_what_cannot_be_run(flags: tuple[str, ...], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        loads.main(flags)
+    assert message in str(stop.value.code) + capsys.readouterr().err
