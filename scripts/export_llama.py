@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         "--rows",
         type=numbers,
         help="tokens of a group that a step may run, ascending: one of each sequence that decodes, "
-        "and pieces of prompts (default: the slots of a group, 256 and 1024, as they fit)",
+        "and pieces of prompts (default: 1, 16 from 64 slots on, the slots of a group, 256 and 1024)",
     )
     add(
         "--length",
@@ -132,7 +132,7 @@ def make_shape(source: Source, given: argparse.Namespace) -> ServingShape:
 
 
 def default_rows(slots: int, longest: int) -> tuple[int, ...]:
-    """Numbers of rows: all slots decode, or do so beside pieces of prompts.
+    """Numbers of rows: one slot decodes, all do, or do so beside pieces of prompts.
 
     Args:
       slots: of a group.
@@ -140,9 +140,9 @@ def default_rows(slots: int, longest: int) -> tuple[int, ...]:
 
     Example:
       >>> default_rows(8, 4096), default_rows(256, 4096), default_rows(2, 48)
-      ((8, 256, 1024), (16, 256, 1024), (2, 96))
+      ((1, 8, 256, 1024), (1, 16, 256, 1024), (1, 2, 96))
     """
-    few = [16] if slots >= 64 else []
+    few = [1, 16] if slots >= 64 else [1]
     pieces = [min(n, slots * longest) for n in (256, 1024) if n >= 2 * slots] or [2 * slots]
     return tuple(sorted({*few, slots, *pieces}))
 
