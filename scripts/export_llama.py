@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         "--rows",
         type=numbers,
         help="tokens of a group that a step may run, ascending: one of each sequence that decodes, "
-        "and pieces of prompts (default: 1, 16 from 64 slots on, the slots of a group, 256 and 1024)",
+        "and pieces of prompts (default: 1, 16 from 64 slots on, all slots, 256 and 1024)",
     )
     add(
         "--length",
