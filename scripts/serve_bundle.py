@@ -33,6 +33,22 @@ USER_ERRORS = (BundleError, ServingError, SpmdError, OSError)
 
 KEYS = "SPMD_API_KEYS"
 
+LIMITS = {
+    "max_waiting": "requests that wait for a slot at most; then 429",
+    "choices": "completions of one request at most",
+    "stops": "stop strings of one request at most",
+    "body_bytes": "the largest body of a request",
+    "body_seconds": "that a body may take to arrive",
+    "bodies_bytes": "of all bodies in memory; then 429",
+    "text_threads": "texts that are tokenized at a time, of short and of long ones each",
+    "header_seconds": "that a client that connects may take to send a request's headers",
+    "write_seconds": "after which an answer that nobody reads is cut off, its request cancelled",
+    "connections": "at most; then 503",
+    "stall_seconds": "after which a call of the model counts as hung",
+    "drain_seconds": "that requests have to finish after SIGTERM",
+}
+"""Fields of `Options` that are flags as well."""
+
 
 def make_parser() -> Parser:
     """The flags."""
@@ -50,23 +66,14 @@ def make_parser() -> Parser:
         help=f"clients have to name one (repeatable; also in ${KEYS}, joined by commas)",
     )
     add(
-        "--max_waiting",
-        type=int,
-        default=default.max_waiting,
-        help="requests that wait for a slot at most; then 429",
-    )
-    add(
         "--token_budget",
         type=int,
         help="rows of a group in a step that draws tokens and reads prompts; fewer make the times "
         "between tokens shorter, more that to the first token (default: by predicted times)",
     )
-    add(
-        "--drain_seconds",
-        type=float,
-        default=default.drain_seconds,
-        help="that requests have to finish after SIGTERM",
-    )
+    for name, text in LIMITS.items():
+        value = getattr(default, name)
+        add(f"--{name}", type=type(value), default=value, help=text)
     add(
         "--log_level",
         default="info",
@@ -81,9 +88,8 @@ def options(given: argparse.Namespace) -> Options:
     keys = [*given.api_key, *os.environ.get(KEYS, "").split(",")]
     return Options(
         api_keys=tuple(key for key in keys if key),
-        max_waiting=given.max_waiting,
         token_budget=given.token_budget,
-        drain_seconds=given.drain_seconds,
+        **{name: getattr(given, name) for name in LIMITS},
     )
 
 

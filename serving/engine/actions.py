@@ -13,10 +13,6 @@ Finish = Literal["stop", "length"]
 """Why a request ended: it drew one of its stop ids, or all the tokens that it asked for."""
 
 
-class QueueFull(RuntimeError):
-    """Too many requests wait already; the client should try again later."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One completion, as the scheduler sees it.
@@ -31,6 +27,7 @@ class Request:
       score_prompt: whether the log-probabilities of the prompt's tokens are wanted. If so the
         whole prompt is run, even if pages hold the beginning of it.
       alternatives: whether the likeliest tokens are wanted beside each one that is drawn.
+      user: whom the client asks for; users of a client share what it gets.
     """
 
     key: int
@@ -41,6 +38,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     score_prompt: bool = False
     alternatives: bool = False
+    user: str = ""
 
 
 class Begin(NamedTuple):

@@ -18,7 +18,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from serving.engine.actions import Counts, Progress, Request, Step
 from serving.engine.backend import Backend, Tokens
@@ -26,7 +26,7 @@ from serving.engine.calls import Calls, Done
 from serving.engine.choice import Choice, Delta, Job, NotFinite, Token, read_scores
 from serving.engine.records import Entry, Observer, State
 from serving.engine.scheduler import Scheduler
-from serving.engine.stream import Failed, Stopped, Stream, Unavailable, deliver
+from serving.engine.stream import Failed, Stopped, Stream, deliver
 from serving.engine.text import Decode, Pieces
 
 _LOG = logging.getLogger("serving")
@@ -45,7 +45,6 @@ class Engine:
       letter: ids of which the last one ends a word. Alternatives are shown as they would read
         behind it: some tokenizers drop a space at the beginning of a text.
       observer: is told what happens.
-      max_waiting: how many requests may wait for a slot.
       token_budget: rows of a group in a step that has both rows that draw and chunks of prompts;
         None takes the backend's.
       ahead: how many steps are begun before the results of the last one are there.
@@ -61,7 +60,6 @@ class Engine:
         letter: Sequence[int] = (),
         *,
         observer: Observer | None = None,
-        max_waiting: int = 256,
         token_budget: int | None = None,
         ahead: int = 1,
     ) -> None:
@@ -72,14 +70,13 @@ class Engine:
         self._pieces = Pieces(decode, letter)
         self._observer = observer
         budget = backend.budget if token_budget is None else token_budget
-        self._scheduler = Scheduler(backend.limits, budget, max_waiting=max_waiting, ahead=ahead)
+        self._scheduler = Scheduler(backend.limits, budget, ahead=ahead)
         self._calls = Calls(backend)
         self._entries: dict[int, Entry] = {}
         self._keys = itertools.count()
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._stopping = False
-        self._draining = False
         self._done: queue.Queue[tuple[Done, list[Progress]] | None] = queue.Queue(LAG)
         self._threads = [
             threading.Thread(target=self._run, name="engine", daemon=True),
@@ -94,24 +91,32 @@ class Engine:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, jobs: Sequence[Job], client: str = "") -> Stream:
+    def submit(
+        self,
+        jobs: Sequence[Job],
+        client: str = "",
+        user: str = "",
+        ended: Callable[[], None] | None = None,
+    ) -> Stream:
         """Queues completions: all of them or, if it raises, none.
 
         Args:
           jobs: one for each completion.
           client: who asks. Clients get equal shares of the tokens.
+          user: whom the client asks for. Users of a client share what it gets.
+          ended: is called on the caller's loop once the engine is done with all of them, be the
+            deltas read or not.
 
         Returns:
           The deltas of all these completions.
 
         Raises:
-          QueueFull: too many requests wait already.
-          Unavailable: the engine is draining or was stopped.
+          Stopped: the engine was stopped.
           Failed: the model has failed.
           ValueError: the model could not hold one of the jobs.
         """
         keys = [next(self._keys) for _ in jobs]
-        stream = Stream(keys, self.cancel)
+        stream = Stream(keys, self.cancel, ended)
         now = time.monotonic()
         choices = [Choice(i, job, self._decode, self._pieces) for i, job in enumerate(jobs)]
         with self._wake:
@@ -127,6 +132,7 @@ class Engine:
                         job.stop_ids,
                         job.score_prompt,
                         alternatives=bool(job.logprobs),
+                        user=user,
                     )
                     for key, job in zip(keys, jobs, strict=True)
                 ]
@@ -173,11 +179,6 @@ class Engine:
         """Seconds for which the backend has been in one call; 0 if there is none."""
         return self._calls.stalled()
 
-    def drain(self) -> None:
-        """Refuses new requests; those that it has go on to their ends."""
-        with self._lock:
-            self._draining = True
-
     def stop(self, timeout: float = 10.0) -> None:
         """Ends the threads after the step that is under way; unfinished requests fail.
 
@@ -185,7 +186,7 @@ class Engine:
           timeout: seconds to wait for the threads.
         """
         with self._wake:
-            self._draining = self._stopping = True
+            self._stopping = True
             self._wake.notify()
         self._fail_all(Stopped("the server is shutting down"))
         end = time.monotonic() + timeout
@@ -196,8 +197,8 @@ class Engine:
     def _check_open(self) -> None:
         if self.error is not None:
             raise Failed(self.error)
-        if self._draining:
-            raise Unavailable("the server is shutting down and takes no new requests")
+        if self._stopping:
+            raise Stopped("the server is shutting down")
 
     # -----------------------------------------------------------------------------------------
     # The thread that calls the backend.

@@ -8,6 +8,10 @@ grows with every token, a stream of new clients keeps nobody waiting forever.
 
 A client that leaves with a counter above the virtual time is remembered until the time has caught
 up: leaving and coming back gains nothing.
+
+It is done twice: clients share what there is, and the users of a client share what it gets. A
+client is who can be told apart from others, by an API key or an address. Users are names that it
+claims, as many as it likes, so they must not gain it anything.
 """
 
 from __future__ import annotations
@@ -17,95 +21,134 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Queued(Protocol):
-    """What waits in the queue: it has a key, and belongs to a client."""
-
-    @property
-    def key(self) -> int:
-        """A number that no other item has."""
+    """What waits in the queue belongs to a user of a client."""
 
     @property
     def client(self) -> str:
         """The client's name."""
 
+    @property
+    def user(self) -> str:
+        """The user's name; two clients may have users of the same name."""
+
 
 Item = TypeVar("Item", bound=Queued)
 
 
-class FairQueue(Generic[Item]):
-    """A queue with one line for each client; within a line, first come, first served.
+class Shares:
+    """Counters of what each name was served, and the virtual time.
 
-    A client is *present* from `push` until each of its items was handed to `leave`, so while one of
-    its requests waits or runs.
+    A name is *present* from `enter` until `leave` was called as often.
+    """
+
+    def __init__(self) -> None:
+        self._present: dict[str, int] = {}
+        self._served: dict[str, float] = {}
+        self._now = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._present)
+
+    def served(self, name: str) -> float:
+        """The counter of a name that is present."""
+        return self._served[name]
+
+    def enter(self, name: str) -> None:
+        """Notes that one more item of a name is there."""
+        if name not in self._present:
+            # A new name starts at the virtual time; one that left above it keeps its counter.
+            self._served[name] = max(self._served.get(name, 0.0), self._now)
+        self._present[name] = self._present.get(name, 0) + 1
+
+    def charge(self, name: str, amount: float) -> None:
+        """Adds to a counter; a name that is not present is not charged."""
+        if name in self._present:
+            self._served[name] += amount
+            self._now += amount / len(self._present)
+
+    def leave(self, name: str) -> None:
+        """Notes that one of the name's items is done with."""
+        self._present[name] -= 1
+        if not self._present[name]:
+            del self._present[name]
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops counters of absent names that are not above the virtual time.
+
+        Names are free to choose, so the table would grow without a bound.
+        """
+        if not self._present:
+            self._served, self._now = {}, 0.0
+            return
+        self._served = {
+            name: count
+            for name, count in self._served.items()
+            if name in self._present or count > self._now
+        }
+
+
+class FairQueue(Generic[Item]):
+    """A queue with one line for each user; within a line, first come, first served.
+
+    An item counts as present from `push` until it was handed to `leave`, so while it waits or runs.
 
     Example:
       >>> queue = FairQueue()
       >>> for request in (a1, a2, b1):  # of the clients a, a and b
       ...     queue.push(request)
-      >>> queue.first(), queue.remove(a1), queue.charge("a", 100), queue.first()
+      >>> queue.first(), queue.remove(a1), queue.charge(a1, 100), queue.first()
       (a1, None, None, b1)
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[Item]] = {}
-        self._present: dict[str, int] = {}
-        self._served: dict[str, float] = {}
-        self._now = 0.0
+        self._lines: dict[str, dict[str, deque[Item]]] = {}
+        self._clients = Shares()
+        self._users: dict[str, Shares] = {}
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def push(self, item: Item) -> None:
-        """Adds an item at the end of its client's line."""
-        client = item.client
-        if client not in self._present:
-            # A new client starts at the virtual time; one that left above it keeps its counter.
-            self._served[client] = max(self._served.get(client, 0.0), self._now)
-        self._present[client] = self._present.get(client, 0) + 1
-        self._lines.setdefault(client, deque()).append(item)
+        """Adds an item at the end of its user's line."""
+        client, user = item.client, item.user
+        self._clients.enter(client)
+        self._users.setdefault(client, Shares()).enter(user)
+        self._lines.setdefault(client, {}).setdefault(user, deque()).append(item)
         self._length += 1
 
     def first(self) -> Item | None:
-        """The first item of the client that was served least; None if nothing waits.
+        """The first item of the least served user of the least served client; None if none waits.
 
-        Of clients that were served equally, the one whose line has been there longest goes first.
+        Of those served equally, the one whose line has been there longest goes first.
         """
         if not self._lines:
             return None
-        return self._lines[min(self._lines, key=self._served.__getitem__)][0]
+        client = min(self._lines, key=self._clients.served)
+        lines = self._lines[client]
+        return lines[min(lines, key=self._users[client].served)][0]
 
     def remove(self, item: Item) -> None:
         """Removes an item from anywhere in its line; `leave` has still to be called for it."""
-        line = self._lines[item.client]
-        line.remove(item)
+        lines = self._lines[item.client]
+        lines[item.user].remove(item)
         self._length -= 1
-        if not line:
+        if not lines[item.user]:
+            del lines[item.user]
+        if not lines:
             del self._lines[item.client]
 
-    def charge(self, client: str, tokens: int) -> None:
-        """Adds tokens to a client's counter; a client that is not present is not charged."""
-        if client not in self._present:
-            return
-        self._served[client] += tokens
-        self._now += tokens / len(self._present)
+    def charge(self, item: Queued, amount: float) -> None:
+        """Adds to the counters of an item's client and user, if they are present."""
+        if item.client in self._users:
+            self._clients.charge(item.client, amount)
+            self._users[item.client].charge(item.user, amount)
 
-    def leave(self, client: str) -> None:
-        """Notes that one of the client's items is done with."""
-        self._present[client] -= 1
-        if not self._present[client]:
-            del self._present[client]
-            self._forget()
-
-    def _forget(self) -> None:
-        """Drops counters of absent clients that are not above the virtual time.
-
-        Clients choose their names, so the table would grow without a bound.
-        """
-        if not self._present:
-            self._served, self._now = {}, 0.0
-            return
-        self._served = {
-            client: count
-            for client, count in self._served.items()
-            if client in self._present or count > self._now
-        }
+    def leave(self, item: Queued) -> None:
+        """Notes that an item is done with."""
+        self._clients.leave(item.client)
+        users = self._users[item.client]
+        users.leave(item.user)
+        if not users:
+            del self._users[item.client]

@@ -52,6 +52,11 @@ class Ongoing:
         return self.request.client
 
     @property
+    def user(self) -> str:
+        """Whom the client asks for."""
+        return self.request.user
+
+    @property
     def scores(self) -> bool:
         """Whether chunks that begin now have to give scores."""
         return self.request.score_prompt and len(self.tokens) == len(self.request.prompt)

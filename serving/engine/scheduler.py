@@ -36,7 +36,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from serving.engine.actions import Begin, Counts, Finish, Progress, QueueFull, Request, Step
+from serving.engine.actions import Begin, Counts, Finish, Progress, Request, Step
 from serving.engine.backend import Limits, Part
 from serving.engine.fairness import FairQueue
 from serving.engine.groups import Group, Ongoing
@@ -72,7 +72,6 @@ class Scheduler:
     Args:
       limits: the backend's sizes.
       budget: rows of a group in a step that has both rows that draw and chunks of prompts.
-      max_waiting: how many requests there may be beyond those that have slots.
       ahead: how many steps are begun before the results of the last one are there.
 
     Attributes:
@@ -83,11 +82,8 @@ class Scheduler:
       ValueError: not all slots of a group can draw in one step.
     """
 
-    def __init__(
-        self, limits: Limits, budget: int, *, max_waiting: int = 256, ahead: int = 1
-    ) -> None:
+    def __init__(self, limits: Limits, budget: int, *, ahead: int = 1) -> None:
         self.limits = limits
-        self.max_waiting = max_waiting
         self.counts = Counts()
         self.groups = [Group(limits, index) for index in range(limits.groups)]
         self._slots = limits.slots // limits.groups
@@ -125,17 +121,10 @@ class Scheduler:
         """Queues requests: all of them or, if it raises, none.
 
         Raises:
-          QueueFull: there is no room for all of them.
           ValueError: the pool could not hold one of them.
         """
         for request in requests:
             self._check(request)
-        # A request for which there is a free slot waits only for the prompts before its own, and
-        # does not count as waiting.
-        if len(self._ongoing) + len(requests) > self.limits.slots + self.max_waiting:
-            raise QueueFull(
-                f"{self.waiting} requests wait for a slot, {self.max_waiting} may: try again later"
-            )
         for request in requests:
             ongoing = Ongoing(request, array("i", request.prompt), request.max_tokens)
             self._ongoing[request.key] = ongoing
@@ -331,7 +320,7 @@ class Scheduler:
         new = max(0, min(end, len(request.request.prompt)) - max(start, request.paid))
         self.counts.prefilled += new
         self.counts.repeated += end - start - new
-        self._queue.charge(request.client, new)
+        self._queue.charge(request, new)
 
     # -----------------------------------------------------------------------------------------
     # Advancing.
@@ -339,7 +328,7 @@ class Scheduler:
     def _take(self, request: Ongoing, token: int) -> Finish | None:
         """Gives a request its next token; returns why it ends with it, if it does."""
         request.tokens.append(token)
-        self._queue.charge(request.client, 1)
+        self._queue.charge(request, 1)
         asked = request.request
         finish: Finish | None = None
         if token in asked.stop_ids:
@@ -359,7 +348,7 @@ class Scheduler:
             self._preempted.remove(request)
         else:
             self._queue.remove(request)
-        self._queue.leave(request.client)
+        self._queue.leave(request)
 
     def _group(self, request: Ongoing) -> Group:
         return self.groups[request.slot // self._slots]

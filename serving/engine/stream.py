@@ -10,10 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from serving.engine.choice import Delta
 
 
-class Unavailable(RuntimeError):
-    """The engine takes no more requests."""
-
-
 class Failed(RuntimeError):
     """The model failed; the message says how."""
 
@@ -31,6 +27,7 @@ class Stream:
     Args:
       keys: the scheduler's key of each completion.
       cancel: drops the requests with these keys.
+      ended: is called once the last delta is there, or the stream is closed before that.
 
     Attributes:
       abandoned: whether the stream was closed before its end.
@@ -41,12 +38,18 @@ class Stream:
       ...     print(delta.text, end="")
     """
 
-    def __init__(self, keys: Sequence[int], cancel: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        keys: Sequence[int],
+        cancel: Callable[[Sequence[int]], None],
+        ended: Callable[[], None] | None = None,
+    ) -> None:
         self.abandoned = False
         self.loop = asyncio.get_running_loop()
         self._cancel = cancel
         self._keys = tuple(keys)
-        self._open = len(keys)
+        self._open = self._unfinished = len(keys)
+        self._ended = ended
         self._ready: deque[Delta | Failed] = deque()
         self._news = asyncio.Event()
 
@@ -72,9 +75,14 @@ class Stream:
 
     def put(self, delta: Delta | Failed) -> None:
         """Adds a delta; has to be called on the stream's own loop."""
-        if not self.abandoned:
-            self._ready.append(delta)
-            self._news.set()
+        if self.abandoned:
+            return
+        self._ready.append(delta)
+        self._news.set()
+        if isinstance(delta, Failed):
+            self._finish(self._unfinished)
+        elif delta.finish is not None:
+            self._finish(1)
 
     def close(self) -> None:
         """Cancels the completions that have not finished; iteration ends."""
@@ -84,6 +92,14 @@ class Stream:
             self._ready.clear()
             self._news.set()
             self._cancel(self._keys)
+            self._finish(self._unfinished)
+
+    def _finish(self, count: int) -> None:
+        if self._unfinished <= 0:  # one completion failed, and with it all of them
+            return
+        self._unfinished -= count
+        if not self._unfinished and self._ended is not None:
+            self._ended()
 
     def _take(self) -> Delta:
         delta = self._ready.popleft()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -17,6 +17,7 @@ from serving.http import kserve, openai_routes
 from serving.http.metrics import CONTENT_TYPE
 from serving.http.requests import error_response, service_of
 from serving.http.service import Service
+from serving.http.traffic import Measured
 
 STATIC = Path(__file__).parent / "static"
 PAGE = {"/": "chat.html", "/static/chat.css": "chat.css", "/static/chat.js": "chat.js"}
@@ -40,14 +41,17 @@ def make_app(service: Service) -> Starlette:
     Args:
       service: what is served; it may still be loading.
     """
+    routes = [
+        Route("/health", health),
+        Route("/metrics", metrics),
+        *(Route(path, page) for path in PAGE),
+        *openai_routes.ROUTES,
+        *kserve.ROUTES,
+    ]
+    names: dict[object, str] = {route.endpoint: route.path for route in reversed(routes)}
     app = Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/metrics", metrics),
-            *(Route(path, page) for path in PAGE),
-            *openai_routes.ROUTES,
-            *kserve.ROUTES,
-        ],
+        routes=routes,
+        middleware=[Middleware(Measured, service.traffic, names)],
         exception_handlers={
             ApiError: _answer_api_error,
             HTTPException: _answer_http_error,
@@ -55,7 +59,6 @@ def make_app(service: Service) -> Starlette:
         },
     )
     app.state.service = service
-    app.state.infer_lock = asyncio.Lock()
     return app
 
 
@@ -69,10 +72,8 @@ async def health(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """`GET /metrics`, for Prometheus."""
-    numbers = service_of(request).metrics
-    return Response(
-        b"" if numbers is None else numbers.render(), headers={"Content-Type": CONTENT_TYPE}
-    )
+    text = service_of(request).traffic.render()
+    return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def page(request: Request) -> Response:

@@ -46,6 +46,8 @@ def completion_work(ask: CompletionAsk, language: Language) -> Work:
     Raises:
       ApiError: a prompt does not fit.
     """
+    for given in ask.prompts:
+        _check_size(given, ask, language)
     prompts = [_prompt(prompt, language, ask.special) for prompt in ask.prompts]
     score = ask.echo and ask.logprobs is not None
     return _work(ask, language, prompts, ask.stops, score)
@@ -59,6 +61,7 @@ def chat_work(ask: ChatAsk, language: Language) -> Work:
     """
     template = language.template
     text = template.render(ask.messages, ask.generation_prompt)
+    _check_size(text, ask, language)
     # Templates write the token that begins documents themselves, except the plain one.
     prompt = _prompt(text, language, special=template.is_default)
     return _work(ask, language, [prompt], (*ask.stops, *template.stops), False)
@@ -96,6 +99,23 @@ def _prompt(given: str | tuple[int, ...], language: Language, special: bool) -> 
     return Prompt(ids, given, 0) if ids else Prompt((tokenizer.eos_id,), given, 1)
 
 
+def _check_size(text: str | tuple[int, ...], ask: Ask, language: Language) -> None:
+    """Refuses a text that is too long whatever its tokens are: finding those takes long.
+
+    Raises:
+      ApiError: so it is.
+    """
+    longest, most = language.tokenizer.longest, language.bounds.max_length
+    if longest is None or not isinstance(text, str):
+        return
+    size = len(text.encode())
+    least = -(-size // longest)
+    if least > most:
+        note = f" A text of {size} bytes has at least {least} tokens."
+        wanted = 1 if ask.max_tokens is None else ask.max_tokens
+        raise _too_long(least, wanted, most, isinstance(ask, ChatAsk), note)
+
+
 def _max_tokens(ask: Ask, length: int, most: int) -> int:
     """How many tokens a completion may have.
 
@@ -109,11 +129,11 @@ def _max_tokens(ask: Ask, length: int, most: int) -> int:
     return wanted
 
 
-def _too_long(length: int, wanted: int, most: int, is_chat: bool) -> ApiError:
+def _too_long(length: int, wanted: int, most: int, is_chat: bool, note: str = "") -> ApiError:
     where = "messages" if is_chat else "prompt"
     return invalid(
         f"This model's maximum context length is {most} tokens, and {length + wanted} were asked "
-        f"for: {length} in the {where} and {wanted} in the completion. Shorten one of them.",
+        f"for: {length} in the {where} and {wanted} in the completion. Shorten one of them.{note}",
         where,
         "context_length_exceeded",
     )

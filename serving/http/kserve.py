@@ -6,10 +6,9 @@ POST /v2/models/NAME/infer
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
@@ -17,11 +16,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from serving.engine.infer import Array, Infer, TensorSpec
+from serving.engine.stream import Stopped
 from serving.errors import ApiError, invalid
 from serving.http.datatypes import DATATYPES, NAMES
-from serving.http.fields import Fields, is_integer, show
-from serving.http.requests import check_key, dump, read_object, service_of
-from serving.http.service import Loaded
+from serving.http.fields import Fields, is_integer, parse_object, show
+from serving.http.requests import check_key, dump, service_of, visiting
 
 
 async def live(request: Request) -> Response:
@@ -65,40 +64,58 @@ async def metadata(request: Request) -> Response:
 async def infer(request: Request) -> Response:
     """`POST /v2/models/{model}/infer`: runs the model on tensors."""
     service = service_of(request)
-    check_key(request, service.options)
-    loaded = service.require(request.path_params["model"])
-    function = _function(loaded)
-    body = await read_object(request, service.options)
-    lock: asyncio.Lock = request.app.state.infer_lock
-    # `Infer` is called by one thread at a time. Waiting here instead of in the thread keeps the
-    # pool's threads free for others.
-    async with lock:
-        outputs = await asyncio.to_thread(_run, function, body)
-    head = {"model_name": loaded.name, "model_version": "1"}
-    if body.get("id") is not None:
-        head["id"] = Fields(body).text("id")
-    answer = await asyncio.to_thread(dump, {**head, "outputs": outputs})
-    return Response(answer, media_type="application/json")
+    async with visiting(request) as visit:
+        loaded = service.require(request.path_params["model"])
+        model, function = service.tensors(), loaded.infer
+        if function is None:
+            raise ApiError(404, f"{loaded.name} is no model of tensors: use /v1/completions")
+        texts, body = service.texts(len(visit.body)), visit.body
+        try:
+            asked = await texts.run(lambda: read_request(body, function), visit.client)
+            results = await model.run(lambda: _run(function, asked.tensors), visit.client)
+            answer = await texts.run(lambda: _write(loaded.name, asked, results), visit.client)
+        except Stopped as error:
+            raise ApiError(503, str(error), code="draining", retry_after=5) from error
+        return Response(answer, media_type="application/json")
 
 
-def _function(loaded: Loaded) -> Infer:
-    if loaded.infer is None:
-        raise ApiError(404, f"{loaded.name} is no model of tensors: use /v1/completions")
-    return loaded.infer
+class Asked(NamedTuple):
+    """A request for tensors: its inputs, the names of the outputs that it wants, and its id."""
+
+    tensors: dict[str, Array]
+    outputs: list[str]
+    id: str | None
+
+
+def read_request(content: bytes, function: Infer) -> Asked:
+    """Reads the body of a request.
+
+    Raises:
+      ApiError: it is not one, or does not fit the function.
+    """
+    body = parse_object(content)
+    tensors = read_tensors(body.get("inputs"), function.inputs)
+    outputs = _wanted(body.get("outputs"), function.outputs)
+    return Asked(tensors, outputs, None if body.get("id") is None else Fields(body).text("id"))
+
+
+def _run(function: Infer, tensors: Mapping[str, Array]) -> Mapping[str, Array]:
+    try:
+        return function.infer(tensors)
+    except ValueError as error:
+        raise invalid(f"inputs: {error}", "inputs") from error
+
+
+def _write(name: str, asked: Asked, results: Mapping[str, Array]) -> str:
+    head = {"model_name": name, "model_version": "1"}
+    if asked.id is not None:
+        head["id"] = asked.id
+    outputs = [write_tensor(output, np.asarray(results[output])) for output in asked.outputs]
+    return dump({**head, "outputs": outputs})
 
 
 def _describe(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": NAMES[spec.dtype], "shape": list(spec.shape)}
-
-
-def _run(function: Infer, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tensors = read_tensors(body.get("inputs"), function.inputs)
-    wanted = _wanted(body.get("outputs"), function.outputs)
-    try:
-        results = function.infer(tensors)
-    except ValueError as error:
-        raise invalid(f"inputs: {error}", "inputs") from error
-    return [write_tensor(name, np.asarray(results[name])) for name in wanted]
 
 
 def _wanted(value: Any, specs: Sequence[TensorSpec]) -> list[str]:

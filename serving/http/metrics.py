@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from serving.engine.actions import Step
 from serving.engine.backend import Backend
 from serving.engine.records import Finished, State
+from serving.http.traffic import REQUEST_SECONDS, Now, RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -23,10 +21,6 @@ _BETWEEN_TOKENS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
     7.5, 10, 20, 40, 80,
 )  # fmt: skip
-_REQUEST = (
-    0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
-    7680,
-)  # fmt: skip
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _BATCH = tuple(2**power for power in range(15))
 
@@ -35,67 +29,50 @@ _SMOOTHING = 0.05
 
 
 class Metrics:
-    """Everything that `/metrics` shows; it is the engine's observer.
+    """What `/metrics` shows of a language model; it is the engine's observer.
 
     Args:
-      model: the model's name, a label of every metric.
+      requests: what is noted of every request.
       backend: the model; `info` has its bandwidth and sizes.
       state: returns the engine's present state.
     """
 
-    def __init__(self, model: str, backend: Backend, state: Callable[[], State]) -> None:
-        self.registry = CollectorRegistry()
-        self._model = model
+    def __init__(
+        self, requests: RequestMetrics, backend: Backend, state: Callable[[], State]
+    ) -> None:
+        self.requests = requests
+        self._model = requests.model
         self._backend = backend
         self._state = state
         self._step: tuple[float, float] | None = None  # means of seconds and of bytes
-        self._first_token = self._histogram(
+        self._first_token = requests.histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token",
             _FIRST_TOKEN,
         )  # fmt: skip
-        self._between = self._histogram(
+        self._between = requests.histogram(
             "vllm:inter_token_latency_seconds", "Between two tokens of a request", _BETWEEN_TOKENS
         )
-        self._per_token = self._histogram(
+        self._per_token = requests.histogram(
             "vllm:time_per_output_token_seconds",
             "Mean time of a request's tokens after the first",
             _BETWEEN_TOKENS,
         )
-        self._total = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Whole requests", _REQUEST
+        self._prefill = requests.histogram(
+            "vllm:request_prefill_time_seconds", "From the slot to the first token", REQUEST_SECONDS
         )
-        self._queued = self._histogram(
-            "vllm:request_queue_time_seconds", "From a request's arrival to its slot", _REQUEST
+        self._decode = requests.histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last", REQUEST_SECONDS
         )
-        self._prefill = self._histogram(
-            "vllm:request_prefill_time_seconds", "From the slot to the first token", _REQUEST
-        )
-        self._decode = self._histogram(
-            "vllm:request_decode_time_seconds", "From the first token to the last", _REQUEST
-        )
-        self._prompt_tokens = self._histogram(
+        self._prompt_tokens = requests.histogram(
             "vllm:request_prompt_tokens", "Tokens of a request's prompt", _TOKENS
         )
-        self._generated = self._histogram(
+        self._generated = requests.histogram(
             "vllm:request_generation_tokens", "Tokens drawn for a request", _TOKENS
         )
-        self._batch = self._histogram(
+        self._batch = requests.histogram(
             "vllm:iteration_tokens_total", "Rows of one step of the model", _BATCH
         )
-        self._success = PrometheusCounter(
-            "vllm:request_success_total",
-            "Requests that ended, by the reason",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
-        # A counter that is missing until its first event breaks rate() over that event.
-        for reason in ("stop", "length", "abort", "error"):
-            self._success.labels(model, reason)
-        self.registry.register(_Now(self._now))
-
-    def render(self) -> bytes:
-        """The text that Prometheus reads."""
-        return generate_latest(self.registry)
+        requests.registry.register(Now(self._now))
 
     # -----------------------------------------------------------------------------------------
     # The engine's observer.
@@ -121,9 +98,7 @@ class Metrics:
 
     def finished(self, record: Finished) -> None:
         """Notes the end of a request."""
-        self._success.labels(self._model, record.reason).inc()
-        self._total.observe(record.total)
-        self._queued.observe(record.queued)
+        self.requests.finished(record)
         self._prompt_tokens.observe(record.prompt_tokens)
         self._generated.observe(record.generated)
         if record.generated:
@@ -134,26 +109,18 @@ class Metrics:
 
     # -----------------------------------------------------------------------------------------
 
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(
-            name, help_text, ["model_name"], buckets=buckets, registry=self.registry
-        )  # fmt: skip
-        return made.labels(self._model)
-
     def _now(self) -> Iterator[Metric]:
         """The metrics that are read from the engine whenever Prometheus asks."""
         state = self._state()
         counts = state.counts
-        yield self._gauge("vllm:num_requests_running", "Requests with a slot", state.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests without one", state.waiting)
-        yield self._gauge(
+        yield self.requests.gauge(
             "vllm:kv_cache_usage_perc",
             "Share of the pages that running requests hold, 1 is all",
             state.held / state.pages,
         )
-        yield self._gauge("spmd:pages", "Pages of the pool", state.pages)
-        yield self._gauge("spmd:pages_held", "Pages of running requests", state.held)
-        yield self._gauge(
+        yield self.requests.gauge("spmd:pages", "Pages of the pool", state.pages)
+        yield self.requests.gauge("spmd:pages_held", "Pages of running requests", state.held)
+        yield self.requests.gauge(
             "spmd:pages_cached", "Pages of ended requests whose tokens are known", state.cached
         )
         looked_up = counts.prefilled + counts.reused
@@ -181,7 +148,7 @@ class Metrics:
         yield self._cache_config()
         fraction = self.roofline_fraction()
         if fraction is not None:
-            yield self._gauge(
+            yield self.requests.gauge(
                 "spmd:roofline_fraction",
                 "Least time of a step that only draws, by the bytes that it reads, over its time",
                 fraction,
@@ -202,11 +169,6 @@ class Metrics:
             return None
         return float(read / bandwidth / seconds)
 
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, help_text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
     def _counter(self, name: str, help_text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, help_text, labels=["model_name"])
         family.add_metric([self._model], value)
@@ -225,14 +187,3 @@ class Metrics:
         )
         family.add_metric(list(labels.values()), 1)
         return family
-
-
-class _Now(Collector):
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterator[Metric]:
-        return self._collect()
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())

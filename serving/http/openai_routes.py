@@ -10,26 +10,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from serving.engine.actions import QueueFull
 from serving.engine.choice import Delta
-from serving.engine.stream import Failed, Stopped, Stream, Unavailable
+from serving.engine.stream import Failed, Stopped, Stream
 from serving.errors import ApiError
+from serving.http.admission import Visit
+from serving.http.fields import parse_object
 from serving.http.jobs import Work, chat_work, completion_work
 from serving.http.protocol import Ask, Bounds, parse_chat, parse_completion
 from serving.http.requests import (
     EventStream,
     check_key,
-    client_of,
-    closing_when_gone,
     dump,
-    read_object,
     service_of,
+    visiting,
 )
 from serving.http.responses import Answer
 from serving.http.service import Language, Loaded, Service
-
-RETRY_SECONDS = 1
-"""What `Retry-After` says when the queue is full."""
 
 Parse = Callable[[Mapping[str, Any], Bounds], Ask]
 MakeWork = Callable[[Any, Language], Work]
@@ -74,39 +70,48 @@ async def chat_completions(request: Request) -> Response:
 
 async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Response:
     service = service_of(request)
-    key = check_key(request, service.options)
-    language = service.language()
-    body = await read_object(request, service.options)
-    ask = parse(body, language.bounds)
-    loaded = service.require(ask.model)
-    # Tokenizing a long text takes a while, in which the event loop must serve other requests.
-    work = await asyncio.to_thread(make_work, ask, language)
-    client = client_of(request, key, ask.user, service.options)
-    stream = _submit(language, work, client)
-    answer = Answer(loaded.name, ask, work, language.engine.read_scores)
-    if ask.stream:
-        return EventStream(_events(stream, answer), stream.close)
-    async with closing_when_gone(request.receive, stream.close):
+    async with visiting(request) as visit:
+        loaded, language = service.require(), service.language()
+        body = visit.body
+
+        def read() -> tuple[Ask, Work]:
+            ask = parse(parse_object(body), language.bounds)
+            service.check_name(loaded, ask.model)
+            return ask, make_work(ask, language)
+
         try:
-            deltas = [delta async for delta in stream]
+            ask, work = await service.texts(len(body)).run(read, visit.client)
+            visit.drop_body()
+            stream = _submit(language, ask, work, visit)
+            answer = Answer(loaded.name, ask, work, language.engine.read_scores)
+            if ask.stream:
+                return EventStream(_events(stream, answer), stream.close)
+            return await _whole(stream, answer)
         except Failed as error:
             raise _failure(error) from error
-    if stream.abandoned:  # the client has gone: the status is for the log only
-        return Response(status_code=499)
+
+
+def _submit(language: Language, ask: Ask, work: Work, visit: Visit) -> Stream:
+    """Hands the jobs to the engine, with a place for each."""
+    visit.hold_places(len(work.jobs))
+    # A stream gives its places back when the engine is done with it, however slowly it is read.
+    ended = visit.hand_over() if ask.stream else None
+    try:
+        return language.engine.submit(work.jobs, visit.client, ask.user, ended)
+    except Failed:
+        if ended is not None:
+            ended()
+        raise
+
+
+async def _whole(stream: Stream, answer: Answer) -> Response:
+    try:
+        deltas = [delta async for delta in stream]
+    finally:
+        stream.close()
     # Writing log-probabilities of many tokens takes a while, too.
     text = await asyncio.to_thread(lambda: dump(answer.whole(deltas)))
     return Response(text, media_type="application/json")
-
-
-def _submit(language: Language, work: Work, client: str) -> Stream:
-    try:
-        return language.engine.submit(work.jobs, client)
-    except QueueFull as error:
-        raise ApiError(429, str(error), code="queue_full", retry_after=RETRY_SECONDS) from error
-    except Unavailable as error:
-        raise ApiError(503, str(error), code="draining", retry_after=5) from error
-    except Failed as error:
-        raise _failure(error) from error
 
 
 def _failure(error: Failed) -> ApiError:

@@ -302,6 +302,14 @@ def _prompt(value: Any, index: int, bounds: Bounds) -> str | tuple[int, ...]:
 def _ids(value: Any, name: str, bounds: Bounds) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise invalid(f"{name}: a list of token ids is needed, not {show(value)}", name)
+    # Looking at each of millions of ids takes long, too.
+    if len(value) > max(bounds.max_length, bounds.vocab_size):
+        raise invalid(
+            f"{name}: {len(value)} token ids; this model's maximum context length is "
+            f"{bounds.max_length} tokens",
+            name.partition("[")[0],
+            "context_length_exceeded",
+        )
     for i, one in enumerate(value):
         if not is_integer(one) or not 0 <= one < bounds.vocab_size:
             raise invalid(

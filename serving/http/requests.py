@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -14,13 +15,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from serving.errors import ApiError
-from serving.http.fields import parse_object
+from serving.http.admission import Visit
 from serving.http.service import Options, Service
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-SMALL_BODY = 2**16
-"""In bytes: larger bodies are parsed in a thread, so that other requests do not wait."""
 
 
 def service_of(request: Request) -> Service:
@@ -29,12 +27,33 @@ def service_of(request: Request) -> Service:
     return service
 
 
-async def read_object(request: Request, options: Options) -> dict[str, Any]:
-    """Reads and parses the body of a request.
+@contextlib.asynccontextmanager
+async def visiting(request: Request) -> AsyncIterator[Visit]:
+    """The way in for every request that costs more than a look: key, body, and a place.
+
+    In the block, whatever is awaited is cancelled when the client leaves.
 
     Raises:
-      ApiError: it is not a JSON object, too large, or too slow.
+      ApiError: the key, the body or the time is wrong, there is no place, or the client has left.
     """
+    service = service_of(request)
+    options = service.options
+    client = client_of(request, check_key(request, options), options)
+    service.require()
+    visit = Visit(service.admission, client)
+    try:
+        visit.body = await _read(request, options, visit)
+        service.require()  # it may be draining by now
+        visit.hold_places(1)
+        async with until_gone(request.receive):
+            yield visit
+    finally:
+        visit.drop_body()
+        visit.leave_places()
+
+
+async def _read(request: Request, options: Options, visit: Visit) -> bytes:
+    """The body of a request; it has to be JSON, not too large, and not too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # A web page may send other types to any server without a CORS preflight: so with them any
@@ -44,17 +63,16 @@ async def read_object(request: Request, options: Options) -> dict[str, Any]:
         )
     try:
         async with asyncio.timeout(options.body_seconds):
-            body = await _read(request, options.body_bytes)
+            return await _read_pieces(request, options.body_bytes, visit)
     except TimeoutError:
         raise ApiError(
             408, f"the body was not here within {options.body_seconds:g} seconds"
         ) from None
-    if len(body) <= SMALL_BODY:
-        return parse_object(body)
-    return await asyncio.to_thread(parse_object, body)
+    except ClientDisconnect:
+        raise _left() from None
 
 
-async def _read(request: Request, most: int) -> bytes:
+async def _read_pieces(request: Request, most: int, visit: Visit) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 18 or int(length) > most):
         raise _too_large(most)
@@ -63,11 +81,17 @@ async def _read(request: Request, most: int) -> bytes:
         body += piece
         if len(body) > most:
             raise _too_large(most)
+        visit.hold_bytes(len(piece))
     return bytes(body)
 
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body is too large: {most:,} bytes are the most")
+
+
+def _left() -> ApiError:
+    """Nobody gets it: the status is for logs and metrics."""
+    return ApiError(499, "the client has left")
 
 
 def check_key(request: Request, options: Options) -> str:
@@ -93,33 +117,50 @@ def check_key(request: Request, options: Options) -> str:
     return str(found.index(True))
 
 
-def client_of(request: Request, key: str, user: str, options: Options) -> str:
-    """Names the client for fair queueing: by its key if there are several keys, or user or address.
+def client_of(request: Request, key: str, options: Options) -> str:
+    """Names the client among which the server's time is shared: its key if there are several keys.
 
-    Anybody can claim any user name, so it divides only what clients with the same key get. Were it
-    to count between keys, one client could get more by using many names.
+    Else it is the address; of IPv6 the first half, as a single machine may use all that begin with
+    it. User names do not count here, since anybody can claim any number of them.
     """
     if len(options.api_keys) > 1:
         return f"key {key}"
     host = request.client.host if request.client else ""
-    return f"user {user}" if user else f"address {host}"
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+            host = str(ipaddress.ip_network((address, 64), strict=False))
+    return f"address {host}"
 
 
 @contextlib.asynccontextmanager
-async def closing_when_gone(receive: Receive, close: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls `close` at the end of the block, or as soon as the client hangs up."""
+async def until_gone(receive: Receive) -> AsyncIterator[None]:
+    """Cancels what the block awaits as soon as the client hangs up.
+
+    Raises:
+      ApiError: it has hung up; status 499.
+    """
+    task = asyncio.current_task()
+    is_gone = False
 
     async def watch() -> None:
+        nonlocal is_gone
         while (await receive())["type"] != "http.disconnect":
             pass
-        close()
+        is_gone = True
+        # The block awaits something: it ends without giving this task a turn.
+        if task is not None:
+            task.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
         yield
+    except asyncio.CancelledError:
+        if is_gone and task is not None and not task.uncancel():
+            raise _left() from None
+        raise
     finally:
         watcher.cancel()
-        close()
 
 
 class EventStream(Response):
@@ -142,15 +183,22 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        async with closing_when_gone(receive, self._close):
-            start = {"status": self.status_code, "headers": self.raw_headers}
-            with contextlib.suppress(OSError, ClientDisconnect):
-                await send({"type": "http.response.start", **start})
-                async for texts in self._events:
-                    body = "".join(f"data: {text}\n\n" for text in texts).encode()
-                    if body:
-                        await send({"type": "http.response.body", "body": body, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        try:
+            with contextlib.suppress(OSError, ApiError):  # the client has left
+                async with until_gone(receive):
+                    await send({"type": "http.response.start", **start})
+                    async for texts in self._events:
+                        await _send_events(send, texts)
+                    await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._close()
+
+
+async def _send_events(send: Send, texts: list[str]) -> None:
+    body = "".join(f"data: {text}\n\n" for text in texts).encode()
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 def dump(value: Any) -> str:
@@ -160,6 +208,7 @@ def dump(value: Any) -> str:
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:
     """An error in the form that the path's protocol has for errors: OpenAI's or KServe's."""
+    service_of(request).traffic.refused(error)
     is_kserve = request.url.path.startswith("/v2")
     body = {"error": error.message} if is_kserve else error.body()
     return JSONResponse(body, error.status, headers=error.headers)

@@ -28,9 +28,6 @@ from serving.http.service import Loaded, Options, Service
 
 _LOG = logging.getLogger("serving")
 
-HEADER_SECONDS = 20.0
-"""A client that connects has to send a request's headers within this time."""
-
 IDLE_SECONDS = 75
 """Connections are kept so long between requests: longer than proxies keep theirs, so that the proxy
 closes first. Otherwise a request could arrive at a connection that is just being closed."""
@@ -44,17 +41,20 @@ and one sends it. With Python's own 5 ms the first one, back from waiting for th
 for both of the others as long as a step takes, and then the device waits for it."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-CONNECTIONS = 4096
 HEADER_BYTES = 2**16
 
 
 class Protocol(H11Protocol):
-    """HTTP/1.1 that closes connections on which no request comes.
+    """HTTP/1.1 that closes connections on which no request comes, or of which nothing is read.
 
-    Without it, clients that connect and send nothing would use up all connections.
+    Without it, clients that connect and send nothing would use up all connections, and answers that
+    nobody reads all memory.
     """
 
+    options = Options()
+
     _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts the timer."""
@@ -65,10 +65,33 @@ class Protocol(H11Protocol):
         """Stops the timer."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        """Starts a timer: more is to be sent than the client reads."""
+        super().pause_writing()
+        # Then the request is cancelled, as if the client had hung up.
+        seconds = self.options.write_seconds
+        self._write_timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stops the timer."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes a connection that is not used, even if the last answer was not read."""
+        super().timeout_keep_alive_handler()
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+
     def _watch(self) -> None:
-        self._timer = self.loop.call_later(HEADER_SECONDS, self._check, self.cycle, self._stuck)
+        self._timer = self.loop.call_later(
+            self.options.header_seconds, self._check, self.cycle, self._stuck
+        )
 
     def _check(self, cycle: Any, was_stuck: bool) -> None:
         """Closes the connection if no request had come by the last check and none has since."""
@@ -95,15 +118,15 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, log_level: str = "info") -> None:
         config = uvicorn.Config(
             make_app(service),
-            http=Protocol,
+            http=type("Protocol", (Protocol,), {"options": service.options}),
             ws="none",
             lifespan="off",
             log_config=None,
             log_level=log_level,
-            limit_concurrency=CONNECTIONS,
+            limit_concurrency=service.options.connections,
             h11_max_incomplete_event_size=HEADER_BYTES,
             timeout_keep_alive=IDLE_SECONDS,
-            timeout_graceful_shutdown=CLOSING_SECONDS,
+            timeout_graceful_shutdown=2 * CLOSING_SECONDS,
             server_header=False,
             proxy_headers=False,
         )
@@ -133,6 +156,17 @@ class Server(uvicorn.Server):
                 await asyncio.to_thread(self.service.stop)
                 self.should_exit = True
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes connections as soon as their answers are sent, or `CLOSING_SECONDS` later."""
+        cut = asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._cut)
+        await super().shutdown(sockets)
+        cut.cancel()
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Protocol):
+                connection.transport.abort()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -11,11 +11,17 @@ from models.training.data.tokenizer import Tokenizer
 from serving.engine.backend import Backend
 from serving.engine.engine import Engine
 from serving.engine.infer import Infer
+from serving.engine.workers import Workers
 from serving.errors import ApiError, ServingError
+from serving.http.admission import Admission
 from serving.http.chat_template import ChatTemplate
 from serving.http.datatypes import check_datatypes
 from serving.http.metrics import Metrics
 from serving.http.protocol import Bounds
+from serving.http.traffic import RequestMetrics, Traffic
+
+SHORT_BODY = 2**16
+"""In bytes: larger bodies are read by threads of their own."""
 
 Status = Literal["loading", "ready", "draining", "failed"]
 
@@ -50,13 +56,19 @@ class Options:
 
     Attributes:
       api_keys: a request needs one of them; if there are none, anybody may use the model.
-      max_waiting: how many requests there may be beyond those that have slots.
+      max_waiting: how many requests there may be beyond those that have slots. Those whose text is
+        being tokenized count as well.
       token_budget: rows of a group in a step that has both rows that draw and chunks of prompts;
         None takes what the model's backend finds best.
       choices: the most completions that one request may ask for.
       stops: the most stop strings that one request may have.
       body_bytes: the largest body of a request.
       body_seconds: a body has to arrive within this time.
+      bodies_bytes: how much memory all bodies together may take.
+      text_threads: how many texts are tokenized at a time, of short ones and of long ones each.
+      header_seconds: a client that connects has to send a request's headers within this time.
+      write_seconds: an answer of which nothing is read for so long is cut off.
+      connections: how many there may be.
       stall_seconds: a call of the model that takes longer counts as hung: `/health` says 503.
       drain_seconds: how long requests may go on when the server is told to end.
 
@@ -71,13 +83,19 @@ class Options:
     stops: int = 16
     body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
+    bodies_bytes: int = 256 * 2**20
+    text_threads: int = 2
+    header_seconds: float = 20.0
+    write_seconds: float = 120.0
+    connections: int = 4096
     stall_seconds: float = 300.0
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         least = {
             "max_waiting": 0, "token_budget": 1, "choices": 1, "stops": 0, "body_bytes": 1,
-            "body_seconds": 0, "stall_seconds": 0, "drain_seconds": 0,
+            "body_seconds": 0, "bodies_bytes": 1, "text_threads": 1, "header_seconds": 0,
+            "write_seconds": 0, "connections": 1, "stall_seconds": 0, "drain_seconds": 0,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
@@ -91,12 +109,13 @@ class Language:
     Args:
       loaded: the model.
       options: limits and keys.
+      requests: the metrics of all requests.
 
     Raises:
       ServingError: the tokenizer does not belong to the model, or the chat template is broken.
     """
 
-    def __init__(self, loaded: Loaded, options: Options) -> None:
+    def __init__(self, loaded: Loaded, options: Options, requests: RequestMetrics) -> None:
         if loaded.backend is None or loaded.tokenizer is None:
             raise ServingError("a language model needs a backend and a tokenizer")
         self.backend = loaded.backend
@@ -118,13 +137,12 @@ class Language:
             choices=min(options.choices, limits.slots + options.max_waiting),
             stops=options.stops,
         )
-        self.metrics = Metrics(loaded.name, loaded.backend, lambda: self.engine.state())
+        self.metrics = Metrics(requests, loaded.backend, lambda: self.engine.state())
         self.engine = Engine(
             loaded.backend,
             self.decode,
             loaded.tokenizer.encode_batch(["a"])[0].tolist(),
             observer=self.metrics,
-            max_waiting=options.max_waiting,
             token_budget=options.token_budget,
         )
 
@@ -154,6 +172,8 @@ class Service:
       status: loading, ready, draining or failed.
       loaded: the model, once it is there.
       created: when the server started, in seconds since 1970.
+      admission: the book of all requests.
+      traffic: the metrics.
     """
 
     def __init__(self, options: Options | None = None) -> None:
@@ -161,7 +181,16 @@ class Service:
         self.status: Status = "loading"
         self.loaded: Loaded | None = None
         self.created = int(time.time())
+        self.admission = Admission(self.options.bodies_bytes)
+        self.traffic = Traffic(self.admission)
+        # A long text takes seconds, in which short ones must not wait.
+        threads = self.options.text_threads
+        self._short = Workers("short texts", threads)
+        self._long = Workers("long texts", threads)
+        self._tensors: Workers | None = None
         self._language: Language | None = None
+        for workers in (self._short, self._long):
+            workers.start()
 
     def become_ready(self, loaded: Loaded) -> None:
         """Serves a model from now on.
@@ -173,9 +202,18 @@ class Service:
             raise ServingError(f"{loaded.name}: neither a language model nor one of tensors")
         if loaded.infer is not None:
             check_datatypes(loaded.infer)
+        requests = RequestMetrics(loaded.name, self._counts, self.traffic.registry)
+        slots = 0
         if loaded.backend is not None:
-            self._language = Language(loaded, self.options)
+            self._language = Language(loaded, self.options, requests)
             self._language.engine.start()
+            slots += loaded.backend.limits.slots
+        if loaded.infer is not None:
+            # `Infer` is called by one thread at a time.
+            self._tensors = Workers("tensors", finished=requests.finished)
+            self._tensors.start()
+            slots += 1
+        self.admission.places.limit = slots + self.options.max_waiting
         self.loaded = loaded
         if self.status == "loading":
             self.status = "ready"
@@ -186,12 +224,9 @@ class Service:
             return "the server is shutting down"
         if self.loaded is None:
             return "the model is still loading" if self.status == "loading" else "loading failed"
-        if self._language is None:
-            return None
-        engine = self._language.engine
-        if engine.error is not None:
-            return engine.error
-        stalled = engine.stalled()
+        if self._language is not None and self._language.engine.error is not None:
+            return self._language.engine.error
+        stalled = max((model.stalled() for model in self._models), default=0.0)
         if stalled > self.options.stall_seconds:
             return f"a call of the model has been under way for {stalled:.0f} seconds"
         return None
@@ -208,44 +243,73 @@ class Service:
         if self.loaded is None or self.status == "draining":
             problem = self.problem()
             raise ApiError(503, f"not now: {problem}", code=self.status, retry_after=5)
-        if model is not None and model != self.loaded.name:
+        self.check_name(self.loaded, model)
+        return self.loaded
+
+    def check_name(self, loaded: Loaded, model: str | None) -> None:
+        """Checks that a request asks for the model that there is; None accepts any.
+
+        Raises:
+          ApiError: it has another name.
+        """
+        if model is not None and model != loaded.name:
             raise ApiError(
                 404,
-                f"model: there is no {model!r} here; this server has {self.loaded.name!r}",
+                f"model: there is no {model!r} here; this server has {loaded.name!r}",
                 param="model",
                 code="model_not_found",
             )
-        return self.loaded
 
     def language(self) -> Language:
-        """The language model, if it is ready.
+        """The language model.
 
         Raises:
-          ApiError: it is not ready, or there is none.
+          ApiError: there is none.
         """
-        loaded = self.require()
         if self._language is None:
-            raise ApiError(404, f"{loaded.name} is no language model: use /v2/models/.../infer")
+            raise ApiError(404, "this is no language model: use /v2/models/.../infer")
         return self._language
 
-    @property
-    def metrics(self) -> Metrics | None:
-        """The language model's metrics; None if there is none."""
-        return None if self._language is None else self._language.metrics
+    def tensors(self) -> Workers:
+        """What runs the model of tensors.
+
+        Raises:
+          ApiError: there is none.
+        """
+        if self._tensors is None:
+            raise ApiError(404, "this is no model of tensors: use /v1/completions")
+        return self._tensors
+
+    def texts(self, size: int) -> Workers:
+        """What reads a body of so many bytes."""
+        return self._short if size <= SHORT_BODY else self._long
 
     @property
     def idle(self) -> bool:
-        """Whether the engine has no requests."""
-        return self._language is None or self._language.engine.idle
+        """Whether there are no requests."""
+        engine_idle = self._language is None or self._language.engine.idle
+        return not self.admission.places.taken and engine_idle
 
     def drain(self) -> None:
-        """Refuses new requests from now on."""
+        """Refuses new requests from now on; those that have a place go on to their ends."""
         self.status = "draining"
-        if self._language is not None:
-            self._language.engine.drain()
 
     def stop(self) -> None:
-        """Ends the engine; requests that are not finished fail."""
+        """Ends all threads; requests that are not finished fail."""
         self.drain()
+        for part in (self._short, self._long, *self._models):
+            part.stop()
+
+    @property
+    def _models(self) -> list[Engine | Workers]:
+        engine = None if self._language is None else self._language.engine
+        return [model for model in (engine, self._tensors) if model is not None]
+
+    def _counts(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        tensors = self._tensors
+        running, waiting = (0, 0) if tensors is None else (tensors.running, tensors.waiting)
         if self._language is not None:
-            self._language.engine.stop()
+            state = self._language.engine.state()
+            running, waiting = running + state.running, waiting + state.waiting
+        return running, waiting

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from models.training.data.token_length import longest_token
 from models.training.errors import DataError
 
 BYTES = "bytes"
@@ -36,6 +37,7 @@ class Tokenizer(Protocol):
         vocab_size: number of ids; all are below it.
         eos_id: the id that ends a document.
         bos_id: the id that begins a document; None if the tokenizer has none.
+        longest: how many bytes of UTF-8 one token stands for at most; None if there is no bound.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     eos_id: int
     bos_id: int | None
+    longest: int | None
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """The ids of each text, without those that begin or end documents."""
@@ -59,6 +62,7 @@ class ByteTokenizer:
     vocab_size = BYTE_VOCABULARY
     eos_id = DOCUMENT_END
     bos_id: int | None = None
+    longest: int | None = 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """The bytes of each text."""
@@ -100,6 +104,7 @@ class FileTokenizer:
         # Ids may have gaps, so counting the tokens would give too few.
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.eos_id, self.bos_id = eos_id, bos_id
+        self.longest = longest_token(json.loads(self._tokenizer.to_str()))
         self.sha256 = hashlib.sha256(content + f" {eos_id} {bos_id}".encode()).hexdigest()
 
     def token_to_id(self, token: str) -> int | None:

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from models.training.data.tokenizer import ByteTokenizer
-from serving.engine.actions import Counts, QueueFull, Step
+from serving.engine.actions import Counts, Step
 from serving.engine.backend import Sampling, Stepped
 from serving.engine.choice import Delta, Job
 from serving.engine.engine import LAG, Engine
 from serving.engine.records import Finished
-from serving.engine.stream import Failed, Unavailable
+from serving.engine.stream import Failed, Stopped
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.waiting import PATIENCE, wait_until
 
@@ -285,38 +285,6 @@ def test_a_reader_that_closes_frees_its_slot() -> None:
     assert [record.reason for record in notes.records] == ["abort", "abort"]
 
 
-def test_a_queue_that_is_full_takes_none() -> None:
-    async def go(engine: Engine) -> None:
-        streams = [engine.submit([job(max_tokens=40)]) for _ in range(4)]
-        streams += [engine.submit([job()]) for _ in range(2)]
-        with pytest.raises(QueueFull):
-            engine.submit([job()])
-        backend.gate.open()
-        results = await asyncio.gather(*(read(stream) for stream in streams))
-        assert all(deltas[-1].finish == "length" for deltas in results)
-
-    backend = FakeBackend()
-    backend.gate.close()
-    with running(backend, max_waiting=2) as engine:
-        asyncio.run(go(engine))
-
-
-def test_draining_finishes_what_was_taken() -> None:
-    async def go(engine: Engine) -> list[Delta]:
-        stream = engine.submit([job(max_tokens=30)])
-        await anext(stream)
-        engine.drain()
-        with pytest.raises(Unavailable, match="shutting down"):
-            engine.submit([job()])
-        backend.gate.open()
-        return await read(stream)
-
-    backend = FakeBackend()
-    backend.gate.close(after=3)
-    with running(backend) as engine:
-        assert asyncio.run(go(engine))[-1].finish == "length"
-
-
 def test_stopping_fails_what_is_not_finished() -> None:
     async def go(engine: Engine) -> None:
         stream = engine.submit([job(max_tokens=50)])
@@ -432,7 +400,7 @@ def test_many_at_once_with_flat_memory(pages: int) -> None:
         await asyncio.gather(*(one_of_many(engine, random.Random(rng.random())) for _ in range(80)))
 
     backend = FakeBackend(dataclasses.replace(LIMITS, pages=pages))
-    with running(backend, max_waiting=1000) as engine:
+    with running(backend) as engine:
         asyncio.run(go(engine, 0))
         gc.collect()
         before = len(gc.get_objects())

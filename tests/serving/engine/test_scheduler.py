@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.engine.actions import Counts, QueueFull, Request, Step
+from serving.engine.actions import Counts, Request, Step
 from serving.engine.backend import Limits, Part, Sampling, Stepped
 from serving.engine.scheduler import Scheduler
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
@@ -118,7 +118,7 @@ class Run:
         for group in scheduler.groups:
             assert not group.running and group.filling is None and group.pages.held == 0
             assert len(group._free) == scheduler.limits.slots // scheduler.limits.groups
-        assert not scheduler._queue._present and not scheduler._queue._served
+        assert not scheduler._queue._users and not scheduler._queue._clients._served
         assert self.finished.keys() | self.cancelled | self.ended == self.requests.keys()
         for key, request in self.requests.items():
             expected = self.backend.alone(request.prompt, request.max_tokens, request.sampling.seed)
@@ -174,7 +174,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.run = Run(self.limits, max_waiting=12)
+        self.run = Run(self.limits)
         self.key = 0
 
     def draw(self, prompt: list[int], tokens: int, client: str, flags: int) -> Request:
@@ -198,15 +198,7 @@ class Machine(RuleBasedStateMachine):
         count=st.integers(1, 4),
     )
     def submit(self, prompt: Any, tokens: int, client: str, flags: int, count: int) -> None:
-        requests = [self.draw(prompt, tokens, client, flags) for _ in range(count)]
-        scheduler = self.run.scheduler
-        inside = scheduler.waiting + scheduler.running
-        if inside + count > 12 + self.limits.slots:
-            with pytest.raises(QueueFull):
-                self.run.submit(*requests)
-            assert scheduler.waiting + scheduler.running == inside
-        else:
-            self.run.submit(*requests)
+        self.run.submit(*(self.draw(prompt, tokens, client, flags) for _ in range(count)))
 
     @rule(count=st.integers(1, 12))
     def work(self, count: int) -> None:
@@ -307,7 +299,7 @@ def test_three_hundred_requests_in_a_small_pool(
     slots = 8
     pages = round(0.3 * (slots // groups) * 64 / 4)
     limits = dataclasses.replace(LIMITS, slots=slots, groups=groups, pages=pages, rows=(4, 8, 16))
-    run = Run(limits, budget=budget, ahead=ahead, max_waiting=1000)
+    run = Run(limits, budget=budget, ahead=ahead)
     beginnings = [[rng.randrange(9) for _ in range(rng.randint(1, 30))] for _ in range(5)]
     for key in range(300):
         prompt = [*rng.choice(beginnings), *rng.choices(range(9), k=rng.randint(0, 30))]
@@ -551,16 +543,6 @@ def test_what_no_slot_holds_is_refused(prompt: Any, max_tokens: int) -> None:
     assert run.scheduler.idle
 
 
-def test_the_queue_takes_all_or_none() -> None:
-    run = Run(max_waiting=3)
-    run.submit(*map(request, range(5)))
-    with pytest.raises(QueueFull, match="5 requests wait for a slot, 3 may"):
-        run.submit(*map(request, range(5, 8)))
-    run.submit(*map(request, range(8, 10)))
-    run.finish()
-    assert set(run.finished) == {*range(5), 8, 9}
-
-
 def test_results_without_a_step_are_a_mistake() -> None:
     with pytest.raises(RuntimeError, match="no step is under way"):
         Scheduler(LIMITS, 8).stepped([])
@@ -602,7 +584,7 @@ def test_a_client_with_few_requests_does_not_wait_for_one_with_many() -> None:
 
 
 def test_equal_clients_get_equal_shares() -> None:
-    run = Run(max_waiting=1000)
+    run = Run()
     lengths = {"short": 2, "long": 32}
     for key in range(200):
         client = ("short", "long")[key % 2]
@@ -622,7 +604,7 @@ def test_equal_clients_get_equal_shares() -> None:
 
 
 def test_no_flow_of_newcomers_keeps_anybody_waiting() -> None:
-    run = Run(max_waiting=50)
+    run = Run()
     run.submit(request(1, [3] * 40, 20, client="old"))
     while not run.tokens[1]:
         run.step()
@@ -638,21 +620,47 @@ def test_no_flow_of_newcomers_keeps_anybody_waiting() -> None:
     run.finish()
 
 
-def test_names_of_clients_are_forgotten() -> None:
+def test_names_are_forgotten() -> None:
     run = Run()
     for key in range(500):
-        run.submit(request(key, [key % 256] * 8, 2, client=f"client {key}"))
+        run.submit(request(key, [key % 256] * 8, 2, client=f"client {key}", user=f"user {key}"))
         if key % 4 == 3:
             run.finish()
     queue = run.scheduler._queue
-    assert not queue._served and not queue._present and not queue._lines
+    assert not queue._clients._served and not queue._users and not queue._lines
     run.submit(request(1000, max_tokens=40, client="stays"))
     for key in range(2000, 2300):
-        run.submit(request(key, [key % 256] * 8, 2, client=f"client {key}"))
+        more = {"client": f"client {key}"} if key % 2 else {"client": "stays", "user": f"{key}"}
+        run.submit(request(key, [key % 256] * 8, 2, **more))
         for _ in range(6):
             run.step()
-    assert len(queue._served) < 60
+    assert len(queue._clients._served) < 60
+    assert sum(len(users._served) for users in queue._users.values()) < 60
     run.finish()
+
+
+def test_many_names_of_users_gain_a_client_nothing() -> None:
+    run = Run()
+    for key in range(60):
+        run.submit(request(key, [key] * 8, 8, client="many", user=f"user {key}"))
+    for _ in range(20):
+        run.step()
+    run.submit(request(99, [99] * 8, 8, client="one"))
+    before = len(run.finished)
+    while 99 not in run.finished:
+        run.step()
+    # Those that have a slot already, and as many again.
+    assert len(run.finished) - before <= 2 * LIMITS.slots
+    run.finish()
+
+
+def test_users_of_a_client_share_what_it_gets() -> None:
+    run = Run()
+    for key in range(40):
+        user = "greedy" if key < 39 else "modest"
+        run.submit(request(key, [key] * 8, 8, client="all", user=user))
+    run.finish()
+    assert run.order().index(39) < 8
 
 
 def test_counts_start_at_zero() -> None:

@@ -346,7 +346,8 @@ def test_metrics(live: Live, client: httpx.Client) -> None:
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
         lines = [line for line in response.text.splitlines() if line[0] != "#"]
         pairs = [line.rsplit(" ", 1) for line in lines]
-        assert all('model_name="fake-llama"' in name for name, _ in pairs)
+        vllm = [name for name, _ in pairs if name.startswith("vllm:")]
+        assert all('model_name="fake-llama"' in name for name in vllm)
         return {name: float(value) for name, value in pairs}
 
     label = '{model_name="fake-llama"}'

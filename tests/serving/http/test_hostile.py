@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import serving.http.server
 from serving.http.service import Options
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import Live, post
@@ -34,11 +33,10 @@ def live() -> Iterator[Live]:
 @pytest.fixture
 def hasty() -> Iterator[Live]:
     """A server that soon gives up on what does not come; nothing else is asked of it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving.http.server, "HEADER_SECONDS", 0.3)
-        with serving_live(options=Options(body_bytes=LIMIT, body_seconds=0.4)) as running:
-            yield running
-            running.wait_idle()
+    options = Options(body_bytes=LIMIT, body_seconds=0.4, header_seconds=0.3)
+    with serving_live(options=options) as running:
+        yield running
+        running.wait_idle()
 
 
 def is_well(live: Live) -> None:

@@ -13,6 +13,7 @@ from serving.errors import ApiError, ServingError
 from serving.http.jobs import Work, chat_work, completion_work
 from serving.http.protocol import parse_chat, parse_completion
 from serving.http.service import Language, Loaded, Options, Service
+from serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.serving.http.live import post, serving
 
@@ -28,7 +29,7 @@ class Beginner(ByteTokenizer):
 
 def language(**more: Any) -> Language:
     loaded = Loaded("fake", FakeBackend(), more.pop("tokenizer", Beginner()), **more)
-    return Language(loaded, Options())
+    return Language(loaded, Options(), RequestMetrics("fake", lambda: (0, 0)))
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,7 @@ def test_what_cannot_be_served() -> None:
         Language(
             Loaded("x", FakeBackend(dataclasses.replace(LIMITS, vocab_size=100)), ByteTokenizer()),
             Options(),
+            RequestMetrics("x", lambda: (0, 0)),
         )
     with pytest.raises(ServingError, match="needs a backend and a tokenizer"):
         Service().become_ready(Loaded("x", FakeBackend()))

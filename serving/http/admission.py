@@ -1,0 +1,140 @@
+"""What the server has in hand, and for whom: one book for requests of all kinds.
+
+A request holds bytes of its body while it is read and looked at, and *places* from then on: one
+while its text is tokenized or its tensors wait, and one for each completion that the engine has.
+When all are taken the next request gets 429. No client can take them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+from serving.errors import ApiError
+
+RETRY_SECONDS = 1
+"""What `Retry-After` says to those who are refused."""
+
+SPARE = 16
+"""One in so many is left to others, whatever one client asks for."""
+
+
+class Budget:
+    """So much of something, which clients take and give back.
+
+    Args:
+      limit: how much there is.
+
+    Attributes:
+      taken: how much of it clients have.
+      peak: the most that they had.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+        self.peak = 0
+        self._held: Counter[str] = Counter()
+
+    def take(self, client: str, amount: int) -> bool:
+        """Gives a client more, if it is there and leaves something to others; says whether."""
+        own = self._held[client] + amount
+        if self.taken + amount > self.limit or own > self.limit - self.limit // SPARE:
+            return False
+        self._add(client, amount)
+        self.peak = max(self.peak, self.taken)
+        return True
+
+    def give_back(self, client: str, amount: int) -> None:
+        """Takes something back from a client."""
+        self._add(client, -amount)
+
+    def _add(self, client: str, amount: int) -> None:
+        self.taken += amount
+        self._held[client] += amount
+        if not self._held[client]:
+            del self._held[client]
+
+
+class Admission:
+    """The one book: places and bytes.
+
+    Args:
+      body_bytes: of all bodies that are in memory.
+
+    Attributes:
+      places: of requests; there are none until the model is loaded.
+      bytes: of bodies.
+    """
+
+    def __init__(self, body_bytes: int) -> None:
+        self.places = Budget(0)
+        self.bytes = Budget(body_bytes)
+
+
+@dataclasses.dataclass
+class Visit:
+    """A request, and what it holds.
+
+    Attributes:
+      admission: the book.
+      client: who can be told apart from others: by API key, or by address.
+      body: the request's body, once it is here.
+      places: how many it holds.
+      bytes: how many it holds.
+    """
+
+    admission: Admission
+    client: str
+    body: bytes = b""
+    places: int = 0
+    bytes: int = 0
+
+    def hold_bytes(self, count: int) -> None:
+        """Notes that so many more bytes of the body have come.
+
+        Raises:
+          ApiError: other bodies need the memory.
+        """
+        if not self.admission.bytes.take(self.client, count):
+            raise ApiError(
+                429,
+                "the bodies of requests need all the memory that they may have: try again later",
+                code="memory_full",
+                retry_after=RETRY_SECONDS,
+            )
+        self.bytes += count
+
+    def hold_places(self, count: int) -> None:
+        """Holds so many places from now on, instead of those that it holds.
+
+        Raises:
+          ApiError: there are not so many.
+        """
+        self.leave_places()
+        book = self.admission.places
+        if not book.take(self.client, count):
+            raise ApiError(
+                429,
+                f"{book.taken} of {book.limit} places are taken, and this request needs {count}: "
+                "try again later",
+                code="queue_full",
+                retry_after=RETRY_SECONDS,
+            )
+        self.places = count
+
+    def drop_body(self) -> None:
+        """Gives the body's memory back: what it asked for has been read."""
+        self.admission.bytes.give_back(self.client, self.bytes)
+        self.body, self.bytes = b"", 0
+
+    def hand_over(self) -> Callable[[], None]:
+        """Makes somebody else give the places back; returns what to call for that."""
+        places, self.places = self.places, 0
+        return lambda: self.admission.places.give_back(self.client, places)
+
+    def leave_places(self) -> None:
+        """Gives its places back."""
+        self.admission.places.give_back(self.client, self.places)
+        self.places = 0

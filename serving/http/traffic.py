@@ -1,0 +1,200 @@
+"""Metrics that do not depend on the kind of model: what HTTP was asked for, and how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.engine.records import Finished
+from serving.errors import ApiError
+from serving.http.admission import Admission
+
+REQUEST_SECONDS = (
+    0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
+    7680,
+)  # fmt: skip
+ANSWER_SECONDS = (0.001, 0.005, 0.02, 0.1, *REQUEST_SECONDS[1:])
+
+METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+"""Strangers may make up others; those count as one."""
+
+_REASONS = {
+    400: "invalid", 401: "api_key", 404: "not_found", 405: "method", 408: "slow_body",
+    413: "large_body", 415: "content_type", 499: "left", 500: "mistake",
+}  # fmt: skip
+
+
+class Now(Collector):
+    """Metrics that are read whenever Prometheus asks.
+
+    Args:
+      collect: returns them.
+    """
+
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        return self._collect()
+
+    def describe(self) -> Iterator[Metric]:
+        """None are known before they are collected."""
+        return iter(())
+
+
+class Traffic:
+    """Answers by route and status, refusals by reason, and what the book says.
+
+    Args:
+      admission: the book.
+
+    Attributes:
+      registry: of all metrics of the server.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self.registry = CollectorRegistry()
+        self._admission = admission
+        self._answers = Counter(
+            "http_requests_total",
+            "Requests of HTTP",
+            ["method", "handler", "status"],
+            registry=self.registry,
+        )
+        self._seconds = Histogram(
+            "http_request_duration_seconds",
+            "From a request's headers to the end of its answer",
+            ["method", "handler"],
+            buckets=ANSWER_SECONDS,
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "spmd:requests_refused_total",
+            "Requests that got an error instead of what they asked for",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.registry.register(Now(self._now))
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Notes an answer."""
+        self._answers.labels(method, route, str(status)).inc()
+        self._seconds.labels(method, route).observe(seconds)
+
+    def refused(self, error: ApiError) -> None:
+        """Notes an error that was the answer."""
+        self._refused.labels(error.code or _REASONS.get(error.status, str(error.status))).inc()
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def _now(self) -> Iterator[Metric]:
+        for name, help_text, budget in (
+            ("places", "Places of requests", self._admission.places),
+            ("body_bytes", "Memory of requests' bodies", self._admission.bytes),
+        ):
+            yield GaugeMetricFamily(f"spmd:{name}", help_text, value=budget.limit)
+            yield GaugeMetricFamily(f"spmd:{name}_taken", f"{help_text}, taken", value=budget.taken)
+
+
+class RequestMetrics:
+    """Requests of a model, be it of text or of tensors: their times and their ends.
+
+    Args:
+      model: the model's name, a label of every metric.
+      counts: returns how many requests run, and how many wait.
+      registry: where the metrics belong.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        counts: Callable[[], tuple[int, int]],
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        self.registry = registry or CollectorRegistry()
+        self.model = model
+        self._counts = counts
+        self._total = self.histogram(
+            "vllm:e2e_request_latency_seconds", "Whole requests", REQUEST_SECONDS
+        )
+        self._queued = self.histogram(
+            "vllm:request_queue_time_seconds",
+            "From a request's arrival until the model begins with it",
+            REQUEST_SECONDS,
+        )
+        self._success = Counter(
+            "vllm:request_success_total",
+            "Requests that ended, by the reason",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        # A counter that is missing until its first event breaks rate() over that event.
+        for reason in ("stop", "length", "abort", "error"):
+            self._success.labels(model, reason)
+        self.registry.register(Now(self._now))
+
+    def histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        """A histogram of the model."""
+        made = Histogram(
+            name, help_text, ["model_name"], buckets=buckets, registry=self.registry
+        )  # fmt: skip
+        return made.labels(self.model)
+
+    def gauge(self, name: str, help_text: str, value: float) -> Metric:
+        """A number of the model, as it is now."""
+        family = GaugeMetricFamily(name, help_text, labels=["model_name"])
+        family.add_metric([self.model], value)
+        return family
+
+    def finished(self, record: Finished) -> None:
+        """Notes the end of a request."""
+        self._success.labels(self.model, record.reason).inc()
+        self._total.observe(record.total)
+        self._queued.observe(record.queued)
+
+    def _now(self) -> Iterator[Metric]:
+        running, waiting = self._counts()
+        yield self.gauge("vllm:num_requests_running", "Requests with a slot", running)
+        yield self.gauge("vllm:num_requests_waiting", "Requests without one", waiting)
+
+
+class Measured:
+    """An app whose answers are counted.
+
+    Args:
+      app: the app; what it routes to is in the scope once it has answered.
+      traffic: where they are counted.
+      routes: names of routes, by endpoint. All other paths count as one, or strangers could make
+        up as many as they like.
+    """
+
+    def __init__(self, app: ASGIApp, traffic: Traffic, routes: dict[object, str]) -> None:
+        self.app = app
+        self._traffic = traffic
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        started = time.monotonic()
+        status = 499  # of those who left before there was one
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, note)
+        finally:
+            route = self._routes.get(scope.get("endpoint"), "other")
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self._traffic.answered(method, route, status, time.monotonic() - started)
