@@ -111,7 +111,7 @@ def _check_size(text: str | tuple[int, ...], ask: Ask, language: Language) -> No
     size = len(text.encode())
     least = -(-size // longest)
     if least > most:
-        note = f" A text of {size} bytes has at least {least} tokens."
+        note = f" A text of {size} bytes cannot have fewer tokens."
         wanted = 1 if ask.max_tokens is None else ask.max_tokens
         raise _too_long(least, wanted, most, isinstance(ask, ChatAsk), note)
 
@@ -131,9 +131,11 @@ def _max_tokens(ask: Ask, length: int, most: int) -> int:
 
 def _too_long(length: int, wanted: int, most: int, is_chat: bool, note: str = "") -> ApiError:
     where = "messages" if is_chat else "prompt"
+    least = "at least " if note else ""
     return invalid(
-        f"This model's maximum context length is {most} tokens, and {length + wanted} were asked "
-        f"for: {length} in the {where} and {wanted} in the completion. Shorten one of them.{note}",
+        f"This model's maximum context length is {most} tokens, and {least}{length + wanted} were "
+        f"asked for: {length} in the {where} and {wanted} in the completion. Shorten one of them."
+        f"{note}",
         where,
         "context_length_exceeded",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -72,15 +73,10 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
     service = service_of(request)
     async with visiting(request) as visit:
         loaded, language = service.require(), service.language()
-        body = visit.body
-
-        def read() -> tuple[Ask, Work]:
-            ask = parse(parse_object(body), language.bounds)
-            service.check_name(loaded, ask.model)
-            return ask, make_work(ask, language)
-
+        read = functools.partial(_read, service, loaded, visit.body, parse, make_work)
         try:
-            ask, work = await service.texts(len(body)).run(read, visit.client)
+            ask, work = await service.texts(len(visit.body)).run(read, visit.client)
+            del read  # and with it the body
             visit.drop_body()
             stream = _submit(language, ask, work, visit)
             answer = Answer(loaded.name, ask, work, language.engine.read_scores)
@@ -89,6 +85,16 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
             return await _whole(stream, answer)
         except Failed as error:
             raise _failure(error) from error
+
+
+def _read(
+    service: Service, loaded: Loaded, body: bytes, parse: Parse, make_work: MakeWork
+) -> tuple[Ask, Work]:
+    """Reads a request; for long ones that takes seconds."""
+    language = service.language()
+    ask = parse(parse_object(body), language.bounds)
+    service.check_name(loaded, ask.model)
+    return ask, make_work(ask, language)
 
 
 def _submit(language: Language, ask: Ask, work: Work, visit: Visit) -> Stream:

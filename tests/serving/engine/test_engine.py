@@ -20,7 +20,7 @@ from serving.engine.backend import Sampling, Stepped
 from serving.engine.choice import Delta, Job
 from serving.engine.engine import LAG, Engine
 from serving.engine.records import Finished
-from serving.engine.stream import Failed, Stopped
+from serving.engine.stream import Failed
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 from tests.waiting import PATIENCE, wait_until
 

@@ -1,0 +1,319 @@
+"""Whoever asks for too much, or leaves, costs the others nothing; tensors and texts alike."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from models.training.data.tokenizer import ByteTokenizer
+from serving.engine.infer import Array, TensorSpec
+from serving.engine.records import Finished
+from serving.http.admission import SPARE, Budget
+from serving.http.service import SHORT_BODY, Loaded, Options
+from tests.serving.engine.fake_backend import LIMITS
+from tests.serving.http.live import Live, get, post, serving
+from tests.waiting import PATIENCE, wait_until
+
+LONG = "a b " * (SHORT_BODY // 4)
+
+
+class Slow(ByteTokenizer):
+    """Long texts wait until they may go on; how long they are says nothing of their tokens."""
+
+    longest = None
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.long = 0
+
+    def encode_batch(self, texts: Sequence[str]) -> Any:
+        if len(texts[0]) >= len(LONG):
+            self.long += 1
+            self.open.wait(PATIENCE)
+        return super().encode_batch(texts)
+
+
+class Gated:
+    """y = x, once the gate is open."""
+
+    inputs = outputs = (TensorSpec("x", "float32", (1,)),)
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.called = 0
+
+    def infer(self, tensors: Mapping[str, Array]) -> Mapping[str, Array]:
+        self.called += 1
+        self.open.wait(PATIENCE)
+        return {"x": np.asarray(tensors["x"])}
+
+
+@contextmanager
+def serving_tensors(options: Options | None = None) -> Iterator[tuple[Live, Gated]]:
+    gated = Gated()
+    with serving(options=options, load=False) as live:
+        live.service.become_ready(Loaded("gated", infer=gated))
+        yield live, gated
+        gated.open.set()
+
+
+TENSOR = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [7]}]}
+INFER = "/v2/models/gated/infer"
+
+
+def begin(live: Live, path: str, body: Any, address: str = "127.0.0.1") -> socket.socket:
+    """Sends a request, and waits for nothing."""
+    content = json.dumps(body).encode()
+    made = socket.create_connection(("127.0.0.1", live.port), PATIENCE, (address, 0))
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    made.sendall("\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode())
+    made.sendall(content)
+    return made
+
+
+def status(connection: socket.socket) -> int:
+    """The status of an answer, once it is here."""
+    with connection:
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+def numbers(live: Live) -> dict[str, float]:
+    lines = get(f"{live.url}/metrics").text.splitlines()
+    return {name: float(x) for name, x in (v.rsplit(" ", 1) for v in lines if v[0] != "#")}
+
+
+def taken(live: Live) -> int:
+    return live.service.admission.places.taken
+
+
+def test_a_client_leaves_something_to_others() -> None:
+    budget = Budget(10 * SPARE)
+    assert budget.take("a", 9 * SPARE) and not budget.take("a", SPARE)
+    assert budget.take("a", SPARE - 10) and not budget.take("a", 1)
+    assert budget.take("b", 10) and not budget.take("b", 1)
+    budget.give_back("a", 1)
+    assert budget.taken == 10 * SPARE - 1 and budget.take("c", 1)
+    small = Budget(SPARE - 1)
+    assert small.take("a", SPARE - 1)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_texts_that_are_too_long_are_not_tokenized(path: str) -> None:
+    class Never(ByteTokenizer):
+        def encode_batch(self, texts: Sequence[str]) -> Any:
+            assert len(texts[0]) < len(LONG)
+            return super().encode_batch(texts)
+
+    with serving(tokenizer=Never()) as live:
+        body = {"prompt": LONG, "messages": [{"role": "user", "content": LONG}], "max_tokens": 1}
+        answer = post(f"{live.url}/v1/{path}", json=body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is 64 tokens" in error["message"]
+        assert f"at least {len(LONG) // 100}" in error["message"]
+        ids = post(f"{live.url}/v1/completions", json={"prompt": [1] * 300}).json()
+        assert ids["error"]["code"] == "context_length_exceeded"
+        live.wait_idle()
+
+
+def test_long_texts_do_not_hold_others_up_and_those_who_leave_get_nothing() -> None:
+    tokenizer = Slow()
+    with serving(options=Options(text_threads=2), tokenizer=tokenizer) as live:
+        leaving = [begin(live, "/v1/completions", {"prompt": LONG}) for _ in range(8)]
+        wait_until(lambda: tokenizer.long == 2 and taken(live) == 8)
+        body = {"prompt": "hello", "max_tokens": 3, "seed": 0}
+        answer = post(f"{live.url}/v1/completions", json=body)
+        assert answer.json()["choices"][0]["text"] == live.alone("hello", 3)
+        assert get(f"{live.url}/health").status_code == 200
+        for connection in leaving:
+            connection.close()
+        wait_until(lambda: taken(live) == 0)
+        assert live.service.admission.bytes.taken == 0
+        last = begin(live, "/v1/completions", {"prompt": LONG})
+        tokenizer.open.set()
+        assert status(last) == 400
+        assert tokenizer.long == 3
+        live.wait_idle()
+        assert numbers(live)['spmd:requests_refused_total{reason="left"}'] == 8
+
+
+def test_bodies_have_a_limit_together() -> None:
+    tokenizer = Slow()
+    options = Options(bodies_bytes=3 * len(LONG))
+    with serving(options=options, tokenizer=tokenizer) as live:
+        first = [begin(live, "/v1/completions", {"prompt": LONG}) for _ in range(2)]
+        wait_until(lambda: tokenizer.long == 2)
+        answer = post(f"{live.url}/v1/completions", json={"prompt": LONG})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "memory_full"
+        body = {"prompt": "hello", "max_tokens": 3}
+        assert post(f"{live.url}/v1/completions", json=body).status_code == 200
+        tokenizer.open.set()
+        assert list(map(status, first)) == [400, 400]
+        wait_until(lambda: live.service.admission.bytes.taken == 0)
+
+
+def test_one_address_cannot_take_all_places() -> None:
+    places = LIMITS.slots + 28
+    body = {"prompt": "hello", "max_tokens": 3}
+    with serving(options=Options(max_waiting=28)) as live, ExitStack() as stack:
+        live.backend.gate.close()
+        most = places - places // SPARE
+        for i in range(most):
+            named = {**body, "user": f"user {i}"}
+            stack.enter_context(begin(live, "/v1/completions", named, "127.0.0.2"))
+        wait_until(lambda: taken(live) == most)
+        assert status(begin(live, "/v1/completions", body, "127.0.0.2")) == 429
+        other = begin(live, "/v1/completions", body)
+        wait_until(lambda: taken(live) == most + 1)
+        live.backend.gate.open()
+        assert status(other) == 200
+
+
+def test_an_honest_client_waits_for_no_invented_names() -> None:
+    ended: list[int] = []
+    with serving() as live, ExitStack() as stack:
+        observer = live.service.language().metrics
+        finished = observer.finished
+
+        def note(record: Finished) -> None:
+            ended.append(record.prompt_tokens)
+            finished(record)
+
+        observer.finished = note  # type: ignore[method-assign]
+        live.backend.gate.close()
+        for i in range(60):
+            body = {"prompt": "evil", "max_tokens": 30, "user": f"user {i}"}
+            stack.enter_context(begin(live, "/v1/completions", body, "127.0.0.2"))
+        wait_until(lambda: taken(live) == 60)
+        honest = begin(live, "/v1/completions", {"prompt": "honest", "max_tokens": 30})
+        wait_until(lambda: taken(live) == 61)
+        live.backend.gate.open()
+        assert status(honest) == 200
+        live.wait_idle()
+    assert ended.index(len("honest")) <= 2 * LIMITS.slots
+
+
+# ---------------------------------------------------------------------------------------------
+# Tensors.
+
+
+def test_tensors_of_those_who_leave_are_not_computed() -> None:
+    with serving_tensors() as (live, gated):
+        leaving = [begin(live, INFER, TENSOR) for _ in range(20)]
+        wait_until(lambda: gated.called == 1 and taken(live) == 20)
+        wait_until(lambda: numbers(live)['vllm:num_requests_waiting{model_name="gated"}'] == 19)
+        for connection in leaving:
+            connection.close()
+        wait_until(lambda: taken(live) == 0)
+        honest = begin(live, INFER, TENSOR)
+        gated.open.set()
+        assert status(honest) == 200
+        assert gated.called == 2
+        counts = numbers(live)
+        ended = 'vllm:request_success_total{finished_reason="%s",model_name="gated"}'
+        assert counts[ended % "abort"] == 20 and counts[ended % "stop"] == 1
+        assert counts['vllm:e2e_request_latency_seconds_count{model_name="gated"}'] == 21
+
+
+def test_a_full_queue_of_tensors() -> None:
+    with serving_tensors(Options(max_waiting=3)) as (live, gated):
+        first = [begin(live, INFER, TENSOR) for _ in range(4)]
+        wait_until(lambda: taken(live) == 4)
+        refused = post(f"{live.url}{INFER}", json=TENSOR)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "4 of 4 places are taken" in refused.json()["error"]
+        gated.open.set()
+        assert list(map(status, first)) == [200] * 4
+
+
+def test_tensors_are_fair_to_addresses() -> None:
+    with serving_tensors() as (live, gated):
+        many = [begin(live, INFER, TENSOR, "127.0.0.2") for _ in range(10)]
+        wait_until(lambda: taken(live) == 10)
+        wait_until(lambda: gated.called == 1)
+        one = begin(live, INFER, TENSOR)
+        wait_until(lambda: taken(live) == 11)
+        order: list[str] = []
+        workers = live.service.tensors()
+        answered = workers._end
+
+        def note(call: Any, error: Any) -> None:
+            order.append(call.client)
+            answered(call, error)
+
+        workers._end = note  # type: ignore[method-assign]
+        gated.open.set()
+        assert status(one) == 200
+        assert list(map(status, many)) == [200] * 10
+        assert order.index("address 127.0.0.1") == 1
+
+
+@pytest.mark.parametrize(("drain_seconds", "answer"), [(PATIENCE, 200), (0.1, 503)])
+def test_draining_tensors(drain_seconds: float, answer: int) -> None:
+    with serving_tensors(Options(drain_seconds=drain_seconds)) as (live, gated):
+        asked = [begin(live, INFER, TENSOR) for _ in range(10)]
+        wait_until(lambda: taken(live) == 10 and gated.called == 1)
+        live.server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: live.service.status == "draining")
+        if answer == 200:
+            assert post(f"{live.url}{INFER}", json=TENSOR).status_code == 503
+        else:
+            wait_until(lambda: live.service.tensors()._stopping)
+        gated.open.set()
+        assert list(map(status, asked)) == [answer] * 10
+
+
+# ---------------------------------------------------------------------------------------------
+# Answers that nobody reads.
+
+
+def test_a_stream_that_is_not_read_is_cancelled() -> None:
+    with serving(options=Options(write_seconds=0.2)) as live:
+        wait_until(lambda: live.server.started)
+        for sock in live.server.servers[0].sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        live.backend.gate.close(after=250)
+        body = {"prompt": "hello", "max_tokens": 50, "stream": True, "n": 32, "logprobs": 5}
+        with begin(live, "/v1/completions", body):
+            wait_until(lambda: taken(live) == 32)
+            wait_until(lambda: taken(live) == 0)
+            wait_until(lambda: not live.server.server_state.connections)
+            live.backend.gate.open()
+            live.wait_idle()
+            assert live.service.language().engine.state().counts.cancelled > 0
+
+
+def test_answers_are_counted_by_route_and_refusals_by_reason() -> None:
+    async def go(live: Live) -> None:
+        async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE) as client:
+            for body in ({"prompt": "a"}, {"prompt": "a"}, {"prompt": 7}, {"prompt": "a" * 99}):
+                await client.post("/v1/completions", json=body)
+            await client.get("/v1/nothing")
+            await client.request("BREW", "/v1/models")
+            await client.request("BREW", "/v1/completions")
+
+    with serving() as live:
+        asyncio.run(go(live))
+        counts = numbers(live)
+    total = 'http_requests_total{handler="%s",method="%s",status="%d"}'
+    assert counts[total % ("/v1/completions", "POST", 200)] == 2
+    assert counts[total % ("/v1/completions", "POST", 400)] == 2
+    assert counts[total % ("other", "GET", 404)] == 1
+    assert counts[total % ("/v1/completions", "other", 405)] == 1
+    seconds = 'http_request_duration_seconds_count{handler="/v1/completions",method="POST"}'
+    assert counts[seconds] == 4
+    reason = 'spmd:requests_refused_total{reason="%s"}'
+    assert counts[reason % "context_length_exceeded"] == counts[reason % "invalid"] == 1
+    assert counts[reason % "method"] == 2 and counts[reason % "not_found"] == 1
