@@ -1,0 +1,371 @@
+"""Puts a small model's server under a crowd for a while, of which a part is hostile.
+
+Clients ask and check what they get, leave in the middle, send texts that are too long, bodies that
+are too large and bytes that are no HTTP, and open streams that they never read. At the end the
+server gets SIGTERM in the midst of it. Printed are answers that were lost or wrong, the server's
+memory over time, and how long `/health` took; status 1 if something was lost or wrong.
+
+Examples:
+    tools/run soak --minutes 20 --clients 300
+    tools/run soak --minutes 1 --clients 50 --seed 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from spmd.cli.flags import Parser
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 2**20
+
+PROMPTS = ("def main(", "Once upon a time", "The mesh", "a", "x = [1, 2, 3]", "In the beginning")
+TOKENS = 24
+
+FLAGS = ("--write_seconds", "5", "--header_seconds", "5", "--body_seconds", "10")
+"""Short, so that each of these limits is met many times."""
+
+LONG = b'{"prompt":"' + b"a b " * (15 * MIB // 4) + b'"}'
+LARGE = b'{"prompt":"' + b"a b " * (17 * MIB // 4) + b'"}'
+JSON = {"Content-Type": "application/json"}
+
+GRACE = 2.0
+"""Whoever asks so many seconds before SIGTERM has to be answered; later ones may find the port
+closed."""
+
+
+class Server:
+    """scripts/serve on a tiny model with random weights.
+
+    Args:
+      folder: for the bundle and the log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "log"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "scripts.serve_bundle", str(folder / "tiny")]
+        command += ["--port", "0", "--cache_dir", str(folder / "cache"), *FLAGS]
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=out, env=environment, cwd=ROOT
+            )
+        self.url = ""
+        while not self.url:
+            if self.process.poll() is not None:
+                sys.exit(f"the server ended:\n{self.log.read_text()}")
+            found = re.search(r"listening on (http://[\d.]+:\d+)", self.log.read_text())
+            self.url = found[1] if found and " ready: " in self.log.read_text() else ""
+            time.sleep(0.1)
+        self.port = int(self.url.rpartition(":")[2])
+
+    def memory(self) -> float:
+        """GB that it has in memory; 0 if it has ended."""
+        try:
+            pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            return 0.0
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    """A server of a fresh model; gone at the end."""
+    from models.llama.config import named_config
+    from models.llama.decode import ServingShape
+    from models.llama.weights.sources import fresh_source
+    from serving.llama_bundle import write_llama_bundle
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32")
+        with fresh_source(named_config("tiny"), 0) as source:
+            write_llama_bundle(source, folder / "tiny", shape, dtype="float32")
+        server = Server(folder)
+        try:
+            yield server
+        finally:
+            server.process.kill()
+            server.process.wait()
+
+
+class Probe:
+    """Asks for `/health` ten times a second, on a thread of its own; notes seconds and memory."""
+
+    def __init__(self, server: Server) -> None:
+        self.seconds: list[float] = []
+        self.memory: list[tuple[float, float]] = []
+        self.unwell = 0
+        self._server = server
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        while not self._over.wait(0.1):
+            began = time.monotonic()
+            try:
+                answer = httpx.get(f"{self._server.url}/health", timeout=60, trust_env=False)
+                self.unwell += answer.status_code != 200
+            except httpx.HTTPError:
+                self.unwell += 1
+            self.seconds.append(time.monotonic() - began)
+            self.memory.append((began - start, self._server.memory()))
+
+    def end(self) -> None:
+        """Stops asking."""
+        self._over.set()
+        self._thread.join()
+
+
+class Crowd:
+    """Clients, and what became of what they asked.
+
+    Args:
+      server: whom they ask.
+      expected: prompt -> the text that it is completed with.
+
+    Attributes:
+      outcomes: what happened, how often.
+      faults: what should not have happened; each is a line.
+    """
+
+    def __init__(self, server: Server, expected: dict[str, str]) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.faults: list[str] = []
+        self.ending: float | None = None
+        self._server = server
+        self._expected = expected
+        self._http = httpx.AsyncClient(
+            base_url=server.url,
+            timeout=300,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+        self._kinds: dict[Callable[[random.Random], Awaitable[str]], int] = {
+            self._whole: 40, self._stream: 30, self._leave: 8, self._leave_stream: 8,
+            self._long_text: 2, self._long_text_and_leave: 2, self._large_body: 1,
+            self._garbage: 4, self._half_a_request: 2, self._never_read: 3,
+        }  # fmt: skip
+
+    async def client(self, rng: random.Random) -> None:
+        """Asks for one thing after another until the server ends."""
+        while self.ending is None:
+            kind = rng.choices([*self._kinds], [*self._kinds.values()])[0]
+            began, name = time.monotonic(), kind.__name__[1:]
+            try:
+                outcome = await kind(rng)
+            except (httpx.TransportError, OSError) as error:
+                outcome = type(error).__name__
+                ending = self.ending
+                if ending is not None and began > ending - GRACE:
+                    outcome = "after SIGTERM"
+                else:
+                    self.faults.append(f"lost: {name}: {outcome}: {error}")
+            self.outcomes[f"{name}: {outcome}"] += 1
+            await asyncio.sleep(rng.uniform(0, 1))
+
+    async def _ask(self, rng: random.Random, **more: Any) -> tuple[str, httpx.Response]:
+        prompt = rng.choice(PROMPTS)
+        body = request(prompt) | {"user": f"user {rng.randrange(1000)}", **more}
+        return prompt, await self._http.post("/v1/completions", json=body)
+
+    async def _whole(self, rng: random.Random) -> str:
+        prompt, answer = await self._ask(rng)
+        if answer.status_code == 200:
+            self._check(prompt, answer.json()["choices"][0]["text"])
+        return self._status(answer, 200, 429)
+
+    async def _stream(self, rng: random.Random) -> str:
+        prompt, answer = await self._ask(rng, stream=True)
+        if answer.status_code == 200:
+            if '"error":' not in answer.text:
+                self._check(prompt, text_of(answer.text))
+            elif self.ending is None:
+                self.faults.append(f"lost: a stream ended with {answer.text[-200:]!r}")
+        return self._status(answer, 200, 429)
+
+    async def _leave(self, rng: random.Random) -> str:
+        writer = await self._send(json.dumps(request("leaving")).encode())
+        await asyncio.sleep(rng.uniform(0, 0.5))
+        writer.close()
+        return "left"
+
+    async def _leave_stream(self, rng: random.Random) -> str:
+        body = {**request("leaving"), "stream": True, "max_tokens": 200, "ignore_eos": True}
+        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code == 200:
+                async for _ in answer.aiter_lines():
+                    if rng.random() < 0.1:
+                        break
+            return self._status(answer, 200, 429)
+
+    async def _long_text(self, rng: random.Random) -> str:
+        answer = await self._http.post("/v1/completions", content=LONG, headers=JSON)
+        return self._status(answer, 400, 429)
+
+    async def _long_text_and_leave(self, rng: random.Random) -> str:
+        writer = await self._send(LONG)
+        await asyncio.sleep(rng.uniform(0, 1))
+        writer.close()
+        return "left"
+
+    async def _large_body(self, rng: random.Random) -> str:
+        writer = await self._send(LARGE[:100], len(LARGE))
+        await asyncio.sleep(0.5)
+        writer.close()
+        return "left"
+
+    async def _garbage(self, rng: random.Random) -> str:
+        _, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        writer.write(rng.randbytes(rng.randrange(1, 5000)))
+        await asyncio.sleep(rng.uniform(0, 0.5))
+        writer.close()
+        return "left"
+
+    async def _half_a_request(self, rng: random.Random) -> str:
+        writer = await self._send(b'{"prompt":', 1000)
+        await asyncio.sleep(rng.uniform(0, 15))
+        writer.close()
+        return "left"
+
+    async def _never_read(self, rng: random.Random) -> str:
+        """Many tokens with log-probabilities, more than buffers of the system hold."""
+        body = {
+            **request("never read"), "stream": True, "max_tokens": 200, "n": 8, "logprobs": 5,
+            "ignore_eos": True,
+        }  # fmt: skip
+        writer = await self._send(json.dumps(body).encode())
+        transport: Any = writer.transport
+        transport.pause_reading()
+        await asyncio.sleep(rng.uniform(5, 20))
+        writer.close()
+        return "left"
+
+    async def _send(self, body: bytes, length: int | None = None) -> asyncio.StreamWriter:
+        _, writer = await asyncio.open_connection("127.0.0.1", self._server.port, limit=1024)
+        size = len(body) if length is None else length
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {size}\r\n\r\n".encode() + body)
+        return writer
+
+    def _check(self, prompt: str, text: str) -> None:
+        if text != self._expected[prompt]:
+            self.faults.append(f"wrong: {prompt!r}: {text!r}, not {self._expected[prompt]!r}")
+
+    def _status(self, answer: httpx.Response, *expected: int) -> str:
+        status = answer.status_code
+        is_ending = self.ending is not None and status == 503
+        if status not in expected and not is_ending:
+            self.faults.append(f"wrong: status {status}, not {expected}")
+        return str(status)
+
+
+def request(prompt: str) -> dict[str, Any]:
+    """A request whose answer does not depend on chance."""
+    return {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+
+
+def text_of(events: str) -> str:
+    """The text of a stream."""
+    lines = [line[6:] for line in events.splitlines() if line.startswith("data: {")]
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+async def run(given: argparse.Namespace, server: Server, probe: Probe, crowd: Crowd) -> float:
+    """Lets the crowd in, and ends the server; returns the seconds that its end took."""
+    clients = [
+        asyncio.create_task(crowd.client(random.Random(f"{given.seed} {i}")))
+        for i in range(given.clients)
+    ]
+    await asyncio.sleep(given.minutes * 60)
+    await asyncio.to_thread(probe.end)
+    crowd.ending = began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    await asyncio.to_thread(server.process.wait)
+    seconds = time.monotonic() - began
+    await asyncio.gather(*clients)
+    return seconds
+
+
+def report(server: Server, probe: Probe, crowd: Crowd, ended: float) -> int:
+    """Prints what happened; returns how much of it should not have."""
+    for outcome, count in sorted(crowd.outcomes.items()):
+        print(f"{count:8,}  {outcome}")
+    step = max(1, len(probe.memory) // 10)
+    print("memory, GB: " + ", ".join(f"{s:.0f} s {gb:.2f}" for s, gb in probe.memory[::step]))
+    print(f"memory at most: {max(gb for _, gb in probe.memory):.2f} GB")
+    cuts = statistics.quantiles(probe.seconds, n=100)
+    print(
+        f"/health: {len(probe.seconds)} times, median {cuts[49] * 1e3:.0f} ms, "
+        f"p99 {cuts[98] * 1e3:.0f} ms, at most {max(probe.seconds) * 1e3:.0f} ms"
+    )
+    status = server.process.returncode
+    print(f"SIGTERM: status {status} after {ended:.1f} s")
+    problems = [*crowd.faults]
+    if probe.unwell:
+        problems.append(f"wrong: /health was not 200 {probe.unwell} times")
+    if status != 0:
+        problems.append(f"wrong: the server ended with status {status}")
+    log = server.log.read_text()
+    if "Traceback" in log:
+        problems.append(f"wrong: the log has a traceback: {log[log.index('Traceback') :][:2000]}")
+    kinds = Counter(problem.partition(":")[0] for problem in problems)
+    print(f"lost: {kinds['lost']}, wrong: {kinds['wrong']}")
+    for problem in problems[:20]:
+        print(f"  {problem}")
+    return len(problems)
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("tools/run soak", __doc__)
+    add = parser.add_argument
+    add("--minutes", type=float, default=20.0, help="until SIGTERM")
+    add("--clients", type=int, default=300, help="at a time")
+    add("--seed", type=int, default=0, help="of what they do")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, print, and end with status 1 if something was lost or wrong."""
+    given = make_parser().parse_args(arguments)
+    with serving() as server:
+        expected = {}
+        for prompt in PROMPTS:
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json=request(prompt), timeout=300, trust_env=False
+            )
+            expected[prompt] = answer.json()["choices"][0]["text"]
+
+        async def go() -> int:
+            crowd = Crowd(server, expected)
+            probe = Probe(server)
+            ended = await run(given, server, probe, crowd)
+            return report(server, probe, crowd, ended)
+
+        sys.exit(1 if asyncio.run(go()) else 0)
+
+
+if __name__ == "__main__":
+    main()
