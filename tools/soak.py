@@ -206,7 +206,7 @@ class Crowd:
         return self._status(answer, 200, 429)
 
     async def _leave(self, rng: random.Random) -> str:
-        writer = await self._send(json.dumps(request("leaving")).encode())
+        _, writer = await self._send(json.dumps(request("leaving")).encode())
         await asyncio.sleep(rng.uniform(0, 0.5))
         writer.close()
         return "left"
@@ -225,16 +225,18 @@ class Crowd:
         return self._status(answer, 400, 429)
 
     async def _long_text_and_leave(self, rng: random.Random) -> str:
-        writer = await self._send(LONG)
+        _, writer = await self._send(LONG)
         await asyncio.sleep(rng.uniform(0, 1))
         writer.close()
         return "left"
 
     async def _large_body(self, rng: random.Random) -> str:
-        writer = await self._send(LARGE[:100], len(LARGE))
-        await asyncio.sleep(0.5)
+        reader, writer = await self._send(LARGE[:MIB], len(LARGE))
+        line = await reader.readline()
         writer.close()
-        return "left"
+        if b" 413 " not in line and self.ending is None:
+            self.faults.append(f"wrong: a body that is too large got {line!r}")
+        return line.decode().strip()
 
     async def _garbage(self, rng: random.Random) -> str:
         _, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
@@ -244,7 +246,7 @@ class Crowd:
         return "left"
 
     async def _half_a_request(self, rng: random.Random) -> str:
-        writer = await self._send(b'{"prompt":', 1000)
+        _, writer = await self._send(b'{"prompt":', 1000)
         await asyncio.sleep(rng.uniform(0, 15))
         writer.close()
         return "left"
@@ -255,19 +257,21 @@ class Crowd:
             **request("never read"), "stream": True, "max_tokens": 200, "n": 8, "logprobs": 5,
             "ignore_eos": True,
         }  # fmt: skip
-        writer = await self._send(json.dumps(body).encode())
+        _, writer = await self._send(json.dumps(body).encode())
         transport: Any = writer.transport
         transport.pause_reading()
         await asyncio.sleep(rng.uniform(5, 20))
         writer.close()
         return "left"
 
-    async def _send(self, body: bytes, length: int | None = None) -> asyncio.StreamWriter:
-        _, writer = await asyncio.open_connection("127.0.0.1", self._server.port, limit=1024)
+    async def _send(
+        self, body: bytes, length: int | None = None
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port, limit=1024)
         size = len(body) if length is None else length
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {size}\r\n\r\n".encode() + body)
-        return writer
+        return reader, writer
 
     def _check(self, prompt: str, text: str) -> None:
         if text != self._expected[prompt]:

@@ -16,12 +16,10 @@ from serving.errors import ApiError, ServingError
 from serving.http.admission import Admission
 from serving.http.chat_template import ChatTemplate
 from serving.http.datatypes import check_datatypes
+from serving.http.fields import SHORT
 from serving.http.metrics import Metrics
 from serving.http.protocol import Bounds
 from serving.http.traffic import RequestMetrics, Traffic
-
-SHORT_BODY = 2**16
-"""In bytes: larger bodies are read by threads of their own."""
 
 Status = Literal["loading", "ready", "draining", "failed"]
 
@@ -281,8 +279,8 @@ class Service:
         return self._tensors
 
     def texts(self, size: int) -> Workers:
-        """What reads a body of so many bytes."""
-        return self._short if size <= SHORT_BODY else self._long
+        """What reads a body of so many bytes: long ones have threads of their own."""
+        return self._short if size <= SHORT else self._long
 
     @property
     def idle(self) -> bool:

@@ -19,12 +19,13 @@ from models.training.data.tokenizer import ByteTokenizer
 from serving.engine.infer import Array, TensorSpec
 from serving.engine.records import Finished
 from serving.http.admission import SPARE, Budget
-from serving.http.service import SHORT_BODY, Loaded, Options
+from serving.http.fields import SHORT
+from serving.http.service import Loaded, Options
 from tests.serving.engine.fake_backend import LIMITS
 from tests.serving.http.live import Live, get, post, serving
 from tests.waiting import PATIENCE, wait_until
 
-LONG = "a b " * (SHORT_BODY // 4)
+LONG = "a b " * (SHORT // 4)
 
 
 class Slow(ByteTokenizer):
