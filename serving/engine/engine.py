@@ -179,6 +179,11 @@ class Engine:
         """Seconds for which the backend has been in one call; 0 if there is none."""
         return self._calls.stalled()
 
+    @property
+    def ended(self) -> bool:
+        """Whether no thread runs."""
+        return not any(thread.is_alive() for thread in self._threads)
+
     def stop(self, timeout: float = 10.0) -> None:
         """Ends the threads after the step that is under way; unfinished requests fail.
 

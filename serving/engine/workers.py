@@ -114,6 +114,11 @@ class Workers:
             began = [call.began for call in self._running if call.began is not None]
         return time.monotonic() - min(began) if began else 0.0
 
+    @property
+    def ended(self) -> bool:
+        """Whether no thread runs."""
+        return not any(thread.is_alive() for thread in self._threads)
+
     def stop(self, timeout: float = 10.0) -> None:
         """Ends the threads after the calls that run; calls that wait fail.
 
@@ -127,8 +132,9 @@ class Workers:
                 self._queue.remove(call)
                 self._queue.leave(call)
                 waiting.append(call)
+            open_calls = [*waiting, *self._running]
             self._wake.notify_all()
-        for call in [*waiting, *self._running]:
+        for call in open_calls:
             _answer(call, None, Stopped("the server is shutting down"))
         end = time.monotonic() + timeout
         for thread in self._threads:

@@ -243,9 +243,9 @@ def serve(
     if failures:
         raise failures[0]
     _LOG.info("stopped")
-    if loader.is_alive():
-        # The process was told to end while the model loads. A thread inside XLA's compiler crashes
-        # when the interpreter shuts down around it, so the process ends without that.
+    if loader.is_alive() or not service.ended:
+        # The process was told to end while the model loads, or in a long call. A thread inside XLA
+        # crashes when the interpreter shuts down around it, so the process ends without that.
         logging.shutdown()
         os._exit(0)
 

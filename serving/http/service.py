@@ -21,6 +21,9 @@ from serving.http.metrics import Metrics
 from serving.http.protocol import Bounds
 from serving.http.traffic import RequestMetrics, Traffic
 
+STOP_SECONDS = 10.0
+"""So long calls that are under way are waited for, when their requests have failed already."""
+
 Status = Literal["loading", "ready", "draining", "failed"]
 
 
@@ -293,10 +296,19 @@ class Service:
         self.status = "draining"
 
     def stop(self) -> None:
-        """Ends all threads; requests that are not finished fail."""
+        """Ends all threads; requests that are not finished fail at once."""
         self.drain()
-        for part in (self._short, self._long, *self._models):
-            part.stop()
+        parts = (self._short, self._long, *self._models)
+        for part in parts:
+            part.stop(timeout=0)
+        end = time.monotonic() + STOP_SECONDS
+        for part in parts:
+            part.stop(timeout=max(0.0, end - time.monotonic()))
+
+    @property
+    def ended(self) -> bool:
+        """Whether no thread runs: a call may take longer than `stop` waits."""
+        return all(part.ended for part in (self._short, self._long, *self._models))
 
     @property
     def _models(self) -> list[Engine | Workers]:

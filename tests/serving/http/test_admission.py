@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from starlette.requests import Request
 
 from models.training.data.tokenizer import ByteTokenizer
 from serving.engine.infer import Array, TensorSpec
 from serving.engine.records import Finished
 from serving.http.admission import SPARE, Budget
 from serving.http.fields import SHORT
+from serving.http.requests import client_of
 from serving.http.service import Loaded, Options
 from tests.serving.engine.fake_backend import LIMITS
 from tests.serving.http.live import Live, get, post, serving
@@ -106,6 +108,21 @@ def test_a_client_leaves_something_to_others() -> None:
     assert budget.taken == 10 * SPARE - 1 and budget.take("c", 1)
     small = Budget(SPARE - 1)
     assert small.take("a", SPARE - 1)
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "client"),
+    [
+        ("10.0.0.1", ("one",), "address 10.0.0.1"),
+        ("10.0.0.1", ("one", "two"), "key 1"),
+        ("2001:db8:1:2:3:4:5:6", (), "address 2001:db8:1:2::/64"),
+        ("::ffff:10.0.0.1", (), "address ::ffff:10.0.0.1"),
+        ("a name", (), "address a name"),
+    ],
+)
+def test_who_a_client_is(host: str, keys: tuple[str, ...], client: str) -> None:
+    request = Request({"type": "http", "client": (host, 1), "headers": []})
+    assert client_of(request, "1", Options(api_keys=keys)) == client
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -197,9 +214,10 @@ def test_an_honest_client_waits_for_no_invented_names() -> None:
         for i in range(60):
             body = {"prompt": "evil", "max_tokens": 30, "user": f"user {i}"}
             stack.enter_context(begin(live, "/v1/completions", body, "127.0.0.2"))
-        wait_until(lambda: taken(live) == 60)
+        engine = live.service.language().engine
+        wait_until(lambda: sum(engine.state()[:2]) == 60)
         honest = begin(live, "/v1/completions", {"prompt": "honest", "max_tokens": 30})
-        wait_until(lambda: taken(live) == 61)
+        wait_until(lambda: sum(engine.state()[:2]) == 61)
         live.backend.gate.open()
         assert status(honest) == 200
         live.wait_idle()
@@ -228,6 +246,15 @@ def test_tensors_of_those_who_leave_are_not_computed() -> None:
         assert counts['vllm:e2e_request_latency_seconds_count{model_name="gated"}'] == 21
 
 
+def test_tensors_that_hang() -> None:
+    with serving_tensors(Options(stall_seconds=0.1)) as (live, gated):
+        asked = begin(live, INFER, TENSOR)
+        wait_until(lambda: "under way" in get(f"{live.url}/health").text)
+        gated.open.set()
+        assert status(asked) == 200
+        assert get(f"{live.url}/health").status_code == 200
+
+
 def test_a_full_queue_of_tensors() -> None:
     with serving_tensors(Options(max_waiting=3)) as (live, gated):
         first = [begin(live, INFER, TENSOR) for _ in range(4)]
@@ -241,13 +268,12 @@ def test_a_full_queue_of_tensors() -> None:
 
 def test_tensors_are_fair_to_addresses() -> None:
     with serving_tensors() as (live, gated):
-        many = [begin(live, INFER, TENSOR, "127.0.0.2") for _ in range(10)]
-        wait_until(lambda: taken(live) == 10)
-        wait_until(lambda: gated.called == 1)
-        one = begin(live, INFER, TENSOR)
-        wait_until(lambda: taken(live) == 11)
-        order: list[str] = []
         workers = live.service.tensors()
+        many = [begin(live, INFER, TENSOR, "127.0.0.2") for _ in range(10)]
+        wait_until(lambda: gated.called == 1 and workers.waiting == 9)
+        one = begin(live, INFER, TENSOR)
+        wait_until(lambda: workers.waiting == 10)
+        order: list[str] = []
         answered = workers._end
 
         def note(call: Any, error: Any) -> None:
@@ -294,6 +320,22 @@ def test_a_stream_that_is_not_read_is_cancelled() -> None:
             live.backend.gate.open()
             live.wait_idle()
             assert live.service.language().engine.state().counts.cancelled > 0
+
+
+def test_a_stream_holds_its_places_only_until_the_model_is_done() -> None:
+    with serving() as live:
+        wait_until(lambda: live.server.started)
+        for sock in live.server.servers[0].sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        body = {"prompt": "hello", "max_tokens": 50, "stream": True, "n": 32, "logprobs": 5}
+        with begin(live, "/v1/completions", body) as connection:
+            wait_until(lambda: live.backend.calls)
+            wait_until(lambda: taken(live) == 0)
+            assert live.service.language().engine.state().counts.cancelled == 0
+            content = b""
+            while not content.endswith(b"0\r\n\r\n"):
+                content += connection.recv(2**20)
+            assert content.count(b'"finish_reason":"length"') == 32
 
 
 def test_answers_are_counted_by_route_and_refusals_by_reason() -> None:

@@ -26,17 +26,16 @@ ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
 import sys
-from functools import partialmethod
 from pathlib import Path
 from models.training.data.tokenizer import ByteTokenizer
-from serving.engine.engine import Engine
+import serving.http.service
 from serving.http.server import serve
 from serving.http.service import Loaded, Options
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.waiting import PATIENCE, wait_until
 
 FOLDER = Path(sys.argv[1])
-Engine.stop = partialmethod(Engine.stop, timeout=0.1)  # not ten seconds for a held result
+serving.http.service.STOP_SECONDS = 0.1  # not ten for a held result
 
 def load():
     wait_until((FOLDER / "load").exists)
