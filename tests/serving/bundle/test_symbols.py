@@ -14,13 +14,15 @@ from jax import export
 import spmd
 from models.function import Role
 from scripts.flags import bundle as bundle_flags
-from serving.bundle import symbols
+from serving.bundle import memory, symbols
 from serving.bundle.function import BundleError, Function, StateLeaf
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.memory import compile_bundle
+from serving.bundle.programs import plan_functions
 from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
 from spmd.cli.flags import Parser
+from spmd.errors import ArgumentError
 from spmd.mesh.chips import CHIPS
 from tests.serving.conftest import struct
 from tests.two_processes import run_both
@@ -169,6 +171,21 @@ def test_an_upper_bound_ends_it(mesh_of):
     exported, state = functions("n <= 30", "mod(n, 4) == 0")
     bundle = compile_bundle(exported, mesh_of(2), weights=WEIGHTS, state=state)
     assert bundle.symbols == {"n": 28}
+
+
+def test_sizes_that_a_kernel_refuses_are_too_large(mesh_of, monkeypatch):
+    def plan(*given, symbols):
+        if symbols["n"] > 200:
+            raise ArgumentError("too many pages")
+        return plan_functions(*given, symbols=symbols)
+
+    monkeypatch.setattr(memory, "plan_functions", plan)
+    exported, state = functions("n <= 1000")
+    bundle = compile_bundle(exported, mesh_of(2), weights=WEIGHTS, state=state)
+    assert 180 <= bundle.symbols["n"] <= 200
+    exported, state = functions("n >= 300")
+    with pytest.raises(ArgumentError, match="too many pages"):
+        compile_bundle(exported, mesh_of(2), weights=WEIGHTS, state=state)
 
 
 def test_a_split_dim_gets_a_size_that_its_axes_divide(mesh_of):
