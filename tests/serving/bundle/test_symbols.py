@@ -174,10 +174,10 @@ def test_an_upper_bound_ends_it(mesh_of):
 
 
 def test_sizes_that_a_kernel_refuses_are_too_large(mesh_of, monkeypatch):
-    def plan(*given, symbols):
-        if symbols["n"] > 200:
+    def plan(*given, **more):
+        if more["symbols"]["n"] > 200:
             raise ArgumentError("too many pages")
-        return plan_functions(*given, symbols=symbols)
+        return plan_functions(*given, **more)
 
     monkeypatch.setattr(memory, "plan_functions", plan)
     exported, state = functions("n <= 1000")
