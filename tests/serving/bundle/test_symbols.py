@@ -37,10 +37,12 @@ WEIGHTS = {"k": np.random.default_rng(0).standard_normal((D, D), np.float32)}
 
 def write_row(weights, state, x_AD, page_A, at_A):
     """One row goes into a page of each group's pool."""
-    pool = state["pool"]
-    rows = pool.reshape(A, pool.shape[1] * P, D)
-    rows = spmd.ops.cache_update(rows, spmd.ops.linear(x_AD, weights["k"]), page_A * P + at_A)
-    return {"pool": rows.reshape(pool.shape)}, {"pages": jnp.full((), pool.shape[1])}
+    pool, row_AD = state["pool"], spmd.ops.linear(x_AD, weights["k"])
+    slots_A1 = jnp.zeros((A, 1), jnp.int32)
+    pool = spmd.ops.paged_update(
+        pool, row_AD[:, None], page_A[:, None, None], slots_A1, at_A[:, None]
+    )
+    return {"pool": pool}, {"pages": jnp.full((), pool.shape[1])}
 
 
 def read_slots(weights, state, table_ABM):
@@ -93,8 +95,8 @@ def test_the_manifest_names_the_symbol_and_its_dims(folder):
     assert read["arguments"][1]["leaves"][0]["shape"] == [A, "n", P, D]
     assert [leaf["shape"] for leaf in read["outputs"]] == [[A, "n"], [A, B, D]]
     assert manifest["functions"]["write"]["composites"] == {
-        "spmd.cache_update": 1,
         "spmd.linear": 1,
+        "spmd.paged_update": 1,
     }
 
 
