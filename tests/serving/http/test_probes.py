@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 from serving.http.service import Options
@@ -33,9 +34,8 @@ def test_when_a_call_hangs() -> None:
     backend = FakeBackend()
     backend.gate.close()
     with serving(backend, Options(stall_seconds=0.0)) as live:
-        thread = threading.Thread(
-            target=post, args=(f"{live.url}/v1/completions",), kwargs={"json": ASK}
-        )
+        ask = functools.partial(post, f"{live.url}/v1/completions", json=ASK)
+        thread = threading.Thread(target=ask)
         thread.start()
         sick = {"startupz": 200, "livez": 503, "readyz": 503, "health": 503}
         wait_until(lambda: statuses(live) == sick)
