@@ -26,7 +26,7 @@ def set_up(level: str, form: LogFormat = "text") -> None:
       form: of a line.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if form == "json":
         logging.captureWarnings(True)
@@ -39,7 +39,7 @@ def _is_a_problem(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING
 
 
-class _TextFormatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """`2026-01-31 12:00:00,000 INFO serving: text [request id]`."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class _TextFormatter(logging.Formatter):
         return line if request_id is None else f"{line} [{request_id}]"
 
 
-class _JsonFormatter(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """`{"time": "2026-01-31T12:00:00.000+00:00", "level": "INFO", ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:

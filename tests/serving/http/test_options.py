@@ -31,7 +31,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tls")
     cert, key = folder / "cert.pem", folder / "key.pem"
     make = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run([*make.split(), *names], check=True, capture_output=True)
     return cert, key
 
@@ -56,11 +56,12 @@ def test_tls(certificate: tuple[Path, Path]) -> None:
 def test_a_certificate_that_is_none(certificate: tuple[Path, Path], tmp_path: Path) -> None:
     cert = str(certificate[0])
     (tmp_path / "text").write_text("hello")
-    for given, says in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"ssl_certfile": "no/such.pem"}, r"TLS with no/such\.pem: No such file"),
         ({"ssl_certfile": cert}, "TLS with .*cert.pem: "),
         ({"ssl_certfile": cert, "ssl_keyfile": str(tmp_path / "text")}, "TLS with .* and .*text: "),
-    ]:
+    ]
+    for given, says in cases:
         with pytest.raises(ServingError, match=says):
             Server(Service(), http=HttpOptions(**given))
 
