@@ -46,6 +46,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line; a traceback follows it."""
         request_id = REQUEST_ID.get()
         line = super().formatMessage(record).rstrip("\n")
         return line if request_id is None else f"{line} [{request_id}]"
@@ -55,6 +56,7 @@ class JsonFormatter(logging.Formatter):
     """`{"time": "2026-01-31T12:00:00.000+00:00", "level": "INFO", ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """The object, on one line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
