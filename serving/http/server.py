@@ -160,7 +160,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes the port and the connections; sends the last traces."""
         await super().shutdown(sockets)
-        if self._tracing is not None:
+        if self._tracing is not None and not self.force_exit:
             await asyncio.to_thread(self._tracing.close)
 
 
