@@ -6,8 +6,12 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from serving.engine.choice import Delta
+
+if TYPE_CHECKING:  # it imports this module
+    from serving.engine.records import Finished
 
 
 class Unavailable(RuntimeError):
@@ -34,6 +38,7 @@ class Stream:
 
     Attributes:
       abandoned: whether the stream was closed before its end.
+      records: of the completions that have ended; each is there before its last delta.
 
     Example:
       >>> stream = engine.submit([job])
@@ -43,6 +48,7 @@ class Stream:
 
     def __init__(self, keys: Sequence[int], cancel: Callable[[Sequence[int]], None]) -> None:
         self.abandoned = False
+        self.records: list[Finished] = []
         self.loop = asyncio.get_running_loop()
         self._cancel = cancel
         self._keys = tuple(keys)

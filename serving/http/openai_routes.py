@@ -83,6 +83,8 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
     work = await asyncio.to_thread(make_work, ask, language)
     client = client_of(request, key, ask.user, service.options)
     stream = _submit(language, work, client)
+    prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
+    request.state.exchange.generates(loaded.name, prompt_tokens, stream)
     answer = Answer(loaded.name, ask, work, language.engine.read_scores)
     if ask.stream:
         return EventStream(_events(stream, answer), stream.close)

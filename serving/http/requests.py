@@ -29,6 +29,12 @@ def service_of(request: Request) -> Service:
     return service
 
 
+def route_path(scope: Scope) -> str:
+    """The path of a request without the prefix under which a proxy offers the server."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 async def read_object(request: Request, options: Options) -> dict[str, Any]:
     """Reads and parses the body of a request.
 
@@ -160,6 +166,6 @@ def dump(value: Any) -> str:
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:
     """An error in the form that the path's protocol has for errors: OpenAI's or KServe's."""
-    is_kserve = request.url.path.startswith("/v2")
+    is_kserve = route_path(request.scope).startswith("/v2")
     body = {"error": error.message} if is_kserve else error.body()
     return JSONResponse(body, error.status, headers=error.headers)

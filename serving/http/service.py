@@ -186,6 +186,10 @@ class Service:
             return "the server is shutting down"
         if self.loaded is None:
             return "the model is still loading" if self.status == "loading" else "loading failed"
+        return self.broken()
+
+    def broken(self) -> str | None:
+        """Why the process has to be started anew; None if it need not."""
         if self._language is None:
             return None
         engine = self._language.engine
