@@ -18,6 +18,7 @@ COPY spmd/__init__.py spmd/
 RUN source scripts/_env.sh; \
     setup_env train; \
     setup_env serve; \
+    setup_env otlp; \
     case "$ACCELERATOR" in \
       cpu) ;; \
       cuda | tpu) setup_env "$ACCELERATOR" ;; \

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -121,10 +122,11 @@ def costs(bundle: Bundle, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def load(given: argparse.Namespace) -> Loaded:
+def load(given: argparse.Namespace, made: queue.SimpleQueue[Bundle]) -> Loaded:
     """The model as the server serves it; says so on stdout."""
     started = time.perf_counter()
     bundle = make_bundle(given)
+    made.put(bundle)
     for note in bundle.notes:
         print(f"note: {note}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
@@ -150,29 +152,37 @@ def say(**facts: Any) -> None:
 # Commands
 
 
-def obey(devices: int) -> None:
+def obey(made: queue.SimpleQueue[Bundle]) -> None:
     """Does what stdin says, until it ends; then whoever started us is gone."""
+    bundle = made.get()
     with open(0, encoding="utf-8", closefd=False) as commands:
         for line in commands:
             command, seconds = line.split()
             assert command == "profile", command
             try:
-                say(**profile(float(seconds), devices))
+                say(**profile(float(seconds), bundle))
             except Exception as error:  # loads.py waits for a line
                 say(error=f"{type(error).__name__}: {error}"[-500:])
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def profile(seconds: float, devices: int) -> dict[str, Any]:
-    """Traces for some seconds: `load_trace.Busy`, and when the trace had ended."""
+def profile(seconds: float, bundle: Bundle) -> dict[str, Any]:
+    """Traces for some seconds: `load_trace.Busy`, and when the trace had ended.
+
+    The devices do nothing where it begins and ends: on GPUs a profiler that finds a CUDA graph
+    under way breaks it. While it runs XLA launches kernels one by one, without graphs.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would slow every call down
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            with jax.profiler.TraceAnnotation(STEP):
-                time.sleep(seconds)
-            ended = time.perf_counter()
-        command = [sys.executable, "-m", "benchmarks.load_trace", folder, str(devices)]
+        with bundle.paused():
+            jax.profiler.start_trace(folder, profiler_options=options)
+        with jax.profiler.TraceAnnotation(STEP):
+            time.sleep(seconds)
+        ended = time.perf_counter()
+        with bundle.paused():
+            jax.profiler.stop_trace()
+        command = [sys.executable, "-m", "benchmarks.load_trace", folder, str(len(bundle.devices))]
         read = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return {**json.loads(read.stdout), "ended": ended}
 
@@ -180,11 +190,11 @@ def profile(seconds: float, devices: int) -> dict[str, Any]:
 def main() -> None:
     """Serves until a signal comes."""
     given = argparse.Namespace(**json.loads(sys.argv[1]))
-    devices = given.groups * given.model_axis
-    threading.Thread(target=obey, args=(devices,), name="commands", daemon=True).start()
+    made: queue.SimpleQueue[Bundle] = queue.SimpleQueue()
+    threading.Thread(target=obey, args=(made,), name="commands", daemon=True).start()
     options = Options(max_waiting=given.max_waiting, token_budget=given.token_budget)
     with ending_on_interrupt(), one_message(ConfigError, *USER_ERRORS):
-        serve(lambda: load(given), port=given.port, options=options, log_level="warning")
+        serve(lambda: load(given, made), port=given.port, options=options, log_level="warning")
 
 
 if __name__ == "__main__":

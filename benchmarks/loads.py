@@ -9,9 +9,10 @@ that scripts/serve runs. Clients in further processes put the loads on it:
     clients    300 clients at once, short prompts and answers, four times each
     prefix     2,000 tokens that all have in common, then 50, answers of 64; 64 at a time
 
-`device busy` is read from a trace of the devices, two seconds from the middle of a load on. The
-floor is what reading weights and cache in each step and the prompts' products take at least, at the
-chip's bandwidth and its measured speed of products; the last column is its share of the seconds.
+`device busy` is read from a trace of the devices, two seconds from the middle of the load on, which
+is put on the server once more for that: a trace slows it down. The floor is what reading weights
+and cache in each step and the prompts' products take at least, at the chip's bandwidth and its
+measured speed of products; the last column is its share of the seconds.
 
 Examples:
     benchmarks/run loads --model llama2-7b --slots 64 --max_length 1024 --loads streams,one,clients
@@ -132,21 +133,26 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     return answer
 
 
-def run(
-    server: Server, clients: Clients, workload: Workload, trace_seconds: float
-) -> tuple[Asked, dict[str, Any] | None]:
-    """Puts one load on the server.
+def run(server: Server, clients: Clients, workload: Workload) -> Asked:
+    """Puts one load on the server: all answers."""
+    return clients.start(workload.loads[0], workload.asks()).result()
+
+
+def trace_of(
+    server: Server, clients: Clients, workload: Workload, seconds: float
+) -> dict[str, Any] | None:
+    """Puts a load on the server once more, and traces its devices from the middle on.
 
     Returns:
-      (all answers, what the trace says; None without one, and where the load ended before it).
+      What the trace says; None if the load ended before it.
     """
     asks = workload.asks()
     under_way = clients.start(workload.loads[0], asks)
     while not (is_over := under_way.wait(0.02)) and clients.done < max(1, len(asks) // 2):
         pass
-    trace = server.profile(trace_seconds) if trace_seconds and not is_over else None
+    trace = None if is_over else server.profile(seconds)
     asked = under_way.result()
-    return asked, trace if trace and trace["ended"] <= asked.ended else None
+    return trace if trace and trace["ended"] <= asked.ended else None
 
 
 def numbers_of(
@@ -216,7 +222,7 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
         serving(given) as server,
         Clients(server.url, given.model, given.client_processes) as clients,
     ):
-        run(server, clients, WARM_UP, 0)
+        run(server, clients, WARM_UP)
         if given.trace_seconds:
             server.profile(0.1)  # the first one loads libraries
         facts = server.facts
@@ -236,13 +242,17 @@ def bench(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 )
                 continue
             before = server.counted()
-            asked, trace = run(server, clients, workload, given.trace_seconds)
+            asked = run(server, clients, workload)
+            counted = server.counted()
+            trace = None
+            if given.trace_seconds:
+                trace = trace_of(server, clients, workload, given.trace_seconds)
             try:
                 found[name] = numbers_of(workload, asked, trace, server.costs)
             except BenchError as error:  # the other loads may still tell something
                 problems.append(f"{name}: {error}")
                 continue
-            found[name] |= {of: count - before[of] for of, count in server.counted().items()}
+            found[name] |= {of: count - before[of] for of, count in counted.items()}
             print(row(name, found[name]), flush=True)
             for sentence in remarks(name, found[name]):
                 _remark(sentence)

@@ -1,8 +1,8 @@
-"""Microseconds of attention over a cache on one device: in pages, and in slots of one length.
+"""Microseconds of attention over a cache in pages, on one device.
 
-Every slot has `--context` positions. `pages` is `paged_attention` of one row of each slot, `chunk`
-has a chunk of one more slot beside them, `slots` is `decode_attention`. Calls follow each other in
-one program. Bytes are those of the keys and values that rows see, once for each slot.
+Every slot has `--context` positions. `pages` is `paged_attention` of one row of each slot, `pages,
+chunk` has a chunk of one more slot beside them. Calls follow each other in one program. Bytes are
+those of the keys and values that rows see, once for each slot.
 
 Example:
     benchmarks/run paged --slots 64 --context 512 --key_heads 8 --groups 4
@@ -23,7 +23,7 @@ import numpy as np
 
 import spmd
 from spmd.cli.flags import Parser, positive
-from spmd.ops import decode_attention, paged_attention
+from spmd.ops import paged_attention
 
 
 def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
@@ -55,15 +55,6 @@ def paged_case(given: argparse.Namespace, chunk: int) -> tuple[Any, list[Any]]:
     return q, operands + scales
 
 
-def slots_case(given: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """Queries, and the other operands of `decode_attention`."""
-    shape = (given.slots, 2, given.key_heads, given.context, given.width)
-    q = numbers((given.slots, given.key_heads, given.groups, given.width), given.compute)
-    positions = jnp.full(given.slots, given.context - 1, jnp.int32)
-    scales = [jnp.full(shape[:-1], 0.01)] if given.dtype == "int8" else []
-    return q, [numbers(shape, given.dtype, 1), positions, *scales]
-
-
 def microseconds(given: argparse.Namespace, call: Callable[..., Any], case: Any) -> float:
     """Median time of a call, in a program of several that wait for each other."""
     q, operands = case
@@ -86,16 +77,6 @@ def microseconds(given: argparse.Namespace, call: Callable[..., Any], case: Any)
 def paged(q: Any, pool: Any, *rest: Any) -> Any:
     """`paged_attention`, with scales behind the tables."""
     return paged_attention(q, pool, *rest[:4], scales=rest[4] if rest[4:] else None)
-
-
-def in_slots(given: argparse.Namespace) -> Callable[..., Any]:
-    """`decode_attention`, with scales behind the positions."""
-
-    def call(q: Any, cache: Any, positions: Any, *scales: Any) -> Any:
-        scale = scales[0] if scales else None
-        return decode_attention(q, cache, positions, length=given.context, scales=scale)
-
-    return call
 
 
 def row(given: argparse.Namespace, name: str, took: float, positions: int) -> str:
@@ -132,8 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("| cache | us a call | MB | GB/s |")
     print("| --- | --- | --- | --- |")
     positions = given.slots * given.context
-    took = microseconds(given, in_slots(given), slots_case(given))
-    print(row(given, "slots", took, positions), flush=True)
     took = microseconds(given, paged, paged_case(given, 0))
     print(row(given, "pages", took, positions), flush=True)
     if given.chunk:

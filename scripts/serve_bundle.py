@@ -13,7 +13,10 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import logging
 import os
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -22,11 +25,15 @@ from scripts.flags import bundle as bundle_flags
 from scripts.flags.user_errors import ending_on_interrupt, one_message
 from serving.bundle.function import BundleError
 from serving.errors import ServingError
+from serving.http.logs import FORMATS
+from serving.http.options import HttpOptions
 from serving.http.server import serve
 from serving.http.service import Loaded, Options
 from serving.load import load_model
-from spmd.cli.flags import Parser
+from spmd.cli.flags import Parser, words
 from spmd.errors import SpmdError
+
+_LOG = logging.getLogger("serving")
 
 USER_ERRORS = (BundleError, ServingError, SpmdError, OSError)
 """What a user can mend: one message instead of a traceback."""
@@ -80,7 +87,35 @@ def make_parser() -> Parser:
         choices=("debug", "info", "warning", "error"),
         help="least important lines to log",
     )
+    add("--log_format", default="text", choices=FORMATS, help="json: an object a line")
+    _add_http_flags(parser)
     return parser
+
+
+def _add_http_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--ssl_certfile", help="PEM: the certificate and those that sign it; serves HTTPS alone")
+    add("--ssl_keyfile", help="PEM: its key, unless that is in the same file")
+    add(
+        "--allow_origins",
+        type=words,
+        default=(),
+        help="sites whose pages may use the server, joined by commas, as in https://chat.example; "
+        "* is any (default: none)",
+    )
+    add("--root_path", default="", help="path under which a proxy offers the server, and removes")
+    add(
+        "--forwarded_allow_ips",
+        type=words,
+        default=(),
+        help="proxies whose X-Forwarded-For is believed: addresses and networks, joined by commas, "
+        "as in 10.0.0.0/8; * is any (default: none)",
+    )
+    add(
+        "--otlp_endpoint",
+        help="collector of OpenTelemetry's traces, as in http://localhost:4318; needs the extra "
+        "otlp",
+    )
 
 
 def options(given: argparse.Namespace) -> Options:
@@ -93,16 +128,42 @@ def options(given: argparse.Namespace) -> Options:
     )
 
 
+def http_options(given: argparse.Namespace) -> HttpOptions:
+    """How the server is reached."""
+    return HttpOptions(
+        **{field.name: getattr(given, field.name) for field in dataclasses.fields(HttpOptions)}
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser().parse_args(arguments)
+    is_text = given.log_format == "text"
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
     def load() -> Loaded:
-        return load_model(bundle_flags.load(given, console), given.bundle, given.name)
+        bundle = bundle_flags.load(given, console if is_text else None)
+        for note in () if is_text else bundle.notes:
+            _LOG.info("note: %s", note)
+        return load_model(bundle, given.bundle, given.name)
 
     with ending_on_interrupt(), one_message(*USER_ERRORS):
-        serve(load, given.host, given.port, options(given), log_level=given.log_level)
+        reached, limits = http_options(given), options(given)
+        try:
+            serve(
+                load,
+                given.host,
+                given.port,
+                limits,
+                http=reached,
+                log_level=given.log_level,
+                log_format=given.log_format,
+            )
+        except USER_ERRORS as error:
+            if is_text:
+                raise
+            _LOG.critical("%s", error)  # the last line is an object, too
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ CACHE = "state/cache/"
 SLOWER = 2
 """So many times as long a step may take for which decoding slots wait."""
 
+SHORT = 0.015
+"""Seconds of a step that is short for whoever reads, however quick steps are without prompts."""
+
 
 def model_backend(bundle: Bundle) -> ModelBackend:
     """What the engine runs: a Llama's bundle.
@@ -33,7 +36,8 @@ def model_backend(bundle: Bundle) -> ModelBackend:
         raise BundleError(f"{bundle.manifest.name} is no language model: its kind is {kind}")
     try:
         limits = _limits(bundle)
-        return ModelBackend(bundle, limits, info(bundle), _budget(bundle, limits))
+        facts = info(bundle)
+        return ModelBackend(bundle, limits, facts, _budget(bundle, limits, facts))
     except (LookupError, TypeError, ValueError) as error:
         raise BundleError(
             f"the contract of {bundle.manifest.name} is broken, or older than this program "
@@ -63,36 +67,39 @@ def _limits(bundle: Bundle) -> Limits:
     return limits
 
 
-def _budget(bundle: Bundle, limits: Limits) -> int:
+def _budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int:
     """Rows of a group in one step beside which decoding does not wait long, by predicted times.
 
-    They are compared where tables are smallest: predictions take all rows to see all that their
-    tables reach.
+    Predictions take all rows to see all that their tables reach. What reading that takes is not
+    counted: steps are the shortest, and prompts beside them the most to wait for, where sequences
+    are short.
     """
-    if bundle.devices[0].platform == "cpu":
+    if facts["bandwidth"] is None:
         return limits.rows[-1]
-    steps = [p for p in bundle.programs.values() if p.entry.tags.get("kind") == "step"]
-    length = min(int(program.entry.tags["length"]) for program in steps)
-    seconds = {
-        int(program.entry.tags["rows"]): float(program.emitted.seconds or math.inf)
-        for program in steps
-        if program.entry.tags["length"] == length
-    }
-    return budget(seconds, limits.slots // limits.groups)
+    slots = limits.slots // limits.groups
+    seconds: dict[int, float] = {}
+    for program in bundle.programs.values():
+        tags = program.entry.tags
+        if tags.get("kind") == "step" and int(tags["length"]) == limits.max_length:
+            rows = int(tags["rows"])
+            seen = min(min(slots, rows) * limits.max_length, limits.pages * limits.page)
+            reading = seen * limits.groups * facts["token_bytes"] / facts["bandwidth"]
+            seconds[rows] = max(0.0, float(program.emitted.seconds or math.inf) - reading)
+    return budget(seconds, slots)
 
 
 def budget(seconds: Mapping[int, float], slots: int) -> int:
-    """The most rows of a step that takes at most twice as long as one in which all slots decode.
+    """The most rows of a step that is short, or at most twice as long as one that only decodes.
 
     Reading the weights takes as long for few rows as for some hundreds; behind that each row costs.
-    All slots and a piece of a prompt go into a step, however long it takes.
 
     Args:
       seconds: rows of a group in a step -> what it is predicted to take.
-      slots: of a group.
+      slots: of a group, which all decode.
 
     Returns:
-      Rows of a group, no more than any step has.
+      Rows of a group. There is room for a piece of a prompt beside all slots, however long that
+      takes, if any step has it.
 
     Example:
       >>> budget({16: 0.010, 64: 0.011, 256: 0.013, 1024: 0.035}, slots=64)
@@ -100,8 +107,10 @@ def budget(seconds: Mapping[int, float], slots: int) -> int:
     """
     most = max(seconds)
     decoding = min((rows for rows in seconds if rows >= slots), default=most)
-    quick = max(rows for rows in seconds if seconds[rows] <= SLOWER * seconds[decoding])
-    return min(max(quick, slots + min(seconds)), most)
+    longest = max(SHORT, SLOWER * seconds[decoding])
+    quick = max((rows for rows in seconds if seconds[rows] <= longest), default=0)
+    beside = min((rows for rows in seconds if rows > slots), default=most)
+    return max(quick, beside)
 
 
 def info(bundle: Bundle) -> dict[str, Any]:

@@ -76,9 +76,9 @@ def install(folder: Path, accelerator: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("accelerator", "extras"),
     [
-        ("cpu", ["train", "serve"]),
-        ("cuda", ["train", "serve", "cuda"]),
-        ("tpu", ["train", "serve", "tpu"]),
+        ("cpu", ["train", "serve", "otlp"]),
+        ("cuda", ["train", "serve", "otlp", "cuda"]),
+        ("tpu", ["train", "serve", "otlp", "tpu"]),
     ],
 )
 def test_the_environment_is_that_of_the_scripts(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,6 +88,13 @@ class Bundle:
                 self._held.pop(leaf.path, None)  # its memory first
             made = self._make_state()
             self._held |= {leaf.path: x for leaf, x in zip(self.manifest.state, made, strict=True)}
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing runs meanwhile: calls under way are done first, others wait."""
+        with self._running:
+            jax.block_until_ready(list(self.state.values()))
+            yield
 
     def put_state(self, arrays: Mapping[str, Any]) -> None:
         """Put arrays, by path, in the place of leaves of the state."""

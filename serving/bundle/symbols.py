@@ -21,7 +21,7 @@ from models.placement import axes_of, present
 from serving.bundle.function import BundleError
 from serving.bundle.manifest import Leaf, Manifest, Symbol
 from serving.bundle.programs import Placed, Program, placements
-from spmd.errors import bytes_text
+from spmd.errors import ArgumentError, bytes_text
 from spmd.frontend.sizes import sizes_of, symbols_in
 from spmd.lowering.emitted import Emitted
 from spmd.mesh.mesh import Mesh
@@ -151,10 +151,18 @@ class _Search:
         # through both 87 might   87 -> needed 14, fits, and the line says that no more would.
         units = min(max(self.least, FIRST // self.symbol.multiple_of), self.most)
         best: Planned | None = None
+        refusal: ArgumentError | None = None
         low, high = self.least - 1, self.most + 1  # fits, does not fit
         points: list[tuple[int, int]] = []
         for _ in range(ROUNDS):
-            planned = self.plan({**self.known, self.name: units * self.symbol.multiple_of})
+            try:
+                planned = self.plan({**self.known, self.name: units * self.symbol.multiple_of})
+            except ArgumentError as error:  # a kernel does not take an array of this size
+                refusal, high = error, units
+                units = (low + high) // 2
+                if units <= low:
+                    break
+                continue
             placed = placements(planned.manifest, planned.emitted, self.mesh)
             needed = self._needed(planned, placed)
             points = [*points[-1:], (units, needed)]
@@ -166,10 +174,10 @@ class _Search:
             units = min(self._largest(placed, _line(points)), high - 1)
             if high - low <= 1 or (fits and units <= low + low // 64):
                 break
-            if units <= low:  # other plans need other amounts: the line says nothing here
+            if units <= low or refusal:  # the line says nothing here: plans differ, kernels refuse
                 units = (low + high) // 2
         if best is None:
-            raise self._too_small(placed, needed)
+            raise refusal or self._too_small(placed, needed)
         room = bytes_text(self.room)
         value = f"{self.name}={best.symbols[self.name]}"
         _LOG.info(

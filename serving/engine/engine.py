@@ -331,6 +331,8 @@ class Engine:
         deliver([(entry.stream, failure) for entry in entries])
 
     def _report(self, entries: Sequence[Entry], reason: str, now: float) -> None:
-        if self._observer is not None:
-            for entry in entries:
-                self._observer.finished(entry.finished(reason, now))
+        for entry in entries:
+            record = entry.finished(reason, now)
+            entry.stream.records.append(record)
+            if self._observer is not None:
+                self._observer.finished(record)

@@ -65,8 +65,12 @@ class ModelBackend:
         for name, function in programs.functions.items():
             kind, *sizes = (function.tags.get(tag, 0) for tag in ("kind", "rows", "length"))
             self._names[kind, *sizes] = name
-        steps = [sizes for kind, *sizes in self._names if kind == "step"]
-        self._rows, self._lengths = (sorted(set(sizes)) for sizes in zip(*steps, strict=True))
+        # Kind -> its numbers of rows.
+        self._rows = {
+            kind: sorted({rows for k, rows, _ in self._names if k == kind})
+            for kind in ("step", "score")
+        }
+        self._lengths = sorted({length for kind, _, length in self._names if kind == "step"})
         self._tables = _Tables(limits)
 
     @property
@@ -93,16 +97,15 @@ class ModelBackend:
         """See `Backend.step`."""
         limits = self.limits
         placed = _place(parts, limits)
-        rows = _bucket(self._rows, placed.fullest, "rows of a group")
+        kind = "score" if any(part.targets is not None for part in parts) else "step"
+        rows = _bucket(self._rows[kind], placed.fullest, "rows of a group")
         length = _bucket(self._lengths, placed.longest, "positions of a slot")
         inputs = _row_inputs(placed, rows, limits)
         inputs["table"] = self._tables.filled(parts, length)
         inputs["alternatives"] = np.bool_(alternatives and limits.top_logprobs > 0)
         drawing, draws = _draws(placed, rows, limits)
         inputs["draws"] = draws
-        kind = "step"
-        if any(part.targets is not None for part in parts):
-            kind = "score"
+        if kind == "score":
             inputs["targets"] = _targets(placed, rows, limits)
         outputs = self._programs.run(self._names[kind, rows, length], inputs)
         drawn = _copied(outputs["drawn"])
@@ -280,8 +283,9 @@ class _Tables:
 
 
 def _bucket(sizes: Sequence[int], needed: int, what: str) -> int:
-    if needed > sizes[-1]:
-        raise ValueError(f"{needed} {what}: at most {sizes[-1]}")
+    most = max(sizes, default=0)
+    if needed > most:
+        raise ValueError(f"{needed} {what}: at most {most}")
     return sizes[bisect.bisect_left(sizes, needed)]
 
 

@@ -13,6 +13,7 @@ class Finished(NamedTuple):
     """A request that has ended; all times are in seconds.
 
     Attributes:
+      choice: the number of the completion, among those asked for together.
       reason: `stop`, `length`, `error`, or `abort` if its reader went away.
       prompt_tokens: tokens of the prompt.
       generated: tokens that were drawn for it.
@@ -20,8 +21,10 @@ class Finished(NamedTuple):
       prefill: from there until its first token.
       decode: from there until its last token.
       total: from its arrival until its end.
+      ended: when it ended, by `time.monotonic`.
     """
 
+    choice: int
     reason: str
     prompt_tokens: int
     generated: int
@@ -29,6 +32,7 @@ class Finished(NamedTuple):
     prefill: float
     decode: float
     total: float
+    ended: float
 
 
 class Observer(Protocol):
@@ -97,6 +101,7 @@ class Entry:
         placed = now if self._placed is None else self._placed
         first = now if self._first is None else self._first
         return Finished(
+            self.choice.index,
             reason,
             len(self.choice.job.prompt),
             self.choice.generated,
@@ -104,4 +109,5 @@ class Entry:
             prefill=first - placed,
             decode=now - first,
             total=now - self._arrived,
+            ended=now,
         )

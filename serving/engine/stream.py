@@ -6,8 +6,12 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from serving.engine.choice import Delta
+
+if TYPE_CHECKING:  # it imports this module
+    from serving.engine.records import Finished
 
 
 class Failed(RuntimeError):
@@ -31,6 +35,7 @@ class Stream:
 
     Attributes:
       abandoned: whether the stream was closed before its end.
+      records: of the completions that have ended; each is there before its last delta.
 
     Example:
       >>> stream = engine.submit([job])
@@ -45,6 +50,7 @@ class Stream:
         ended: Callable[[], None] | None = None,
     ) -> None:
         self.abandoned = False
+        self.records: list[Finished] = []
         self.loop = asyncio.get_running_loop()
         self._cancel = cancel
         self._keys = tuple(keys)

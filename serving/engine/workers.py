@@ -185,7 +185,7 @@ class Workers:
         if self._finished is not None:
             began = now if call.began is None else call.began
             queued, total = began - call.arrived, now - call.arrived
-            self._finished(Finished(reason, 0, 0, queued, 0.0, 0.0, total))
+            self._finished(Finished(0, reason, 0, 0, queued, 0.0, 0.0, total, now))
 
 
 def _answer(call: _Call, result: Any, error: BaseException | None) -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from serving.errors import ApiError
-from serving.http import kserve, openai_routes
+from serving.http import kserve, openai_routes, probes
+from serving.http.access import HEADER, Access
+from serving.http.measured import Measured
 from serving.http.metrics import CONTENT_TYPE
-from serving.http.requests import error_response, service_of
+from serving.http.options import HttpOptions
+from serving.http.requests import error_response, route_path, service_of
 from serving.http.service import Service
-from serving.http.traffic import Measured
+
+if TYPE_CHECKING:
+    from serving.http.tracing import Tracing
 
 STATIC = Path(__file__).parent / "static"
 PAGE = {"/": "chat.html", "/static/chat.css": "chat.css", "/static/chat.js": "chat.js"}
@@ -35,23 +43,26 @@ PAGE_HEADERS = {
 }
 
 
-def make_app(service: Service) -> Starlette:
+def make_app(
+    service: Service, http: HttpOptions | None = None, tracing: Tracing | None = None
+) -> ASGIApp:
     """Makes the ASGI application.
 
     Args:
       service: what is served; it may still be loading.
+      http: has the sites whose pages may use it.
+      tracing: makes spans of requests; None makes none.
     """
     routes = [
-        Route("/health", health),
+        *probes.ROUTES,
         Route("/metrics", metrics),
         *(Route(path, page) for path in PAGE),
         *openai_routes.ROUTES,
         *kserve.ROUTES,
     ]
-    names: dict[object, str] = {route.endpoint: route.path for route in reversed(routes)}
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Measured, service.traffic, names)],
+        middleware=[Middleware(Measured, service.traffic, routes)],
         exception_handlers={
             ApiError: _answer_api_error,
             HTTPException: _answer_http_error,
@@ -59,15 +70,20 @@ def make_app(service: Service) -> Starlette:
         },
     )
     app.state.service = service
-    return app
+    return Access(_with_cors(app, http.allow_origins if http else ()), tracing)
 
 
-async def health(request: Request) -> Response:
-    """`GET /health`: 200 if requests are served, else 503 with the reason."""
-    problem = service_of(request).problem()
-    if problem is None:
-        return PlainTextResponse("ok\n")
-    return PlainTextResponse(f"{problem}\n", 503, headers={"Retry-After": "5"})
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Lets pages of other sites use the server; browsers ask it before they send JSON."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],  # clients in JavaScript send many of their own
+        expose_headers=[HEADER, "Retry-After"],
+    )
 
 
 async def metrics(request: Request) -> Response:
@@ -78,7 +94,7 @@ async def metrics(request: Request) -> Response:
 
 async def page(request: Request) -> Response:
     """The chat page and its two files."""
-    path = STATIC / PAGE[request.url.path]
+    path = STATIC / PAGE[route_path(request.scope)]
     return FileResponse(path, media_type=TYPES[path.suffix], headers=PAGE_HEADERS)
 
 

@@ -79,6 +79,8 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
             del read  # and with it the body
             visit.drop_body()
             stream = _submit(language, ask, work, visit)
+            prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
+            request.state.exchange.generates(loaded.name, prompt_tokens, stream)
             answer = Answer(loaded.name, ask, work, language.engine.read_scores)
             if ask.stream:
                 return EventStream(_events(stream, answer), stream.close)

@@ -27,6 +27,12 @@ def service_of(request: Request) -> Service:
     return service
 
 
+def route_path(scope: Scope) -> str:
+    """The path of a request without the prefix under which a proxy offers the server."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 @contextlib.asynccontextmanager
 async def visiting(request: Request) -> AsyncIterator[Visit]:
     """The way in for every request that costs more than a look: key, body, and a place.
@@ -209,6 +215,6 @@ def dump(value: Any) -> str:
 def error_response(request: Request, error: ApiError) -> JSONResponse:
     """An error in the form that the path's protocol has for errors: OpenAI's or KServe's."""
     service_of(request).traffic.refused(error)
-    is_kserve = request.url.path.startswith("/v2")
+    is_kserve = route_path(request.scope).startswith("/v2")
     body = {"error": error.message} if is_kserve else error.body()
     return JSONResponse(body, error.status, headers=error.headers)

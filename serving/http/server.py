@@ -17,14 +17,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serving.errors import ServingError
+from serving.http import logs
 from serving.http.app import make_app
+from serving.http.options import HttpOptions
 from serving.http.service import Loaded, Options, Service
+
+if TYPE_CHECKING:
+    from serving.http.tracing import Tracing
 
 _LOG = logging.getLogger("serving")
 
@@ -113,23 +118,41 @@ class Server(uvicorn.Server):
     Args:
       service: what is served.
       log_level: of uvicorn's messages.
+      http: TLS, proxies, other sites, traces.
+
+    Raises:
+      ServingError: the certificate cannot be used, or traces lack their libraries.
     """
 
-    def __init__(self, service: Service, log_level: str = "info") -> None:
+    def __init__(
+        self, service: Service, log_level: str = "info", http: HttpOptions | None = None
+    ) -> None:
+        http = http or HttpOptions()
+        self._tracing = _tracing(http.otlp_endpoint)
         config = uvicorn.Config(
-            make_app(service),
+            make_app(service, http, self._tracing),
             http=type("Protocol", (Protocol,), {"options": service.options}),
             ws="none",
             lifespan="off",
             log_config=None,
             log_level=log_level,
+            access_log=False,  # `serving.http.access` writes it
             limit_concurrency=service.options.connections,
             h11_max_incomplete_event_size=HEADER_BYTES,
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=2 * CLOSING_SECONDS,
             server_header=False,
-            proxy_headers=False,
+            proxy_headers=bool(http.forwarded_allow_ips),
+            forwarded_allow_ips=list(http.forwarded_allow_ips),
+            root_path=http.root_path,
+            ssl_certfile=http.ssl_certfile,
+            ssl_keyfile=http.ssl_keyfile,
         )
+        try:
+            config.load()
+        except OSError as error:
+            files = " and ".join(filter(None, (http.ssl_certfile, http.ssl_keyfile)))
+            raise ServingError(f"TLS with {files}: {error.strerror or error}") from error
         super().__init__(config)
         self.service = service
         self._signals = 0
@@ -158,15 +181,25 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Closes connections as soon as their answers are sent, or `CLOSING_SECONDS` later."""
+        """Closes connections when their answers are sent, or soon after; sends the last traces."""
         cut = asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._cut)
         await super().shutdown(sockets)
         cut.cancel()
+        if self._tracing is not None and not self.force_exit:
+            await asyncio.to_thread(self._tracing.close)
 
     def _cut(self) -> None:
         for connection in list(self.server_state.connections):
             if isinstance(connection, Protocol):
                 connection.transport.abort()
+
+
+def _tracing(endpoint: str | None) -> Tracing | None:
+    if endpoint is None:
+        return None
+    from serving.http.tracing import Tracing  # it needs libraries that need not be there
+
+    return Tracing(endpoint)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -196,7 +229,9 @@ def serve(
     port: int = 8000,
     options: Options | None = None,
     *,
+    http: HttpOptions | None = None,
     log_level: str = "info",
+    log_format: logs.LogFormat = "text",
 ) -> None:
     """Serves a model until a signal comes.
 
@@ -205,21 +240,25 @@ def serve(
       host: where to listen; `0.0.0.0` listens on all interfaces.
       port: where to listen.
       options: limits and keys.
+      http: TLS, proxies, other sites, traces.
       log_level: of the messages on stderr.
+      log_format: of these messages: lines of text, or a JSON object a line.
 
     Raises:
-      ServingError: the port cannot be used, or the model cannot be served.
+      ServingError: the port, or a file or library that `http` needs, cannot be used; or the model
+        cannot be served.
       Exception: whatever `load` raised, after the port was closed.
 
     Example:
       >>> serve(lambda: load_bundle("llama-1b", mesh), port=8000)
     """
-    _set_up_logging(log_level)
+    logs.set_up(log_level, log_format)
     sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(options)
+    server = Server(service, log_level, http)
     listener = listen(host, port)
     address, actual_port = listener.getsockname()[:2]
-    server = Server(service, log_level)
+    scheme = "https" if server.config.is_ssl else "http"
     failures: list[BaseException] = []
 
     def run_load() -> None:
@@ -236,7 +275,7 @@ def serve(
 
     loader = threading.Thread(target=run_load, name="load", daemon=True)
     with _heeding_signals(server):
-        _LOG.info("listening on http://%s:%d, loading the model", address, actual_port)
+        _LOG.info("listening on %s://%s:%d, loading the model", scheme, address, actual_port)
         loader.start()
         server.run(sockets=[listener])
         service.stop()
@@ -275,24 +314,3 @@ def _describe(loaded: Loaded) -> str:
         f"{limits.groups * limits.pages} pages of {limits.page}, "
         f"{loaded.backend.compile_total} programs compiled{', ' if facts else ''}{facts}"
     )
-
-
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
-    if level != "debug":  # what libraries tell of themselves; the server says it in its own words
-        logging.getLogger("jax").setLevel(logging.WARNING)
-        logging.getLogger("uvicorn.error").addFilter(_is_a_problem)
-
-
-def _is_a_problem(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING
-
-
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Whether an access belongs in the log: probes come every few seconds and do not."""
-    arguments = record.args
-    path = arguments[2] if isinstance(arguments, tuple) and len(arguments) > 2 else ""
-    return not str(path).startswith(("/health", "/metrics", "/v2/health"))

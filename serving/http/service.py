@@ -225,6 +225,10 @@ class Service:
             return "the server is shutting down"
         if self.loaded is None:
             return "the model is still loading" if self.status == "loading" else "loading failed"
+        return self.broken()
+
+    def broken(self) -> str | None:
+        """Why the process has to be started anew; None if it need not."""
         if self._language is not None and self._language.engine.error is not None:
             return self._language.engine.error
         stalled = max((model.stalled() for model in self._models), default=0.0)

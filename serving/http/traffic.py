@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.engine.records import Finished
 from serving.errors import ApiError
@@ -19,9 +17,6 @@ REQUEST_SECONDS = (
     7680,
 )  # fmt: skip
 ANSWER_SECONDS = (0.001, 0.005, 0.02, 0.1, *REQUEST_SECONDS[1:])
-
-METHODS = ("GET", "HEAD", "POST", "OPTIONS")
-"""Strangers may make up others; those count as one."""
 
 _REASONS = {
     400: "invalid", 401: "api_key", 404: "not_found", 405: "method", 408: "slow_body",
@@ -164,37 +159,3 @@ class RequestMetrics:
         running, waiting = self._counts()
         yield self.gauge("vllm:num_requests_running", "Requests with a slot", running)
         yield self.gauge("vllm:num_requests_waiting", "Requests without one", waiting)
-
-
-class Measured:
-    """An app whose answers are counted.
-
-    Args:
-      app: the app; what it routes to is in the scope once it has answered.
-      traffic: where they are counted.
-      routes: names of routes, by endpoint. All other paths count as one, or strangers could make
-        up as many as they like.
-    """
-
-    def __init__(self, app: ASGIApp, traffic: Traffic, routes: dict[object, str]) -> None:
-        self.app = app
-        self._traffic = traffic
-        self._routes = routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
-        started = time.monotonic()
-        status = 499  # of those who left before there was one
-
-        async def note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, note)
-        finally:
-            route = self._routes.get(scope.get("endpoint"), "other")
-            method = scope["method"] if scope["method"] in METHODS else "other"
-            self._traffic.answered(method, route, status, time.monotonic() - started)

@@ -1,8 +1,6 @@
 """Ops that stay whole in the compiler: each with a rule and a kernel for each platform."""
 
 from spmd.ops.attention import attention
-from spmd.ops.cache import cache_update
-from spmd.ops.decode_attention import decode_attention
 from spmd.ops.fp8 import Fp8State, fp8_dot, fp8_state
 from spmd.ops.linear import linear, linears
 from spmd.ops.paged import paged_attention, paged_update
@@ -10,8 +8,6 @@ from spmd.ops.paged import paged_attention, paged_update
 __all__ = [
     "Fp8State",
     "attention",
-    "cache_update",
-    "decode_attention",
     "fp8_dot",
     "fp8_state",
     "linear",

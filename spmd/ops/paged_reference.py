@@ -44,10 +44,22 @@ def attend(
     flat = [x.reshape(groups * rows, *x.shape[2:]) for x in operands]
     at_once = max(1, MOST_ELEMENTS // max(1, reach * heads * 2 * width))
     if at_once >= groups * rows:
-        heads_R = jax.vmap(one)(*flat)
-    else:
-        heads_R = jax.lax.map(lambda row: one(*row), flat, batch_size=at_once)
-    return heads_R.reshape(q_ARKGD.shape)
+        return jax.vmap(one)(*flat).reshape(q_ARKGD.shape)
+
+    def some(taken: Any) -> Any:
+        """Rows that are taken together; nothing is computed where all of them are padding."""
+        nothing = jnp.zeros_like(taken[0])
+        return jax.lax.cond(jnp.any(taken[3] >= 0), lambda: jax.vmap(one)(*taken), lambda: nothing)
+
+    count = -(-groups * rows // at_once)
+    padded = [_padded(x, count * at_once).reshape(count, at_once, *x.shape[1:]) for x in flat]
+    heads_XKGD = jax.lax.map(some, padded).reshape(-1, *q_ARKGD.shape[2:])
+    return heads_XKGD[: groups * rows].reshape(q_ARKGD.shape)
+
+
+def _padded(x: Any, size: int) -> Any:
+    """Rows -1 behind the others, up to `size`."""
+    return jnp.pad(x, ((0, size - x.shape[0]), *((0, 0),) * (x.ndim - 1)), constant_values=-1)
 
 
 def last_positions(positions_AR: Any, first_AB1: Any) -> Any:

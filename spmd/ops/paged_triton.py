@@ -25,11 +25,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
-from spmd.ops.decode_attention_triton import PROGRAMS
 from spmd.ops.paged_reference import KEYS, VALUES
 
 POSITIONS = 64
 """Positions of a tile: so many keys and values are multiplied at a time."""
+
+PROGRAMS = 528
+"""About as many programs as keep a GPU of 132 multiprocessors busy."""
 
 SMALL, LARGE = 16, 64
 """Queries of a tile: tensor cores multiply no fewer than 16, and Hopper's are fastest with 64."""

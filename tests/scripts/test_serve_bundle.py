@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from scripts.serve_bundle import KEYS, LIMITS, make_parser, options
+from scripts.serve_bundle import KEYS, LIMITS, http_options, make_parser, options
+from serving.http.options import HttpOptions
 from serving.http.service import Options
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_flags_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +42,36 @@ def test_every_limit_has_a_flag() -> None:
     flags = [word for name in LIMITS for word in (f"--{name}", "77")]
     given = options(make_parser().parse_args(["bundle", *flags]))
     assert all(getattr(given, name) == 77 for name in LIMITS)
+
+
+def test_flags_say_how_the_server_is_reached() -> None:
+    parser = make_parser()
+    assert http_options(parser.parse_args(["bundle"])) == HttpOptions()
+    flags = (
+        "--ssl_certfile cert.pem --ssl_keyfile key.pem --root_path /llama "
+        "--allow_origins https://a.example,http://localhost:3000 "
+        "--forwarded_allow_ips 10.0.0.7,fd00::/8 --otlp_endpoint http://collector:4318"
+    )
+    assert http_options(parser.parse_args(["bundle", *flags.split()])) == HttpOptions(
+        ssl_certfile="cert.pem",
+        ssl_keyfile="key.pem",
+        allow_origins=("https://a.example", "http://localhost:3000"),
+        root_path="/llama",
+        forwarded_allow_ips=("10.0.0.7", "fd00::/8"),
+        otlp_endpoint="http://collector:4318",
+    )
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_a_user_can_mend_is_the_last_line(form: str, tmp_path: Path) -> None:
+    """As text, or as an object of the log; not as a traceback."""
+    command = [sys.executable, "-m", "scripts.serve_bundle", str(tmp_path / "none"), "--port", "0"]
+    done = subprocess.run(
+        [*command, "--log_format", form], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    if form == "json":
+        assert json.loads(last)["level"] == "CRITICAL" and "none" in json.loads(last)["message"]
+    else:
+        assert last.startswith("error: ") and "none" in last

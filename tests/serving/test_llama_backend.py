@@ -120,8 +120,9 @@ def test_bytes_that_a_step_reads(hf_folder, tmp_path, export, devices8):
     ("seconds", "slots", "rows"),
     [
         ({8: 1.0, 128: 1.1, 512: 2.0, 2048: 5.0}, 8, 512),
-        ({8: 1.0, 128: 2.1, 512: 4.0}, 8, 16),  # all slots and a piece, however long it takes
-        ({16: 1.0, 256: 2.5, 512: 6.0}, 256, 272),
+        ({8: 1.0, 128: 2.1, 512: 4.0}, 8, 128),  # all slots and a piece, however long it takes
+        ({16: 1.0, 256: 2.5, 512: 6.0}, 256, 512),
+        ({8: 0.002, 256: 0.006, 512: 0.011, 1024: 0.021}, 8, 512),  # short for whoever reads
         ({16: 1.0, 64: 2.5, 256: 3.0, 1024: 5.0}, 64, 1024),  # beside all slots, not beside few
         ({64: 1.0}, 64, 64),
     ],
@@ -131,7 +132,7 @@ def test_a_step_that_decoding_waits_for(seconds, slots, rows):
 
 
 def stand_in(platform, **shape):
-    """What `model_backend` reads of a bundle; steps over long tables take five times as long."""
+    """What `model_backend` reads of a bundle; over long tables steps read 160 tokens, 4 seconds."""
     sizes = {"slots": 8, "max_length": 64, "rows": [8, 256, 1024], "groups": 1, "page": 8}
     contract = {
         "kind": llama.KIND,
@@ -143,7 +144,7 @@ def stand_in(platform, **shape):
             for n in taken for t in (16, 64)}  # fmt: skip
     entries = {n: SimpleNamespace(tags=t) for n, t in {**tags, "begin": {"kind": "begin"}}.items()}
     emitted = {
-        name: SimpleNamespace(seconds=taken[entry.tags["rows"]] * (1 if "t16" in name else 5))
+        name: SimpleNamespace(seconds=taken[entry.tags["rows"]] + (0 if "t16" in name else 4))
         for name, entry in entries.items()
         if name != "begin"
     }
@@ -158,10 +159,10 @@ def stand_in(platform, **shape):
     )
 
 
-@pytest.mark.parametrize(("platform", "rows"), [("cpu", 1024), ("gpu", 256)])
-def test_predicted_times_decide_the_budget(platform, rows, monkeypatch):
-    monkeypatch.setattr(llama, "info", lambda bundle: {})
-    assert llama.model_backend(stand_in(platform)).budget == rows
+@pytest.mark.parametrize(("bandwidth", "rows"), [(None, 1024), (40, 256)])
+def test_predicted_times_decide_the_budget(bandwidth, rows, monkeypatch):
+    monkeypatch.setattr(llama, "info", lambda bundle: {"token_bytes": 1, "bandwidth": bandwidth})
+    assert llama.model_backend(stand_in("gpu")).budget == rows
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ async function* events(response) {
 }
 
 async function ask(signal) {
-  const response = await fetch("/v1/chat/completions", {
+  const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: headers(),
     body: JSON.stringify(makeBody()),
@@ -231,7 +231,7 @@ function toggleSettings() {
 
 async function showModel() {
   try {
-    const response = await fetch("/v1/models", { headers: headers() });
+    const response = await fetch("v1/models", { headers: headers() });
     const body = await response.json();
     if (!response.ok) throw new Error(body.error.message);
     const [model] = body.data;

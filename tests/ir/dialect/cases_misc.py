@@ -41,16 +41,6 @@ def projected(x: Any, w: Any) -> Any:
     return tuple(spmd.ops.linear(x, weight) for weight in (w, quantized, fine))
 
 
-def decoded(x: Any, w: Any) -> Any:
-    """A step of attention over a cache of which the slots hold 1 to 8 positions."""
-    positions = jnp.arange(4, dtype=jnp.int32) * 2 + 1
-    cache = x.reshape(4, 2, 2, 2, 4).repeat(4, axis=3)
-    new = w.reshape(4, 2, 2, 4)
-    updated = spmd.ops.cache_update(cache, new, positions)
-    q = w.reshape(4, 2, 2, 4)
-    return updated, spmd.ops.decode_attention(q, updated, positions, length=8)
-
-
 def paged(x: Any, w: Any) -> Any:
     """Two groups of three slots: rows that are one of a slot, a chunk and padding."""
     slots = jnp.asarray([[0, 2, 2, 2], [1, 1, 2, 9]])
@@ -81,7 +71,6 @@ MISC: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         (X, matrices(8, 8)),
     ),
     ("linear", projected, (X, matrices(8, 16, seed=2))),
-    ("decode_attention", decoded, (X, matrices(8, 8))),
     ("paged_attention", paged, (X, matrices(8, 8))),
     ("mulhi", lambda x: lax.mulhi(x, x[::-1]), (WORDS,)),
     ("mulhi_unsigned", lambda x: lax.mulhi(x, x[::-1]), (WORDS.astype(np.uint32),)),

@@ -14,13 +14,15 @@ from jax import export
 import spmd
 from models.function import Role
 from scripts.flags import bundle as bundle_flags
-from serving.bundle import symbols
+from serving.bundle import memory, symbols
 from serving.bundle.function import BundleError, Function, StateLeaf
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.memory import compile_bundle
+from serving.bundle.programs import plan_functions
 from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
 from spmd.cli.flags import Parser
+from spmd.errors import ArgumentError
 from spmd.mesh.chips import CHIPS
 from tests.serving.conftest import struct
 from tests.two_processes import run_both
@@ -35,10 +37,12 @@ WEIGHTS = {"k": np.random.default_rng(0).standard_normal((D, D), np.float32)}
 
 def write_row(weights, state, x_AD, page_A, at_A):
     """One row goes into a page of each group's pool."""
-    pool = state["pool"]
-    rows = pool.reshape(A, pool.shape[1] * P, D)
-    rows = spmd.ops.cache_update(rows, spmd.ops.linear(x_AD, weights["k"]), page_A * P + at_A)
-    return {"pool": rows.reshape(pool.shape)}, {"pages": jnp.full((), pool.shape[1])}
+    pool, row_AD = state["pool"], spmd.ops.linear(x_AD, weights["k"])
+    slots_A1 = jnp.zeros((A, 1), jnp.int32)
+    pool = spmd.ops.paged_update(
+        pool, row_AD[:, None], page_A[:, None, None], slots_A1, at_A[:, None]
+    )
+    return {"pool": pool}, {"pages": jnp.full((), pool.shape[1])}
 
 
 def read_slots(weights, state, table_ABM):
@@ -91,8 +95,8 @@ def test_the_manifest_names_the_symbol_and_its_dims(folder):
     assert read["arguments"][1]["leaves"][0]["shape"] == [A, "n", P, D]
     assert [leaf["shape"] for leaf in read["outputs"]] == [[A, "n"], [A, B, D]]
     assert manifest["functions"]["write"]["composites"] == {
-        "spmd.cache_update": 1,
         "spmd.linear": 1,
+        "spmd.paged_update": 1,
     }
 
 
@@ -169,6 +173,21 @@ def test_an_upper_bound_ends_it(mesh_of):
     exported, state = functions("n <= 30", "mod(n, 4) == 0")
     bundle = compile_bundle(exported, mesh_of(2), weights=WEIGHTS, state=state)
     assert bundle.symbols == {"n": 28}
+
+
+def test_sizes_that_a_kernel_refuses_are_too_large(mesh_of, monkeypatch):
+    def plan(*given, **more):
+        if more["symbols"]["n"] > 200:
+            raise ArgumentError("too many pages")
+        return plan_functions(*given, **more)
+
+    monkeypatch.setattr(memory, "plan_functions", plan)
+    exported, state = functions("n <= 1000")
+    bundle = compile_bundle(exported, mesh_of(2), weights=WEIGHTS, state=state)
+    assert 180 <= bundle.symbols["n"] <= 200
+    exported, state = functions("n >= 300")
+    with pytest.raises(ArgumentError, match="too many pages"):
+        compile_bundle(exported, mesh_of(2), weights=WEIGHTS, state=state)
 
 
 def test_a_split_dim_gets_a_size_that_its_axes_divide(mesh_of):

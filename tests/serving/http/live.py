@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from models.training.data.tokenizer import ByteTokenizer
+from serving.http.options import HttpOptions
 from serving.http.server import Server, listen
 from serving.http.service import Loaded, Options, Service
 from tests.serving.engine.fake_backend import FakeBackend
@@ -56,6 +57,7 @@ def serving(
     backend: FakeBackend | None = None,
     options: Options | None = None,
     load: bool = True,
+    http: HttpOptions | None = None,
     **loaded: Any,
 ) -> Iterator[Live]:
     """A server with the fake backend; at the end all slots are free."""
@@ -63,9 +65,10 @@ def serving(
     service = Service(options)
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = Server(service, "critical")
+    server = Server(service, "critical", http)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    live = Live(f"http://127.0.0.1:{port}", port, service, backend, server)
+    scheme = "https" if server.config.is_ssl else "http"
+    live = Live(f"{scheme}://127.0.0.1:{port}", port, service, backend, server)
     thread.start()
     try:
         if load:

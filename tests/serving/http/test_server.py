@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,84 +17,14 @@ from serving.errors import ServingError
 from serving.http.server import listen
 from serving.http.service import Options
 from tests.serving.http.live import get, post
-from tests.waiting import PATIENCE, wait_until
-
-ROOT = Path(__file__).parents[3]
-
-PROGRAM = """
-import sys
-from pathlib import Path
-from models.training.data.tokenizer import ByteTokenizer
-import serving.http.service
-from serving.http.server import serve
-from serving.http.service import Loaded, Options
-from tests.serving.engine.fake_backend import FakeBackend
-from tests.waiting import PATIENCE, wait_until
-
-FOLDER = Path(sys.argv[1])
-serving.http.service.STOP_SECONDS = 0.1  # not ten for a held result
-
-def load():
-    wait_until((FOLDER / "load").exists)
-    {extra}
-    backend = FakeBackend()
-    backend.gate.wait = lambda: wait_until((FOLDER / "run").exists)
-    return Loaded("fake", backend, ByteTokenizer())
-
-try:
-    serve(load, port=0, options=Options(drain_seconds=PATIENCE))
-except (ValueError, RuntimeError) as error:
-    sys.exit(f"error: {{error}}")
-"""
-
-
-class Process:
-    """A server in a process of its own: it loads, and the model runs, when we say so."""
-
-    def __init__(self, folder: Path, extra: str = "") -> None:
-        command = [sys.executable, "-c", PROGRAM.format(extra=extra), str(folder)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        self.folder = folder
-        self.lines: list[str] = []
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-        wait_until(lambda: self.lines != [])
-        found = re.search(r"listening on (http://127.0.0.1:\d+), loading", self.lines[0])
-        assert found, self.lines
-        self.url = found[1]
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        self.lines.extend(self.process.stderr)
-
-    def let(self, what: str) -> None:
-        """Let it `load`, or its model `run`."""
-        (self.folder / what).touch()
-
-    def wait_health(self, status: int) -> None:
-        wait_until(lambda: get(f"{self.url}/health").status_code == status)
-
-    def end(self) -> str:
-        """Wait for its end; what it has written."""
-        self.process.wait(PATIENCE)
-        self.reader.join(PATIENCE)
-        return "".join(self.lines)
+from tests.serving.http.process import Start, starting
+from tests.waiting import wait_until
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
-
-    def start(extra: str = "") -> Process:
-        started.append(Process(tmp_path, extra))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.process.kill()
-        process.end()
-        assert process.process.stderr is not None
-        process.process.stderr.close()
+def start(tmp_path: Path) -> Iterator[Start]:
+    with starting(tmp_path) as start:
+        yield start
 
 
 @contextmanager
@@ -119,7 +46,7 @@ def asking(url: str) -> Iterator[list[Any]]:
     thread.join()
 
 
-def test_a_gentle_end(start: Callable[..., Process]) -> None:
+def test_a_gentle_end(start: Start) -> None:
     process = start()
     assert get(f"{process.url}/health").status_code == 503
     process.let("load")
@@ -140,7 +67,7 @@ def test_a_gentle_end(start: Callable[..., Process]) -> None:
     assert "uvicorn.error" not in log  # what libraries tell of themselves
 
 
-def test_two_signals_end_at_once(start: Callable[..., Process]) -> None:
+def test_two_signals_end_at_once(start: Start) -> None:
     process = start()
     process.let("load")
     process.wait_health(200)
@@ -152,7 +79,7 @@ def test_two_signals_end_at_once(start: Callable[..., Process]) -> None:
     assert isinstance(answers[0], httpx.TransportError) or "[DONE]" not in answers[0]
 
 
-def test_a_signal_while_it_loads(start: Callable[..., Process]) -> None:
+def test_a_signal_while_it_loads(start: Start) -> None:
     process = start()
     process.process.send_signal(signal.SIGTERM)
     log = process.end()
@@ -171,7 +98,7 @@ def test_a_signal_while_it_loads(start: Callable[..., Process]) -> None:
         ),
     ],
 )
-def test_what_cannot_be_loaded(start: Callable[..., Process], extra: str, message: str) -> None:
+def test_what_cannot_be_loaded(start: Start, extra: str, message: str) -> None:
     process = start(extra)
     process.let("load")
     log = process.end()

@@ -1,4 +1,4 @@
-"""What decoding is made of, against plain arithmetic: alone, split in every way, and as kernels."""
+"""Products with few rows, against plain arithmetic: alone, split in every way, and as kernels."""
 
 from __future__ import annotations
 
@@ -13,20 +13,10 @@ import pytest
 import spmd
 from models.llama.quantize import quantize_weight
 from spmd.errors import ArgumentError
-from spmd.lowering.local.composite import device_of
-from spmd.ops import (
-    cache_update,
-    decode_attention,
-    decode_attention_triton,
-    linear,
-    linear_triton,
-    linears,
-)
-from spmd.ops.cache import _rows
+from spmd.ops import linear, linear_triton, linears
 from tests.models.llama.inverse import dequantize
 
 CHECKED = spmd.Options(check=True)
-ATTENTION = importlib.import_module("spmd.ops.decode_attention")
 LINEAR = importlib.import_module("spmd.ops.linear")  # its name is the function's in spmd.ops
 
 
@@ -42,9 +32,6 @@ def split_and_whole(
     got, want = compiled(*args), jax.jit(function)(*args)
     scale = float(np.abs(np.asarray(want, np.float32)).max())
     np.testing.assert_allclose(got, want, rtol=0, atol=atol * scale)
-
-
-# Linear
 
 
 def weights(kind: str, outputs: int = 24, inputs: int = 512) -> tuple[Any, Any]:
@@ -146,132 +133,3 @@ def test_linears_shapes_are_checked() -> None:
     ):
         with pytest.raises(ArgumentError, match="linear cannot be computed"):
             linear(x, wrong)
-
-
-# The cache
-
-
-def updated(cache: Any, new: Any, positions: Any) -> Any:
-    """By a loop."""
-    cache = np.array(cache)
-    for slot, position in enumerate(positions):
-        if 0 <= position < cache.shape[-2]:
-            cache[slot, ..., position, :] = new[slot]
-    return cache
-
-
-def cache_case(slots: int) -> tuple[Any, Any, Any]:
-    rng = np.random.default_rng(slots)
-    positions = rng.integers(0, 6, slots).astype(np.int32)
-    positions[-1] = 6  # nothing is written there
-    positions[0] = -1 if slots > 2 else positions[0]
-    cache = rng.standard_normal((slots, 2, 4, 6, 8)).astype(np.float32)
-    return cache, rng.standard_normal((slots, 2, 4, 8)).astype(np.float32), positions
-
-
-@pytest.mark.parametrize("slots", [1, 2, 8])
-@pytest.mark.parametrize("implementation", [cache_update, _rows], ids=["reference", "rows"])
-def test_cache_update(implementation: Any, slots: int) -> None:
-    case = cache_case(slots)
-    np.testing.assert_array_equal(jax.jit(implementation)(*case), updated(*case))
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [("x", None, "y", None, None), (None, None, "x", None, "y"), (None, None, None, "y", None)],
-)
-def test_cache_update_split(spec: Any, mesh: spmd.Mesh) -> None:
-    specs = (spec, (*spec[:3], spec[4]), (spec[0],))
-    split_and_whole(cache_update, mesh, specs, *cache_case(8), atol=0)
-
-
-# Attention
-
-
-def attention_case(slots: int, groups: int, length: int, quantized: bool) -> tuple[Any, ...]:
-    rng = np.random.default_rng(slots + groups)
-    q = rng.standard_normal((slots, 2, groups, 32)).astype(np.float32)
-    shape = (slots, 2, 2, length + 64, 32)
-    positions = rng.integers(0, length, slots).astype(np.int32)
-    positions[0] = 0
-    behind = np.arange(shape[3]) > positions[:, None, None, None]  # broken by who was there before
-    if not quantized:
-        cache = np.where(behind[..., None], np.nan, rng.standard_normal(shape))
-        return q, cache.astype(np.float32), positions
-    values = rng.integers(-127, 128, shape).astype(np.int8)
-    scales = np.where(behind, np.nan, rng.random(shape[:-1]) * 0.02)
-    return q, values, positions, scales.astype(np.float32)
-
-
-def attended(q: Any, cache: Any, positions: Any, scales: Any = None) -> Any:
-    """By a loop over slots and heads, in float64."""
-    stored = np.asarray(cache, np.float64) * (1 if scales is None else scales[..., None])
-    out = np.zeros(q.shape)
-    for slot, last in enumerate(positions):
-        for head in range(q.shape[1]):
-            keys, values = stored[slot, :, head, : last + 1]
-            scores = q[slot, head] @ keys.T / np.sqrt(q.shape[-1])
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            out[slot, head] = weights / weights.sum(-1, keepdims=True) @ values
-    return out
-
-
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
-def test_decode_attention(kernel: bool, groups: int, quantized: bool) -> None:
-    case = attention_case(3, groups, 256, quantized)
-    if kernel:
-        got = decode_attention_triton.decode(*case, length=256, interpret=True)
-    else:
-        got = ATTENTION._decomposition(*case, length=256)
-    np.testing.assert_allclose(got, attended(*case), rtol=0, atol=1e-5)
-
-
-def test_the_kernel_lowers_for_gpus() -> None:
-    q, cache, positions = attention_case(2, 4, 128, False)
-
-    def run(q: Any, cache: Any, positions: Any) -> Any:
-        return decode_attention_triton.decode(q, cache, positions, length=128)
-
-    with device_of("cuda"):
-        lowered = jax.jit(run).trace(q, cache, positions).lower(lowering_platforms=("cuda",))
-    assert "triton" in lowered.as_text()
-
-
-def test_the_kernel_takes_no_other_sizes() -> None:
-    takes = decode_attention_triton.takes
-    assert takes(8, 128, 64)
-    assert not takes(9, 128, 64)
-    assert not takes(1, 96, 64)
-    assert not takes(1, 128, 96)
-    q, cache, positions = attention_case(1, 9, 128, False)
-    assert decode_attention_triton.decode(q, cache, positions, length=128) is NotImplemented
-
-
-def test_parts_share_the_positions() -> None:
-    for sequences in (1, 3, 32, 600):
-        for length in (64, 192, 1024, 1088):
-            parts = decode_attention_triton._parts(sequences, length)
-            assert length % (parts * decode_attention_triton.TILE) == 0
-
-
-@pytest.mark.parametrize(
-    "spec", [("x", "y", None, None), (None, "y", "x", None), (None, None, "x", None)]
-)
-def test_decode_attention_split(spec: Any, mesh: spmd.Mesh) -> None:
-    q, cache, positions = attention_case(4, 4, 64, False)
-    specs = (spec, (spec[0], None, spec[1], None, None), (spec[0],))
-
-    def run(q: Any, cache: Any, positions: Any) -> Any:
-        return decode_attention(q, cache, positions, length=64)
-
-    split_and_whole(run, mesh, specs, q, cache, positions, out=spec)
-
-
-def test_decode_attentions_shapes_are_checked() -> None:
-    q, cache, positions = attention_case(2, 3, 64, False)
-    with pytest.raises(ArgumentError, match="decode_attention cannot be computed"):
-        decode_attention(q, cache, positions, length=1000)
-    with pytest.raises(ArgumentError, match="cache_update cannot be computed"):
-        cache_update(cache, q, positions)

@@ -1,0 +1,71 @@
+"""What the server writes to stderr: lines for people, or one JSON object a line for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+FORMATS: tuple[LogFormat, ...] = ("text", "json")
+
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""The request that this task, or this thread on behalf of one, works for."""
+
+FIELDS = "fields"
+"""The attribute of a record that holds more fields: `log.info(text, extra={FIELDS: {...}})`."""
+
+
+def set_up(level: str, form: LogFormat = "text") -> None:
+    """Sets the process's logging up, on stderr.
+
+    Args:
+      level: least important lines to write.
+      form: of a line.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    if form == "json":
+        logging.captureWarnings(True)
+    if level != "debug":  # what libraries tell of themselves; the server says it in its own words
+        logging.getLogger("jax").setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").addFilter(_is_a_problem)
+
+
+def _is_a_problem(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31 12:00:00,000 INFO serving: text [request id]`."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line; a traceback follows it."""
+        request_id = REQUEST_ID.get()
+        line = super().formatMessage(record).rstrip("\n")
+        return line if request_id is None else f"{line} [{request_id}]"
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"time": "2026-01-31T12:00:00.000+00:00", "level": "INFO", ...}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object, on one line."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage().rstrip("\n"),
+        }
+        if (request_id := REQUEST_ID.get()) is not None:
+            line["request_id"] = request_id
+        line |= getattr(record, FIELDS, {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)

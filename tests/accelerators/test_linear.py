@@ -1,0 +1,48 @@
+"""Products with few rows on real accelerators: as the references, alone and partitioned.
+
+See `test_attention.py` for the command.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmd
+from models.llama.quantize import quantize_weight
+from spmd.ops import linear, linears
+from tests.accelerators.devices import COUNT, DEVICES
+
+
+def compare(function: Any, *args: Any, specs: Any = None, tolerance: float = 2e-2) -> Any:
+    """Compiled by us with the platform's kernels, beside the reference under `jax.jit`."""
+    mesh = spmd.make_mesh(devices=DEVICES[:COUNT], x=COUNT)
+    compiled = spmd.jit(function, mesh=mesh, in_specs=specs).compile(*args)
+    got = np.asarray(compiled(*args), np.float32)
+    want = np.asarray(jax.jit(function)(*args), np.float32)
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+    return compiled
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_linear(kind: str, rows: int) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 512)), jnp.bfloat16)
+    whole = rng.standard_normal((1024, 512)).astype(np.float32)
+    weight: Any = jnp.asarray(whole, jnp.bfloat16)
+    if kind != "none":
+        weight = jax.tree.map(jnp.asarray, quantize_weight(whole, kind))
+    compare(linear, x, weight)
+
+
+@pytest.mark.parametrize("rows", [2, 16, 64, 100])
+def test_linears_of_few_rows(rows: int) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 1024)), jnp.bfloat16)
+    many = [jnp.asarray(rng.standard_normal((n, 1024)), jnp.bfloat16) for n in (512, 1024, 19456)]
+    compare(lambda x, many: jnp.concatenate(linears(x, many), axis=1), x, many)
