@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from typing import Any, TypeVar, cast
 from serving.engine.fairness import FairQueue
 from serving.engine.records import Finished
 from serving.engine.stream import Stopped
+
+_LOG = logging.getLogger("serving")
 
 T = TypeVar("T")
 
@@ -159,7 +162,10 @@ class Workers:
                 result = call.function()
             except BaseException as raised:
                 error = raised
-            self._end(call, error)
+            try:
+                self._end(call, error)
+            except Exception:  # a mistake in counting must not end the thread
+                _LOG.exception("a call was not counted")
             _answer(call, result, error)
 
     def _next(self) -> _Call | None:
