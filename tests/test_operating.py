@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 
 from scripts.serve_bundle import KEYS, make_parser, options
 from serving.engine.actions import Counts
@@ -23,6 +24,7 @@ from serving.http.metrics import Metrics
 from serving.http.options import HttpOptions
 from serving.http.server import CLOSING_SECONDS, IDLE_SECONDS
 from serving.http.service import Options
+from serving.http.traffic import RequestMetrics
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.test_docker import of_kind
 
@@ -140,7 +142,9 @@ def test_probes_that_the_page_names() -> None:
 def test_metrics_that_are_named() -> None:
     backend = FakeBackend()
     state = State(0, 0, pages=1, held=0, cached=0, counts=Counts())
-    known = Metrics("fake", backend, lambda: state).render().decode()
+    requests = RequestMetrics("fake", lambda: (0, 0))
+    Metrics(requests, backend, lambda: state)
+    known = generate_latest(requests.registry).decode()
     named = set(re.findall(r"(?:vllm|spmd):\w+", PAGE + TEXT))
     assert len(named) > 10
     assert [name for name in named if not re.search(rf"(?m)^(# TYPE )?{name}[{{ ]", known)] == []

@@ -109,9 +109,9 @@ def seen_client(live: Live, forwarded: str, monkeypatch: pytest.MonkeyPatch, cap
     engine = live.service.language().engine
     submit, seen = engine.submit, []
 
-    def note(jobs: Any, client: str = "") -> Any:
+    def note(jobs: Any, client: str, *more: Any) -> Any:
         seen.append(client)
-        return submit(jobs, client)
+        return submit(jobs, client, *more)
 
     monkeypatch.setattr(engine, "submit", note)
     caplog.clear()
