@@ -106,10 +106,16 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
+        self._asked: set[str] = set()
 
     def get(self, name: str) -> Any:
         """A field of any type; None if it is absent."""
+        self._asked.add(name)
         return self._values.get(name)
+
+    def left(self) -> tuple[str, ...]:
+        """Names of the fields that nobody has asked for, in their order."""
+        return tuple(name for name in self._values if name not in self._asked)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """A field that is true or false."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,11 @@ from serving.http.requests import (
 )
 from serving.http.responses import Answer
 from serving.http.service import Language, Loaded, Service
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
+"""What a header shows of names that strangers chose."""
+
+MOST_NAMES = 8
 
 Parse = Callable[[Mapping[str, Any], Bounds], Ask]
 MakeWork = Callable[[Any, Language], Work]
@@ -83,10 +89,26 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
             request.state.exchange.generates(loaded.name, prompt_tokens, stream)
             answer = Answer(loaded.name, ask, work, language.engine.read_scores)
             if ask.stream:
-                return EventStream(_events(stream, answer), stream.close)
-            return await _whole(stream, answer)
+                response: Response = EventStream(_events(stream, answer), stream.close)
+            else:
+                response = await _whole(stream, answer)
         except Failed as error:
             raise _failure(error) from error
+    if ask.ignored:
+        response.headers["Warning"] = warning(ask.ignored)
+    return response
+
+
+def warning(ignored: Sequence[str]) -> str:
+    """A `Warning` header (RFC 7234, section 5.5) that names the fields that were ignored.
+
+    Example:
+      >>> warning(["min_tokns", "a b"])
+      '299 spmd "ignored: min_tokns, ?"'
+    """
+    shown = [name if NAME.fullmatch(name) else "?" for name in ignored[:MOST_NAMES]]
+    more = f", and {len(ignored) - MOST_NAMES} more" if len(ignored) > MOST_NAMES else ""
+    return f'299 spmd "ignored: {", ".join(shown)}{more}"'
 
 
 def _read(

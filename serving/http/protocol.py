@@ -1,7 +1,7 @@
 """OpenAI's requests for completions and chat completions, checked field by field.
 
-Unknown fields are ignored. Fields that would change the result but are not supported are refused by
-name: an answer that silently left them out would be wrong.
+Unknown fields are ignored, and named in a header of the answer. Fields that would change the result
+but are not supported are refused by name: an answer that silently left them out would be wrong.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class Ask:
       include_usage: whether the last event of a stream has the token counts.
       usage_always: whether every event has them.
       user: the name of the end user, as the request gives it.
+      ignored: names of fields that have no meaning here.
     """
 
     model: str | None
@@ -111,6 +112,7 @@ class Ask:
     include_usage: bool
     usage_always: bool
     user: str
+    ignored: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +154,7 @@ def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
       ApiError: a field does not fit; the error has its name.
     """
     fields = Fields(body)
-    _refuse(body, _REFUSED)
+    _refuse(fields, _REFUSED)
     prompts = _prompts(fields.get("prompt"), bounds)
     max_tokens = fields.integer("max_tokens", 0, bounds.max_length)
     ask = CompletionAsk(
@@ -166,7 +168,7 @@ def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
     best_of = fields.integer("best_of", 1, bounds.choices)
     if best_of not in (None, ask.n):
         raise invalid("best_of: not served; leave it out", "best_of")
-    return ask
+    return dataclasses.replace(ask, ignored=fields.left())
 
 
 def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
@@ -180,7 +182,7 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
       ApiError: a field does not fit; the error has its name.
     """
     fields = Fields(body)
-    _refuse(body, {**_REFUSED, **_REFUSED_IN_CHATS})
+    _refuse(fields, {**_REFUSED, **_REFUSED_IN_CHATS})
     limits = [
         fields.integer(name, 1, bounds.max_length)
         for name in ("max_completion_tokens", "max_tokens")
@@ -189,18 +191,19 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
         raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
-    return ChatAsk(
+    ask = ChatAsk(
         **_common(fields, bounds, 1),
         max_tokens=next((limit for limit in limits if limit is not None), None),
         logprobs=(top or 0) if wanted else None,
         messages=_messages(fields.get("messages")),
         generation_prompt=fields.flag("add_generation_prompt", True),
     )
+    return dataclasses.replace(ask, ignored=fields.left())
 
 
-def _refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
+def _refuse(fields: Fields, table: Mapping[str, tuple[Any, ...]]) -> None:
     for name, harmless in table.items():
-        value = body.get(name)
+        value = fields.get(name)
         if value is not None and not any(value == one for one in harmless):
             raise invalid(f"{name}: not served; leave it out", name, "unsupported_parameter")
 

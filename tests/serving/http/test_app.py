@@ -129,6 +129,27 @@ def test_a_chat_as_a_stream(live: Live, client: httpx.Client) -> None:
     assert made == sorted(made) and made[1] == 1 and chunks[-1]["usage"] == usage
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("completions", {"prompt": "x"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_ignored_fields_are_named(
+    live: Live, client: httpx.Client, path: str, asked: dict[str, Any], stream: bool
+) -> None:
+    body = {**asked, "max_tokens": 2, "stream": stream, "logit_bias": None}
+    assert "warning" not in client.post(f"/v1/{path}", json=body).headers
+    strange = {"min_tokns": 1, "a\nb": 2, **{f"x{i}": i for i in range(8)}}
+    response = client.post(f"/v1/{path}", json={**body, **strange})
+    assert response.status_code == 200
+    assert response.headers["warning"] == (
+        '299 spmd "ignored: min_tokns, ?, x0, x1, x2, x3, x4, x5, and 2 more"'
+    )
+
+
 def test_many_prompts_and_choices(live: Live, client: httpx.Client) -> None:
     answer = complete(client, prompt=["ab", "cd"], n=2, max_tokens=5, seed=7)
     texts = [choice["text"] for choice in answer["choices"]]
