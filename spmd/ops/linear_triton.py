@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from spmd.ops.triton import power_above, triton
+
 MOST_ROWS = 128
 """With more rows products are bound by arithmetic, and cuBLAS is faster."""
 
@@ -27,8 +29,11 @@ LEAST_ROWS = 16
 OUTPUTS = 64
 """Of a block: so many rows of a weight is the least that tensor cores of Hopper take."""
 
+MULTIPROCESSORS = 132
+"""Of an H100. With blocks for more than two turns of them, larger blocks read x less often."""
+
 PROGRAMS = 96
-"""Fewer do not keep an H100's 132 multiprocessors busy; twice as many as these have two turns."""
+"""Fewer do not keep them busy."""
 
 MOST_SPLITS = 4
 SHARED_BYTES = 1 << 17
@@ -110,12 +115,12 @@ def tiles_for(x_BI: Any, weights: Sequence[Any]) -> Tiles | None:
     if any(w.dtype != x_BI.dtype or 0 in w.shape or w.shape[0] % OUTPUTS for w in weights):
         return None
     blocks = sum(w.shape[0] for w in weights) // OUTPUTS
-    is_wide = blocks > 2 * 132 and all(w.shape[0] % (2 * OUTPUTS) == 0 for w in weights)
+    is_wide = blocks > 2 * MULTIPROCESSORS and all(w.shape[0] % (2 * OUTPUTS) == 0 for w in weights)
     outputs = 2 * OUTPUTS if is_wide else OUTPUTS
     wanted = 1
     while wanted < MOST_SPLITS and blocks * OUTPUTS // outputs * wanted < PROGRAMS:
         wanted *= 2
-    padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+    padded = max(LEAST_ROWS, power_above(rows))
     sizes = [(wanted, 128)] if wanted > 1 and padded <= 64 else []
     sizes += [(splits, 64) for splits in (wanted, wanted // 2, 1) if splits]
     fitting = [(splits, size) for splits, size in sizes if inputs % (splits * size) == 0]
@@ -127,14 +132,7 @@ def tiles_for(x_BI: Any, weights: Sequence[Any]) -> Tiles | None:
 
 
 def _compiler_params(tiles: Tiles) -> Any:
-    return _triton().CompilerParams(num_warps=4, num_stages=tiles.stages)
-
-
-def _triton() -> Any:
-    """Pallas's backend, which takes long to import."""
-    from jax.experimental.pallas import triton
-
-    return triton
+    return triton().CompilerParams(num_warps=4, num_stages=tiles.stages)
 
 
 def _kernel(x: Any, *rest: Any, tiles: Tiles, ends: Sequence[int]) -> None:
@@ -159,9 +157,9 @@ def _block(x: Any, weight: Any, result: Any, tiles: Tiles, split: Any) -> None:
     def body(i: Any, sum_OR: Any) -> Any:
         begin = (split * count + i) * tiles.inputs
         column_RI = begin + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        x_RI = _triton().load(x.at[row_RI, column_RI])
+        x_RI = triton().load(x.at[row_RI, column_RI])
         weight_OI = weight[:, pl.ds(begin, tiles.inputs)]
-        product_OR = _triton().dot(weight_OI, x_RI, trans_b=True)
+        product_OR = triton().dot(weight_OI, x_RI, trans_b=True)
         return sum_OR + product_OR
 
     sum_OR = jnp.zeros((tiles.outputs, tiles.rows), jnp.float32)
@@ -172,4 +170,4 @@ def _block(x: Any, weight: Any, result: Any, tiles: Tiles, split: Any) -> None:
         jax.lax.broadcasted_iota(jnp.int32, out, 1),
     )
     mask = jnp.broadcast_to((row_R < rows)[:, None], out)
-    _triton().store(result.at[where], sum_OR.T.astype(result.dtype), mask=mask)
+    triton().store(result.at[where], sum_OR.T.astype(result.dtype), mask=mask)

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 
 from spmd.errors import ArgumentError
 from spmd.ops.paged_reference import KEYS, VALUES
+from spmd.ops.triton import power_above, triton
 
 POSITIONS = 64
 """Positions of a tile: so many keys and values are multiplied at a time."""
@@ -73,7 +74,7 @@ def attend(
     rows, slots = q_ARKGD.shape[1], table_ABM.shape[1]
     slot_AR = jnp.where(jnp.arange(rows) < first_AB1[:, -1:], slots_AR, slots)
     counts_AB = jnp.maximum(jnp.diff(first_AB1, axis=1, append=rows), 0)
-    small = max(SMALL, _power_above(groups))
+    small = max(SMALL, power_above(groups))
     large = max(LARGE, small)
     run = functools.partial(_run, operands, interpret=interpret)
     if rows <= slots or large == small:
@@ -104,11 +105,6 @@ def takes(groups: int, width: int, size: int, item: int) -> bool:
 def _item(q_ARKGD: Any, pool_ANPK2D: Any) -> int:
     """Bytes of a number: of a query's or of a key's, what is more."""
     return int(max(q_ARKGD.dtype.itemsize, pool_ANPK2D.dtype.itemsize))
-
-
-def _power_above(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
 
 
 def _check_size(pool_ANPK2D: Any) -> None:
@@ -241,14 +237,7 @@ def _run(operands: Any, tiles: _Tiles, queries: int, *, interpret: bool) -> Any:
 def _compiler_params(row: int) -> Any:
     """Parameters for keys of so many bytes: those of two tiles are fetched ahead, or of one."""
     stages = 3 if row <= MOST_BYTES // 2 else 2
-    return _triton().CompilerParams(num_warps=4, num_stages=stages)
-
-
-def _triton() -> Any:
-    """Pallas's backend, which takes long to import."""
-    from jax.experimental.pallas import triton
-
-    return triton
+    return triton().CompilerParams(num_warps=4, num_stages=stages)
 
 
 def _joined(heads_AICKQD: Any, largest_AICKQ: Any, sums_AICKQ: Any) -> Any:
@@ -297,7 +286,7 @@ def _kernel(
         # What lies behind the last position is not read: NaN is NaN also without any weight.
         key_TD = _load_wide(keys, where, there_T).astype(dtype)
         value_TD = _load_wide(values, where, there_T).astype(dtype)
-        score_QT = _triton().dot(query_QD, key_TD, trans_b=True, precision=precision)
+        score_QT = triton().dot(query_QD, key_TD, trans_b=True, precision=precision)
         if scaled:
             score_QT *= _load(scales[0], where, there_T, 0)[None]
         # Powers of two are one instruction, powers of e several.
@@ -310,7 +299,7 @@ def _kernel(
         total_Q = total_Q * kept_Q + jnp.sum(weight_QT, axis=1)
         if scaled:
             weight_QT *= _load(scales[1], where, there_T, 0)[None]
-        found_QD = _triton().dot(weight_QT.astype(dtype), value_TD, precision=precision)
+        found_QD = triton().dot(weight_QT.astype(dtype), value_TD, precision=precision)
         # The next page is looked up one turn ahead: then its keys can be fetched two turns ahead.
         next_T = _pages(table, slot, i + 1, size)
         return next_T, above_Q, total_Q, head_QD * kept_Q[:, None] + found_QD
@@ -347,7 +336,7 @@ def _pages(table: Any, slot: Any, i: Any, size: int) -> Any:
 
 
 def _load(ref: Any, where: Any, mask: Any, other: Any) -> Any:
-    return _triton().load(ref.at[where], mask=mask, other=other)
+    return triton().load(ref.at[where], mask=mask, other=other)
 
 
 def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
@@ -357,7 +346,7 @@ def _load_wide(ref: Any, where: Any, mask: Any) -> Any:
 
 def _store_wide(ref: Any, where: Any, x: Any, mask: Any) -> None:
     where, mask = _widened(ref, where, mask)
-    _triton().store(ref.at[where], x.astype(ref.dtype), mask=mask)
+    triton().store(ref.at[where], x.astype(ref.dtype), mask=mask)
 
 
 def _widened(ref: Any, where: Any, mask: Any) -> tuple[Any, Any]:

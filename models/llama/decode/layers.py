@@ -57,8 +57,7 @@ def run_layers(
         x_XH = x_XH + _linears(heads_XI, [layer["self_attn"]["o_proj"]])[0]
         normed = _norm(x_XH, layer["post_attention_layernorm"]["weight"], config)
         gate_XM, up_XM = _project(normed, [layer["mlp"][n] for n in ("gate_proj", "up_proj")])
-        # Without the barrier XLA computes SiLU anew for each output of a product of one row.
-        hidden_XM = jax.lax.optimization_barrier(jax.nn.silu(gate_XM) * up_XM)
+        hidden_XM = jax.nn.silu(gate_XM) * up_XM
         x_XH = x_XH + _linears(hidden_XM, [layer["mlp"]["down_proj"]])[0]
     return x_XH, new
 

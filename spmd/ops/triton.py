@@ -1,0 +1,17 @@
+"""What kernels for Triton have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def triton() -> Any:
+    """Pallas's backend, which takes long to import."""
+    from jax.experimental.pallas import triton as backend
+
+    return backend
+
+
+def power_above(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
