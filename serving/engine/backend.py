@@ -18,7 +18,7 @@ until the work is done and gives its results. Work is done in the order of the c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +26,8 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
+"""A mask of tokens, `models.sampling.words(V)` of them: bit i % 32 of word i // 32 is token i's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Sampling:
         0 keeps all.
       seed: in [0, 2**32). The seed and the token's position decide the draw, so that a request
         with a seed repeats exactly.
+      logit_bias: (token, what is added to its logit), of tokens that differ; applied before all.
     """
 
     temperature: float = 1.0
@@ -88,6 +91,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class Tokens(NamedTuple):
@@ -171,6 +175,15 @@ class Backend(Protocol):
           sampling: how its tokens are drawn.
           seen: the ids of the sequence so far, those of `drawn` among them.
           drawn: the tokens that were drawn already, for a sequence that is resumed.
+        """
+
+    def allow(self, masks: Mapping[int, Words | None]) -> None:
+        """Begins to change which tokens some slots may draw, in all steps from now on.
+
+        Log-probabilities are the model's own all the same. `begin` allows a slot all tokens.
+
+        Args:
+          masks: slot -> tokens that it may draw, at least one; None is all.
         """
 
     def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:

@@ -12,12 +12,12 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from serving.engine.backend import Limits, Part, Sampling, Stepped, Tokens
+from serving.engine.backend import Limits, Part, Sampling, Stepped, Tokens, Words
 from tests.waiting import PATIENCE
 
 LIMITS = Limits(
@@ -60,6 +60,18 @@ class Gate:
 def key_value(before: int, token: int) -> int:
     """What stands for the key and value of a token behind others."""
     return zlib.crc32(token.to_bytes(4, "little"), before)
+
+
+def chosen(token: int, sampling: Sampling, allowed: Words | None, vocab_size: int) -> int:
+    """The next best token that may be drawn, by its number, among those that a bias lifts most."""
+    bias = np.zeros(vocab_size)
+    for biased, added in sampling.logit_bias:
+        bias[biased] = added
+    if allowed is not None:
+        bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")[:vocab_size]
+        bias = np.where(bits, bias, -np.inf)
+    best = np.flatnonzero(bias == bias.max())
+    return int(best[np.searchsorted(best, token) % len(best)])
 
 
 class Mistake(AssertionError):
@@ -105,6 +117,7 @@ class FakeBackend:
         self.sampling: list[Sampling | None] = [None] * limits.slots
         self.seen: list[set[int]] = [set() for _ in range(limits.slots)]
         self.counted: list[Counter[int]] = [Counter() for _ in range(limits.slots)]
+        self.allowed: list[Words | None] = [None] * limits.slots
         self._busy = threading.Lock()
 
     def begin(
@@ -114,6 +127,13 @@ class FakeBackend:
             self.sampling[slot] = sampling
             self.seen[slot] = set(seen)
             self.counted[slot] = Counter(drawn)
+            self.allowed[slot] = None
+
+    def allow(self, masks: Mapping[int, Words | None]) -> None:
+        with self._busy:
+            for slot, mask in masks.items():
+                require(mask is None or bool(np.any(mask)), f"slot {slot} may draw nothing")
+                self.allowed[slot] = mask
 
     def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
         with self._calling():
@@ -197,6 +217,7 @@ class FakeBackend:
         assert sampling is not None, f"slot {slot} has not begun"
         known = self._read(part, part.start + (len(part.tokens) if part.tokens else 1))
         token = self._next(known, sampling.seed, self.seen[slot], self.counted[slot])
+        token = chosen(token, sampling, self.allowed[slot], self.limits.vocab_size)
         self.latest[slot] = token
         self.seen[slot].add(token)
         self.counted[slot][token] += 1
