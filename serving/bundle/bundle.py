@@ -13,7 +13,7 @@ import numpy as np
 
 from serving.bundle.compilations import compilations
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import Entrypoint, Leaf, Manifest
+from serving.bundle.manifest import Entrypoint, Leaf, Manifest, Sizes
 from serving.bundle.programs import Parts, Program
 from serving.bundle.trees import fill
 from spmd.frontend.refine import NO_SYMBOLS
@@ -42,7 +42,7 @@ class Bundle:
         mesh: Mesh,
         parts: Parts,
         notes: Sequence[str],
-        symbols: Mapping[str, int] = NO_SYMBOLS,
+        symbols: Mapping[str, Sizes] = NO_SYMBOLS,
     ) -> None:
         programs = parts.programs
         self.manifest = manifest

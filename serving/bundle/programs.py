@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import Entrypoint, Filled, Leaf, Manifest
+from serving.bundle.manifest import Entrypoint, Filled, Leaf, Manifest, Sizes, Variant
 from serving.bundle.placement import spec_for
 from spmd.api import lower_stablehlo
 from spmd.errors import SpmdError
@@ -96,13 +96,13 @@ def plan_functions(
     mesh: Mesh,
     lower: Lower,
     say: Say = lambda text: None,
-    symbols: Mapping[str, int] = NO_SYMBOLS,
+    symbols: Mapping[str, Sizes] = NO_SYMBOLS,
 ) -> tuple[dict[str, Emitted], list[str]]:
     """Functions, planned and partitioned in this order: see `with_primary`.
 
     Args:
       manifest: `Manifest.sized`.
-      names: of the functions.
+      names: of the functions, variants where there are some.
       mesh: what they are planned for.
       lower: lowers one.
       say: is told which one it is.
@@ -114,7 +114,8 @@ def plan_functions(
     Raises:
       BundleError: a spec that does not fit a leaf, or what `lower` raises.
     """
-    planner = _Planner(manifest, mesh, lower, tuple(sorted(symbols.items())))
+    known = {name: value for name, value in symbols.items() if isinstance(value, int)}
+    planner = _Planner(manifest, mesh, lower, known)
     emitted = {}
     for number, name in enumerate(names, start=1):
         say(f"planning {name} ({number} of {len(names)})")
@@ -123,8 +124,14 @@ def plan_functions(
 
 
 def with_primary(manifest: Manifest, wanted: Iterable[str]) -> list[str]:
-    """Functions in the order in which they are planned."""
-    return list(dict.fromkeys([manifest.primary, *wanted]))
+    """Functions in the order in which they are planned.
+
+    Args:
+      manifest: as it was written, or `Manifest.sized`.
+      wanted: names of the functions, as they were written.
+    """
+    variants = [entry.name for name in wanted for entry in manifest.variants(name)]
+    return list(dict.fromkeys([manifest.primary, *variants]))
 
 
 def emitted_of(module: Any, mesh: Mesh, asked: Asked, options: Options) -> Emitted:
@@ -159,7 +166,7 @@ class _Planner:
     """Plans functions one after the other; what the first ones decide holds for the others."""
 
     def __init__(
-        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: tuple[tuple[str, int], ...]
+        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: Mapping[str, int]
     ) -> None:
         self.manifest, self.mesh, self.lower, self.symbols = manifest, mesh, lower, symbols
         self.notes: list[str] = []
@@ -170,7 +177,9 @@ class _Planner:
         updates = _updates(entry)
         arguments = tuple(self.spec(leaf) for leaf in leaves)
         results = (*(None for _ in updates), *map(self.output, entry.outputs))
-        emitted = self.lower(entry, Asked(arguments, results, updates, self.symbols))
+        sizes = entry.sizes if isinstance(entry, Variant) else {}
+        symbols = tuple(sorted({**self.symbols, **sizes}.items()))
+        emitted = self.lower(entry, Asked(arguments, results, updates, symbols))
         owned = {leaf.path for a in entry.arguments if a.role != "input" for leaf in a.leaves}
         for leaf, spec in zip(leaves, emitted.argument_specs, strict=True):
             if leaf.path in owned:

@@ -21,7 +21,7 @@ from serving.bundle.bundle import Bundle
 from serving.bundle.cache import Cache
 from serving.bundle.folder import check_hashes, read_manifest
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import WEIGHTS, Manifest
+from serving.bundle.manifest import WEIGHTS, Manifest, Sizes
 from serving.bundle.modules import Modules
 from serving.bundle.programs import Placed, Say, compile_functions, plan_functions, with_primary
 from serving.bundle.symbols import Planned, plan_sized, too_much
@@ -41,7 +41,7 @@ def load_bundle(
     console: Console | None = None,
     verify: bool = True,
     functions: Collection[str] | None = None,
-    symbols: Mapping[str, int] | None = None,
+    symbols: Mapping[str, Sizes] | None = None,
     memory_share: float | None = None,
 ) -> Bundle:
     """Check a bundle, partition its functions for a mesh, and read its weights onto it.
@@ -56,7 +56,9 @@ def load_bundle(
       verify: whether to compare every file's SHA-256; sizes are compared in any case.
       functions: names of those to compile; all if left out.
       symbols: sizes of symbolic dims: name -> value. One that is left out, and is in the state, is
-        as large as the memory of the devices allows.
+        as large as the memory of the devices allows. One that is not in the state may have several:
+        with `{"b": (1, 8)}` a function `f` of it becomes `f[b=1]` and `f[b=8]`, which share the
+        weights.
       memory_share: of each device's memory, which the bundle may take for that: above 0, at most 1;
         0.9 if left out (on CPUs 0.1).
 
@@ -89,14 +91,16 @@ def load_bundle(
         modules = Modules(folder, manifest, names, mesh.refined(), options, cache)
         with _status(console) as say:
 
-            def plan(values: Mapping[str, int]) -> Planned:
+            def plan(values: Mapping[str, Sizes]) -> Planned:
                 sized = manifest.sized(values)
+                names = with_primary(sized, wanted)
                 return Planned(
                     values, sized, *plan_functions(sized, names, mesh, modules.lower, say, values)
                 )
 
             planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
         manifest, notes = planned.manifest, planned.notes
+        wanted = [entry.name for name in wanted for entry in manifest.variants(name)]
         _tell(console, f"compiling {len(wanted)} functions, and reading weights meanwhile")
 
         def weights(placed: Placed) -> Mapping[str, jax.Array]:
