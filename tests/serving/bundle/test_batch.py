@@ -1,18 +1,20 @@
 """Functions with a symbolic batch at several sizes: what is joined, what is not, and why."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
 
-import spmd
 from scripts.flags import bundle as bundle_flags
-from serving.bundle.function import BundleError, Function, StateLeaf
+from serving.bundle.function import BundleError, Function, Role, StateLeaf
 from serving.bundle.memory import compile_bundle
 from serving.bundle.read import load_bundle
 from serving.bundle.write import write_bundle
 from serving.engine.batches import Batches
 from serving.engine.statistics import Statistics
+from serving.engine.workers import Part
 from serving.tensor_backend import BundleInfer
 from spmd.cli.flags import Parser
 from tests.serving.conftest import struct
@@ -60,7 +62,9 @@ def test_joined_is_as_alone(infer, counts):
     rng = np.random.default_rng(sum(counts))
     requests = [{"x": rng.standard_normal((n, 8)).astype(np.float32)} for n in counts]
     alone = [batches.call(request)() for request in requests]
-    joined = batches.call(requests[0]).joint(requests)
+    first = batches.call(requests[0])
+    assert isinstance(first, Part)
+    joined = first.joint(requests)
     for request, one, other in zip(requests, alone, joined, strict=True):
         np.testing.assert_array_equal(one["most"], other["most"])
         np.testing.assert_allclose(one["y"], other["y"], rtol=1e-6, atol=1e-6)
@@ -77,9 +81,9 @@ def test_too_many_rows_or_none(infer, rows):
         Batches(infer, Statistics()).call({"x": np.ones((rows, 8), np.float32)})
 
 
-NOT = {
+NOT: dict[str, Any] = {
     "a mean": (lambda x: x - x.mean(0), (struct(B, 4),), "rows of a batch change each other's"),
-    "a sum so far": (lambda x: jnp.cumsum(x, 0), (struct(B, 4),), "rows of a batch change each"),
+    "turned around": (lambda x: jnp.flip(x, 0), (struct(B, 4),), "rows of a batch change each"),
     "one of all": (lambda x: x.sum(0), (struct(B, 4),), "first dim of output result [4] is not b"),
     "a scale": (lambda x, s: x * s, (struct(B, 4), struct()), "first dim of input i1 [] is not b"),
     "pairs": (lambda x: x @ x.T, (struct(B, 4),), "output result [b, b] has b in another dim"),
@@ -91,11 +95,15 @@ NOT = {
 def test_what_is_not_joined_runs_at_its_sizes(name, mesh_of):
     function, structs, reason = NOT[name]
     names = tuple(f"i{i}" for i in range(len(structs)))
-    exported = Function("f", function, structs, names, ("input",) * len(structs))
+    roles: tuple[Role, ...] = tuple("input" for _ in structs)
+    exported = Function("f", function, structs, names, roles)
     infer = BundleInfer(compile_bundle([exported], mesh_of(2), symbols={"b": (2, 6)}))
     assert infer.batch_sizes == ()
     assert reason in infer.not_batched
-    given = [np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32), np.float32(3)]
+    given: list[Any] = [
+        np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32),
+        np.float32(3),
+    ]
     given = given[: len(structs)]
     (found,) = infer.infer(dict(zip(names, given, strict=True))).values()
     np.testing.assert_allclose(found, function(*given), rtol=1e-5, atol=1e-6)
@@ -140,7 +148,3 @@ def test_sizes_are_flags(folder, tmp_path):
     write_bundle(tmp_path / "fixed", [Function("f", jnp.sin, (struct(2),), ("x",), ("input",))])
     with pytest.raises(BundleError, match=r"f has no batch: it takes x \[2\], and the first dim"):
         bundle_flags.load(flags(tmp_path / "fixed", "--max_batch_size=4"))
-
-
-def test_the_door_of_modules_is_the_same(infer):
-    assert spmd.__version__ and infer.platform == "cpu"

@@ -18,8 +18,6 @@ from serving.http.service import Loaded, Options
 from tests.serving.http.live import Live, get, post, serving
 from tests.waiting import PATIENCE
 
-LENGTH = "Inference-Header-Content-Length"
-
 
 class Echo:
     """Gives back an array of every dtype; floats come back with a NaN in front."""
@@ -142,11 +140,12 @@ def test_bytes_are_no_datatype_here(client: Any) -> None:
         client.infer("echo", [text])
 
 
-def body_of(live: Live, body: bytes, status: int = 400, **headers: str) -> str:
+def refusal(live: Live, body: bytes, status: int = 400, **headers: Any) -> str:
+    """What the server says of a body; in the names of headers `_` stands for `-`."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     response = post(f"{live.url}/v2/models/echo/infer", content=body, headers=named)
     assert response.status_code == status, response.text
-    return str(response.json().get("error"))
+    return str(response.json()["error"])
 
 
 def one(**more: Any) -> tuple[bytes, int]:
@@ -177,28 +176,30 @@ def test_binary_bodies_that_do_not_fit(
     live: Live, more: dict[str, Any], length: str | None, tail: int, message: str
 ) -> None:
     text, size = one(**more)
-    assert message in body_of(live, text + bytes(tail), **{LENGTH: length or str(size)})
+    assert message in refusal(
+        live, text + bytes(tail), Inference_Header_Content_Length=length or str(size)
+    )
 
 
 def test_bytes_that_belong_to_nothing(live: Live, client: Any) -> None:
     content, size = triton.InferenceServerClient.generate_request_body(given(values()))
-    message = body_of(live, content + b"!", **{LENGTH: str(size)})
+    message = refusal(live, content + b"!", Inference_Header_Content_Length=str(size))
     assert "1 bytes at the end of the body belong to no input" in message
 
 
 def test_compressed_bodies_have_the_same_bounds(live: Live) -> None:
     bomb = zlib.compress(bytes(1 << 20))
-    assert "65,536 bytes are the most" in body_of(live, bomb, 413, Content_Encoding="deflate")
-    assert "ends too soon" in body_of(live, bomb[:-1][:50], Content_Encoding="gzip")
-    assert "cannot be unpacked" in body_of(live, b"{}", Content_Encoding="gzip")
-    assert "gzip or deflate" in body_of(live, b"{}", 415, Content_Encoding="br")
+    assert "65,536 bytes are the most" in refusal(live, bomb, 413, Content_Encoding="deflate")
+    assert "ends too soon" in refusal(live, bomb[:-1][:50], Content_Encoding="gzip")
+    assert "cannot be unpacked" in refusal(live, b"{}", Content_Encoding="gzip")
+    assert "gzip or deflate" in refusal(live, b"{}", 415, Content_Encoding="br")
     assert live.service.admission.bytes.taken == 0
 
 
 def test_a_body_without_a_type_comes_from_no_web_page(live: Live) -> None:
-    assert "is needed, not nothing" in body_of(live, b"{}", 415, Origin="https://evil.example")
-    assert "text/plain" in body_of(live, b"{}", 415, Content_Type="text/plain")
-    assert "inputs: a list" in body_of(live, b"{}", 400, Content_Type="application/octet-stream")
+    assert "is needed, not nothing" in refusal(live, b"{}", 415, Origin="https://evil.example")
+    assert "text/plain" in refusal(live, b"{}", 415, Content_Type="text/plain")
+    assert "inputs: a list" in refusal(live, b"{}", 400, Content_Type="application/octet-stream")
 
 
 def test_sequences_are_refused(client: Any) -> None:
