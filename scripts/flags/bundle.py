@@ -60,6 +60,12 @@ def add_flags(parser: Parser) -> None:
         help="of each device's memory that the bundle may take where a size follows from it "
         f"(default: {MEMORY_SHARE}; on CPUs {MEMORY_SHARE_ON_CPU})",
     )
+    add(
+        "--auto",
+        action=Switch,
+        default=False,
+        help="the compiler chooses how arrays are split where the bundle has no specs",
+    )
     add("--verify", action=Switch, default=True, help="compare the files' hashes")
 
 
@@ -104,6 +110,7 @@ def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
         verify=given.verify,
         symbols=_symbols(given),
         memory_share=given.memory_share,
+        auto=given.auto,
     )
     if console is not None:
         for note in bundle.notes:

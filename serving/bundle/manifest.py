@@ -26,6 +26,8 @@ FORMAT = "spmd-bundle"
 SCHEMA = 1
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"
+AUTO = "auto"
+"""Member of a contract: the loader chooses specs where there are none."""
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 STORED_AS: Mapping[str, str] = {

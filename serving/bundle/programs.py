@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import Entrypoint, Filled, Leaf, Manifest, Sizes, Variant
+from serving.bundle.manifest import AUTO, Entrypoint, Filled, Leaf, Manifest, Sizes, Variant
 from serving.bundle.placement import spec_for
 from spmd.api import lower_stablehlo
+from spmd.auto import auto_specs
 from spmd.errors import SpmdError
 from spmd.frontend.refine import NO_SYMBOLS, is_dynamic, refine
 from spmd.lowering.emitted import Emitted
@@ -46,12 +47,14 @@ class Asked(NamedTuple):
       arguments, results: a spec for each.
       updates: (result, argument) of every leaf of the state.
       symbols: (name, value) of every symbol of the bundle.
+      auto: whether specs are chosen for arguments that have none.
     """
 
     arguments: tuple[Spec, ...]
     results: tuple[Spec, ...]
     updates: tuple[tuple[int, int], ...]
     symbols: tuple[tuple[str, int], ...] = ()
+    auto: bool = False
 
 
 Lower = Callable[[Entrypoint, Asked], Emitted]
@@ -142,7 +145,10 @@ def emitted_of(module: Any, mesh: Mesh, asked: Asked, options: Options) -> Emitt
       mesh, options: what it is lowered for.
       asked: how.
     """
-    lowered = lower_stablehlo(module, mesh, asked.arguments, asked.results, options, asked.updates)
+    arguments: Sequence[Spec] = asked.arguments
+    if asked.auto:
+        arguments = auto_specs(module, mesh, arguments, asked.results, options, asked.updates)
+    lowered = lower_stablehlo(module, mesh, arguments, asked.results, options, asked.updates)
     # The functions share weights and state: these lie in one way for all.
     emitted = lowered.stages.emitted.major_to_minor()
     emitted = dataclasses.replace(emitted, seconds=lowered.cost)
@@ -166,9 +172,14 @@ class _Planner:
     """Plans functions one after the other; what the first ones decide holds for the others."""
 
     def __init__(
-        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: Mapping[str, int]
+        self,
+        manifest: Manifest,
+        mesh: Mesh,
+        lower: Lower,
+        symbols: Mapping[str, int],
     ) -> None:
         self.manifest, self.mesh, self.lower, self.symbols = manifest, mesh, lower, symbols
+        self.auto = bool(manifest.contract.get(AUTO))
         self.notes: list[str] = []
         self.decided: dict[str, Spec] = {}
 
@@ -179,7 +190,7 @@ class _Planner:
         results = (*(None for _ in updates), *map(self.output, entry.outputs))
         sizes = entry.sizes if isinstance(entry, Variant) else {}
         symbols = tuple(sorted({**self.symbols, **sizes}.items()))
-        emitted = self.lower(entry, Asked(arguments, results, updates, symbols))
+        emitted = self.lower(entry, Asked(arguments, results, updates, symbols, self.auto))
         owned = {leaf.path for a in entry.arguments if a.role != "input" for leaf in a.leaves}
         for leaf, spec in zip(leaves, emitted.argument_specs, strict=True):
             if leaf.path in owned:
@@ -281,6 +292,32 @@ def placements(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh) -
             if leaf.path in placed:
                 placed[leaf.path] = NamedSharding(where, spec)
     return placed
+
+
+def nothing_split(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh) -> list[str]:
+    """A sentence, where nobody said how arrays are split, and every device has all of them."""
+    if mesh.size == 1 or manifest.specs:
+        return []
+    leaves = {name: _leaves(manifest.functions[name]) for name in emitted}
+    specs = [
+        (leaf.path, spec)
+        for name, program in emitted.items()
+        for leaf, spec in zip(
+            _leaves(manifest.functions[name]), program.argument_specs, strict=True
+        )
+    ]
+    weights = {leaf.path for leaf in manifest.weights}
+    if any(any(spec) for path, spec in specs if path in weights):
+        return []
+    if not any(any(spec) for _, spec in specs):
+        what = f"nothing is split: each of the {mesh.size} devices computes everything"
+    elif weights:
+        what = f"no weight is split: each of the {mesh.size} devices holds all of them"
+    else:
+        return []
+    is_auto = manifest.contract.get(AUTO)
+    why = "the compiler chose so" if is_auto else "--auto lets the compiler choose some"
+    return [f"{what} (the bundle has no specs; {why})"]
 
 
 def _compile_state(leaves: Sequence[Filled], placed: Placed, needs_x64: bool) -> Any:

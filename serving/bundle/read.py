@@ -8,6 +8,7 @@ No code of the bundle runs, and nothing is written but the cache.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,9 +22,16 @@ from serving.bundle.bundle import Bundle
 from serving.bundle.cache import Cache
 from serving.bundle.folder import check_hashes, read_manifest
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import WEIGHTS, Manifest, Sizes
+from serving.bundle.manifest import AUTO, WEIGHTS, Manifest, Sizes
 from serving.bundle.modules import Modules
-from serving.bundle.programs import Placed, Say, compile_functions, plan_functions, with_primary
+from serving.bundle.programs import (
+    Placed,
+    Say,
+    compile_functions,
+    nothing_split,
+    plan_functions,
+    with_primary,
+)
 from serving.bundle.symbols import Planned, plan_sized, too_much
 from serving.bundle.tensors import check_stored, read_weights
 from spmd.mesh.spec import as_mesh, platform_of
@@ -43,6 +51,7 @@ def load_bundle(
     functions: Collection[str] | None = None,
     symbols: Mapping[str, Sizes] | None = None,
     memory_share: float | None = None,
+    auto: bool = False,
 ) -> Bundle:
     """Check a bundle, partition its functions for a mesh, and read its weights onto it.
 
@@ -61,6 +70,7 @@ def load_bundle(
         weights.
       memory_share: of each device's memory, which the bundle may take for that: above 0, at most 1;
         0.9 if left out (on CPUs 0.1).
+      auto: whether the compiler chooses specs for this mesh where the bundle has none.
 
     Returns:
       The bundle, ready to run: nothing is compiled later.
@@ -76,6 +86,8 @@ def load_bundle(
     folder, mesh = Path(folder), as_mesh(mesh)
     options = with_gpu_graphs(options or Options(), platform_of(mesh))
     manifest = read_manifest(folder)
+    if auto:
+        manifest = dataclasses.replace(manifest, contract={**manifest.contract, AUTO: True})
     if manifest.weights:
         check_stored(folder / WEIGHTS, manifest.weights)
     wanted = _wanted(manifest, functions)
@@ -117,6 +129,7 @@ def load_bundle(
         emitted = planned.emitted
         parts = compile_functions(manifest, mesh, emitted, wanted, options, weights, waiting)
         notes += too_much(planned, parts.programs, mesh)
+        notes += nothing_split(manifest, emitted, mesh)
         if cache is not None:
             notes += cache.notes
         return Bundle(manifest, mesh, parts, notes, planned.symbols)
