@@ -302,9 +302,7 @@ def nothing_split(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh
     specs = [
         (leaf.path, spec)
         for name, program in emitted.items()
-        for leaf, spec in zip(
-            _leaves(manifest.functions[name]), program.argument_specs, strict=True
-        )
+        for leaf, spec in zip(leaves[name], program.argument_specs, strict=True)
     ]
     weights = {leaf.path for leaf in manifest.weights}
     if any(any(spec) for path, spec in specs if path in weights):
