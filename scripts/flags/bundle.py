@@ -9,8 +9,12 @@ import jax
 from rich.console import Console
 
 import spmd
+from serving.bundle.batch import batch_sizes, batch_symbol
 from serving.bundle.bundle import Bundle
 from serving.bundle.cache import default_cache_dir
+from serving.bundle.folder import read_manifest
+from serving.bundle.function import BundleError
+from serving.bundle.manifest import Sizes
 from serving.bundle.read import load_bundle
 from serving.bundle.symbols import MEMORY_SHARE, MEMORY_SHARE_ON_CPU
 from spmd.cli.flags import Parser, Switch
@@ -40,13 +44,53 @@ def add_flags(parser: Parser) -> None:
         default={},
         help="sizes of the bundle's symbolic dims, as in n=128 (default: as the memory allows)",
     )
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--batch_sizes",
+        type=_sizes,
+        help="rows of a call, where the batch of a function of tensors is symbolic, as in 1,8,32: "
+        "requests are joined and padded to one of these",
+    )
+    sizes.add_argument(
+        "--max_batch_size", type=int, help="the same with powers of two up to a number"
+    )
     add(
         "--memory_share",
         type=float,
         help="of each device's memory that the bundle may take where a size follows from it "
         f"(default: {MEMORY_SHARE}; on CPUs {MEMORY_SHARE_ON_CPU})",
     )
+    add(
+        "--auto",
+        action=Switch,
+        default=False,
+        help="the compiler chooses how arrays are split where the bundle has no specs",
+    )
     add("--verify", action=Switch, default=True, help="compare the files' hashes")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """`"1,8,32"` -> `(1, 8, 32)`."""
+    try:
+        sizes = tuple(int(item) for item in text.split(","))
+    except ValueError:
+        sizes = (0,)
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes, as in 1,8,32")
+    return sizes
+
+
+def _symbols(given: argparse.Namespace) -> dict[str, Sizes]:
+    """The sizes of symbols, that of the batch included."""
+    symbols: dict[str, Sizes] = dict(given.symbols)
+    if given.batch_sizes is None and given.max_batch_size is None:
+        return symbols
+    manifest = read_manifest(given.bundle)
+    batch = batch_symbol(manifest)
+    if batch in symbols:
+        raise BundleError(f"the batch {batch} has a size in --symbols, and sizes of its own")
+    symbols[batch] = given.batch_sizes or batch_sizes(manifest, given.max_batch_size)
+    return symbols
 
 
 def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
@@ -64,8 +108,9 @@ def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
         cache_dir=cache,
         console=console,
         verify=given.verify,
-        symbols=given.symbols,
+        symbols=_symbols(given),
         memory_share=given.memory_share,
+        auto=given.auto,
     )
     if console is not None:
         for note in bundle.notes:

@@ -30,7 +30,7 @@ class Bundle:
     Attributes:
       manifest: what the bundle says of itself.
       mesh: the mesh.
-      symbols: symbol -> value: the sizes of symbolic dims that it was loaded with.
+      symbols: symbol -> value, or values: the sizes of symbolic dims that it was loaded with.
       functions: name -> what it is: `tags`, and `inputs` and `outputs` with paths, shapes, dtypes.
       notes: sentences on specs that do not fit the mesh, and on a cache that could not be written.
       programs: name -> executable, shardings and the program of one device.
@@ -42,7 +42,7 @@ class Bundle:
         mesh: Mesh,
         parts: Parts,
         notes: Sequence[str],
-        symbols: Mapping[str, int] = NO_SYMBOLS,
+        symbols: Mapping[str, Any] = NO_SYMBOLS,
     ) -> None:
         programs = parts.programs
         self.manifest = manifest

@@ -9,8 +9,10 @@ from typing import Literal
 
 from models.training.data.tokenizer import Tokenizer
 from serving.engine.backend import Backend
+from serving.engine.batches import Batches
 from serving.engine.engine import Engine
 from serving.engine.infer import Infer
+from serving.engine.statistics import Statistics
 from serving.engine.workers import Workers
 from serving.errors import ApiError, ServingError
 from serving.http.admission import Admission
@@ -175,6 +177,8 @@ class Service:
       created: when the server started, in seconds since 1970.
       admission: the book of all requests.
       traffic: the metrics.
+      statistics: what the model has done since the start.
+      batches: makes calls of the model of tensors; None if there is none.
     """
 
     def __init__(self, options: Options | None = None) -> None:
@@ -188,7 +192,9 @@ class Service:
         threads = self.options.text_threads
         self._short = Workers("short texts", threads)
         self._long = Workers("long texts", threads)
+        self.statistics = Statistics()
         self._tensors: Workers | None = None
+        self.batches: Batches | None = None
         self._language: Language | None = None
         for workers in (self._short, self._long):
             workers.start()
@@ -203,7 +209,7 @@ class Service:
             raise ServingError(f"{loaded.name}: neither a language model nor one of tensors")
         if loaded.infer is not None:
             check_datatypes(loaded.infer)
-        requests = RequestMetrics(loaded.name, self._counts, self.traffic.registry)
+        requests = RequestMetrics(loaded.name, self._counts, self.traffic.registry, self.statistics)
         slots = 0
         if loaded.backend is not None:
             self._language = Language(loaded, self.options, requests)
@@ -213,6 +219,7 @@ class Service:
             # `Infer` is called by one thread at a time.
             self._tensors = Workers("tensors", finished=requests.finished)
             self._tensors.start()
+            self.batches = Batches(loaded.infer, self.statistics)
             slots += 1
         self.admission.places.limit = slots + self.options.max_waiting
         self.loaded = loaded
