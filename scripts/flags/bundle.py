@@ -14,13 +14,18 @@ from serving.bundle.bundle import Bundle
 from serving.bundle.cache import default_cache_dir
 from serving.bundle.folder import read_manifest
 from serving.bundle.function import BundleError
-from serving.bundle.manifest import Sizes
+from serving.bundle.manifest import MANIFEST, Sizes
 from serving.bundle.read import load_bundle
 from serving.bundle.symbols import MEMORY_SHARE, MEMORY_SHARE_ON_CPU
+from spmd import launch
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes, symbol_values
+from spmd.launch.agree import digest
 
 NO_CACHE = "none"
+
+LOADING_S = 3600.0
+"""So long the processes of a job wait for the one that reads its weights the slowest."""
 
 
 def add_flags(parser: Parser) -> None:
@@ -100,6 +105,10 @@ def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
       BundleError: it is none.
       MeshError: more devices than there are.
     """
+    path = given.bundle / MANIFEST
+    content = path.read_text(encoding="utf-8") if path.is_file() else ""
+    asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}
+    launch.check_same({"the bundle's manifest (hash)": digest(content), **asked})
     cache = None if given.cache_dir == NO_CACHE else Path(given.cache_dir)
     axes = given.mesh or {"data": 1, "model": len(jax.devices())}
     bundle = load_bundle(
@@ -111,6 +120,10 @@ def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
         symbols=_symbols(given),
         memory_share=given.memory_share,
         auto=given.auto,
+    )
+    # Nobody begins before all are there: collectives would not wait for weights to be read.
+    launch.check_same(
+        {"symbols": str(dict(bundle.symbols))}, label="the loaded bundle", timeout_s=LOADING_S
     )
     if console is not None:
         for note in bundle.notes:

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from serving.engine.fairness import FairQueue
 from serving.engine.records import Finished
-from serving.engine.stream import Stopped
+from serving.engine.stream import SHUTTING_DOWN, Stopped
 
 _LOG = logging.getLogger("serving")
 
@@ -82,6 +82,7 @@ class Workers:
       name: of the threads.
       threads: how many calls run at a time.
       finished: is told of every call that has ended, on any thread.
+      heed: is told what a call raised, before the one who waits is.
 
     Example:
       >>> workers = Workers("text", threads=2)
@@ -90,9 +91,15 @@ class Workers:
     """
 
     def __init__(
-        self, name: str, threads: int = 1, finished: Callable[[Finished], None] | None = None
+        self,
+        name: str,
+        threads: int = 1,
+        finished: Callable[[Finished], None] | None = None,
+        heed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._finished = finished
+        self._heed = heed
+        self._stopped = SHUTTING_DOWN
         self._queue: FairQueue[_Call] = FairQueue()
         self._running: set[_Call] = set()
         self._stopping = False
@@ -126,7 +133,7 @@ class Workers:
         call = _Call(client, user, function, loop.create_future(), time.monotonic())
         with self._wake:
             if self._stopping:
-                raise Stopped("the server is shutting down")
+                raise Stopped(self._stopped)
             self._queue.push(call)
             self._wake.notify()
         try:
@@ -156,14 +163,15 @@ class Workers:
         """Whether no thread runs."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self, timeout: float = 10.0, why: str = SHUTTING_DOWN) -> None:
         """Ends the threads after the calls that run; calls that wait fail.
 
         Args:
           timeout: seconds to wait for the threads.
+          why: what those who wait are told.
         """
         with self._wake:
-            self._stopping = True
+            self._stopping, self._stopped = True, why
             waiting = []
             while (call := self._queue.first()) is not None:
                 self._queue.remove(call)
@@ -172,7 +180,7 @@ class Workers:
             open_calls = [*waiting, *self._running]
             self._wake.notify_all()
         for call in open_calls:
-            _answer(call, None, Stopped("the server is shutting down"))
+            _answer(call, None, Stopped(why))
         end = time.monotonic() + timeout
         for thread in self._threads:
             if thread.ident is not None:
@@ -192,6 +200,8 @@ class Workers:
     def _work(self) -> None:
         while calls := self._next():
             for call, result, error in _made(calls):
+                if isinstance(error, Exception):
+                    self._heed(error)
                 try:
                     self._end(call, error)
                 except Exception:  # a mistake in counting must not end the thread
