@@ -85,9 +85,9 @@ class Group:
         return self._log.read_text(errors="replace")
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        """Until the log has a text so many times."""
+        """Until processes have said a text so many times; what the launcher repeats is not counted."""
         end = time.monotonic() + PATIENCE
-        while self.log.count(text) < times:
+        while sum(text in line for line in self.log.splitlines() if line[:1] == "[") < times:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"there is no {text!r} in the log:\n{self.log}")
             time.sleep(0.02)

@@ -69,9 +69,7 @@ def asking(group: Group, stopped: int, restart: int) -> Iterator[list[httpx.Resp
     threads = [threading.Thread(target=run, args=(stream,)) for stream in (True, False)]
     for thread in threads:
         thread.start()
-    wait_until(
-        lambda: 'num_requests_running{model_name="llama"} 2' in get(f"{group.url}/metrics").text
-    )
+    wait_until(lambda: "\nspmd:places_taken 2" in get(f"{group.url}/metrics").text)
     told: list[httpx.Response] = []
     yield told
     for thread in threads:
@@ -107,7 +105,7 @@ def test_all_end_together(start: Callable[..., Any], bundle: Path, processes: in
             group.signal(last, signal.SIGCONT, 2)
         assert '"finish_reason":"length"' in told[0].text
         assert told[1].json()["choices"][0]["text"] == text
-        assert group.end() == 0
+        assert group.process.wait() == 0
         assert "Traceback" not in group.log
 
 
