@@ -46,7 +46,7 @@ from spmd.launch.peers import at_stop, first_line, peer_lost, stop_now
 from spmd.launch.store import Store, connected_to, job_store, this_process
 
 KEY = "serving/leader"
-RUN, RESET, PUT, END, STOP = "run", "reset", "put", "end", "stop"
+RUN, RESET, END, STOP = "run", "reset", "end", "stop"
 
 QUEUED = 64
 """Calls that may wait for a slow connection; then process 0 waits, too."""
@@ -257,6 +257,16 @@ def _is_of_devices(error: BaseException | None) -> bool:
     return False
 
 
+def repeat(bundle: Bundle, call: Message) -> Any:
+    """Runs a call that `Bundle.told` was told of; returns arrays that are computed."""
+    kind, names, arrays = call
+    if kind == RUN:
+        return bundle.run_flat(names[0], arrays)
+    if kind == RESET:
+        return bundle.reset_state()
+    return bundle.put_state(dict(zip(names, arrays, strict=True)))
+
+
 class Follower:
     """The side of every other process.
 
@@ -282,13 +292,7 @@ class Follower:
         _LOG.info("process %d of %d runs what process 0 runs", self.process, self.processes)
         under_way: deque[Any] = deque()
         while True:
-            kind, names, arrays = self._calls.get()
-            if kind == RUN:
-                under_way.append(bundle.run_flat(names[0], arrays))
-            elif kind == RESET:
-                bundle.reset_state()
-            else:
-                bundle.put_state(dict(zip(names, arrays, strict=True)))
+            under_way.append(repeat(bundle, self._calls.get()))
             if len(under_way) > AHEAD:
                 jax.block_until_ready(under_way.popleft())
 
