@@ -87,7 +87,7 @@ class Group:
         return self._log.read_text(errors="replace")
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        """Until processes have said a text so many times; the launcher's repetitions do not count."""
+        """Until processes have said a text so many times; what the launcher says does not count."""
         end = time.monotonic() + PATIENCE
         while sum(text in line for line in self.log.splitlines() if line[:1] == "[") < times:
             if self.process.poll() is not None or time.monotonic() > end:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 
-from serving.bundle import group
+from serving.bundle import connect
 from serving.bundle.group import Leader, repeat
 from serving.bundle.read import load_bundle
 from serving.bundle.wire import Message, encode, read
@@ -96,18 +96,18 @@ class FakeStore:
 
 def test_who_does_not_know_the_secret_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = FakeStore()
-    monkeypatch.setattr(group, "connected_to", lambda: "localhost:1")
+    monkeypatch.setattr(connect, "connected_to", lambda: "localhost:1")
     lines: dict[int, socket.socket] = {}
-    thread = threading.Thread(target=lambda: lines.update(group._welcome(store, 2, PATIENCE)))
+    thread = threading.Thread(target=lambda: lines.update(connect.welcome(store, 2, PATIENCE)))
     thread.start()
-    port, _, secret = store.get(group.KEY).partition(" ")
+    port, _, secret = store.get(connect.KEY).partition(" ")
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"x" * 200, b"0 1\n", f"{secret} one\n".encode()):
         with socket.create_connection(("localhost", int(port))) as stranger:
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionResetError):  # with bytes that nobody read
                 assert stranger.recv(1) == b""
-    mine = group._connect(store, 1, PATIENCE)
+    mine = connect.connect(store, 1, PATIENCE)
     thread.join()
     assert [*lines] == [1]
     mine.sendall(b"t")
@@ -115,6 +115,6 @@ def test_who_does_not_know_the_secret_is_turned_away(monkeypatch: pytest.MonkeyP
     for line in (mine, lines[1]):
         line.close()
     with pytest.raises(LaunchError, match=r"process 1 cannot reach process 0 at localhost"):
-        group._connect(store, 1, PATIENCE)
+        connect.connect(store, 1, PATIENCE)
     with pytest.raises(LaunchError, match=r"process 1 did not connect to process 0 within 0\.01 s"):
-        group._welcome(store, 2, 0.01)
+        connect.welcome(store, 2, 0.01)
