@@ -50,6 +50,7 @@ class Group:
       mesh: as `--mesh`.
       cache: folder of the cache.
       max_restarts: the launcher's.
+      flags: more of scripts/serve.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Group:
         mesh: str,
         cache: Path,
         max_restarts: int = 1,
+        flags: Sequence[str] = (),
     ) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._pids, self._log = folder / "pid", folder / "log"
@@ -72,7 +74,7 @@ class Group:
             "--processes", str(processes), "--devices_per_process", str(devices // processes),
             "--max_restarts", str(max_restarts), "--grace_s", "60", "--",
             "sh", "-c", NOTE, str(self._pids), sys.executable, "-m", "scripts.serve_bundle",
-            str(bundle), "--mesh", mesh, "--port", str(port), "--cache_dir", str(cache),
+            str(bundle), "--mesh", mesh, "--port", str(port), "--cache_dir", str(cache), *flags,
         ]  # fmt: skip
         with self._log.open("w") as out:
             self.process = subprocess.Popen(
@@ -85,9 +87,9 @@ class Group:
         return self._log.read_text(errors="replace")
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        """Until the log has a text so many times."""
+        """Until processes have said a text so many times; what the launcher says does not count."""
         end = time.monotonic() + PATIENCE
-        while self.log.count(text) < times:
+        while sum(text in line for line in self.log.splitlines() if line[:1] == "[") < times:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"there is no {text!r} in the log:\n{self.log}")
             time.sleep(0.02)
@@ -107,10 +109,16 @@ class Group:
 
 @contextmanager
 def serving(
-    folder: Path, bundle: Path, processes: int, mesh: str, cache: Path, max_restarts: int = 1
+    folder: Path,
+    bundle: Path,
+    processes: int,
+    mesh: str,
+    cache: Path,
+    max_restarts: int = 1,
+    flags: Sequence[str] = (),
 ) -> Iterator[Group]:
     """A group; gone at the end."""
-    group = Group(folder, bundle, processes, mesh, cache, max_restarts)
+    group = Group(folder, bundle, processes, mesh, cache, max_restarts, flags)
     try:
         yield group
     finally:

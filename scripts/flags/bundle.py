@@ -114,7 +114,7 @@ def load(
       MeshError: more devices than there are.
     """
     path = given.bundle / MANIFEST
-    content = path.read_text(encoding="utf-8") if path.is_file() else ""
+    content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}
     launch.check_same({"the bundle's manifest (hash)": digest(content), **asked})
     cache = None if given.cache_dir == NO_CACHE else Path(given.cache_dir)

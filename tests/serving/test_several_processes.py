@@ -26,6 +26,7 @@ from tools.serving_kills import Group, serving
 SHAPE = ServingShape(4, 64, (2, 32), (64,), 16, 2, 0, "float32")
 PROMPT = "def f("
 MESH = "data=2,model=2"
+FLAGS = ("--stall_seconds", "0.5")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,8 @@ def bundle(tmp_path_factory: Any) -> Path:
 @pytest.fixture
 def start(bundle: Path, tmp_path: Path) -> Callable[..., Any]:
     def start(processes: int, max_restarts: int) -> Any:
-        return serving(tmp_path, bundle, processes, MESH, tmp_path / "cache", max_restarts)
+        cache = tmp_path / "cache"
+        return serving(tmp_path, bundle, processes, MESH, cache, max_restarts, FLAGS)
 
     return start
 
@@ -69,9 +71,7 @@ def asking(group: Group, stopped: int, restart: int) -> Iterator[list[httpx.Resp
     threads = [threading.Thread(target=run, args=(stream,)) for stream in (True, False)]
     for thread in threads:
         thread.start()
-    wait_until(
-        lambda: 'num_requests_running{model_name="llama"} 2' in get(f"{group.url}/metrics").text
-    )
+    wait_until(lambda: "\nspmd:places_taken 2" in get(f"{group.url}/metrics").text)
     told: list[httpx.Response] = []
     yield told
     for thread in threads:
@@ -87,6 +87,7 @@ def test_all_end_together(start: Callable[..., Any], bundle: Path, processes: in
         group.wait_for(" ready: ")
         assert ask(group).json()["choices"][0]["text"] == text
         with asking(group, last, 0) as told:
+            wait_until(lambda: "a call of the model has been" in get(f"{group.url}/health").text)
             group.signal(last, signal.SIGKILL)
         stream, whole = told
         why = f"process {last} was lost"
@@ -103,11 +104,11 @@ def test_all_end_together(start: Callable[..., Any], bundle: Path, processes: in
 
         with asking(group, last, 2) as told:
             group.process.terminate()
-            wait_until(lambda: get(f"{group.url}/health").status_code == 503)
+            group.wait_for("draining: ")
             group.signal(last, signal.SIGCONT, 2)
         assert '"finish_reason":"length"' in told[0].text
         assert told[1].json()["choices"][0]["text"] == text
-        assert group.end() == 0
+        assert group.process.wait() == 0
         assert "Traceback" not in group.log
 
 
