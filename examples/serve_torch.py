@@ -23,8 +23,8 @@ VOCABULARY, LENGTH, WIDTH, HEADS, DEPTH = 256, 64, 32, 4, 2
 
 def causal(layer, *qkv):
     """Attention of whole sequences (batch, length, heads, width), in plain torch."""
-    qkv = (x.transpose(1, 2) for x in qkv)
-    return F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 class Block(nn.Module):
