@@ -18,7 +18,7 @@ until the work is done and gives its results. Work is done in the order of the c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +26,8 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
+"""A set of token ids: bit i % 32 of word i // 32 is set if token i is in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Sampling:
     """How tokens are drawn from the logits; what is listed first is applied first.
 
     Attributes:
+      logit_bias: (token id, what is added to its logit), each id once.
       repetition_penalty: for tokens that occur in the sequence, prompt included, positive logits
         are divided by it and negative ones multiplied (Keskar et al. 2019). 1 changes nothing.
       frequency_penalty: subtracted from a token's logit once for each time that it was drawn;
@@ -88,6 +91,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class Tokens(NamedTuple):
@@ -171,6 +175,14 @@ class Backend(Protocol):
           sampling: how its tokens are drawn.
           seen: the ids of the sequence so far, those of `drawn` among them.
           drawn: the tokens that were drawn already, for a sequence that is resumed.
+        """
+
+    def allow(self, masks: Mapping[int, Words | None]) -> None:
+        """Begins to change which tokens may be drawn in some slots, from the next step on.
+
+        Args:
+          masks: slot -> the tokens that may be drawn there, until that is changed; None are all,
+            as behind `begin`.
         """
 
     def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
