@@ -28,15 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
+from models import decode
 from models.function import Function
-from models.llama import decode
 from models.llama.config import LlamaConfig, named_config
+from models.llama.decode import LlamaRows
 from models.llama.quantize import QUANTIZATIONS, quantized_types
 from serving.bundle.bundle import Bundle
 from serving.bundle.memory import compile_bundle
 from serving.engine.backend import Limits, Part
 from serving.engine.model_backend import ModelBackend
-from serving.llama_backend import info
+from serving.language_backend import info
 from spmd.cli.flags import Parser, Switch, positive, words
 
 WARM_UP = 2
@@ -111,7 +112,7 @@ def bench(given: argparse.Namespace, config: LlamaConfig, quantize: str, batch: 
     )
     pages = slots * shape.pages_of_slot
     types = quantized_types(config, quantize)
-    functions, state, specs, primary = decode.functions(config, shape, types)
+    functions, state, specs, primary = decode.functions(LlamaRows(config), shape, types)
     (function,) = (function for function in functions if function.name == primary)
     mesh = spmd.make_mesh(data=1, model=given.model_axis, devices=jax.devices()[: given.model_axis])
     start = time.perf_counter()

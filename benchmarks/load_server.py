@@ -32,8 +32,9 @@ import tokenizers
 import spmd
 from benchmarks.decode import random_weights
 from benchmarks.load_client import WORDS
-from models.llama import decode
+from models import decode
 from models.llama.config import ConfigError, LlamaConfig, named_config
+from models.llama.decode import LlamaRows
 from models.llama.quantize import quantized_types
 from models.llama.weights.sources import Source
 from scripts.export_llama import make_shape
@@ -44,8 +45,8 @@ from serving.bundle.memory import compile_bundle
 from serving.bundle.write import TOKENIZER
 from serving.http.server import serve
 from serving.http.service import Loaded, Options
-from serving.llama_backend import KIND, info
-from serving.llama_bundle import check_shape
+from serving.language_backend import info
+from serving.language_bundle import SMALL, check_shape, contract
 from serving.load import load_model
 from spmd.measure.profile import STEP
 from spmd.mesh.topology import Topology
@@ -70,24 +71,20 @@ def make_bundle(given: argparse.Namespace) -> Bundle:
     shape = make_shape(Source(config, {}, "random weights"), given)
     check_shape(shape)
     types = quantized_types(config, given.quantize)
-    functions, state, specs, primary = decode.functions(config, shape, types)
+    model = LlamaRows(config)
+    functions, state, specs, primary = decode.functions(model, shape, types)
     devices = jax.devices()[: given.groups * given.model_axis]
     return compile_bundle(
         [function for function in functions if function.tags["kind"] != "score"],
         spmd.make_mesh(data=given.groups, model=given.model_axis, devices=devices),
         weights=types,
         make_weights=functools.partial(random_weights, types, config=config),
-        # Small: they are read by the host, and written by it.
-        specs={**specs, "inputs/*": (), "outputs/*": ()},
+        specs={**specs, **SMALL},
         state=state,
         primary=primary,
         symbols=given.symbols,
         memory_share=given.memory_share,
-        contract={
-            "kind": KIND,
-            "model": dataclasses.asdict(config),
-            "shape": shape._asdict(),
-        },
+        contract=contract(model, shape, dataclasses.asdict(config)),
     )
 
 

@@ -17,6 +17,17 @@ import numpy as np
 
 HIDDEN = np.float32(-np.inf)
 
+WORD = 32
+"""Tokens of a word of a mask."""
+
+ALL = 2**WORD - 1
+"""A word that allows all of its tokens."""
+
+
+def words(vocab_size: int) -> int:
+    """Words of a mask: bit i % 32 of word i // 32 says whether token i may be drawn."""
+    return -(-vocab_size // WORD)
+
 
 class SamplingParams(NamedTuple):
     """How each row is drawn, arrays (B,); `serving.engine.backend` says what the fields mean."""
@@ -44,26 +55,41 @@ FIELDS: dict[str, tuple[Any, float]] = {
 """Field of `SamplingParams` -> its dtype, and the value that changes nothing."""
 
 
-def sample(
-    logits_BV: Any, params: SamplingParams, seen_BV: Any, drawn_BV: Any, positions_B: Any
-) -> Any:
+class History(NamedTuple):
+    """What each row's sequence says of its next token.
+
+    Attributes:
+      seen: (B, V) which tokens are in the sequence already, bools.
+      drawn: (B, V) how often each one has been drawn, int32.
+      bias: (B, V) what is added to the logits, float32.
+      allowed: (B, `words(V)`) a mask of the tokens that may be drawn, uint32.
+    """
+
+    seen: Any
+    drawn: Any
+    bias: Any
+    allowed: Any
+
+
+def sample(logits_BV: Any, params: SamplingParams, history: History, positions_B: Any) -> Any:
     """One token of each row.
 
     Args:
       logits_BV: float32.
       params: how.
-      seen_BV: which tokens are in the sequence already, bools.
-      drawn_BV: how often each one has been drawn, int32.
+      history: the sequences.
       positions_B: of the tokens that are drawn; with the seed they decide the draw.
 
     Returns:
       ids (B,), int32.
     """
+    logits_BV = logits_BV + history.bias
     penalty_B1 = params.repetition_penalty[:, None]
     penalized_BV = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
-    logits_BV = jnp.where(seen_BV, penalized_BV, logits_BV)
-    logits_BV -= params.frequency_penalty[:, None] * drawn_BV.astype(jnp.float32)
-    logits_BV -= params.presence_penalty[:, None] * (drawn_BV > 0)
+    logits_BV = jnp.where(history.seen, penalized_BV, logits_BV)
+    logits_BV -= params.frequency_penalty[:, None] * history.drawn.astype(jnp.float32)
+    logits_BV -= params.presence_penalty[:, None] * (history.drawn > 0)
+    logits_BV = jnp.where(_unpacked(history.allowed, logits_BV.shape[1]), logits_BV, HIDDEN)
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
     def draw() -> Any:
@@ -72,6 +98,12 @@ def sample(
 
     drawn_B: Any = jax.lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy_B)
     return drawn_B
+
+
+def _unpacked(words_BW: Any, vocab_size: int) -> Any:
+    """A mask as bools (B, V)."""
+    bits_BWI = words_BW[..., None] >> jnp.arange(WORD, dtype=jnp.uint32) & 1
+    return bits_BWI.reshape(words_BW.shape[0], -1)[:, :vocab_size] != 0
 
 
 def _draw(logits_BV: Any, params: SamplingParams, positions_B: Any) -> Any:

@@ -15,7 +15,7 @@ from serving.bundle.write import TOKENIZER
 from serving.engine.backend import Backend
 from serving.engine.model_backend import generate
 from serving.http.service import Loaded
-from serving.llama_backend import KIND, model_backend
+from serving.language_backend import is_language_model, model_backend
 from serving.tensor_backend import BundleInfer
 
 _LOG = logging.getLogger("serving")
@@ -38,7 +38,7 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
       BundleError: no usable tokenizer, a broken contract, or goldens that come out differently.
     """
     name = name or bundle.manifest.name
-    if bundle.manifest.contract.get("kind") != KIND:
+    if not is_language_model(bundle):
         return Loaded(name, infer=BundleInfer(bundle))
     backend = model_backend(bundle)
     backend.warm_up()

@@ -26,9 +26,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from models.llama import decode, quantize
+from models import decode
+from models.llama import quantize
 from models.llama.config import ConfigError, LlamaConfig
-from models.llama.decode import ServingShape
+from models.llama.decode import LlamaRows
 from models.llama.weights.files import WeightsError
 from models.llama.weights.sources import Source
 from models.training.checkpoints.found import CheckpointError
@@ -88,10 +89,11 @@ def logits(source: Source, form: Form, tokens_BS: Any) -> Any:
     weights = jax.tree.map(lambda tensor: jnp.asarray(np.asarray(tensor)), tree)
     rows = tokens_BS.shape[1]
     # One page holds a whole sequence.
-    shape = ServingShape(1, rows, (rows,), (rows,), rows, cache_dtype=form.cache_dtype)
-    leaves = decode.state_leaves(config, shape, 1)
+    shape = decode.ServingShape(1, rows, (rows,), (rows,), rows, cache_dtype=form.cache_dtype)
+    model = LlamaRows(config)
+    leaves = decode.state_leaves(model, shape, 1)
     state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, leaf.fill, leaf.dtype), leaves)
-    read = jax.jit(functools.partial(decode.row_logits, config=config))
+    read = jax.jit(functools.partial(decode.row_logits, model=model))
     place = {
         "slots": np.zeros((1, rows), np.int32),
         "positions": np.arange(rows, dtype=np.int32)[None],

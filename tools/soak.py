@@ -90,8 +90,8 @@ class Server:
 @contextmanager
 def serving() -> Iterator[Server]:
     """A server of a fresh model; gone at the end."""
+    from models.decode import ServingShape
     from models.llama.config import named_config
-    from models.llama.decode import ServingShape
     from models.llama.weights.sources import fresh_source
     from serving.llama_bundle import write_llama_bundle
 

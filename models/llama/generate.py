@@ -1,7 +1,7 @@
 """Generates text by running the whole model over a fixed window for every token.
 
 It keeps no cache, so it is slow but simple: enough to see what a model has learned during training.
-Serving uses `models.llama.decode`.
+Serving uses `models.decode`.
 """
 
 from __future__ import annotations

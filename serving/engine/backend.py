@@ -27,7 +27,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
-"""A set of token ids: bit i % 32 of word i // 32 is set if token i is in it."""
+"""A mask of tokens, `models.sampling.words(V)` of them: bit i % 32 of word i // 32 is token i's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,6 @@ class Sampling:
     """How tokens are drawn from the logits; what is listed first is applied first.
 
     Attributes:
-      logit_bias: (token id, what is added to its logit), each id once.
       repetition_penalty: for tokens that occur in the sequence, prompt included, positive logits
         are divided by it and negative ones multiplied (Keskar et al. 2019). 1 changes nothing.
       frequency_penalty: subtracted from a token's logit once for each time that it was drawn;
@@ -81,6 +80,7 @@ class Sampling:
         0 keeps all.
       seed: in [0, 2**32). The seed and the token's position decide the draw, so that a request
         with a seed repeats exactly.
+      logit_bias: (token, what is added to its logit), of tokens that differ; applied before all.
     """
 
     temperature: float = 1.0
@@ -178,11 +178,12 @@ class Backend(Protocol):
         """
 
     def allow(self, masks: Mapping[int, Words | None]) -> None:
-        """Begins to change which tokens may be drawn in some slots, from the next step on.
+        """Begins to change which tokens some slots may draw, in all steps from now on.
+
+        Log-probabilities are the model's own all the same. `begin` allows a slot all tokens.
 
         Args:
-          masks: slot -> the tokens that may be drawn there, until that is changed; None are all,
-            as behind `begin`.
+          masks: slot -> tokens that it may draw, at least one; None is all.
         """
 
     def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:

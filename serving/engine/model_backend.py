@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from models.sampling import FIELDS
-from serving.engine.backend import Backend, Limits, Part, Sampling, Stepped, Tokens
+from models.sampling import ALL, FIELDS, words
+from serving.engine.backend import Backend, Limits, Part, Sampling, Stepped, Tokens, Words
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -40,7 +40,7 @@ class Functions(Protocol):
 
 
 class ModelBackend:
-    """The `Backend` of a model whose functions are those of `models.llama.decode.functions`.
+    """The `Backend` of a model whose functions are those of `models.decode.functions`.
 
     Args:
       programs: the functions.
@@ -85,13 +85,30 @@ class ModelBackend:
         vocabulary = self.limits.vocab_size
         is_seen = np.zeros(vocabulary, np.bool_)
         is_seen[[*seen, *drawn]] = True
+        bias = np.zeros(vocabulary, np.float32)
+        for token, added in sampling.logit_bias:
+            bias[token] = added
         inputs = {
             "slot": np.int32(slot),
             "seen": is_seen,
             "drawn": np.bincount(np.array(drawn, np.int64), minlength=vocabulary).astype(np.int32),
+            "bias": bias,
             "sampling": {n: np.asarray(getattr(sampling, n), d) for n, (d, _) in FIELDS.items()},
         }
         self._programs.run(self._names["begin", 0, 0], inputs)
+
+    def allow(self, masks: Mapping[int, Words | None]) -> None:
+        """See `Backend.allow`."""
+        limits = self.limits
+        changed = np.zeros(limits.slots, np.bool_)
+        rows = np.full((limits.slots, words(limits.vocab_size)), ALL, np.uint32)
+        for slot, mask in masks.items():
+            changed[slot] = True
+            if mask is not None:
+                rows[slot] = mask
+        by_group = (limits.groups, limits.slots // limits.groups)
+        inputs = {"changed": changed.reshape(by_group), "masks": rows.reshape(*by_group, -1)}
+        self._programs.run(self._names["allow", 0, 0], inputs)
 
     def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
         """See `Backend.step`."""
@@ -124,9 +141,11 @@ class ModelBackend:
         """Calls every function once, so that no request pays for what a first call does."""
         limits = self.limits
         self.begin(0, GREEDY, ())
+        if ("allow", 0, 0) in self._names:
+            self.allow({0: None})
         nothing = _place((), limits)
         for kind, rows, length in self._names:
-            if kind == "begin":
+            if kind not in ("step", "score"):
                 continue
             inputs = _row_inputs(nothing, rows, limits)
             inputs["table"] = self._tables.filled((), length)

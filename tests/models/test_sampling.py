@@ -14,8 +14,6 @@ from models.sampling import SamplingParams
 
 LOGITS_BV = np.random.default_rng(0).standard_normal((6, 50)).astype(np.float32) * 3
 
-NEVER_BV = np.zeros(LOGITS_BV.shape, np.int32)
-
 
 def params(rows: int, **changes: Any) -> SamplingParams:
     filled = {
@@ -23,6 +21,18 @@ def params(rows: int, **changes: Any) -> SamplingParams:
         for name, (dtype, neutral) in sampling.FIELDS.items()
     }
     return SamplingParams(**filled)
+
+
+def history(rows: Any = LOGITS_BV, **changes: Any) -> sampling.History:
+    """Of sequences without tokens."""
+    shape = rows.shape
+    empty = sampling.History(
+        np.zeros(shape, bool),
+        np.zeros(shape, np.int32),
+        np.zeros(shape, np.float32),
+        np.full((shape[0], sampling.words(shape[1])), sampling.ALL, np.uint32),
+    )
+    return empty._replace(**changes)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +65,8 @@ def test_repetition_penalty_is_transformers() -> None:
     )
     seen = np.zeros((6, 50), bool)
     np.put_along_axis(seen, ids, True, axis=1)
-    ours = sampling.sample(
-        LOGITS_BV, params(6, repetition_penalty=1.7), seen, NEVER_BV, np.zeros(6, np.int32)
-    )
+    given = params(6, repetition_penalty=1.7)
+    ours = sampling.sample(LOGITS_BV, given, history(seen=seen), np.zeros(6, np.int32))
     np.testing.assert_array_equal(ours, theirs.numpy().argmax(-1))
     assert (np.asarray(ours) != LOGITS_BV.argmax(-1)).any()
 
@@ -66,10 +75,31 @@ def test_frequency_and_presence_penalties() -> None:
     """As OpenAI defines them: `logit - count * frequency - (count > 0) * presence`."""
     drawn = np.random.default_rng(2).integers(0, 4, LOGITS_BV.shape).astype(np.int32)
     given = params(6, frequency_penalty=0.75, presence_penalty=1.5)
-    ours = sampling.sample(LOGITS_BV, given, drawn > 0, drawn, np.zeros(6, np.int32))
+    ours = sampling.sample(
+        LOGITS_BV, given, history(seen=drawn > 0, drawn=drawn), np.zeros(6, np.int32)
+    )
     wanted = LOGITS_BV - 0.75 * drawn - 1.5 * (drawn > 0)
     np.testing.assert_array_equal(ours, wanted.argmax(-1))
     assert (np.asarray(ours) != LOGITS_BV.argmax(-1)).any()
+
+
+def test_biases_and_masks() -> None:
+    """A bias moves a token; what a mask leaves out is not drawn, whatever its bias."""
+    positions = np.zeros(6, np.int32)
+    bias = np.zeros(LOGITS_BV.shape, np.float32)
+    bias[:, 3], bias[:, 49] = 50, 100
+    found = sampling.sample(LOGITS_BV, params(6), history(bias=bias), positions)
+    assert np.asarray(found).tolist() == [49] * 6
+    is_allowed = np.random.default_rng(3).random(LOGITS_BV.shape) < 0.1
+    is_allowed[:, [3, 49]] = [True, False]
+    bits = np.zeros((6, 64), bool)
+    bits[:, :50] = is_allowed
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+    found = sampling.sample(LOGITS_BV, params(6), history(bias=bias, allowed=masks), positions)
+    assert np.asarray(found).tolist() == [3] * 6
+    for given in (params(6), params(6, temperature=3.0), params(6, temperature=3.0, top_p=0.9)):
+        found = np.asarray(sampling.sample(LOGITS_BV, given, history(allowed=masks), positions))
+        assert is_allowed[np.arange(6), found].all()
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -78,8 +108,7 @@ def test_draws_follow_the_distribution() -> None:
     drawn = jax.jit(sampling.sample)(
         logits,
         params(count, temperature=1.5, seed=3),
-        np.zeros((count, 8), bool),
-        np.zeros((count, 8), np.int32),
+        history(logits),
         np.arange(count, dtype=np.int32),
     )
     shares = np.bincount(np.asarray(drawn), minlength=8) / count
@@ -91,11 +120,11 @@ def test_seed_and_position_decide_alone() -> None:
     """Not the row, nor the rows beside it; rows with other seeds differ."""
     logits = np.tile(LOGITS_BV[:1], (4, 1)) / 3
     given = params(4, temperature=1.0)._replace(seed=np.array([5, 6, 5, 7], np.uint32))
-    unseen, never = np.zeros(logits.shape, bool), np.zeros(logits.shape, np.int32)
+    before = history(logits)
 
     def draw(rows: Any, positions: Any) -> Any:
-        chosen = SamplingParams(*(x[rows] for x in given))
-        return np.asarray(compiled(logits[rows], chosen, unseen[rows], never[rows], positions))
+        chosen, known = jax.tree.map(lambda x: x[rows], (given, before))
+        return np.asarray(compiled(logits[rows], chosen, known, positions))
 
     compiled = jax.jit(sampling.sample)
     everything = np.stack([draw(np.arange(4), np.full(4, p, np.int32)) for p in range(30)])
@@ -110,9 +139,8 @@ def test_rows_are_drawn_each_in_its_own_way() -> None:
         temperature=np.array([0, 1, 1, 0, 1, 1], np.float32),
         top_k=np.array([0, 1, 0, 5, 2, 0], np.int32),
     )
-    unseen = np.zeros(LOGITS_BV.shape, bool)
     positions = np.zeros(6, np.int32)
-    drawn = np.asarray(jax.jit(sampling.sample)(LOGITS_BV, given, unseen, NEVER_BV, positions))
+    drawn = np.asarray(jax.jit(sampling.sample)(LOGITS_BV, given, history(), positions))
     likeliest = LOGITS_BV.argmax(-1)
     np.testing.assert_array_equal(drawn[[0, 1, 3]], likeliest[[0, 1, 3]])
     assert drawn[4] in np.argsort(LOGITS_BV[4])[-2:]

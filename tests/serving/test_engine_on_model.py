@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import spmd
+from models.decode import ServingShape
 from models.llama.config import named_config
-from models.llama.decode import ServingShape
 from models.llama.weights.sources import fresh_source
 from models.training.data.tokenizer import ByteTokenizer
 from serving.bundle.read import load_bundle
@@ -19,7 +19,7 @@ from serving.engine.backend import Sampling
 from serving.engine.choice import Job
 from serving.engine.engine import Engine
 from serving.engine.model_backend import generate
-from serving.llama_backend import model_backend
+from serving.language_backend import model_backend
 from serving.llama_bundle import write_llama_bundle
 
 SHAPE = ServingShape(4, 64, (4, 16), (32, 64), 8, 2, 2, "float32")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import spmd
+from models.decode import ServingShape
 from models.llama import quantize
-from models.llama.decode import ServingShape
 from models.llama.weights.sources import hf_source
 from scripts import export_llama as script
-from serving import llama_backend as llama
+from serving import language_backend as language
 from serving import llama_bundle
 from serving.bundle.function import BundleError
 from serving.bundle.read import load_bundle
@@ -67,7 +67,7 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
         0
     ].data.shape == (4, 32)
     expected = checkpoints.their_continuation(hf_folder, PROMPT, 8)
-    assert generate(llama.model_backend(bundle), PROMPT, 8)[0] == expected
+    assert generate(language.model_backend(bundle), PROMPT, 8)[0] == expected
     bundle.reset_state()
     assert tokens_of_backend(bundle) == expected
     contract = bundle.manifest.contract
@@ -81,7 +81,7 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
 
 def tokens_of_backend(bundle):
     """The same through what the engine calls: a slot of the second group."""
-    backend = llama.model_backend(bundle)
+    backend = language.model_backend(bundle)
     assert bundle.symbols == {"pages": 12}  # no more than its slots can fill
     assert backend.limits == Limits(4, 48, (2, 8), 2, 8, 12, 2, 128)
     assert backend.budget == 8
@@ -103,7 +103,7 @@ def test_bytes_that_a_step_reads(hf_folder, tmp_path, export, devices8):
     export("--init_from", hf_folder, "--out", out, "--cache_dtype=int8")
     mesh = spmd.make_mesh(data=2, model=4, devices=devices8)
     bundle = load_bundle(out, mesh, functions=FUNCTIONS)
-    facts = llama.info(bundle)
+    facts = language.info(bundle)
     # One layer; of two key heads one is on a device, of two groups one: values and scales.
     assert facts["token_bytes"] == 2 * (8 + 4) / 2
     read = sum(
@@ -128,14 +128,14 @@ def test_bytes_that_a_step_reads(hf_folder, tmp_path, export, devices8):
     ],
 )
 def test_a_step_that_decoding_waits_for(seconds, slots, rows):
-    assert llama.budget(seconds, slots) == rows
+    assert language.budget(seconds, slots) == rows
 
 
 def stand_in(platform, **shape):
     """What `model_backend` reads of a bundle; over long tables steps read 160 tokens, 4 seconds."""
     sizes = {"slots": 8, "max_length": 64, "rows": [8, 256, 1024], "groups": 1, "page": 8}
     contract = {
-        "kind": llama.KIND,
+        "kind": language.KIND,
         "shape": {**sizes, "top_logprobs": 1, **shape},
         "model": {"vocab_size": 9},
     }
@@ -161,8 +161,8 @@ def stand_in(platform, **shape):
 
 @pytest.mark.parametrize(("bandwidth", "rows"), [(None, 1024), (40, 256)])
 def test_predicted_times_decide_the_budget(bandwidth, rows, monkeypatch):
-    monkeypatch.setattr(llama, "info", lambda bundle: {"token_bytes": 1, "bandwidth": bandwidth})
-    assert llama.model_backend(stand_in("gpu")).budget == rows
+    monkeypatch.setattr(language, "info", lambda bundle: {"token_bytes": 1, "bandwidth": bandwidth})
+    assert language.model_backend(stand_in("gpu")).budget == rows
 
 
 @pytest.mark.parametrize(
@@ -176,13 +176,13 @@ def test_predicted_times_decide_the_budget(bandwidth, rows, monkeypatch):
     ],
 )
 def test_contracts_that_are_broken(shape, message, monkeypatch):
-    monkeypatch.setattr(llama, "info", lambda bundle: {})
+    monkeypatch.setattr(language, "info", lambda bundle: {})
     with pytest.raises(BundleError, match=f"older than this program .*{message}.*: export the"):
-        llama.model_backend(stand_in("cpu", **shape))
+        language.model_backend(stand_in("cpu", **shape))
     without = stand_in("cpu")
     del without.functions["begin"]
     with pytest.raises(BundleError, match="there is no function begin"):
-        llama.model_backend(without)
+        language.model_backend(without)
 
 
 def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):

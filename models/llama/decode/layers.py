@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 import spmd
+from models.decode.state import State
 from models.llama.config import LlamaConfig
-from models.llama.decode.cache import State
 from models.llama.model import apply_rope, rope_angles
 
 Weights = dict[str, Any]

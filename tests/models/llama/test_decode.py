@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 import spmd
-from models.llama import decode, model, quantize
+from models import decode
+from models.llama import model, quantize
 from models.llama.config import LlamaConfig
+from models.llama.decode import LlamaRows
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from serving.bundle.bundle import Bundle
@@ -45,7 +47,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def limits(shape: decode.ServingShape = SHAPE) -> Limits:
-    """What `serving.llama_backend` makes of a bundle's contract."""
+    """What `serving.language_backend` makes of a bundle's contract."""
     sizes = shape.slots, shape.max_length, shape.rows, shape.groups, shape.page
     return Limits(*sizes, PAGES, shape.top_logprobs, VOCABULARY)
 
@@ -72,11 +74,11 @@ class Plain:
 
     def __init__(self, params: Any, config: LlamaConfig, shape: decode.ServingShape) -> None:
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        functions, *_ = decode.functions(config, shape, types)
+        functions, *_ = decode.functions(LlamaRows(config), shape, types)
         self.functions = {function.name: function for function in functions}
         self._jitted = {name: jax.jit(f.fn) for name, f in self.functions.items()}
         self._params = params
-        leaves = decode.state_leaves(config, shape, PAGES)
+        leaves = decode.state_leaves(LlamaRows(config), shape, PAGES)
         self.state = jax.tree.map(lambda x: jnp.full(x.shape, x.fill, x.dtype), leaves)
 
     def run(self, name: str, *inputs: Any) -> Any:
@@ -92,7 +94,7 @@ def on_mesh(
     params: Any, config: LlamaConfig, mesh: Any, shape: decode.ServingShape = SHAPE
 ) -> Bundle:
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    functions, leaves, specs, primary = decode.functions(config, shape, types)
+    functions, leaves, specs, primary = decode.functions(LlamaRows(config), shape, types)
     return compile_bundle(
         functions, mesh, weights=params, specs=specs, state=leaves, primary=primary,
         options=spmd.Options(check=True), symbols={"pages": PAGES},
@@ -351,6 +353,40 @@ def test_penalties_count_what_was_drawn():
         logits = whole[len(prompt) + i - 1] - 0.6 * drawn - 0.4 * (drawn > 0)
         assert logits[token] >= logits.max() - 1e-3
     assert made != generate(backend, prompt, 20)[0]
+
+
+def test_biases_and_masks_of_slots():
+    """They are the slot's own, last until they are changed, and end with its sequence."""
+    params, config = random_model(2)
+    prompt = PROMPT[:9]
+    backend = backend_of(random_programs(2))
+    wanted, logprobs = generate(backend, prompt, 4)
+    pages = (0, 1, 2)
+    mask = np.zeros(4, np.uint32)
+    mask[1] = 1 << 7  # token 39
+    biased = dataclasses.replace(GREEDY, logit_bias=((5, -100.0), (77, 100.0)))
+
+    def first(slot: int, sampling: Sampling | None, masks: Any = None) -> tuple[int, float]:
+        if sampling is not None:
+            backend.begin(slot, sampling, prompt)
+        if masks is not None:
+            backend.allow(masks)
+        drawn = backend.step([Part(slot, 0, tuple(prompt), pages, True)])().drawn
+        return int(drawn.ids[0]), float(drawn.logprobs[0])
+
+    plain: Any = (wanted[0], pytest.approx(logprobs[0], abs=1e-5))
+    assert first(3, biased)[0] == 77
+    backend.begin(1, GREEDY, prompt)
+    forward = jax.jit(functools.partial(model.forward, config=config))
+    whole = jax.nn.log_softmax(np.asarray(forward(params, np.asarray([prompt]))[0, -1]))
+    # Beside a mask, the log-probability is the model's own.
+    token, logprob = first(3, None, {3: mask, 0: None})
+    assert (token, logprob) == (39, pytest.approx(float(whole[39]), abs=1e-4))
+    assert first(1, None) == plain
+    assert first(3, None)[0] == 39
+    assert first(3, None, {3: None})[0] == 77
+    assert first(3, GREEDY, {3: mask})[0] == 39
+    assert first(3, GREEDY) == plain
 
 
 def test_pages_that_held_nan_serve_others():

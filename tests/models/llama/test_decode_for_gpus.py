@@ -9,9 +9,11 @@ import jax
 import pytest
 
 import spmd
+from models import decode
 from models.gpu_graphs import with_gpu_graphs
-from models.llama import decode, model
+from models.llama import model
 from models.llama.config import LlamaConfig
+from models.llama.decode import LlamaRows
 from tests.compilers import needs_cuda_plugin
 
 SHAPE = decode.ServingShape(16, 256, (64,), (256,), top_logprobs=5)
@@ -29,9 +31,9 @@ POOL = f"{PAGES},64,4,2,64]"
 def compiled(kind: str) -> str:
     """The optimized HLO of a function."""
     weights = jax.eval_shape(lambda key: model.init(key, CONFIG), jax.random.key(0))
-    functions, *_ = decode.functions(CONFIG, SHAPE, weights)
+    functions, *_ = decode.functions(LlamaRows(CONFIG), SHAPE, weights)
     function = next(f for f in functions if f.tags["kind"] == kind)
-    leaves = decode.state_leaves(CONFIG, SHAPE, PAGES)
+    leaves = decode.state_leaves(LlamaRows(CONFIG), SHAPE, PAGES)
     held = {
         "weights": weights,
         "state": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves),

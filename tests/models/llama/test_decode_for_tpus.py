@@ -6,8 +6,10 @@ import jax
 import pytest
 
 import spmd
-from models.llama import decode, model
+from models import decode
+from models.llama import model
 from models.llama.config import LlamaConfig
+from models.llama.decode import LlamaRows
 
 CONFIG = LlamaConfig(
     vocab_size=32000, hidden_size=2048, intermediate_size=5504, num_hidden_layers=1,
@@ -25,10 +27,10 @@ def test_only_logits_and_tokens_travel_besides_sums(
     placed = spmd.Mesh(None, mesh, ("data", "model"))
     shape = decode.ServingShape(16 * groups, 512, (rows,), (512,), groups=groups, top_logprobs=5)
     weights = jax.eval_shape(lambda key: model.init(key, CONFIG), jax.random.key(0))
-    functions, _, specs, primary = decode.functions(CONFIG, shape, weights)
+    functions, _, specs, primary = decode.functions(LlamaRows(CONFIG), shape, weights)
     function = next(f for f in functions if f.name == primary)
     given = dict(zip(function.roles, function.args, strict=True))
-    leaves = decode.state_leaves(CONFIG, shape, 128)
+    leaves = decode.state_leaves(LlamaRows(CONFIG), shape, 128)
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
     patterns = {k: [spmd.OPEN if e == "..." else e for e in spec] for k, spec in specs.items()}
     marked = spmd.mark_tree({"weights": given["weights"], "state": state}, placed, patterns)

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import pytest
 
 import spmd
+from models.decode import ServingShape
 from models.llama.config import named_config
-from models.llama.decode import ServingShape
 from models.llama.weights.sources import fresh_source
 from scripts import generate_text
 from serving.bundle.read import load_bundle
 from serving.engine.model_backend import generate
-from serving.llama_backend import model_backend
+from serving.language_backend import model_backend
 from serving.llama_bundle import write_llama_bundle
 from tests.waiting import PATIENCE, wait_until
 from tools import compare_quantized

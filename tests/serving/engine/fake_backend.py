@@ -62,22 +62,20 @@ def key_value(before: int, token: int) -> int:
     return zlib.crc32(token.to_bytes(4, "little"), before)
 
 
+def chosen(token: int, sampling: Sampling, allowed: Words | None, vocab_size: int) -> int:
+    """The next best token that may be drawn, by its number, among those that a bias lifts most."""
+    bias = np.zeros(vocab_size)
+    for biased, added in sampling.logit_bias:
+        bias[biased] = added
+    if allowed is not None:
+        bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")[:vocab_size]
+        bias = np.where(bits, bias, -np.inf)
+    best = np.flatnonzero(bias == bias.max())
+    return int(best[np.searchsorted(best, token) % len(best)])
+
+
 class Mistake(AssertionError):
     """The contract was broken."""
-
-
-def _allowed(words: Words | None, sampling: Sampling, vocabulary: int) -> Any:
-    """The ids that may be drawn; None for all. A bias of 100 forces tokens, one of -100 bans them."""
-    bias = dict(sampling.logit_bias)
-    if words is None and not bias:
-        return None
-    bits = np.ones(vocabulary, np.bool_)
-    if words is not None:
-        require(words.shape == (-(-vocabulary // 32),) and words.dtype == np.uint32, "a mask")
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocabulary].astype(np.bool_)
-    ids = np.flatnonzero(bits)
-    forced = [i for i in ids if bias.get(int(i), 0) >= 100]
-    return np.asarray(forced) if forced else ids[[bias.get(int(i), 0) > -100 for i in ids]]
 
 
 def require(condition: bool, text: str) -> None:
@@ -119,7 +117,7 @@ class FakeBackend:
         self.sampling: list[Sampling | None] = [None] * limits.slots
         self.seen: list[set[int]] = [set() for _ in range(limits.slots)]
         self.counted: list[Counter[int]] = [Counter() for _ in range(limits.slots)]
-        self.masks: list[Words | None] = [None] * limits.slots
+        self.allowed: list[Words | None] = [None] * limits.slots
         self._busy = threading.Lock()
 
     def begin(
@@ -129,13 +127,13 @@ class FakeBackend:
             self.sampling[slot] = sampling
             self.seen[slot] = set(seen)
             self.counted[slot] = Counter(drawn)
-            self.masks[slot] = None
+            self.allowed[slot] = None
 
     def allow(self, masks: Mapping[int, Words | None]) -> None:
         with self._busy:
-            for slot, words in masks.items():
-                require(words is None or bool(words.any()), "no token may be drawn")
-                self.masks[slot] = words
+            for slot, mask in masks.items():
+                require(mask is None or bool(np.any(mask)), f"slot {slot} may draw nothing")
+                self.allowed[slot] = mask
 
     def step(self, parts: Sequence[Part], alternatives: bool = True) -> Callable[[], Stepped]:
         with self._calling():
@@ -218,23 +216,19 @@ class FakeBackend:
         slot, sampling = part.slot, self.sampling[part.slot]
         assert sampling is not None, f"slot {slot} has not begun"
         known = self._read(part, part.start + (len(part.tokens) if part.tokens else 1))
-        allowed = _allowed(self.masks[slot], sampling, self.limits.vocab_size)
-        token = self._next(known, sampling.seed, self.seen[slot], self.counted[slot], allowed)
+        token = self._next(known, sampling.seed, self.seen[slot], self.counted[slot])
+        token = chosen(token, sampling, self.allowed[slot], self.limits.vocab_size)
         self.latest[slot] = token
         self.seen[slot].add(token)
         self.counted[slot][token] += 1
         self.drawn += 1
         return token
 
-    def _next(
-        self, known: Any, seed: int, seen: set[int], counted: Counter[int], allowed: Any = None
-    ) -> int:
-        """The token behind these; a lower-case letter or a space if `letters` and nothing else."""
+    def _next(self, known: Any, seed: int, seen: set[int], counted: Counter[int]) -> int:
+        """The token behind these; a lower-case letter or a space if `letters`."""
         drawn = [hash(frozenset(seen)), hash(frozenset(counted.items()))]
         digest = zlib.crc32(np.asarray([seed, *drawn], np.int64).tobytes())
         digest = zlib.crc32(known.astype(np.int64).tobytes(), digest)
-        if allowed is not None:
-            return int(allowed[digest % len(allowed)])
         if self.letters:
             return b"abcdefghijklmnopqrstuvwxyz      "[digest % 32]
         return digest % self.limits.vocab_size

@@ -46,7 +46,7 @@ class Programs:
     compile_total = 0
 
     def __init__(self) -> None:
-        tags: dict[str, dict[str, Any]] = {"begin": {"kind": "begin"}}
+        tags: dict[str, dict[str, Any]] = {n: {"kind": n} for n in ("begin", "allow")}
         for kind in ("step", "score"):
             for rows in LIMITS.rows:
                 for length in LENGTHS:
@@ -60,7 +60,7 @@ class Programs:
     def run(self, name: str, *inputs: Any) -> Any:
         self.calls.append(name)
         self.inputs.append(inputs[0])
-        if name == "begin":
+        if name in ("begin", "allow"):
             return {}
         given = inputs[0]
         groups = np.arange(LIMITS.groups)[:, None]
@@ -203,13 +203,23 @@ def test_tables_of_calls_under_way_stay_as_they_are() -> None:
 
 def test_beginning_counts_what_was_drawn() -> None:
     programs = Programs()
-    sampling = Sampling(temperature=0.5, seed=2**32 - 1)
+    sampling = Sampling(temperature=0.5, seed=2**32 - 1, logit_bias=((8, 1.5), (0, -100)))
     ModelBackend(programs, LIMITS).begin(4, sampling, [1, 2, 2], [5, 5, 7])
     (given,) = programs.inputs
     assert given["slot"] == 4
     assert np.flatnonzero(given["seen"]).tolist() == [1, 2, 5, 7]
     assert given["drawn"].tolist() == [0, 0, 0, 0, 0, 2, 0, 1, 0]
+    assert given["bias"].tolist() == [-100, 0, 0, 0, 0, 0, 0, 0, 1.5]
     assert given["sampling"]["seed"] == 2**32 - 1 and given["sampling"]["temperature"] == 0.5
+
+
+def test_masks_are_those_of_slots() -> None:
+    programs = Programs()
+    ModelBackend(programs, LIMITS).allow({4: np.array([0b101], np.uint32), 0: None})
+    (given,) = programs.inputs
+    assert given["changed"].tolist() == [[True, False, False], [False, True, False]]
+    assert given["masks"][1, 1].tolist() == [0b101]
+    assert given["masks"][0, 0].tolist() == [2**32 - 1]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +245,7 @@ def test_warming_up_calls_every_function_and_writes_nothing() -> None:
     programs = Programs()
     ModelBackend(programs, LIMITS).warm_up()
     assert sorted(programs.calls) == sorted(programs.functions)
-    for given in programs.inputs[1:]:
+    for given in programs.inputs[2:]:
         assert np.all(given["positions"] == -1) and np.all(given["draws"] == -1)
 
 

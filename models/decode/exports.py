@@ -12,71 +12,69 @@ import jax
 import numpy as np
 
 from models import sampling
+from models.decode.model import RowsModel
+from models.decode.shape import ServingShape, symbolic_pages
+from models.decode.state import state_leaves
+from models.decode.steps import allow, begin, step
 from models.function import Function
-from models.llama.config import LlamaConfig
-from models.llama.decode.cache import ServingShape, state_leaves, symbolic_pages
-from models.llama.decode.steps import begin, step
 
 SPECS: Mapping[str, tuple[Any, ...]] = {
-    "weights/embed_tokens/": ("model", None),
-    "weights/lm_head/": ("model", None),
-    "weights/norm/": (None,),
-    "weights/layers/*/input_layernorm/": (None,),
-    "weights/layers/*/post_attention_layernorm/": (None,),
-    "weights/layers/*/self_attn/q_proj/": ("model", None),
-    "weights/layers/*/self_attn/o_proj/": (None, "model"),
-    "weights/layers/*/mlp/gate_proj/": ("model", None),
-    "weights/layers/*/mlp/up_proj/": ("model", None),
-    "weights/layers/*/mlp/down_proj/": (None, "model"),
-    "state/cache/*/": ("data", None, None, "...", None, None),
     "state/tokens": ("data", None),
     "state/seen": ("data", None, "..."),
     "state/drawn": ("data", None, "..."),
+    "state/bias": ("data", None, "..."),
+    "state/allowed": ("data", None, "..."),
     "state/sampling/": ("data", None),
 }
-"""The beginning of a path -> spec. A spec is cut to a tensor's rank, or filled up with None.
+"""The beginning of a path -> spec, of what is there whatever the model.
 
-Weights are tensor-parallel over `model`, groups of slots and pages are split over `data`. The
-projections of keys and values and the cache's heads are left to the compiler: where `model` has
-more devices than the model has key heads, it splits the heads there are, and the query heads of a
-key head over the rest.
+A spec is cut to a tensor's rank, or filled up with None. Groups of slots and pages are split over
+`data`. What a model says of its weights and its cache comes before.
 """
 
 
 def functions(
-    config: LlamaConfig, shape: ServingShape, weights: Any
+    model: RowsModel, shape: ServingShape, weights: Any
 ) -> tuple[list[Function], Any, Mapping[str, tuple[Any, ...]], str]:
     """Lists the functions to export.
 
     With rows (4, 16) and lengths (64, 128) these are
 
         begin    step_r4_t64     step_r16_t64     score_r16_t64
-                 step_r4_t128    step_r16_t128    score_r16_t128
+        allow    step_r4_t128    step_r16_t128    score_r16_t128
 
     where `score` is a step that also reports the log-probabilities of given tokens: of the most
     rows alone, as few ask for it, and each function takes its time to compile.
 
     Args:
-        config: the model.
+        model: the model.
         shape: the sizes.
-        weights: tree of `jax.ShapeDtypeStruct`s, see `layers.Weights`.
+        weights: tree of `jax.ShapeDtypeStruct`s.
 
     Returns:
         (functions, tree of the state's `StateLeaf`s, specs by path pattern, the name of the
         function whose plan decides what the specs leave open). How many pages there are is a
-        symbol of the functions, `cache.PAGES`.
+        symbol of the functions, `shape.PAGES`.
     """
-    leaves = state_leaves(config, shape, symbolic_pages(shape))
+    leaves = state_leaves(model, shape, symbolic_pages(shape))
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaves)
-    found = [Function(
-        "begin", begin, (state, _request(config)), ("state", "inputs"), ("state", "input"),
-        {"kind": "begin"},
-    )]  # fmt: skip
+    inputs = {begin: _request(model), allow: _masks(state)}
+    found = [
+        Function(
+            fn.__name__,
+            fn,
+            (state, given),
+            ("state", "inputs"),
+            ("state", "input"),
+            {"kind": fn.__name__},
+        )
+        for fn, given in inputs.items()
+    ]
     for length, rows in itertools.product(shape.lengths, shape.rows):
         kinds = [("step", False), *([("score", True)] if rows == shape.rows[-1] else [])]
         for kind, scores in kinds:
             fn = functools.partial(
-                step, alternatives=shape.top_logprobs, scores=scores, config=config
+                step, alternatives=shape.top_logprobs, scores=scores, model=model
             )
             found.append(Function(
                 step_name(kind, rows, length),
@@ -88,7 +86,7 @@ def functions(
             ))  # fmt: skip
     # The step over the most rows and the longest tables moves the most: its plan matters most.
     primary = step_name("step", shape.rows[-1], shape.lengths[-1])
-    return found, leaves, _specs({"weights": weights, "state": state}), primary
+    return found, leaves, _specs(model, {"weights": weights, "state": state}), primary
 
 
 def step_name(kind: str, rows: int, length: int) -> str:
@@ -96,14 +94,14 @@ def step_name(kind: str, rows: int, length: int) -> str:
     return f"{kind}_r{rows}_t{length}"
 
 
-def _specs(tree: Any) -> dict[str, tuple[Any, ...]]:
-    """Specs by path pattern, in which layers are `*`; each is as long as the tensor's rank."""
+def _specs(model: RowsModel, tree: Any) -> dict[str, tuple[Any, ...]]:
+    """Specs by path pattern, in which numbers are `*`; each is as long as the tensor's rank."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found = {}
+    specs, found = {**model.specs, **SPECS}, {}
     for keys, leaf in leaves:
-        path = "/".join(str(entry.key) for entry in keys)
-        pattern = re.sub(r"/(layers|cache)/\d+/", r"/\1/*/", path)
-        spec = next((SPECS[start] for start in SPECS if pattern.startswith(start)), None)
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        pattern = re.sub(r"/\d+(?=/|$)", "/*", path)
+        spec = next((specs[start] for start in specs if pattern.startswith(start)), None)
         if spec is not None:
             rank = len(leaf.shape)
             found[pattern] = (*spec, *(None,) * rank)[:rank]
@@ -128,12 +126,21 @@ def _rows(shape: ServingShape, rows: int, length: int, scores: bool) -> Any:
     }
 
 
-def _request(config: LlamaConfig) -> Any:
+def _masks(state: Any) -> Any:
+    """The inputs of `steps.allow`."""
+    return {
+        "changed": jax.ShapeDtypeStruct(state["tokens"].shape, np.bool_),
+        "masks": jax.ShapeDtypeStruct(state["allowed"].shape, np.uint32),
+    }
+
+
+def _request(model: RowsModel) -> Any:
     """The inputs of `steps.begin`."""
     return {
         "slot": jax.ShapeDtypeStruct((), np.int32),
-        "seen": jax.ShapeDtypeStruct((config.vocab_size,), np.bool_),
-        "drawn": jax.ShapeDtypeStruct((config.vocab_size,), np.int32),
+        "seen": jax.ShapeDtypeStruct((model.vocab_size,), np.bool_),
+        "drawn": jax.ShapeDtypeStruct((model.vocab_size,), np.int32),
+        "bias": jax.ShapeDtypeStruct((model.vocab_size,), np.float32),
         "sampling": {
             name: jax.ShapeDtypeStruct((), dtype) for name, (dtype, _) in sampling.FIELDS.items()
         },

@@ -1,4 +1,4 @@
-"""What one call computes, as functions of (weights, state, inputs).
+"""What one call computes, as functions of (weights, state, inputs), whatever the model.
 
 A step runs rows of many slots through the model: one row of each slot that decodes, and beside them
 chunks of prompts. Behind a slot's last row the next token may be drawn:
@@ -10,30 +10,27 @@ chunks of prompts. Behind a slot's last row the next token may be drawn:
 
 The tokens that were drawn stay on the device, too: a step may begin before the host has seen those
 of the step before. All shapes are fixed, and nothing here knows of a mesh. The state is donated, so
-XLA updates it in place. Shapes are in the names, as in `models.llama.model`, and
+XLA updates it in place. Shapes are in the names, as in `models.decode.model`, and
 
-    A groups    B slots of a group    R rows of a group    X rows of all groups    D drawn tokens of
-    a group    P alternatives
+    D drawn tokens of a group    P alternatives    W words of a mask
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from models import sampling
-from models.llama.config import LlamaConfig
-from models.llama.decode.cache import State, write_and_attend
-from models.llama.decode.layers import Weights, logits, run_layers
+from models.decode.model import Rows, RowsModel
+from models.decode.state import State
 
 NONE = -1
 """No position, no row; as a token the latest one of its slot."""
 
 
-def begin(state: State, request: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
+def begin(state: State, request: Rows) -> tuple[State, dict[str, Any]]:
     """Sets up a slot for another sequence.
 
     Args:
@@ -43,6 +40,7 @@ def begin(state: State, request: Mapping[str, Any]) -> tuple[State, dict[str, An
             - `slot`: of all groups; those of the first group come first.
             - `seen` (V,): which tokens occur in the sequence.
             - `drawn` (V,): how often each one was drawn in it; not 0 where a sequence is resumed.
+            - `bias` (V,): what is added to its logits.
             - `sampling/FIELD`: scalars, its sampling parameters.
 
     Returns:
@@ -55,99 +53,98 @@ def begin(state: State, request: Mapping[str, Any]) -> tuple[State, dict[str, An
         rest = (jnp.zeros((), slot.dtype),) * value.ndim
         return jax.lax.dynamic_update_slice(array_AB, value[None, None], (group, slot, *rest))
 
-    names = ("seen", "drawn", "sampling")
-    given = jax.tree.map(put, {n: state[n] for n in names}, {n: request[n] for n in names})
+    everything = jnp.full(state["allowed"].shape[2:], sampling.ALL, jnp.uint32)
+    new = {name: request[name] for name in ("seen", "drawn", "bias", "sampling")}
+    new["allowed"] = everything
+    given = jax.tree.map(put, {name: state[name] for name in new}, new)
     return {**state, **given}, {}
 
 
+def allow(state: State, request: Rows) -> tuple[State, dict[str, Any]]:
+    """Says which tokens some slots may draw, from now on.
+
+    Args:
+        state: as `state_leaves` says.
+        request: the inputs.
+
+            - `changed` (A, B): which slots' masks change.
+            - `masks` (A, B, W): what they become, as `sampling.words` says.
+
+    Returns:
+        (state, no outputs).
+    """
+    masks_ABW = jnp.where(request["changed"][..., None], request["masks"], state["allowed"])
+    return {**state, "allowed": masks_ABW}, {}
+
+
 def step(
-    weights: Weights,
+    weights: Any,
     state: State,
-    rows: Mapping[str, Any],
+    rows: Rows,
     *,
     alternatives: int,
     scores: bool,
-    config: LlamaConfig,
+    model: RowsModel,
 ) -> tuple[State, dict[str, sampling.Report]]:
     """Runs rows of slots through the model, and draws tokens behind some of them.
 
     Args:
-        weights: see `Weights`.
+        weights: the model's.
         state: as `state_leaves` says.
-        rows: the inputs.
+        rows: the inputs, those of `models.decode.model.Rows` and
 
-            - `tokens` (A, R): ids; -1 is the latest drawn token of the row's slot.
-            - `positions` (A, R): where they are in their sequences; -1 for padding.
-            - `slots` (A, R), `first` (A, B + 1), `table` (A, B, M): the rows' slots and pages, as
-              `spmd.ops.paged_attention` has them.
+            - `tokens` (A, R): -1 is the latest drawn token of the row's slot.
             - `draws` (A, D): rows behind which a token is drawn, of each slot at most one; -1 is
               none. The token becomes the slot's latest one.
             - `alternatives`: whether the likeliest tokens are wanted beside drawn ones.
             - `targets` (A, R), with `scores` only: the token behind each row.
         alternatives: P.
         scores: whether to report the log-probabilities of `targets` as well.
-        config: the model.
+        model: the model.
 
     Returns:
         (state, {"drawn": report (A, D)}), with `scores` also {"scores": report (A, R)}.
     """
-    x_ARH, state = _run(weights, state, rows, config)
-    drawn_AD, state = _draw(weights, state, x_ARH, rows, alternatives, config)
+    x_ARH, state = _run(weights, state, rows, model)
+    drawn_AD, state = _draw(weights, state, x_ARH, rows, alternatives, model)
     outputs = {"drawn": drawn_AD}
     if scores:
-        logits_XV = logits(weights, _flat(x_ARH), config)
+        logits_XV = model.logits(weights, _flat(x_ARH))
         made = sampling.report(logits_XV, _flat(rows["targets"]), alternatives)
         outputs["scores"] = _in_groups(made, rows["targets"].shape)
     return state, outputs
 
 
-def row_logits(
-    weights: Weights, state: State, rows: Mapping[str, Any], *, config: LlamaConfig
-) -> tuple[Any, State]:
+def row_logits(weights: Any, state: State, rows: Rows, *, model: RowsModel) -> tuple[Any, State]:
     """Runs rows as `step` does, and draws nothing: logits (A, R, V) behind each, and the state."""
-    x_ARH, state = _run(weights, state, rows, config)
-    return _in_groups(logits(weights, _flat(x_ARH), config), x_ARH.shape[:2]), state
+    x_ARH, state = _run(weights, state, rows, model)
+    return _in_groups(model.logits(weights, _flat(x_ARH)), x_ARH.shape[:2]), state
 
 
-def _run(
-    weights: Weights, state: State, rows: Mapping[str, Any], config: LlamaConfig
-) -> tuple[Any, State]:
-    """Hidden states (A, R, H) behind the last layer, and the state with the rows' keys in it."""
-    tokens_AR, positions_AR = rows["tokens"], rows["positions"]
-    shape = tokens_AR.shape
+def _run(weights: Any, state: State, rows: Rows, model: RowsModel) -> tuple[Any, State]:
+    """Hidden states (A, R, H) behind the last layer, and the state with the rows in its cache."""
+    tokens_AR = rows["tokens"]
     tokens_AR = jnp.where(tokens_AR == NONE, _taken(state["tokens"], rows["slots"]), tokens_AR)
-
-    def attend(q_XKGD: Any, kv_XK2D: Any, layer: State) -> tuple[Any, State]:
-        heads_ARKGD, layer = write_and_attend(
-            layer, _in_groups(q_XKGD, shape), _in_groups(kv_XK2D, shape), rows
-        )
-        return _flat(heads_ARKGD), layer
-
-    positions_X = jnp.maximum(_flat(positions_AR), 0)
-    x_XH, cache = run_layers(weights, _flat(tokens_AR), positions_X, state["cache"], attend, config)
-    return _in_groups(x_XH, shape), {**state, "cache": cache}
+    x_ARH, cache = model.run(weights, state["cache"], {**rows, "tokens": tokens_AR})
+    return x_ARH, {**state, "cache": cache}
 
 
 def _draw(
-    weights: Weights,
-    state: State,
-    x_ARH: Any,
-    rows: Mapping[str, Any],
-    alternatives: int,
-    config: LlamaConfig,
+    weights: Any, state: State, x_ARH: Any, rows: Rows, alternatives: int, model: RowsModel
 ) -> tuple[sampling.Report, State]:
     """The tokens behind some rows, reported, and the state in which they are the latest ones."""
     draws_AD = rows["draws"]
     slots_AD = _taken(rows["slots"], draws_AD)
     # The head is the largest product of all: only rows that need it go through it.
-    logits_XV = logits(weights, _flat(_taken(x_ARH, draws_AD)), config)
+    logits_XV = model.logits(weights, _flat(_taken(x_ARH, draws_AD)))
     of_slots = {name: _taken(x_AB, slots_AD) for name, x_AB in state["sampling"].items()}
     params = sampling.SamplingParams(**{name: _flat(x) for name, x in of_slots.items()})
     # The position of the new token goes into the random key, so a request draws the same tokens
     # whichever slot it is in, and whatever is run beside it.
     positions_X = _flat(_taken(rows["positions"], draws_AD)) + 1
-    seen_XV, drawn_XV = (_flat(_taken(state[name], slots_AD)) for name in ("seen", "drawn"))
-    ids_X = sampling.sample(logits_XV, params, seen_XV, drawn_XV, positions_X)
+    fields = sampling.History._fields
+    history = sampling.History(*(_flat(_taken(state[name], slots_AD)) for name in fields))
+    ids_X = sampling.sample(logits_XV, params, history, positions_X)
     made = sampling.report(logits_XV, ids_X, alternatives, rows["alternatives"])
     made = _in_groups(made, draws_AD.shape)
     slots_AD = jnp.where(draws_AD == NONE, NONE, slots_AD)

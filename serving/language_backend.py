@@ -1,4 +1,7 @@
-"""A Llama's bundle as the engine wants it."""
+"""A language model's bundle as the engine wants it.
+
+docs/language_models.md says what such a bundle holds.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.llama.decode import PAGES
+from models.decode import PAGES
 from serving.bundle.bundle import Bundle
 from serving.bundle.function import BundleError, one_line
 from serving.engine.backend import Limits
 from serving.engine.model_backend import ModelBackend
 from spmd.mesh.topology import Topology
 
-KIND = "llama"
-EMBEDDING = "weights/embed_tokens/"
+KIND = "language_model"
+"""Of a contract."""
+
+OLD_KIND = "llama"
+"""What it was when functions were others."""
+
 CACHE = "state/cache/"
 
 SLOWER = 2
@@ -25,16 +32,17 @@ SHORT = 0.015
 
 
 def model_backend(bundle: Bundle) -> ModelBackend:
-    """What the engine runs: a Llama's bundle.
+    """What the engine runs.
 
     Raises:
-      BundleError: it is of something else.
+      BundleError: the bundle is none of a language model.
     """
-    contract = bundle.manifest.contract
-    if contract.get("kind") != KIND:
-        kind = repr(contract.get("kind"))[:40]
+    if not is_language_model(bundle):
+        kind = repr(bundle.manifest.contract.get("kind"))[:40]
         raise BundleError(f"{bundle.manifest.name} is no language model: its kind is {kind}")
     try:
+        if bundle.manifest.contract["kind"] == OLD_KIND:
+            raise ValueError(f"its kind is {OLD_KIND}")
         limits = _limits(bundle)
         facts = info(bundle)
         return ModelBackend(bundle, limits, facts, _budget(bundle, limits, facts))
@@ -43,6 +51,11 @@ def model_backend(bundle: Bundle) -> ModelBackend:
             f"the contract of {bundle.manifest.name} is broken, or older than this program "
             f"({one_line(error)}): export the model again"
         ) from error
+
+
+def is_language_model(bundle: Bundle) -> bool:
+    """Whether a bundle's functions are those of `models.decode.functions`."""
+    return bundle.manifest.contract.get("kind") in (KIND, OLD_KIND)
 
 
 def _limits(bundle: Bundle) -> Limits:
@@ -122,9 +135,11 @@ def info(bundle: Bundle) -> dict[str, Any]:
     where that is known.
     """
     device = bundle.devices[0]
-    read = [x for path, x in bundle.weights.items() if not path.startswith(EMBEDDING)]
+    unread = tuple(bundle.manifest.contract.get("unread", ()))
+    read = [x for path, x in bundle.weights.items() if not path.startswith(unread)]
     cache = [x for path, x in bundle.state.items() if path.startswith(CACHE)]
-    tokens = math.prod(cache[0].shape[:3])
+    shape = bundle.manifest.contract["shape"]
+    tokens = shape["groups"] * bundle.symbols[PAGES] * shape["page"]
     known = Topology.for_devices(bundle.devices)
     return {
         "read_weight_bytes": sum(x.addressable_shards[0].data.nbytes for x in read),

@@ -1,0 +1,24 @@
+"""Language models as functions that a server calls, over rows of tokens of many sequences.
+
+    model = LlamaRows(config)                     # or whatever else is a `RowsModel`
+    functions(model, ServingShape(...), weights)  # what to export
+
+Modules, from the outside in:
+
+    exports    the list of functions, one for each bucket of sizes, and how they are split
+    steps      begin (a sequence in a slot), allow (which tokens), step (rows of many slots)
+    state      what lives on the devices between calls
+    model      what a model has to say: its cache, its layers, its logits
+    attention  keys and values in pages, for models that have them
+    shape      the sizes
+"""
+
+from models.decode.exports import functions, step_name
+from models.decode.model import RowsModel
+from models.decode.shape import PAGES, ServingShape
+from models.decode.state import state_leaves
+from models.decode.steps import row_logits
+
+__all__ = [
+    "PAGES", "RowsModel", "ServingShape", "functions", "row_logits", "state_leaves", "step_name",
+]  # fmt: skip

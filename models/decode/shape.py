@@ -1,0 +1,58 @@
+"""The sizes for which functions are compiled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.export
+
+PAGES = "pages"
+"""The symbol for how many pages a group has: it is known when the functions are loaded."""
+
+
+class ServingShape(NamedTuple):
+    """The sizes for which functions are compiled.
+
+    Attributes:
+      slots: how many sequences run together, over all groups; `groups` divides it.
+      max_length: the most tokens of a sequence, prompt and completion together; a multiple of
+        `page`.
+      rows: numbers of rows of a group that a call may have, ascending. A call with fewer is padded.
+      lengths: numbers of positions that a call's tables reach, ascending multiples of `page`; the
+        last one is `max_length`. While all sequences are short, tables are smaller.
+      page: positions of a page. A model whose state has no positions has pages of `max_length`:
+        then each sequence has one.
+      groups: slots and pages are split among groups, so that they can be split over devices.
+      top_logprobs: how many of the likeliest tokens are reported beside each one.
+      cache_dtype: dtype of keys and values: a float type, or `int8` with one scale for each head
+        and token.
+    """
+
+    slots: int
+    max_length: int
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    page: int = 64
+    groups: int = 1
+    top_logprobs: int = 20
+    cache_dtype: str = "bfloat16"
+
+    @property
+    def slots_of_group(self) -> int:
+        """How many sequences run together in one group."""
+        return self.slots // self.groups
+
+    @property
+    def pages_of_slot(self) -> int:
+        """Pages that the longest sequence takes."""
+        return self.max_length // self.page
+
+
+def symbolic_pages(shape: ServingShape) -> Any:
+    """The pages of a group as a symbol.
+
+    One sequence fits at least, and there are no more than all slots can fill.
+    """
+    least = shape.pages_of_slot
+    bounds = (f"{PAGES} >= {least}", f"{PAGES} <= {shape.slots_of_group * least}")
+    return jax.export.symbolic_shape(PAGES, constraints=bounds)[0]

@@ -1,0 +1,168 @@
+"""A language model as a bundle: its functions, its weights, and what servers have to know.
+
+docs/language_models.md says what such a bundle holds, and what a model has to be.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import spmd
+from models import sampling
+from models.decode import PAGES, RowsModel, ServingShape, functions, step_name
+from serving.bundle.function import BundleError
+from serving.bundle.manifest import PLATFORMS
+from serving.bundle.read import load_bundle
+from serving.bundle.write import write_bundle
+from serving.engine.model_backend import generate
+from serving.language_backend import KIND, model_backend
+
+GOLDEN_TOKENS = 8
+
+SMALL: Mapping[str, tuple[Any, ...]] = {"inputs/*": (), "outputs/*": ()}
+"""Specs of what is read by the host, and written by it."""
+
+
+def check_shape(shape: ServingShape) -> None:
+    """Raise a `BundleError` that names the flag unless the sizes of a shape fit each other."""
+    for name, size in shape._asdict().items():
+        if isinstance(size, int) and size < (0 if name == "top_logprobs" else 1):
+            raise BundleError(f"--{name}: {size} is too few")
+    if shape.slots % shape.groups:
+        raise BundleError(
+            f"--slots: {shape.slots} cannot be split evenly into --groups {shape.groups}"
+        )
+    for name, sizes in (("rows", shape.rows), ("length", shape.lengths)):
+        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+            raise BundleError(f"--{name}: {list(sizes)} are no ascending positive numbers")
+    uneven = [n for n in (shape.max_length, *shape.lengths) if n % shape.page]
+    if uneven:
+        flag = "max_length" if uneven[0] == shape.max_length else "length"
+        raise BundleError(f"--{flag}: {uneven[0]} is no multiple of --page {shape.page}")
+    if shape.lengths[-1] != shape.max_length:
+        raise BundleError(
+            f"--length: the last, {shape.lengths[-1]}, has to be --max_length {shape.max_length}"
+        )
+    if shape.rows[-1] < shape.slots_of_group:
+        raise BundleError(
+            f"--rows: the last, {shape.rows[-1]}, is less than the {shape.slots_of_group} slots of "
+            "a group, which all decode in one step"
+        )
+
+
+def write_language_bundle(
+    folder: str | Path,
+    model: RowsModel,
+    shape: ServingShape,
+    weights: Any,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    bos_token_id: int | None = None,
+    tokenizer_from: str | Path | None = None,
+    golden_prompts: Sequence[Sequence[int]] = (),
+    facts: Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None,
+    name: str = "model",
+    console: Console | None = None,
+    platforms: Sequence[str] = PLATFORMS,
+) -> None:
+    """Write the bundle of a language model, for `scripts/serve`.
+
+    Args:
+      folder: new or empty.
+      model: what it computes.
+      shape: the sizes that it serves with.
+      weights: the tree that `model` takes, of arrays or whatever else `write_bundle` reads.
+      eos_token_ids: tokens that end a text.
+      bos_token_id: the token that begins one, if there is any.
+      tokenizer_from: a folder with the tokenizer's files and its chat template; without one texts
+        are bytes.
+      golden_prompts: token ids; what the model goes on with is computed here, on all devices, and
+        kept for servers to try.
+      facts: on the model, for people; a `dtype` says how exact it is.
+      quantization: as for `write_bundle`.
+      name: of the bundle.
+      console: progress bars go here.
+      platforms: as for `write_bundle`.
+
+    Raises:
+      BundleError: sizes that do not fit, or a folder that cannot be written.
+    """
+    check_shape(shape)
+    for prompt in golden_prompts:
+        _check_prompt(prompt, shape, model.vocab_size)
+    structs = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), weights)
+    exported, state, specs, primary = functions(model, shape, structs)
+    goldens = functools.partial(_goldens, prompts=golden_prompts, shape=shape)
+    write_bundle(
+        folder,
+        exported,
+        weights=weights,
+        specs={**specs, **SMALL},
+        state=state,
+        primary=primary,
+        tokenizer_from=tokenizer_from,
+        contract={
+            **contract(model, shape, facts),
+            "bos_token_id": bos_token_id,
+            "eos_token_ids": list(eos_token_ids),
+        },
+        goldens=goldens if golden_prompts else (),
+        quantization=quantization,
+        name=name,
+        console=console,
+        platforms=platforms,
+    )
+
+
+def contract(
+    model: RowsModel, shape: ServingShape, facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What servers have to know of the functions."""
+    return {
+        "kind": KIND,
+        "model": {**(facts or {}), "vocab_size": model.vocab_size},
+        "shape": shape._asdict(),
+        "unread": list(model.unread),
+        "sampler": {"fields": list(sampling.FIELDS), "temperature_0": "takes the likeliest token"},
+    }
+
+
+def _check_prompt(prompt: Sequence[int], shape: ServingShape, vocab_size: int) -> None:
+    longest = shape.max_length - GOLDEN_TOKENS
+    if not 1 <= len(prompt) <= longest:
+        raise BundleError(
+            f"--golden_prompts: a prompt has {len(prompt)} tokens; 1 to {longest} fit"
+        )
+    if max(prompt) >= vocab_size:
+        raise BundleError(f"--golden_prompts: token {max(prompt)} is not in the vocabulary")
+
+
+def _goldens(
+    folder: Path, *, prompts: Sequence[Sequence[int]], shape: ServingShape
+) -> list[dict[str, Any]]:
+    """What a bundle goes on with after each prompt, on the devices that are here."""
+    devices = jax.devices()
+    mesh = spmd.Mesh([device.id for device in devices], (len(devices),), ("model",))
+    longest = max(map(len, prompts))
+    lengths = _up_to(shape.lengths, longest + GOLDEN_TOKENS)
+    sizes = itertools.product(_up_to(shape.rows, longest), lengths)
+    names = [step_name("step", rows, length) for rows, length in sizes]
+    pages = {PAGES: shape.pages_of_slot}  # one sequence is run at a time
+    bundle = load_bundle(folder, mesh, verify=False, functions=("begin", *names), symbols=pages)
+    backend = model_backend(bundle)
+    made = [(prompt, *generate(backend, prompt, GOLDEN_TOKENS)) for prompt in prompts]
+    return [{"prompt": list(p), "tokens": tokens, "logprobs": found} for p, tokens, found in made]
+
+
+def _up_to(sizes: Sequence[int], wanted: int) -> Sequence[int]:
+    """Some ascending sizes up to the smallest that holds so many, or all."""
+    return sizes[: bisect.bisect_left(sizes, wanted) + 1]
