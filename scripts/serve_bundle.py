@@ -1,4 +1,4 @@
-"""Serves a bundle over HTTP.
+r"""Serves a bundle over HTTP.
 
 The port is open from the start; `/health` says 503 until the model is there, partitioned for the
 mesh, compiled, warm, and its golden prompts come out as when it was exported. The chat page is at
@@ -8,6 +8,10 @@ Examples:
     scripts/serve llama-1b
     scripts/serve llama-70b --mesh data=1,model=8 --host 0.0.0.0 --api_key secret
     XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu scripts/serve mine
+    scripts/launch local --processes 2 --devices_per_process 4 --max_restarts 3 -- \
+        scripts/serve llama-70b --mesh data=1,model=8
+
+With several processes, process 0 speaks HTTP. One that dies ends all: start them anew.
 """
 
 from __future__ import annotations
@@ -21,15 +25,19 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+import spmd
 from scripts.flags import bundle as bundle_flags
 from scripts.flags.user_errors import ending_on_interrupt, one_message
+from serving.bundle import group
 from serving.bundle.function import BundleError
 from serving.errors import ServingError
+from serving.http import logs
 from serving.http.logs import FORMATS
 from serving.http.options import HttpOptions
 from serving.http.server import serve
 from serving.http.service import Loaded, Options
 from serving.load import load_model
+from spmd import launch
 from spmd.cli.flags import Parser, words
 from spmd.errors import SpmdError
 
@@ -141,23 +149,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_text = given.log_format == "text"
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
-    def load() -> Loaded:
+    def load(leader: group.Leader | None) -> Loaded:
         bundle = bundle_flags.load(given, console if is_text else None)
         for note in () if is_text else bundle.notes:
             _LOG.info("note: %s", note)
+        if leader is not None:
+            bundle.told = leader.tell
         return load_model(bundle, given.bundle, given.name)
 
-    with ending_on_interrupt(), one_message(*USER_ERRORS):
+    with launch.stopping_peers(), ending_on_interrupt(), one_message(*USER_ERRORS):
         reached, limits = http_options(given), options(given)
         try:
+            # Connections tell who dies; silence counts after a hung call has been seen in /health.
+            spmd.initialize(heartbeat_timeout_s=max(60.0, 2 * limits.stall_seconds))
+            joined = group.join()
+            if isinstance(joined, group.Follower):
+                logs.set_up(given.log_level, given.log_format)
+                joined.follow(bundle_flags.load(given))
             serve(
-                load,
+                lambda: load(joined),
                 given.host,
                 given.port,
                 limits,
                 http=reached,
                 log_level=given.log_level,
                 log_format=given.log_format,
+                others=joined,
             )
         except USER_ERRORS as error:
             if is_text:

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
-from spmd.api import Jitted, jit, like_parameters, mark_sharding
+from spmd.api import Jitted, jit, like_parameters, mark_sharding, module_request
 from spmd.errors import MeshError, PlanError, SpmdError
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import as_mesh, partition_spec
 from spmd.mesh.topology import Topology
 from spmd.options import Options
-from spmd.pipeline import plan_problem, propagated_of
+from spmd.pipeline import Request, plan_problem, propagated_of
 from spmd.planning.plan import Plan
 from spmd.planning.problem import opened, problem_of
 from spmd.progress import doing, progress
@@ -169,14 +169,7 @@ def _on_mesh(
 ) -> AutoSharding:
     """The plan in which arguments without a spec may lie in any way."""
     request = jitted.request(*args)
-    propagated = propagated_of(request)
-    doing("plan")
-    problem = problem_of(propagated, request.topology, (), request.links)
-    entries = request.arg_entries or (None,) * len(problem.arguments)
-    free = [entry is None or None in entry for entry in entries]
-    options = Options(memory_limit=memory_limit)
-    problem = replace(opened(problem, free), is_open=True)
-    plan = plan_problem(problem, options, request.donated).plan
+    plan = _open_plan(request, memory_limit)
     names = request.arg_names
     specs = {
         name: tuple(partition_spec(sharding, mesh))
@@ -184,6 +177,42 @@ def _on_mesh(
     }
     inferred = _inferred(names, list(specs.values()), plan)
     return AutoSharding(mesh, specs, plan.run_seconds, (), jitted, names, inferred)
+
+
+def auto_specs(
+    module: Any,
+    mesh: Any,
+    arg_specs: Sequence[Any],
+    result_specs: Sequence[Any] | None = None,
+    options: Options | None = None,
+    updates: Sequence[tuple[int, int]] = (),
+) -> list[tuple[Any, ...]]:
+    """A spec for every argument of a StableHLO module, chosen where there is none.
+
+    Args:
+      module: static, in memory.
+      mesh: the mesh.
+      arg_specs: for each argument a spec, or None.
+      result_specs, options, updates: as for `lower_stablehlo`.
+
+    Raises:
+      PlanError: there is no plan that keeps to the memory limit of the options.
+    """
+    options = options or Options()
+    request = module_request(module, mesh, arg_specs, result_specs, options, updates)
+    plan = _open_plan(request, options.memory_limit)
+    return [tuple(partition_spec(sharding, request.mesh)) for sharding in plan.arguments]
+
+
+def _open_plan(request: Request, memory_limit: int | None) -> Plan:
+    propagated = propagated_of(request)
+    doing("plan")
+    problem = problem_of(propagated, request.topology, (), request.links)
+    entries = request.arg_entries or (None,) * len(problem.arguments)
+    free = [entry is None or None in entry for entry in entries]
+    options = Options(memory_limit=memory_limit)
+    problem = replace(opened(problem, free), is_open=True)
+    return plan_problem(problem, options, request.donated).plan
 
 
 def _inferred(names: Sequence[str], specs: Sequence[tuple[Any, ...]], plan: Plan) -> frozenset[str]:

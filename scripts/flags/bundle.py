@@ -9,14 +9,23 @@ import jax
 from rich.console import Console
 
 import spmd
+from serving.bundle.batch import batch_sizes, batch_symbol
 from serving.bundle.bundle import Bundle
 from serving.bundle.cache import default_cache_dir
+from serving.bundle.folder import read_manifest
+from serving.bundle.function import BundleError
+from serving.bundle.manifest import MANIFEST, Sizes
 from serving.bundle.read import load_bundle
 from serving.bundle.symbols import MEMORY_SHARE, MEMORY_SHARE_ON_CPU
+from spmd import launch
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes, symbol_values
+from spmd.launch.agree import digest
 
 NO_CACHE = "none"
+
+LOADING_S = 3600.0
+"""So long the processes of a job wait for the one that reads its weights the slowest."""
 
 
 def add_flags(parser: Parser) -> None:
@@ -40,13 +49,53 @@ def add_flags(parser: Parser) -> None:
         default={},
         help="sizes of the bundle's symbolic dims, as in n=128 (default: as the memory allows)",
     )
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--batch_sizes",
+        type=_sizes,
+        help="rows of a call, where the batch of a function of tensors is symbolic, as in 1,8,32: "
+        "requests are joined and padded to one of these",
+    )
+    sizes.add_argument(
+        "--max_batch_size", type=int, help="the same with powers of two up to a number"
+    )
     add(
         "--memory_share",
         type=float,
         help="of each device's memory that the bundle may take where a size follows from it "
         f"(default: {MEMORY_SHARE}; on CPUs {MEMORY_SHARE_ON_CPU})",
     )
+    add(
+        "--auto",
+        action=Switch,
+        default=False,
+        help="the compiler chooses how arrays are split where the bundle has no specs",
+    )
     add("--verify", action=Switch, default=True, help="compare the files' hashes")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """`"1,8,32"` -> `(1, 8, 32)`."""
+    try:
+        sizes = tuple(int(item) for item in text.split(","))
+    except ValueError:
+        sizes = (0,)
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes, as in 1,8,32")
+    return sizes
+
+
+def _symbols(given: argparse.Namespace) -> dict[str, Sizes]:
+    """The sizes of symbols, that of the batch included."""
+    symbols: dict[str, Sizes] = dict(given.symbols)
+    if given.batch_sizes is None and given.max_batch_size is None:
+        return symbols
+    manifest = read_manifest(given.bundle)
+    batch = batch_symbol(manifest)
+    if batch in symbols:
+        raise BundleError(f"the batch {batch} has a size in --symbols, and sizes of its own")
+    symbols[batch] = given.batch_sizes or batch_sizes(manifest, given.max_batch_size)
+    return symbols
 
 
 def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
@@ -56,6 +105,10 @@ def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
       BundleError: it is none.
       MeshError: more devices than there are.
     """
+    path = given.bundle / MANIFEST
+    content = path.read_text(encoding="utf-8") if path.is_file() else ""
+    asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}
+    launch.check_same({"the bundle's manifest (hash)": digest(content), **asked})
     cache = None if given.cache_dir == NO_CACHE else Path(given.cache_dir)
     axes = given.mesh or {"data": 1, "model": len(jax.devices())}
     bundle = load_bundle(
@@ -64,8 +117,13 @@ def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
         cache_dir=cache,
         console=console,
         verify=given.verify,
-        symbols=given.symbols,
+        symbols=_symbols(given),
         memory_share=given.memory_share,
+        auto=given.auto,
+    )
+    # Nobody begins before all are there: collectives would not wait for weights to be read.
+    launch.check_same(
+        {"symbols": str(dict(bundle.symbols))}, label="the loaded bundle", timeout_s=LOADING_S
     )
     if console is not None:
         for note in bundle.notes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from serving.bundle.compilations import compilations
 from serving.bundle.function import BundleError, one_line
@@ -21,6 +22,9 @@ from spmd.lowering.execute import x64_if
 from spmd.mesh.mesh import Mesh
 from spmd.mesh.spec import jax_mesh
 
+Told = Callable[[str, Sequence[str], Sequence[Any]], None]
+"""Is told of a call: `run`, `reset` or `put`, names of a function or of leaves, and arrays."""
+
 
 class Bundle:
     """Functions, compiled, with their weights and their state on the mesh.
@@ -30,10 +34,12 @@ class Bundle:
     Attributes:
       manifest: what the bundle says of itself.
       mesh: the mesh.
-      symbols: symbol -> value: the sizes of symbolic dims that it was loaded with.
+      symbols: symbol -> value, or values: the sizes of symbolic dims that it was loaded with.
       functions: name -> what it is: `tags`, and `inputs` and `outputs` with paths, shapes, dtypes.
       notes: sentences on specs that do not fit the mesh, and on a cache that could not be written.
       programs: name -> executable, shardings and the program of one device.
+      told: is told of every call before it begins, in the order in which they run, so that other
+        processes can repeat them; None where there is nobody to tell.
     """
 
     def __init__(
@@ -42,7 +48,7 @@ class Bundle:
         mesh: Mesh,
         parts: Parts,
         notes: Sequence[str],
-        symbols: Mapping[str, int] = NO_SYMBOLS,
+        symbols: Mapping[str, Any] = NO_SYMBOLS,
     ) -> None:
         programs = parts.programs
         self.manifest = manifest
@@ -51,6 +57,7 @@ class Bundle:
         self.functions: Mapping[str, Entrypoint] = {n: p.entry for n, p in programs.items()}
         self.programs = programs
         self.notes = tuple(notes)
+        self.told: Told | None = None
         self._compiled = len(programs) + (parts.make_state is not None)
         self._make_state = parts.make_state
         self._held: dict[str, jax.Array] = dict(parts.weights)
@@ -84,6 +91,7 @@ class Bundle:
         if self._make_state is None:
             return
         with self._running:
+            self._tell("reset")
             for leaf in self.manifest.state:
                 self._held.pop(leaf.path, None)  # its memory first
             made = self._make_state()
@@ -99,8 +107,9 @@ class Bundle:
     def put_state(self, arrays: Mapping[str, Any]) -> None:
         """Put arrays, by path, in the place of leaves of the state."""
         with self._running:
-            shardings = {path: self._held[path].sharding for path in arrays}
-            self._held |= jax.device_put(dict(arrays), shardings)
+            self._tell("put", list(arrays), list(arrays.values()))
+            shardings = [self._held[path].sharding for path in arrays]
+            self._held |= zip(arrays, put(list(arrays.values()), shardings), strict=True)
 
     def run(self, name: str, *inputs: Any) -> Any:
         """Run a function; it reads the weights, and reads and replaces the state.
@@ -129,9 +138,15 @@ class Bundle:
         call = self._calls.get(name)
         if call is None:
             raise BundleError(f"there is no function {name!r}; there are {', '.join(self._calls)}")
-        given = call.placed(inputs)
+        arrays = call.checked(inputs)
+        given = call.placed(arrays)
         with self._running:
+            self._tell("run", [name], arrays)
             return call.run(self._held, given)
+
+    def _tell(self, kind: str, names: Sequence[str] = (), arrays: Sequence[Any] = ()) -> None:
+        if self.told is not None:
+            self.told(kind, names, arrays)
 
 
 class _Call:
@@ -149,18 +164,20 @@ class _Call:
             s for s, path in zip(program.arguments, self.held, strict=True) if path is None
         ]
 
-    def placed(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """The inputs on the mesh."""
+    def checked(self, leaves: Sequence[Any]) -> list[Any]:
+        """The inputs with the shapes and dtypes of the program."""
         if len(leaves) != len(self.inputs):
             names = ", ".join(leaf.path for leaf in self.inputs)
             raise BundleError(
                 f"{self.program.entry.name} takes {len(self.inputs)} inputs ({names}), not "
                 f"{len(leaves)}"
             )
-        arrays = [as_leaf(x, leaf) for x, leaf in zip(leaves, self.inputs, strict=True)]
+        return [as_leaf(x, leaf) for x, leaf in zip(leaves, self.inputs, strict=True)]
+
+    def placed(self, arrays: Sequence[Any]) -> list[jax.Array]:
+        """The inputs on the mesh."""
         with x64_if(self.program.emitted.needs_x64):
-            placed: list[jax.Array] = jax.device_put(arrays, self.shardings)
-        return placed
+            return put(arrays, self.shardings)
 
     def run(self, held: dict[str, jax.Array], given: Sequence[jax.Array]) -> list[jax.Array]:
         """Run with what is held, and hold the new state; returns the other results."""
@@ -176,6 +193,19 @@ class _Call:
         count = len(self.state)
         held.update(zip(self.state, results[:count], strict=True))
         return list(results[count:])
+
+
+def put(arrays: Sequence[Any], shardings: Sequence[Sharding]) -> list[jax.Array]:
+    """Arrays that every process has as a whole, on the mesh."""
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        placed: list[jax.Array] = jax.device_put(list(arrays), list(shardings))
+        return placed
+    # `device_put` would compare what the processes have, by a program of its own.
+    whole = [np.asarray(x) for x in arrays]
+    return [
+        jax.make_array_from_callback(x.shape, s, x.__getitem__)
+        for x, s in zip(whole, shardings, strict=True)
+    ]
 
 
 def as_leaf(x: Any, leaf: Leaf) -> Any:

@@ -7,6 +7,7 @@ docs/bundle.md describes every member.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ FORMAT = "spmd-bundle"
 SCHEMA = 1
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"
+AUTO = "auto"
+"""Member of a contract: the loader chooses specs where there are none."""
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 STORED_AS: Mapping[str, str] = {
@@ -124,6 +127,23 @@ class Entrypoint:
 
 
 @dataclasses.dataclass(frozen=True)
+class Variant(Entrypoint):
+    """A function at one of the several sizes that a bundle was loaded with; no file has such.
+
+    Attributes:
+      origin: the function as it was written.
+      sizes: symbol -> value, of those that have several.
+    """
+
+    origin: Entrypoint
+    sizes: Mapping[str, int]
+
+
+Sizes = int | tuple[int, ...]
+"""The size that a symbol stands for, or several: functions that have it are made for each."""
+
+
+@dataclasses.dataclass(frozen=True)
 class StoredFile:
     """Size in bytes and SHA-256 of a file."""
 
@@ -164,28 +184,64 @@ class Manifest:
     files: Mapping[str, StoredFile] = dataclasses.field(default_factory=dict)
     symbols: Mapping[str, Symbol] = dataclasses.field(default_factory=dict)
 
-    def sized(self, values: Mapping[str, int]) -> Manifest:
+    def sized(self, values: Mapping[str, Sizes]) -> Manifest:
         """The same with numbers in all shapes.
 
         Args:
-          values: of all symbols.
+          values: of all symbols. A function that has one with several values becomes as many, with
+            names like `step[b=8]`; where that is the primary function, the largest takes its place.
 
         Raises:
           BundleError: a dim that has no size for them.
         """
         if not self.symbols:
             return self
-        functions = {
-            name: dataclasses.replace(
-                entry,
-                arguments=tuple(
-                    dataclasses.replace(a, leaves=_sized(a.leaves, values)) for a in entry.arguments
-                ),
-                outputs=_sized(entry.outputs, values),
-            )
-            for name, entry in self.functions.items()
-        }
-        return dataclasses.replace(self, functions=functions, state=_sized(self.state, values))
+        one = {name: value for name, value in values.items() if isinstance(value, int)}
+        several = {name: value for name, value in values.items() if not isinstance(value, int)}
+        families = {name: _family(e, one, several) for name, e in self.functions.items()}
+        functions = {entry.name: entry for family in families.values() for entry in family}
+        primary = families[self.primary][-1].name if self.primary in families else self.primary
+        state = _sized(self.state, one)
+        return dataclasses.replace(self, functions=functions, primary=primary, state=state)
+
+    def variants(self, name: str) -> list[Entrypoint]:
+        """What `sized` made of a function: itself, or one for each size, the largest last."""
+        if name in self.functions:
+            return [self.functions[name]]
+        entries = self.functions.values()
+        return [e for e in entries if isinstance(e, Variant) and e.origin.name == name]
+
+
+def _family(
+    entry: Entrypoint, one: Mapping[str, int], several: Mapping[str, tuple[int, ...]]
+) -> list[Entrypoint]:
+    """A function at its size, or at each of its sizes."""
+    own = [name for name in several if name in symbols_of(entry)]
+    if not own:
+        return [_at(entry, one)]
+    family: list[Entrypoint] = []
+    for numbers in itertools.product(*(sorted(several[name]) for name in own)):
+        sizes = dict(zip(own, numbers, strict=True))
+        told = ",".join(f"{name}={number}" for name, number in sizes.items())
+        sized = _at(entry, {**one, **sizes})
+        fields = {f.name: getattr(sized, f.name) for f in dataclasses.fields(Entrypoint)}
+        fields["name"] = f"{entry.name}[{told}]"
+        family.append(Variant(**fields, origin=entry, sizes=sizes))
+    return family
+
+
+def symbols_of(entry: Entrypoint) -> tuple[str, ...]:
+    """The symbols in the shapes of a function."""
+    leaves = [*(leaf for a in entry.arguments for leaf in a.leaves), *entry.outputs]
+    return symbols_in({dim for leaf in leaves for dim in leaf.shape})
+
+
+def _at(entry: Entrypoint, values: Mapping[str, int]) -> Entrypoint:
+    arguments = tuple(
+        dataclasses.replace(a, leaves=_sized(a.leaves, values)) for a in entry.arguments
+    )
+    outputs = _sized(entry.outputs, values)
+    return dataclasses.replace(entry, arguments=arguments, outputs=outputs)
 
 
 def _sized(leaves: tuple[Any, ...], values: Mapping[str, int]) -> Any:

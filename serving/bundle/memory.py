@@ -19,7 +19,7 @@ from serving.bundle.describe import (
     symbols_of,
 )
 from serving.bundle.function import Function
-from serving.bundle.manifest import WEIGHTS, Entrypoint, Manifest
+from serving.bundle.manifest import WEIGHTS, Entrypoint, Manifest, Sizes, Variant
 from serving.bundle.programs import (
     Asked,
     Placed,
@@ -47,7 +47,7 @@ def compile_bundle(
     state: Any = None,
     primary: str | None = None,
     options: Options | None = None,
-    symbols: Mapping[str, int] | None = None,
+    symbols: Mapping[str, Sizes] | None = None,
     memory_share: float | None = None,
     contract: Mapping[str, Any] | None = None,
 ) -> Bundle:
@@ -84,11 +84,13 @@ def compile_bundle(
     check_manifest(manifest)
 
     def lower(entry: Entrypoint, asked: Asked) -> Emitted:
-        module = static_module(traced[entry.name][1], entry, asked)
+        name = entry.origin.name if isinstance(entry, Variant) else entry.name
+        module = static_module(traced[name][1], entry, asked)
         return emitted_of(module, mesh.refined(), asked, options)
 
-    def plan(values: Mapping[str, int]) -> Planned:
+    def plan(values: Mapping[str, Sizes]) -> Planned:
         sized = manifest.sized(values)
+        names = with_primary(sized, traced)
         return Planned(values, sized, *plan_functions(sized, names, mesh, lower, symbols=values))
 
     def put(placed: Placed) -> Mapping[str, jax.Array]:
@@ -97,9 +99,9 @@ def compile_bundle(
         made = jax.device_put(weights, tree) if make_weights is None else make_weights(tree)
         return dict(zip(shardings, jax.tree.leaves(made), strict=True))
 
-    names = with_primary(manifest, traced)
     planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
     sized = planned.manifest
+    names = list(planned.emitted)
     parts = compile_functions(sized, mesh, planned.emitted, names, options, put)
     notes = [*planned.notes, *too_much(planned, parts.programs, mesh)]
     return Bundle(sized, mesh, parts, notes, planned.symbols)

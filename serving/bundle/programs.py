@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import Entrypoint, Filled, Leaf, Manifest
+from serving.bundle.manifest import AUTO, Entrypoint, Filled, Leaf, Manifest, Sizes, Variant
 from serving.bundle.placement import spec_for
 from spmd.api import lower_stablehlo
+from spmd.auto import auto_specs
 from spmd.errors import SpmdError
 from spmd.frontend.refine import NO_SYMBOLS, is_dynamic, refine
 from spmd.lowering.emitted import Emitted
@@ -46,12 +47,14 @@ class Asked(NamedTuple):
       arguments, results: a spec for each.
       updates: (result, argument) of every leaf of the state.
       symbols: (name, value) of every symbol of the bundle.
+      auto: whether specs are chosen for arguments that have none.
     """
 
     arguments: tuple[Spec, ...]
     results: tuple[Spec, ...]
     updates: tuple[tuple[int, int], ...]
     symbols: tuple[tuple[str, int], ...] = ()
+    auto: bool = False
 
 
 Lower = Callable[[Entrypoint, Asked], Emitted]
@@ -96,13 +99,13 @@ def plan_functions(
     mesh: Mesh,
     lower: Lower,
     say: Say = lambda text: None,
-    symbols: Mapping[str, int] = NO_SYMBOLS,
+    symbols: Mapping[str, Sizes] = NO_SYMBOLS,
 ) -> tuple[dict[str, Emitted], list[str]]:
     """Functions, planned and partitioned in this order: see `with_primary`.
 
     Args:
       manifest: `Manifest.sized`.
-      names: of the functions.
+      names: of the functions, variants where there are some.
       mesh: what they are planned for.
       lower: lowers one.
       say: is told which one it is.
@@ -114,7 +117,8 @@ def plan_functions(
     Raises:
       BundleError: a spec that does not fit a leaf, or what `lower` raises.
     """
-    planner = _Planner(manifest, mesh, lower, tuple(sorted(symbols.items())))
+    known = {name: value for name, value in symbols.items() if isinstance(value, int)}
+    planner = _Planner(manifest, mesh, lower, known)
     emitted = {}
     for number, name in enumerate(names, start=1):
         say(f"planning {name} ({number} of {len(names)})")
@@ -123,8 +127,14 @@ def plan_functions(
 
 
 def with_primary(manifest: Manifest, wanted: Iterable[str]) -> list[str]:
-    """Functions in the order in which they are planned."""
-    return list(dict.fromkeys([manifest.primary, *wanted]))
+    """Functions in the order in which they are planned.
+
+    Args:
+      manifest: as it was written, or `Manifest.sized`.
+      wanted: names of the functions, as they were written.
+    """
+    variants = [entry.name for name in wanted for entry in manifest.variants(name)]
+    return list(dict.fromkeys([manifest.primary, *variants]))
 
 
 def emitted_of(module: Any, mesh: Mesh, asked: Asked, options: Options) -> Emitted:
@@ -135,7 +145,10 @@ def emitted_of(module: Any, mesh: Mesh, asked: Asked, options: Options) -> Emitt
       mesh, options: what it is lowered for.
       asked: how.
     """
-    lowered = lower_stablehlo(module, mesh, asked.arguments, asked.results, options, asked.updates)
+    arguments: Sequence[Spec] = asked.arguments
+    if asked.auto:
+        arguments = auto_specs(module, mesh, arguments, asked.results, options, asked.updates)
+    lowered = lower_stablehlo(module, mesh, arguments, asked.results, options, asked.updates)
     # The functions share weights and state: these lie in one way for all.
     emitted = lowered.stages.emitted.major_to_minor()
     emitted = dataclasses.replace(emitted, seconds=lowered.cost)
@@ -159,9 +172,14 @@ class _Planner:
     """Plans functions one after the other; what the first ones decide holds for the others."""
 
     def __init__(
-        self, manifest: Manifest, mesh: Mesh, lower: Lower, symbols: tuple[tuple[str, int], ...]
+        self,
+        manifest: Manifest,
+        mesh: Mesh,
+        lower: Lower,
+        symbols: Mapping[str, int],
     ) -> None:
         self.manifest, self.mesh, self.lower, self.symbols = manifest, mesh, lower, symbols
+        self.auto = bool(manifest.contract.get(AUTO))
         self.notes: list[str] = []
         self.decided: dict[str, Spec] = {}
 
@@ -170,7 +188,9 @@ class _Planner:
         updates = _updates(entry)
         arguments = tuple(self.spec(leaf) for leaf in leaves)
         results = (*(None for _ in updates), *map(self.output, entry.outputs))
-        emitted = self.lower(entry, Asked(arguments, results, updates, self.symbols))
+        sizes = entry.sizes if isinstance(entry, Variant) else {}
+        symbols = tuple(sorted({**self.symbols, **sizes}.items()))
+        emitted = self.lower(entry, Asked(arguments, results, updates, symbols, self.auto))
         owned = {leaf.path for a in entry.arguments if a.role != "input" for leaf in a.leaves}
         for leaf, spec in zip(leaves, emitted.argument_specs, strict=True):
             if leaf.path in owned:
@@ -272,6 +292,30 @@ def placements(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh) -
             if leaf.path in placed:
                 placed[leaf.path] = NamedSharding(where, spec)
     return placed
+
+
+def nothing_split(manifest: Manifest, emitted: Mapping[str, Emitted], mesh: Mesh) -> list[str]:
+    """A sentence, where nobody said how arrays are split, and every device has all of them."""
+    if mesh.size == 1 or manifest.specs:
+        return []
+    leaves = {name: _leaves(manifest.functions[name]) for name in emitted}
+    specs = [
+        (leaf.path, spec)
+        for name, program in emitted.items()
+        for leaf, spec in zip(leaves[name], program.argument_specs, strict=True)
+    ]
+    weights = {leaf.path for leaf in manifest.weights}
+    if any(any(spec) for path, spec in specs if path in weights):
+        return []
+    if not any(any(spec) for _, spec in specs):
+        what = f"nothing is split: each of the {mesh.size} devices computes everything"
+    elif weights:
+        what = f"no weight is split: each of the {mesh.size} devices holds all of them"
+    else:
+        return []
+    is_auto = manifest.contract.get(AUTO)
+    why = "the compiler chose so" if is_auto else "--auto lets the compiler choose some"
+    return [f"{what} (the bundle has no specs; {why})"]
 
 
 def _compile_state(leaves: Sequence[Filled], placed: Placed, needs_x64: bool) -> Any:

@@ -8,6 +8,7 @@ No code of the bundle runs, and nothing is written but the cache.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,9 +22,16 @@ from serving.bundle.bundle import Bundle
 from serving.bundle.cache import Cache
 from serving.bundle.folder import check_hashes, read_manifest
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import WEIGHTS, Manifest
+from serving.bundle.manifest import AUTO, WEIGHTS, Manifest, Sizes
 from serving.bundle.modules import Modules
-from serving.bundle.programs import Placed, Say, compile_functions, plan_functions, with_primary
+from serving.bundle.programs import (
+    Placed,
+    Say,
+    compile_functions,
+    nothing_split,
+    plan_functions,
+    with_primary,
+)
 from serving.bundle.symbols import Planned, plan_sized, too_much
 from serving.bundle.tensors import check_stored, read_weights
 from spmd.mesh.spec import as_mesh, platform_of
@@ -41,8 +49,9 @@ def load_bundle(
     console: Console | None = None,
     verify: bool = True,
     functions: Collection[str] | None = None,
-    symbols: Mapping[str, int] | None = None,
+    symbols: Mapping[str, Sizes] | None = None,
     memory_share: float | None = None,
+    auto: bool = False,
 ) -> Bundle:
     """Check a bundle, partition its functions for a mesh, and read its weights onto it.
 
@@ -56,9 +65,12 @@ def load_bundle(
       verify: whether to compare every file's SHA-256; sizes are compared in any case.
       functions: names of those to compile; all if left out.
       symbols: sizes of symbolic dims: name -> value. One that is left out, and is in the state, is
-        as large as the memory of the devices allows.
+        as large as the memory of the devices allows. One that is not in the state may have several:
+        with `{"b": (1, 8)}` a function `f` of it becomes `f[b=1]` and `f[b=8]`, which share the
+        weights.
       memory_share: of each device's memory, which the bundle may take for that: above 0, at most 1;
         0.9 if left out (on CPUs 0.1).
+      auto: whether the compiler chooses specs for this mesh where the bundle has none.
 
     Returns:
       The bundle, ready to run: nothing is compiled later.
@@ -74,6 +86,8 @@ def load_bundle(
     folder, mesh = Path(folder), as_mesh(mesh)
     options = with_gpu_graphs(options or Options(), platform_of(mesh))
     manifest = read_manifest(folder)
+    if auto:
+        manifest = dataclasses.replace(manifest, contract={**manifest.contract, AUTO: True})
     if manifest.weights:
         check_stored(folder / WEIGHTS, manifest.weights)
     wanted = _wanted(manifest, functions)
@@ -89,14 +103,16 @@ def load_bundle(
         modules = Modules(folder, manifest, names, mesh.refined(), options, cache)
         with _status(console) as say:
 
-            def plan(values: Mapping[str, int]) -> Planned:
+            def plan(values: Mapping[str, Sizes]) -> Planned:
                 sized = manifest.sized(values)
+                names = with_primary(sized, wanted)
                 return Planned(
                     values, sized, *plan_functions(sized, names, mesh, modules.lower, say, values)
                 )
 
             planned = plan_sized(manifest, symbols, mesh, options, memory_share, plan)
         manifest, notes = planned.manifest, planned.notes
+        wanted = [entry.name for name in wanted for entry in manifest.variants(name)]
         _tell(console, f"compiling {len(wanted)} functions, and reading weights meanwhile")
 
         def weights(placed: Placed) -> Mapping[str, jax.Array]:
@@ -113,6 +129,7 @@ def load_bundle(
         emitted = planned.emitted
         parts = compile_functions(manifest, mesh, emitted, wanted, options, weights, waiting)
         notes += too_much(planned, parts.programs, mesh)
+        notes += nothing_split(manifest, emitted, mesh)
         if cache is not None:
             notes += cache.notes
         return Bundle(manifest, mesh, parts, notes, planned.symbols)

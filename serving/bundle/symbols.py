@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from models.placement import axes_of, present
 from serving.bundle.function import BundleError
-from serving.bundle.manifest import Leaf, Manifest, Symbol
+from serving.bundle.manifest import Leaf, Manifest, Sizes, Symbol
 from serving.bundle.programs import Placed, Program, placements
 from spmd.errors import ArgumentError, bytes_text
 from spmd.frontend.sizes import sizes_of, symbols_in
@@ -57,20 +57,20 @@ class Planned(NamedTuple):
       room: bytes of each device that it may take, where these decided a size.
     """
 
-    symbols: Mapping[str, int]
+    symbols: Mapping[str, Sizes]
     manifest: Manifest
     emitted: Mapping[str, Emitted]
     notes: list[str]
     room: int | None = None
 
 
-Plan = Callable[[Mapping[str, int]], Planned]
+Plan = Callable[[Mapping[str, Sizes]], Planned]
 """Plans the functions for values of all symbols."""
 
 
 def plan_sized(
     manifest: Manifest,
-    given: Mapping[str, int] | None,
+    given: Mapping[str, Sizes] | None,
     mesh: Mesh,
     options: Options,
     memory_share: float | None,
@@ -81,7 +81,7 @@ def plan_sized(
     Args:
       manifest: of the bundle, as it was written.
       given: symbol -> value. One that is not among them has to be in the state: it gets the largest
-        value that it may have.
+        value that it may have. One that is not in the state may have several values.
       mesh: where it goes.
       options: of the compiler; the topology says how much memory there is.
       memory_share: of each device's memory, which all that the bundle has may take.
@@ -101,7 +101,8 @@ def plan_sized(
         reason = "no array of the state has it" if name not in held else "there are two such"
         raise BundleError(
             f"the symbol {name} has no value, and memory cannot decide it ({reason}): give it, as "
-            f"symbols={{{name!r}: 128}} or --symbols {name}=128"
+            f"symbols={{{name!r}: 128}} or --symbols {name}=128; a batch may have several, by "
+            "--batch_sizes 1,8,32"
         )
     if memory_share is not None and not 0 < memory_share <= 1:
         raise BundleError(f"the share of memory has to be above 0 and at most 1: {memory_share:g}")
@@ -109,14 +110,23 @@ def plan_sized(
     return _Search(manifest, known, missing[0], mesh, room, plan).run()
 
 
-def _given(manifest: Manifest, given: Mapping[str, int]) -> dict[str, int]:
-    for name, value in given.items():
+def _given(manifest: Manifest, given: Mapping[str, Sizes]) -> dict[str, Sizes]:
+    held = symbols_in({dim for leaf in manifest.state for dim in leaf.shape})
+    known: dict[str, Sizes] = {}
+    for name, sizes in given.items():
         if name not in manifest.symbols:
             names = ", ".join(manifest.symbols) or "none"
             raise BundleError(f"the bundle has no symbol {name!r}; it has {names}")
-        if value > LARGEST or not manifest.symbols[name].allows(value):
-            raise BundleError(f"{name}={value} cannot be: {name} is {manifest.symbols[name]}")
-    return {name: int(given[name]) for name in manifest.symbols if name in given}
+        values = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
+        if isinstance(sizes, Iterable) and (not values or name in held):
+            reason = "the state has it, and has one size" if values else "it needs one at least"
+            raise BundleError(f"{name} cannot have {len(values)} sizes: {reason}")
+        for value in values:
+            if value > LARGEST or not manifest.symbols[name].allows(value):
+                raise BundleError(f"{name}={value} cannot be: {name} is {manifest.symbols[name]}")
+        several = tuple(sorted({int(value) for value in values}))
+        known[name] = several if isinstance(sizes, Iterable) else several[0]
+    return {name: known[name] for name in manifest.symbols if name in known}
 
 
 class _Search:
@@ -129,7 +139,7 @@ class _Search:
     def __init__(
         self,
         manifest: Manifest,
-        known: Mapping[str, int],
+        known: Mapping[str, Sizes],
         name: str,
         mesh: Mesh,
         room: int,
@@ -207,7 +217,8 @@ class _Search:
 
     def _state(self, units: int) -> list[Leaf]:
         """The leaves of the state at a value."""
-        values = {**self.known, self.name: units * self.symbol.multiple_of}
+        known = {name: value for name, value in self.known.items() if isinstance(value, int)}
+        values = {**known, self.name: units * self.symbol.multiple_of}
         return [
             dataclasses.replace(leaf, shape=sizes_of(leaf.shape, values))
             for leaf in self.manifest.state

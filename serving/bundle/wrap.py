@@ -7,6 +7,7 @@ Arguments of the module that have a tensor's name are weights, all others are in
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from serving.bundle.describe import check_manifest, leaves_of, plain_specs
 from serving.bundle.folder import new_folder
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import (
+    AUTO,
     PLATFORMS,
     STORED_AS,
     WEIGHTS,
@@ -25,16 +27,18 @@ from serving.bundle.manifest import (
     Entrypoint,
     Leaf,
     Manifest,
+    Symbol,
 )
+from serving.bundle.names import matched, own_specs
+from serving.bundle.sizes import SizedType, read_module
 from serving.bundle.tensors import lazy_tensors, write_weights
 from serving.bundle.write import finish, producer
-from spmd.api import static_module
-from spmd.cli.flags import Parser
+from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import symbol_values
 from spmd.errors import SpmdError
 from spmd.frontend.artifact import calls_of, module_artifact
-from spmd.frontend.importer.module import boundary_names, signature
-from spmd.ir.types import TensorType, numpy_dtype
+from spmd.frontend.importer.module import boundary_names
+from spmd.ir.types import numpy_dtype
 
 FILE = "functions/main.mlirbc"
 
@@ -51,6 +55,7 @@ def wrap_stablehlo(
     name: str = "bundle",
     console: Console | None = None,
     symbols: Mapping[str, int] | None = None,
+    auto: bool = False,
 ) -> None:
     """Write a bundle with one function, `main`, from a StableHLO module.
 
@@ -58,15 +63,19 @@ def wrap_stablehlo(
       folder: new or empty.
       module: a module in memory, its text or bytecode, or the path of a file with either.
       weights: name of an argument -> array, or a file of safetensors; they need not be in memory
-        together. What is not among them is an input.
+        together. What is not among them is an input. All names may have a prefix that those of
+        arguments lack, or the other way round; `.` and `/` are alike.
       arg_names: of the module's arguments; as the module has them (`arg0`, ... where it has none)
         if left out.
       result_names: the same of its results.
-      specs: as for `write_bundle`; weights are called `weights/<name>`.
+      specs: as for `write_bundle`; weights are called `weights/<name>`, or as the model calls them.
       contract: what callers have to know, for JSON.
       name: what the bundle is called.
       console: progress bars go here.
-      symbols: sizes of the module's symbolic dims, as for `spmd.compile_stablehlo`.
+      symbols: sizes of the module's symbolic dims, as for `spmd.compile_stablehlo`; if left out,
+        whoever loads the bundle says them.
+      auto: whether the compiler chooses specs where there are none, for the mesh that the bundle is
+        loaded on, as for `load_bundle`.
 
     Raises:
       BundleError: a module that cannot be read, names or weights that do not fit it, or a folder
@@ -76,21 +85,23 @@ def wrap_stablehlo(
       >>> wrap_stablehlo("model-bundle", "model.mlir", weights="model.safetensors")
     """
     try:
-        parsed = static_module(module, symbols)
-        (args, results), names = signature(parsed), boundary_names(parsed)
-        data, calls = module_artifact(parsed), calls_of(parsed)
+        read = read_module(module, symbols)
+        (args, results), names = read.signature, boundary_names(read.static)
+        data, calls = module_artifact(read.module), calls_of(read.static)
     except SpmdError as error:
         raise BundleError(f"the module cannot be wrapped: {one_line(error)}") from error
     arg_names = _named("argument", args, names[0], arg_names)
     result_names = _named("result", results, names[1], result_names)
     arrays = lazy_tensors(weights) if isinstance(weights, str | Path) else dict(weights or {})
-    unused = sorted(arrays.keys() - set(arg_names))
+    tensors = matched(list(arrays), arg_names) if arrays else {}
+    unused = sorted(arrays.keys() - tensors.keys())
     if unused:
         raise BundleError(
             f"no argument of the module is called {unused[0]!r}; they are "
             f"{', '.join(arg_names[:8])}{', ...' if len(arg_names) > 8 else ''}"
         )
-    arguments = tuple(_argument(n, t, n in arrays) for n, t in zip(arg_names, args, strict=True))
+    held = {argument: arrays[tensor] for tensor, argument in tensors.items()}
+    arguments = tuple(_argument(n, t, n in held) for n, t in zip(arg_names, args, strict=True))
     entry = Entrypoint(
         name="main",
         tags={},
@@ -101,6 +112,8 @@ def wrap_stablehlo(
         custom_calls=calls.custom_calls,
         composites=calls.composites,
     )
+    paths = [leaf.path for a in arguments for leaf in a.leaves]
+    paths += [f"outputs/{leaf.path}" for leaf in entry.outputs]
     manifest = Manifest(
         name=name,
         producer=producer(),
@@ -108,10 +121,11 @@ def wrap_stablehlo(
         functions={"main": entry},
         weights=entry.leaves("weights"),
         state=(),
-        specs=plain_specs(specs or {}),
-        contract=dict(contract or {}),
+        specs=plain_specs(own_specs(specs or {}, tensors, paths)),
+        contract={**({AUTO: True} if auto else {}), **(contract or {})},
+        symbols=dict.fromkeys(read.symbols, Symbol()),
     )
-    ordered = [arrays[leaf.path.removeprefix(f"{WEIGHTS}/")] for leaf in manifest.weights]
+    ordered = [held[leaf.path.removeprefix(f"{WEIGHTS}/")] for leaf in manifest.weights]
     _check_weights(manifest.weights, ordered)
     check_manifest(manifest)
     with new_folder(folder) as unfinished:
@@ -134,13 +148,13 @@ def _named(
     return given
 
 
-def _argument(name: str, type_: TensorType, is_weight: bool) -> Argument:
+def _argument(name: str, type_: SizedType, is_weight: bool) -> Argument:
     if is_weight:
         return Argument(name, "weights", (_leaf(f"{WEIGHTS}/{name}", type_),))
     return Argument(name, "input", (_leaf(name, type_),))
 
 
-def _leaf(path: str, type_: TensorType) -> Leaf:
+def _leaf(path: str, type_: SizedType) -> Leaf:
     dtype = numpy_dtype(type_.dtype).name if type_.dtype != "token" else "token"
     if dtype not in STORED_AS:
         raise BundleError(f"{path} is {dtype}, not one of {', '.join(STORED_AS)}")
@@ -165,7 +179,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights", help="a file of safetensors: names are those of arguments")
     parser.add_argument("--arg_names", help="names of the module's arguments, by commas")
     parser.add_argument("--result_names", help="names of its results, by commas")
-    parser.add_argument("--symbols", type=symbol_values, help="of symbolic dims, as in n=128")
+    parser.add_argument(
+        "--symbols",
+        type=symbol_values,
+        help="sizes of symbolic dims, as in n=128 (default: whoever loads the bundle says them)",
+    )
+    parser.add_argument(
+        "--specs",
+        help="how arrays are split: JSON, or a file of it: a pattern of names -> an axis or null "
+        'for each dim, as in {"layers.*.w": [null, "model"]}',
+    )
+    parser.add_argument(
+        "--auto",
+        action=Switch,
+        default=False,
+        help="the compiler chooses specs where there are none, when the bundle is loaded",
+    )
     parser.add_argument("--name", default="bundle", help="what the bundle is called")
     given = parser.parse_args(arguments)
     console = Console(markup=False, highlight=False, soft_wrap=True)
@@ -179,10 +208,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name=given.name,
             console=console,
             symbols=given.symbols,
+            specs=_read_specs(given.specs),
+            auto=given.auto,
         )
     except (BundleError, OSError) as error:
         sys.exit(f"error: {error}")
     console.print(f"wrote {given.out}")
+    if not given.specs and not given.auto:
+        console.print(
+            "note: it has no specs: on several devices the compiler may split nothing; --specs "
+            "says how arrays are split, --auto lets the compiler choose"
+        )
+
+
+def _read_specs(text: str | None) -> dict[str, Any]:
+    """Specs as a flag has them.
+
+    Raises:
+      BundleError: they are no JSON object of lists.
+    """
+    if text is None:
+        return {}
+    is_file = not text.lstrip().startswith("{")
+    where = text if is_file else "--specs"
+    try:
+        specs = json.loads(Path(text).read_text(encoding="utf-8") if is_file else text)
+    except ValueError as error:
+        raise BundleError(f"{where} is no JSON: {error}") from error
+    if not isinstance(specs, dict) or not all(isinstance(s, list) for s in specs.values()):
+        raise BundleError(f'{where} has to be like {{"layers.*.w": [null, "model"]}}')
+    named = {"...": ...}
+    return {
+        pattern: tuple(
+            tuple(e) if isinstance(e, list) else named.get(e, e) if isinstance(e, str) else e
+            for e in spec
+        )
+        for pattern, spec in specs.items()
+    }
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from serving.engine.choice import Choice, Delta, Job, NotFinite, Token, read_sco
 from serving.engine.guide import Guide, Guides
 from serving.engine.records import Entry, Observer, State
 from serving.engine.scheduler import Scheduler
-from serving.engine.stream import Failed, Stopped, Stream, deliver
+from serving.engine.stream import SHUTTING_DOWN, Failed, Stopped, Stream, deliver
 from serving.engine.text import Decode, Pieces
 
 _LOG = logging.getLogger("serving")
@@ -50,6 +50,7 @@ class Engine:
       token_budget: rows of a group in a step that has both rows that draw and chunks of prompts;
         None takes the backend's.
       ahead: how many steps are begun before the results of the last one are there.
+      heed: is told what the backend raised, before the readers are.
 
     Attributes:
       error: why the model failed; None as long as it has not.
@@ -64,6 +65,7 @@ class Engine:
         observer: Observer | None = None,
         token_budget: int | None = None,
         ahead: int = 1,
+        heed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.backend = backend
         self.limits = backend.limits
@@ -71,6 +73,7 @@ class Engine:
         self._decode = decode
         self._pieces = Pieces(decode, letter)
         self._observer = observer
+        self._heed = heed
         budget = backend.budget if token_budget is None else token_budget
         self._scheduler = Scheduler(backend.limits, budget, ahead=ahead)
         self._calls = Calls(backend)
@@ -82,6 +85,7 @@ class Engine:
         # Whether the scheduler may have something to do that it had not when it was asked last.
         self._changed = False
         self._guides = Guides(self._take_mask)
+        self._stopped = SHUTTING_DOWN
         self._done: queue.Queue[tuple[Done, list[Progress]] | None] = queue.Queue(LAG)
         self._threads = [
             threading.Thread(target=self._run, name="engine", daemon=True),
@@ -193,16 +197,17 @@ class Engine:
         """Whether no thread runs."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self, timeout: float = 10.0, why: str = SHUTTING_DOWN) -> None:
         """Ends the threads after the step that is under way; unfinished requests fail.
 
         Args:
           timeout: seconds to wait for the threads.
+          why: what those requests are told.
         """
         with self._wake:
-            self._stopping = True
+            self._stopping, self._stopped = True, why
             self._tell()
-        self._fail_all(Stopped("the server is shutting down"))
+        self._fail_all(Stopped(why))
         end = time.monotonic() + timeout
         for thread in self._threads:
             if thread.ident is not None:
@@ -217,7 +222,7 @@ class Engine:
         if self.error is not None:
             raise Failed(self.error)
         if self._stopping:
-            raise Stopped("the server is shutting down")
+            raise Stopped(self._stopped)
 
     # -----------------------------------------------------------------------------------------
     # The thread that calls the backend.
@@ -233,6 +238,7 @@ class Engine:
                 else:
                     self._wait()
         except Exception as error:
+            self._heed(error)
             self._fail("the model failed", error)
         finally:
             self._done.put(None)

@@ -25,7 +25,13 @@ class TensorSpec(NamedTuple):
 
 
 class Infer(Protocol):
-    """A function of tensors; the server calls it from one thread at a time."""
+    """A function of tensors; the server calls it from one thread at a time.
+
+    It may have `batch_sizes`, numbers of rows in order: then the first dim of all inputs and
+    outputs is a batch, whose rows do not depend on each other. Requests are joined and padded, and
+    `infer` is called with one of these numbers of rows. It may have `not_batched`, which says why
+    it has no `batch_sizes`.
+    """
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:

@@ -19,7 +19,10 @@ class Failed(RuntimeError):
 
 
 class Stopped(Failed):
-    """The server ended before the request did."""
+    """The server ended before the request did; the message says why."""
+
+
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class Stream:

@@ -3,7 +3,8 @@
     run ──> queue, fair between clients ──> a thread ──> the one who waits
 
 Tokenizing and models of tensors run here. Both take long and cannot be interrupted, so what counts
-is whose call begins next, and that calls nobody waits for do not begin.
+is whose call begins next, and that calls nobody waits for do not begin. Calls that are `Part`s
+begin together with those behind them that fit.
 """
 
 from __future__ import annotations
@@ -14,21 +15,53 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 from serving.engine.fairness import FairQueue
 from serving.engine.records import Finished
-from serving.engine.stream import Stopped
+from serving.engine.stream import SHUTTING_DOWN, Stopped
 
 _LOG = logging.getLogger("serving")
 
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True)
+class Part(Generic[T]):
+    """A call that may be made together with others of its kind.
+
+    Attributes:
+      joint: makes them: takes the `content` of each, and returns a result for each.
+      content: what this one is about.
+      size: of it.
+      most: how large those that are made together may be.
+    """
+
+    joint: Callable[[Sequence[Any]], Sequence[T]]
+    content: Any
+    size: int
+    most: int
+
+    def __call__(self) -> T:
+        """Makes this call alone."""
+        return self.joint([self.content])[0]
+
+
+def _size(function: Callable[[], Any]) -> int:
+    return function.size if isinstance(function, Part) else 1
+
+
+def _joins(function: Callable[[], Any], first: Callable[[], Any], size: int) -> bool:
+    """Whether a call may be made with others, of which there is so much already."""
+    if not isinstance(function, Part) or not isinstance(first, Part):
+        return False
+    return function.joint == first.joint and size + function.size <= first.most
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class _Call:
-    """A call that waits or runs."""
+    """A call that waits or runs; `share` is its part of the time of those that run with it."""
 
     client: str
     user: str
@@ -36,6 +69,7 @@ class _Call:
     answer: asyncio.Future[Any]
     arrived: float
     began: float | None = None
+    share: float = 1.0
 
 
 class Workers:
@@ -48,6 +82,7 @@ class Workers:
       name: of the threads.
       threads: how many calls run at a time.
       finished: is told of every call that has ended, on any thread.
+      heed: is told what a call raised, before the one who waits is.
 
     Example:
       >>> workers = Workers("text", threads=2)
@@ -56,9 +91,15 @@ class Workers:
     """
 
     def __init__(
-        self, name: str, threads: int = 1, finished: Callable[[Finished], None] | None = None
+        self,
+        name: str,
+        threads: int = 1,
+        finished: Callable[[Finished], None] | None = None,
+        heed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._finished = finished
+        self._heed = heed
+        self._stopped = SHUTTING_DOWN
         self._queue: FairQueue[_Call] = FairQueue()
         self._running: set[_Call] = set()
         self._stopping = False
@@ -77,7 +118,7 @@ class Workers:
         """Runs a function on a thread; if the awaiting task is cancelled, it may not run at all.
 
         Args:
-          function: what to call.
+          function: what to call. `Part`s that wait together may be one call.
           client: who asks. Clients get equal shares of the threads' time.
           user: whom the client asks for. Users of a client share what it gets.
 
@@ -92,7 +133,7 @@ class Workers:
         call = _Call(client, user, function, loop.create_future(), time.monotonic())
         with self._wake:
             if self._stopping:
-                raise Stopped("the server is shutting down")
+                raise Stopped(self._stopped)
             self._queue.push(call)
             self._wake.notify()
         try:
@@ -122,14 +163,15 @@ class Workers:
         """Whether no thread runs."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self, timeout: float = 10.0, why: str = SHUTTING_DOWN) -> None:
         """Ends the threads after the calls that run; calls that wait fail.
 
         Args:
           timeout: seconds to wait for the threads.
+          why: what those who wait are told.
         """
         with self._wake:
-            self._stopping = True
+            self._stopping, self._stopped = True, why
             waiting = []
             while (call := self._queue.first()) is not None:
                 self._queue.remove(call)
@@ -138,7 +180,7 @@ class Workers:
             open_calls = [*waiting, *self._running]
             self._wake.notify_all()
         for call in open_calls:
-            _answer(call, None, Stopped("the server is shutting down"))
+            _answer(call, None, Stopped(why))
         end = time.monotonic() + timeout
         for thread in self._threads:
             if thread.ident is not None:
@@ -156,34 +198,40 @@ class Workers:
         self._report(call, "abort", time.monotonic())
 
     def _work(self) -> None:
-        while (call := self._next()) is not None:
-            result, error = None, None
-            try:
-                result = call.function()
-            except BaseException as raised:
-                error = raised
-            try:
-                self._end(call, error)
-            except Exception:  # a mistake in counting must not end the thread
-                _LOG.exception("a call was not counted")
-            _answer(call, result, error)
+        while calls := self._next():
+            for call, result, error in _made(calls):
+                if isinstance(error, Exception):
+                    self._heed(error)
+                try:
+                    self._end(call, error)
+                except Exception:  # a mistake in counting must not end the thread
+                    _LOG.exception("a call was not counted")
+                _answer(call, result, error)
 
-    def _next(self) -> _Call | None:
+    def _next(self) -> list[_Call]:
+        """The calls to make now: the one whose turn it is, and those behind it that fit to it."""
         with self._wake:
             self._wake.wait_for(lambda: self._stopping or len(self._queue))
-            call = self._queue.first()
-            if call is not None:
+            calls: list[_Call] = []
+            size = 0
+            while (call := self._queue.first()) is not None:
+                if calls and not _joins(call.function, calls[0].function, size):
+                    break
+                size += _size(call.function)
                 self._queue.remove(call)
                 call.began = time.monotonic()
                 self._running.add(call)
-            return call
+                calls.append(call)
+            for call in calls:
+                call.share = _size(call.function) / size
+            return calls
 
     def _end(self, call: _Call, error: BaseException | None) -> None:
         now = time.monotonic()
         reason = "abort" if call.answer.cancelled() else "stop" if error is None else "error"
         with self._wake:
             self._running.discard(call)
-            self._queue.charge(call, now - (call.began or now))
+            self._queue.charge(call, call.share * (now - (call.began or now)))
             self._queue.leave(call)
         self._report(call, reason, now)
 
@@ -192,6 +240,29 @@ class Workers:
             began = now if call.began is None else call.began
             queued, total = began - call.arrived, now - call.arrived
             self._finished(Finished(0, reason, 0, 0, queued, 0.0, 0.0, total, now))
+
+
+def _made(calls: Sequence[_Call]) -> Iterator[tuple[_Call, Any, BaseException | None]]:
+    """Makes calls, and gives for each its result and its error, of which one is None."""
+    first = calls[0].function
+    if len(calls) > 1 and isinstance(first, Part):
+        try:
+            results = first.joint([cast(Part[Any], call.function).content for call in calls])
+        except Exception:  # one of them may be to blame: alone, it fails alone
+            _LOG.debug("%d calls together failed", len(calls), exc_info=True)
+        else:
+            yield from ((call, result, None) for call, result in zip(calls, results, strict=True))
+            return
+    for call in calls:
+        if len(calls) > 1 and call.answer.cancelled():
+            yield call, None, None
+            continue
+        try:
+            result = call.function()
+        except BaseException as raised:
+            yield call, None, raised
+        else:
+            yield call, result, None
 
 
 def _answer(call: _Call, result: Any, error: BaseException | None) -> None:

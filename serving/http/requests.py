@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -34,10 +34,16 @@ def route_path(scope: Scope) -> str:
 
 
 @contextlib.asynccontextmanager
-async def visiting(request: Request) -> AsyncIterator[Visit]:
+async def visiting(
+    request: Request, types: Sequence[str] = ("application/json",)
+) -> AsyncIterator[Visit]:
     """The way in for every request that costs more than a look: key, body, and a place.
 
     In the block, whatever is awaited is cancelled when the client leaves.
+
+    Args:
+      request: the request.
+      types: Content-Types that its body may have; an empty one stands for none.
 
     Raises:
       ApiError: the key, the body or the time is wrong, there is no place, or the client has left.
@@ -48,7 +54,7 @@ async def visiting(request: Request) -> AsyncIterator[Visit]:
     service.require()
     visit = Visit(service.admission, client)
     try:
-        visit.body = await _read(request, options, visit)
+        visit.body = await _read(request, options, visit, types)
         service.require()  # it may be draining by now
         visit.hold_places(1)
         async with until_gone(request.receive):
@@ -58,12 +64,13 @@ async def visiting(request: Request) -> AsyncIterator[Visit]:
         visit.leave_places()
 
 
-async def _read(request: Request, options: Options, visit: Visit) -> bytes:
-    """The body of a request; it has to be JSON, not too large, and not too slow."""
+async def _read(request: Request, options: Options, visit: Visit, types: Sequence[str]) -> bytes:
+    """The body of a request; it has to be of a type, not too large, and not too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # A web page may send other types to any server without a CORS preflight: so with them any
-        # site that the user visits could use a server on their machine.
+    if kind not in types or (not kind and "origin" in request.headers):
+        # A web page may send some types, and none, to any server without a CORS preflight: so with
+        # them any site that the user visits could use a server on their machine. Browsers say that
+        # a page asks: `Origin`.
         raise ApiError(
             415, f"Content-Type: application/json is needed, not {kind[:40] or 'nothing'}"
         )

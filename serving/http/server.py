@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Protocol as Interface
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -45,8 +46,33 @@ SWITCH_SECONDS = 0.001
 and one sends it. With Python's own 5 ms the first one, back from waiting for the device, could wait
 for both of the others as long as a step takes, and then the device waits for it."""
 
+LAST_WORDS_SECONDS = 1
+"""So long the server says why it ends, when it has to end without having drained."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HEADER_BYTES = 2**16
+
+
+class Others(Interface):
+    """The other processes that run the model, where there are some: what ends one ends all."""
+
+    def heed(self, error: Exception) -> None:
+        """Is told what the model raised; does not return if that ends the processes."""
+
+    def attend(self, drain: Callable[[], None], lose: Callable[[str], None]) -> None:
+        """Takes what to do if another process is asked to end, and what before a sudden end.
+
+        Args:
+          drain: begins to drain.
+          lose: tells clients why, and returns when they have been told.
+        """
+
+    def end(self, asked: bool) -> NoReturn:
+        """Ends all processes.
+
+        Args:
+          asked: whether this one was asked to end; else they are to be started again.
+        """
 
 
 class Protocol(H11Protocol):
@@ -155,18 +181,34 @@ class Server(uvicorn.Server):
             raise ServingError(f"TLS with {files}: {error.strerror or error}") from error
         super().__init__(config)
         self.service = service
-        self._signals = 0
+        self.over = threading.Event()
+        self._last_words: float | None = None
+        self.signals = 0
+        self._draining = False
         self._deadline: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal: the first one drains, the second one ends the process at once."""
-        self._signals += 1
-        if self._signals > 1:
+        self.signals += 1
+        self.drain()
+        if self.signals > 1:
             self.should_exit = self.force_exit = True
+
+    def drain(self) -> None:
+        """Begins to end, as the first signal does."""
+        self._draining = True
+
+    def lose(self, why: str) -> None:
+        """Fails all requests, and waits until clients have been told; from another thread."""
+        _LOG.error("%s; no more requests are taken", why)
+        self.service.lose(why)
+        self.over.wait(LAST_WORDS_SECONDS + 2 * CLOSING_SECONDS)
 
     async def on_tick(self, counter: int) -> bool:
         """Checks whether it is time to end; uvicorn calls it ten times a second."""
-        if self._signals and self._deadline is None:
+        if self.service.lost is not None:
+            return await self._on_last_tick(counter)
+        if self._draining and self._deadline is None:
             seconds = self.service.options.drain_seconds
             _LOG.info("draining: no new requests; those that run have %g seconds", seconds)
             self.service.drain()
@@ -178,6 +220,12 @@ class Server(uvicorn.Server):
             if is_late or self.service.idle:
                 await asyncio.to_thread(self.service.stop)
                 self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def _on_last_tick(self, counter: int) -> bool:
+        if self._last_words is None:
+            self._last_words = time.monotonic() + LAST_WORDS_SECONDS
+        self.should_exit |= time.monotonic() > self._last_words
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -232,6 +280,7 @@ def serve(
     http: HttpOptions | None = None,
     log_level: str = "info",
     log_format: logs.LogFormat = "text",
+    others: Others | None = None,
 ) -> None:
     """Serves a model until a signal comes.
 
@@ -243,6 +292,8 @@ def serve(
       http: TLS, proxies, other sites, traces.
       log_level: of the messages on stderr.
       log_format: of these messages: lines of text, or a JSON object a line.
+      others: the other processes that run the model; with them it does not return, but ends the
+        process.
 
     Raises:
       ServingError: the port, or a file or library that `http` needs, cannot be used; or the model
@@ -254,8 +305,10 @@ def serve(
     """
     logs.set_up(log_level, log_format)
     sys.setswitchinterval(SWITCH_SECONDS)
-    service = Service(options)
+    service = Service(options) if others is None else Service(options, others.heed)
     server = Server(service, log_level, http)
+    if others is not None:
+        others.attend(server.drain, server.lose)
     listener = listen(host, port)
     address, actual_port = listener.getsockname()[:2]
     scheme = "https" if server.config.is_ssl else "http"
@@ -278,10 +331,15 @@ def serve(
         _LOG.info("listening on %s://%s:%d, loading the model", scheme, address, actual_port)
         loader.start()
         server.run(sockets=[listener])
-        service.stop()
+        if service.lost is None:
+            service.stop()
+    server.over.set()
     if failures:
         raise failures[0]
-    _LOG.info("stopped")
+    if service.lost is None:
+        _LOG.info("stopped")
+    if others is not None:
+        others.end(asked=server.signals > 0)
     if loader.is_alive() or not service.ended:
         # The process was told to end while the model loads, or in a long call. A thread inside XLA
         # crashes when the interpreter shuts down around it, so the process ends without that.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from models.training.data.tokenizer import Tokenizer
 from serving.engine.backend import Backend
+from serving.engine.batches import Batches
 from serving.engine.engine import Engine
 from serving.engine.infer import Infer
+from serving.engine.statistics import Statistics
+from serving.engine.stream import SHUTTING_DOWN
 from serving.engine.workers import Workers
 from serving.errors import ApiError, ServingError
 from serving.http.admission import Admission
@@ -25,6 +28,9 @@ STOP_SECONDS = 10.0
 """So long calls that are under way are waited for, when their requests have failed already."""
 
 Status = Literal["loading", "ready", "draining", "failed"]
+
+Heed = Callable[[Exception], None]
+"""Is told what the model raised, before clients are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +117,19 @@ class Language:
       loaded: the model.
       options: limits and keys.
       requests: the metrics of all requests.
+      heed: is told what the model raised.
 
     Raises:
       ServingError: the tokenizer does not belong to the model, or the chat template is broken.
     """
 
-    def __init__(self, loaded: Loaded, options: Options, requests: RequestMetrics) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: Options,
+        requests: RequestMetrics,
+        heed: Heed = lambda error: None,
+    ) -> None:
         if loaded.backend is None or loaded.tokenizer is None:
             raise ServingError("a language model needs a backend and a tokenizer")
         self.backend = loaded.backend
@@ -145,6 +158,7 @@ class Language:
             loaded.tokenizer.encode_batch(["a"])[0].tolist(),
             observer=self.metrics,
             token_budget=options.token_budget,
+            heed=heed,
         )
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -168,18 +182,24 @@ class Service:
 
     Args:
       options: limits and keys.
+      heed: is told what the model raised.
 
     Attributes:
       status: loading, ready, draining or failed.
+      lost: why the process is about to end without having drained; None if it is not.
       loaded: the model, once it is there.
       created: when the server started, in seconds since 1970.
       admission: the book of all requests.
       traffic: the metrics.
+      statistics: what the model has done since the start.
+      batches: makes calls of the model of tensors; None if there is none.
     """
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Options | None = None, heed: Heed = lambda error: None) -> None:
         self.options = options or Options()
         self.status: Status = "loading"
+        self.lost: str | None = None
+        self._heed = heed
         self.loaded: Loaded | None = None
         self.created = int(time.time())
         self.admission = Admission(self.options.bodies_bytes)
@@ -188,7 +208,9 @@ class Service:
         threads = self.options.text_threads
         self._short = Workers("short texts", threads)
         self._long = Workers("long texts", threads)
+        self.statistics = Statistics()
         self._tensors: Workers | None = None
+        self.batches: Batches | None = None
         self._language: Language | None = None
         for workers in (self._short, self._long):
             workers.start()
@@ -203,16 +225,17 @@ class Service:
             raise ServingError(f"{loaded.name}: neither a language model nor one of tensors")
         if loaded.infer is not None:
             check_datatypes(loaded.infer)
-        requests = RequestMetrics(loaded.name, self._counts, self.traffic.registry)
+        requests = RequestMetrics(loaded.name, self._counts, self.traffic.registry, self.statistics)
         slots = 0
         if loaded.backend is not None:
-            self._language = Language(loaded, self.options, requests)
+            self._language = Language(loaded, self.options, requests, self._heed)
             self._language.engine.start()
             slots += loaded.backend.limits.slots
         if loaded.infer is not None:
             # `Infer` is called by one thread at a time.
-            self._tensors = Workers("tensors", finished=requests.finished)
+            self._tensors = Workers("tensors", finished=requests.finished, heed=self._heed)
             self._tensors.start()
+            self.batches = Batches(loaded.infer, self.statistics)
             slots += 1
         self.admission.places.limit = slots + self.options.max_waiting
         self.loaded = loaded
@@ -221,14 +244,18 @@ class Service:
 
     def problem(self) -> str | None:
         """Why requests are not served now; None if they are."""
+        if self.lost is not None:
+            return self.lost
         if self.status == "draining":
-            return "the server is shutting down"
+            return SHUTTING_DOWN
         if self.loaded is None:
             return "the model is still loading" if self.status == "loading" else "loading failed"
         return self.broken()
 
     def broken(self) -> str | None:
         """Why the process has to be started anew; None if it need not."""
+        if self.lost is not None:
+            return self.lost
         if self._language is not None and self._language.engine.error is not None:
             return self._language.engine.error
         stalled = max((model.stalled() for model in self._models), default=0.0)
@@ -245,7 +272,7 @@ class Service:
         Raises:
           ApiError: it is not ready, or has another name.
         """
-        if self.loaded is None or self.status == "draining":
+        if self.loaded is None or self.lost is not None or self.status == "draining":
             problem = self.problem()
             raise ApiError(503, f"not now: {problem}", code=self.status, retry_after=5)
         self.check_name(self.loaded, model)
@@ -299,20 +326,33 @@ class Service:
         """Refuses new requests from now on; those that have a place go on to their ends."""
         self.status = "draining"
 
+    def lose(self, why: str) -> None:
+        """Ends all requests at once, and refuses new ones: the model will not answer any more.
+
+        Args:
+          why: what all of them are told.
+        """
+        self.lost, self.status = why, "failed"
+        for part in self._parts:
+            part.stop(timeout=0, why=why)
+
     def stop(self) -> None:
         """Ends all threads; requests that are not finished fail at once."""
         self.drain()
-        parts = (self._short, self._long, *self._models)
-        for part in parts:
+        for part in self._parts:
             part.stop(timeout=0)
         end = time.monotonic() + STOP_SECONDS
-        for part in parts:
+        for part in self._parts:
             part.stop(timeout=max(0.0, end - time.monotonic()))
 
     @property
     def ended(self) -> bool:
         """Whether no thread runs: a call may take longer than `stop` waits."""
-        return all(part.ended for part in (self._short, self._long, *self._models))
+        return all(part.ended for part in self._parts)
+
+    @property
+    def _parts(self) -> list[Engine | Workers]:
+        return [self._short, self._long, *self._models]
 
     @property
     def _models(self) -> list[Engine | Workers]:

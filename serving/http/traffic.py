@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from serving.engine.records import Finished
+from serving.engine.statistics import Statistics
 from serving.errors import ApiError
 from serving.http.admission import Admission
 
@@ -106,6 +107,7 @@ class RequestMetrics:
       model: the model's name, a label of every metric.
       counts: returns how many requests run, and how many wait.
       registry: where the metrics belong.
+      statistics: totals, which are told of every request.
     """
 
     def __init__(
@@ -113,10 +115,12 @@ class RequestMetrics:
         model: str,
         counts: Callable[[], tuple[int, int]],
         registry: CollectorRegistry | None = None,
+        statistics: Statistics | None = None,
     ) -> None:
         self.registry = registry or CollectorRegistry()
         self.model = model
         self._counts = counts
+        self._statistics = statistics or Statistics()
         self._total = self.histogram(
             "vllm:e2e_request_latency_seconds", "Whole requests", REQUEST_SECONDS
         )
@@ -151,6 +155,7 @@ class RequestMetrics:
 
     def finished(self, record: Finished) -> None:
         """Notes the end of a request."""
+        self._statistics.finished(record)
         self._success.labels(self.model, record.reason).inc()
         self._total.observe(record.total)
         self._queued.observe(record.queued)
@@ -159,3 +164,12 @@ class RequestMetrics:
         running, waiting = self._counts()
         yield self.gauge("vllm:num_requests_running", "Requests with a slot", running)
         yield self.gauge("vllm:num_requests_waiting", "Requests without one", waiting)
+        told = self._statistics
+        for name, help_text, value in (
+            ("calls", "Calls of a model of tensors", told.calls.count),
+            ("call_seconds", "How long they took", told.calls.seconds),
+            ("rows", "Rows of these calls, without padding", told.rows),
+        ):
+            family = CounterMetricFamily(f"spmd:tensor_{name}", help_text, labels=["model_name"])
+            family.add_metric([self.model], value)
+            yield family

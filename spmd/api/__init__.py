@@ -13,7 +13,7 @@ from spmd.api.jitted import Jitted, jit
 from spmd.api.leading import behind_leading, check_without, with_leading
 from spmd.api.marks import caller, mark_sharding, mark_tree, path_name
 from spmd.api.planned import STAGES
-from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo
+from spmd.api.stablehlo import compile_stablehlo, lower_stablehlo, module_request
 from spmd.api.symbolic import static_module
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "lower_stablehlo",
     "mark_sharding",
     "mark_tree",
+    "module_request",
     "path_name",
     "static_module",
     "with_leading",

@@ -80,12 +80,34 @@ def lower_stablehlo(
       >>> lower_stablehlo("model.mlirbc", mesh, symbols={"batch": 32})
     """
     options = options or Options()
-    own = as_mesh(mesh)
     module = static_module(module_or_path, symbols, arg_shapes)
+    request = module_request(module, mesh, arg_specs, result_specs, options, updates)
+    own, (args, results) = request.mesh, signature(module)
+    with progress("module", options.shows_progress):
+        stages = compile_module(request, options)
+    # As if a function of as many arrays had been traced, which returns a tuple.
+    structs = tuple(jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in results)
+    in_tree = jax.tree.structure((tuple(range(len(args))), {}))
+    out_tree = jax.tree.structure(structs)
+    axis_types = axis_types_of(own, [mesh])
+    traced = Traced(request, in_tree, out_tree, structs, axis_types, (None,) * len(args))
+    return Lowered(traced, stages, options)
+
+
+def module_request(
+    module: Any,
+    mesh: Any,
+    arg_specs: Specs,
+    result_specs: Specs,
+    options: Options,
+    updates: Sequence[tuple[int, int]] = (),
+) -> Request:
+    """What is to be compiled of a static module in memory; arguments as for `lower_stablehlo`."""
+    own = as_mesh(mesh)
     args, results = signature(module)
     arg_names, result_names = boundary_names(module)
     _check_updates(updates, args, results)
-    request = Request(
+    return Request(
         module,
         own,
         options.topology or topology_of(own),
@@ -97,15 +119,6 @@ def lower_stablehlo(
         donated=tuple(sorted(argument for _, argument in updates)),
         platform=platform_of(own),
     )
-    with progress("module", options.shows_progress):
-        stages = compile_module(request, options)
-    # As if a function of as many arrays had been traced, which returns a tuple.
-    structs = tuple(jax.ShapeDtypeStruct(t.shape, numpy_dtype(t.dtype)) for t in results)
-    in_tree = jax.tree.structure((tuple(range(len(args))), {}))
-    out_tree = jax.tree.structure(structs)
-    axis_types = axis_types_of(own, [mesh])
-    traced = Traced(request, in_tree, out_tree, structs, axis_types, (None,) * len(args))
-    return Lowered(traced, stages, options)
 
 
 def _check_updates(

@@ -76,7 +76,7 @@ def _host(seat: Seat, about: dict[str, str], timeout_s: float) -> str:
     came = {0: about}
     lines: list[socket.socket] = []
     outcome = ""
-    with _listen(seat.port, seat.processes) as server:
+    with listen(seat.port, seat.processes) as server:
         while not outcome and len(came) < seat.processes:
             server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
@@ -126,7 +126,8 @@ def _missing(seat: Seat, came: Collection[int], timeout_s: float) -> LaunchError
     )
 
 
-def _listen(port: int, backlog: int) -> socket.socket:
+def listen(port: int, backlog: int) -> socket.socket:
+    """A socket that listens on all interfaces; port 0 takes any free one."""
     dual = socket.has_dualstack_ipv6()
     try:
         return socket.create_server(

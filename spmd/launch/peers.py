@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -96,6 +96,7 @@ class Peers:
         self.timeout_s = timeout_s
         self.interval_s = min(5.0, max(0.2, timeout_s / 10))
         self.failed: int | None = None
+        self.tell: Callable[[str], None] | None = None
         self.vote = StopVote(store, self.process, self.processes)
         self._contact = time.monotonic()
         self._leaving = threading.Event()
@@ -161,14 +162,20 @@ class Peers:
         """Says why and ends this process at once, whatever its other threads do."""
         with self._stopping:
             code = EXIT_PEER_LOST if self.failed is None else self.failed
+            self._tell(verdict)
             _flush()
             with contextlib.suppress(OSError):  # at once and unbuffered: this process ends
                 text = f"error: process {self.process} of {self.processes} stops: {verdict}\n"
                 os.write(2, text.encode())
             self._exit(code)
 
+    def _tell(self, verdict: str) -> None:
+        if self.tell is not None:
+            with contextlib.suppress(Exception):
+                self.tell(verdict)
+
     def _exit(self, code: int) -> NoReturn:
-        if self.process == 0:
+        if self.process == 0 and self.tell is None:
             time.sleep(2 * self.interval_s + 0.5)  # the others read the verdict from us
         _flush()
         os._exit(code)
@@ -188,10 +195,12 @@ class Peers:
 
     def fail(self, why: str, code: int) -> None:
         """Tells the others that this process ends with an error of its own."""
+        verdict = f"process {self.process} failed: {first_line(why)}"
         with self._stopping:
             self.failed = code
         with contextlib.suppress(Exception):
-            self.store.claim(VERDICT, f"process {self.process} failed: {first_line(why)}")
+            self.store.claim(VERDICT, verdict)
+        self._tell(verdict)
 
     def leave(self) -> None:
         """Runs at the interpreter's end: waits for the other processes, and ends the thread."""
@@ -241,6 +250,39 @@ def fail_peers(why: str, code: int = 1) -> None:
     if _peers is not None:
         _peers.wait_for_cause(why)
         _peers.fail(why, code)
+
+
+def at_stop(tell: Callable[[str], None]) -> None:
+    """Before this process ends because it or another one failed, `tell` is called with the reason.
+
+    It runs on any thread, and has to see to it that the other processes get to know: they need not
+    find it in the store any more. Does nothing where there is but one process.
+    """
+    if _peers is not None:
+        _peers.tell = tell
+
+
+def peer_lost(process: int, how: str) -> NoReturn:
+    """Ends this process since another one was lost; if that has said why, with its words.
+
+    Args:
+      process: which one.
+      how: how it is known.
+    """
+    assert _peers is not None
+    verdict = f"process {process} was lost: {how}"
+    if process:  # with process 0 the store is gone
+        with contextlib.suppress(Exception):
+            _peers.store.claim(VERDICT, verdict)
+            verdict = _peers.store.get(VERDICT) or verdict
+    _peers.stop(verdict)
+
+
+def stop_now(verdict: str, code: int = EXIT_PEER_LOST) -> NoReturn:
+    """Ends this process with a verdict that others know, or get to know by `at_stop`."""
+    assert _peers is not None
+    _peers.failed = code
+    _peers.stop(verdict)
 
 
 def stop_agreed(step: int, wanted: bool) -> bool:

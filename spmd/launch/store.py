@@ -6,6 +6,7 @@ jax keeps the client of this service to itself; this file is the only one that r
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +78,11 @@ class Place:
 def detect_cluster(known: Place, timeout_s: float) -> Place:
     """Fills in what is not known from the cluster that jax recognises (Slurm, TPU, MPI, ...)."""
     devices = None if known.devices is None else list(known.devices)
-    found = ClusterEnv.auto_detect_unset_distributed_params(
-        known.coordinator, known.processes, known.process, devices, None, int(timeout_s)
-    )
+    with warnings.catch_warnings():  # our JobSets say who is who: jax need not ask Kubernetes
+        warnings.filterwarnings("ignore", message="Kubernetes environment detected")
+        found = ClusterEnv.auto_detect_unset_distributed_params(
+            known.coordinator, known.processes, known.process, devices, None, int(timeout_s)
+        )
     coordinator, processes, process, ids = found
     return Place(coordinator, processes, process, None if ids is None else tuple(ids))
 

@@ -382,11 +382,13 @@ def test_biases_and_masks_of_slots():
     # Beside a mask, the log-probability is the model's own.
     token, logprob = first(3, None, {3: mask, 0: None})
     assert (token, logprob) == (39, pytest.approx(float(whole[39]), abs=1e-4))
-    assert first(1, None) == plain
+    found: Any = first(1, None)
+    assert found == plain
     assert first(3, None)[0] == 39
     assert first(3, None, {3: None})[0] == 77
     assert first(3, GREEDY, {3: mask})[0] == 39
-    assert first(3, GREEDY) == plain
+    found = first(3, GREEDY)
+    assert found == plain
 
 
 def test_pages_that_held_nan_serve_others():

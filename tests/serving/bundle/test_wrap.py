@@ -1,16 +1,24 @@
 """Modules of other frameworks as bundles, from Python and from the command line."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import spmd
 from serving.bundle import wrap
 from serving.bundle.function import BundleError
+from serving.bundle.manifest import Variant
+from serving.bundle.names import matched
 from serving.bundle.read import load_bundle
 from serving.bundle.wrap import wrap_stablehlo
 from serving.tensor_backend import BundleInfer
+from spmd.mesh.chips import CHIPS
 
 TEXT = """
 module @foreign {
@@ -82,18 +90,145 @@ def test_what_cannot_be_wrapped(given, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_symbolic_dims_get_their_sizes(tmp_path, mesh_of):
+def exported():
+    """A module with symbolic dims, for a file."""
     (b,) = jax.export.symbolic_shape("b")
     structs = jax.ShapeDtypeStruct(W.shape, W.dtype), jax.ShapeDtypeStruct((b, 8), W.dtype)
-    exported = jax.export.export(jax.jit(lambda w, x: jax.nn.softmax(x @ w)))(*structs)
-    (tmp_path / "m.mlirbc").write_bytes(exported.mlir_module_serialized)
+
+    def model(w, x):
+        return jax.nn.softmax(x @ w), jnp.concatenate([x, x[:1], x])
+
+    return jax.export.export(jax.jit(model))(*structs)
+
+
+def test_symbolic_dims_get_their_sizes(tmp_path, mesh_of):
+    (tmp_path / "m.mlirbc").write_bytes(exported().mlir_module_serialized)
     save_file({"w": W}, tmp_path / "w.safetensors")
     flags = ["--weights", str(tmp_path / "w.safetensors"), "--arg_names", "w,x"]
-    flags = [str(tmp_path / "m.mlirbc"), "--out", str(tmp_path / "b"), *flags]
-    with pytest.raises(
-        SystemExit, match=r"cannot be wrapped: argument arg1 has the shape \(b, 8\)"
-    ):
-        wrap.main(flags)
-    wrap.main([*flags, "--symbols", "b=2"])
+    wrap.main([str(tmp_path / "m.mlirbc"), "--out", str(tmp_path / "b"), *flags, "--symbols=b=2"])
     bundle = load_bundle(tmp_path / "b", mesh_of(2))
+    assert not bundle.manifest.symbols
     np.testing.assert_allclose(bundle.run("main", X)[0], jax.nn.softmax(X @ W), rtol=1e-5)
+
+
+@pytest.mark.parametrize("door", ["file", "memory"])
+def test_symbolic_dims_that_stay(tmp_path, mesh_of, door):
+    (tmp_path / "m.mlirbc").write_bytes(exported().mlir_module_serialized)
+    source = exported() if door == "memory" else tmp_path / "m.mlirbc"
+    wrap_stablehlo(tmp_path / "b", source, weights={"w": W}, arg_names=["w", "x"])
+    bundle = load_bundle(tmp_path / "b", mesh_of(2), symbols={"b": (2, 3)})
+    (entry, _) = bundle.manifest.variants("main")
+    assert isinstance(entry, Variant)
+    assert [leaf.shape for leaf in entry.origin.outputs] == [("b", 4), ("2*b + 1", 8)]
+    for x in (X, np.concatenate([X, X[:1]])):
+        found = BundleInfer(bundle).infer({"x": x})
+        np.testing.assert_allclose(found["0"], jax.nn.softmax(x @ W), rtol=1e-5)
+        assert found["1"].shape == (2 * len(x) + 1, 8)
+
+
+def test_dims_of_results_that_are_nothing_simple(tmp_path):
+    (b,) = jax.export.symbolic_shape("b")
+    struct = jax.ShapeDtypeStruct((b, 2), W.dtype)
+    squared = jax.export.export(jax.jit(lambda x: jnp.zeros((x.shape[0] ** 2,))))(struct)
+    with pytest.raises(BundleError, match="a dim of a result is no multiple of a symbol and a num"):
+        wrap_stablehlo(tmp_path / "b", squared)
+
+
+def layers(params, x):
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return x
+
+
+PARAMS: dict[str, Any] = {
+    "layers": [
+        {"w": RNG.standard_normal((64, 64), np.float32) / 8, "b": np.zeros(64, np.float32)}
+        for _ in range(2)
+    ]
+}
+FILE = {
+    f"model.layers.{i}.{name}": array
+    for i, layer in enumerate(PARAMS["layers"])
+    for name, array in layer.items()
+}
+ROWS = RNG.standard_normal((4, 64), np.float32)
+
+
+@pytest.fixture
+def flags(tmp_path):
+    lowered = jax.jit(layers).lower(PARAMS, ROWS)
+    (tmp_path / "m.mlir").write_text(lowered.as_text(debug_info=True))
+    save_file(FILE, tmp_path / "w.safetensors")
+    weights = str(tmp_path / "w.safetensors")
+    return [str(tmp_path / "m.mlir"), "--out", str(tmp_path / "b"), "--weights", weights]
+
+
+SPECS = [
+    '{"layers.*.w": [null, "model"]}',
+    '{"model.layers.*.w": [null, "model"]}',
+    '{"params/layers/*/w": [null, "model"]}',
+    '{"weights/params/layers/*/w": [null, "model"]}',
+]
+
+
+@pytest.mark.parametrize("specs", SPECS)
+def test_the_models_own_names(tmp_path, mesh_of, flags, specs, capsys):
+    """Weights have a prefix that arguments lack, and specs may be by either names."""
+    (tmp_path / "specs.json").write_text(specs)
+    wrap.main([*flags, "--specs", specs if "weights" in specs else str(tmp_path / "specs.json")])
+    assert "note" not in capsys.readouterr().out
+    bundle = load_bundle(tmp_path / "b", mesh_of(8))
+    assert bundle.notes == ()
+    weights = bundle.weights
+    assert set(weights) == {f"weights/params/layers/{i}/{n}" for i in (0, 1) for n in "wb"}
+    assert weights["weights/params/layers/1/w"].addressable_shards[0].data.shape == (64, 8)
+    np.testing.assert_allclose(bundle.run("main", ROWS)[0], layers(PARAMS, ROWS), atol=1e-5)
+
+
+def test_nothing_is_split_unless_somebody_chooses(tmp_path, mesh_of, flags, capsys):
+    wrap.main(flags)
+    assert "note: it has no specs: on several devices" in capsys.readouterr().out
+    (note,) = load_bundle(tmp_path / "b", mesh_of(8)).notes
+    assert note.startswith("no weight is split: each of the 8 devices holds all of them (the bund")
+    chosen = load_bundle(tmp_path / "b", mesh_of(8), auto=True)
+    assert load_bundle(tmp_path / "b", mesh_of(1)).notes == ()
+    assert "nothing is split: each of the 8 devices computes everything" in chosen.notes[0]
+    assert "the compiler chose so" in chosen.notes[0]
+    np.testing.assert_allclose(chosen.run("main", ROWS)[0], layers(PARAMS, ROWS), atol=1e-5)
+
+
+def test_the_compiler_chooses(tmp_path, mesh_of):
+    """Large weights are split where they would not fit otherwise."""
+    chip = dataclasses.replace(CHIPS["cpu"], hbm_bytes=24 << 10)
+    options = spmd.Options(topology=spmd.Topology("cpu:8", chip))
+    lowered = jax.jit(layers).lower(PARAMS, ROWS).as_text(debug_info=True)
+    wrap_stablehlo(tmp_path / "b", lowered, weights=FILE, auto=True)
+    bundle = load_bundle(tmp_path / "b", mesh_of(8), options=options)
+    assert bundle.notes == ()
+    w = bundle.weights["weights/params/layers/0/w"]
+    assert w.addressable_shards[0].data.nbytes < w.nbytes
+    np.testing.assert_allclose(bundle.run("main", ROWS)[0], layers(PARAMS, ROWS), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ('{"layers.*.q": ["model"]}', "'layers.*.q' matches no leaf"),
+        ('{"layers.*.w": "model"}', "has to be like"),
+        ("{,}", "--specs is no JSON"),
+        ("/no/such.json", "No such file"),
+    ],
+)
+def test_specs_that_are_none(flags, specs, message):
+    with pytest.raises(SystemExit) as caught:
+        wrap.main([*flags, "--specs", specs])
+    assert message in str(caught.value)
+
+
+def test_prefixes():
+    assert matched(["m.w", "m.b"], ["p/w", "p/b", "x"]) == {"m.w": "p/w", "m.b": "p/b"}
+    assert matched(["w"], ["p/q/w", "x"]) == {"w": "p/q/w"}
+    assert matched(["a.w", "b.w"], ["w"]) == {}
+    assert matched(["w", "x"], ["p/w", "x"]) == {}
+    with pytest.raises(BundleError, match="several prefixes are called like the weights"):
+        matched(["w"], ["ema/w", "now/w"])
