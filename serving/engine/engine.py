@@ -168,6 +168,10 @@ class Engine:
         """The tokens of a prompt, made of the scores that came with its first delta."""
         return read_scores(job, scores, self._decode, self._pieces)
 
+    def piece(self, token: int) -> str:
+        """The text of a token, as it reads in the middle of a text."""
+        return self._pieces[token]
+
     def state(self) -> State:
         """How many requests wait and run, and whose the pages are."""
         with self._lock:

@@ -97,11 +97,11 @@ def test_sampling(beginner: Language) -> None:
         "frequency_penalty": -0.5, "presence_penalty": 2.0, "seed": 3,
     }  # fmt: skip
     sampling = complete(beginner, prompt="a", **body).jobs[0].sampling
-    assert dataclasses.asdict(sampling) == {**body, "top_k": 0}
+    assert dataclasses.asdict(sampling) == {**body, "top_k": 0, "logit_bias": ()}
     defaults = complete(beginner, prompt="a", seed=0).jobs[0].sampling
     assert dataclasses.asdict(defaults) == {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
-        "frequency_penalty": 0.0, "presence_penalty": 0.0, "seed": 0,
+        "frequency_penalty": 0.0, "presence_penalty": 0.0, "seed": 0, "logit_bias": (),
     }  # fmt: skip
 
 
