@@ -36,6 +36,7 @@ from serving.http.logs import FORMATS
 from serving.http.options import HttpOptions
 from serving.http.server import serve
 from serving.http.service import Loaded, Options
+from serving.http.tools.formats import BY_NAME
 from serving.load import load_model
 from spmd import launch
 from spmd.cli.flags import Parser, words
@@ -52,6 +53,7 @@ LIMITS = {
     "max_waiting": "requests that wait for a slot at most; then 429",
     "choices": "completions of one request at most",
     "stops": "stop strings of one request at most",
+    "grammar_bytes": "the largest grammar, schemas and tools included",
     "body_bytes": "the largest body of a request",
     "body_seconds": "that a body may take to arrive",
     "bodies_bytes": "of all bodies in memory; then 429",
@@ -85,6 +87,11 @@ def make_parser() -> Parser:
         type=int,
         help="rows of a group in a step that draws tokens and reads prompts; fewer make the times "
         "between tokens shorter, more that to the first token (default: by predicted times)",
+    )
+    add(
+        "--tool_format",
+        choices=tuple(BY_NAME),
+        help="how the model writes calls of tools (default: as its chat template tells)",
     )
     for name, text in LIMITS.items():
         value = getattr(default, name)
@@ -132,6 +139,7 @@ def options(given: argparse.Namespace) -> Options:
     return Options(
         api_keys=tuple(key for key in keys if key),
         token_budget=given.token_budget,
+        tool_format=given.tool_format,
         **{name: getattr(given, name) for name in LIMITS},
     )
 

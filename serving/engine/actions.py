@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from serving.engine.backend import Part, Sampling
+from serving.engine.backend import Part, Sampling, Words
+from serving.engine.masks import Masks
 
 GREEDY = Sampling(temperature=0)
 
@@ -28,6 +30,9 @@ class Request:
         whole prompt is run, even if pages hold the beginning of it.
       alternatives: whether the likeliest tokens are wanted beside each one that is drawn.
       user: whom the client asks for; users of a client share what it gets.
+      masks: which tokens may be drawn, by how many were drawn before.
+      guided: whether, from its second token on, the caller gives a mask for each (`allow`). It
+        draws none before that.
     """
 
     key: int
@@ -39,6 +44,8 @@ class Request:
     score_prompt: bool = False
     alternatives: bool = False
     user: str = ""
+    masks: Masks = dataclasses.field(default=(), compare=False)
+    guided: bool = False
 
 
 class Begin(NamedTuple):
@@ -51,10 +58,11 @@ class Begin(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A call of `Backend.step`, and those of `Backend.begin` before it.
+    """A call of `Backend.step`, and those of `Backend.begin` and `Backend.allow` before it.
 
     Attributes:
       begins: the slots in which the first token is drawn.
+      masks: by slot, where other tokens may be drawn than before; behind `begins`.
       parts: what the step does.
       keys: the request of each part.
       placed: requests that got a slot for this step.
@@ -65,6 +73,7 @@ class Step(NamedTuple):
     """
 
     begins: tuple[Begin, ...]
+    masks: Mapping[int, Words | None]
     parts: tuple[Part, ...]
     keys: tuple[int, ...]
     placed: tuple[int, ...]

@@ -55,6 +55,8 @@ class Calls:
             self._busy_since = started
         for begin in step.begins:
             self._backend.begin(*begin)
+        if step.masks:
+            self._backend.allow(step.masks)
         results = self._backend.step(step.parts, step.alternatives)
         self._under_way.append(_Call(step, started, results))
 

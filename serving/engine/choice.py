@@ -19,6 +19,8 @@ import numpy as np
 
 from serving.engine.actions import Finish
 from serving.engine.backend import Sampling, Tokens
+from serving.engine.guide import Guide
+from serving.engine.masks import Masks
 from serving.engine.text import Decode, Detokenizer, Pieces, StopMatcher
 
 
@@ -35,6 +37,9 @@ class Job:
       logprobs: how many of the likeliest tokens to report beside each one; with 0 only the
         token's own log-probability, with None no log-probabilities at all.
       score_prompt: whether to report the log-probabilities of the prompt's tokens too.
+      min_tokens: stop strings count behind so many tokens only.
+      masks: which tokens may be drawn, by how many were drawn before; a guide's first one, too.
+      guide: says which tokens may be drawn next.
     """
 
     prompt: tuple[int, ...]
@@ -44,6 +49,9 @@ class Job:
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
     score_prompt: bool = False
+    min_tokens: int = 0
+    masks: Masks = dataclasses.field(default=(), compare=False)
+    guide: Guide | None = None
 
 
 class Token(NamedTuple):
@@ -172,6 +180,8 @@ class Choice:
         if self.job.logprobs is not None:
             self._tokens.append(_token(drawn, i, piece, self._length, self.job, self._pieces))
         self._length += len(piece)
+        if self.generated <= self.job.min_tokens:
+            return piece, False
         return self._matcher.push(piece)
 
     def _flush(self) -> tuple[str, bool]:

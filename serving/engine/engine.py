@@ -1,11 +1,12 @@
-"""Runs requests on a backend: two threads work, readers wait in asyncio.
+"""Runs requests on a backend: a few threads work, readers wait in asyncio.
 
     submit ──> scheduler ──> calls of the backend ──> tokens ──> text ──> stream
 
 `submit` returns a stream of deltas that is read with `async for`. One thread keeps the device busy:
 it begins every step that the scheduler allows, waits for the oldest one, and tells the scheduler
 what was drawn. The other one makes text of that and hands it out, while the first goes on. So a
-stop string may be found when the request is some steps further; what it drew there is dropped.
+stop string may be found when the request is some steps further; what it drew there is dropped. More
+threads make masks for requests with a guide, which go on when theirs is made.
 
 A lock guards the scheduler and the table of entries. Calling the backend and making text of tokens
 take long, so both happen without the lock; a request may be cancelled meanwhile.
@@ -21,9 +22,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from serving.engine.actions import Counts, Progress, Request, Step
-from serving.engine.backend import Backend, Tokens
+from serving.engine.backend import Backend, Tokens, Words
 from serving.engine.calls import Calls, Done
 from serving.engine.choice import Choice, Delta, Job, NotFinite, Token, read_scores
+from serving.engine.guide import Guide, Guides
 from serving.engine.records import Entry, Observer, State
 from serving.engine.scheduler import Scheduler
 from serving.engine.stream import SHUTTING_DOWN, Failed, Stopped, Stream, deliver
@@ -80,11 +82,15 @@ class Engine:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._stopping = False
+        # Whether the scheduler may have something to do that it had not when it was asked last.
+        self._changed = False
+        self._guides = Guides(self._take_mask)
         self._stopped = SHUTTING_DOWN
         self._done: queue.Queue[tuple[Done, list[Progress]] | None] = queue.Queue(LAG)
         self._threads = [
             threading.Thread(target=self._run, name="engine", daemon=True),
             threading.Thread(target=self._make_texts, name="text", daemon=True),
+            *self._guides.threads,
         ]
 
     # -----------------------------------------------------------------------------------------
@@ -137,13 +143,15 @@ class Engine:
                         job.score_prompt,
                         alternatives=bool(job.logprobs),
                         user=user,
+                        masks=job.masks,
+                        guided=job.guide is not None,
                     )
                     for key, job in zip(keys, jobs, strict=True)
                 ]
             )
             for key, choice in zip(keys, choices, strict=True):
                 self._entries[key] = Entry(choice, stream, now)
-            self._wake.notify()
+            self._tell()
         return stream
 
     def cancel(self, keys: Sequence[int]) -> None:
@@ -153,11 +161,16 @@ class Engine:
             entries = [self._entries.pop(key) for key in keys if key in self._entries]
             for key in keys:
                 self._scheduler.cancel(key)
+            self._tell()
         self._report(entries, "abort", now)
 
     def read_scores(self, job: Job, scores: Tokens) -> tuple[Token, ...]:
         """The tokens of a prompt, made of the scores that came with its first delta."""
         return read_scores(job, scores, self._decode, self._pieces)
+
+    def piece(self, token: int) -> str:
+        """The text of a token, as it reads in the middle of a text."""
+        return self._pieces[token]
 
     def state(self) -> State:
         """How many requests wait and run, and whose the pages are."""
@@ -197,12 +210,17 @@ class Engine:
         """
         with self._wake:
             self._stopping, self._stopped = True, why
-            self._wake.notify()
+            self._tell()
         self._fail_all(Stopped(why))
         end = time.monotonic() + timeout
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
+
+    def _tell(self) -> None:
+        """Makes the scheduler be asked again; under the lock."""
+        self._changed = True
+        self._wake.notify()
 
     def _check_open(self) -> None:
         if self.error is not None:
@@ -228,9 +246,11 @@ class Engine:
             self._fail("the model failed", error)
         finally:
             self._done.put(None)
+            self._guides.stop()
 
     def _next(self) -> Step | None:
         with self._lock:
+            self._changed = False
             step = self._scheduler.next()
             now = time.monotonic()
             for key in step.placed if step is not None else ():
@@ -239,14 +259,38 @@ class Engine:
 
     def _wait(self) -> None:
         with self._wake:
-            self._wake.wait_for(lambda: self._stopping or not self._scheduler.idle)
+            self._wake.wait_for(lambda: self._stopping or self._changed)
 
     def _finish(self) -> None:
         done = self._calls.finish()
         ids = done.results.drawn.ids.tolist()
         with self._lock:
             progress = self._scheduler.stepped(ids)
+            guided = [(one, guide) for one in progress if (guide := self._guide_of(one))]
+        for one, guide in guided:
+            self._guides.ask(one.key, guide, ids[one.row])
         self._done.put((done, progress))
+
+    def _guide_of(self, progress: Progress) -> Guide | None:
+        """What says how a request goes on, if it does."""
+        entry = self._entries.get(progress.key)
+        return None if entry is None or progress.finish else entry.choice.job.guide
+
+    # -----------------------------------------------------------------------------------------
+    # The threads that make masks.
+
+    def _take_mask(self, key: int, mask: Words | Exception) -> None:
+        with self._lock:
+            if not isinstance(mask, Exception):
+                self._scheduler.allow(key, mask)
+                self._tell()
+                return
+            entry = self._entries.pop(key, None)
+            self._scheduler.finish(key)
+            self._tell()
+        if entry is not None:
+            self._report([entry], "error", time.monotonic())
+            deliver([(entry.stream, Failed(f"its grammar failed: {mask}"))])
 
     # -----------------------------------------------------------------------------------------
     # The thread that makes text.

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 
 from serving.engine.actions import Request
-from serving.engine.backend import Limits
+from serving.engine.backend import Limits, Words
 from serving.engine.pages import ROOT, Pages
 
 
@@ -27,6 +27,7 @@ class Ongoing:
       filled: positions whose calls have begun, or that pages held already.
       paid: positions that had been filled when it lost its slot.
       entered: how many of the pages are known by their tokens.
+      mask: the tokens that may be drawn next; None are all.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class Ongoing:
     filled: int = 0
     paid: int = 0
     entered: int = 0
+    mask: Words | None = None
 
     @property
     def key(self) -> int:

@@ -27,6 +27,12 @@ Pages are taken as a sequence grows. If there is none left, the youngest request
 prompt and the tokens that it drew are run like a prompt, as far as no page holds them any more.
 Tokens are drawn by position, so it goes on as if nothing had happened. The oldest request is never
 preempted, and no request is taken that the pool could not hold alone: so all come to their end.
+
+A *guided* request waits, too, for its mask, which depends on the token that it drew last:
+
+    next() -> A 13; B 5     B is guided
+    next() -> A 14          B's token is not known yet
+    stepped, allow(B), next() -> A 15; B 6
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from serving.engine.actions import Begin, Counts, Finish, Progress, Request, Step
-from serving.engine.backend import Limits, Part
+from serving.engine.backend import Limits, Part, Words
 from serving.engine.fairness import FairQueue
 from serving.engine.groups import Group, Ongoing
 
@@ -52,6 +58,7 @@ class _Draft:
     def __init__(self, room: list[int]) -> None:
         self.room = room
         self.begins: list[Begin] = []
+        self.masks: dict[int, Words | None] = {}
         self.parts: list[Part] = []
         self.keys: list[int] = []
         self.placed: list[int] = []
@@ -61,8 +68,8 @@ class _Draft:
     def finished(self) -> Step:
         """The step."""
         return Step(
-            tuple(self.begins), tuple(self.parts), tuple(self.keys), tuple(self.placed),
-            self.alternatives, self.rows, self.decoding, self.seen,
+            tuple(self.begins), self.masks, tuple(self.parts), tuple(self.keys),
+            tuple(self.placed), self.alternatives, self.rows, self.decoding, self.seen,
         )  # fmt: skip
 
 
@@ -99,6 +106,8 @@ class Scheduler:
         self._ongoing: dict[int, Ongoing] = {}
         # Those that draw a token in the next step.
         self._decoding: dict[int, Ongoing] = {}
+        # Those whose next mask is not here yet; they draw no token before that.
+        self._unmasked: set[int] = set()
         self._order = 0
         self._under_way: deque[Step] = deque()
 
@@ -145,6 +154,16 @@ class Scheduler:
         if request := self._ongoing.get(key):
             self._end(request)
 
+    def allow(self, key: int, mask: Words) -> None:
+        """Lets a guided request draw its next token; does nothing if it has ended already."""
+        request = self._ongoing.get(key)
+        if request is None:
+            return
+        self._unmasked.remove(key)
+        request.mask = mask
+        if request.slot >= 0:  # it has not been preempted meanwhile
+            self._decoding[key] = request
+
     def cancel(self, key: int) -> bool:
         """Drops a request that waits or runs; returns whether there was one."""
         request = self._ongoing.get(key)
@@ -158,11 +177,13 @@ class Scheduler:
         """Chooses the step to begin now.
 
         Returns:
-          None if there is nothing to do, or nothing before a step under way is done.
+          None if there is nothing to do, or nothing before a step under way is done or a mask is
+          here.
         """
         if len(self._under_way) > self._ahead or not self._find_pages():
             return None
-        room = self._budget if self._decoding else self.limits.rows[-1]
+        draws = self._decoding or self._unmasked
+        room = self._budget if draws else self.limits.rows[-1]
         draft = _Draft([room] * len(self.groups))
         self._draw(draft)
         self._fill(draft)
@@ -235,12 +256,25 @@ class Scheduler:
             draft.alternatives |= request.request.alternatives
             request.filled += 1
             draft.seen += request.filled
-            request.wanted -= 1
-            if not request.wanted:
+            if self._count_draw(draft, request, begins=False):
                 last.append(key)
         draft.rows = draft.decoding = len(draft.parts)
         for key in last:
             del self._decoding[key]
+
+    def _count_draw(self, draft: _Draft, request: Ongoing, *, begins: bool) -> bool:
+        """Sets what may be drawn; returns whether the next step has no row for the request."""
+        asked = request.request
+        drawn = asked.max_tokens - request.wanted
+        request.wanted -= 1
+        for count, mask in asked.masks:
+            if count == drawn or (begins and count < drawn and not asked.guided):
+                request.mask = mask
+                draft.masks[request.slot] = mask
+        if asked.guided:
+            draft.masks[request.slot] = request.mask
+            self._unmasked.add(request.key)
+        return asked.guided or not request.wanted
 
     def _fill(self, draft: _Draft) -> None:
         """Adds chunks: of the prompts that have slots, then of those that wait, in their order."""
@@ -256,7 +290,11 @@ class Scheduler:
             self._add_chunk(draft, found[0], request)
 
     def _first(self) -> Ongoing | None:
-        return self._preempted[0] if self._preempted else self._queue.first()
+        """Who gets the next slot; nobody while the mask of the oldest is on its way."""
+        if not self._preempted:
+            return self._queue.first()
+        oldest = self._preempted[0]
+        return None if oldest.key in self._unmasked else oldest
 
     def _find_group(self, request: Ongoing, room: Sequence[int]) -> tuple[Group, list[int]] | None:
         """The group where a request starts best, with the pages that hold its beginning there.
@@ -311,8 +349,7 @@ class Scheduler:
         drawn = tokens[len(asked.prompt) :]
         draft.begins.append(Begin(request.slot, asked.sampling, tokens, drawn))
         draft.alternatives |= asked.alternatives
-        request.wanted -= 1
-        if request.wanted:
+        if not self._count_draw(draft, request, begins=True):
             self._decoding[request.key] = request
 
     def _charge_chunk(self, request: Ongoing, start: int, end: int) -> None:
@@ -342,6 +379,7 @@ class Scheduler:
     def _end(self, request: Ongoing) -> None:
         del self._ongoing[request.key]
         self._decoding.pop(request.key, None)
+        self._unmasked.discard(request.key)
         if request.slot >= 0:
             self._group(request).remove(request)
         elif request.order >= 0:

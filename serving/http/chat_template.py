@@ -15,10 +15,14 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 from jinja2 import nodes
 
 from serving.errors import ServingError, invalid
+from serving.http.messages import Message
+from serving.http.tools.described import described
+from serving.http.tools.formats import BY_NAME, PLAIN, Format, format_of
 
 DEFAULT = """\
 {%- for message in messages -%}
@@ -78,17 +82,22 @@ class ChatTemplate:
     Args:
       source: the template; None takes a plain one, for models that have none.
       special_tokens: texts that the template may use by name, such as `bos_token`.
+      tool_format: how the model writes calls of tools; None takes what the template tells.
 
     Attributes:
       is_default: whether it is the plain one.
       stops: strings that end the assistant's turn, beside the model's own stop ids.
+      knows_tools: whether it looks at `tools`; if not, they are described in words.
 
     Raises:
       ServingError: the source is not valid Jinja.
     """
 
     def __init__(
-        self, source: str | None = None, special_tokens: Mapping[str, str] | None = None
+        self,
+        source: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        tool_format: str | None = None,
     ) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -102,17 +111,49 @@ class ChatTemplate:
         self.stops = DEFAULT_STOPS if source is None else ()
         self._special = dict(special_tokens or {})
         try:
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source or ""))
             self._template = environment.from_string(DEFAULT if source is None else source)
         except jinja2.TemplateError as error:
             line = getattr(error, "lineno", None)
             raise ServingError(f"chat template, line {line}: {error.message}") from error
+        self.knows_tools = "tools" in names
+        if tool_format is not None:
+            self._format: Format | None = BY_NAME[tool_format]
+        elif self.knows_tools:
+            self._format = format_of(source or "")
+        else:
+            self._format = PLAIN if source is None else None
+        self._wants_text = self.knows_tools and self._probe_arguments()
 
-    def render(self, messages: Sequence[Mapping[str, str]], generation_prompt: bool = True) -> str:
+    @property
+    def tool_format(self) -> Format:
+        """How the model writes calls of tools.
+
+        Raises:
+          ApiError: that is not known.
+        """
+        if self._format is None:
+            problem = "does not say how calls are written" if self.knows_tools else "knows no tools"
+            raise invalid(
+                f"tools: this model's chat template {problem}; leave them out, or serve it with "
+                "--tool_format",
+                "tools",
+                "unsupported_parameter",
+            )
+        return self._format
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """Renders a conversation.
 
         Args:
-          messages: each with `role` and `content`.
+          messages: each with `role` and `content`, and perhaps calls of tools.
           generation_prompt: whether to end with the opening of the assistant's turn.
+          tools: what the model may call, as the request has it.
 
         Returns:
           The text for the model.
@@ -120,14 +161,10 @@ class ChatTemplate:
         Raises:
           ApiError: the template refuses these messages, or fails on them.
         """
+        if not self.knows_tools:
+            messages, tools = described(messages, tools, self._format or PLAIN), ()
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special,
-            )
+            return self._render(messages, generation_prompt, tools, self._wants_text)
         except _Refused as error:
             raise invalid(
                 f"messages: the chat template refuses them: {error}", "messages"
@@ -135,3 +172,61 @@ class ChatTemplate:
         except Exception as error:  # templates can fail in any way
             reason = f"{type(error).__name__}: {error}"
             raise invalid(f"messages: the chat template fails: {reason}", "messages") from error
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]],
+        as_text: bool,
+    ) -> str:
+        return self._template.render(
+            messages=[_copied(message, as_text) for message in messages],
+            add_generation_prompt=generation_prompt,
+            tools=list(tools) or None,
+            documents=None,
+            **self._special,
+        )
+
+    def _probe_arguments(self) -> bool:
+        """Whether the template wants the arguments of calls as texts: most want objects."""
+        for as_text in (False, True):
+            try:
+                text = self._render(PROBE, False, (), as_text)
+            except Exception:  # perhaps since the arguments are no text
+                continue
+            if repr(PROBE_ARGUMENTS) not in text:
+                return as_text
+        return False
+
+
+PROBE_ARGUMENTS = {"probe": 1}
+PROBE: tuple[Message, ...] = (
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": "f", "arguments": PROBE_ARGUMENTS},
+            }
+        ],
+    },
+)
+
+
+def _copied(message: Message, as_text: bool) -> Message:
+    """A message of which the template may have all, with its arguments as it wants them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    functions = [dict(call["function"]) for call in calls]
+    for function in functions:
+        if as_text:
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    changed = [
+        {**call, "function": function} for call, function in zip(calls, functions, strict=True)
+    ]
+    return {**message, "tool_calls": changed}

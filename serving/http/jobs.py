@@ -10,7 +10,9 @@ from typing import NamedTuple
 from serving.engine.choice import Job
 from serving.errors import ApiError, invalid
 from serving.http.protocol import Ask, ChatAsk, CompletionAsk, seeds
+from serving.http.restrictions import compile_grammar, restricted
 from serving.http.service import Language
+from serving.http.tools.formats import Format
 
 
 class Prompt(NamedTuple):
@@ -34,47 +36,61 @@ class Work(NamedTuple):
     Attributes:
       prompts: the request's prompts.
       jobs: `n` for each prompt: those of the first prompt, then those of the second, and so on.
+      notes: what of the request is not heeded, for people.
+      format: how the model writes calls, if it may call tools.
     """
 
     prompts: tuple[Prompt, ...]
     jobs: tuple[Job, ...]
+    notes: tuple[str, ...] = ()
+    format: Format | None = None
 
 
 def completion_work(ask: CompletionAsk, language: Language) -> Work:
     """Makes the jobs of a request for completions.
 
     Raises:
-      ApiError: a prompt does not fit.
+      ApiError: a prompt or a grammar does not fit.
     """
     for given in ask.prompts:
         _check_size(given, ask, language)
     prompts = [_prompt(prompt, language, ask.special) for prompt in ask.prompts]
     score = ask.echo and ask.logprobs is not None
-    return _work(ask, language, prompts, ask.stops, score)
+    return _work(ask, language, prompts, ask.stops, score, None)
 
 
 def chat_work(ask: ChatAsk, language: Language) -> Work:
     """Makes the jobs of a request for chat completions.
 
     Raises:
-      ApiError: the template refuses the messages, or they do not fit.
+      ApiError: the template refuses the messages, or they or a grammar do not fit.
     """
     template = language.template
-    text = template.render(ask.messages, ask.generation_prompt)
+    format = None if ask.tools is None else template.tool_format
+    tools = () if ask.tools is None else tuple(tool.given for tool in ask.tools.all)
+    text = template.render(ask.messages, ask.generation_prompt, tools)
     _check_size(text, ask, language)
     # Templates write the token that begins documents themselves, except the plain one.
     prompt = _prompt(text, language, special=template.is_default)
-    return _work(ask, language, [prompt], (*ask.stops, *template.stops), False)
+    return _work(ask, language, [prompt], (*ask.stops, *template.stops), False, format)
 
 
 def _work(
-    ask: Ask, language: Language, prompts: Sequence[Prompt], stops: Sequence[str], score: bool
+    ask: Ask,
+    language: Language,
+    prompts: Sequence[Prompt],
+    stops: Sequence[str],
+    score: bool,
+    format: Format | None,
 ) -> Work:
+    grammar = compile_grammar(ask, language.grammars, format)
     stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else language.stop_ids)
     jobs = []
     for prompt in prompts:
         max_tokens = _max_tokens(ask, len(prompt.ids), language.bounds.max_length)
-        for seed in seeds(ask, secrets.randbits(32)):
+        for i, seed in enumerate(seeds(ask, secrets.randbits(32))):
+            # What is said of a prompt is the same for all of its completions.
+            scores = score or (ask.prompt_logprobs is not None and not i)
             job = Job(
                 prompt.ids,
                 max_tokens,
@@ -82,10 +98,11 @@ def _work(
                 stop_ids,
                 tuple(stops),
                 ask.logprobs,
-                score,
+                scores,
             )
-            jobs.append(job)
-    return Work(tuple(prompts), tuple(jobs))
+            jobs.append(restricted(job, ask, grammar, language))
+    notes = () if grammar is None else grammar.left_out
+    return Work(tuple(prompts), tuple(jobs), notes, format)
 
 
 def _prompt(given: str | tuple[int, ...], language: Language, special: bool) -> Prompt:

@@ -16,9 +16,10 @@ from serving.engine.choice import Delta
 from serving.engine.stream import Failed, Stopped, Stream
 from serving.errors import ApiError
 from serving.http.admission import Visit
+from serving.http.bounds import Bounds
 from serving.http.fields import parse_object
 from serving.http.jobs import Work, chat_work, completion_work
-from serving.http.protocol import Ask, Bounds, parse_chat, parse_completion
+from serving.http.protocol import Ask, parse_chat, parse_completion
 from serving.http.requests import (
     EventStream,
     check_key,
@@ -33,6 +34,8 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 """What a header shows of names that strangers chose."""
 
 MOST_NAMES = 8
+
+NOT_IN_HEADERS = re.compile(r"[^A-Za-z0-9_.,:$ -]")
 
 Parse = Callable[[Mapping[str, Any], Bounds], Ask]
 MakeWork = Callable[[Any, Language], Work]
@@ -87,25 +90,37 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
             stream = _submit(language, ask, work, visit)
             prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
             request.state.exchange.generates(loaded.name, prompt_tokens, stream)
-            answer = Answer(loaded.name, ask, work, language.engine.read_scores)
+            answer = Answer(loaded.name, ask, work, language.engine)
             if ask.stream:
                 response: Response = EventStream(_events(stream, answer), stream.close)
             else:
                 response = await _whole(stream, answer)
         except Failed as error:
             raise _failure(error) from error
-    if ask.ignored:
-        response.headers["Warning"] = warning(ask.ignored)
+    for text in warnings(ask.ignored, work.notes):
+        response.headers.append("Warning", text)
     return response
 
 
-def warning(ignored: Sequence[str]) -> str:
-    """A `Warning` header (RFC 7234, section 5.5) that names the fields that were ignored.
+def warnings(ignored: Sequence[str], notes: Sequence[str]) -> list[str]:
+    """`Warning` headers (RFC 7234, section 5.5) that say what was not heeded.
+
+    Args:
+      ignored: names of fields.
+      notes: what of a schema is not enforced.
 
     Example:
-      >>> warning(["min_tokns", "a b"])
-      '299 spmd "ignored: min_tokns, ?"'
+      >>> warnings(["min_tokns", "a b"], ())
+      ['299 spmd "ignored: min_tokns, ?"']
     """
+    made = [_warning(ignored)] if ignored else []
+    for note in notes[:MOST_NAMES]:
+        words = NOT_IN_HEADERS.sub("", note)[:200]
+        made.append(f'299 spmd "not enforced: {words}"')
+    return made
+
+
+def _warning(ignored: Sequence[str]) -> str:
     shown = [name if NAME.fullmatch(name) else "?" for name in ignored[:MOST_NAMES]]
     more = f", and {len(ignored) - MOST_NAMES} more" if len(ignored) > MOST_NAMES else ""
     return f'299 spmd "ignored: {", ".join(shown)}{more}"'

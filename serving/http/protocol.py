@@ -12,40 +12,35 @@ from typing import Any
 
 from serving.engine.backend import Sampling
 from serving.errors import invalid
-from serving.http.fields import Fields, check_text, is_integer, show
-
-OPEN_ZERO = -0.0
-"""As the lower bound of `Fields.number`: the value has to be above zero."""
+from serving.http.bounds import Bounds
+from serving.http.drawing import parse_sampling, parse_stops
+from serving.http.fields import Fields, show
+from serving.http.messages import Message, parse_messages
+from serving.http.prompts import parse_ids, parse_prompts
+from serving.http.structure import Structure, parse_structure
+from serving.http.tools.ask import Tools, parse_tools
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
 # Fields that are not supported -> values that change nothing, which clients may send all the same.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json": ("", {}),
-    "guided_regex": ("",),
     "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prompt_embeds": ([],),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
+}
+_REFUSED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
 }
 _REFUSED_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
     "chat_template": ("",),
@@ -53,29 +48,6 @@ _REFUSED_IN_CHATS: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "echo": (False,),
 }
-
-ROLES = ("system", "developer", "user", "assistant")
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """The most that a request may ask for.
-
-    Attributes:
-      max_length: tokens of prompt and completion together.
-      vocab_size: number of token ids.
-      top_logprobs: alternatives reported for each token.
-      choices: completions of one request, over all of its prompts.
-      stops: number of stop strings.
-      stop_length: characters of one stop string.
-    """
-
-    max_length: int
-    vocab_size: int
-    top_logprobs: int
-    choices: int = 32
-    stops: int = 16
-    stop_length: int = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +57,18 @@ class Ask:
     Attributes:
       model: the name that was asked for; None accepts any.
       max_tokens: None draws as many tokens as there is room for.
+      min_tokens: so many are drawn before the completion may end.
       sampling: how tokens are drawn; its seed is `seed`, or 0 if that is None.
       seed: None takes a new seed for each request.
       n: completions for each prompt.
       stops: strings that end a completion.
       stop_ids: ids that end a completion, beside the model's own.
       ignore_eos: whether the model's own stop ids do not end it.
+      allowed_ids: the ids that may be drawn; none are all.
+      structure: what the text has to be; None for anything.
       logprobs: alternatives to report with each token; None for no log-probabilities.
+      prompt_logprobs: alternatives to report with each token of the prompt; None for no
+        log-probabilities of the prompt.
       stream: whether to answer with server-sent events.
       include_usage: whether the last event of a stream has the token counts.
       usage_always: whether every event has them.
@@ -101,13 +78,17 @@ class Ask:
 
     model: str | None
     max_tokens: int | None
+    min_tokens: int
     sampling: Sampling
     seed: int | None
     n: int
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
     ignore_eos: bool
+    allowed_ids: tuple[int, ...]
+    structure: Structure | None
     logprobs: int | None
+    prompt_logprobs: int | None
     stream: bool
     include_usage: bool
     usage_always: bool
@@ -135,12 +116,14 @@ class ChatAsk(Ask):
     """A request to `/v1/chat/completions`.
 
     Attributes:
-      messages: each with `role`, `content` and perhaps `name`.
+      messages: as templates want them.
       generation_prompt: whether the assistant's turn is opened at the end.
+      tools: what the model may call; None for nothing.
     """
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[Message, ...]
     generation_prompt: bool
+    tools: Tools | None
 
 
 def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
@@ -154,8 +137,8 @@ def parse_completion(body: Mapping[str, Any], bounds: Bounds) -> CompletionAsk:
       ApiError: a field does not fit; the error has its name.
     """
     fields = Fields(body)
-    _refuse(fields, _REFUSED)
-    prompts = _prompts(fields.get("prompt"), bounds)
+    _refuse(fields, {**_REFUSED, **_REFUSED_IN_COMPLETIONS})
+    prompts = parse_prompts(fields.get("prompt"), bounds)
     max_tokens = fields.integer("max_tokens", 0, bounds.max_length)
     ask = CompletionAsk(
         **_common(fields, bounds, len(prompts)),
@@ -195,9 +178,13 @@ def parse_chat(body: Mapping[str, Any], bounds: Bounds) -> ChatAsk:
         **_common(fields, bounds, 1),
         max_tokens=next((limit for limit in limits if limit is not None), None),
         logprobs=(top or 0) if wanted else None,
-        messages=_messages(fields.get("messages")),
+        messages=parse_messages(fields.get("messages")),
         generation_prompt=fields.flag("add_generation_prompt", True),
+        tools=parse_tools(fields),
     )
+    structure = ask.structure
+    if ask.tools is not None and structure is not None and structure.kind != "json":
+        raise invalid(f"{structure.place}: not together with tools", structure.param)
     return dataclasses.replace(ask, ignored=fields.left())
 
 
@@ -218,26 +205,31 @@ def _common(fields: Fields, bounds: Bounds, prompts: int) -> dict[str, Any]:
             "n",
         )
     seed = fields.integer("seed", -(2**63), 2**63 - 1)
-    top_k = fields.integer("top_k", -1, 2**31 - 1) or 0
     stream = fields.flag("stream")
     include_usage, usage_always = _usage(fields, stream)
+    structure = parse_structure(fields)
+    allowed = parse_ids(fields.get("allowed_token_ids") or [], "allowed_token_ids", bounds)
+    if allowed and structure is not None:
+        raise invalid(
+            f"allowed_token_ids: not together with {structure.place}", "allowed_token_ids"
+        )
+    prompt_logprobs = _logprobs(fields, "prompt_logprobs", bounds)
+    if prompt_logprobs is not None and stream:
+        raise invalid("prompt_logprobs: not together with stream", "prompt_logprobs")
     return {
         "model": fields.text("model") or None,
-        "sampling": Sampling(
-            temperature=fields.number("temperature", 1.0, 0.0, 100.0),
-            top_k=max(top_k, 0),
-            top_p=fields.number("top_p", 1.0, OPEN_ZERO, 1.0),
-            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-            repetition_penalty=fields.number("repetition_penalty", 1.0, OPEN_ZERO, 100.0),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-            presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-            seed=(seed or 0) % 2**32,
-        ),
+        "sampling": parse_sampling(fields, bounds),
         "seed": None if seed is None else seed % 2**32,
         "n": n,
-        "stops": _stops(fields.get("stop"), bounds),
-        "stop_ids": frozenset(_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)),
+        "stops": parse_stops(fields.get("stop"), bounds),
+        "stop_ids": frozenset(
+            parse_ids(fields.get("stop_token_ids") or [], "stop_token_ids", bounds)
+        ),
         "ignore_eos": fields.flag("ignore_eos"),
+        "min_tokens": fields.integer("min_tokens", 0, bounds.max_length) or 0,
+        "allowed_ids": allowed,
+        "structure": structure,
+        "prompt_logprobs": prompt_logprobs,
         "stream": stream,
         "include_usage": include_usage,
         "usage_always": usage_always,
@@ -262,106 +254,6 @@ def _usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
         raise invalid("stream_options: only together with stream", "stream_options")
     wanted = Fields(options).flag("include_usage")
     return wanted, Fields(options).flag("continuous_usage_stats") and wanted
-
-
-def _stops(value: Any, bounds: Bounds) -> tuple[str, ...]:
-    stops = [] if value is None else value if isinstance(value, list) else [value]
-    if len(stops) > bounds.stops:
-        raise invalid(f"stop: {len(stops)} strings, {bounds.stops} are the most", "stop")
-    for stop in stops:
-        if not check_text(stop, "stop") or len(stop) > bounds.stop_length:
-            raise invalid(
-                f"stop: strings have 1 to {bounds.stop_length} characters, not {len(stop)}", "stop"
-            )
-    return tuple(stops)
-
-
-def _prompts(value: Any, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:
-    """`prompt` may be a text, a list of texts, a list of ids, or a list of such lists."""
-    if isinstance(value, str):
-        return (check_text(value, "prompt"),)
-    if not isinstance(value, list) or not value:
-        raise invalid(
-            "prompt: a string, a list of strings, a list of token ids or a list of such lists "
-            f"is needed, not {'nothing' if value is None else show(value)}",
-            "prompt",
-        )
-    if is_integer(value[0]):
-        return (_ids(value, "prompt", bounds),)
-    if len(value) > bounds.choices:
-        raise invalid(f"prompt: {len(value)} prompts, {bounds.choices} are the most", "prompt")
-    return tuple(_prompt(one, i, bounds) for i, one in enumerate(value))
-
-
-def _prompt(value: Any, index: int, bounds: Bounds) -> str | tuple[int, ...]:
-    name = f"prompt[{index}]"
-    if isinstance(value, str):
-        return check_text(value, name)
-    if not isinstance(value, list) or not value:
-        raise invalid(f"{name}: a string or token ids are needed, not {show(value)}", "prompt")
-    return _ids(value, name, bounds)
-
-
-def _ids(value: Any, name: str, bounds: Bounds) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise invalid(f"{name}: a list of token ids is needed, not {show(value)}", name)
-    # Looking at each of millions of ids takes long, too.
-    if len(value) > max(bounds.max_length, bounds.vocab_size):
-        raise invalid(
-            f"{name}: {len(value)} token ids; this model's maximum context length is "
-            f"{bounds.max_length} tokens",
-            name.partition("[")[0],
-            "context_length_exceeded",
-        )
-    for i, one in enumerate(value):
-        if not is_integer(one) or not 0 <= one < bounds.vocab_size:
-            raise invalid(
-                f"{name}[{i}]: token ids are integers from 0 to {bounds.vocab_size - 1}, "
-                f"not {show(one)}",
-                name.partition("[")[0],
-            )
-    return tuple(value)
-
-
-def _messages(value: Any) -> tuple[dict[str, str], ...]:
-    if not isinstance(value, list) or not value:
-        found = "nothing" if value is None else show(value)
-        raise invalid(f"messages: a list of messages is needed, not {found}", "messages")
-    return tuple(_message(one, f"messages[{i}]") for i, one in enumerate(value))
-
-
-def _message(value: Any, place: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise invalid(f"{place}: an object is needed, not {show(value)}", "messages")
-    role = value.get("role")
-    if role not in ROLES:
-        raise invalid(f"{place}.role: one of {', '.join(ROLES)}, not {show(role)}", "messages")
-    for name in ("tool_calls", "function_call", "audio"):
-        if value.get(name):
-            raise invalid(f"{place}.{name}: not served", "messages", "unsupported_parameter")
-    message = {"role": str(role), "content": _content(value.get("content"), f"{place}.content")}
-    if value.get("name") is not None:
-        message["name"] = check_text(value["name"], f"{place}.name")
-    return message
-
-
-def _content(value: Any, place: str) -> str:
-    """A message's text: a string, or a list of text parts, which are joined by newlines."""
-    if isinstance(value, str):
-        return check_text(value, place)
-    if not isinstance(value, list) or not value:
-        found = "nothing" if value is None else show(value)
-        raise invalid(f"{place}: a string or a list of parts is needed, not {found}", "messages")
-    return "\n".join(_part(part, f"{place}[{i}]") for i, part in enumerate(value))
-
-
-def _part(value: Any, place: str) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind != "text":
-        raise invalid(
-            f"{place}: parts of type text are served, not {show(kind or value)}", "messages"
-        )
-    return check_text(value.get("text"), f"{place}.text")
 
 
 def seeds(ask: Ask, fresh: int) -> Sequence[int]:

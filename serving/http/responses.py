@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
+from serving.engine.actions import Finish
 from serving.engine.backend import Tokens
 from serving.engine.choice import Delta, Job, Token
 from serving.http.jobs import Work
+from serving.http.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from serving.http.protocol import Ask, ChatAsk, CompletionAsk
-
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot express."""
+from serving.http.tools.message import MessageReader
 
 Json = dict[str, Any]
-ReadScores = Callable[[Job, Tokens], tuple[Token, ...]]
+
+
+class Texts(Protocol):
+    """What an answer needs of the engine."""
+
+    def read_scores(self, job: Job, scores: Tokens) -> tuple[Token, ...]:
+        """The tokens of a prompt, made of its scores."""
+
+    def piece(self, token: int) -> str:
+        """The text of a token."""
 
 
 class Answer:
@@ -26,13 +35,13 @@ class Answer:
       model: the model's name.
       ask: the request.
       work: its prompts and jobs.
-      read_scores: makes the tokens of a prompt from its scores.
+      engine: reads the scores of prompts, and knows the texts of tokens.
     """
 
-    def __init__(self, model: str, ask: Ask, work: Work, read_scores: ReadScores) -> None:
+    def __init__(self, model: str, ask: Ask, work: Work, engine: Texts) -> None:
         self._ask = ask
         self._work = work
-        self._read_scores = read_scores
+        self._engine = engine
         self._is_chat = isinstance(ask, ChatAsk)
         name, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", KIND)
         self._head: Json = {
@@ -43,6 +52,7 @@ class Answer:
         }
         self._generated = [0] * len(work.jobs)
         self._started = [False] * len(work.jobs)
+        self._readers = _readers(ask, work)
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
         """The chunks of a stream for one delta; none if the delta shows nothing."""
@@ -51,7 +61,7 @@ class Answer:
         if self._is_chat:
             yield from map(self._chunk, self._chat_chunks(delta))
         elif delta.text or delta.tokens or delta.finish:
-            logprobs = self._completion_logprobs(delta.tokens)
+            logprobs = completion_logprobs(delta.tokens, self._ask.logprobs)
             yield self._chunk(
                 {
                     "index": delta.choice,
@@ -82,7 +92,8 @@ class Answer:
             text = "".join(delta.text for delta in mine)
             tokens = [token for delta in mine for token in delta.tokens]
             choices.append(self._choice(index, text, tokens, mine[-1].finish))
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        answer = {**self._head, "choices": choices, "usage": self._usage()}
+        return answer if self._ask.prompt_logprobs is None else self._with_prompts(answer, deltas)
 
     # -----------------------------------------------------------------------------------------
 
@@ -100,22 +111,49 @@ class Answer:
         if not self._started[delta.choice]:
             self._started[delta.choice] = True
             yield _chat_choice(delta.choice, {"role": "assistant", "content": ""})
-        if delta.text or delta.tokens:
-            logprobs = self._chat_logprobs(delta.tokens)
-            yield _chat_choice(delta.choice, {"content": delta.text}, logprobs)
-        if delta.finish:
-            yield {**_chat_choice(delta.choice, {}), "finish_reason": delta.finish}
+        reader, finish = self._readers[delta.choice], delta.finish
+        logprobs = chat_logprobs(delta.tokens, self._ask.logprobs)
+        parts = [{"content": delta.text}] if delta.text or delta.tokens else []
+        if reader is not None:
+            # Tokens of which nothing is to be shown have their log-probabilities all the same.
+            parts = [*reader.deltas(delta.text, finish)] or ([{}] if delta.tokens else [])
+        for i, part in enumerate(parts):
+            yield _chat_choice(delta.choice, part, None if i else logprobs)
+        if finish:
+            reason = finish if reader is None else reader.finish(finish)
+            yield {**_chat_choice(delta.choice, {}), "finish_reason": reason}
 
-    def _choice(self, index: int, text: str, tokens: Sequence[Token], finish: str | None) -> Json:
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[Token], finish: Finish | None
+    ) -> Json:
+        asked = self._ask.logprobs
         if not self._is_chat:
-            logprobs = self._completion_logprobs(tokens)
+            logprobs = completion_logprobs(tokens, asked)
             return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        reader = self._readers[index]
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if reader is not None:
+            message = reader.message(text, finish)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": self._chat_logprobs(tokens),
-            "finish_reason": finish,
+            "message": message,
+            "logprobs": chat_logprobs(tokens, asked),
+            "finish_reason": finish if reader is None else reader.finish(finish),
         }
+
+    def _with_prompts(self, answer: Json, deltas: Sequence[Delta]) -> Json:
+        """The answer with log-probabilities of its prompts; that of a chat is beside `choices`."""
+        made: dict[int, Any] = {}
+        for delta in deltas:
+            if delta.scores is not None:
+                number = delta.choice // self._ask.n
+                prompt, asked = self._work.prompts[number], self._ask.prompt_logprobs or 0
+                made[number] = prompt_logprobs(prompt.ids, delta.scores, asked, self._engine.piece)
+        if self._is_chat:
+            return {**answer, "prompt_logprobs": made[0]}
+        for index, choice in enumerate(answer["choices"]):
+            choice["prompt_logprobs"] = made[index // self._ask.n]
+        return answer
 
     def _with_echo(self, delta: Delta) -> Delta:
         """If the request has `echo`: puts the prompt before the first delta, and moves offsets."""
@@ -124,7 +162,7 @@ class Answer:
         prompt = self._work.prompts[delta.choice // self._ask.n]
         tokens: tuple[Token, ...] = ()
         if delta.scores is not None:
-            tokens = self._read_scores(self._work.jobs[delta.choice], delta.scores)
+            tokens = self._engine.read_scores(self._work.jobs[delta.choice], delta.scores)
         # The prompt's text begins behind the tokens that were added to it, such as <s>.
         added = sum(len(token.text) for token in tokens[: prompt.added])
         before = [_moved(token, -added) for token in tokens[prompt.added :]]
@@ -132,25 +170,6 @@ class Answer:
         text = delta.text if self._started[delta.choice] else prompt.text + delta.text
         self._started[delta.choice] = True
         return delta._replace(text=text, tokens=(*before, *behind))
-
-    def _completion_logprobs(self, tokens: Sequence[Token]) -> Json | None:
-        if self._ask.logprobs is None:
-            return None
-        return {
-            "text_offset": [token.offset for token in tokens],
-            "token_logprobs": [_number(token.logprob) for token in tokens],
-            "tokens": [token.text for token in tokens],
-            "top_logprobs": [_top(token) for token in tokens] if self._ask.logprobs else None,
-        }
-
-    def _chat_logprobs(self, tokens: Sequence[Token]) -> Json | None:
-        if self._ask.logprobs is None:
-            return None
-        content = [
-            {**_said(token.text, token.logprob), "top_logprobs": [_said(*one) for one in token.top]}
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
 
     def _usage(self) -> Json:
         prompt = sum(len(prompt.ids) for prompt in self._work.prompts)
@@ -162,6 +181,14 @@ class Answer:
         }
 
 
+def _readers(ask: Ask, work: Work) -> list[MessageReader | None]:
+    """What reads the calls in each text; None where nothing may be called."""
+    tools = ask.tools if isinstance(ask, ChatAsk) else None
+    if tools is None or work.format is None:
+        return [None] * len(work.jobs)
+    return [MessageReader(tools, work.format) for _ in work.jobs]
+
+
 def _moved(token: Token, by: int) -> Token:
     return token._replace(offset=token.offset + by)
 
@@ -171,22 +198,3 @@ KIND = "text_completion"
 
 def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-
-def _number(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)
-
-
-def _top(token: Token) -> dict[str, float] | None:
-    """The alternatives by text, and the token itself; of equal texts the likelier one counts."""
-    if token.logprob is None:
-        return None
-    top: dict[str, float] = {}
-    for text, logprob in token.top:
-        top.setdefault(text, max(logprob, LEAST_LOGPROB))
-    top.setdefault(token.text, max(token.logprob, LEAST_LOGPROB))
-    return top
-
-
-def _said(text: str, logprob: float | None) -> Json:
-    return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}

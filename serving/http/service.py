@@ -17,12 +17,14 @@ from serving.engine.statistics import Statistics
 from serving.engine.stream import SHUTTING_DOWN
 from serving.engine.workers import Workers
 from serving.errors import ApiError, ServingError
+from serving.grammar.compiler import Grammars
 from serving.http.admission import Admission
+from serving.http.bounds import Bounds
 from serving.http.chat_template import ChatTemplate
 from serving.http.datatypes import check_datatypes
 from serving.http.fields import SHORT
 from serving.http.metrics import Metrics
-from serving.http.protocol import Bounds
+from serving.http.tools.formats import BY_NAME
 from serving.http.traffic import RequestMetrics, Traffic
 
 STOP_SECONDS = 10.0
@@ -72,6 +74,8 @@ class Options:
         None takes what the model's backend finds best.
       choices: the most completions that one request may ask for.
       stops: the most stop strings that one request may have.
+      grammar_bytes: the largest grammar, schemas and tools included.
+      tool_format: how the model writes calls of tools; None takes what its chat template tells.
       body_bytes: the largest body of a request.
       body_seconds: a body has to arrive within this time.
       bodies_bytes: how much memory all bodies together may take.
@@ -91,6 +95,8 @@ class Options:
     token_budget: int | None = None
     choices: int = 32
     stops: int = 16
+    grammar_bytes: int = 64 * 2**10
+    tool_format: str | None = None
     body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
     bodies_bytes: int = 256 * 2**20
@@ -103,14 +109,19 @@ class Options:
 
     def __post_init__(self) -> None:
         least = {
-            "max_waiting": 0, "token_budget": 1, "choices": 1, "stops": 0, "body_bytes": 1,
-            "body_seconds": 0, "bodies_bytes": 1, "text_threads": 1, "header_seconds": 0,
-            "write_seconds": 0, "connections": 1, "stall_seconds": 0, "drain_seconds": 0,
+            "max_waiting": 0, "token_budget": 1, "choices": 1, "stops": 0, "grammar_bytes": 1,
+            "body_bytes": 1, "body_seconds": 0, "bodies_bytes": 1, "text_threads": 1,
+            "header_seconds": 0, "write_seconds": 0, "connections": 1, "stall_seconds": 0,
+            "drain_seconds": 0,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not value >= low:  # nor NaN
                 raise ServingError(f"{name} is {value}; it has to be at least {low}")
+        if self.tool_format is not None and self.tool_format not in BY_NAME:
+            raise ServingError(
+                f"tool_format is {self.tool_format!r}; it has to be one of {', '.join(BY_NAME)}"
+            )
 
 
 class Language:
@@ -139,7 +150,9 @@ class Language:
         self.tokenizer = loaded.tokenizer
         self.stop_ids = loaded.stop_ids | {loaded.tokenizer.eos_id}
         self.template = ChatTemplate(
-            loaded.chat_template, {**special_tokens(loaded.tokenizer), **loaded.special_tokens}
+            loaded.chat_template,
+            {**special_tokens(loaded.tokenizer), **loaded.special_tokens},
+            options.tool_format,
         )
         limits = loaded.backend.limits
         known = loaded.tokenizer.vocab_size
@@ -153,6 +166,9 @@ class Language:
             top_logprobs=limits.top_logprobs,
             choices=min(options.choices, limits.slots + options.max_waiting),
             stops=options.stops,
+        )
+        self.grammars = Grammars(
+            loaded.tokenizer, limits.vocab_size, self.stop_ids, options.grammar_bytes
         )
         self.metrics = Metrics(requests, loaded.backend, lambda: self.engine.state())
         self.engine = Engine(

@@ -47,6 +47,10 @@ class Tokenizer(Protocol):
     bos_id: int | None
     longest: int | None
 
+    @property
+    def spec(self) -> str | None:
+        """The content of its `tokenizer.json`; None if ids are bytes."""
+
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """The ids of each text, without those that begin or end documents."""
 
@@ -63,6 +67,7 @@ class ByteTokenizer:
     eos_id = DOCUMENT_END
     bos_id: int | None = None
     longest: int | None = 1
+    spec: str | None = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """The bytes of each text."""
@@ -106,6 +111,11 @@ class FileTokenizer:
         self.eos_id, self.bos_id = eos_id, bos_id
         self.longest = longest_token(json.loads(self._tokenizer.to_str()))
         self.sha256 = hashlib.sha256(content + f" {eos_id} {bos_id}".encode()).hexdigest()
+
+    @property
+    def spec(self) -> str:
+        """The content of the file, as the library writes it."""
+        return str(self._tokenizer.to_str())
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token; None if there is no such token."""

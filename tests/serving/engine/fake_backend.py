@@ -35,6 +35,13 @@ EMPTY = -1
 """What a page says where nothing was written."""
 
 
+Allowed = Callable[[list[int]], Words | None]
+
+
+def everything(drawn: list[int]) -> None:
+    """Every token may be drawn."""
+
+
 class Gate:
     """What results wait behind: it stands open, or lets only so many more through."""
 
@@ -157,14 +164,17 @@ class FakeBackend:
 
         return wait
 
-    def alone(self, prompt: Sequence[int], tokens: int, seed: int = 0) -> list[int]:
-        """What a request gets if there is no other."""
+    def alone(
+        self, prompt: Sequence[int], tokens: int, seed: int = 0, allowed: Allowed = everything
+    ) -> list[int]:
+        """What a request gets if there is no other; `allowed` says what, by the drawn tokens."""
         known: list[int] = []
         for token in prompt:
             known.append(key_value(known[-1] if known else 0, token))
-        seen, counted, drawn = set(prompt), Counter[int](), []
+        seen, counted, drawn = set(prompt), Counter[int](), list[int]()
         for _ in range(tokens):
-            drawn.append(self._next(np.asarray(known), seed, seen, counted))
+            token = self._next(np.asarray(known), seed, seen, counted)
+            drawn.append(chosen(token, Sampling(), allowed(drawn), self.limits.vocab_size))
             seen.add(drawn[-1])
             counted[drawn[-1]] += 1
             known.append(key_value(known[-1], drawn[-1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections import deque
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from serving.engine.actions import Counts, Request, Step
 from serving.engine.backend import Limits, Part, Sampling, Stepped
+from serving.engine.masks import counted_masks, words_of
 from serving.engine.scheduler import Scheduler
 from tests.serving.engine.fake_backend import LIMITS, FakeBackend
 
@@ -38,12 +40,14 @@ class Run:
         self.steps: list[Step] = []
         self.scores: dict[int, list[int]] = {}
         self.under_way: deque[tuple[Step, Stepped]] = deque()
+        self.unmasked: list[int] = []
 
     def submit(self, *requests: Request) -> None:
         self.scheduler.submit(requests)
         for request in requests:
             assert request.key not in self.requests
             self.requests[request.key] = request
+            assert not request.guided or request.masks
             self.tokens[request.key] = []
 
     def step(self, between: Any = lambda: None) -> bool:
@@ -59,10 +63,13 @@ class Run:
             self.steps.append(step)
             for begin in step.begins:
                 self.backend.begin(*begin)
+            self.backend.allow(step.masks)
             self.under_way.append((step, self.backend.step(step.parts, step.alternatives)()))
         elif self.under_way:
             between()
             self._finish(*self.under_way.popleft())
+        elif self.unmasked:
+            self.mask(0)
         else:
             assert self.scheduler.idle  # there is always something to do
             return False
@@ -92,6 +99,19 @@ class Run:
                 self.scheduler.count(1, 0)
             if finish:
                 self.finished[key] = finish
+            elif self.requests[key].guided:
+                self.unmasked.append(key)
+
+    def mask(self, index: int) -> None:
+        """Give one of those who wait for it a mask, even if it has ended meanwhile."""
+        key = self.unmasked.pop(index)
+        self.scheduler.allow(key, guided_mask(self.tokens[key]))
+
+    def _allowed(self, request: Request, drawn: list[int]) -> Any:
+        if request.guided:
+            return guided_mask(drawn)
+        found = [mask for count, mask in request.masks if count <= len(drawn)]
+        return found[-1] if found else None
 
     def cancel(self, *keys: int) -> None:
         for key in keys:
@@ -115,13 +135,19 @@ class Run:
         """Nothing is lost, and everybody has what they would have had alone."""
         scheduler = self.scheduler
         assert scheduler.idle and not scheduler._decoding and not scheduler._preempted
+        assert not scheduler._unmasked
         for group in scheduler.groups:
             assert not group.running and group.filling is None and group.pages.held == 0
             assert len(group._free) == scheduler.limits.slots // scheduler.limits.groups
         assert not scheduler._queue._users and not scheduler._queue._clients._served
         assert self.finished.keys() | self.cancelled | self.ended == self.requests.keys()
         for key, request in self.requests.items():
-            expected = self.backend.alone(request.prompt, request.max_tokens, request.sampling.seed)
+            expected = self.backend.alone(
+                request.prompt,
+                request.max_tokens,
+                request.sampling.seed,
+                functools.partial(self._allowed, request),
+            )
             stops = [i for i, token in enumerate(expected) if token in request.stop_ids]
             expected = expected[: stops[0] + 1] if stops else expected
             got = self.tokens[key]
@@ -144,6 +170,11 @@ class Run:
     def order(self) -> list[int]:
         """The requests in the order in which they got their first slots."""
         return list(dict.fromkeys(key for step in self.steps for key in step.placed))
+
+
+def guided_mask(drawn: list[int]) -> Any:
+    """A mask that depends on all tokens before it."""
+    return words_of((i for i in range(256) if (i + sum(drawn)) % 3), 256)
 
 
 def size(part: Part) -> int:
@@ -179,6 +210,10 @@ class Machine(RuleBasedStateMachine):
 
     def draw(self, prompt: list[int], tokens: int, client: str, flags: int) -> Request:
         self.key += 1
+        stop_ids = frozenset(range(40)) if flags & 4 else frozenset[int]()
+        masks = counted_masks(256, range(16, 256) if flags & 2 else (), stop_ids, 3)
+        if guided := bool(flags & 8):
+            masks = ((0, guided_mask([])),)
         return request(
             self.key,
             prompt,
@@ -186,7 +221,9 @@ class Machine(RuleBasedStateMachine):
             client=client,
             score_prompt=bool(flags & 1),
             alternatives=bool(flags & 2),
-            stop_ids=frozenset(range(40)) if flags & 4 else frozenset(),
+            stop_ids=stop_ids,
+            masks=masks,
+            guided=guided,
             sampling=Sampling(seed=flags & 2),
         )
 
@@ -194,7 +231,7 @@ class Machine(RuleBasedStateMachine):
         prompt=PROMPTS,
         tokens=st.integers(0, 20),
         client=st.sampled_from("abc"),
-        flags=st.integers(0, 7),
+        flags=st.integers(0, 15),
         count=st.integers(1, 4),
     )
     def submit(self, prompt: Any, tokens: int, client: str, flags: int, count: int) -> None:
@@ -204,6 +241,11 @@ class Machine(RuleBasedStateMachine):
     def work(self, count: int) -> None:
         for _ in range(count):
             self.run.step()
+
+    @precondition(lambda self: self.run.unmasked)
+    @rule(data=st.data())
+    def mask(self, data: Any) -> None:
+        self.run.mask(data.draw(st.integers(0, len(self.run.unmasked) - 1)))
 
     @precondition(lambda self: self.run.requests)
     @rule(data=st.data())

@@ -1,0 +1,234 @@
+"""Compiles grammars with llguidance, for one tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from models.training.data.tokenizer import BYTE_VOCABULARY, Tokenizer
+from serving.engine.backend import Words
+from serving.engine.masks import words_of
+from serving.grammar.guide import GrammarError, GrammarGuide
+
+SPACE = r"( |\n[ \t]{0,40})"
+"""What may be between the parts of JSON: a blank, or a line break and what indents the next line.
+Without a bound a model may write blanks without end."""
+
+LIMITS = llguidance.LLParserLimits(
+    step_max_items=20_000, max_items_in_row=1000, verbose_errors=False
+)
+"""Of llguidance, for each mask: ambiguous grammars fail instead of taking ever longer."""
+
+MOST_DIGITS = 4
+"""Of `multipleOf`: its automaton has as many states as the number without its point."""
+
+KEPT = 64
+"""So many compiled grammars are kept: clients send the same ones again and again."""
+
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9.eE+-]+)')
+
+
+class _Bytes:
+    """The byte tokenizer as llguidance wants it."""
+
+    def __init__(self, end: int) -> None:
+        # The byte of the end is no text; 0xFF begins the names of special tokens.
+        self.tokens = [bytes([i]) for i in range(BYTE_VOCABULARY)]
+        self.tokens[end] = b"\xff<|end|>"
+        self.eos_token_id, self.special_token_ids = end, [end]
+        self.bos_token_id: int | None = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+class Grammar(NamedTuple):
+    """A compiled grammar.
+
+    Attributes:
+      matcher: at the beginning of a text; guides go on with copies.
+      left_out: what of a schema is not enforced.
+      ends: the ids that the matcher takes for an end.
+      stops: the model's own stop ids.
+      vocabulary: number of token ids.
+    """
+
+    matcher: llguidance.LLMatcher
+    left_out: tuple[str, ...]
+    ends: Words
+    stops: Words
+    vocabulary: int
+
+    def guide(self, stop_ids: Collection[int] = (), min_tokens: int = 0) -> GrammarGuide:
+        """An automaton at the beginning of a completion, its first mask made.
+
+        Args:
+          stop_ids: end the completion beside the model's own.
+          min_tokens: so many tokens are drawn before the end, if the grammar has so many.
+
+        Raises:
+          GrammarError: no text fits.
+        """
+        stops = self.stops | words_of(stop_ids, self.vocabulary)
+        made = GrammarGuide(self.matcher.deep_copy(), self.ends, stops, min_tokens)
+        made.allowed()
+        return made
+
+
+class Grammars:
+    """Compiles grammars for one model, and keeps those that come again.
+
+    Compiling lets other threads run. Grammars of `most_bytes` take a second at most.
+
+    Args:
+      tokenizer: the model's.
+      vocabulary: the model's number of token ids.
+      stop_ids: end completions.
+      most_bytes: of a grammar, schemas included.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocabulary: int, stop_ids: Collection[int], most_bytes: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._stops = words_of(stop_ids, vocabulary)
+        # Others are no tokens of the tokenizer.
+        self._ends = sorted(i for i in stop_ids if i < tokenizer.vocab_size)
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._made: llguidance.LLTokenizer | None = None
+        self._compiled = functools.lru_cache(KEPT)(self._compile)
+
+    def schema(self, schema: Any, *, lenient: bool = False) -> Grammar:
+        """JSON that fits a schema.
+
+        Args:
+          schema: a JSON value.
+          lenient: whether what cannot be enforced is left out.
+
+        Raises:
+          GrammarError: it is wrong, too large, or has what cannot be enforced.
+        """
+        return self._compiled(_source(schema, lenient))
+
+    def schema_problem(self, schema: Any) -> str | None:
+        """Why a schema cannot be enforced; None if it can."""
+        try:
+            self.schema(schema)
+        except GrammarError as error:
+            return str(error)
+        return None
+
+    def regex(self, pattern: str) -> Grammar:
+        """Text that matches a regular expression as a whole.
+
+        Raises:
+          GrammarError: it is wrong or too large.
+        """
+        return self._compiled(llguidance.LLMatcher.grammar_from_regex(pattern))
+
+    def choice(self, texts: Sequence[str]) -> Grammar:
+        """One of some texts.
+
+        Raises:
+          GrammarError: they are too large.
+        """
+        return self.lark("start: " + " | ".join(map(json.dumps, texts)))
+
+    def lark(self, source: str) -> Grammar:
+        """Text that a context-free grammar derives.
+
+        Args:
+          source: in llguidance's dialect of Lark, or in llama.cpp's GBNF (with `root ::=`).
+
+        Raises:
+          GrammarError: it is wrong or too large.
+        """
+        if "::=" in source:
+            try:
+                source = gbnf_to_lark(source)
+            except Exception as error:
+                raise GrammarError(f"this is no GBNF: {error}") from error
+        return self._compiled(llguidance.LLMatcher.grammar_from_lark(source))
+
+    def mark(self, text: str) -> str:
+        """How a grammar in Lark says a mark such as `[TOOL_CALLS]`, be it a special token or not.
+
+        Raises:
+          GrammarError: the tokenizer cannot be used for grammars.
+        """
+        tokenizer = self._ll()
+        ids = tokenizer.tokenize_str(text, parse_special=True)
+        if len(ids) == 1 and tokenizer.is_special_token(ids[0]):
+            return f"<[{ids[0]}]>"
+        return json.dumps(text)
+
+    def _compile(self, source: str) -> Grammar:
+        if len(source.encode()) > self._most_bytes:
+            raise GrammarError(
+                f"the grammar has {len(source.encode())} bytes; {self._most_bytes} are the most"
+            )
+        for number in _MULTIPLE.findall(source):
+            if len(number.replace(".", "").strip("0")) > MOST_DIGITS or "e" in number.lower():
+                raise GrammarError(f"multipleOf: numbers have {MOST_DIGITS} digits, not {number}")
+        matcher = llguidance.LLMatcher(self._ll(), source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        ends = words_of(self._ends, self._vocabulary)
+        left_out = tuple(matcher.get_grammar_warnings())
+        return Grammar(matcher, left_out, ends, self._stops, self._vocabulary)
+
+    def _ll(self) -> llguidance.LLTokenizer:
+        """The tokenizer for llguidance; with a hundred thousand tokens that takes a second."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def _make(self) -> llguidance.LLTokenizer:
+        spec = self._tokenizer.spec
+        source: Any = spec
+        if spec is None:
+            source = llguidance.TokenizerWrapper(_Bytes(self._tokenizer.eos_id))
+        try:
+            return llguidance.LLTokenizer(source, n_vocab=self._vocabulary, eos_token=self._ends)
+        except Exception as error:
+            raise GrammarError(f"this model's tokenizer cannot be used for it: {error}") from error
+
+
+def inline(schema: Any, *, lenient: bool = False) -> str:
+    """A schema as a part of a grammar in Lark."""
+    options = {"whitespace_pattern": SPACE, "lenient": lenient}
+    return "%json " + json.dumps({**_object(schema), "x-guidance": options})
+
+
+def _source(schema: Any, lenient: bool) -> str:
+    text = json.dumps({**_object(schema), "x-guidance": {}})
+    options: Any = {"whitespace_pattern": SPACE, "lenient": lenient}
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
+    except ValueError as error:
+        raise GrammarError(str(error)) from error
+
+
+def _object(schema: Any) -> dict[str, Any]:
+    """A schema as an object: `true` is any JSON, `false` none."""
+    if isinstance(schema, bool):
+        return {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise GrammarError("a schema is an object, or true or false")
+    return schema
+
+
+def allows(mask: Words, token: int) -> bool:
+    """Whether a token is in a mask."""
+    return bool(mask[token // 32] >> np.uint32(token % 32) & np.uint32(1))

@@ -1,0 +1,111 @@
+"""The messages of a chat, checked; calls of tools in them have their arguments as objects."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from serving.errors import invalid
+from serving.http.fields import check_text, show
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Message = dict[str, Any]
+"""`role`, `content`, and perhaps `name`, `tool_calls` or `tool_call_id`, as templates want them."""
+
+
+def parse_messages(value: Any) -> tuple[Message, ...]:
+    """The messages of a chat.
+
+    Raises:
+      ApiError: they are none, or one does not fit; the error has its place.
+    """
+    if not isinstance(value, list) or not value:
+        found = "nothing" if value is None else show(value)
+        raise invalid(f"messages: a list of messages is needed, not {found}", "messages")
+    return tuple(_message(one, f"messages[{i}]") for i, one in enumerate(value))
+
+
+def _message(value: Any, place: str) -> Message:
+    if not isinstance(value, dict):
+        raise invalid(f"{place}: an object is needed, not {show(value)}", "messages")
+    role = value.get("role")
+    if role not in ROLES:
+        raise invalid(f"{place}.role: one of {', '.join(ROLES)}, not {show(role)}", "messages")
+    for name in ("function_call", "audio"):
+        if value.get(name):
+            raise invalid(f"{place}.{name}: not served", "messages", "unsupported_parameter")
+    message: Message = {"role": str(role)}
+    calls, content = value.get("tool_calls"), value.get("content")
+    if calls and role != "assistant":
+        raise invalid(f"{place}.tool_calls: only of assistants", "messages")
+    # Who calls a tool may say nothing beside it.
+    message["content"] = "" if calls and content is None else _content(content, f"{place}.content")
+    if calls:
+        message["tool_calls"] = _calls(calls, f"{place}.tool_calls")
+    if role == "tool":
+        message["tool_call_id"] = _text(value.get("tool_call_id"), f"{place}.tool_call_id")
+    if value.get("name") is not None:
+        message["name"] = check_text(value["name"], f"{place}.name")
+    return message
+
+
+def _calls(value: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise invalid(f"{place}: a list is needed, not {show(value)}", "messages")
+    return [_call(one, f"{place}[{i}]") for i, one in enumerate(value)]
+
+
+def _call(value: Any, place: str) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict):
+        raise invalid(f"{place}.function: an object is needed, not {show(function)}", "messages")
+    call: dict[str, Any] = {
+        "type": "function",
+        "function": {
+            "name": _text(function.get("name"), f"{place}.function.name"),
+            "arguments": _arguments(function.get("arguments"), f"{place}.function.arguments"),
+        },
+    }
+    if value.get("id") is not None:
+        call["id"] = _text(value["id"], f"{place}.id")
+    return call
+
+
+def _arguments(value: Any, place: str) -> dict[str, Any]:
+    """OpenAI's clients send the arguments as they got them: a text."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(check_text(value, place) or "{}")
+        except (ValueError, RecursionError):
+            found = None
+    if not isinstance(found, dict):
+        raise invalid(f"{place}: a JSON object is needed, not {show(value)}", "messages")
+    return found
+
+
+def _text(value: Any, place: str) -> str:
+    """A text of a message that may not be missing."""
+    if not isinstance(value, str):
+        raise invalid(f"{place}: a string is needed, not {show(value)}", "messages")
+    return check_text(value, place)
+
+
+def _content(value: Any, place: str) -> str:
+    """A message's text: a string, or a list of text parts, which are joined by newlines."""
+    if isinstance(value, str):
+        return check_text(value, place)
+    if not isinstance(value, list) or not value:
+        found = "nothing" if value is None else show(value)
+        raise invalid(f"{place}: a string or a list of parts is needed, not {found}", "messages")
+    return "\n".join(_part(part, f"{place}[{i}]") for i, part in enumerate(value))
+
+
+def _part(value: Any, place: str) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind != "text":
+        raise invalid(
+            f"{place}: parts of type text are served, not {show(kind or value)}", "messages"
+        )
+    return check_text(value.get("text"), f"{place}.text")

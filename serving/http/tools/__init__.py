@@ -1,0 +1,1 @@
+"""Tools: what clients offer, how templates and models write calls, and how these are read."""

@@ -1,0 +1,110 @@
+"""The tools of a request: `tools`, `tool_choice`, `parallel_tool_calls`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from serving.errors import invalid
+from serving.http.fields import Fields, show
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+      name: of the function.
+      schema: of its arguments; a JSON schema.
+      strict: whether calls have to fit the schema.
+      given: the tool as the request has it, for the template.
+    """
+
+    name: str
+    schema: Any
+    strict: bool
+    given: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What the model may call, and whether it has to.
+
+    Attributes:
+      all: at least one.
+      callable: those that it may call.
+      must: whether it has to call one.
+      parallel: whether it may call several.
+    """
+
+    all: tuple[Tool, ...]
+    callable: tuple[Tool, ...]
+    must: bool
+    parallel: bool
+
+
+def parse_tools(fields: Fields) -> Tools | None:
+    """The tools of a request; None if it has none, or wants none to be called.
+
+    Raises:
+      ApiError: a field does not fit.
+    """
+    tools, choice = fields.get("tools") or [], fields.get("tool_choice")
+    parallel = fields.flag("parallel_tool_calls", True)
+    if not isinstance(tools, list):
+        raise invalid(f"tools: a list is needed, not {show(tools)}", "tools")
+    made = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+    names = [tool.name for tool in made]
+    if len(set(names)) < len(names):
+        raise invalid("tools: two have the same name", "tools")
+    if choice == "none" or (not made and choice in (None, "auto")):
+        return None
+    if not made:
+        raise invalid(f"tool_choice: {show(choice)} needs tools", "tool_choice")
+    if choice in (None, "auto", "required"):
+        return Tools(made, made, choice == "required", parallel)
+    name = _chosen(choice)
+    chosen = tuple(tool for tool in made if tool.name == name)
+    if not chosen:
+        raise invalid(f"tool_choice: no tool has the name {show(name)}", "tool_choice")
+    return Tools(made, chosen, True, False)
+
+
+def _chosen(choice: Any) -> Any:
+    """The name of the function that has to be called."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        if isinstance(function, dict) and "name" in function:
+            return function["name"]
+    raise invalid(
+        'tool_choice: "none", "auto", "required" or {"type": "function", "function": '
+        f'{{"name": ...}}}} is needed, not {show(choice)}',
+        "tool_choice",
+    )
+
+
+def _tool(tool: Any, place: str) -> Tool:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise invalid(f"{place}.type: function is served, nothing else", "tools")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{place}.function: an object is needed, not {show(function)}", "tools")
+    name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise invalid(
+            f"{place}.function.name: 1 to 64 letters, digits, or any of _.- are needed, "
+            f"not {show(name)}",
+            "tools",
+        )
+    if schema is not None and not isinstance(schema, dict):
+        raise invalid(
+            f"{place}.function.parameters: a schema is needed, not {show(schema)}", "tools"
+        )
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise invalid(f"{place}.function.strict: true or false, not {show(strict)}", "tools")
+    # Arguments are an object, whatever the schema leaves open.
+    return Tool(name, {"type": "object", **(schema or {})}, bool(strict), tool)

@@ -1,0 +1,86 @@
+"""The grammar of calls that fit their tools, in the format of the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from serving.grammar.compiler import Grammar, Grammars, inline
+from serving.http.tools.ask import Tool, Tools
+from serving.http.tools.formats import Format
+
+
+def calls_grammar(grammars: Grammars, format: Format, tools: Tools, content: Any = None) -> Grammar:
+    """The grammar of a message with calls.
+
+    Args:
+      grammars: compiles it.
+      format: how calls are written.
+      tools: what may be called, and whether something has to be.
+      content: the schema of messages without calls, where they have one. Else they have any text.
+
+    Raises:
+      GrammarError: a schema is wrong, or has what cannot be enforced though it is strict.
+    """
+    return grammars.lark("\n".join(_rules(grammars, format, tools, content)))
+
+
+def _rules(grammars: Grammars, format: Format, tools: Tools, content: Any) -> Iterator[str]:
+    begin = "" if format.bare else grammars.mark(format.begin)
+    if tools.must:
+        yield "start: calls"
+    elif content is not None:
+        yield f"start: calls | {inline(content)}"
+    else:
+        yield "start: calls | TEXT"
+        # In front of calls there may be text, or text is what cannot be the beginning of a call.
+        yield "TEXT: /([^{ \\n](.|\\n)*)?/" if format.bare else "TEXT: /(.|\\n)*/"
+        if begin:
+            is_special = begin.startswith("<[")
+            yield f"opened{'' if is_special else '[lazy]'}: TEXT {begin}"
+            begin = "opened"
+    yield _calls(format, tools, begin)
+    yield from _each_call(grammars, format, tools)
+
+
+def _calls(format: Format, tools: Tools, begin: str) -> str:
+    """The rule of all calls, from what begins the first one."""
+    several = tools.parallel and not format.single
+    space = json.dumps(format.space) if format.space else ""
+    if format.listed:
+        more = '(", " call)*' if several else ""
+        return f'calls: {begin} {space} "[" call {more} "]"'
+    more = f"({space} begin call)*" if several else ""
+    return f"calls: {begin} {space} call {more}"
+
+
+def _each_call(grammars: Grammars, format: Format, tools: Tools) -> Iterator[str]:
+    """The rules of calls without what begins them."""
+    for i, tool in enumerate(tools.callable):
+        head, tail = format.around_listed(tool.name) if format.listed else format.around(tool.name)
+        head = head.removeprefix(format.begin).removeprefix(format.space)
+        parts = [_literals(grammars, format, text) for text in (head, tail)]
+        yield f"call_{i}: {parts[0]} args_{i} {parts[1]}"
+        yield f"args_{i}: {_arguments(tools, tool)}"
+    yield "call: " + " | ".join(f"call_{i}" for i in range(len(tools.callable)))
+    if not format.listed:
+        space = f" {json.dumps(format.space)}" if format.space else ""
+        yield f"begin: {grammars.mark(format.begin)}{space}"
+
+
+def _arguments(tools: Tools, tool: Tool) -> str:
+    """Tools without `strict` come from anywhere; what cannot be enforced of them is left out."""
+    enforced = tools.must or tool.strict
+    return inline(tool.schema if enforced else {"type": "object"}, lenient=not tool.strict)
+
+
+def _literals(grammars: Grammars, format: Format, text: str) -> str:
+    """A text as a grammar has it, its marks as special tokens where they are some."""
+    parts: list[str] = []
+    for mark in filter(None, (format.named, format.end)):
+        before, found, behind = text.partition(mark)
+        if found:
+            parts += [json.dumps(before) if before else "", grammars.mark(mark)]
+            text = behind
+    return " ".join(filter(None, [*parts, json.dumps(text) if text else ""]))

@@ -1,0 +1,166 @@
+"""Requests with a guide: whoever waits for a mask delays nobody else, and fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving.engine.backend import Words
+from serving.engine.choice import Job
+from serving.engine.engine import Engine
+from serving.engine.masks import counted_masks, words_of
+from serving.engine.stream import Failed
+from tests.serving.engine.fake_backend import FakeBackend
+from tests.serving.engine.test_engine import alone, ask, job, read, running, text_of
+from tests.serving.engine.test_scheduler import SMALL_POOL
+from tests.waiting import PATIENCE
+
+
+class Spelled:
+    """Allows one letter after the other of a text, and then the end."""
+
+    def __init__(self, text: bytes, gate: threading.Event | None = None) -> None:
+        self.left = text
+        self.gate = gate
+        self.threads: set[str] = set()
+
+    def allowed(self) -> Words:
+        return words_of([self.left[0] if self.left else 0], 256)
+
+    def take(self, token: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        if self.gate is not None:
+            assert self.gate.wait(PATIENCE)
+        if not self.left or token != self.left[0]:
+            raise ValueError("that is spelled wrong")
+        self.left = self.left[1:]
+
+
+def spelled(text: bytes, max_tokens: int = 20, **more: Any) -> Job:
+    guide = Spelled(text, more.pop("gate", None))
+    masks = ((0, guide.allowed()),)
+    return job(max_tokens=max_tokens, stop_ids=frozenset([0]), masks=masks, guide=guide, **more)
+
+
+def test_a_guide_says_what_is_drawn() -> None:
+    one = spelled(b"what it says")
+    with running() as engine:
+        deltas = ask(
+            engine, one, job(seed=1), spelled(b"cut off", 3), spelled(b"sto.p", stops=(".",))
+        )
+    assert [text_of(deltas, i) for i in range(4)] == [
+        "what it says",
+        alone(b"hello", 20, 1),
+        "cut",
+        "sto",
+    ]
+    finish = {delta.choice: delta.finish for delta in deltas if delta.finish}
+    assert finish == {0: "stop", 1: "length", 2: "length", 3: "stop"}
+    assert isinstance(one.guide, Spelled)
+    assert all(name.startswith("masks") for name in one.guide.threads)
+
+
+def test_others_go_on_while_a_mask_is_made(monkeypatch: Any) -> None:
+    """And nobody looks again and again whether it is."""
+    gate, asked = threading.Event(), [0]
+
+    async def go(engine: Engine) -> None:
+        guided = engine.submit([spelled(b"slow", gate=gate)])
+        first = await anext(aiter(guided))
+        assert first.text == "s"
+        assert text_of(await read(engine.submit([job(max_tokens=50)]))) == alone(b"hello", 50)
+        before = asked[0]
+        await asyncio.sleep(0.05)
+        assert asked[0] <= before + 2
+        gate.set()
+        assert text_of(await read(guided)) == "low"
+
+    with running() as engine:
+        scheduler_next = engine._scheduler.next
+
+        def count() -> Any:
+            asked[0] += 1
+            return scheduler_next()
+
+        monkeypatch.setattr(engine._scheduler, "next", count)
+        asyncio.run(go(engine))
+
+
+def test_who_leaves_while_a_mask_is_made() -> None:
+    gate = threading.Event()
+
+    async def go(engine: Engine) -> None:
+        stream = engine.submit([spelled(b"gone", gate=gate)])
+        await anext(aiter(stream))
+        stream.close()
+        assert text_of(await read(engine.submit([job()]))) == alone(b"hello", 20)
+        gate.set()
+
+    with running() as engine:
+        asyncio.run(go(engine))
+        assert text_of(ask(engine, spelled(b"next"))) == "next"
+
+
+def test_a_guide_that_fails_fails_alone() -> None:
+    class Broken(Spelled):
+        def allowed(self) -> Words:
+            if self.left == b"d":
+                raise ValueError("the grammar is too hard")
+            return super().allowed()
+
+    guide = Broken(b"bad")
+    bad = job(stop_ids=frozenset([0]), masks=((0, guide.allowed()),), guide=guide)
+
+    async def go(engine: Engine) -> None:
+        good = engine.submit([job(max_tokens=50), spelled(b"good")])
+        with pytest.raises(Failed, match="its grammar failed: the grammar is too hard"):
+            await read(engine.submit([bad]))
+        deltas = await read(good)
+        assert text_of(deltas, 0) == alone(b"hello", 50) and text_of(deltas, 1) == "good"
+
+    with running() as engine:
+        asyncio.run(go(engine))
+        assert engine.error is None
+
+
+def test_guided_requests_that_lose_their_pages() -> None:
+    texts = [bytes([97 + i]) * 40 for i in range(8)]
+    with running(FakeBackend(SMALL_POOL)) as engine:
+        jobs = [spelled(text, 50, prompt=bytes([i]) * 9) for i, text in enumerate(texts)]
+        deltas = ask(engine, *jobs)
+        assert engine.state().counts.preempted
+    assert [text_of(deltas, i).encode() for i in range(8)] == texts
+
+
+def test_masks_by_count() -> None:
+    """No stop id before `min_tokens`, and no stop string either."""
+    whole = alone(b"hello", 40)
+    first = whole[0]
+
+    def least(count: int, **more: Any) -> Job:
+        stop_ids = frozenset(range(32, 110))  # a bit more than half of all letters
+        masks = counted_masks(256, (), stop_ids, count)
+        return job(max_tokens=40, stop_ids=stop_ids, min_tokens=count, masks=masks, **more)
+
+    with running() as engine:
+        deltas = ask(engine, *(least(count, seed=count) for count in range(20)))
+        for count in range(20):
+            mine = [delta for delta in deltas if delta.choice == count]
+            assert mine[-1].finish == "stop" and len(text_of(mine, count)) >= count
+        assert text_of(ask(engine, job(max_tokens=40, stops=(first,)))) == ""
+        text = text_of(ask(engine, job(max_tokens=40, stops=(first,), min_tokens=5)))
+    assert whole.startswith(text) and len(text) == (whole + first).index(first, 5)
+
+
+def test_masks_are_sets() -> None:
+    words = words_of([0, 31, 32, 69], 70)
+    assert words.dtype == np.uint32 and words.tolist() == [1 | 1 << 31, 1, 1 << 5]
+    assert counted_masks(70, (), (), 5) == ()
+    assert counted_masks(70, (), (3,), 0) == ()
+    (zero, mask), (five, after) = counted_masks(70, (1, 2), (2,), 5)
+    assert (zero, five) == (0, 5) and mask is not None and after is not None
+    assert (mask.tolist(), after.tolist()) == ([2, 0, 0], [6, 0, 0])
