@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 
-from serving.bundle import connect
+from serving.bundle import connect, group
+from serving.bundle.function import BundleError
 from serving.bundle.group import Leader, repeat
 from serving.bundle.read import load_bundle
 from serving.bundle.wire import Message, encode, read
@@ -98,14 +99,16 @@ def test_who_does_not_know_the_secret_is_turned_away(monkeypatch: pytest.MonkeyP
     store: Any = FakeStore()
     monkeypatch.setattr(connect, "connected_to", lambda: "localhost:1")
     lines: dict[int, socket.socket] = {}
-    thread = threading.Thread(target=lambda: lines.update(connect.welcome(store, 2, PATIENCE)))
+    thread = threading.Thread(
+        target=lambda: lines.update(connect.welcome(store, 2, PATIENCE)), daemon=True
+    )
     thread.start()
     port, _, secret = store.get(connect.KEY).partition(" ")
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"x" * 200, b"0 1\n", f"{secret} one\n".encode()):
         with socket.create_connection(("localhost", int(port))) as stranger:
             stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionResetError):  # with bytes that nobody read
+            with contextlib.suppress(OSError):  # reset, with bytes that nobody read
+                stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(1) == b""
     mine = connect.connect(store, 1, PATIENCE)
     thread.join()
@@ -118,3 +121,23 @@ def test_who_does_not_know_the_secret_is_turned_away(monkeypatch: pytest.MonkeyP
         connect.connect(store, 1, PATIENCE)
     with pytest.raises(LaunchError, match=r"process 1 did not connect to process 0 within 0\.01 s"):
         connect.welcome(store, 2, 0.01)
+
+
+def test_a_call_that_fails_on_the_devices_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client got wrong does not, whatever words are in it."""
+
+    class Ended(Exception):
+        pass
+
+    def stop_now(verdict: str, code: int) -> None:
+        raise Ended(verdict, code)
+
+    monkeypatch.setattr(group, "stop_now", stop_now)
+    monkeypatch.setattr(group, "CAUSE_SECONDS", 0)
+    leader = Leader({})
+    leader.heed(BundleError("the unknown input 'gloo: connection closed'"))
+    failure = BundleError("step failed on the devices: out of memory")
+    failure.__cause__ = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    with pytest.raises(Ended) as ended:
+        leader.heed(failure)
+    assert ended.value.args == ("process 0 failed: step failed on the devices: out of memory", 1)
