@@ -30,7 +30,7 @@ def test_the_roofline_counts_what_is_read() -> None:
 
 
 def step(rows: int, decoding: int, seen: int) -> Step:
-    return Step((), (), (), (), False, rows, decoding, seen)
+    return Step((), {}, (), (), (), False, rows, decoding, seen)
 
 
 def test_pages_are_shown() -> None:
