@@ -26,7 +26,7 @@ LIMITS = {
     is_ours: llguidance.LLParserLimits(max_items_in_row=items, verbose_errors=False)
     for is_ours, items in ((True, 10_000), (False, 300))
 }
-"""For each mask. JSON's take a few items for each property that may come next. Grammars that clients
+"""For each mask. JSON takes a few items for each property that may come next. Grammars that clients
 write may be ambiguous, and then take ever longer: they fail before a mask takes tens of
 milliseconds."""
 

@@ -70,7 +70,7 @@ def key_value(before: int, token: int) -> int:
 
 
 def chosen(token: int, sampling: Sampling, allowed: Words | None, vocab_size: int) -> int:
-    """The token, if it may be drawn and a bias lifts none more; else one that may, by its number."""
+    """The token, if it may be drawn and no bias is higher; else one that may, by its number."""
     bias = np.zeros(vocab_size)
     for biased, added in sampling.logit_bias:
         bias[biased] = added
