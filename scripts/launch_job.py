@@ -15,6 +15,13 @@ Examples:
         python scripts/train_llama.py --mesh data=16
     scripts/launch tpu-vm --tpu_name my-pod --zone us-east5-a --folder spmd -- \
         .venv/bin/python scripts/train_llama.py --mesh data=16
+    scripts/launch local --processes 2 --devices_per_process 4 --max_restarts 3 --grace_s 60 -- \
+        scripts/serve llama-70b --mesh data=1,model=8
+    scripts/launch slurm --nodes 2 --gpus_per_node 8 --max_restarts 10 --requeue -- \
+        scripts/serve llama-70b --mesh data=1,model=16 --host 0.0.0.0
+    scripts/launch jobset --tpu v5e-16 --image registry/image:tag --name llama --max_restarts 10 \
+        --http_port 8000 --claim bundles=/bundles:ro --claim cache=/home/spmd/.cache -- \
+        scripts/serve /bundles/llama --mesh data=2,model=8 --host 0.0.0.0
     scripts/launch mpi --hosts a,b --nodes 2 --gpus_per_node 8 -- \
         python scripts/train_llama.py --mesh data=16
 
@@ -78,7 +85,7 @@ def _add_local(add: Add) -> None:
         help="virtual CPU devices, or GPUs, of each; GPUs are divided evenly if left out",
     )
     add("--platform", choices=("cpu", "cuda"), help="(default: GPUs where there are some)")
-    add("--max_restarts", type=int, default=0, metavar="N", help="start again after a failure")
+    _add_restarts(add)
     add(
         "--grace_s",
         type=float,
@@ -107,6 +114,7 @@ def _add_slurm(add: Add) -> None:
     add("--cpus_per_process", type=int, metavar="N", help="CPU cores of each process")
     add("--output", default="%x-%j.out", help="file of the output")
     add("--image", help="container image, for srun's container plugin")
+    _add_restarts(add)
     add("--requeue", action=Switch, help="queue again after preemption and saved SIGTERM")
     add("--exclusive", action=Switch, help="no other job on its nodes")
     add("--warn_s", type=int, default=120, metavar="SECONDS", help="SIGTERM before the time's end")
@@ -124,6 +132,19 @@ def _add_jobset(add: Add) -> None:
     add("--memory", help="request of each pod, as 64Gi")
     add("--selector", action="append", default=[], metavar="LABEL=VALUE", help="of nodes")
     add("--queue", help="a Kueue local queue")
+    add(
+        "--claim",
+        action="append",
+        default=[],
+        metavar="NAME=PATH[:ro]",
+        help="a persistent volume claim, and where it is mounted (repeatable)",
+    )
+    add(
+        "--http_port",
+        type=int,
+        metavar="PORT",
+        help="where process 0 serves: adds probes, and a Service for it",
+    )
     add("--service_account")
 
 
@@ -132,6 +153,11 @@ def _add_tpu_vm(add: Add) -> None:
     add("--tpu_name", required=True, help="the TPU VM")
     add("--zone", required=True)
     add("--project")
+    _add_restarts(add)
+
+
+def _add_restarts(add: Add) -> None:
+    add("--max_restarts", type=int, default=0, metavar="N", help="start again after a failure")
 
 
 def _add_mpi(add: Add) -> None:
@@ -171,6 +197,7 @@ def launch_slurm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
         flags.output,
         flags.image,
         flags.requeue,
+        flags.max_restarts,
         flags.exclusive,
         flags.warn_s,
     )
@@ -188,9 +215,11 @@ def launch_jobset(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
         grace_s=flags.grace_s,
         cpu=flags.cpu,
         memory=flags.memory,
-        selector=parse_selector(flags.selector),
+        selector=parse_pairs("--selector", "label=value", flags.selector),
         queue=flags.queue,
         service_account=flags.service_account,
+        claims=parse_pairs("--claim", "name=path", flags.claim),
+        http_port=flags.http_port,
     )
     text = jobset_yaml(make_job(flags, command), jobset)
     return hand_over(["kubectl", "create", "-f", "-"], flags.dry_run, text)
@@ -199,7 +228,7 @@ def launch_jobset(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
 def launch_tpu_vm(flags: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Runs the command on every host of a TPU VM."""
     job = Job(command, env=parse_env(flags.env, os.environ), folder=flags.folder)
-    call = tpu_vm_command(job, flags.tpu_name, flags.zone, flags.project)
+    call = tpu_vm_command(job, flags.tpu_name, flags.zone, flags.project, flags.max_restarts)
     return hand_over(call, flags.dry_run)
 
 
@@ -223,7 +252,7 @@ def make_job(flags: argparse.Namespace, command: tuple[str, ...]) -> Job:
     )
 
 
-def parse_selector(items: Sequence[str]) -> dict[str, str]:
+def parse_pairs(flag: str, form: str, items: Sequence[str]) -> dict[str, str]:
     """`["a=b"]` -> `{"a": "b"}`.
 
     Raises:
@@ -231,8 +260,8 @@ def parse_selector(items: Sequence[str]) -> dict[str, str]:
     """
     wrong = [item for item in items if not item.partition("=")[2]]
     if wrong:
-        raise LaunchError(f"--selector {wrong[0]!r} is not of the form label=value")
-    return {label: value for label, _, value in (item.partition("=") for item in items)}
+        raise LaunchError(f"{flag} {wrong[0]!r} is not of the form {form}")
+    return {name: value for name, _, value in (item.partition("=") for item in items)}
 
 
 def hand_over(call: Sequence[str], dry_run: bool, text: str | None = None) -> int:

@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
     def load(leader: group.Leader | None) -> Loaded:
-        bundle = bundle_flags.load(given, console if is_text else None)
+        bundle = bundle_flags.load(given, console if is_text else None, serves=True)
         for note in () if is_text else bundle.notes:
             _LOG.info("note: %s", note)
         if leader is not None:
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             joined = group.join()
             if isinstance(joined, group.Follower):
                 logs.set_up(given.log_level, given.log_format)
-                joined.follow(bundle_flags.load(given))
+                joined.follow(bundle_flags.load(given, serves=True))
             serve(
                 lambda: load(joined),
                 given.host,

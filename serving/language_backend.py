@@ -12,6 +12,7 @@ from typing import Any
 from models.decode import PAGES
 from serving.bundle.bundle import Bundle
 from serving.bundle.function import BundleError, one_line
+from serving.bundle.manifest import Manifest
 from serving.engine.backend import Limits
 from serving.engine.model_backend import ModelBackend
 from spmd.mesh.topology import Topology
@@ -45,7 +46,8 @@ def model_backend(bundle: Bundle) -> ModelBackend:
             raise ValueError(f"its kind is {OLD_KIND}")
         limits = _limits(bundle)
         facts = info(bundle)
-        return ModelBackend(bundle, limits, facts, _budget(bundle, limits, facts))
+        budget = _budget(bundle, limits, facts)
+        return ModelBackend(bundle, limits, facts, budget, set(bundle.programs))
     except (LookupError, TypeError, ValueError) as error:
         raise BundleError(
             f"the contract of {bundle.manifest.name} is broken, or older than this program "
@@ -56,6 +58,29 @@ def model_backend(bundle: Bundle) -> ModelBackend:
 def is_language_model(bundle: Bundle) -> bool:
     """Whether a bundle's functions are those of `models.decode.functions`."""
     return bundle.manifest.contract.get("kind") in (KIND, OLD_KIND)
+
+
+def first_functions(manifest: Manifest) -> list[str]:
+    """Functions with which all requests can be served; the others are the same for fewer rows.
+
+    These are, for the longest tables, a step in which all slots decode, the largest one, and the
+    one that scores.
+    """
+    functions = manifest.functions
+    if manifest.contract.get("kind") != KIND:
+        return list(functions)
+    shape = manifest.contract["shape"]
+    tags = {name: entry.tags for name, entry in functions.items()}
+    rows = sorted({int(mine["rows"]) for mine in tags.values() if mine.get("kind") == "step"})
+    decoding = next((n for n in rows if n * shape["groups"] >= shape["slots"]), rows[-1])
+    wanted = {decoding, rows[-1]}
+
+    def is_needed(mine: Mapping[str, Any]) -> bool:
+        if "length" not in mine:
+            return True
+        return mine["length"] == shape["max_length"] and mine["rows"] in wanted
+
+    return [name for name, mine in tags.items() if is_needed(mine)]
 
 
 def _limits(bundle: Bundle) -> Limits:
@@ -91,13 +116,13 @@ def _budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int:
         return limits.rows[-1]
     slots = limits.slots // limits.groups
     seconds: dict[int, float] = {}
-    for program in bundle.programs.values():
-        tags = program.entry.tags
+    for name, entry in bundle.functions.items():
+        tags = entry.tags
         if tags.get("kind") == "step" and int(tags["length"]) == limits.max_length:
             rows = int(tags["rows"])
             seen = min(min(slots, rows) * limits.max_length, limits.pages * limits.page)
             reading = seen * limits.groups * facts["token_bytes"] / facts["bandwidth"]
-            seconds[rows] = max(0.0, float(program.emitted.seconds or math.inf) - reading)
+            seconds[rows] = max(0.0, float(bundle.emitted[name].seconds or math.inf) - reading)
     return budget(seconds, slots)
 
 

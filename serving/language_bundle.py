@@ -152,15 +152,43 @@ def _goldens(
     """What a bundle goes on with after each prompt, on the devices that are here."""
     devices = jax.devices()
     mesh = spmd.Mesh([device.id for device in devices], (len(devices),), ("model",))
+    made = continue_prompts(folder, mesh, shape, prompts, GOLDEN_TOKENS)
+    return [
+        {"prompt": list(prompt), "tokens": tokens, "logprobs": found}
+        for prompt, (tokens, found) in zip(prompts, made, strict=True)
+    ]
+
+
+def continue_prompts(
+    folder: str | Path,
+    mesh: Any,
+    shape: ServingShape,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+) -> list[tuple[list[int], list[float]]]:
+    """The likeliest continuation of each prompt, by those functions of a bundle that this takes.
+
+    Args:
+      folder: the bundle.
+      mesh: where it is computed.
+      shape: the sizes that it was written with.
+      prompts: token ids.
+      count: how many tokens to draw behind each.
+
+    Returns:
+      (tokens, their log-probabilities) for each prompt.
+
+    Raises:
+      BundleError: it cannot be loaded.
+    """
     longest = max(map(len, prompts))
-    lengths = _up_to(shape.lengths, longest + GOLDEN_TOKENS)
+    lengths = _up_to(shape.lengths, longest + count)
     sizes = itertools.product(_up_to(shape.rows, longest), lengths)
     names = [step_name("step", rows, length) for rows, length in sizes]
     pages = {PAGES: shape.pages_of_slot}  # one sequence is run at a time
     bundle = load_bundle(folder, mesh, verify=False, functions=("begin", *names), symbols=pages)
     backend = model_backend(bundle)
-    made = [(prompt, *generate(backend, prompt, GOLDEN_TOKENS)) for prompt in prompts]
-    return [{"prompt": list(p), "tokens": tokens, "logprobs": found} for p, tokens, found in made]
+    return [generate(backend, prompt, count) for prompt in prompts]
 
 
 def _up_to(sizes: Sequence[int], wanted: int) -> Sequence[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from serving.bundle.bundle import Bundle
 from serving.bundle.function import BundleError
 from serving.bundle.write import TOKENIZER
 from serving.engine.backend import Backend
-from serving.engine.model_backend import generate
+from serving.engine.model_backend import ModelBackend, generate
 from serving.http.service import Loaded
 from serving.language_backend import is_language_model, model_backend
 from serving.tensor_backend import BundleInfer
@@ -48,12 +50,33 @@ def load_model(bundle: Bundle, folder: str | Path, name: str | None = None) -> L
     settings = _json(files / "tokenizer_config.json")
     return Loaded(
         name,
+        background=_adding(bundle, backend),
         backend=backend,
         tokenizer=_tokenizer(bundle, files),
         stop_ids=frozenset(bundle.manifest.contract.get("eos_token_ids", ())),
         chat_template=_chat_template(files, settings),
         special_tokens=_special_tokens(settings),
     )
+
+
+def _adding(bundle: Bundle, backend: ModelBackend) -> threading.Thread:
+    """Gives a backend the functions that are still being compiled, as they come."""
+
+    def add() -> None:
+        started, count = time.monotonic(), 0
+        try:
+            for name in bundle.arrivals():
+                backend.add(name)
+                count += 1
+        except BundleError as error:
+            _LOG.error("steps of other sizes take its place: %s", error)
+        if count:
+            seconds = time.monotonic() - started
+            _LOG.info("%d more functions are compiled, after %.1f s", count, seconds)
+
+    thread = threading.Thread(target=add, name="arrivals", daemon=True)
+    thread.start()
+    return thread
 
 
 def check_goldens(backend: Backend, goldens: Any, tolerance: float) -> None:

@@ -87,19 +87,24 @@ class Server:
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
-@contextmanager
-def serving() -> Iterator[Server]:
-    """A server of a fresh model; gone at the end."""
+def write_bundle(folder: Path) -> None:
+    """A bundle of a tiny model with random weights: 8 slots of 256 tokens."""
     from models.decode import ServingShape
     from models.llama.config import named_config
     from models.llama.weights.sources import fresh_source
     from serving.llama_bundle import write_llama_bundle
 
+    shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32")
+    with fresh_source(named_config("tiny"), 0) as source:
+        write_llama_bundle(source, folder, shape, dtype="float32")
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    """A server of a fresh model; gone at the end."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        shape = ServingShape(8, 256, (8, 64), (256,), 16, 1, 5, "float32")
-        with fresh_source(named_config("tiny"), 0) as source:
-            write_llama_bundle(source, folder / "tiny", shape, dtype="float32")
+        write_bundle(folder / "tiny")
         server = Server(folder)
         try:
             yield server

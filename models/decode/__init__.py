@@ -10,6 +10,7 @@ Modules, from the outside in:
     state      what lives on the devices between calls
     model      what a model has to say: its cache, its layers, its logits
     attention  keys and values in pages, for models that have them
+    recurrence one state for each sequence, for models that have that
     shape      the sizes
 """
 

@@ -25,11 +25,13 @@ SPECS: Mapping[str, tuple[Any, ...]] = {
     "state/bias": ("data", None, "..."),
     "state/allowed": ("data", None, "..."),
     "state/sampling/": ("data", None),
+    "state/cache/": ("data", None, *("...",) * 6),
 }
 """The beginning of a path -> spec, of what is there whatever the model.
 
 A spec is cut to a tensor's rank, or filled up with None. Groups of slots and pages are split over
-`data`. What a model says of its weights and its cache comes before.
+`data`. What a model says of its weights and its cache comes before; of a cache of which it says
+nothing, the compiler decides how entries are split.
 """
 
 
@@ -100,7 +102,7 @@ def _specs(model: RowsModel, tree: Any) -> dict[str, tuple[Any, ...]]:
     specs, found = {**model.specs, **SPECS}, {}
     for keys, leaf in leaves:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        pattern = re.sub(r"/\d+(?=/|$)", "/*", path)
+        pattern = re.sub(r"([/.])\d+(?=[/.]|$)", r"\1*", path)
         spec = next((specs[start] for start in specs if pattern.startswith(start)), None)
         if spec is not None:
             rank = len(leaf.shape)

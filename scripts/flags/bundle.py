@@ -17,6 +17,7 @@ from serving.bundle.function import BundleError
 from serving.bundle.manifest import MANIFEST, Sizes
 from serving.bundle.read import load_bundle
 from serving.bundle.symbols import MEMORY_SHARE, MEMORY_SHARE_ON_CPU
+from serving.language_backend import first_functions
 from spmd import launch
 from spmd.cli.flags import Parser, Switch
 from spmd.cli.specs import mesh_axes, symbol_values
@@ -98,15 +99,22 @@ def _symbols(given: argparse.Namespace) -> dict[str, Sizes]:
     return symbols
 
 
-def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
+def load(
+    given: argparse.Namespace, console: Console | None = None, *, serves: bool = False
+) -> Bundle:
     """The bundle that the flags name, on its mesh.
+
+    Args:
+      given: the flags.
+      console: progress goes here.
+      serves: whether functions that serve all requests are enough to begin with.
 
     Raises:
       BundleError: it is none.
       MeshError: more devices than there are.
     """
     path = given.bundle / MANIFEST
-    content = path.read_text(encoding="utf-8") if path.is_file() else ""
+    content = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     asked = {f"--{name}": str(getattr(given, name)) for name in ("mesh", "symbols", "memory_share")}
     launch.check_same({"the bundle's manifest (hash)": digest(content), **asked})
     cache = None if given.cache_dir == NO_CACHE else Path(given.cache_dir)
@@ -120,6 +128,7 @@ def load(given: argparse.Namespace, console: Console | None = None) -> Bundle:
         symbols=_symbols(given),
         memory_share=given.memory_share,
         auto=given.auto,
+        first=first_functions if serves else None,
     )
     # Nobody begins before all are there: collectives would not wait for weights to be read.
     launch.check_same(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spmd.errors import LaunchError
+from spmd.launch.exit_codes import EXIT_PREEMPTED
 
 COORDINATOR_PORT = 8476
 """Where process 0 listens if nothing else is asked for; Cloud TPU's default, too."""
@@ -92,6 +93,17 @@ def parse_env(items: Sequence[str], here: Mapping[str, str]) -> dict[str, str]:
             )
         env[name] = value if equals else here[name]
     return env
+
+
+def restarted(command: str, max_restarts: int) -> str:
+    """A loop of the shell that starts a command again when it fails; then `$code` is its exit code.
+
+    What ended well is not started again, nor what stopped because it was asked to.
+    """
+    return (
+        f"for SPMD_RESTART in $(seq 0 {max_restarts}); do export SPMD_RESTART; {command}; code=$?; "
+        f"case $code in 0|{EXIT_PREEMPTED}) break;; esac; done"
+    )
 
 
 def check_dns_label(what: str, name: str, longest: int = 63) -> None:

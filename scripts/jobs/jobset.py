@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from scripts.jobs import http
 from scripts.jobs.job import Job, check_dns_label
 from scripts.jobs.tpu import TpuSlice
 from spmd.errors import LaunchError
@@ -38,6 +39,8 @@ class JobSet:
       selector: further node labels.
       queue: a Kueue local queue.
       service_account: the pods' service account.
+      claims: persistent volume claim -> where it is mounted, `:ro` behind it for reading alone.
+      http_port: where process 0 serves HTTP; None if it does not.
     """
 
     image: str
@@ -51,15 +54,20 @@ class JobSet:
     selector: dict[str, str] = field(default_factory=dict)
     queue: str | None = None
     service_account: str | None = None
+    claims: dict[str, str] = field(default_factory=dict)
+    http_port: int | None = None
 
 
 def jobset_yaml(job: Job, jobset: JobSet) -> str:
-    """The JobSet, to be given to `kubectl apply -f -`.
+    """The JobSet, and a Service if it serves, to be given to `kubectl create -f -`.
 
     Raises:
       LaunchError: names that Kubernetes does not take, or resources that do not go together.
     """
-    return str(yaml.safe_dump(jobset_object(job, jobset), sort_keys=False, width=100))
+    objects = [jobset_object(job, jobset)]
+    if jobset.http_port is not None:
+        objects.append(http.service_object(job, jobset.namespace, jobset.http_port))
+    return str(yaml.safe_dump_all(objects, sort_keys=False, width=100))
 
 
 def jobset_object(job: Job, jobset: JobSet) -> dict[str, Any]:
@@ -111,7 +119,8 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 def _check(job: Job, jobset: JobSet) -> None:
     # The longest name made of it is a pod's: <name>-workers-<job>-<index>-<5 characters>.
     check_dns_label("--name", job.name, 63 - len(f"-{WORKERS}-00-0000-abcde"))
-    for name, value in (("--namespace", jobset.namespace), ("--queue", jobset.queue)):
+    named = {"--namespace": jobset.namespace, "--queue": jobset.queue}
+    for name, value in (*named.items(), *(("--claim", claim) for claim in jobset.claims)):
         if value is not None:
             check_dns_label(name, value)
     if not jobset.image or any(char.isspace() for char in jobset.image):
@@ -167,7 +176,7 @@ def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:
         limits["google.com/tpu"] = jobset.tpu.chips_per_host
     elif job.gpus_per_node:
         limits["nvidia.com/gpu"] = job.gpus_per_node
-    container = {
+    container: dict[str, Any] = {
         "name": WORKERS,
         "image": jobset.image,
         "command": [_escaped(part) for part in job.command],
@@ -176,11 +185,15 @@ def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:
         "ports": [{"containerPort": job.port}],
         "resources": _given({"requests": resources, "limits": limits}),
     }
+    if jobset.http_port is not None:
+        container["ports"] += [{"name": http.PORT_NAME, "containerPort": jobset.http_port}]
+        container |= http.container_fields(jobset.http_port)
     gpu = "nvidia.com/gpu"
     tolerations = [{"key": gpu, "operator": "Exists", "effect": "NoSchedule"}]
-    memory = {"name": "shm", "mountPath": "/dev/shm"}  # NCCL's transport within a node
-    if gpu in limits:
-        container["volumeMounts"] = [memory]
+    volumes, container["volumeMounts"] = _volumes(jobset)
+    if gpu in limits:  # NCCL's transport within a node
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": jobset.grace_s,
@@ -188,9 +201,22 @@ def _pod_spec(job: Job, jobset: JobSet) -> dict[str, Any]:
         "nodeSelector": selector,
         "tolerations": tolerations if gpu in limits else None,
         "containers": [_given(container)],
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}] if gpu in limits else None,
+        "volumes": volumes or None,
     }
     return {name: value for name, value in pod.items() if value is not None and value != {}}
+
+
+def _volumes(jobset: JobSet) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The claims' volumes, and where they are mounted."""
+    volumes: list[dict[str, Any]] = []
+    mounts: list[dict[str, Any]] = []
+    for claim, place in jobset.claims.items():
+        source: dict[str, Any] = {"claimName": claim}
+        path = place.removesuffix(":ro")
+        read_only: dict[str, Any] = {"readOnly": True} if path != place else {}
+        volumes.append({"name": claim, "persistentVolumeClaim": {**source, **read_only}})
+        mounts.append({"name": claim, "mountPath": path, **read_only})
+    return volumes, mounts
 
 
 def _environment(job: Job, jobset: JobSet) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from scripts.jobs.job import Job, exports
+from scripts.jobs.job import Job, exports, restarted
 from spmd.errors import LaunchError
 from spmd.launch.exit_codes import EXIT_PREEMPTED
 
@@ -26,6 +26,7 @@ class Slurm:
       container: image for the container plugin (`srun --container-image`).
       requeue: queue again after preemption: by Slurm, and when a process ends with
         `EXIT_PREEMPTED` because it saved its state on SIGTERM.
+      max_restarts: how many times a command that failed is started again, on the same nodes.
       exclusive: no other job on its nodes.
       warn_s: how many seconds before its end the job gets SIGTERM; 0 for not at all.
     """
@@ -40,6 +41,7 @@ class Slurm:
     output: str = "%x-%j.out"
     container: str | None = None
     requeue: bool = False
+    max_restarts: int = 0
     exclusive: bool = False
     warn_s: int = 120
 
@@ -53,18 +55,19 @@ def slurm_script(job: Job, slurm: Slurm) -> str:
     lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _options(job, slurm)), ""]
     lines += ["set -uo pipefail", *_environment(job), ""]
     command = " ".join(["srun", *map(shlex.quote, _srun_flags(job, slurm)), job.shell_command])
-    if not slurm.requeue:
+    if slurm.max_restarts:
+        lines.append(restarted(command, slurm.max_restarts))
+    elif slurm.requeue:
+        lines += [command, "code=$?"]
+    else:
         return "\n".join([*lines, f"exec {command}", ""])
-    lines += [
-        f"{command}",
-        "code=$?",
-        f"if [ $code -eq {EXIT_PREEMPTED} ]; then  # it saved its state on SIGTERM",
-        '  scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        "exit $code",
-        "",
-    ]
-    return "\n".join(lines)
+    if slurm.requeue:
+        lines += [
+            f"if [ $code -eq {EXIT_PREEMPTED} ]; then  # it saved its state on SIGTERM",
+            '  scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+        ]
+    return "\n".join([*lines, "exit $code", ""])
 
 
 def _options(job: Job, slurm: Slurm) -> list[str]:

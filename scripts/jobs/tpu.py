@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scripts.jobs.job import Job, exports
+from scripts.jobs.job import Job, exports, restarted
 from spmd.errors import LaunchError
 
 
@@ -78,7 +78,9 @@ def parse_tpu(name: str) -> TpuSlice:
     return TpuSlice(name, kind.accelerator, topology, chips // per_host, per_host)
 
 
-def tpu_vm_command(job: Job, tpu: str, zone: str, project: str | None = None) -> list[str]:
+def tpu_vm_command(
+    job: Job, tpu: str, zone: str, project: str | None = None, max_restarts: int = 0
+) -> list[str]:
     """The `gcloud` call that runs a command on every host of a TPU VM; jax finds the rest itself.
 
     Args:
@@ -86,11 +88,16 @@ def tpu_vm_command(job: Job, tpu: str, zone: str, project: str | None = None) ->
       tpu: the TPU VM's name.
       zone: where it is.
       project: the cloud project; gcloud's own setting if left out.
+      max_restarts: how many times every host starts a command again that failed: where one fails,
+        all end, and meet again.
     """
     parts = [*exports(job.env)]
     if job.folder is not None:
         parts.insert(0, f"cd {shlex.quote(job.folder)}")
-    remote = " && ".join([*parts, job.shell_command])
+    command = job.shell_command
+    if max_restarts:
+        command = f"{restarted(command, max_restarts)}; exit $code"
+    remote = " && ".join([*parts, command])
     where = [f"--zone={zone}", *([f"--project={project}"] if project else [])]
     return [
         "gcloud", "compute", "tpus", "tpu-vm", "ssh", tpu, *where, "--worker=all",

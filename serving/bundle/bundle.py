@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from serving.bundle.behind import Behind
 from serving.bundle.compilations import compilations
 from serving.bundle.function import BundleError, one_line
 from serving.bundle.manifest import Entrypoint, Leaf, Manifest
-from serving.bundle.programs import Parts, Program
+from serving.bundle.programs import Parts, Program, threads
 from serving.bundle.trees import fill
 from spmd.frontend.refine import NO_SYMBOLS
 from spmd.lowering.execute import x64_if
@@ -37,7 +39,9 @@ class Bundle:
       symbols: symbol -> value, or values: the sizes of symbolic dims that it was loaded with.
       functions: name -> what it is: `tags`, and `inputs` and `outputs` with paths, shapes, dtypes.
       notes: sentences on specs that do not fit the mesh, and on a cache that could not be written.
-      programs: name -> executable, shardings and the program of one device.
+      programs: name -> executable, shardings and the program of one device, of those functions
+        that are compiled by now.
+      emitted: name -> the program of one device, of all functions.
       told: is told of every call before it begins, in the order in which they run, so that other
         processes can repeat them; None where there is nobody to tell.
     """
@@ -54,14 +58,18 @@ class Bundle:
         self.manifest = manifest
         self.mesh = mesh
         self.symbols = symbols
-        self.functions: Mapping[str, Entrypoint] = {n: p.entry for n, p in programs.items()}
-        self.programs = programs
+        names = [*programs, *parts.later]
+        self.functions: Mapping[str, Entrypoint] = {n: manifest.functions[n] for n in names}
+        self.programs = dict(programs)
+        self.emitted = parts.emitted
         self.notes = tuple(notes)
         self.told: Told | None = None
         self._compiled = len(programs) + (parts.make_state is not None)
         self._make_state = parts.make_state
         self._held: dict[str, jax.Array] = dict(parts.weights)
         self._calls = {name: _Call(program) for name, program in programs.items()}
+        self._later = parts.later
+        self._behind = Behind({}, 1)
         self._running = threading.Lock()
         self.reset_state()
         self._before = compilations()
@@ -111,11 +119,34 @@ class Bundle:
             shardings = [self._held[path].sharding for path in arrays]
             self._held |= zip(arrays, put(list(arrays.values()), shardings), strict=True)
 
+    def compile_behind(self, ended: Callable[[], None]) -> None:
+        """Compiles the functions that are not there yet, on threads of their own.
+
+        Args:
+          ended: called when all are there, or at once.
+        """
+
+        def put_in(name: str, compiled: Callable[[], Program]) -> None:
+            program = compiled()
+            self.programs[name] = program
+            self._calls[name] = _Call(program)
+
+        jobs = {n: functools.partial(put_in, n, job) for n, job in self._later.items()}
+        self._behind = Behind(jobs, threads(), ended)
+
+    def arrivals(self) -> Iterator[str]:
+        """Functions that are compiled behind, each once it is there: see `load_bundle`'s `first`.
+
+        Raises:
+          BundleError: one cannot be compiled.
+        """
+        return self._behind.done()
+
     def run(self, name: str, *inputs: Any) -> Any:
         """Run a function; it reads the weights, and reads and replaces the state.
 
-        Calls from several threads run one after the other. Results come back at once, as arrays
-        that are computed in the background.
+        If it is still being compiled, this waits. Calls from several threads run one after the
+        other. Results come back at once, as arrays that are computed in the background.
 
         Args:
           name: of `functions`.
@@ -136,8 +167,12 @@ class Bundle:
     def run_flat(self, name: str, inputs: Sequence[Any]) -> list[jax.Array]:
         """Run a function on the leaves of its inputs; returns the leaves of its outputs."""
         call = self._calls.get(name)
+        if call is None and self._behind.wait(name):
+            call = self._calls[name]
         if call is None:
-            raise BundleError(f"there is no function {name!r}; there are {', '.join(self._calls)}")
+            raise BundleError(
+                f"there is no function {name!r}; there are {', '.join(self.functions)}"
+            )
         arrays = call.checked(inputs)
         given = call.placed(arrays)
         with self._running:

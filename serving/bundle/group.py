@@ -21,16 +21,13 @@ reason, by `spmd.launch.peers`. How they end:
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import queue
-import secrets
 import selectors
 import signal
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -38,15 +35,13 @@ from typing import Any, NoReturn
 import jax
 
 from serving.bundle.bundle import Bundle
-from serving.bundle.wire import Message, encode, read, set_up
-from spmd.errors import LaunchError
+from serving.bundle.connect import connect, welcome
+from serving.bundle.wire import Message, encode, read
 from spmd.launch.exit_codes import EXIT_PREEMPTED
-from spmd.launch.meet import listen
 from spmd.launch.peers import at_stop, first_line, peer_lost, stop_now
-from spmd.launch.store import Store, connected_to, job_store, this_process
+from spmd.launch.store import job_store, this_process
 
-KEY = "serving/leader"
-RUN, RESET, PUT, END, STOP = "run", "reset", "put", "end", "stop"
+RUN, RESET, END, STOP = "run", "reset", "end", "stop"
 
 QUEUED = 64
 """Calls that may wait for a slow connection; then process 0 waits, too."""
@@ -60,8 +55,6 @@ CAUSE_SECONDS = 5.0
 GOODBYE_SECONDS = 10.0
 """So long process 0 waits for the others to end."""
 
-_HELLO_SECONDS = 10.0
-_HELLO_BYTES = 100
 _ASKED = b"t"
 
 _LOG = logging.getLogger("serving")
@@ -84,74 +77,8 @@ def join(timeout_s: float = 300.0) -> Leader | Follower | None:
         return None
     process, processes = this_process()
     if process == 0:
-        return Leader(_welcome(store, processes, timeout_s))
-    return Follower(_connect(store, process, timeout_s), process, processes)
-
-
-def _welcome(store: Store, processes: int, timeout_s: float) -> dict[int, socket.socket]:
-    """Connections to all others. Who knows the secret, has it from the job's store."""
-    lines: dict[int, socket.socket] = {}
-    secret = secrets.token_hex(16)
-    deadline = time.monotonic() + timeout_s
-    with listen(0, processes) as server:
-        store.put(KEY, f"{server.getsockname()[1]} {secret}")
-        while len(lines) < processes - 1:
-            server.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                line, _ = server.accept()
-            except TimeoutError:
-                missing = sorted({*range(1, processes)} - lines.keys())
-                raise LaunchError(
-                    f"process {missing[0]} did not connect to process 0 within {timeout_s:g} s",
-                    fix="see its output, and whether a firewall is between the two",
-                ) from None
-            process = _hello(line, secret)
-            if process is None:
-                line.close()
-                continue
-            set_up(line)
-            lines[process] = line
-    return lines
-
-
-def _hello(line: socket.socket, secret: str) -> int | None:
-    """Which process connects; None for strangers."""
-    line.settimeout(_HELLO_SECONDS)
-    try:
-        said, _, process = _line(line).partition(" ")
-        return int(process) if hmac.compare_digest(said, secret) else None
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _line(line: socket.socket) -> str:
-    """Text up to the end of a line; what is behind it stays to be read."""
-    text = b""
-    while not text.endswith(b"\n") and len(text) < _HELLO_BYTES:
-        piece = line.recv(1)
-        if not piece:
-            raise ConnectionError("the connection was closed")
-        text += piece
-    return text[:-1].decode("ascii")
-
-
-def _connect(store: Store, process: int, timeout_s: float) -> socket.socket:
-    told = store.get(KEY, timeout_s)
-    host = str(connected_to()).rpartition(":")[0].strip("[]")
-    try:
-        if told is None:
-            raise TimeoutError(f"it said nothing for {timeout_s:g} s")
-        port, _, secret = told.partition(" ")
-        line = socket.create_connection((host, int(port)), timeout=timeout_s)
-        line.sendall(f"{secret} {process}\n".encode())
-    except OSError as error:
-        raise LaunchError(
-            f"process {process} cannot reach process 0 at {host}",
-            actual=str(error),
-            fix="see process 0's output, and whether a firewall is between the two",
-        ) from None
-    set_up(line)
-    return line
+        return Leader(welcome(store, processes, timeout_s))
+    return Follower(connect(store, process, timeout_s), process, processes)
 
 
 class Leader:
@@ -182,11 +109,11 @@ class Leader:
         self._queue.put(encode(Message(kind, names, arrays)))
 
     def attend(self, drain: Callable[[], None], lose: Callable[[str], None]) -> None:
-        """See `serving.http.server.Others`."""
+        """See `serving.http.others.Others`."""
         self._drain, self._lose = drain, lose
 
     def heed(self, error: Exception) -> None:
-        """Ends all processes if a call failed on the devices; see `serving.http.server.Others`."""
+        """Ends all processes if a call failed on the devices; see `serving.http.others.Others`."""
         if not _is_of_devices(error):
             return
         # A collective that breaks is most likely not at fault: who is, turns out in a moment.
@@ -195,7 +122,7 @@ class Leader:
         threading.Event().wait()
 
     def end(self, asked: bool) -> NoReturn:
-        """See `serving.http.server.Others`."""
+        """See `serving.http.others.Others`."""
         if self._lost.is_set():
             threading.Event().wait()  # the thread that noticed ends the process
         code = 0 if asked else EXIT_PREEMPTED
@@ -257,6 +184,16 @@ def _is_of_devices(error: BaseException | None) -> bool:
     return False
 
 
+def repeat(bundle: Bundle, call: Message) -> Any:
+    """Runs a call that `Bundle.told` was told of; returns arrays that are computed."""
+    kind, names, arrays = call
+    if kind == RUN:
+        return bundle.run_flat(names[0], arrays)
+    if kind == RESET:
+        return bundle.reset_state()
+    return bundle.put_state(dict(zip(names, arrays, strict=True)))
+
+
 class Follower:
     """The side of every other process.
 
@@ -282,13 +219,7 @@ class Follower:
         _LOG.info("process %d of %d runs what process 0 runs", self.process, self.processes)
         under_way: deque[Any] = deque()
         while True:
-            kind, names, arrays = self._calls.get()
-            if kind == RUN:
-                under_way.append(bundle.run_flat(names[0], arrays))
-            elif kind == RESET:
-                bundle.reset_state()
-            else:
-                bundle.put_state(dict(zip(names, arrays, strict=True)))
+            under_way.append(repeat(bundle, self._calls.get()))
             if len(under_way) > AHEAD:
                 jax.block_until_ready(under_way.popleft())
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,11 +85,15 @@ class Parts:
 
     Attributes:
       programs: name -> program.
+      emitted: name -> what is compiled, of all functions.
+      later: name -> compiles it; of those that are not among `programs`.
       weights: path -> array.
       make_state: a program that makes the state; None where there is none.
     """
 
     programs: Mapping[str, Program]
+    emitted: Mapping[str, Emitted]
+    later: Mapping[str, Callable[[], Program]]
     weights: Mapping[str, jax.Array]
     make_state: Any
 
@@ -235,6 +240,7 @@ def compile_functions(
     options: Options,
     read_weights: Callable[[Placed], Mapping[str, jax.Array]],
     waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    first: Collection[str] | None = None,
 ) -> Parts:
     """Compiles planned functions, while the weights are read onto the mesh.
 
@@ -246,25 +252,28 @@ def compile_functions(
       options: of the compiler.
       read_weights: path -> array of all weights, where they are to lie.
       waiting: is entered once they are read, and left when all is compiled.
+      first: names of those that are compiled here, the others being left for later; None is all.
 
     Raises:
       BundleError: a function that XLA refuses.
     """
     placed = placements(manifest, emitted, mesh)
-    with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
-        compiling = {
-            name: pool.submit(_compile, manifest.functions[name], emitted[name], options)
-            for name in wanted
-        }
+    jobs = {
+        name: functools.partial(_compile, manifest.functions[name], emitted[name], options)
+        for name in wanted
+    }
+    later = {} if first is None else {n: job for n, job in jobs.items() if n not in first}
+    with concurrent.futures.ThreadPoolExecutor(threads()) as pool:
+        compiling = {name: pool.submit(jobs[name]) for name in wanted if name not in later}
         needs_x64 = any(program.needs_x64 for program in emitted.values())
         filling = pool.submit(_compile_state, manifest.state, placed, needs_x64)
         weights = read_weights(placed)
         with waiting():
             programs = {name: future.result() for name, future in compiling.items()}
-            return Parts(programs, weights, filling.result())
+            return Parts(programs, emitted, later, weights, filling.result())
 
 
-def _threads() -> int:
+def threads() -> int:
     """How many functions are compiled at a time; processes of one job do it in one order."""
     return 1 if jax.process_count() > 1 else max(2, min(8, os.cpu_count() or 1))
 

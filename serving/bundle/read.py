@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ def load_bundle(
     symbols: Mapping[str, Sizes] | None = None,
     memory_share: float | None = None,
     auto: bool = False,
+    first: Callable[[Manifest], Collection[str]] | None = None,
 ) -> Bundle:
     """Check a bundle, partition its functions for a mesh, and read its weights onto it.
 
@@ -71,9 +72,11 @@ def load_bundle(
       memory_share: of each device's memory, which the bundle may take for that: above 0, at most 1;
         0.9 if left out (on CPUs 0.1).
       auto: whether the compiler chooses specs for this mesh where the bundle has none.
+      first: says which functions have to be compiled before the bundle is returned. The others are
+        compiled behind, see `Bundle.arrivals`; a call of one waits for it. None is all.
 
     Returns:
-      The bundle, ready to run: nothing is compiled later.
+      The bundle, ready to run. Without `first` nothing is compiled later.
 
     Raises:
       BundleError: a bundle that is damaged, does not fit together, or cannot be compiled for this
@@ -96,8 +99,9 @@ def load_bundle(
         _tell(console, f"checking {len(manifest.files)} files, {size / 1e9:.2f} GB")
         check_hashes(folder, manifest, console)
     cache = Cache(cache_dir) if cache_dir is not None else None
-    caching = cache.executables() if cache else contextlib.nullcontext()
-    with _fitting(folder), caching:
+    with _fitting(folder), contextlib.ExitStack() as caching:
+        if cache is not None:
+            caching.enter_context(cache.executables())
         _tell(console, f"planning {len(wanted)} functions for {mesh}")
         names = with_primary(manifest, wanted)
         modules = Modules(folder, manifest, names, mesh.refined(), options, cache)
@@ -127,12 +131,17 @@ def load_bundle(
                 yield
 
         emitted = planned.emitted
-        parts = compile_functions(manifest, mesh, emitted, wanted, options, weights, waiting)
+        needed = None if first is None else first(manifest)
+        parts = compile_functions(
+            manifest, mesh, emitted, wanted, options, weights, waiting, needed
+        )
         notes += too_much(planned, parts.programs, mesh)
         notes += nothing_split(manifest, emitted, mesh)
         if cache is not None:
             notes += cache.notes
-        return Bundle(manifest, mesh, parts, notes, planned.symbols)
+        bundle = Bundle(manifest, mesh, parts, notes, planned.symbols)
+        bundle.compile_behind(caching.pop_all().close)
+        return bundle
 
 
 def _wanted(manifest: Manifest, functions: Collection[str] | None) -> list[str]:

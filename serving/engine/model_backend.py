@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -48,6 +47,7 @@ class ModelBackend:
       info: facts about the model for people.
       budget: rows of a group in one step beside which decoding does not wait long; None: as many as
         a step may have.
+      names: of the functions that are there from the start; None is all. `add` adds others.
     """
 
     def __init__(
@@ -56,21 +56,16 @@ class ModelBackend:
         limits: Limits,
         info: Mapping[str, Any] | None = None,
         budget: int | None = None,
+        names: Collection[str] | None = None,
     ) -> None:
         self.limits = limits
         self.info = dict(info or {})
         self.budget = limits.rows[-1] if budget is None else budget
         self._programs = programs
+        # (Kind, rows, length) -> function, ascending.
         self._names: dict[tuple[str, int, int], str] = {}
-        for name, function in programs.functions.items():
-            kind, *sizes = (function.tags.get(tag, 0) for tag in ("kind", "rows", "length"))
-            self._names[kind, *sizes] = name
-        # Kind -> its numbers of rows.
-        self._rows = {
-            kind: sorted({rows for k, rows, _ in self._names if k == kind})
-            for kind in ("step", "score")
-        }
-        self._lengths = sorted({length for kind, _, length in self._names if kind == "step"})
+        for name in programs.functions if names is None else names:
+            self._enter(name)
         self._tables = _Tables(limits)
 
     @property
@@ -115,8 +110,7 @@ class ModelBackend:
         limits = self.limits
         placed = _place(parts, limits)
         kind = "score" if any(part.targets is not None for part in parts) else "step"
-        rows = _bucket(self._rows[kind], placed.fullest, "rows of a group")
-        length = _bucket(self._lengths, placed.longest, "positions of a slot")
+        rows, length = self._bucket(kind, placed.fullest, placed.longest)
         inputs = _row_inputs(placed, rows, limits)
         inputs["table"] = self._tables.filled(parts, length)
         inputs["alternatives"] = np.bool_(alternatives and limits.top_logprobs > 0)
@@ -139,22 +133,51 @@ class ModelBackend:
 
     def warm_up(self) -> None:
         """Calls every function once, so that no request pays for what a first call does."""
-        limits = self.limits
         self.begin(0, GREEDY, ())
         if ("allow", 0, 0) in self._names:
             self.allow({0: None})
+        for name in self._names.values():
+            self._try_out(name)
+
+    def add(self, name: str) -> None:
+        """Takes a function that has been compiled meanwhile, and calls it once, on any thread."""
+        self._try_out(name)
+        self._enter(name)
+
+    def _enter(self, name: str) -> None:
+        """A new table instead of a changed one: another thread may read it."""
+        self._names = dict(sorted({**self._names, self._tags(name): name}.items()))
+
+    def _tags(self, name: str) -> tuple[str, int, int]:
+        tags = self._programs.functions[name].tags
+        return tags.get("kind", ""), tags.get("rows", 0), tags.get("length", 0)
+
+    def _try_out(self, name: str) -> None:
+        """Calls a step on padding, which changes nothing."""
+        kind, rows, length = self._tags(name)
+        if kind not in ("step", "score"):
+            return
+        limits = self.limits
         nothing = _place((), limits)
-        for kind, rows, length in self._names:
-            if kind not in ("step", "score"):
-                continue
-            inputs = _row_inputs(nothing, rows, limits)
-            inputs["table"] = self._tables.filled((), length)
-            inputs["alternatives"] = np.bool_(False)
-            inputs["draws"] = _draws(nothing, rows, limits)[1]
-            if kind == "score":
-                inputs["targets"] = _targets(nothing, rows, limits)
-            outputs = self._programs.run(self._names[kind, rows, length], inputs)
-            _copied(outputs["drawn"])()
+        inputs = _row_inputs(nothing, rows, limits)
+        inputs["table"] = self._tables.filled((), length)
+        inputs["alternatives"] = np.bool_(False)
+        inputs["draws"] = _draws(nothing, rows, limits)[1]
+        if kind == "score":
+            inputs["targets"] = _targets(nothing, rows, limits)
+        outputs = self._programs.run(name, inputs)
+        _copied(outputs["drawn"])()
+
+    def _bucket(self, kind: str, rows: int, length: int) -> tuple[int, int]:
+        """The smallest sizes that are there for so many rows and positions."""
+        there = [(r, t) for k, r, t in self._names if k == kind]
+        found = next((size for size in there if size[0] >= rows and size[1] >= length), None)
+        if found is not None:
+            return found
+        most_rows, most = (max(sizes, default=0) for sizes in zip(*there, strict=True))
+        if rows > most_rows:
+            raise ValueError(f"{rows} rows of a group: at most {most_rows}")
+        raise ValueError(f"{length} positions of a slot: at most {most}")
 
 
 class _Placed(NamedTuple):
@@ -299,13 +322,6 @@ class _Tables:
                 self._pages[part.slot] = pages
         # The caller's arrays are read while the next call is prepared.
         return self._table[:, :, : length // self._page].copy()
-
-
-def _bucket(sizes: Sequence[int], needed: int, what: str) -> int:
-    most = max(sizes, default=0)
-    if needed > most:
-        raise ValueError(f"{needed} {what}: at most {most}")
-    return sizes[bisect.bisect_left(sizes, needed)]
 
 
 def _taken(tokens: Tokens, index: Any) -> Tokens:

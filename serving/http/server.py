@@ -17,8 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
-from typing import Protocol as Interface
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -27,6 +26,7 @@ from serving.errors import ServingError
 from serving.http import logs
 from serving.http.app import make_app
 from serving.http.options import HttpOptions
+from serving.http.others import Others
 from serving.http.service import Loaded, Options, Service
 
 if TYPE_CHECKING:
@@ -51,28 +51,6 @@ LAST_WORDS_SECONDS = 1
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HEADER_BYTES = 2**16
-
-
-class Others(Interface):
-    """The other processes that run the model, where there are some: what ends one ends all."""
-
-    def heed(self, error: Exception) -> None:
-        """Is told what the model raised; does not return if that ends the processes."""
-
-    def attend(self, drain: Callable[[], None], lose: Callable[[str], None]) -> None:
-        """Takes what to do if another process is asked to end, and what before a sudden end.
-
-        Args:
-          drain: begins to drain.
-          lose: tells clients why, and returns when they have been told.
-        """
-
-    def end(self, asked: bool) -> NoReturn:
-        """Ends all processes.
-
-        Args:
-          asked: whether this one was asked to end; else they are to be started again.
-        """
 
 
 class Protocol(H11Protocol):
@@ -307,8 +285,6 @@ def serve(
     sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(options) if others is None else Service(options, others.heed)
     server = Server(service, log_level, http)
-    if others is not None:
-        others.attend(server.drain, server.lose)
     listener = listen(host, port)
     address, actual_port = listener.getsockname()[:2]
     scheme = "https" if server.config.is_ssl else "http"
@@ -329,6 +305,8 @@ def serve(
     loader = threading.Thread(target=run_load, name="load", daemon=True)
     with _heeding_signals(server):
         _LOG.info("listening on %s://%s:%d, loading the model", scheme, address, actual_port)
+        if others is not None:
+            others.attend(server.drain, server.lose)
         loader.start()
         server.run(sockets=[listener])
         if service.lost is None:

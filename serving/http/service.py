@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
@@ -48,6 +49,7 @@ class Loaded:
       special_tokens: texts that the template may use by name. `bos_token` and `eos_token` are found
         out from the tokenizer.
       infer: the function of tensors; None if there is none.
+      background: a thread that makes the model faster while it is served.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Loaded:
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     infer: Infer | None = None
+    background: threading.Thread | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,6 +367,9 @@ class Service:
     @property
     def ended(self) -> bool:
         """Whether no thread runs: a call may take longer than `stop` waits."""
+        background = None if self.loaded is None else self.loaded.background
+        if background is not None and background.is_alive():
+            return False
         return all(part.ended for part in self._parts)
 
     @property

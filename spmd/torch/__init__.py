@@ -9,7 +9,10 @@ from spmd.torch.install import load_torchax
 load_torchax()
 
 from spmd.torch.exported import Exported, export  # noqa: E402
+from spmd.torch.functional import call_jax, functional  # noqa: E402
 from spmd.torch.sharded import Sharded, shard  # noqa: E402  # torchax has to be loaded first
 from spmd.torch.step import TrainStep, train_step  # noqa: E402
 
-__all__ = ["Exported", "Sharded", "TrainStep", "export", "shard", "train_step"]
+__all__ = [
+    "Exported", "Sharded", "TrainStep", "call_jax", "export", "functional", "shard", "train_step",
+]  # fmt: skip

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spmd.errors import ArgumentError, FrontendError
+from spmd.errors import ArgumentError
 from spmd.frontend.artifact import named_artifact
 from spmd.torch.held import check_module
 from spmd.torch.inputs import split_result, take_apart
 from spmd.torch.program import key_of
 from spmd.torch.state import arrays_of, state_of
-from spmd.torch.tracing import as_arrays, run
+from spmd.torch.tracing import as_arrays, check_pure, run
 
 
 class Exported(NamedTuple):
@@ -96,22 +96,11 @@ def export(
         state = {name: arguments[name] for name in weights}
         leaves = {name: arguments[name] for name in structs}
         ran = run(module, call, state, inputs, leaves, key_of((0, 0)))
-        _check_pure(ran.changed, ran.draws)
+        check_pure(ran)
         return _named_results(ran.result)
 
     data, _, _ = named_artifact(forward, {**weights, **structs}, platform=platform)
     return Exported(data, weights, tuple(sorted({**weights, **structs})))
-
-
-def _check_pure(changed: Mapping[str, Any], draws: bool) -> None:
-    if draws or changed:
-        raise FrontendError(
-            "the module draws random numbers"
-            if draws
-            else f"the module changes its buffer {next(iter(changed))!r}",
-            required="results that depend on the arguments alone",
-            fix="export it in evaluation mode: module.eval()",
-        )
 
 
 def _named_results(result: Any) -> Any:

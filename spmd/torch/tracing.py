@@ -122,6 +122,22 @@ def _check_changed(module: Any, changed: Mapping[str, Any]) -> None:
         )
 
 
+def check_pure(ran: Run) -> None:
+    """Holds that a run's results depend on its arguments alone.
+
+    Raises:
+      FrontendError: it drew random numbers, or changed buffers.
+    """
+    if ran.draws or ran.changed:
+        raise FrontendError(
+            "the module draws random numbers"
+            if ran.draws
+            else f"the module changes its buffer {next(iter(ran.changed))!r}",
+            required="results that depend on the arguments alone",
+            fix="export it in evaluation mode: module.eval()",
+        )
+
+
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
     """Traced tensors of a result as jax values; others become constants."""
     return [t.jax() if hasattr(t, "jax") else jnp.asarray(t.detach().numpy()) for t in tensors]

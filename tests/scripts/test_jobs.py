@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,6 +44,16 @@ DRY_RUNS: dict[str, list[str]] = {
     "mpi_here": ["mpi", "--processes_per_node=4"],
 }  # fmt: skip
 
+SERVE = ["scripts/serve", "/bundles/llama", "--mesh=data=2,model=8", "--host=0.0.0.0"]
+
+SERVING: dict[str, list[str]] = {
+    "jobset_serving": ["jobset", "--tpu=v5e-16", "--image=registry/image:tag", "--name=llama",
+                       "--max_restarts=10", "--http_port=8000", "--claim=bundles=/bundles:ro",
+                       "--claim=cache=/home/spmd/.cache", "--namespace=serving"],
+    "slurm_serving": ["slurm", "--nodes=2", "--gpus_per_node=8", "--max_restarts=10", "--requeue"],
+    "tpu_vm_serving": ["tpu-vm", "--tpu-name=pod", "--zone=us-east5-a", "--max_restarts=10"],
+}  # fmt: skip
+
 
 @pytest.fixture
 def dry_run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
@@ -53,9 +64,14 @@ def dry_run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.parametrize("name", DRY_RUNS)
+@pytest.mark.parametrize("name", [*DRY_RUNS, *SERVING])
 def test_golden(name: str, dry_run: Callable[..., str], golden: Callable[[str, str], None]):
-    golden(f"launch/{name}", dry_run(DRY_RUNS[name]))
+    golden(f"launch/{name}", job_file(name, dry_run))
+
+
+def job_file(name: str, dry_run: Callable[..., str]) -> str:
+    """What is handed over for one of the jobs above."""
+    return dry_run(SERVING[name], SERVE) if name in SERVING else dry_run(DRY_RUNS[name])
 
 
 # Slurm.
@@ -68,9 +84,9 @@ SBATCH_OPTIONS = {
 """As `man sbatch` spells them."""
 
 
-@pytest.mark.parametrize("name", [name for name in DRY_RUNS if name.startswith("slurm")])
+@pytest.mark.parametrize("name", [n for n in (*DRY_RUNS, *SERVING) if n.startswith("slurm")])
 def test_slurm_scripts_parse(name: str, dry_run: Callable[..., str], tmp_path: Path):
-    script = dry_run(DRY_RUNS[name])
+    script = job_file(name, dry_run)
     parsed = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
     assert parsed.returncode == 0, parsed.stderr
     lines = script.splitlines()
@@ -122,9 +138,34 @@ def test_slurm_runs_the_command_and_requeues(
         assert called(tmp_path, "scontrol")[0] == ["requeue", "42"]
 
 
+@pytest.mark.parametrize(("code", "starts"), [(0, 1), (75, 1), (76, 3)])
+def test_slurm_starts_again_what_failed(
+    code: int, starts: int, dry_run: Callable[..., str], tmp_path: Path
+):
+    script = dry_run(["slurm", "--max_restarts=2"], HARD)
+    ran = subprocess.run(["bash", "-c", script], env=fake(tmp_path, "srun", code))
+    assert ran.returncode == code
+    assert len((tmp_path / "srun").read_text().splitlines()) == starts
+
+
 # Kubernetes.
 
 TEXT, NUMBER, FLAG = str, int, bool
+PROBE = {
+    "exec": {"command": [TEXT]},
+    "periodSeconds": NUMBER,
+    "timeoutSeconds": NUMBER,
+    "failureThreshold": NUMBER,
+}
+SERVICE = {
+    "apiVersion": TEXT,
+    "kind": TEXT,
+    "metadata": {"name": TEXT, "namespace": TEXT},
+    "spec": {
+        "selector": {"*": TEXT},
+        "ports": [{"name": TEXT, "port": NUMBER, "targetPort": NUMBER}],
+    },
+}
 FIELDS: dict[str, Any] = {
     "apiVersion": TEXT,
     "kind": TEXT,
@@ -183,15 +224,30 @@ FIELDS: dict[str, Any] = {
                                                 "valueFrom": {"fieldRef": {"fieldPath": TEXT}},
                                             }
                                         ],
-                                        "ports": [{"containerPort": NUMBER}],
+                                        "ports": [{"name": TEXT, "containerPort": NUMBER}],
+                                        "startupProbe": PROBE,
+                                        "livenessProbe": PROBE,
+                                        "readinessProbe": PROBE,
+                                        "lifecycle": {"preStop": {"exec": {"command": [TEXT]}}},
                                         "resources": {
                                             "requests": {"*": TEXT},
                                             "limits": {"*": NUMBER},
                                         },
-                                        "volumeMounts": [{"name": TEXT, "mountPath": TEXT}],
+                                        "volumeMounts": [
+                                            {"name": TEXT, "mountPath": TEXT, "readOnly": FLAG}
+                                        ],
                                     }
                                 ],
-                                "volumes": [{"name": TEXT, "emptyDir": {"medium": TEXT}}],
+                                "volumes": [
+                                    {
+                                        "name": TEXT,
+                                        "emptyDir": {"medium": TEXT},
+                                        "persistentVolumeClaim": {
+                                            "claimName": TEXT,
+                                            "readOnly": FLAG,
+                                        },
+                                    }
+                                ],
                             }
                         },
                     }
@@ -230,9 +286,10 @@ def test_the_check_finds_what_is_wrong():
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
-@pytest.mark.parametrize("name", [name for name in DRY_RUNS if name.startswith("jobset")])
+@pytest.mark.parametrize("name", [n for n in (*DRY_RUNS, *SERVING) if n.startswith("jobset")])
 def test_jobsets_have_known_fields(name: str, dry_run: Callable[..., str]):
-    jobset = yaml.safe_load(dry_run(DRY_RUNS[name]))
+    jobset, *services = yaml.safe_load_all(job_file(name, dry_run))
+    assert [misfits(service, SERVICE) for service in services] == [[]] * (name in SERVING)
     assert misfits(jobset, FIELDS) == []
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (replicated,) = jobset["spec"]["replicatedJobs"]
@@ -246,6 +303,24 @@ def test_jobsets_have_known_fields(name: str, dry_run: Callable[..., str]):
     assert len(variables) == len(set(variables))
 
 
+def test_probes_ask_process_0_alone(dry_run: Callable[..., str]):
+    """Where nothing listens, process 0 is not ready, and the others are."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["jobset", "--image=i", "--nodes=2", f"--http_port={port}"]
+    jobset, service = yaml.safe_load_all(dry_run(flags, SERVE))
+    assert service["spec"]["ports"][0]["targetPort"] == port
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    command = pod["containers"][0]["readinessProbe"]["exec"]["command"]
+    codes = [
+        subprocess.run(
+            command, env={**os.environ, "JOB_COMPLETION_INDEX": str(index)}, stderr=subprocess.PIPE
+        ).returncode
+        for index in range(2)
+    ]
+    assert codes == [1, 0]
+
+
 def test_jobset_commands_survive(dry_run: Callable[..., str]):
     jobset = yaml.safe_load(dry_run(["jobset", "--image=i", "--nodes=2"], HARD))
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
@@ -254,6 +329,15 @@ def test_jobset_commands_survive(dry_run: Callable[..., str]):
 
 
 # TPU VMs and MPI.
+
+
+def test_a_tpu_vm_starts_again_what_failed(dry_run: Callable[..., str], tmp_path: Path):
+    env = fake(tmp_path, "prog", 76)
+    flags = ["tpu-vm", "--tpu-name=n", "--zone=z", "--max_restarts=1", "--env=NOTE=a"]
+    remote = shlex.split(dry_run(flags, HARD))[-1].removeprefix("--command=")
+    assert subprocess.run(["bash", "-c", remote], env=env).returncode == 76
+    calls = [json.loads(line) for line in (tmp_path / "prog").read_text().splitlines()]
+    assert calls == [[HARD[1:], "a"]] * 2
 
 
 def test_tpu_vm_commands_survive(dry_run: Callable[..., str], tmp_path: Path):

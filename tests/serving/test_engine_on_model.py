@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from serving.engine.backend import Sampling
 from serving.engine.choice import Job
 from serving.engine.engine import Engine
 from serving.engine.model_backend import generate
-from serving.language_backend import model_backend
+from serving.language_backend import first_functions, model_backend
 from serving.llama_bundle import write_llama_bundle
 
 SHAPE = ServingShape(4, 64, (4, 16), (32, 64), 8, 2, 2, "float32")
@@ -35,7 +36,14 @@ def folder(tmp_path_factory: Any) -> Path:
 
 def test_tokens_are_those_of_a_request_alone(folder: Path, devices8: Any) -> None:
     mesh = spmd.make_mesh(data=2, devices=devices8[:2])
-    backend = model_backend(load_bundle(folder, mesh, symbols={"pages": 9}))
+    bundle = load_bundle(folder, mesh, symbols={"pages": 9}, first=first_functions)
+    backend = model_backend(bundle)
+
+    def add() -> None:
+        for name in bundle.arrivals():
+            backend.add(name)
+
+    arriving = threading.Thread(target=add)
     rng = random.Random(0)
     beginnings = [tuple(rng.choices(range(256), k=k)) for k in (8, 20, 33)]
     jobs = []
@@ -50,6 +58,7 @@ def test_tokens_are_those_of_a_request_alone(folder: Path, devices8: Any) -> Non
         )  # fmt: skip
     engine = Engine(backend, ByteTokenizer().decode, b"a", token_budget=8)
     engine.start()
+    arriving.start()  # steps over shorter tables, some of them while requests run
 
     async def one(job: Job) -> tuple[list[float], Any]:
         deltas = [delta async for delta in engine.submit([job])]
@@ -62,6 +71,7 @@ def test_tokens_are_those_of_a_request_alone(folder: Path, devices8: Any) -> Non
     found = asyncio.run(go())
     counts = engine.state().counts
     engine.stop()
+    arriving.join()
     assert counts.preempted and counts.repeated and counts.reused
     for job, (logprobs, scores) in zip(jobs, found, strict=True):
         _, expected = generate(backend, job.prompt, job.max_tokens, job.sampling)

@@ -152,9 +152,8 @@ def stand_in(platform, **shape):
         manifest=SimpleNamespace(contract=contract, name="x"),
         symbols={"pages": 20},
         functions=entries,
-        programs={
-            name: SimpleNamespace(entry=entries[name], emitted=e) for name, e in emitted.items()
-        },
+        programs=entries,
+        emitted=emitted,
         devices=[SimpleNamespace(platform=platform)],
     )
 

@@ -1,0 +1,170 @@
+"""Seconds from the start of a server to its first answer, with an empty cache and with a full one.
+
+The model has 0.9M parameters (or is the bundle that is named), so that planning and compiling are
+what takes the time. The server answers when the functions are there that all requests need; the
+others follow behind.
+
+Examples:
+    benchmarks/run starts --meshes data=1,model=1 data=4,model=2
+    benchmarks/run starts --bundle llama-1b --platform cuda --meshes data=1,model=1
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from models.decode import ServingShape
+from models.llama.config import LlamaConfig
+from models.llama.weights.sources import fresh_source
+from serving.llama_bundle import write_llama_bundle
+from spmd.cli.flags import Parser
+
+ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 1800.0
+DEVICES = "--xla_force_host_platform_device_count=8"
+
+CONFIG = LlamaConfig(
+    vocab_size=264,
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    max_position_embeddings=1024,
+    scan_layers=False,
+)
+ROWS, LENGTHS = (1, 8, 256), (256, 1024)
+
+
+class Start(NamedTuple):
+    """Seconds from the start of the process.
+
+    Attributes:
+      listens: until its port is open.
+      ready: until it takes requests.
+      answered: until the first answer is there.
+      all_there: until all functions are compiled.
+      functions: how many were there when it was ready, and how many there are.
+    """
+
+    listens: float
+    ready: float
+    answered: float
+    all_there: float
+    functions: tuple[int, int]
+
+
+def write_bundle(folder: Path, groups: int, platform: str) -> None:
+    """Random weights; eight slots."""
+    shape = ServingShape(8, 1024, ROWS, LENGTHS, 64, groups, 5, "float32")
+    config = dataclasses.replace(CONFIG, dtype="float32", param_dtype="float32")
+    with fresh_source(config, 0) as source:
+        write_llama_bundle(source, folder, shape, dtype="float32", platforms=(platform,))
+
+
+@contextmanager
+def starting(bundle: Path, mesh: str, work: Path, platform: str) -> Iterator[Path]:
+    """A server that starts; what it says is in the file that is given out."""
+    log = work / "log"
+    flags = os.environ.get("XLA_FLAGS", "")
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platform,
+        "XLA_FLAGS": flags if DEVICES.partition("=")[0] in flags else f"{flags} {DEVICES}",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "scripts.serve_bundle", str(bundle), "--mesh", mesh]
+    command += ["--port", "0", "--cache_dir", str(work / "cache")]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=ROOT)
+    try:
+        yield log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(bundle: Path, mesh: str, work: Path, platform: str) -> Start:
+    """Starts a server once."""
+    started = time.monotonic()
+    with starting(bundle, mesh, work, platform) as log:
+        (url,) = _said(log, r"listening on (http://[\d.]+:\d+)")
+        listens = time.monotonic() - started
+        _said(log, r" (ready): ")
+        ready = time.monotonic() - started
+        there = _compiled(url)
+        body = {"prompt": "def f(", "max_tokens": 1}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).raise_for_status()
+        answered = time.monotonic() - started
+        count = len(list((bundle / "functions").glob("*.mlirbc")))
+        if there <= count:
+            _said(log, r"(more functions are compiled)")
+        return Start(listens, ready, answered, time.monotonic() - started, (there - 1, count))
+
+
+def _said(log: Path, pattern: str) -> tuple[str, ...]:
+    """Waits for a line of the log."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        text = log.read_text()
+        found = re.search(pattern, text)
+        if found:
+            return found.groups()
+        if "error:" in text:
+            break
+        time.sleep(0.02)
+    sys.exit(f"the server did not say {pattern!r}:\n{log.read_text()}")
+
+
+def _compiled(url: str) -> int:
+    """Programs that are there; the one that makes the state is one of them."""
+    text = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
+    found = re.search(r"^spmd:compile_total\S* (\S+)$", text, re.MULTILINE)
+    return int(float(found[1])) if found else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints the table."""
+    parser = Parser("benchmarks/run starts", __doc__)
+    parser.add_argument("--bundle", type=Path, help="instead of the model with random weights")
+    parser.add_argument("--meshes", nargs="+", default=["data=1,model=1", "data=4,model=2"])
+    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
+    given = parser.parse_args(arguments)
+    console = Console(soft_wrap=True)
+    table = Table("mesh", "cache", "listens, s", "ready, s", "first answer, s", "all functions, s",
+                  "there when ready")  # fmt: skip
+    with tempfile.TemporaryDirectory() as made, console.status("") as status:
+        for mesh in given.meshes:
+            work = Path(made) / mesh.replace(",", "-")
+            work.mkdir()
+            bundle = given.bundle or _exported(work, mesh, given)
+            for cache in ("empty", "full"):
+                status.update(f"{mesh}, {cache} cache")
+                start = measure(bundle, mesh, work, given.platform)
+                seconds = [f"{x:.1f}" for x in start[:4]]
+                table.add_row(mesh, cache, *seconds, "{} of {}".format(*start.functions))
+    console.print(table)
+
+
+def _exported(work: Path, mesh: str, given: argparse.Namespace) -> Path:
+    found = re.search(r"data=(\d+)", mesh)
+    folder = work / "bundle"
+    write_bundle(folder, int(found[1]) if found else 1, given.platform)
+    return folder
+
+
+if __name__ == "__main__":
+    main()
