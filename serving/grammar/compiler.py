@@ -22,10 +22,13 @@ SPACE = r"( |\n[ \t]{0,40})"
 """What may be between the parts of JSON: a blank, or a line break and what indents the next line.
 Without a bound a model may write blanks without end."""
 
-LIMITS = llguidance.LLParserLimits(
-    step_max_items=20_000, max_items_in_row=1000, verbose_errors=False
-)
-"""Of llguidance, for each mask: ambiguous grammars fail instead of taking ever longer."""
+LIMITS = {
+    is_ours: llguidance.LLParserLimits(max_items_in_row=items, verbose_errors=False)
+    for is_ours, items in ((True, 10_000), (False, 300))
+}
+"""For each mask. JSON takes a few items for each property that may come next. Grammars that clients
+write may be ambiguous, and then take ever longer: they fail before a mask takes tens of
+milliseconds."""
 
 MOST_DIGITS = 4
 """Of `multipleOf`: its automaton has as many states as the number without its point."""
@@ -118,7 +121,7 @@ class Grammars:
         Raises:
           GrammarError: it is wrong, too large, or has what cannot be enforced.
         """
-        return self._compiled(_source(schema, lenient))
+        return self._compiled(_source(schema, lenient), True)
 
     def schema_problem(self, schema: Any) -> str | None:
         """Why a schema cannot be enforced; None if it can."""
@@ -134,7 +137,7 @@ class Grammars:
         Raises:
           GrammarError: it is wrong or too large.
         """
-        return self._compiled(llguidance.LLMatcher.grammar_from_regex(pattern))
+        return self._compiled(llguidance.LLMatcher.grammar_from_regex(pattern), False)
 
     def choice(self, texts: Sequence[str]) -> Grammar:
         """One of some texts.
@@ -142,7 +145,7 @@ class Grammars:
         Raises:
           GrammarError: they are too large.
         """
-        return self.lark("start: " + " | ".join(map(json.dumps, texts)))
+        return self.ours("start: " + " | ".join(map(json.dumps, texts)))
 
     def lark(self, source: str) -> Grammar:
         """Text that a context-free grammar derives.
@@ -158,7 +161,15 @@ class Grammars:
                 source = gbnf_to_lark(source)
             except Exception as error:
                 raise GrammarError(f"this is no GBNF: {error}") from error
-        return self._compiled(llguidance.LLMatcher.grammar_from_lark(source))
+        return self._compiled(llguidance.LLMatcher.grammar_from_lark(source), False)
+
+    def ours(self, source: str) -> Grammar:
+        """The same of a grammar in Lark that the server has written.
+
+        Raises:
+          GrammarError: a part of it that clients wrote is wrong, or it is too large.
+        """
+        return self._compiled(llguidance.LLMatcher.grammar_from_lark(source), True)
 
     def mark(self, text: str) -> str:
         """How a grammar in Lark says a mark such as `[TOOL_CALLS]`, be it a special token or not.
@@ -172,7 +183,7 @@ class Grammars:
             return f"<[{ids[0]}]>"
         return json.dumps(text)
 
-    def _compile(self, source: str) -> Grammar:
+    def _compile(self, source: str, is_ours: bool) -> Grammar:
         if len(source.encode()) > self._most_bytes:
             raise GrammarError(
                 f"the grammar has {len(source.encode())} bytes; {self._most_bytes} are the most"
@@ -180,7 +191,7 @@ class Grammars:
         for number in _MULTIPLE.findall(source):
             if len(number.replace(".", "").strip("0")) > MOST_DIGITS or "e" in number.lower():
                 raise GrammarError(f"multipleOf: numbers have {MOST_DIGITS} digits, not {number}")
-        matcher = llguidance.LLMatcher(self._ll(), source, log_level=0, limits=LIMITS)
+        matcher = llguidance.LLMatcher(self._ll(), source, log_level=0, limits=LIMITS[is_ours])
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         ends = words_of(self._ends, self._vocabulary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 from pathlib import Path
@@ -15,11 +16,13 @@ from models.decode import ServingShape
 from models.llama.config import named_config
 from models.llama.weights.sources import fresh_source
 from models.training.data.tokenizer import ByteTokenizer
+from serving.bundle.bundle import Bundle
 from serving.bundle.read import load_bundle
 from serving.engine.backend import Sampling
 from serving.engine.choice import Job
 from serving.engine.engine import Engine
-from serving.engine.model_backend import generate
+from serving.engine.model_backend import ModelBackend, generate
+from serving.grammar.compiler import Grammars
 from serving.language_backend import first_functions, model_backend
 from serving.llama_bundle import write_llama_bundle
 
@@ -34,10 +37,18 @@ def folder(tmp_path_factory: Any) -> Path:
     return made
 
 
-def test_tokens_are_those_of_a_request_alone(folder: Path, devices8: Any) -> None:
+@pytest.fixture(scope="module")
+def bundle(folder: Path, devices8: Any) -> Bundle:
     mesh = spmd.make_mesh(data=2, devices=devices8[:2])
-    bundle = load_bundle(folder, mesh, symbols={"pages": 9}, first=first_functions)
-    backend = model_backend(bundle)
+    return load_bundle(folder, mesh, symbols={"pages": 9}, first=first_functions)
+
+
+@pytest.fixture(scope="module")
+def backend(bundle: Bundle) -> ModelBackend:
+    return model_backend(bundle)
+
+
+def test_tokens_are_those_of_a_request_alone(bundle: Bundle, backend: ModelBackend) -> None:
 
     def add() -> None:
         for name in bundle.arrivals():
@@ -78,3 +89,41 @@ def test_tokens_are_those_of_a_request_alone(folder: Path, devices8: Any) -> Non
         assert logprobs == pytest.approx(expected, abs=1e-3)
         if job.score_prompt:
             assert scores.ids[:-1].tolist() == list(job.prompt[1:])
+
+
+def test_texts_that_have_to_fit_a_schema(backend: ModelBackend) -> None:
+    """Beside others, in a pool so small that they lose their pages, and drawn anyhow."""
+    tokenizer = ByteTokenizer()
+    grammars = Grammars(tokenizer, backend.limits.vocab_size, {0}, 2**16)
+    schema = {"type": "array", "items": {"enum": ["a", 12, None]}, "minItems": 2, "maxItems": 3}
+    jobs: list[Job] = []
+    for number in range(16):
+        prompt, sampling = tuple([number + 1] * 23), Sampling(number % 3, seed=number)
+        job = Job(prompt, 40, sampling, frozenset([0]))
+        if number % 3:
+            guide = grammars.schema(schema).guide()
+            masks = ((0, guide.allowed()),)
+            job = Job(prompt, 40, sampling, frozenset([0]), masks=masks, guide=guide)
+        jobs.append(job)
+    engine = Engine(backend, tokenizer.decode, b"a", token_budget=8)
+    engine.start()
+
+    async def one(job: Job) -> tuple[str, Any]:
+        deltas = [delta async for delta in engine.submit([job])]
+        return "".join(delta.text for delta in deltas), deltas[-1].finish
+
+    async def go() -> Any:
+        return await asyncio.gather(*map(one, jobs))
+
+    found = asyncio.run(go())
+    counts = engine.state().counts
+    engine.stop()
+    assert counts.preempted
+    for job, (text, finish) in zip(jobs, found, strict=True):
+        if job.guide is None:
+            expected, _ = generate(backend, job.prompt, 40, job.sampling, job.stop_ids)
+            assert text == tokenizer.decode(token for token in expected if token)
+        elif finish == "stop":
+            value = json.loads(text)
+            assert 2 <= len(value) <= 3 and all(x in ("a", 12, None) for x in value)
+    assert sum(finish == "stop" for _, finish in found) > 5

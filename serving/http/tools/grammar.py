@@ -23,7 +23,7 @@ def calls_grammar(grammars: Grammars, format: Format, tools: Tools, content: Any
     Raises:
       GrammarError: a schema is wrong, or has what cannot be enforced though it is strict.
     """
-    return grammars.lark("\n".join(_rules(grammars, format, tools, content)))
+    return grammars.ours("\n".join(_rules(grammars, format, tools, content)))
 
 
 def _rules(grammars: Grammars, format: Format, tools: Tools, content: Any) -> Iterator[str]:

@@ -70,7 +70,7 @@ def key_value(before: int, token: int) -> int:
 
 
 def chosen(token: int, sampling: Sampling, allowed: Words | None, vocab_size: int) -> int:
-    """The next best token that may be drawn, by its number, among those that a bias lifts most."""
+    """The token, if it may be drawn and no bias is higher; else one that may, by its number."""
     bias = np.zeros(vocab_size)
     for biased, added in sampling.logit_bias:
         bias[biased] = added
@@ -78,7 +78,7 @@ def chosen(token: int, sampling: Sampling, allowed: Words | None, vocab_size: in
         bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")[:vocab_size]
         bias = np.where(bits, bias, -np.inf)
     best = np.flatnonzero(bias == bias.max())
-    return int(best[np.searchsorted(best, token) % len(best)])
+    return token if token in best else int(best[token % len(best)])
 
 
 class Mistake(AssertionError):

@@ -150,7 +150,7 @@ def test_masks_by_count() -> None:
         deltas = ask(engine, *(least(count, seed=count) for count in range(20)))
         for count in range(20):
             mine = [delta for delta in deltas if delta.choice == count]
-            assert mine[-1].finish == "stop" and len(text_of(mine, count)) >= count
+            assert mine[-1].finish == "stop" and mine[-1].generated > count
         assert text_of(ask(engine, job(max_tokens=40, stops=(first,)))) == ""
         text = text_of(ask(engine, job(max_tokens=40, stops=(first,), min_tokens=5)))
     assert whole.startswith(text) and len(text) == (whole + first).index(first, 5)

@@ -47,7 +47,8 @@ async def _ask(client: httpx.AsyncClient, seed: int) -> bool:
     schema = random_schema(random.Random(seed))
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     is_chat = seed % 2
-    path, prompt = "completions", {"prompt": f"{seed}"}
+    path = "completions"
+    prompt: dict[str, Any] = {"prompt": f"{seed}"}
     body: dict[str, Any] = {"seed": seed, "max_tokens": 4000, "response_format": form}
     if is_chat:
         path, prompt = "chat/completions", {"messages": [{"role": "user", "content": f"{seed}"}]}

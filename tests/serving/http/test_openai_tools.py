@@ -1,0 +1,287 @@
+"""Tools and structured outputs with OpenAI's own client: round trips, streams, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+from serving.http.service import Options
+from tests.serving.engine.fake_backend import FakeBackend
+from tests.serving.http.live import MODEL, Live, serving
+from tests.serving.http.scripted import LARGE, Scripted
+from tests.serving.http.tools.templates import NONE, TEMPLATES
+from tests.waiting import PATIENCE
+
+openai = pytest.importorskip("openai")
+jsonschema = pytest.importorskip("jsonschema")
+
+ASK: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
+CHOICES = ["yes", "no", "na\nja 😀"]
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+
+
+def tool(name: str, strict: bool | None = None) -> Any:
+    schema = {
+        "type": "object", "properties": {"a": NUMBER, "b": {"$ref": "#/$defs/number"}},
+        "required": ["a", "b"], "additionalProperties": False, "$defs": {"number": NUMBER},
+    }  # fmt: skip
+    function: Any = {"name": name, "description": "Computes.", "parameters": schema}
+    if strict is not None:
+        function["strict"] = strict
+    return {"type": "function", "function": function}
+
+
+TOOLS = [tool("add"), tool("mul")]
+
+
+@contextmanager
+def chatting(backend: FakeBackend, **more: Any) -> Iterator[tuple[Live, Any]]:
+    with (
+        serving(backend, **more) as live,
+        openai.OpenAI(
+            base_url=f"{live.url}/v1", api_key="x", max_retries=0, timeout=PATIENCE
+        ) as client,
+    ):
+        yield live, client
+        live.wait_idle()
+
+
+def chat(client: Any, **more: Any) -> Any:
+    given = {"model": MODEL, "messages": ASK, "tools": TOOLS, "max_tokens": 2000, **more}
+    return client.chat.completions.create(**given)
+
+
+def random_model() -> FakeBackend:
+    return FakeBackend(LARGE, budget=512, letters=False)
+
+
+@pytest.mark.parametrize("format", TEMPLATES)
+def test_a_round_trip(format: str) -> None:
+    """The model calls, the client answers, and the template gets both."""
+    backend = Scripted()
+    with chatting(backend, chat_template=TEMPLATES[format]) as (live, client):
+        made = live.service.language().template.tool_format
+        backend.script = made.written("add", {"a": 1, "b": 2}).encode()
+        (choice,) = chat(client).choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "add")
+        assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+        backend.script = b"It is 3."
+        result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+        answer = chat(client, messages=[*ASK, choice.message.model_dump(exclude_none=True), result])
+        assert answer.choices[0].message.content == "It is 3."
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage.prompt_tokens > len("What is 1 + 2?")
+        backend.script = made.written("add", {"a": 1, "b": 2}).encode()
+        (choice,) = chat(client, tool_choice="none").choices
+        assert choice.message.tool_calls is None
+        assert choice.message.content == backend.script.decode()
+
+
+@pytest.mark.parametrize("format", TEMPLATES)
+@pytest.mark.parametrize("must", ["required", "mul"])
+def test_calls_that_have_to_be(format: str, must: str) -> None:
+    """However the model draws: every call fits its tool."""
+    choice: Any = must
+    if must == "mul":
+        choice = {"type": "function", "function": {"name": "mul"}}
+    with chatting(random_model(), chat_template=TEMPLATES[format]) as (_, client):
+        answer = chat(client, tool_choice=choice, n=4, seed=3)
+        alone = chat(client, tool_choice=choice, parallel_tool_calls=False, n=4, seed=3)
+    assert len(answer.choices) == 4
+    for one in (*answer.choices, *alone.choices):
+        check_calls(one.message, ("mul",) if must == "mul" else ("add", "mul"))
+        # Many calls may reach the limit.
+        assert one.finish_reason == "tool_calls" or len(one.message.tool_calls) > 9
+    assert all(len(one.message.tool_calls) == 1 for one in alone.choices)
+
+
+def check_calls(message: Any, names: tuple[str, ...]) -> None:
+    assert message.content is None and message.tool_calls
+    for call in message.tool_calls:
+        assert call.function.name in names
+        schema = TOOLS[0]["function"]["parameters"]
+        jsonschema.validate(json.loads(call.function.arguments), schema)
+
+
+@pytest.mark.parametrize("format", TEMPLATES)
+def test_streams_say_the_same(format: str) -> None:
+    with chatting(random_model(), chat_template=TEMPLATES[format]) as (_, client):
+        more = {"tool_choice": "required", "parallel_tool_calls": False, "seed": 5, "n": 2}
+        whole = chat(client, **more)
+        chunks = list(chat(client, stream=True, logprobs=True, **more))
+    for index, choice in enumerate(whole.choices):
+        mine = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert mine[0].delta.role == "assistant"
+        parts = [part for c in mine for part in c.delta.tool_calls or ()]
+        assert {part.index for part in parts} == {0}
+        assert [part.id is not None for part in parts] == [True] + [False] * (len(parts) - 1)
+        called = choice.message.tool_calls[0].function
+        assert (parts[0].type, parts[0].function.name) == ("function", called.name)
+        arguments = "".join(part.function.arguments for part in parts)
+        assert arguments == called.arguments
+        assert len(parts) > 3  # they come as they are drawn
+        assert mine[-1].finish_reason == "tool_calls"
+        assert not any(c.delta.content for c in mine)
+        assert any(c.logprobs for c in mine)
+
+
+def test_a_text_before_calls_and_calls_that_are_none() -> None:
+    backend = Scripted()
+    with chatting(backend, chat_template=TEMPLATES["hermes"]) as (_, client):
+        call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+        backend.script = f"Let me see.\n{call}\n{call.replace('add', 'mul')}".encode()
+        message = chat(client).choices[0].message
+        assert message.content == "Let me see."
+        assert [call.function.name for call in message.tool_calls] == ["add", "mul"]
+        message = chat(client, parallel_tool_calls=False).choices[0].message
+        assert [call.function.name for call in message.tool_calls] == ["add"]
+        backend.script = call.replace("1", "}").encode()
+        for stream in (False, True):
+            answer = chat(client, stream=stream)
+            if not stream:
+                assert answer.choices[0].message.content == backend.script.decode()
+                assert answer.choices[0].finish_reason == "stop"
+            else:
+                assert list(answer)[-1].choices[0].finish_reason
+
+
+def test_strict_tools_bind_calls_as_soon_as_they_begin() -> None:
+    """What the model would write in a call is not what it may: so it writes something else."""
+    backend = Scripted()
+    with chatting(backend, chat_template=TEMPLATES["hermes"]) as (_, client):
+        backend.script = b'Well: <tool_call>\n{"name": "nobody", "arguments": {"a": 1, "b": 2}}'
+        message = chat(client, tools=[tool("add", True)], max_tokens=200).choices[0].message
+        assert message.content == "Well:"
+        assert {call.function.name for call in message.tool_calls} == {"add"}
+        loose = chat(client).choices[0].message
+        assert loose.content == backend.script.decode() and not loose.tool_calls
+
+
+def test_a_call_or_an_answer_of_some_form() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "é"}}}
+    backend = Scripted()
+    with chatting(backend, chat_template=TEMPLATES["hermes"]) as (_, client):
+        backend.script = '"é"'.encode()
+        message = chat(client, response_format=form).choices[0].message
+        assert message.content == '"é"' and message.tool_calls is None
+        call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+        backend.script = call.encode()
+        message = chat(client, response_format=form, parallel_tool_calls=False).choices[0].message
+        assert message.content is None and len(message.tool_calls) == 1
+
+
+def test_parsed_answers() -> None:
+    """The client's own classes: a schema goes out, and an object of it comes back."""
+
+    class Item(BaseModel):
+        name: str = Field(max_length=9)
+        kind: Any = Field(json_schema_extra={"enum": ["a", "b"]})
+        count: int = Field(ge=0, le=9)
+
+    class Items(BaseModel):
+        items: list[Item] = Field(max_length=3)
+
+    with chatting(random_model()) as (_, client):
+        for seed in range(3):
+            answer = client.chat.completions.parse(
+                model=MODEL, messages=ASK, response_format=Items, seed=seed, max_tokens=3000
+            )
+            assert isinstance(answer.choices[0].message.parsed, Items)
+
+
+def test_texts_of_other_forms() -> None:
+    """vLLM's fields, in completions, streams, and with several completions."""
+    forms: list[tuple[Any, Any]] = [
+        ({"structured_outputs": {"regex": "[a-c]{3,9}"}}, lambda t: re.fullmatch("[a-c]{3,9}", t)),
+        ({"guided_regex": r"\d{4}"}, lambda t: len(t) == 4 and t.isdecimal()),
+        ({"structured_outputs": {"choice": CHOICES}}, lambda t: t in CHOICES),
+        ({"guided_choice": ["one"]}, lambda t: t == "one"),
+        ({"guided_grammar": 'start: "a" b\nb: "(" b ")" | "x"'}, lambda t: "x" in t),
+        ({"guided_grammar": 'root ::= "q" [0-9]'}, lambda t: t[0] == "q" and t[1:].isdecimal()),
+        ({"guided_json": json.dumps(NUMBER)}, lambda t: 0 <= json.loads(t) <= 99),
+        ({"structured_outputs": {"json": {"enum": [None, 7]}}}, lambda t: t in ("null", "7")),
+        ({"response_format": {"type": "json_object"}}, lambda t: isinstance(json.loads(t), dict)),
+    ]  # fmt: skip
+    with chatting(random_model()) as (_, client):
+        for body, fits in forms:
+            more = {"prompt": "x", "model": MODEL, "max_tokens": 3000, "seed": 0, "n": 3}
+            whole = client.completions.create(**more, extra_body=body)
+            texts = [choice.text for choice in whole.choices]
+            assert all(map(fits, texts)), (body, texts)
+            assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+            streamed = ["", "", ""]
+            for chunk in client.completions.create(**more, extra_body=body, stream=True):
+                streamed[chunk.choices[0].index] += chunk.choices[0].text
+            assert streamed == texts
+
+
+def test_how_a_text_of_a_form_ends() -> None:
+    with chatting(random_model()) as (_, client):
+
+        def ask(regex: str, **more: Any) -> Any:
+            body = {"guided_regex": regex, **more.pop("extra", {})}
+            answer = client.completions.create(
+                model=MODEL, prompt="x", seed=1, max_tokens=50, extra_body=body, **more
+            )
+            return answer.choices[0].text, answer.choices[0].finish_reason
+
+        assert ask("ab|abc", extra={"min_tokens": 3}) == ("abc", "stop")
+        assert ask("ab|abc", extra={"ignore_eos": True}) == ("abc", "stop")
+        assert ask("abc", extra={"min_tokens": 9}) == ("abc", "stop")  # there is nothing else
+        assert ask("abcabc", stop="ca") == ("ab", "stop")
+        assert ask("(abc){20}") == (("abc" * 17)[:50], "length")
+        # A stop id ends a text where that is whole.
+        assert ask("[ab]{5}", extra={"stop_token_ids": [ord("a")]}) == ("bbbbb", "stop")
+
+
+def test_what_is_refused_says_where() -> None:
+    with chatting(random_model(), options=Options(grammar_bytes=3000)) as (_, client):
+
+        def refused(**more: Any) -> str:
+            with pytest.raises(openai.BadRequestError) as found:
+                chat(client, **more)
+            return str(found.value.body["message"])
+
+        def form(schema: Any, **more: Any) -> Any:
+            given = {"name": "x", "schema": schema, **more}
+            return {"type": "json_schema", "json_schema": given}
+
+        bad = {
+            "type": "object",
+            "properties": {"a/b": {"items": {"type": "array", "uniqueItems": True}}},
+        }
+        place = "response_format.json_schema.schema/properties/a~1b/items: "
+        assert (
+            refused(tools=[], response_format=form(bad))
+            == place + 'Unimplemented keys: ["uniqueItems"]'
+        )
+        raw = client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=ASK, max_tokens=900, response_format=form(bad, strict=False)
+        )
+        assert raw.headers["warning"] == '299 spmd "not enforced: Unimplemented keys: uniqueItems"'
+        assert "no text fits" in refused(tools=[], response_format=form({"$ref": "#"}))
+        assert "3000 are the most" in refused(tools=[], response_format=form({"const": "x" * 4000}))
+        assert refused(tools=[tool("a b")]).startswith("tools[0].function.name: 1 to 64 letters")
+        assert refused(tools=[tool("a"), tool("a")]) == "tools: two have the same name"
+        assert refused(tool_choice={"type": "function", "function": {"name": "no"}}).startswith(
+            "tool_choice: no tool"
+        )
+        assert refused(tools=[], tool_choice="required").startswith("tool_choice:")
+        assert refused(extra_body={"guided_regex": "a"}) == "guided_regex: not together with tools"
+        worse = tool("f", True)
+        worse["function"]["parameters"]["properties"]["a"] = {"not": {}}
+        answer = refused(tools=[worse], tool_choice="required")
+        assert answer.startswith("tools[0].function.parameters/properties/a: Unimplemented keys")
+        del worse["function"]["strict"]  # of others what cannot be enforced is left out
+        assert chat(client, tools=[worse], tool_choice="required").choices[0].message.tool_calls
+    unknown = pytest.raises(openai.BadRequestError, match="chat template knows no tools")
+    with chatting(random_model(), chat_template=NONE) as (_, client), unknown:
+        chat(client)

@@ -1,0 +1,81 @@
+"""Fields that say which tokens a text may have, and what is told of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serving.engine.fake_backend import FakeBackend
+from tests.serving.http.live import Live, post, serving
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving(FakeBackend(letters=False)) as running:
+        yield running
+        running.wait_idle()
+
+
+def complete(live: Live, path: str = "completions", **body: Any) -> Any:
+    response = post(f"{live.url}/v1/{path}", json={"max_tokens": 40, "seed": 1, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def text(live: Live, **body: Any) -> str:
+    (choice,) = complete(live, prompt="hello", **body)["choices"]
+    made: str = choice["text"]
+    return made
+
+
+def test_allowed_ids(live: Live) -> None:
+    found = text(live, allowed_token_ids=[97, 98, 99])
+    assert len(found) == 40 and set(found) == set("abc")
+
+
+def test_biases(live: Live) -> None:
+    assert text(live, logit_bias={"97": 100}) == "a" * 40
+    found = text(live, allowed_token_ids=[97, 98], logit_bias={"97": -100.0})
+    assert found == "b" * 40
+
+
+def test_least_tokens(live: Live) -> None:
+    ends: Any = {"stop_token_ids": [97, 98], "allowed_token_ids": [97, 98, 99]}
+    for least in (0, 3, 17):
+        answer = complete(live, prompt="hello", min_tokens=least, **ends)
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert len(choice["text"]) >= least and set(choice["text"]) <= {"c"}
+        assert answer["usage"]["completion_tokens"] == len(choice["text"]) + 1
+    found = text(live, allowed_token_ids=[97], stop="aa", min_tokens=5)
+    assert found == "a" * 5
+    assert text(live, allowed_token_ids=[97], stop="aa") == ""
+
+
+def test_log_probabilities_of_prompts(live: Live) -> None:
+    """In vLLM's form, once for each prompt, whatever the texts have."""
+
+    def row(token: str, others: int) -> Any:
+        made = {}
+        for i in range(max(others, 1)):
+            letter = chr(ord(token) + i)
+            made[str(ord(letter))] = {
+                "logprob": -0.5 - i, "rank": i + 1, "decoded_token": letter,
+            }  # fmt: skip
+        return made
+
+    answer = complete(live, prompt=["ab", "xyz"], n=2, max_tokens=1, prompt_logprobs=2)
+    first, second = [None, row("b", 2)], [None, row("y", 2), row("z", 2)]
+    assert [one["prompt_logprobs"] for one in answer["choices"]] == [first, first, second, second]
+    assert all(one["logprobs"] is None for one in answer["choices"])
+    chat = {"messages": [{"role": "user", "content": "hi"}], "prompt_logprobs": 0}
+    answer = complete(live, "chat/completions", **chat, max_tokens=1)
+    rows = answer["prompt_logprobs"]
+    assert rows[1:] == [row(letter, 0) for letter in "ser: hi\n\nAssistant:"]
+    assert "prompt_logprobs" not in complete(live, prompt="a")["choices"][0]
+    answer = complete(live, prompt="ab", echo=True, logprobs=0, prompt_logprobs=0, max_tokens=0)
+    (choice,) = answer["choices"]
+    assert choice["prompt_logprobs"] == [None, row("b", 0)]
+    assert choice["logprobs"]["tokens"] == ["a", "b"]
