@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ):  # fmt: skip
                 local = {
                     "model": "tiny", "base_url": f"{server.url}/v1/{path}", "num_concurrent": 4,
-                    "tokenizer": str(folder / "hf"), "tokenized_requests": False,
+                    "tokenizer": str(folder / "hf"),
                     "max_length": 256,
                 }  # fmt: skip
                 theirs = {"pretrained": str(folder / "hf"), "dtype": "float32", "device": "cpu",
