@@ -38,7 +38,7 @@ def test_flags_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_limit_has_a_flag() -> None:
     fields = {field.name for field in dataclasses.fields(Options)}
-    assert fields == {*LIMITS, "api_keys", "token_budget"}
+    assert fields == {*LIMITS, "api_keys", "token_budget", "tool_format"}
     flags = [word for name in LIMITS for word in (f"--{name}", "77")]
     given = options(make_parser().parse_args(["bundle", *flags]))
     assert all(getattr(given, name) == 77 for name in LIMITS)
