@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import threading
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -16,27 +15,21 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from models.training.data.tokenizer import BYTE_VOCABULARY, Tokenizer
 from serving.engine.backend import Words
 from serving.engine.masks import words_of
-from serving.grammar.guide import GrammarError, GrammarGuide
+from serving.grammar.guide import GrammarError, GrammarGuide, TooHard
+from serving.grammar.trial import Trial
 
 SPACE = r"( |\n[ \t]{0,40})"
 """What may be between the parts of JSON: a blank, or a line break and what indents the next line.
 Without a bound a model may write blanks without end."""
 
-LIMITS = {
-    is_ours: llguidance.LLParserLimits(max_items_in_row=items, verbose_errors=False)
-    for is_ours, items in ((True, 10_000), (False, 300))
-}
-"""For each mask. JSON takes a few items for each property that may come next. Grammars that clients
-write may be ambiguous, and then take ever longer: they fail before a mask takes tens of
-milliseconds."""
+MOST_ITEMS = {True: 10_000, False: 300}
+"""Of a row of the parser, of our grammars and of others. JSON takes a few for each property that
+may come next. Grammars that clients write may be ambiguous, and then take ever longer: they fail
+before a mask takes tens of milliseconds."""
 
-MOST_DIGITS = 4
-"""Of `multipleOf`: its automaton has as many states as the number without its point."""
-
-KEPT = 64
-"""So many compiled grammars are kept: clients send the same ones again and again."""
-
-_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9.eE+-]+)')
+KEPT = 16
+"""So many compiled grammars are kept: clients send the same ones again and again. Each has up to
+`trial.MEMORY` bytes."""
 
 
 class _Bytes:
@@ -89,7 +82,7 @@ class Grammar(NamedTuple):
 class Grammars:
     """Compiles grammars for one model, and keeps those that come again.
 
-    Compiling lets other threads run. Grammars of `most_bytes` take a second at most.
+    Compiling lets other threads run, and takes a few seconds at most.
 
     Args:
       tokenizer: the model's.
@@ -108,6 +101,7 @@ class Grammars:
         self._ends = sorted(i for i in stop_ids if i < tokenizer.vocab_size)
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
+        self._trial = Trial()
         self._made: llguidance.LLTokenizer | None = None
         self._compiled = functools.lru_cache(KEPT)(self._compile)
 
@@ -123,10 +117,16 @@ class Grammars:
         """
         return self._compiled(_source(schema, lenient), True)
 
-    def schema_problem(self, schema: Any) -> str | None:
-        """Why a schema cannot be enforced; None if it can."""
+    def schema_problem(self, schema: Any, *, lenient: bool = False) -> str | None:
+        """Why a schema cannot be enforced; None if it can.
+
+        Raises:
+          TooHard: it takes too long to find out.
+        """
         try:
-            self.schema(schema)
+            self.schema(schema, lenient=lenient)
+        except TooHard:
+            raise
         except GrammarError as error:
             return str(error)
         return None
@@ -188,10 +188,12 @@ class Grammars:
             raise GrammarError(
                 f"the grammar has {len(source.encode())} bytes; {self._most_bytes} are the most"
             )
-        for number in _MULTIPLE.findall(source):
-            if len(number.replace(".", "").strip("0")) > MOST_DIGITS or "e" in number.lower():
-                raise GrammarError(f"multipleOf: numbers have {MOST_DIGITS} digits, not {number}")
-        matcher = llguidance.LLMatcher(self._ll(), source, log_level=0, limits=LIMITS[is_ours])
+        if not self._trial.passes(source, MOST_ITEMS[is_ours]):
+            raise TooHard("compiling the grammar takes too much time or memory")
+        limits = llguidance.LLParserLimits(
+            max_items_in_row=MOST_ITEMS[is_ours], verbose_errors=False
+        )
+        matcher = llguidance.LLMatcher(self._ll(), source, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         ends = words_of(self._ends, self._vocabulary)

@@ -16,6 +16,10 @@ class GrammarError(ValueError):
         super().__init__(line if len(line) <= 240 else f"{line[:236]}...")
 
 
+class TooHard(GrammarError):
+    """A grammar that takes too much of the machine."""
+
+
 class GrammarGuide:
     """A `serving.engine.guide.Guide`.
 

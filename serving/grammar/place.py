@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from serving.grammar.guide import TooHard
+
 MAPS = ("$defs", "definitions", "properties", "patternProperties")
 LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 ONES = ("items", "additionalProperties")
@@ -19,7 +21,8 @@ def find_problem(schema: Any, problem: Callable[[Any], str | None]) -> tuple[str
 
     Args:
       schema: a JSON value.
-      problem: why a schema cannot be used; None if it can.
+      problem: why a schema cannot be used; None if it can. If finding out takes too long it raises
+        `TooHard`, which ends the search in parts.
 
     Returns:
       (where it is, as in `/properties/age`, and why it cannot be used); None if all can be used.
@@ -28,17 +31,18 @@ def find_problem(schema: Any, problem: Callable[[Any], str | None]) -> tuple[str
     if found is None:
         return None
     shared = {key: schema[key] for key in SHARED if isinstance(schema, dict) and key in schema}
-    place, trials, is_deeper = "", 0, True
-    while is_deeper:
-        is_deeper = False
-        for step, child in _children(schema):
-            trials += 1
-            if trials > MOST_TRIALS:
-                break
+    children, place = _children(schema), ""
+    # A step to each child that has a problem; its siblings behind it are not looked at.
+    for _ in range(MOST_TRIALS):
+        step, child = next(children, (None, None))
+        if step is None:
+            break
+        try:
             why = problem({**shared, **child} if isinstance(child, dict) else child)
-            if why is not None:
-                place, schema, found, is_deeper = place + step, child, why, True
-                break
+        except TooHard:
+            break
+        if why is not None:
+            place, found, children = place + step, why, _children(child)
     return place, found
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from serving.engine.choice import Job
 from serving.errors import ApiError, invalid
+from serving.grammar.compiler import Grammar
 from serving.http.protocol import Ask, ChatAsk, CompletionAsk, seeds
-from serving.http.restrictions import compile_grammar, restricted
+from serving.http.restrictions import restricted
 from serving.http.service import Language
 from serving.http.tools.formats import Format
 
@@ -46,24 +47,24 @@ class Work(NamedTuple):
     format: Format | None = None
 
 
-def completion_work(ask: CompletionAsk, language: Language) -> Work:
-    """Makes the jobs of a request for completions.
+def completion_work(ask: CompletionAsk, language: Language, grammar: Grammar | None = None) -> Work:
+    """Makes the jobs of a request for completions; `grammar` is the one that it asks for.
 
     Raises:
-      ApiError: a prompt or a grammar does not fit.
+      ApiError: a prompt does not fit, or no text fits the grammar.
     """
     for given in ask.prompts:
         _check_size(given, ask, language)
     prompts = [_prompt(prompt, language, ask.special) for prompt in ask.prompts]
     score = ask.echo and ask.logprobs is not None
-    return _work(ask, language, prompts, ask.stops, score, None)
+    return _work(ask, language, prompts, ask.stops, score, grammar)
 
 
-def chat_work(ask: ChatAsk, language: Language) -> Work:
-    """Makes the jobs of a request for chat completions.
+def chat_work(ask: ChatAsk, language: Language, grammar: Grammar | None = None) -> Work:
+    """Makes the jobs of a request for chat completions; `grammar` is the one that it asks for.
 
     Raises:
-      ApiError: the template refuses the messages, or they or a grammar do not fit.
+      ApiError: the template refuses the messages, they do not fit, or no text fits the grammar.
     """
     template = language.template
     format = None if ask.tools is None else template.tool_format
@@ -72,7 +73,8 @@ def chat_work(ask: ChatAsk, language: Language) -> Work:
     _check_size(text, ask, language)
     # Templates write the token that begins documents themselves, except the plain one.
     prompt = _prompt(text, language, special=template.is_default)
-    return _work(ask, language, [prompt], (*ask.stops, *template.stops), False, format)
+    stops = (*ask.stops, *template.stops)
+    return _work(ask, language, [prompt], stops, False, grammar)._replace(format=format)
 
 
 def _work(
@@ -81,9 +83,8 @@ def _work(
     prompts: Sequence[Prompt],
     stops: Sequence[str],
     score: bool,
-    format: Format | None,
+    grammar: Grammar | None,
 ) -> Work:
-    grammar = compile_grammar(ask, language.grammars, format)
     stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else language.stop_ids)
     jobs = []
     for prompt in prompts:
@@ -102,7 +103,7 @@ def _work(
             )
             jobs.append(restricted(job, ask, grammar, language))
     notes = () if grammar is None else grammar.left_out
-    return Work(tuple(prompts), tuple(jobs), notes, format)
+    return Work(tuple(prompts), tuple(jobs), notes)
 
 
 def _prompt(given: str | tuple[int, ...], language: Language, special: bool) -> Prompt:

@@ -15,7 +15,9 @@ from starlette.routing import Route
 from serving.engine.choice import Delta
 from serving.engine.stream import Failed, Stopped, Stream
 from serving.errors import ApiError
+from serving.grammar.compiler import Grammar
 from serving.http.admission import Visit
+from serving.http.asked_grammar import asks_for_grammar, compile_grammar
 from serving.http.bounds import Bounds
 from serving.http.fields import parse_object
 from serving.http.jobs import Work, chat_work, completion_work
@@ -38,7 +40,7 @@ MOST_NAMES = 8
 NOT_IN_HEADERS = re.compile(r"[^A-Za-z0-9_.,:$ -]")
 
 Parse = Callable[[Mapping[str, Any], Bounds], Ask]
-MakeWork = Callable[[Any, Language], Work]
+MakeWork = Callable[[Any, Language, Grammar | None], Work]
 
 
 async def models(request: Request) -> Response:
@@ -84,9 +86,15 @@ async def _complete(request: Request, parse: Parse, make_work: MakeWork) -> Resp
         loaded, language = service.require(), service.language()
         read = functools.partial(_read, service, loaded, visit.body, parse, make_work)
         try:
-            ask, work = await service.texts(len(visit.body)).run(read, visit.client)
+            texts = service.texts(len(visit.body))
+            ask, work = await texts.run(read, visit.client)
             del read  # and with it the body
             visit.drop_body()
+            if work is None:
+                compile = functools.partial(compile_grammar, ask, language)
+                grammar = await service.grammars.run(compile, visit.client)
+                make = functools.partial(make_work, ask, language, grammar)
+                work = await texts.run(make, visit.client)
             stream = _submit(language, ask, work, visit)
             prompt_tokens = sum(len(prompt.ids) for prompt in work.prompts)
             request.state.exchange.generates(loaded.name, prompt_tokens, stream)
@@ -128,12 +136,12 @@ def _warning(ignored: Sequence[str]) -> str:
 
 def _read(
     service: Service, loaded: Loaded, body: bytes, parse: Parse, make_work: MakeWork
-) -> tuple[Ask, Work]:
-    """Reads a request; for long ones that takes seconds."""
+) -> tuple[Ask, Work | None]:
+    """Reads a request, which takes seconds if it is long; with a grammar there is no work yet."""
     language = service.language()
     ask = parse(parse_object(body), language.bounds)
     service.check_name(loaded, ask.model)
-    return ask, make_work(ask, language)
+    return ask, None if asks_for_grammar(ask) else make_work(ask, language, None)
 
 
 def _submit(language: Language, ask: Ask, work: Work, visit: Visit) -> Stream:

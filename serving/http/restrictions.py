@@ -7,52 +7,11 @@ import dataclasses
 from serving.engine.choice import Job
 from serving.engine.masks import counted_masks
 from serving.errors import invalid
-from serving.grammar.compiler import Grammar, Grammars
+from serving.grammar.compiler import Grammar
 from serving.grammar.guide import GrammarError
-from serving.grammar.place import find_problem
-from serving.http.protocol import Ask, ChatAsk
+from serving.http.protocol import Ask
 from serving.http.service import Language
-from serving.http.structure import compile_structure, refusal
-from serving.http.tools.ask import Tools
-from serving.http.tools.formats import Format
-from serving.http.tools.grammar import calls_grammar
-
-
-def compile_grammar(ask: Ask, grammars: Grammars, format: Format | None) -> Grammar | None:
-    """The grammar that a request's texts have to fit; None if it asks for none.
-
-    Args:
-      ask: the request.
-      grammars: compiles it; that may take a second.
-      format: how the model writes calls of tools, if the request has some.
-
-    Raises:
-      ApiError: it is wrong, too large, or cannot be enforced; the error has the place.
-    """
-    tools, structure = ask.tools if isinstance(ask, ChatAsk) else None, ask.structure
-    # Who has to call a tool has no content that could have a form.
-    if structure is not None and not (tools and tools.must):
-        alone = compile_structure(structure, grammars)
-        if tools is None:
-            return alone
-    if tools is None or format is None:
-        return None
-    if not tools.must and structure is None and not any(tool.strict for tool in tools.callable):
-        return None
-    content = None if structure is None else structure.value
-    try:
-        return calls_grammar(grammars, format, tools, content)
-    except GrammarError as error:
-        raise refusal(*_blamed(tools, grammars, str(error))) from error
-
-
-def _blamed(tools: Tools, grammars: Grammars, reason: str) -> tuple[str, str]:
-    """(the place in the request, what is wrong there)."""
-    for i, tool in enumerate(tools.all):
-        found = find_problem(tool.schema, grammars.schema_problem)
-        if tool.strict and found is not None:
-            return f"tools[{i}].function.parameters{found[0]}", found[1]
-    return "tools", reason
+from serving.http.structure import refusal
 
 
 def restricted(job: Job, ask: Ask, grammar: Grammar | None, language: Language) -> Job:

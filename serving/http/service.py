@@ -212,6 +212,7 @@ class Service:
       traffic: the metrics.
       statistics: what the model has done since the start.
       batches: makes calls of the model of tensors; None if there is none.
+      grammars: what compiles the grammars of requests.
     """
 
     def __init__(self, options: Options | None = None, heed: Heed = lambda error: None) -> None:
@@ -227,11 +228,12 @@ class Service:
         threads = self.options.text_threads
         self._short = Workers("short texts", threads)
         self._long = Workers("long texts", threads)
+        self.grammars = Workers("grammars")  # those of strangers take seconds, too
         self.statistics = Statistics()
         self._tensors: Workers | None = None
         self.batches: Batches | None = None
         self._language: Language | None = None
-        for workers in (self._short, self._long):
+        for workers in (self._short, self._long, self.grammars):
             workers.start()
 
     def become_ready(self, loaded: Loaded) -> None:
@@ -374,7 +376,7 @@ class Service:
 
     @property
     def _parts(self) -> list[Engine | Workers]:
-        return [self._short, self._long, *self._models]
+        return [self._short, self._long, self.grammars, *self._models]
 
     @property
     def _models(self) -> list[Engine | Workers]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from serving.errors import ApiError, invalid
 from serving.grammar.compiler import Grammar, Grammars
-from serving.grammar.guide import GrammarError
+from serving.grammar.guide import GrammarError, TooHard
 from serving.grammar.place import find_problem
 from serving.http.fields import Fields, check_text, show
 
@@ -68,7 +68,7 @@ def compile_structure(structure: Structure, grammars: Grammars) -> Grammar:
         return _compiled(structure, grammars)
     except GrammarError as error:
         place, reason = "", str(error)
-        if structure.kind == "json":
+        if structure.kind == "json" and not isinstance(error, TooHard):
             found = find_problem(structure.value, grammars.schema_problem)
             place, reason = found or (place, reason)
         raise refusal(structure.place + place, reason) from error

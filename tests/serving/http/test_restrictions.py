@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.http.live import Live, post, serving
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +83,24 @@ def test_log_probabilities_of_prompts(live: Live) -> None:
     (choice,) = answer["choices"]
     assert choice["prompt_logprobs"] == [None, row("b", 0)]
     assert choice["logprobs"]["tokens"] == ["a", "b"]
+
+
+def test_grammars_that_are_compiled_delay_nobody_else(live: Live) -> None:
+    done, began = threading.Event(), threading.Event()
+
+    def compile_for_long() -> None:
+        began.set()
+        assert done.wait(PATIENCE)
+
+    grammars = live.service.grammars
+    with ThreadPoolExecutor() as threads:
+        slow = threads.submit(lambda: asyncio.run(grammars.run(compile_for_long)))
+        assert began.wait(PATIENCE)
+        guided = threads.submit(text, live, guided_regex="abc")
+        wait_until(lambda: grammars.waiting)
+        for _ in range(9):
+            assert len(text(live, allowed_token_ids=[97])) == 40
+        assert not guided.done()
+        done.set()
+        slow.result()
+        assert guided.result() == "abc"
