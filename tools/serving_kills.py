@@ -20,8 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,6 +97,12 @@ class Group:
         """A signal to one process, of the first start or a later one."""
         os.kill(int(Path(f"{self._pids}.{process}.{restart}").read_text()), number)
 
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.end()
+
     def end(self) -> int:
         """SIGTERM to all; the launcher's exit code."""
         self.process.terminate()
@@ -105,24 +110,6 @@ class Group:
             return self.process.wait(PATIENCE)
         finally:
             self.process.kill()
-
-
-@contextmanager
-def serving(
-    folder: Path,
-    bundle: Path,
-    processes: int,
-    mesh: str,
-    cache: Path,
-    max_restarts: int = 1,
-    flags: Sequence[str] = (),
-) -> Iterator[Group]:
-    """A group; gone at the end."""
-    group = Group(folder, bundle, processes, mesh, cache, max_restarts, flags)
-    try:
-        yield group
-    finally:
-        group.end()
 
 
 class Seen(NamedTuple):
@@ -192,7 +179,7 @@ class Row(NamedTuple):
 def run(folder: Path, bundle: Path, cache: Path, processes: int, phase: str, victim: int) -> Row:
     """Serves, kills, and looks on."""
     clients: Clients | None = None
-    with serving(folder, bundle, processes, MESH, cache) as group:
+    with Group(folder, bundle, processes, MESH, cache) as group:
         group.wait_for("compiling" if phase == "loading" else " ready: ")
         if phase != "idle":
             clients = Clients(group.url)
@@ -254,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_bundle(folder / "tiny")
-        with serving(folder, folder / "tiny", given.processes, MESH, folder / "cache") as group:
+        with Group(folder, folder / "tiny", given.processes, MESH, folder / "cache") as group:
             group.wait_for(" ready: ")  # from here on the cache has all
         for phase in given.phases:
             for victim in (0, given.processes - 1):

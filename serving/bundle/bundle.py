@@ -68,7 +68,6 @@ class Bundle:
         self._make_state = parts.make_state
         self._held: dict[str, jax.Array] = dict(parts.weights)
         self._calls = {name: _Call(program) for name, program in programs.items()}
-        self._later = parts.later
         self._behind = Behind({}, 1)
         self._running = threading.Lock()
         self.reset_state()
@@ -119,10 +118,13 @@ class Bundle:
             shardings = [self._held[path].sharding for path in arrays]
             self._held |= zip(arrays, put(list(arrays.values()), shardings), strict=True)
 
-    def compile_behind(self, ended: Callable[[], None]) -> None:
+    def compile_behind(
+        self, later: Mapping[str, Callable[[], Program]], ended: Callable[[], None]
+    ) -> None:
         """Compiles the functions that are not there yet, on threads of their own.
 
         Args:
+          later: `Parts.later`.
           ended: called when all are there, or at once.
         """
 
@@ -131,7 +133,7 @@ class Bundle:
             self.programs[name] = program
             self._calls[name] = _Call(program)
 
-        jobs = {n: functools.partial(put_in, n, job) for n, job in self._later.items()}
+        jobs = {n: functools.partial(put_in, n, job) for n, job in later.items()}
         self._behind = Behind(jobs, threads(), ended)
 
     def arrivals(self) -> Iterator[str]:

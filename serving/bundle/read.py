@@ -140,7 +140,7 @@ def load_bundle(
         if cache is not None:
             notes += cache.notes
         bundle = Bundle(manifest, mesh, parts, notes, planned.symbols)
-        bundle.compile_behind(caching.pop_all().close)
+        bundle.compile_behind(parts.later, caching.pop_all().close)
         return bundle
 
 

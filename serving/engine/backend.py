@@ -163,7 +163,7 @@ class Backend(Protocol):
 
     @property
     def compile_total(self) -> int:
-        """How many programs have been compiled; it stays the same once the backend has started."""
+        """How many programs have been compiled; it stays the same once all functions are there."""
 
     def begin(
         self, slot: int, sampling: Sampling, seen: Sequence[int], drawn: Sequence[int] = ()

@@ -8,6 +8,9 @@ import numpy as np
 
 from serving.engine.backend import Words
 
+WORD = 32
+"""Tokens of a word, as in `models.sampling`, which the devices run."""
+
 Masks = tuple[tuple[int, Words | None], ...]
 """(count, mask), ascending: from the token on before which `count` ones were drawn, these may be
 drawn; None are all, as before the first count."""
@@ -20,7 +23,7 @@ def words_of(ids: Iterable[int], vocabulary: int) -> Words:
       >>> words_of([0, 33], 40).tolist()
       [1, 2]
     """
-    bits = np.zeros(-(-vocabulary // 32) * 32, np.bool_)
+    bits = np.zeros(-(-vocabulary // WORD) * WORD, np.bool_)
     bits[list(ids)] = True
     return np.packbits(bits, bitorder="little").view(np.uint32)
 

@@ -9,14 +9,13 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import llguidance
-import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from models.training.data.tokenizer import BYTE_VOCABULARY, Tokenizer
 from serving.engine.backend import Words
 from serving.engine.masks import words_of
 from serving.grammar.guide import GrammarError, GrammarGuide, TooHard
-from serving.grammar.trial import Trial
+from serving.grammar.trial import Trial, byte_tokenizer, matcher_of
 
 SPACE = r"( |\n[ \t]{0,40})"
 """What may be between the parts of JSON: a blank, or a line break and what indents the next line.
@@ -30,20 +29,6 @@ before a mask takes tens of milliseconds."""
 KEPT = 16
 """So many compiled grammars are kept: clients send the same ones again and again. Each has up to
 `trial.MEMORY` bytes."""
-
-
-class _Bytes:
-    """The byte tokenizer as llguidance wants it."""
-
-    def __init__(self, end: int) -> None:
-        # The byte of the end is no text; 0xFF begins the names of special tokens.
-        self.tokens = [bytes([i]) for i in range(BYTE_VOCABULARY)]
-        self.tokens[end] = b"\xff<|end|>"
-        self.eos_token_id, self.special_token_ids = end, [end]
-        self.bos_token_id: int | None = None
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
 
 
 class Grammar(NamedTuple):
@@ -190,10 +175,7 @@ class Grammars:
             )
         if not self._trial.passes(source, MOST_ITEMS[is_ours]):
             raise TooHard("compiling the grammar takes too much time or memory")
-        limits = llguidance.LLParserLimits(
-            max_items_in_row=MOST_ITEMS[is_ours], verbose_errors=False
-        )
-        matcher = llguidance.LLMatcher(self._ll(), source, log_level=0, limits=limits)
+        matcher = matcher_of(self._ll(), source, MOST_ITEMS[is_ours])
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         ends = words_of(self._ends, self._vocabulary)
@@ -211,7 +193,7 @@ class Grammars:
         spec = self._tokenizer.spec
         source: Any = spec
         if spec is None:
-            source = llguidance.TokenizerWrapper(_Bytes(self._tokenizer.eos_id))
+            source = byte_tokenizer(self._tokenizer.eos_id, BYTE_VOCABULARY)
         try:
             return llguidance.LLTokenizer(source, n_vocab=self._vocabulary, eos_token=self._ends)
         except Exception as error:
@@ -240,8 +222,3 @@ def _object(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise GrammarError("a schema is an object, or true or false")
     return schema
-
-
-def allows(mask: Words, token: int) -> bool:
-    """Whether a token is in a mask."""
-    return bool(mask[token // 32] >> np.uint32(token % 32) & np.uint32(1))

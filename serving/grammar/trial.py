@@ -83,7 +83,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def main() -> None:
     """Compile the grammars that come, until no more do."""
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+    tokenizer = llguidance.LLTokenizer(byte_tokenizer())
     with open("/proc/self/statm", encoding="ascii") as file:
         most = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -95,20 +95,32 @@ def main() -> None:
         used = int(usage.ru_utime + usage.ru_stime) + 1
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, hard))
-        limits = llguidance.LLParserLimits(max_items_in_row=most_items, verbose_errors=False)
-        matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+        matcher = matcher_of(tokenizer, source, most_items)
         if not matcher.is_error():
             matcher.compute_bitmask()
         print("tried", flush=True)
 
 
-class _Bytes:
-    """A tokenizer whose ids are bytes; 0 is the end."""
+def matcher_of(
+    tokenizer: llguidance.LLTokenizer, source: str, most_items: int
+) -> llguidance.LLMatcher:
+    """A grammar's matcher, with the limits that all have."""
+    limits = llguidance.LLParserLimits(max_items_in_row=most_items, verbose_errors=False)
+    return llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
 
-    tokens = (b"\xff<|end|>", *(bytes([i]) for i in range(1, 256)))
-    special_token_ids = (0,)
-    eos_token_id = 0
-    bos_token_id = None
+
+def byte_tokenizer(end: int = 0, count: int = 256) -> llguidance.TokenizerWrapper:
+    """A tokenizer whose ids are bytes, as llguidance wants it; the byte of the end is no text."""
+    return llguidance.TokenizerWrapper(_Bytes(end, count))
+
+
+class _Bytes:
+    def __init__(self, end: int, count: int) -> None:
+        # 0xFF begins the names of special tokens.
+        self.tokens = [bytes([i]) for i in range(count)]
+        self.tokens[end] = b"\xff<|end|>"
+        self.eos_token_id, self.special_token_ids = end, [end]
+        self.bos_token_id: int | None = None
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)

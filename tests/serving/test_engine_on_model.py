@@ -17,6 +17,7 @@ from models.llama.config import named_config
 from models.llama.weights.sources import fresh_source
 from models.training.data.tokenizer import ByteTokenizer
 from serving.bundle.bundle import Bundle
+from serving.bundle.folder import read_manifest
 from serving.bundle.read import load_bundle
 from serving.engine.backend import Sampling
 from serving.engine.choice import Job
@@ -39,6 +40,9 @@ def folder(tmp_path_factory: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(folder: Path, devices8: Any) -> Bundle:
+    first = first_functions(read_manifest(folder))
+    sizes = ("step_r4_t64", "step_r16_t64", "score_r16_t64")
+    assert sorted(first) == sorted(["allow", "begin", *sizes])
     mesh = spmd.make_mesh(data=2, devices=devices8[:2])
     return load_bundle(folder, mesh, symbols={"pages": 9}, first=first_functions)
 

@@ -21,7 +21,7 @@ from serving.llama_bundle import write_llama_bundle
 from spmd.launch import EXIT_PREEMPTED
 from tests.serving.http.live import get, post
 from tests.waiting import wait_until
-from tools.serving_kills import Group, serving
+from tools.serving_kills import Group
 
 SHAPE = ServingShape(4, 64, (2, 32), (64,), 16, 2, 0, "float32")
 PROMPT = "def f("
@@ -44,7 +44,7 @@ def bundle(tmp_path_factory: Any) -> Path:
 def start(bundle: Path, tmp_path: Path) -> Callable[..., Any]:
     def start(processes: int, max_restarts: int) -> Any:
         cache = tmp_path / "cache"
-        return serving(tmp_path, bundle, processes, MESH, cache, max_restarts, FLAGS)
+        return Group(tmp_path, bundle, processes, MESH, cache, max_restarts, FLAGS)
 
     return start
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_loaded_ends_all(bundle: Path, tmp_path: Path) -> None:
     """On any of the processes: with its message, once the others have heard of it."""
     damaged = tmp_path / "damaged"
     damaged.mkdir()
-    with serving(tmp_path, damaged, 2, MESH, tmp_path / "cache", 0) as group:
+    with Group(tmp_path, damaged, 2, MESH, tmp_path / "cache", 0) as group:
         assert group.process.wait() == 1
         assert "error: " in group.log and "manifest.json" in group.log
         assert "Traceback" not in group.log
