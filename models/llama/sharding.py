@@ -1,9 +1,12 @@
-"""How a Llama's tensors are split over a mesh with the axes `replica`, `data` and `model`.
+"""How a Llama's tensors are split over a mesh: axes `replica`, `data`, `seq` and `model`.
 
 A table has the specs of parameters, batch and activations, and only these are marked. Everything
 else, such as gradients and optimizer state, is inferred by the compiler. `TABLES` has a table for
 each usual way to train. An axis that a mesh lacks counts as one of size 1, so every table works on
 every mesh.
+
+Activations are split along the sequence over `seq` (context parallelism; see
+`docs/long_sequences.md`), parameters over `data` and `seq` together.
 
 The batch is split over `replica` and `data`, and nothing else over `replica`. On a mesh of several
 slices (`spmd.HybridMesh`) `replica` is the axis that crosses slices, so that their slow links carry
@@ -24,36 +27,39 @@ from models.llama.config import ConfigError, LlamaConfig
 from models.llama.model import Mark
 from models.placement import Entry, Fitted, Spec, fitted, present
 
-MESH_AXES = ("replica", "data", "model")
+MESH_AXES = ("replica", "data", "seq", "model")
 
 BATCH = ("replica", "data")
-"""The axes over which sequences are split."""
+"""The axes over which a batch's sequences are spread."""
+
+WEIGHTS = ("data", "seq")
+"""The axes over which parameters are split beside `model`."""
 
 PARAMETER_SPECS: Mapping[str, Spec] = {
-    "embed_tokens/weight": ("model", "data"),
+    "embed_tokens/weight": ("model", WEIGHTS),
     "layers/input_layernorm/weight": (None,),
-    "layers/self_attn/q_proj/weight": ("data", "model"),
-    "layers/self_attn/k_proj/weight": ("data", "model"),
-    "layers/self_attn/v_proj/weight": ("data", "model"),
-    "layers/self_attn/o_proj/weight": ("model", "data"),
+    "layers/self_attn/q_proj/weight": (WEIGHTS, "model"),
+    "layers/self_attn/k_proj/weight": (WEIGHTS, "model"),
+    "layers/self_attn/v_proj/weight": (WEIGHTS, "model"),
+    "layers/self_attn/o_proj/weight": ("model", WEIGHTS),
     "layers/post_attention_layernorm/weight": (None,),
-    "layers/mlp/gate_proj/weight": ("model", "data"),
-    "layers/mlp/up_proj/weight": ("model", "data"),
-    "layers/mlp/down_proj/weight": ("data", "model"),
+    "layers/mlp/gate_proj/weight": ("model", WEIGHTS),
+    "layers/mlp/up_proj/weight": ("model", WEIGHTS),
+    "layers/mlp/down_proj/weight": (WEIGHTS, "model"),
     "norm/weight": (None,),
-    "lm_head/weight": ("model", "data"),
+    "lm_head/weight": ("model", WEIGHTS),
 }
 """Parameter -> spec of its dims (out, in). The leading dim of stacked layers is not split."""
 
 ACTIVATION_SPECS: Mapping[str, Spec] = {
-    "inputs_embeds": (BATCH, None, "model"),
-    "q": (BATCH, None, "model"),
-    "k": (BATCH, None, "model"),
-    "v": (BATCH, None, "model"),
-    "attention_weights": (BATCH, "model", None, None),
-    "attention_output": (BATCH, None, "model"),
-    "mlp_output": (BATCH, None, "model"),
-    "logits": (BATCH, None, "model"),
+    "inputs_embeds": (BATCH, "seq", "model"),
+    "q": (BATCH, "seq", "model"),
+    "k": (BATCH, "seq", "model"),
+    "v": (BATCH, "seq", "model"),
+    "attention_weights": (BATCH, "model", "seq", None),
+    "attention_output": (BATCH, "seq", "model"),
+    "mlp_output": (BATCH, "seq", "model"),
+    "logits": (BATCH, "seq", "model"),
 }
 """Point of `model.MARK_POINTS` -> spec of the value there.
 
@@ -81,11 +87,11 @@ class Table(NamedTuple):
         """The same table with another spec of the residual stream."""
         return self._replace(activations={**self.activations, **dict.fromkeys(RESIDUALS, spec)})
 
-    def over(self, axes: Mapping[str, Entry]) -> Table:
-        """The same table with axes replaced by others, in parameters and activations.
+    def over(self, axes: Mapping[Entry, Entry]) -> Table:
+        """The same table with entries replaced by others, in parameters and activations.
 
         Args:
-            axes: axis -> what stands in its place; None splits over nothing.
+            axes: entry -> what stands in its place; None splits over nothing.
         """
         return self._replace(
             parameters={name: _exchanged(spec, axes) for name, spec in self.parameters.items()},
@@ -93,30 +99,31 @@ class Table(NamedTuple):
         )
 
 
-def _exchanged(spec: Spec, axes: Mapping[str, Entry]) -> Spec:
-    return tuple(axes.get(entry, entry) if isinstance(entry, str) else entry for entry in spec)
+def _exchanged(spec: Spec, axes: Mapping[Entry, Entry]) -> Spec:
+    return tuple(axes.get(entry, entry) for entry in spec)
 
 
 TWO_D = Table(PARAMETER_SPECS, ACTIVATION_SPECS)
-_TENSOR = TWO_D._replace(parameters=TWO_D.over({"data": None}).parameters)
+_TENSOR = TWO_D._replace(parameters=TWO_D.over({WEIGHTS: None}).parameters)
 _ALL_AXES = (*BATCH, "model")
+_SEQUENCE = (BATCH, ("seq", "model"), None)
 
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         # Parameters over both axes, a layer's arithmetic and the stream's width over `model`.
         "2d": TWO_D,
         # The same with the stream's sequence over `model`: no device norms what another norms too.
-        "2d-sequence": TWO_D.with_residuals((BATCH, "model", None)),
+        "2d-sequence": TWO_D.with_residuals(_SEQUENCE),
         # Parameters and sequences over both axes; a layer is gathered when it is computed.
         "fsdp": Table(
-            TWO_D.over({"data": ("data", "model"), "model": None}).parameters,
-            {point: (_ALL_AXES, *[None] * (len(s) - 1)) for point, s in ACTIVATION_SPECS.items()},
+            TWO_D.over({WEIGHTS: (*WEIGHTS, "model"), "model": None}).parameters,
+            TWO_D.over({BATCH: _ALL_AXES, "model": None}).activations,
             (_ALL_AXES, None),
         ),
         # Parameters over `model` alone, as Megatron-LM splits them; the stream is whole.
-        "tensor": _TENSOR.with_residuals((BATCH, None, None)),
+        "tensor": _TENSOR.with_residuals((BATCH, "seq", None)),
         # The same with the stream's sequence over `model` (Korthikanti et al. 2022).
-        "tensor-sequence": _TENSOR.with_residuals((BATCH, "model", None)),
+        "tensor-sequence": _TENSOR.with_residuals(_SEQUENCE),
     }
 )
 """The usual ways to split a Llama, by name."""

@@ -1,6 +1,7 @@
 """Ops that stay whole in the compiler: each with a rule and a kernel for each platform."""
 
 from spmd.ops.attention import attention
+from spmd.ops.attention_order import from_zigzag, zigzag
 from spmd.ops.fp8 import Fp8State, fp8_dot, fp8_state
 from spmd.ops.linear import linear, linears
 from spmd.ops.paged import paged_attention, paged_update
@@ -10,8 +11,10 @@ __all__ = [
     "attention",
     "fp8_dot",
     "fp8_state",
+    "from_zigzag",
     "linear",
     "linears",
     "paged_attention",
     "paged_update",
+    "zigzag",
 ]

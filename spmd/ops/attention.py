@@ -24,35 +24,74 @@ from jax.custom_batching import custom_vmap
 from spmd.errors import ArgumentError
 from spmd.lowering.register import register_composite
 from spmd.ops import attention_cudnn, attention_reference, attention_splash
+from spmd.ops import attention_order as order
+from spmd.ops import attention_pieces as pieces
 from spmd.ops.attention_reference import Mask
 from spmd.ops.attention_rules import (
     ARITHMETIC,
     FORWARD,
     GRADIENT,
+    PIECE,
+    PIECE_GRADIENT,
     forward_flops,
     forward_rule,
     gradient_flops,
     gradient_rule,
+    piece_gradient_rule,
+    piece_rule,
 )
+from spmd.ops.attention_split import lower_forward, lower_gradient
 
 ANYWHERE = 0
 """The `length` of queries that are not at positions 0, 1, ... of a whole sequence."""
 
 Implementation = Literal["auto", "composite", "xla", "cudnn"]
 
+_FORWARD = {"cuda": attention_cudnn.forward, "tpu": attention_splash.forward}
+_GRADIENT = {"cuda": attention_cudnn.gradient, "tpu": attention_splash.gradient}
+
 register_composite(
     FORWARD,
     forward_rule,
     decomposition=attention_reference.forward,
-    kernels={"cuda": attention_cudnn.forward, "tpu": attention_splash.forward},
+    kernels={
+        platform: order.in_usual_order(kernel, (1, 1, 1), (1, 2))
+        for platform, kernel in _FORWARD.items()
+    },
     flops=forward_flops,
     arithmetic=ARITHMETIC,
+    lower=lower_forward,
 )
 register_composite(
     GRADIENT,
     gradient_rule,
     decomposition=attention_reference.gradient,
-    kernels={"cuda": attention_cudnn.gradient, "tpu": attention_splash.gradient},
+    kernels={
+        platform: order.in_usual_order(kernel, (1, 1, 1, 1, 2, 1), (1, 1, 1))
+        for platform, kernel in _GRADIENT.items()
+    },
+    flops=gradient_flops,
+    arithmetic=ARITHMETIC,
+    lower=lower_gradient,
+)
+register_composite(
+    PIECE,
+    piece_rule,
+    decomposition=functools.partial(pieces.piece, attention_reference.forward),
+    kernels={
+        platform: functools.partial(pieces.piece, kernel) for platform, kernel in _FORWARD.items()
+    },
+    flops=forward_flops,
+    arithmetic=ARITHMETIC,
+)
+register_composite(
+    PIECE_GRADIENT,
+    piece_gradient_rule,
+    decomposition=functools.partial(pieces.piece_gradient, attention_reference.gradient),
+    kernels={
+        platform: functools.partial(pieces.piece_gradient, kernel)
+        for platform, kernel in _GRADIENT.items()
+    },
     flops=gradient_flops,
     arithmetic=ARITHMETIC,
 )
@@ -68,6 +107,7 @@ def attention(
     segment_ids: Any = None,
     scale: float | None = None,
     logits_dtype: Any = jnp.float32,
+    zigzag: int = 1,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """`softmax(q k * scale) v` over the keys that each query sees.
@@ -83,6 +123,8 @@ def attention(
         segment alone. For packed documents.
       scale: of the scores; `1 / sqrt(D)` when left out.
       logits_dtype: what scores and their softmax are computed in.
+      zigzag: the number of parts for which queries and keys were put into zigzag order
+        (`spmd.ops.zigzag`); 1: they are in the usual one.
       implementation: `auto` and `composite` leave it to the compiler: `spmd.jit` takes the
         platform's kernel, plain `jax.jit` the reference. `xla` is the reference for XLA's, or the
         compiler's, partitioner to look into. `cudnn` is jax's own cuDNN attention, for GPUs: what
@@ -100,23 +142,28 @@ def attention(
     segments = segment_ids
     if segments is not None and not isinstance(segments, tuple | list):
         segments = (segments, segments)
-    _check(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, implementation)
+    _check(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, implementation, zigzag)
+    zigzag = zigzag if causal else 1  # where all keys are seen their order does not matter
     if scale is None:
         scale = q_BSND.shape[-1] ** -0.5
     dtype = jnp.dtype(logits_dtype).name
     queries_BS, keys_BT = segments or (None, None)
     if implementation == "cudnn":
-        visible_BST = Mask(positions, queries_BS, keys_BT).visible(k_BTKD.shape[1])
+        if zigzag > 1:
+            positions = order.positions(q_BSND.shape[1], zigzag)
+        mask = Mask(positions, queries_BS, keys_BT).ordered(k_BTKD.shape[1], zigzag)
+        visible_BST = mask.visible(k_BTKD.shape[1])
         return jax.nn.dot_product_attention(
             q_BSND, k_BTKD, v_BTKD, scale=scale, implementation="cudnn",
             mask=None if visible_BST is None else visible_BST[:, None],
             is_causal=causal and positions is None,
         )  # fmt: skip
     length = q_BSND.shape[1] if positions is None else ANYWHERE
-    spec = _Spec(causal, segments is not None, float(scale), length, dtype, implementation != "xla")
+    is_whole = implementation != "xla"
+    spec = _Spec(causal, segments is not None, float(scale), length, dtype, is_whole, zigzag)
     # Positions are an operand so that a device with a part of the queries has just theirs.
     if causal and positions is None:
-        positions = jnp.arange(length)
+        positions = order.positions(length, zigzag) if zigzag > 1 else jnp.arange(length)
     out_BSND: jax.Array = _attend(spec, q_BSND, k_BTKD, v_BTKD, positions, queries_BS, keys_BT)
     return out_BSND
 
@@ -125,7 +172,7 @@ class _Spec(NamedTuple):
     """The static parameters of one attention.
 
     Attributes:
-      causal, segments, scale, length, logits_dtype: as for `attention_reference.forward`.
+      causal, segments, scale, length, logits_dtype, zigzag: as for `attention_reference.forward`.
       is_whole: whether to make composites of it.
     """
 
@@ -135,6 +182,7 @@ class _Spec(NamedTuple):
     length: int
     logits_dtype: str
     is_whole: bool
+    zigzag: int = 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -170,6 +218,8 @@ def _run(
     """One of the two functions, as a composite or as it is."""
     attributes = spec._asdict()
     is_whole = attributes.pop("is_whole")
+    if spec.zigzag == 1:  # so that modules exported before there was an order read the same
+        del attributes["zigzag"]
     masks = [mask.astype(jnp.int32) for mask in given if mask is not None]
     if not is_whole:
         return reference(*tensors, *masks, **attributes)
@@ -209,7 +259,14 @@ def _composite(
 
 
 def _check(
-    q: Any, k: Any, v: Any, segments: Any, positions: Any, causal: bool, implementation: str
+    q: Any,
+    k: Any,
+    v: Any,
+    segments: Any,
+    positions: Any,
+    causal: bool,
+    implementation: str,
+    zigzag: int,
 ) -> None:
     """Raises ArgumentError where something does not fit."""
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
@@ -232,6 +289,8 @@ def _check(
     elif positions is not None and not (causal and positions.shape == q.shape[1:2]):
         problem = f"positions {positions.shape} for q {q.shape}, causal={causal}"
         required = "positions (S,) of a causal attention"
+    elif zigzag != 1 and not (positions is None and q.shape[1] == k.shape[1]):
+        problem, required = f"zigzag={zigzag} for {shapes}", "queries and keys of whole sequences"
     if problem:
         raise ArgumentError(
             "attention cannot be computed", actual=problem, required=required, fix="correct them"
