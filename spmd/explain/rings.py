@@ -90,4 +90,7 @@ def ring_text(row: RingRow) -> list[str]:
         f"{seconds_text(row.exchange)} to go round, {seconds_text(row.arithmetic)} of arithmetic"
     ]
     other = "gathered" if row.goes_round else "going round"
-    return lines + ([f"  {other} instead: {row.other.text}"] if row.other is not None else [])
+    if row.other is None:
+        return lines
+    more = "more" if row.other.seconds > 0 else "less"  # bytes on the links are the same
+    return [*lines, f"  {other} instead: {seconds_text(abs(row.other.seconds))} {more}"]

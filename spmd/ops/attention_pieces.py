@@ -10,7 +10,7 @@ an early and a late half, see `attention_order`), it sees of the piece of device
     after      nothing       the second half of the queries sees all keys
 
 So no kernel needs another mask than a causal one, and nothing is computed that is hidden anyway.
-`place` is how many devices a piece is behind: `(own - other) mod P`. What pieces give is joined by
+What pieces give is joined by
 the logsumexp of their scores: the gradient needs just that of all of them.
 """
 
@@ -33,11 +33,10 @@ def piece(
     q_BSND: Any,
     k_BTKD: Any,
     v_BTKD: Any,
-    own: Any,
+    is_before: Any,
     out_BSND: Any,
     lse_BNS: Any,
     *segments: Any,
-    place: Any,
     zigzag: int = 1,
     **spec: Any,
 ) -> tuple[Any, Any]:
@@ -47,10 +46,9 @@ def piece(
       kernel: computes what is not hidden.
       q_BSND: this device's queries.
       k_BTKD, v_BTKD: a piece of the keys and values.
-      own: this device's number, an integer scalar.
+      is_before: whether the piece is of a device before this one, a boolean scalar.
       out_BSND, lse_BNS: float32, over the pieces so far.
       *segments: (B, S) and (B, T), if there are any.
-      place: how many devices the piece is behind this one, at least 1.
       zigzag: the number of parts of a sequence in zigzag order; 1 for the usual one.
       **spec: as for `attention_reference.forward`.
     """
@@ -83,7 +81,7 @@ def piece(
 
     if not spec["causal"]:
         return joined(0, None)
-    found: tuple[Any, Any] = jax.lax.cond(own >= place, before, after)
+    found: tuple[Any, Any] = jax.lax.cond(is_before, before, after)
     return found
 
 
@@ -95,10 +93,9 @@ def piece_gradient(
     out_BSND: Any,
     lse_BNS: Any,
     dout_BSND: Any,
-    own: Any,
+    is_before: Any,
     dq_BSND: Any,
     *segments: Any,
-    place: Any,
     zigzag: int = 1,
     **spec: Any,
 ) -> tuple[Any, Any, Any]:
@@ -106,7 +103,7 @@ def piece_gradient(
 
     Args:
       kernel: computes what is not hidden.
-      q_BSND, k_BTKD, v_BTKD, own, place, zigzag, **spec: as for `piece`.
+      q_BSND, k_BTKD, v_BTKD, is_before, zigzag, **spec: as for `piece`.
       out_BSND, lse_BNS, dout_BSND: outputs and logsumexp over all pieces; gradient of the outputs.
       dq_BSND: float32, over the pieces so far.
       *segments: as for `piece`.
@@ -138,7 +135,7 @@ def piece_gradient(
 
     if not spec["causal"]:
         return added(0, None)
-    found: tuple[Any, Any, Any] = jax.lax.cond(own >= place, before, after)
+    found: tuple[Any, Any, Any] = jax.lax.cond(is_before, before, after)
     return found
 
 

@@ -10,9 +10,6 @@ What is done with one piece of the keys is a composite of its own, in one device
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from spmd.ir.dialect.composites import arguments_of
 from spmd.ir.dialect.rule import PASS, REDUCE, REPLICATE, DimFactors, Rule, RuleBuilder
 from spmd.ir.program import OpKind
@@ -47,14 +44,14 @@ def gradient_rule(kind: OpKind) -> Rule:
 
 
 def piece_rule(kind: OpKind) -> Rule:
-    """As forward, with this device's number, and what pieces gave so far; queries stay whole."""
+    """As forward, with whether a piece is before, and what pieces gave; queries stay whole."""
     build = RuleBuilder()
     queries, keys, lse, masks = _terms(kind, build, REPLICATE)
     return build.build([queries, keys, keys, [], queries, lse, *masks], [queries, lse])
 
 
 def piece_gradient_rule(kind: OpKind) -> Rule:
-    """As gradient, with this device's number and the queries' gradient so far."""
+    """As gradient, with whether a piece is before, and the queries' gradient so far."""
     build = RuleBuilder()
     queries, keys, lse, masks = _terms(kind, build, REPLICATE)
     operands = [queries, keys, keys, queries, lse, queries, [], queries, *masks]
@@ -66,12 +63,12 @@ def _terms(kind: OpKind, build: RuleBuilder, summed: str) -> tuple[Dims, Dims, D
 
     Queries, and the query heads of a key head, are factors of the kind `summed`.
     """
-    (batch, queries, heads, width), (_, keys, key_heads, _) = (t.shape for t in kind.operands[:2])
+    (batch, queries, heads, width), (_, _, key_heads, _) = (t.shape for t in kind.operands[:2])
     # 8 query heads of 2 key heads are (k=2, g=4), major to minor as they lie: over 4 devices k is
     # split first, then g, and two devices share a key head.
     b, s = build.factor(batch), build.factor(queries, summed)
     said = arguments_of(kind)
-    t, d = _keys(said, build, queries, keys, s), build.factor(width, REPLICATE)
+    t, d = _keys(kind, build, s), build.factor(width, REPLICATE)
     if heads == key_heads:
         n = k = build.factor(heads)
     elif key_heads == 1:  # a dim of one factor need not divide
@@ -79,21 +76,25 @@ def _terms(kind: OpKind, build: RuleBuilder, summed: str) -> tuple[Dims, Dims, D
     else:
         k = build.factor(key_heads)
         n = k + build.factor(heads // key_heads, summed)
-    masks: list[Dims] = [[s]] if said["causal"] and "place" not in said else []
+    masks: list[Dims] = [[s]] if said["causal"] and not _is_piece(kind) else []
     if said["segments"]:
         masks += [[b, s], [b, t]]
     return [b, s, n, d], [b, t, k, d], [b, n, s], masks
 
 
-def _keys(
-    said: Mapping[str, Any], build: RuleBuilder, queries: int, keys: int, s: DimFactors
-) -> DimFactors:
+def _keys(kind: OpKind, build: RuleBuilder, s: DimFactors) -> DimFactors:
     """The factor of the keys: they may go round where a device knows what it sees of a piece."""
+    queries, keys = (t.shape[1] for t in kind.operands[:2])
+    said = arguments_of(kind)
     is_own = said["length"] == queries == keys
-    if "place" in said or (said["causal"] and not is_own):
+    if _is_piece(kind) or (said["causal"] and not is_own):
         return build.factor(keys, REPLICATE)
     order = said.get("zigzag", 1)
     return build.ring(keys, s, order if order > 1 else 0)
+
+
+def _is_piece(kind: OpKind) -> bool:
+    return kind.attrs["name"] in (PIECE, PIECE_GRADIENT)
 
 
 def forward_flops(kind: OpKind) -> float:
@@ -115,6 +116,6 @@ def _points(kind: OpKind) -> float:
     said, seen = arguments_of(kind), 1.0
     if said["causal"] and said.get("zigzag", 1) > 1:
         seen = 0.5
-    elif said["causal"] and "place" not in said and keys:
+    elif said["causal"] and not _is_piece(kind) and keys:
         seen = 1 - min(queries, keys) / (2 * keys)
     return batch * heads * queries * keys * width * seen

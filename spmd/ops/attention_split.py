@@ -29,6 +29,11 @@ from spmd.lowering.local.dims import dynamic_take_dim, to_next
 from spmd.lowering.local.table import LocalOp
 from spmd.ops.attention_rules import PIECE, PIECE_GRADIENT
 
+LEAST_PIECE = 512
+"""Keys of a piece, at least: to start more kernels than one takes longer than what they leave out.
+
+Pieces that go round may be shorter: the planner weighed that."""
+
 SEQUENCE = 1
 """The dim of queries, keys and values that has their positions."""
 
@@ -41,8 +46,8 @@ def lower_forward(op: LocalOp) -> Sequence[Value]:
     out, lse = here.own(types)
     out = b.convert(out, "f32")
     for place, keys in here.others(1):
-        operands = op.operands[0], *keys[:2], here.number, out, lse
-        out, lse = here.piece(PIECE, place, operands, keys, (b.types[out], types[1]))
+        operands = op.operands[0], *keys[:2], here.is_before(place), out, lse
+        out, lse = here.piece(PIECE, operands, keys, (b.types[out], types[1]))
     return b.convert(out, types[0].dtype), lse
 
 
@@ -56,9 +61,9 @@ def lower_gradient(op: LocalOp) -> Sequence[Value]:
     dq = b.convert(dq, "f32")
     sums = [] if here.goes_round else here.put(here.nothing(), 0, own)
     for place, keys in here.others(-1):
-        operands = q, *keys[:2], *kept, here.number, dq
+        operands = q, *keys[:2], *kept, here.is_before(place), dq
         types = b.types[dq], *here.key_types
-        dq, *terms = here.piece(PIECE_GRADIENT, place, operands, keys, types)
+        dq, *terms = here.piece(PIECE_GRADIENT, operands, keys, types)
         sums = here.added(terms, sums) if here.goes_round else here.put(sums, place, terms)
     sums = here.added(own, sums) if here.goes_round else sums
     return b.convert(dq, type_.dtype), *sums
@@ -73,7 +78,7 @@ def _is_by_pieces(op: LocalOp) -> bool:
         return pieces > 1
     is_own = said["causal"] and said["length"] == queries == keys
     fits = said.get("zigzag", 1) in (1, pieces) and pieces <= MOST_PIECES
-    return bool(is_own and fits and split.is_even)
+    return bool(is_own and fits and split.is_even and keys >= LEAST_PIECE * pieces)
 
 
 class _Here:
@@ -121,17 +126,20 @@ class _Here:
     def piece(
         self,
         name: str,
-        place: int,
         operands: Sequence[Value],
         keys: Sequence[Value],
         types: Sequence[TensorType],
     ) -> tuple[Value, ...]:
-        """One more piece of the keys, so many devices behind this one."""
-        attrs = with_own({**self.op.attrs, "name": name}, place=place)
+        """One more piece of the keys; the composite is the same for all of them."""
+        attrs = {**self.op.attrs, "name": name}
         operands = *operands, *self.queries, *keys[2:]
         results = append_composite(self.b, operands, types, attrs)
         self._steps.append(results[0])
         return results
+
+    def is_before(self, place: int) -> Value:
+        """Whether the device so many places behind this one comes before it in the sequence."""
+        return self.b.compare("GE", self.number, self.b.constant(place, "i32"))
 
     def others(self, way: int) -> Iterator[tuple[int, Sequence[Value]]]:
         """The pieces of the other devices, and how many devices each is behind this one."""
