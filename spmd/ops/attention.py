@@ -103,6 +103,7 @@ def attention(
     v_BTKD: Any,
     *,
     causal: bool = True,
+    window: int | None = None,
     positions: Any = None,
     segment_ids: Any = None,
     scale: float | None = None,
@@ -117,6 +118,8 @@ def attention(
       k_BTKD: keys; each of the K heads serves N / K query heads in a row.
       v_BTKD: values, with the heads of the keys.
       causal: whether query `i` sees the keys up to `i` alone.
+      window: of the keys that a causal query sees, how many at most: its own and those just before
+        it. The sliding window of Mistral 7B (Jiang et al. 2023); None is all of them.
       positions: integers (S,): up to which key each query sees instead, for queries that are a part
         of a sequence.
       segment_ids: integers (B, S), or a pair (B, S), (B, T): a query sees the keys of its own
@@ -142,25 +145,29 @@ def attention(
     segments = segment_ids
     if segments is not None and not isinstance(segments, tuple | list):
         segments = (segments, segments)
-    _check(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, implementation, zigzag)
+    _check(q_BSND, k_BTKD, v_BTKD, segments, positions, causal, window, zigzag, implementation)
     zigzag = zigzag if causal else 1  # where all keys are seen their order does not matter
     if scale is None:
         scale = q_BSND.shape[-1] ** -0.5
     dtype = jnp.dtype(logits_dtype).name
     queries_BS, keys_BT = segments or (None, None)
     if implementation == "cudnn":
+        whole_window = window if positions is None and zigzag == 1 else None
         if zigzag > 1:
             positions = order.positions(q_BSND.shape[1], zigzag)
         mask = Mask(positions, queries_BS, keys_BT).ordered(k_BTKD.shape[1], zigzag)
-        visible_BST = mask.visible(k_BTKD.shape[1])
+        visible_BST = mask.visible(k_BTKD.shape[1], window)
         return jax.nn.dot_product_attention(
             q_BSND, k_BTKD, v_BTKD, scale=scale, implementation="cudnn",
             mask=None if visible_BST is None else visible_BST[:, None],
             is_causal=causal and positions is None,
+            local_window_size=None if whole_window is None else (whole_window - 1, 0),
         )  # fmt: skip
     length = q_BSND.shape[1] if positions is None else ANYWHERE
     is_whole = implementation != "xla"
-    spec = _Spec(causal, segments is not None, float(scale), length, dtype, is_whole, zigzag)
+    spec = _Spec(
+        causal, segments is not None, float(scale), length, dtype, window, zigzag, is_whole
+    )
     # Positions are an operand so that a device with a part of the queries has just theirs.
     if causal and positions is None:
         positions = order.positions(length, zigzag) if zigzag > 1 else jnp.arange(length)
@@ -172,7 +179,8 @@ class _Spec(NamedTuple):
     """The static parameters of one attention.
 
     Attributes:
-      causal, segments, scale, length, logits_dtype, zigzag: as for `attention_reference.forward`.
+      causal, segments, scale, length, logits_dtype, window, zigzag: as for
+        `attention_reference.forward`.
       is_whole: whether to make composites of it.
     """
 
@@ -181,8 +189,9 @@ class _Spec(NamedTuple):
     scale: float
     length: int
     logits_dtype: str
+    window: int | None
+    zigzag: int
     is_whole: bool
-    zigzag: int = 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -220,6 +229,8 @@ def _run(
     is_whole = attributes.pop("is_whole")
     if spec.zigzag == 1:  # so that modules exported before there was an order read the same
         del attributes["zigzag"]
+    if spec.window is None:  # an attribute of a composite has a value
+        del attributes["window"]
     masks = [mask.astype(jnp.int32) for mask in given if mask is not None]
     if not is_whole:
         return reference(*tensors, *masks, **attributes)
@@ -265,8 +276,9 @@ def _check(
     segments: Any,
     positions: Any,
     causal: bool,
-    implementation: str,
+    window: int | None,
     zigzag: int,
+    implementation: str,
 ) -> None:
     """Raises ArgumentError where something does not fit."""
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
@@ -289,6 +301,9 @@ def _check(
     elif positions is not None and not (causal and positions.shape == q.shape[1:2]):
         problem = f"positions {positions.shape} for q {q.shape}, causal={causal}"
         required = "positions (S,) of a causal attention"
+    elif window is not None and not (causal and window > 0):
+        problem = f"window={window}, causal={causal}"
+        required = "a window of at least one key, of a causal attention"
     elif zigzag != 1 and not (positions is None and q.shape[1] == k.shape[1]):
         problem, required = f"zigzag={zigzag} for {shapes}", "queries and keys of whole sequences"
     if problem:

@@ -87,7 +87,7 @@ def _keys(kind: OpKind, build: RuleBuilder, s: DimFactors) -> DimFactors:
     queries, keys = (t.shape[1] for t in kind.operands[:2])
     said = arguments_of(kind)
     is_own = said["length"] == queries == keys
-    if _is_piece(kind) or (said["causal"] and not is_own):
+    if _is_piece(kind) or "window" in said or (said["causal"] and not is_own):
         return build.factor(keys, REPLICATE)
     order = said.get("zigzag", 1)
     return build.ring(keys, s, order if order > 1 else 0)
@@ -108,7 +108,7 @@ def gradient_flops(kind: OpKind) -> float:
 
 
 def _points(kind: OpKind) -> float:
-    """Points of one product's iteration space, without those that a causal mask hides.
+    """Points of one product's iteration space, without those that a causal mask or a window hides.
 
     For a part of the queries those of the last part count, which sees most: all wait for it.
     """
@@ -118,4 +118,6 @@ def _points(kind: OpKind) -> float:
         seen = 0.5
     elif said["causal"] and not _is_piece(kind) and keys:
         seen = 1 - min(queries, keys) / (2 * keys)
+    if keys:
+        seen = min(seen, said.get("window", keys) / keys)
     return batch * heads * queries * keys * width * seen

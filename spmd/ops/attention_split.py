@@ -76,7 +76,7 @@ def _is_by_pieces(op: LocalOp) -> bool:
     pieces = op.mesh.extent(split.axes)
     if pieces == 1 or op.dim(1, SEQUENCE).axes:
         return pieces > 1
-    is_own = said["causal"] and said["length"] == queries == keys
+    is_own = said["causal"] and "window" not in said and said["length"] == queries == keys
     fits = said.get("zigzag", 1) in (1, pieces) and pieces <= MOST_PIECES
     return bool(is_own and fits and split.is_even and keys >= LEAST_PIECE * pieces)
 
