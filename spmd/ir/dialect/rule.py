@@ -44,16 +44,16 @@ class Ring(NamedTuple):
 
     Attributes:
       along: the factor whose atoms it may have, too.
-      count: the number of pieces that there have to be; 0 if any will do.
+      wanted: the number of pieces that there have to be; 0 if any will do.
     """
 
     along: int
-    count: int = 0
+    wanted: int = 0
 
     def allows(self, pieces: int, *sizes: int) -> bool:
         """Whether it may be cut into so many pieces, with the sizes of both factors."""
         is_even = all(size % pieces == 0 for size in sizes)
-        return is_even and pieces <= MOST_PIECES and self.count in (0, pieces)
+        return is_even and pieces <= MOST_PIECES and self.wanted in (0, pieces)
 
 
 MOST_PIECES = 64
@@ -260,9 +260,9 @@ class RuleBuilder:
         self.factors.append(Factor(size, kind, axes))
         return (len(self.factors) - 1,)
 
-    def ring(self, size: int, along: DimFactors, count: int = 0) -> DimFactors:
+    def ring(self, size: int, along: DimFactors, wanted: int = 0) -> DimFactors:
         """A new factor whose pieces may go round the devices that split another one."""
-        self.factors.append(Factor(size, RING, ring=Ring(along[0], count)))
+        self.factors.append(Factor(size, RING, ring=Ring(along[0], wanted)))
         return (len(self.factors) - 1,)
 
     def passes(self, size: int) -> Pair:
