@@ -1,4 +1,4 @@
-"""Attention of a part of the queries, one piece of the keys after another.
+"""Attention of a part of the queries with one more piece of the keys.
 
 Where a sequence is split over P devices, device `own` has the `own`-th part of the queries, and it
 meets the P pieces of keys that lie like the parts. In their order, and in zigzag order (each part
@@ -10,13 +10,16 @@ an early and a late half, see `attention_order`), it sees of the piece of device
     after      nothing       the second half of the queries sees all keys
 
 So no kernel needs another mask than a causal one, and nothing is computed that is hidden anyway.
-What pieces give is joined by
-the logsumexp of their scores: the gradient needs just that of all of them.
+What pieces give is joined by the logsumexp of their scores; the gradient takes that of all of them.
+
+In zigzag order late queries see the first half of the keys in any case. What else is seen has the
+same shape on all devices, so that each picks its operands and none branches: GPUs branch on the
+host, which would have to wait for the devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +29,8 @@ from spmd.ops import attention_reference as reference
 
 Kernel = Callable[..., Any]
 """`forward` or `gradient` of `attention_reference`, or a kernel with the same arguments."""
+
+Tensors = Sequence[Any]
 
 
 def piece(
@@ -52,37 +57,29 @@ def piece(
       zigzag: the number of parts of a sequence in zigzag order; 1 for the usual one.
       **spec: as for `attention_reference.forward`.
     """
-    middle_S, middle_T = q_BSND.shape[1] // 2, k_BTKD.shape[1] // 2
-    seen = {**spec, "causal": False}
+    run = _either(kernel, reference.forward)
 
-    def joined(q_from: int, k_to: int | None) -> tuple[Any, Any]:
-        more_BSND, more_BNS = _either(kernel, reference.forward)(
-            q_BSND[:, q_from:],
-            k_BTKD[:, :k_to],
-            v_BTKD[:, :k_to],
-            *_cut(segments, q_from, k_to),
-            **seen,
-        )
-        both_BNS = jnp.logaddexp(lse_BNS[..., q_from:], more_BNS)
-        old, new = (
-            jnp.swapaxes(jnp.exp(lse - both_BNS), 1, 2)[..., None]
-            for lse in (lse_BNS[..., q_from:], more_BNS)
-        )
-        found = out_BSND[:, q_from:] * old + more_BSND.astype(jnp.float32) * new
-        if not q_from:
-            return found, both_BNS
-        return out_BSND.at[:, q_from:].set(found), lse_BNS.at[..., q_from:].set(both_BNS)
+    def joined(queries: Tensors, keys: Tensors, so_far: Tensors) -> Tensors:
+        (q, *own), (k, v, *theirs), (out, lse) = queries, keys, so_far
+        more, more_lse = run(q, k, v, *own, *theirs, **{**spec, "causal": False})
+        both = jnp.logaddexp(lse, more_lse)
+        old, new = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, more_lse))
+        return [out * old + more.astype(jnp.float32) * new, both]
 
-    def before() -> tuple[Any, Any]:
-        return joined(0, middle_T if zigzag > 1 else None)
-
-    def after() -> tuple[Any, Any]:
-        return joined(middle_S, None) if zigzag > 1 else (out_BSND, lse_BNS)
-
+    queries, keys = (q_BSND, *segments[:1]), (k_BTKD, v_BTKD, *segments[1:])
+    so_far = [out_BSND, lse_BNS]
     if not spec["causal"]:
-        return joined(0, None)
-    found: tuple[Any, Any] = jax.lax.cond(is_before, before, after)
-    return found
+        out, lse = joined(queries, keys, so_far)
+    elif zigzag == 1:
+        out, lse = jax.lax.cond(is_before, lambda: joined(queries, keys, so_far), lambda: so_far)
+    else:
+        (early, late), (first, second) = _halves(queries), _halves(keys)
+        before, behind = _halves(so_far, lse=1)
+        behind = joined(late, first, behind)
+        found = joined(*_pick(is_before, (early, first, before), (late, second, behind)))
+        halves = _pick(is_before, (found, behind), (before, found))
+        out, lse = (jnp.concatenate(x, i + 1) for i, x in enumerate(zip(*halves, strict=True)))
+    return out, lse
 
 
 def piece_gradient(
@@ -108,42 +105,43 @@ def piece_gradient(
       dq_BSND: float32, over the pieces so far.
       *segments: as for `piece`.
     """
-    middle_S, middle_T = q_BSND.shape[1] // 2, k_BTKD.shape[1] // 2
-    seen = {**spec, "causal": False}
+    run = _either(kernel, reference.gradient)
 
-    def added(q_from: int, k_to: int | None) -> tuple[Any, Any, Any]:
-        dq, *dkv = _either(kernel, reference.gradient)(
-            q_BSND[:, q_from:],
-            k_BTKD[:, :k_to],
-            v_BTKD[:, :k_to],
-            out_BSND[:, q_from:],
-            lse_BNS[..., q_from:],
-            dout_BSND[:, q_from:],
-            *_cut(segments, q_from, k_to),
-            **seen,
-        )
-        rest = k_BTKD.shape[1] - dkv[0].shape[1]
-        dk, dv = (jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))) for x in dkv)
-        return dq_BSND.at[:, q_from:].add(dq.astype(jnp.float32)), dk, dv
+    def added(queries: Tensors, keys: Tensors, dq: Any) -> tuple[Any, Tensors]:
+        (q, lse, out, dout, *own), (k, v, *theirs) = queries, keys
+        found = run(q, k, v, out, lse, dout, *own, *theirs, **{**spec, "causal": False})
+        return dq + found[0].astype(jnp.float32), found[1:]
 
-    def before() -> tuple[Any, Any, Any]:
-        return added(0, middle_T if zigzag > 1 else None)
-
-    def after() -> tuple[Any, Any, Any]:
-        nothing = dq_BSND, jnp.zeros_like(k_BTKD), jnp.zeros_like(v_BTKD)
-        return added(middle_S, None) if zigzag > 1 else nothing
-
+    queries = q_BSND, lse_BNS, out_BSND, dout_BSND, *segments[:1]
+    keys = k_BTKD, v_BTKD, *segments[1:]
+    nothing = dq_BSND, (jnp.zeros_like(k_BTKD), jnp.zeros_like(v_BTKD))
     if not spec["causal"]:
-        return added(0, None)
-    found: tuple[Any, Any, Any] = jax.lax.cond(is_before, before, after)
-    return found
+        dq, (dk, dv) = added(queries, keys, dq_BSND)
+    elif zigzag == 1:
+        all_seen = jax.lax.cond(is_before, lambda: added(queries, keys, dq_BSND), lambda: nothing)
+        dq, (dk, dv) = all_seen
+    else:
+        (early, late), (first, second) = _halves(queries, lse=1), _halves(keys)
+        (before,), (behind,) = _halves((dq_BSND,))
+        behind, ones = added(late, first, behind)
+        found, others = added(*_pick(is_before, (early, first, before), (late, second, behind)))
+        dq = jnp.concatenate(_pick(is_before, (found, behind), (before, found)), 1)
+        zeros = jax.tree.map(jnp.zeros_like, others)
+        more, there = _pick(is_before, (others, zeros), (zeros, others))
+        pairs = zip(ones, more, there, strict=True)
+        dk, dv = (jnp.concatenate([one + another, x], 1) for one, another, x in pairs)
+    return dq, dk, dv
 
 
-def _cut(segments: tuple[Any, ...], q_from: int, k_to: int | None) -> tuple[Any, ...]:
-    if not segments:
-        return ()
-    queries_BS, keys_BT = segments
-    return queries_BS[:, q_from:], keys_BT[:, :k_to]
+def _halves(tensors: Tensors, lse: int = -1) -> tuple[Tensors, Tensors]:
+    """Both halves of the positions of some tensors, of which one may be a logsumexp (B, N, S)."""
+    pairs = [jnp.split(x, 2, 2 if i == lse else 1) for i, x in enumerate(tensors)]
+    return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+def _pick(flag: Any, if_set: Any, otherwise: Any) -> Any:
+    """One of two trees of arrays."""
+    return jax.tree.map(lambda x, y: jnp.where(flag, x, y), if_set, otherwise)
 
 
 def _either(kernel: Kernel, otherwise: Kernel) -> Kernel:

@@ -74,10 +74,10 @@ def _is_by_pieces(op: LocalOp) -> bool:
     (_, queries, _, _), (_, keys, _, _) = (t.shape for t in op.op.kind.operands[:2])
     split, said = op.dim(0, SEQUENCE), arguments_of(op.op.kind)
     pieces = op.mesh.extent(split.axes)
-    if pieces == 1 or op.dim(1, SEQUENCE).axes:
-        return pieces > 1
+    if op.dim(1, SEQUENCE).axes:  # they go round
+        return True
     is_own = said["causal"] and "window" not in said and said["length"] == queries == keys
-    fits = said.get("zigzag", 1) in (1, pieces) and pieces <= MOST_PIECES
+    fits = 1 < pieces <= MOST_PIECES and said.get("zigzag", 1) in (1, pieces)
     return bool(is_own and fits and split.is_even and keys >= LEAST_PIECE * pieces)
 
 
