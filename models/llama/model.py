@@ -1,4 +1,7 @@
-"""Llama as pure single-device functions; nothing here knows of a mesh.
+"""Llama, and what its relatives do differently, as single-device functions that know no mesh.
+
+A family is fields of `LlamaConfig` (biases, norms of queries and keys, windows): parameters and
+steps exist where these say so.
 
 Shapes are in the names:
 
@@ -22,7 +25,7 @@ import numpy as np
 
 import spmd
 from models.llama.config import LlamaConfig
-from models.llama.remat import checkpoint_policy, named_mark
+from models.llama.remat import Policy, checkpoint_policy, named_mark
 from models.llama.rope import rope_frequencies
 
 Params = dict[str, Any]
@@ -69,7 +72,7 @@ def init(key: jax.Array, config: LlamaConfig) -> Params:
 
     They are normal with standard deviation `initializer_range`. Projections into the residual
     stream are divided by `sqrt(2 * layers)`, so that its variance does not grow with depth. Norms
-    are 1.
+    are 1, biases 0.
 
     Args:
         key: a `jax.random.key`.
@@ -156,6 +159,8 @@ def _init_leaves(
 def _init_leaf(key: jax.Array, path: str, shape: tuple[int, ...], config: LlamaConfig) -> jax.Array:
     if path.endswith("norm/weight"):
         return jnp.ones(shape, config.param_dtype)
+    if path.endswith("/bias"):
+        return jnp.zeros(shape, config.param_dtype)
     into_residual = path.endswith(("o_proj/weight", "down_proj/weight"))
     scale = (2 * config.num_hidden_layers) ** -0.5 if into_residual else 1.0
     return (scale * config.initializer_range * jax.random.normal(key, shape)).astype(
@@ -296,9 +301,24 @@ def _run_layers(
 ) -> jax.Array:
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
+    for span, window in config.window_spans:
 
-    def run(layer: Params, x_BSH: jax.Array) -> jax.Array:
-        return decoder_layer(layer, x_BSH, rope, segment_ids_BS, config, mark)
+        def run(layer: Params, x_BSH: jax.Array, window: int | None = window) -> jax.Array:
+            return decoder_layer(layer, x_BSH, rope, segment_ids_BS, window, config, mark)
+
+        x_BSH = _run_span(run, policy, layers, span, x_BSH, config)
+    return x_BSH
+
+
+def _run_span(
+    run: Callable[[Params, jax.Array], jax.Array],
+    policy: Policy | None,
+    layers: Params,
+    span: range,
+    x_BSH: jax.Array,
+    config: LlamaConfig,
+) -> jax.Array:
+    """Runs layers that differ in nothing but their parameters."""
 
     def run_some(some: Sequence[Params], x_BSH: jax.Array) -> jax.Array:
         for index, layer in enumerate(some, start=1):
@@ -309,10 +329,11 @@ def _run_layers(
     # XLA must not merge the recomputation with the first computation (CSE), or everything stays in
     # memory after all. In a scan it cannot: forward and backward are different loops.
     lean = jax.checkpoint(run, policy=policy, prevent_cse=not config.scan_layers)
-    count = config.num_hidden_layers
     if not config.scan_layers:
-        return run_some([layers[str(index)] for index in range(count)], x_BSH)
-    group = config.remat_every if policy is not None else 1
+        return run_some([layers[str(index)] for index in span], x_BSH)
+    count, group = len(span), config.remat_every if policy is not None else 1
+    if count < config.num_hidden_layers:
+        layers = jax.tree.map(lambda x: x[span.start : span.stop], layers)
 
     def body(x_BSH: jax.Array, some: Params) -> tuple[jax.Array, None]:
         if group == 1:
@@ -331,6 +352,7 @@ def decoder_layer(
     x_BSH: jax.Array,
     rope: jax.Array,
     segment_ids_BS: jax.Array | None,
+    window: int | None,
     config: LlamaConfig,
     mark: Mark,
 ) -> jax.Array:
@@ -338,7 +360,7 @@ def decoder_layer(
     eps = config.rms_norm_eps
     normed_BSH = rms_norm(x_BSH, layer["input_layernorm"]["weight"], eps)
     weights = layer["self_attn"]
-    x_BSH = x_BSH + attention(weights, normed_BSH, rope, segment_ids_BS, config, mark)
+    x_BSH = x_BSH + attention(weights, normed_BSH, rope, segment_ids_BS, window, config, mark)
     normed_BSH = rms_norm(x_BSH, layer["post_attention_layernorm"]["weight"], eps)
     return x_BSH + mlp(layer["mlp"], normed_BSH, config, mark)
 
@@ -348,27 +370,44 @@ def attention(
     x_BSH: jax.Array,
     rope: jax.Array,
     segment_ids_BS: jax.Array | None,
+    window: int | None,
     config: LlamaConfig,
     mark: Mark,
 ) -> jax.Array:
     """Causal self-attention; grouped-query if there are fewer key heads than query heads."""
     projected = project(x_BSH, weights, TOGETHER[0], config)
     q, k, v = map(mark, "qkv", projected)
-    q_BSND = apply_rope(split_heads(q, config.num_attention_heads), rope)
-    k_BTKD = apply_rope(split_heads(k, config.kv_heads), rope)
+    q_BSND, k_BTKD = normed_heads(
+        weights, split_heads(q, config.num_attention_heads), split_heads(k, config.kv_heads), config
+    )
+    q_BSND, k_BTKD = apply_rope(q_BSND, rope), apply_rope(k_BTKD, rope)
     v_BTKD = split_heads(v, config.kv_heads)
     if config.attention == "einsum":
-        heads_BSND = einsum_attention(q_BSND, k_BTKD, v_BTKD, mark, segment_ids_BS)
+        heads_BSND = einsum_attention(q_BSND, k_BTKD, v_BTKD, mark, segment_ids_BS, window)
     else:
         heads_BSND = spmd.ops.attention(
             q_BSND,
             k_BTKD,
             v_BTKD,
+            window=window,
             segment_ids=segment_ids_BS,
             implementation=cast(Any, config.attention),
         )
     (output_BSH,) = project(merge_heads(heads_BSND), weights, TOGETHER[1], config)
     return mark("attention_output", output_BSH)
+
+
+def normed_heads(
+    weights: Params, q: jax.Array, k: jax.Array, config: LlamaConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys (..., D), each head normalized on its own if the model does so."""
+    if not config.qk_norm:
+        return q, k
+    eps = config.rms_norm_eps
+    return (
+        rms_norm(q, weights["q_norm"]["weight"], eps),
+        rms_norm(k, weights["k_norm"]["weight"], eps),
+    )
 
 
 def einsum_attention(
@@ -377,26 +416,34 @@ def einsum_attention(
     v_BTKD: jax.Array,
     mark: Mark,
     segment_ids_BS: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal attention by two einsums. The weights between them are in memory and can be marked."""
     groups = q_BSND.shape[2] // k_BTKD.shape[2]
     k_BTND, v_BTND = repeat_heads(k_BTKD, groups), repeat_heads(v_BTKD, groups)
-    weights_BNST = attention_weights(q_BSND, k_BTND, segment_ids_BS)
+    weights_BNST = attention_weights(q_BSND, k_BTND, segment_ids_BS, window)
     weights_BNST = mark("attention_weights", weights_BNST)
     return jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
 
 
 def attention_weights(
-    q_BSND: jax.Array, k_BTND: jax.Array, segment_ids_BS: jax.Array | None = None
+    q_BSND: jax.Array,
+    k_BTND: jax.Array,
+    segment_ids_BS: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal `softmax(q k / sqrt(D))`, computed in float32.
 
     Returns:
-        Weights (B, N, S, T) in the dtype of `q`. With segments, a token sees only its own segment.
+        Weights (B, N, S, T) in the dtype of `q`. With segments, a token sees only its own segment;
+        with a window, itself and the tokens just before it, so many in all.
     """
     scores_BNST = jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND, preferred_element_type=jnp.float32)
     scores_BNST *= q_BSND.shape[-1] ** -0.5
-    visible_ST = jnp.arange(q_BSND.shape[1])[:, None] >= jnp.arange(k_BTND.shape[1])[None, :]
+    queries_S1, keys_1T = jnp.arange(q_BSND.shape[1])[:, None], jnp.arange(k_BTND.shape[1])[None, :]
+    visible_ST = queries_S1 >= keys_1T
+    if window is not None:
+        visible_ST &= queries_S1 - window < keys_1T
     scores_BNST = jnp.where(visible_ST, scores_BNST, np.finfo(np.float32).min)
     if segment_ids_BS is not None:
         same_BST = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
@@ -419,15 +466,22 @@ def project(
 ) -> tuple[jax.Array, ...]:
     """`linear` of one input by each of a block's weights that are named; in fp8 if `config` says.
 
-    Without a state, as in parameters that were loaded, maxima are those of the operands at hand.
+    Biases are added where there are any. Without a state, as in parameters that were loaded, maxima
+    are those of the operands at hand.
     """
     chosen = tuple(weights[name]["weight"] for name in names)
-    if config.matmul != "fp8":
-        return tuple(linear(x_BSI, weight_OI) for weight_OI in chosen)
-    state = weights.get(FP8, {}).get(" ".join(names))
-    inner = ((x_BSI.ndim - 1,), (1,)), ((), ())
-    found: tuple[jax.Array, ...] = spmd.ops.fp8_dot(x_BSI, chosen, state, dimension_numbers=inner)
-    return found
+    if config.matmul == "fp8":
+        state = weights.get(FP8, {}).get(" ".join(names))
+        inner = ((x_BSI.ndim - 1,), (1,)), ((), ())
+        found = spmd.ops.fp8_dot(x_BSI, chosen, state, dimension_numbers=inner)
+    else:
+        found = tuple(linear(x_BSI, weight_OI) for weight_OI in chosen)
+    return tuple(add_bias(x, weights[name]) for x, name in zip(found, names, strict=True))
+
+
+def add_bias(x: jax.Array, projection: Params) -> jax.Array:
+    """The bias of a projection added to its output (..., O), if it has one."""
+    return x + projection["bias"].astype(x.dtype) if "bias" in projection else x
 
 
 def linear(x_BSI: jax.Array, weight_OI: jax.Array) -> jax.Array:

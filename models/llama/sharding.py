@@ -36,6 +36,12 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     "layers/self_attn/k_proj/weight": ("data", "model"),
     "layers/self_attn/v_proj/weight": ("data", "model"),
     "layers/self_attn/o_proj/weight": ("model", "data"),
+    "layers/self_attn/q_proj/bias": ("model",),
+    "layers/self_attn/k_proj/bias": ("model",),
+    "layers/self_attn/v_proj/bias": ("model",),
+    "layers/self_attn/o_proj/bias": (None,),
+    "layers/self_attn/q_norm/weight": (None,),
+    "layers/self_attn/k_norm/weight": (None,),
     "layers/post_attention_layernorm/weight": (None,),
     "layers/mlp/gate_proj/weight": ("model", "data"),
     "layers/mlp/up_proj/weight": ("model", "data"),
@@ -43,7 +49,9 @@ PARAMETER_SPECS: Mapping[str, Spec] = {
     "norm/weight": (None,),
     "lm_head/weight": ("model", "data"),
 }
-"""Parameter -> spec of its dims (out, in). The leading dim of stacked layers is not split."""
+"""Parameter -> spec of its dims (out, in). The leading dim of stacked layers is not split.
+
+A model has some of them: biases and norms of heads where its config says so."""
 
 ACTIVATION_SPECS: Mapping[str, Spec] = {
     "inputs_embeds": (BATCH, None, "model"),

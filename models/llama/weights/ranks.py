@@ -6,10 +6,10 @@
     ...
 
 The projections of queries, keys, values, gate and up, and the vocabulary, are split by their
-outputs. The output projections of attention and MLP are split by their inputs. Norms are not split.
-So each rank computes its own heads and its own part of the MLP, and the sum over ranks is what the
-whole model computes (Shoeybi et al. 2019, section 3). With more ranks than key heads, several ranks
-have the same key head.
+outputs. The output projections of attention and MLP are split by their inputs. Norms are not split,
+nor the bias of an output projection, which belongs behind the sum. So each rank computes its own
+heads and its own part of the MLP, and the sum over ranks is what the whole model computes (Shoeybi
+et al. 2019, section 3). With more ranks than key heads, several ranks have the same key head.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def _divides(config: LlamaConfig, ranks: int) -> bool:
 
 def _cut(name: str, shape: tuple[int, ...], config: LlamaConfig, ranks: int) -> Cut:
     part = name.split(".")[-2]
+    if part in _BY_INPUTS and len(shape) == 1:  # a bias of sums over ranks: added once, by any
+        return Cut(None, 1, ranks)
     if part in ("k_proj", "v_proj"):
         pieces = min(ranks, config.kv_heads)
         return Cut(0, pieces, ranks // pieces)

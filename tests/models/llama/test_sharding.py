@@ -28,7 +28,7 @@ def flat(tree):
 
 
 def test_the_tables_cover_every_parameter_and_every_point():
-    shapes = TINY.parameter_shapes()
+    shapes = dataclasses.replace(TINY, attention_bias="qkvo", qk_norm=True).parameter_shapes()
     dims = {path: len(shape) for path, shape in shapes.items()}
     for table in sharding.TABLES.values():
         assert {path: len(spec) for path, spec in table.parameters.items()} == dims
