@@ -79,6 +79,22 @@ def test_tokens_are_transformers(hf_folder, tmp_path, export, devices8):
     assert "tokenizer/tokenizer.json" in bundle.manifest.tokenizer
 
 
+def test_a_relatives_tokens_are_transformers(tmp_path, export, devices8):
+    """Biases and a window of some layers, in what is exported."""
+    hf, out = tmp_path / "hf", tmp_path / "bundle"
+    checkpoints.write("qwen2", hf)
+    (hf / "tokenizer.json").write_text("{}")
+    assert "exported: " in export("--init_from", hf, "--out", out)
+    bundle = load_bundle(
+        out, spmd.make_mesh(data=2, model=4, devices=devices8), functions=FUNCTIONS
+    )
+    bias = bundle.weights["weights/layers/1/self_attn/q_proj/bias"]
+    assert bias.addressable_shards[0].data.shape == (8,)
+    expected = checkpoints.their_continuation(hf, PROMPT, 16)
+    assert generate(language.model_backend(bundle), PROMPT, 16)[0] == expected
+    assert bundle.manifest.contract["model"]["sliding_window"] == 9
+
+
 def tokens_of_backend(bundle):
     """The same through what the engine calls: a slot of the second group."""
     backend = language.model_backend(bundle)

@@ -25,6 +25,7 @@ from models.training.checkpoints.found import CheckpointError
 from models.training.checkpoints.store import Checkpoints
 from models.training.run.loop import TrainState
 from scripts import convert_checkpoints as script
+from tests.models.llama.weights.checkpoints import with_random_biases
 from tests.models.llama.weights.conversion import failure
 
 CONFIG = dataclasses.replace(
@@ -88,6 +89,33 @@ def test_there_and_back_is_the_same_bits(n, m, whole, cut, tmp_path):
     same_files(tmp_path / "whole", whole)
 
 
+def test_biases_and_norms_of_heads(tmp_path):
+    """Biases are cut as the rows of their weights; that behind the sum over ranks is whole."""
+    more = {"model_type": "qwen3", "attention_bias": "qkvo", "qk_norm": True}
+    config = dataclasses.replace(CONFIG, **more)
+    init = jax.jit(functools.partial(model.init, config=config))
+    weights.save(with_random_biases(init(jax.random.key(0))), config, tmp_path / "whole")
+    whole = tensors(tmp_path / "whole")
+    with hf_source(tmp_path / "whole") as source:
+        write_ranks(source, tmp_path / "ranks", 4)
+    prefix = "model.layers.1.self_attn."
+    for rank in range(4):
+        found = load_file(tmp_path / "ranks" / rank_file(rank))
+        for name, (piece, size) in {
+            "q_proj.bias": (rank, 16), "k_proj.bias": (rank // 2, 8), "v_proj.bias": (rank // 2, 8),
+            "o_proj.bias": (0, 32), "q_norm.weight": (0, 8), "k_norm.weight": (0, 8),
+        }.items():  # fmt: skip
+            wanted = whole[prefix + name][piece * size : (piece + 1) * size]
+            assert np.any(wanted) and len(wanted) == size
+            np.testing.assert_array_equal(found[prefix + name], wanted)
+    with ranks_source(tmp_path / "ranks") as source:
+        write_hf(source, tmp_path / "again")
+    back = tensors(tmp_path / "again")
+    assert set(back) == set(whole)
+    for name, tensor in whole.items():
+        np.testing.assert_array_equal(back[name], tensor)
+
+
 def total(parts):
     return functools.reduce(jnp.add, parts)
 
@@ -126,7 +154,9 @@ def logits_of_ranks(stored, tokens_BS):
         norms = part(0, prefix)
         y = model.rms_norm(x, norms["input_layernorm"]["weight"], config.rms_norm_eps)
         x = x + total(
-            model.attention(part(r, f"{prefix}self_attn."), y, rope, None, config, model.no_marks)
+            model.attention(
+                part(r, f"{prefix}self_attn."), y, rope, None, None, config, model.no_marks
+            )
             for r in range(ranks)
         )
         y = model.rms_norm(x, norms["post_attention_layernorm"]["weight"], config.rms_norm_eps)
