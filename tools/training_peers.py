@@ -58,13 +58,17 @@ def torch_steps(net: Any, batches: Batches, steps: int) -> Iterator[float]:
     """The losses of a model of `transformers`, which is trained in place."""
     import torch
 
+    more = {"output_router_logits": True} if hasattr(net, "router_aux_loss_coef") else {}
     rule = torch.optim.AdamW(
         net.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY
     )
     for number in range(steps):
         batch = {name: torch.tensor(np.asarray(x)).long() for name, x in batches(number).items()}
-        logits = net(input_ids=batch["inputs"]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        found = net(input_ids=batch["inputs"], **more)
+        logits = found.logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, batch["targets"].flatten())
+        if more:
+            loss = loss + net.router_aux_loss_coef * found.aux_loss
         rule.zero_grad()
         loss.backward()
         rule.step()

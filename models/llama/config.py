@@ -20,11 +20,13 @@ FLOP_CONVENTIONS: tuple[FlopConvention, ...] = ("causal", "palm")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("auto", "composite", "xla", "cudnn", "einsum")
 MATMULS = ("dtype", "fp8")
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 BIASED = {"none": "", "qkv": "qkv", "qkvo": "qkvo"}
 """`attention_bias` -> the letters of the projections that have a bias."""
 
-MAY_BE_ZERO = ("max_window_layers",)
+MAY_BE_ZERO = (
+    "max_window_layers", "num_experts", "num_experts_per_tok", "router_aux_loss_coef",
+)  # fmt: skip
 
 RopeType = Literal["linear", "llama3"]
 ROPE_TYPES: tuple[RopeType, ...] = ("linear", "llama3")
@@ -102,6 +104,11 @@ class LlamaConfig:
         qk_norm: whether each head's queries and keys are normalized before they are rotated.
         sliding_window: a token sees so many tokens at most, itself included; None is all before it.
         max_window_layers: the first so many layers have no window.
+        num_experts: experts of each layer, of which a token takes some; 0 is one MLP for all.
+        num_experts_per_tok: how many a token takes.
+        moe_intermediate_size: width inside an expert; None means `intermediate_size`.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        router_aux_loss_coef: the load-balancing loss is so many times added in training.
         rms_norm_eps: added to the mean square in RMSNorm.
         rope_theta: base of the rotary frequencies.
         rope_scaling: how these are scaled, or None; a mapping of `RopeScaling`'s fields will do.
@@ -141,6 +148,11 @@ class LlamaConfig:
     qk_norm: bool = False
     sliding_window: int | None = None
     max_window_layers: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = 0.0
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -171,6 +183,11 @@ class LlamaConfig:
         ):
             if getattr(self, field) not in known:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {known}")
+        if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; a token takes from 1 to "
+                f"{self.num_experts} of num_experts {self.num_experts}"
+            )
         uneven = [str(len(span)) for span, _ in self.window_spans if len(span) % self.remat_every]
         if self.scan_layers and uneven:
             raise ConfigError(
@@ -224,6 +241,11 @@ class LlamaConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def expert_width(self) -> int:
+        """Width inside an expert; inside the MLP if there are none."""
+        return (self.num_experts and self.moe_intermediate_size) or self.intermediate_size
+
+    @property
     def window_spans(self) -> tuple[tuple[range, int | None], ...]:
         """The layers in order, those with one window together: (their indices, the window)."""
         layers = range(self.num_hidden_layers)
@@ -236,7 +258,7 @@ class LlamaConfig:
 
         Weights are (out, in), as in Hugging Face's checkpoints.
         """
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden, inner = self.hidden_size, self.expert_width
         q_width = self.num_attention_heads * self.head_width
         kv_width = self.kv_heads * self.head_width
         shapes: dict[str, tuple[int, ...]] = {
@@ -247,11 +269,19 @@ class LlamaConfig:
             "layers/self_attn/v_proj/weight": (kv_width, hidden),
             "layers/self_attn/o_proj/weight": (hidden, q_width),
             "layers/post_attention_layernorm/weight": (hidden,),
-            "layers/mlp/gate_proj/weight": (inner, hidden),
-            "layers/mlp/up_proj/weight": (inner, hidden),
-            "layers/mlp/down_proj/weight": (hidden, inner),
-            "norm/weight": (hidden,),
         }
+        mlp = {
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }
+        if self.num_experts:
+            shapes["layers/mlp/gate/weight"] = (self.num_experts, hidden)
+        for name, shape in mlp.items():
+            experts = f"layers/mlp/experts/{name}/weight", (self.num_experts, *shape)
+            path, whole = experts if self.num_experts else (f"layers/mlp/{name}/weight", shape)
+            shapes[path] = whole
+        shapes["norm/weight"] = (hidden,)
         for letter in BIASED[self.attention_bias]:
             path = f"layers/self_attn/{letter}_proj"
             shapes[f"{path}/bias"] = shapes[f"{path}/weight"][:1]
@@ -262,7 +292,7 @@ class LlamaConfig:
         return shapes
 
     def parameter_count(self) -> int:
-        """Number of parameters in the whole model."""
+        """Number of parameters in the whole model, all experts included."""
         return sum(
             math.prod(shape) * (self.num_hidden_layers if path.startswith("layers/") else 1)
             for path, shape in self.parameter_shapes().items()
@@ -280,14 +310,16 @@ class LlamaConfig:
         - `"palm"`: 6 for every parameter, plus `12 * layers * heads * head_dim * seq_len`:
           attention as if no position were masked (Chowdhery et al. 2022, appendix B).
 
-        Recomputed activations count in neither.
+        Recomputed activations count in neither, nor experts that a token does not take.
 
         Args:
             seq_len: tokens of a sequence.
             convention: `"causal"` or `"palm"`.
         """
         width = self.num_attention_heads * self.head_width
-        parameters = self.parameter_count()
+        idle = self.num_experts - self.num_experts_per_tok
+        expert = 3 * self.hidden_size * self.expert_width
+        parameters = self.parameter_count() - self.num_hidden_layers * idle * expert
         if convention == "palm":
             return 6.0 * parameters + 12.0 * self.num_hidden_layers * width * seq_len
         looked_up = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size

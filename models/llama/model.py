@@ -1,7 +1,7 @@
 """Llama, and what its relatives do differently, as single-device functions that know no mesh.
 
-A family is fields of `LlamaConfig` (biases, norms of queries and keys, windows): parameters and
-steps exist where these say so.
+A family is fields of `LlamaConfig` (biases, norms of queries and keys, windows, experts), and
+parameters and steps exist where these say so.
 
 Shapes are in the names:
 
@@ -25,6 +25,7 @@ import numpy as np
 
 import spmd
 from models.llama.config import LlamaConfig
+from models.llama.experts import Loads, balance, mixture
 from models.llama.remat import Policy, checkpoint_policy, named_mark
 from models.llama.rope import rope_frequencies
 
@@ -33,6 +34,9 @@ Params = dict[str, Any]
 
 Mark = Callable[[str, jax.Array], jax.Array]
 """Called with a name of `MARK_POINTS` and the value there; returns the value."""
+
+Ran = tuple[jax.Array, Loads | None]
+"""What layers return: the stream behind them, and the sum of their experts' loads."""
 
 MARK_POINTS: Mapping[str, str] = {
     "inputs_embeds": "BSH",
@@ -211,14 +215,26 @@ def forward(
     Returns:
         Logits (B, S, V) in the compute dtype.
     """
+    return _forward(params, tokens_BS, config, mark, segment_ids_BS, positions_BS)[0]
+
+
+def _forward(
+    params: Params,
+    tokens_BS: jax.Array,
+    config: LlamaConfig,
+    mark: Mark,
+    segment_ids_BS: jax.Array | None,
+    positions_BS: jax.Array | None,
+) -> tuple[jax.Array, Loads | None]:
+    """(logits, the mean loads of experts, if there are any)."""
     table_VH = params["embed_tokens"]["weight"].astype(config.dtype)
     x_BSH = mark("inputs_embeds", jnp.take(table_VH, tokens_BS, axis=0, mode="clip"))
     positions = jnp.arange(tokens_BS.shape[1]) if positions_BS is None else positions_BS
     rope = rope_angles(positions, config)
-    x_BSH = _run_layers(params["layers"], x_BSH, rope, segment_ids_BS, config, mark)
+    x_BSH, loads = _run_layers(params["layers"], x_BSH, rope, segment_ids_BS, config, mark)
     x_BSH = rms_norm(x_BSH, params["norm"]["weight"], config.rms_norm_eps)
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    return mark("logits", linear(x_BSH, head["weight"]))
+    return mark("logits", linear(x_BSH, head["weight"])), loads
 
 
 def loss(
@@ -235,6 +251,8 @@ def loss(
 ) -> jax.Array:
     """Mean cross-entropy of the next token at each position, in nats and float32.
 
+    With experts, `router_aux_loss_coef` times their load-balancing loss is added.
+
     Args:
         params: as from `init`.
         inputs_BS: token ids.
@@ -246,15 +264,11 @@ def loss(
         positions_BS: as for `forward`.
         weights_BS: the weight of each target in the mean; None weighs all the same.
     """
-    logits_BSV = forward(
-        params,
-        inputs_BS,
-        config,
-        mark,
-        segment_ids_BS=segment_ids_BS,
-        positions_BS=positions_BS,
-    )
-    return cross_entropy(logits_BSV, targets_BS, weights_BS, z_loss=z_loss)
+    logits_BSV, loads = _forward(params, inputs_BS, config, mark, segment_ids_BS, positions_BS)
+    loss = cross_entropy(logits_BSV, targets_BS, weights_BS, z_loss=z_loss)
+    if loads is not None and config.router_aux_loss_coef:
+        loss += config.router_aux_loss_coef * balance(loads)
+    return loss
 
 
 def cross_entropy(
@@ -298,33 +312,38 @@ def _run_layers(
     segment_ids_BS: jax.Array | None,
     config: LlamaConfig,
     mark: Mark,
-) -> jax.Array:
+) -> tuple[jax.Array, Loads | None]:
     policy = checkpoint_policy(config.remat, MARK_POINTS)
     mark = mark if policy is None else named_mark(mark)
+    loads = []
     for span, window in config.window_spans:
 
-        def run(layer: Params, x_BSH: jax.Array, window: int | None = window) -> jax.Array:
+        def run(layer: Params, x_BSH: jax.Array, window: int | None = window) -> Ran:
             return decoder_layer(layer, x_BSH, rope, segment_ids_BS, window, config, mark)
 
-        x_BSH = _run_span(run, policy, layers, span, x_BSH, config)
-    return x_BSH
+        x_BSH, found = _run_span(run, policy, layers, span, x_BSH, config)
+        loads.append(found)
+    mean = jax.tree.map(lambda *sums: sum(sums) / config.num_hidden_layers, *loads)
+    return x_BSH, mean
 
 
 def _run_span(
-    run: Callable[[Params, jax.Array], jax.Array],
+    run: Callable[[Params, jax.Array], Ran],
     policy: Policy | None,
     layers: Params,
     span: range,
     x_BSH: jax.Array,
     config: LlamaConfig,
-) -> jax.Array:
+) -> Ran:
     """Runs layers that differ in nothing but their parameters."""
 
-    def run_some(some: Sequence[Params], x_BSH: jax.Array) -> jax.Array:
+    def run_some(some: Sequence[Params], x_BSH: jax.Array) -> Ran:
+        loads = []
         for index, layer in enumerate(some, start=1):
             recomputed = policy is not None and index % config.remat_every == 0
-            x_BSH = (lean if recomputed else run)(layer, x_BSH)
-        return x_BSH
+            x_BSH, found = (lean if recomputed else run)(layer, x_BSH)
+            loads.append(found)
+        return x_BSH, jax.tree.map(lambda *each: sum(each), *loads)
 
     # XLA must not merge the recomputation with the first computation (CSE), or everything stays in
     # memory after all. In a scan it cannot: forward and backward are different loops.
@@ -335,16 +354,15 @@ def _run_span(
     if count < config.num_hidden_layers:
         layers = jax.tree.map(lambda x: x[span.start : span.stop], layers)
 
-    def body(x_BSH: jax.Array, some: Params) -> tuple[jax.Array, None]:
+    def body(x_BSH: jax.Array, some: Params) -> Ran:
         if group == 1:
-            return run_some([some], x_BSH), None
-        return run_some(
-            [jax.tree.map(lambda x, i=i: x[i], some) for i in range(group)], x_BSH
-        ), None
+            return run_some([some], x_BSH)
+        return run_some([jax.tree.map(lambda x, i=i: x[i], some) for i in range(group)], x_BSH)
 
     if group > 1:  # (L, ...) -> (L / group, group, ...)
         layers = jax.tree.map(lambda x: x.reshape(count // group, group, *x.shape[1:]), layers)
-    return jax.lax.scan(body, x_BSH, layers)[0]
+    x_BSH, loads = jax.lax.scan(body, x_BSH, layers)
+    return x_BSH, jax.tree.map(functools.partial(jnp.sum, axis=0), loads)
 
 
 def decoder_layer(
@@ -355,14 +373,17 @@ def decoder_layer(
     window: int | None,
     config: LlamaConfig,
     mark: Mark,
-) -> jax.Array:
+) -> Ran:
     """One layer: attention, then the MLP. The input of each is normalized, its output is added."""
     eps = config.rms_norm_eps
     normed_BSH = rms_norm(x_BSH, layer["input_layernorm"]["weight"], eps)
     weights = layer["self_attn"]
     x_BSH = x_BSH + attention(weights, normed_BSH, rope, segment_ids_BS, window, config, mark)
     normed_BSH = rms_norm(x_BSH, layer["post_attention_layernorm"]["weight"], eps)
-    return x_BSH + mlp(layer["mlp"], normed_BSH, config, mark)
+    if not config.num_experts:
+        return x_BSH + mlp(layer["mlp"], normed_BSH, config, mark), None
+    added_BSH, loads = mixture(layer["mlp"], normed_BSH, config)
+    return x_BSH + mark("mlp_output", added_BSH), loads
 
 
 def attention(

@@ -90,11 +90,16 @@ def quantize(weights: Any, kind: str, of: Callable[[Any, str], Any] = quantize_w
             `of` takes.
         kind: one of `QUANTIZATIONS`.
         of: quantizes one matrix, or returns something that does so when it is read.
+
+    Raises:
+        ConfigError: the model has experts.
     """
     if kind == "none":
         return weights
 
     def visit(tree: Any, name: str) -> Any:
+        if name == "experts":
+            raise ConfigError(f"{kind}: weights of experts cannot be quantized; use none")
         if name in QUANTIZED and "weight" in tree:
             return {k: x for k, x in tree.items() if k != "weight"} | of(tree["weight"], kind)
         if not isinstance(tree, Mapping):

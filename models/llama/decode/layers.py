@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import spmd
 from models.decode.state import State
 from models.llama.config import LlamaConfig
+from models.llama.experts import mixture
 from models.llama.model import add_bias, apply_rope, normed_heads, rope_angles
 
 Weights = dict[str, Any]
@@ -58,10 +59,17 @@ def run_layers(
         heads_XI = heads_XKGD.reshape(x_XH.shape[0], -1)
         x_XH = x_XH + add_bias(_linears(heads_XI, [output])[0], output)
         normed = _norm(x_XH, layer["post_attention_layernorm"]["weight"], config)
-        gate_XM, up_XM = _project(normed, [layer["mlp"][n] for n in ("gate_proj", "up_proj")])
-        hidden_XM = jax.nn.silu(gate_XM) * up_XM
-        x_XH = x_XH + _linears(hidden_XM, [layer["mlp"]["down_proj"]])[0]
+        x_XH = x_XH + _mlp(layer["mlp"], normed, config)
     return x_XH, new
+
+
+def _mlp(weights: Weights, normed: tuple[Any, Any], config: LlamaConfig) -> Any:
+    if config.num_experts:
+        x_XH, factor_X1 = normed
+        rows_1XH = (x_XH * factor_X1).astype(x_XH.dtype)[None]
+        return mixture(weights, rows_1XH, config)[0][0]
+    gate_XM, up_XM = _project(normed, [weights[n] for n in ("gate_proj", "up_proj")])
+    return _linears(jax.nn.silu(gate_XM) * up_XM, [weights["down_proj"]])[0]
 
 
 def _queries_and_keys(

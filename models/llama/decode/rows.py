@@ -28,6 +28,10 @@ SPECS: Mapping[str, tuple[Any, ...]] = {
     "weights/layers/*/mlp/gate_proj/": ("model", None),
     "weights/layers/*/mlp/up_proj/": ("model", None),
     "weights/layers/*/mlp/down_proj/": (None, "model"),
+    "weights/layers/*/mlp/gate/": (None, None),
+    "weights/layers/*/mlp/experts/gate_proj/": (None, "model", None),
+    "weights/layers/*/mlp/experts/up_proj/": (None, "model", None),
+    "weights/layers/*/mlp/experts/down_proj/": (None, None, "model"),
     "state/cache/*/": ("data", None, None, "...", None, None),
 }
 """The beginning of a path -> spec. A spec is cut to a tensor's rank, or filled up with None.

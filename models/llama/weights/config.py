@@ -103,7 +103,7 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
     _check_known(values, family, ignore_keys)
     given = {**SIZES, **_TOKENS, **family.defaults, **values}
     sizes = {key: _typed(key, given[key], default) for key, default in SIZES.items()}
-    theta, scaling = _parse_rope(given)
+    theta, scaling = _parse_rope(given, family.theta)
     return LlamaConfig(
         **sizes,
         **read_parts(values, family, sizes["num_hidden_layers"]),
@@ -115,11 +115,12 @@ def parse_config(values: Mapping[str, Any], ignore_keys: Collection[str] = ()) -
 
 
 def _check_supported(values: Mapping[str, Any], family: Family) -> None:
-    checked = {**_SUPPORTED, "architectures": ([family.architecture], None)}
+    own = {"architectures": ([family.architecture], None), **dict(family.fixed)}
+    checked = {**{k: v for k, v in _SUPPORTED.items() if k not in family.keys}, **own}
     wrong = [
         f"{key} is {json.dumps(values[key])}, not {json.dumps(supported[0])}"
         for key, supported in checked.items()
-        if key in values and key not in family.keys and values[key] not in supported
+        if key in values and values[key] not in supported
     ]
     if wrong:
         raise ConfigError(
@@ -170,10 +171,10 @@ def _token_ids(value: Any) -> int | tuple[int, ...] | None:
 # Rotary embeddings
 
 
-def _parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _parse_rope(values: Mapping[str, Any], default: float) -> tuple[float, RopeScaling | None]:
     """(theta, scaling). `rope_scaling` beside `rope_theta` is the older form."""
     found = {
-        key: _parse_rope_entry(key, values[key], values)
+        key: _parse_rope_entry(key, values[key], values, default)
         for key in ("rope_scaling", "rope_parameters")
         if values.get(key)
     }
@@ -181,11 +182,11 @@ def _parse_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ConfigError("rope_scaling and rope_parameters disagree; remove one of them")
     if found:
         return next(iter(found.values()))
-    return _typed("rope_theta", values.get("rope_theta"), 10_000.0), None
+    return _typed("rope_theta", values.get("rope_theta"), default), None
 
 
 def _parse_rope_entry(
-    key: str, entry: Any, values: Mapping[str, Any]
+    key: str, entry: Any, values: Mapping[str, Any], default: float
 ) -> tuple[float, RopeScaling | None]:
     if not isinstance(entry, dict):
         raise ConfigError(f"{key} must be an object or null, not {json.dumps(entry)}")
@@ -196,7 +197,7 @@ def _parse_rope_entry(
             f"default, {' and '.join(ROPE_TYPES)} are"
         )
     _check_rope_keys(key, rope_type, entry)
-    return _theta(key, entry, values), _scaling(key, rope_type, entry, values)
+    return _theta(key, entry, values, default), _scaling(key, rope_type, entry, values)
 
 
 def _check_rope_keys(key: str, rope_type: str, entry: Mapping[str, Any]) -> None:
@@ -236,8 +237,8 @@ def _scaling(
     )
 
 
-def _theta(key: str, entry: Mapping[str, Any], values: Mapping[str, Any]) -> float:
-    outer: float = _typed("rope_theta", values.get("rope_theta"), 10_000.0)
+def _theta(key: str, entry: Mapping[str, Any], values: Mapping[str, Any], default: float) -> float:
+    outer: float = _typed("rope_theta", values.get("rope_theta"), default)
     inner: float = _typed(f"rope_theta of {key}", entry.get("rope_theta"), outer)
     if inner != outer and values.get("rope_theta") is not None:
         raise ConfigError(f"rope_theta is {outer}, and {inner} in {key}; remove one of them")

@@ -1,9 +1,14 @@
 """What each `model_type` of a `config.json` says beside the sizes that all have.
 
-mistral   a window in all layers
-qwen2     biases on q, k and v; a window in the layers from `max_window_layers` on, if
-          `use_sliding_window`
-qwen3     as qwen2, with norms of each head's queries and keys, and biases if `attention_bias`
+    mistral      a window in all layers
+    qwen2        biases on q, k and v; a window in the layers from `max_window_layers` on, if
+                 `use_sliding_window`
+    qwen3        norms of each head's queries and keys; windows as qwen2; biases, if
+                 `attention_bias`
+    mixtral      experts, and a window in all layers
+    qwen3_moe    qwen3 with experts; a window in all layers, if `use_sliding_window`
+
+Biases of an MLP, and layers of several kinds, no family has.
 """
 
 from __future__ import annotations
@@ -43,7 +48,12 @@ class Family:
         defaults: transformers' defaults where they are not those of a Llama.
         attention_bias: the field of `LlamaConfig`; None if the key `attention_bias` decides.
         qk_norm: the field.
-        window: the keys of a window: none, `sliding_window` for all layers, or those of `LAYERED`.
+        window: the keys of a window: none, `sliding_window` for all layers, with a switch, or those
+            of `LAYERED`.
+        experts: the field of `LlamaConfig` -> the keys that say it, the first as transformers
+            writes it.
+        fixed: keys of experts -> the values that we support.
+        theta: transformers' default of the base of rotary frequencies.
     """
 
     architecture: str
@@ -51,16 +61,25 @@ class Family:
     attention_bias: str | None = "none"
     qk_norm: bool = False
     window: Sequence[str] = ()
+    experts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    fixed: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    theta: float = 10_000.0
 
     @property
     def keys(self) -> frozenset[str]:
         """The keys that such a file has and a Llama's lacks, or has with one value only."""
-        return frozenset(self.window) | (
-            {"attention_bias"} if self.attention_bias is None else set()
-        )
+        own = {key for _, keys in self.experts for key in keys} | {key for key, _ in self.fixed}
+        own |= {*self.window, *(["output_router_logits"] if self.experts else [])}
+        return frozenset(own | ({"attention_bias"} if self.attention_bias is None else set()))
 
 
 LAYERED = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+SWITCHED = ("use_sliding_window", "sliding_window", "max_window_layers")
+
+_EXPERTS = (
+    ("num_experts_per_tok", ("num_experts_per_tok",)),
+    ("router_aux_loss_coef", ("router_aux_loss_coef",)),
+)
 
 _QWEN: Mapping[str, Any] = {
     "vocab_size": 151_936,
@@ -91,9 +110,53 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qk_norm=True,
             window=LAYERED,
         ),
+        "mixtral": Family(
+            "MixtralForCausalLM",
+            {
+                "intermediate_size": 14_336,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131_072,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": None,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+                "router_aux_loss_coef": 0.001,
+            },
+            window=("sliding_window",),
+            experts=(("num_experts", ("num_local_experts",)), *_EXPERTS),
+            fixed=(("router_jitter_noise", (0.0, None)),),
+            theta=1e6,
+        ),
+        "qwen3_moe": Family(
+            "Qwen3MoeForCausalLM",
+            {
+                **_QWEN,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 24,
+                "num_key_value_heads": 4,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": False,
+                "router_aux_loss_coef": 0.001,
+            },
+            attention_bias=None,
+            qk_norm=True,
+            window=SWITCHED,
+            experts=(
+                ("num_experts", ("num_local_experts", "num_experts")),
+                ("moe_intermediate_size", ("moe_intermediate_size",)),
+                ("norm_topk_prob", ("norm_topk_prob",)),
+                *_EXPERTS,
+            ),
+            fixed=(("decoder_sparse_step", (1, None)), ("mlp_only_layers", ([], None))),
+        ),
     }
 )
 """`model_type` -> the family."""
+
+_FIELDS = {field.name: field for field in dataclasses.fields(LlamaConfig)}
 
 WINDOW = 4096
 """transformers' default of `sliding_window`, where a family has one."""
@@ -136,7 +199,25 @@ def read_parts(values: Mapping[str, Any], family: Family, layers: int) -> dict[s
         "qk_norm": family.qk_norm,
         "sliding_window": window,
         "max_window_layers": first,
+        **_read_experts(values, family),
     }
+
+
+def _read_experts(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of experts; none if the family has none."""
+    found: dict[str, Any] = {}
+    for field, keys in family.experts:
+        given = [values[key] for key in keys if values.get(key) is not None]
+        value = given[0] if given else family.defaults[keys[0]]
+        default = family.defaults.get(keys[0])
+        wanted = {bool: "true or false", int: "an integer", float: "a number"}[type(default)]
+        is_number = isinstance(default, float) and type(value) in (int, float)
+        if any(other != value for other in given) or not (
+            is_number or type(value) is type(default)
+        ):
+            raise ConfigError(f"{' and '.join(keys)} must be {wanted}, not {json.dumps(given)}")
+        found[field] = value
+    return found
 
 
 def _read_bias(values: Mapping[str, Any], family: Family) -> str:
@@ -154,13 +235,14 @@ def _flag(values: Mapping[str, Any], key: str) -> bool:
 
 def _read_window(values: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, int]:
     """(the window, how many layers in front have none)."""
-    window = values.get("sliding_window", WINDOW) if family.window else None
+    default = family.defaults.get("sliding_window", WINDOW)
+    window = values.get("sliding_window", default) if family.window else None
     if window is not None and (type(window) is not int or window < 1):
         raise ConfigError(f"sliding_window must be a positive integer, not {json.dumps(window)}")
-    if window is None or family.window != LAYERED:
-        return window, 0
-    if not _flag(values, "use_sliding_window"):
+    if "use_sliding_window" in family.window and not _flag(values, "use_sliding_window"):
         window = None
+    if "layer_types" not in family.window:
+        return window, 0
     types = values.get("layer_types")
     if types is None:
         first = values.get("max_window_layers", 28)
@@ -194,18 +276,25 @@ def write_parts(config: LlamaConfig) -> dict[str, Any]:
     keys = {
         "model_type": config.model_type,
         "architectures": [family.architecture],
+        **{keys[0]: getattr(config, field) for field, keys in family.experts},
+        **{key: supported[0] for key, supported in family.fixed},
         **{key: value for key, value in layered.items() if key in family.window},
         "attention_bias": config.attention_bias == "qkvo",
     }
     if family.attention_bias == "qkv":
         del keys["attention_bias"]
+    if "moe_intermediate_size" in keys:
+        keys["moe_intermediate_size"] = config.expert_width
     read = read_parts(keys, family, config.num_hidden_layers)
     wrong = [
         f"{name} {getattr(config, name)!r}"
-        for name in ("attention_bias", "qk_norm")
-        if read[name] != getattr(config, name)
+        for name in ("attention_bias", "qk_norm", "num_experts", "norm_topk_prob")
+        if read.get(name, _FIELDS[name].default) != getattr(config, name)
     ]
-    if dataclasses.replace(config, **read).window_spans != config.window_spans:
+    as_read = dataclasses.replace(config, **{"moe_intermediate_size": None, **read})
+    if as_read.expert_width != config.expert_width:
+        wrong.append(f"moe_intermediate_size {config.moe_intermediate_size}")
+    if as_read.window_spans != config.window_spans:
         wrong.append(f"a window of {config.sliding_window} from layer {config.max_window_layers}")
     if wrong:
         raise ConfigError(f"transformers has no {config.model_type} with {', '.join(wrong)}")

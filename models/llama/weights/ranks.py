@@ -43,8 +43,8 @@ FORMAT = "spmd-ranks"
 SCHEMA = 1
 AXIS = "model"
 
-_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_BY_INPUTS = ("o_proj", "down_proj")
+_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
+_BY_INPUTS = ("o_proj", "down_proj", "w2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def check_ranks(config: LlamaConfig, ranks: int) -> None:
     if ranks not in possible:
         raise WeightsError(
             f"{config.num_attention_heads} query heads, {config.kv_heads} key heads and an MLP of "
-            f"{config.intermediate_size} do not divide into {ranks} ranks; "
+            f"{config.expert_width} do not divide into {ranks} ranks; "
             f"{', '.join(map(str, possible))} ranks are possible"
         )
 
@@ -107,7 +107,7 @@ def _divides(config: LlamaConfig, ranks: int) -> bool:
     keys = config.kv_heads
     return not (
         config.num_attention_heads % ranks
-        or config.intermediate_size % ranks
+        or config.expert_width % ranks
         or (keys % ranks and ranks % keys)
     )
 

@@ -53,10 +53,26 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 8,
         "attention_bias": True,
     },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.1,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "router_aux_loss_coef": 0.1,
+    },
 }
 """Name -> what differs from a small Llama 2."""
 
-FAMILIES = ("mistral", "qwen2", "qwen3", "biased")
+FAMILIES = ("mistral", "qwen2", "qwen3", "biased", "mixtral", "qwen3_moe")
 """The variants that are Llama with a difference."""
 
 SHARDED = "grouped"
