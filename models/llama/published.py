@@ -65,6 +65,24 @@ def _qwen3(
     }
 
 
+_MIXTRAL_8X7B: Mapping[str, Any] = {
+    **_MISTRAL_7B,
+    "model_type": "mixtral",
+    "rope_theta": 1e6,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.02,
+}
+_QWEN3_30B: Mapping[str, Any] = {
+    **_qwen3(2048, 6144, 48, 32),
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "router_aux_loss_coef": 0.001,
+}
+
 _SMALL = {"tie_word_embeddings": True}
 _SHORT = {**_SMALL, "max_position_embeddings": 32_768}
 
@@ -85,6 +103,25 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3-8b": _qwen3(4096, 12_288, 36, 32),
         "qwen3-14b": _qwen3(5120, 17_408, 40, 40),
         "qwen3-32b": _qwen3(5120, 25_600, 64, 64),
+        "mixtral-8x7b": _MIXTRAL_8X7B,
+        "mixtral-8x22b": {
+            **_MIXTRAL_8X7B,
+            "hidden_size": 6144,
+            "intermediate_size": 16_384,
+            "num_hidden_layers": 56,
+            "num_attention_heads": 48,
+            "max_position_embeddings": 65_536,
+            "router_aux_loss_coef": 0.001,
+        },
+        "qwen3-30b-a3b": _QWEN3_30B,
+        "qwen3-235b-a22b": {
+            **_QWEN3_30B,
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+        },
     }
 )
-"""Name -> what such a model is: Mistral 7B 0.1 and 0.3, Qwen 2.5 and Qwen 3, as first published."""
+"""Name -> what such a model is, as first published; `mistral-7b` is 0.1."""

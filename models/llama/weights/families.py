@@ -207,17 +207,21 @@ def _read_experts(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The fields of experts; none if the family has none."""
     found: dict[str, Any] = {}
     for field, keys in family.experts:
-        given = [values[key] for key in keys if values.get(key) is not None]
-        value = given[0] if given else family.defaults[keys[0]]
+        given = {key: values[key] for key in keys if values.get(key) is not None}
         default = family.defaults.get(keys[0])
-        wanted = {bool: "true or false", int: "an integer", float: "a number"}[type(default)]
-        is_number = isinstance(default, float) and type(value) in (int, float)
-        if any(other != value for other in given) or not (
-            is_number or type(value) is type(default)
-        ):
-            raise ConfigError(f"{' and '.join(keys)} must be {wanted}, not {json.dumps(given)}")
-        found[field] = value
+        if len(set(given.values())) > 1:
+            raise ConfigError(f"{' and '.join(given)} disagree; remove one of them")
+        for key, value in given.items():
+            _check_type(key, value, default)
+        found[field] = next(iter(given.values()), default)
     return found
+
+
+def _check_type(key: str, value: Any, default: Any) -> None:
+    wanted = {bool: "true or false", int: "an integer", float: "a number"}[type(default)]
+    fits = (int, float) if isinstance(default, float) else (type(default),)
+    if type(value) not in fits:
+        raise ConfigError(f"{key} must be {wanted}, not {json.dumps(value)}")
 
 
 def _read_bias(values: Mapping[str, Any], family: Family) -> str:

@@ -22,6 +22,8 @@ TINY = CONFIGS["tiny"]
         ({"attention_bias": "kv"}, "attention_bias is 'kv', not one of"),
         ({"sliding_window": 0}, "sliding_window must be positive"),
         ({"max_window_layers": -1}, "max_window_layers must be positive"),
+        ({"num_experts": 4}, "num_experts_per_tok is 0; a token takes from 1 to 4"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5"),
         ({"param_dtype": "int8"}, "param_dtype is 'int8'"),
     ],
 )
@@ -66,6 +68,10 @@ def test_unknown_name_lists_the_known_ones():
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-14b", 14_768_307_200),
         ("qwen3-32b", 32_762_123_264),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("mixtral-8x22b", 140_620_634_112),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
     ],
 )
 def test_published_parameter_counts(name, count):
@@ -153,6 +159,12 @@ def test_flops_per_token_of_both_conventions():
     assert windows.flops_per_token(100, "causal") == 6 * multiplied + 12 * 4 * seen
     assert windows.flops_per_token(100, "palm") == config.flops_per_token(100, "palm")
     assert windows.flops_per_token(8, "causal") == config.flops_per_token(8, "causal")
+    # Of five experts as wide as the MLP a token takes two; and there is the router.
+    experts = dataclasses.replace(config, num_experts=5, num_experts_per_tok=2)
+    more = 6 * 3 * (3 * 4 * 6 + 5 * 4)
+    for convention in ("causal", "palm"):
+        both = [c.flops_per_token(100, convention) for c in (config, experts)]
+        assert both[1] - both[0] == more
 
 
 def test_an_unknown_attention_is_said():

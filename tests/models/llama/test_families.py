@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from models.training.run.optimizer import initial_state
 from spmd.ops import fp8
+from tests.models.llama.inverse import stack_layers
 from tests.models.llama.test_packing import batch as packed_batch
 from tests.models.llama.weights import checkpoints
 from tests.models.llama.weights.checkpoints import with_random_biases
@@ -133,3 +135,56 @@ def test_all_parts_in_fp8() -> None:
         assert np.abs(layers[name][part] - before[name][part]).max() > 1e-4
     for state in jax.tree.leaves(fp8.split(new)[1]):
         assert (np.asarray(state)[..., 0] > 0).all()
+
+
+MIXTURE = dataclasses.replace(
+    PARTS, model_type="qwen3_moe", attention_bias="none", max_window_layers=0, num_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=48, router_aux_loss_coef=0.1,
+)  # fmt: skip
+
+
+@functools.cache
+def mixture_alone() -> Any:
+    """Loss and gradients of the unrolled mixture on one device, layers stacked again."""
+    plain = dataclasses.replace(MIXTURE, scan_layers=False)
+    params = model.unstack_layers(drawn(MIXTURE))
+    loss, grads = jax.jit(jax.value_and_grad(batch_loss(plain)))(params, packed_batch())
+    return loss, stack_layers(grads)
+
+
+@pytest.mark.parametrize(
+    ("axes", "table", "changes"),
+    [
+        ({"data": 2, "expert": 2, "model": 2}, "2d", {}),
+        ({"data": 4, "model": 2}, "2d-experts", {"remat": "full"}),
+        pytest.param({"expert": 2, "model": 2}, "fsdp", {}, marks=pytest.mark.heavy),
+        pytest.param({"data": 4, "model": 2}, "2d", {}, marks=pytest.mark.heavy),
+    ],
+    ids=str,
+)
+def test_experts_on_meshes(axes: Any, table: str, changes: Any, devices8: Any) -> None:
+    mesh = spmd.make_mesh(devices=devices8[: math.prod(axes.values())], **axes)
+    specs = sharding.table_named(table)
+    config = dataclasses.replace(MIXTURE, **changes)
+    step = jax.value_and_grad(batch_loss(config, sharding.activation_marks(mesh, config, specs)))
+    compiled = spmd.jit(step, mesh=mesh).compile(
+        sharding.mark_params(drawn(MIXTURE), mesh, config, specs),
+        sharding.mark_batch(packed_batch(), mesh, specs),
+    )
+    found = compiled(
+        sharding.mark_params(drawn(MIXTURE), mesh, config, specs),
+        sharding.mark_batch(packed_batch(), mesh, specs),
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=5e-4, atol=1e-6)
+    jax.tree.map(close, found, mixture_alone())
+    held = found[1]["layers"]["mlp"]["experts"]["up_proj"]["weight"].addressable_shards[0]
+    split = axes["data"] if table == "2d-experts" else axes.get("expert", 1)
+    assert held.data.shape[1] == 4 // split
+
+
+def test_the_load_balancing_loss_counts() -> None:
+    losses = [
+        float(jax.jit(batch_loss(config))(drawn(MIXTURE), packed_batch()))
+        for config in (MIXTURE, dataclasses.replace(MIXTURE, router_aux_loss_coef=0.0))
+    ]
+    assert 0.1 * 2 <= losses[0] - losses[1] < 0.1 * 2 * 2  # two choices, if all are alike

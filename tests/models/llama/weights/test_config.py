@@ -142,6 +142,51 @@ QWEN3_8B: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+MIXTRAL_8X7B: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    **QWEN3_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
 
 
 def explicit(config):
@@ -156,7 +201,13 @@ def test_published_files_are_the_named_configs(tmp_path):
     for path in (tmp_path, tmp_path / "config.json"):
         assert explicit(read_config(path)) == explicit(CONFIGS["llama2-7b"])
     assert parse_config(LLAMA32_1B) == explicit(CONFIGS["llama3.2-1b"])
-    families = {"mistral-7b": MISTRAL_7B, "qwen2.5-7b": QWEN25_7B, "qwen3-8b": QWEN3_8B}
+    families = {
+        "mistral-7b": MISTRAL_7B,
+        "qwen2.5-7b": QWEN25_7B,
+        "qwen3-8b": QWEN3_8B,
+        "mixtral-8x7b": MIXTRAL_8X7B,
+        "qwen3-30b-a3b": QWEN3_30B_A3B,
+    }
     for name, published in families.items():
         assert explicit(parse_config(published)) == explicit(CONFIGS[name])
 
@@ -182,6 +233,10 @@ def test_what_a_file_leaves_out_is_transformers_default():
     assert (qwen2.attention_bias, qwen2.qk_norm, qwen2.sliding_window) == ("qkv", False, None)
     assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == ("none", True, 128)
     assert qwen3.eos_token_id is None
+    mixtral, experts = (parse_config({"model_type": name}) for name in ("mixtral", "qwen3_moe"))
+    assert (mixtral.num_experts, mixtral.num_experts_per_tok, mixtral.rope_theta) == (8, 2, 1e6)
+    assert (mixtral.norm_topk_prob, mixtral.sliding_window) == (True, None)
+    assert (experts.num_experts, experts.expert_width, experts.norm_topk_prob) == (128, 768, False)
 
 
 def test_windows_are_in_the_last_layers():
@@ -200,6 +255,11 @@ def test_windows_are_in_the_last_layers():
         ({**sliding, "attention_bias": True}, "a qwen2 of this kind is not supported: attention_b"),
         ({**sliding, "use_mrope": True}, "use_mrope is true, not false"),
         ({**MISTRAL_7B, "layer_types": types}, "unknown keys layer_types"),
+        ({**QWEN3_30B_A3B, "num_local_experts": 4}, "num_local_experts and num_experts disagree"),
+        ({**QWEN3_30B_A3B, "num_experts": "8"}, 'num_experts must be an integer, not "8"'),
+        ({**QWEN3_30B_A3B, "norm_topk_prob": 1}, "norm_topk_prob must be true or false, not"),
+        ({**QWEN3_30B_A3B, "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], not \[\]"),
+        ({**MIXTRAL_8X7B, "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, not 0.0"),
         ({**MISTRAL_7B, "architectures": ["LlamaForCausalLM"]}, "architectures is"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -242,6 +302,8 @@ def test_what_is_written_is_read(name):
         ("qwen2.5-7b", {"sliding_window": 512, "max_window_layers": 20}),
         ("qwen3-8b", {"sliding_window": 512}),
         ("qwen3-0.6b", {"attention_bias": "qkvo"}),
+        ("mixtral-8x7b", {"sliding_window": 512}),
+        ("qwen3-30b-a3b", {"sliding_window": 512, "norm_topk_prob": False}),
     ],
 )
 def test_transformers_reads_what_is_written_and_the_reverse(name, changes):
@@ -333,6 +395,9 @@ def test_what_transformers_would_not_read_is_not_written():
         ("tiny", {"qk_norm": True, "attention_bias": "qkv"}, "attention_bias 'qkv', qk_norm True"),
         ("mistral-7b", {"max_window_layers": 2}, "no mistral with a window of 4096 from layer 2"),
         ("qwen2.5-7b", {"attention_bias": "none"}, "no qwen2 with attention_bias 'none'"),
+        ("tiny", {"num_experts": 2, "num_experts_per_tok": 1}, "no llama with num_experts 2"),
+        ("mixtral-8x7b", {"norm_topk_prob": False}, "no mixtral with norm_topk_prob False"),
+        ("mixtral-8x7b", {"moe_intermediate_size": 8}, "no mixtral with moe_intermediate_size 8"),
     ):
         with pytest.raises(ConfigError, match=message):
             to_hf(dataclasses.replace(CONFIGS[name], **changes), "float32")

@@ -33,6 +33,11 @@ CONFIG = dataclasses.replace(
 )
 
 
+EXPERTS = dataclasses.replace(
+    CONFIG, model_type="mixtral", num_experts=4, num_experts_per_tok=2, scan_layers=True
+)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A checkpoint in Hugging Face's format, in several files."""
@@ -114,6 +119,35 @@ def test_biases_and_norms_of_heads(tmp_path):
     assert set(back) == set(whole)
     for name, tensor in whole.items():
         np.testing.assert_array_equal(back[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [("mixtral", "block_sparse_moe.experts.3.w2"), ("qwen3_moe", "mlp.experts.3.down_proj")],
+)
+def test_experts_are_tensors_of_their_own(model_type, names, tmp_path):
+    """Each cut by its width; the router is whole."""
+    qk_norm = model_type == "qwen3_moe"
+    config = dataclasses.replace(EXPERTS, model_type=model_type, qk_norm=qk_norm, scan_layers=False)
+    with fresh_source(config, 0) as source:
+        write_hf(source, tmp_path / "whole")
+    expected = jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    for scan in (False, True):
+        loaded = weights.load(tmp_path / "whole", dataclasses.replace(config, scan_layers=scan))
+        jax.tree.map(close, model.unstack_layers(loaded) if scan else loaded, expected)
+    with hf_source(tmp_path / "whole") as source:
+        write_ranks(source, tmp_path / "ranks", 2)
+        jax.tree.map(close, jax.tree.map(np.asarray, source.tree()), expected)
+    last = load_file(tmp_path / "ranks" / rank_file(1))
+    wanted = expected["layers"]["1"]["mlp"]["experts"]["down_proj"]["weight"][3, :, 32:]
+    close(last[f"model.layers.1.{names}.weight"], wanted)
+    assert last[f"model.layers.0.{names.split('.')[0]}.gate.weight"].shape == (4, 32)
+    with ranks_source(tmp_path / "ranks") as source:
+        write_hf(source, tmp_path / "again")
+    same_files(tmp_path / "again", tmp_path / "whole")
+    with pytest.raises(WeightsError, match="an MLP of 64 do not divide into 3 ranks"):
+        cuts(config, 3)
 
 
 def total(parts):
@@ -199,9 +233,8 @@ def test_a_vocabulary_that_is_not_divided_stays_whole():
 # From training
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_checkpoints_of_training(scan, tmp_path, devices8):
-    config = dataclasses.replace(CONFIG, scan_layers=scan)
+@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, scan_layers=True), EXPERTS])
+def test_checkpoints_of_training(config, tmp_path, devices8):
     mesh = jax.sharding.Mesh(np.array(devices8), ("data",))
     params = jax.jit(functools.partial(model.init, config=config))(jax.random.key(1))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
