@@ -96,8 +96,7 @@ def test_there_and_back_is_the_same_bits(n, m, whole, cut, tmp_path):
 
 def test_biases_and_norms_of_heads(tmp_path):
     """Biases are cut as the rows of their weights; that behind the sum over ranks is whole."""
-    more = {"model_type": "qwen3", "attention_bias": "qkvo", "qk_norm": True}
-    config = dataclasses.replace(CONFIG, **more)
+    config = dataclasses.replace(CONFIG, model_type="qwen3", attention_bias="qkvo", qk_norm=True)
     init = jax.jit(functools.partial(model.init, config=config))
     weights.save(with_random_biases(init(jax.random.key(0))), config, tmp_path / "whole")
     whole = tensors(tmp_path / "whole")
