@@ -3,7 +3,8 @@
 Shapes are in the names:
 
     B, S dims of the rows    H width of a row    C choices of each row
-    E experts    M width inside an expert    R chosen rows (B * S * C)
+    E experts    M width inside an expert
+    X choices of all rows (B * S * C)    R the most of them that can be of the experts at hand
 
 Rows are sorted by their expert and multiplied by `jax.lax.ragged_dot`: there is no capacity, and no
 row is dropped. Sorting depends on the numbers, so a partitioner that looks into it sees gathers
@@ -81,7 +82,9 @@ def forward(
     """What the experts at hand, whose numbers are given, add to the rows at hand."""
     del count
     width, choices = x_BSH.shape[-1], chosen_BSC.shape[-1]
-    order_R, sizes_E = _sorted(chosen_BSC.reshape(-1), numbers_E)
+    order_X, sizes_E = _sorted(chosen_BSC.reshape(-1), numbers_E)
+    # No row chooses an expert twice.
+    order_R = order_X[: order_X.shape[0] // choices * min(choices, numbers_E.shape[0])]
     row_R = order_R // choices
     # Rows of experts that are elsewhere are the last ones, of which no product is defined: they are
     # hidden on the way in, for the gradient's sake, and on the way out.
@@ -104,14 +107,13 @@ def gradient(*operands: Any, count: int) -> Any:
     return jax.vjp(run, x_BSH, gates_BSC, *weights)[1](dout_BSH)
 
 
-def _sorted(chosen_R: Any, numbers_E: Any) -> tuple[Any, Any]:
+def _sorted(chosen_X: Any, numbers_E: Any) -> tuple[Any, Any]:
     """The order of choices by the place of their expert, and how many each has; others are last."""
-    is_chosen_RE = chosen_R[:, None] == numbers_E
-    place_R = jnp.where(
-        jnp.any(is_chosen_RE, axis=1), jnp.argmax(is_chosen_RE, axis=1), numbers_E.shape[0]
-    )
-    sizes_E = jnp.sum(place_R[:, None] == jnp.arange(numbers_E.shape[0]), axis=0, dtype=jnp.int32)
-    return jnp.argsort(place_R, stable=True), sizes_E
+    is_chosen_XE = (chosen_X[:, None] == numbers_E) & (numbers_E > 0)
+    places = numbers_E.shape[0]
+    place_X = jnp.where(jnp.any(is_chosen_XE, axis=1), jnp.argmax(is_chosen_XE, axis=1), places)
+    sizes_E = jnp.sum(is_chosen_XE, axis=0, dtype=jnp.int32)
+    return jnp.argsort(place_X, stable=True), sizes_E
 
 
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers(

@@ -52,7 +52,13 @@ def their_steps(folder: Any, into: Any) -> tuple[list[float], dict[str, Any]]:
     return losses, load_file(into / "model.safetensors")
 
 
-@pytest.mark.parametrize("variant", checkpoints.FAMILIES)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, marks=pytest.mark.heavy if v in ("mistral", "qwen3") else ())
+        for v in checkpoints.FAMILIES  # others have all that these have
+    ],
+)
 def test_three_steps_are_transformers(
     variant: str, folders: Any, mesh: spmd.Mesh, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
