@@ -103,7 +103,7 @@ class CompletionAsk(Ask):
     Attributes:
       prompts: texts or token ids.
       echo: whether the answer begins with the prompt.
-      special: whether the token that begins documents is put before a text, if the model has one.
+      special: whether what the tokenizer itself puts before a text is put there.
     """
 
     prompts: tuple[str | tuple[int, ...], ...]

@@ -1,5 +1,6 @@
 """A Llama exported with scripts/export_llama and run from its bundle: transformers' tokens."""
 
+import argparse
 import json
 from types import SimpleNamespace
 
@@ -11,15 +12,18 @@ import spmd
 from models.decode import ServingShape
 from models.llama import quantize
 from models.llama.weights.sources import hf_source
+from models.training.data.tokenizer import load_tokenizer
 from scripts import export_llama as script
 from serving import language_backend as language
 from serving import llama_bundle
 from serving.bundle.function import BundleError
 from serving.bundle.read import load_bundle
+from serving.bundle.write import tokenizer_files
 from serving.engine.backend import Limits, Part, Sampling
 from serving.engine.model_backend import generate
 from tests.models.llama.inverse import dequantize
 from tests.models.llama.weights import checkpoints
+from tests.models.training.data.test_beginnings import byte_level, saved
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -196,6 +200,18 @@ def test_goldens_and_random_weights(tmp_path, export, monkeypatch, devices8):
     assert len(made["tokens"]) == len(made["logprobs"]) == 8
     assert manifest["quantization"] == {"kind": "int4", "group": quantize.GROUP}
     assert len(set(manifest["functions"]["step_r8_t48"]["modules"])) == 1
+
+
+def test_bundles_of_runs_begin_texts_as_training_did(tmp_path):
+    folder = saved(byte_level(), tmp_path)
+
+    def shipped(run_dir):
+        given = argparse.Namespace(run_dir=run_dir, tokenizer=folder)
+        with script.shipped_tokenizer(given) as found:
+            assert set(tokenizer_files(found)) == {"tokenizer.json", "tokenizer_config.json"}
+            return load_tokenizer(str(found)).begins
+
+    assert (shipped(None), shipped("runs/a")) == ((), (0,))
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "fp8"])

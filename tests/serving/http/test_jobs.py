@@ -25,6 +25,7 @@ class Beginner(ByteTokenizer):
     """Documents begin with the byte 1."""
 
     bos_id = BOS
+    begins: tuple[int, ...] = (BOS,)
 
 
 def language(**more: Any) -> Language:
@@ -51,6 +52,16 @@ def test_texts_get_a_beginning_and_ids_do_not(beginner: Language) -> None:
     assert complete(beginner, prompt="").jobs[0].prompt == (BOS,)
     plain = complete(beginner, prompt="ab", add_special_tokens=False)
     assert plain.jobs[0].prompt == (97, 98)
+
+
+def test_a_tokenizer_may_name_a_beginning_that_it_does_not_put_there() -> None:
+    class Namer(Beginner):
+        begins = ()
+
+    namer = language(tokenizer=Namer())
+    assert complete(namer, prompt="ab").jobs[0].prompt == (97, 98)
+    assert complete(namer, prompt="").jobs[0].prompt == (BOS,)
+    assert complete(language(tokenizer=ByteTokenizer()), prompt="").jobs[0].prompt == (0,)
 
 
 def test_chats_get_a_beginning_unless_their_template_writes_it(beginner: Language) -> None:
