@@ -12,7 +12,7 @@ from typing import Any
 from models.decode import PAGES
 from serving.bundle.bundle import Bundle
 from serving.bundle.function import BundleError, one_line
-from serving.bundle.manifest import Manifest
+from serving.bundle.manifest import Entrypoint, Manifest
 from serving.engine.backend import Limits
 from serving.engine.model_backend import ModelBackend
 from spmd.mesh.topology import Topology
@@ -99,10 +99,16 @@ def _limits(bundle: Bundle) -> Limits:
         raise ValueError("sizes have to be positive")
     if limits.slots % limits.groups or limits.rows[-1] < limits.slots // limits.groups:
         raise ValueError("slots do not fit groups and rows")
-    missing = {"begin", "step"} - {f.tags.get("kind") for f in bundle.functions.values()}
+    # Who serves nobody, but draws for itself, need not load `allow`.
+    loaded, written = map(_kinds, (bundle.functions, bundle.manifest.functions))
+    missing = ({"begin", "step"} - loaded) | ({"allow"} - written)
     if missing:
         raise ValueError(f"there is no function {min(missing)}")
     return limits
+
+
+def _kinds(functions: Mapping[str, Entrypoint]) -> set[Any]:
+    return {entry.tags.get("kind") for entry in functions.values()}
 
 
 def _budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int:

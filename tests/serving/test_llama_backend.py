@@ -146,14 +146,15 @@ def stand_in(platform, **shape):
     taken = {8: 0.1, 256: 0.2, 1024: 0.8}
     tags = {f"step_r{n}_t{t}": {"kind": "step", "rows": n, "length": t}
             for n in taken for t in (16, 64)}  # fmt: skip
-    entries = {n: SimpleNamespace(tags=t) for n, t in {**tags, "begin": {"kind": "begin"}}.items()}
+    tags |= {name: {"kind": name} for name in ("begin", "allow")}
+    entries = {n: SimpleNamespace(tags=t) for n, t in tags.items()}
     emitted = {
         name: SimpleNamespace(seconds=taken[entry.tags["rows"]] + (0 if "t16" in name else 4))
         for name, entry in entries.items()
-        if name != "begin"
+        if "rows" in entry.tags
     }
     return SimpleNamespace(
-        manifest=SimpleNamespace(contract=contract, name="x"),
+        manifest=SimpleNamespace(contract=contract, name="x", functions=dict(entries)),
         symbols={"pages": 20},
         functions=entries,
         programs=entries,
@@ -182,9 +183,13 @@ def test_contracts_that_are_broken(shape, message, monkeypatch):
     monkeypatch.setattr(language, "info", lambda bundle: {})
     with pytest.raises(BundleError, match=f"older than this program .*{message}.*: export the"):
         language.model_backend(stand_in("cpu", **shape))
-    without = stand_in("cpu")
-    del without.functions["begin"]
     with pytest.raises(BundleError, match="there is no function begin"):
+        without = stand_in("cpu")
+        del without.functions["begin"]
+        language.model_backend(without)
+    with pytest.raises(BundleError, match=r"there is no function allow.*: export the model again"):
+        without = stand_in("cpu")
+        del without.manifest.functions["allow"]
         language.model_backend(without)
 
 
