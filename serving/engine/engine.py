@@ -25,10 +25,10 @@ from serving.engine.actions import Counts, Progress, Request, Step
 from serving.engine.backend import Backend, Tokens, Words
 from serving.engine.calls import Calls, Done
 from serving.engine.choice import Choice, Delta, Job, NotFinite, Token, read_scores
-from serving.engine.guide import Guide, Guides
+from serving.engine.guide import Guide, GuideError, Guides
 from serving.engine.records import Entry, Observer, State
 from serving.engine.scheduler import Scheduler
-from serving.engine.stream import SHUTTING_DOWN, Failed, Stopped, Stream, deliver
+from serving.engine.stream import SHUTTING_DOWN, Failed, Misguided, Stopped, Stream, deliver
 from serving.engine.text import Decode, Pieces
 
 _LOG = logging.getLogger("serving")
@@ -289,8 +289,10 @@ class Engine:
             self._scheduler.finish(key)
             self._tell()
         if entry is not None:
-            self._report([entry], "error", time.monotonic())
-            deliver([(entry.stream, Failed(f"its grammar failed: {mask}"))])
+            asked = isinstance(mask, GuideError)
+            self._report([entry], "grammar" if asked else "error", time.monotonic())
+            failure = Misguided(str(mask)) if asked else Failed(f"no mask could be made: {mask}")
+            deliver([(entry.stream, failure)])
 
     # -----------------------------------------------------------------------------------------
     # The thread that makes text.

@@ -22,6 +22,10 @@ class Stopped(Failed):
     """The server ended before the request did; the message says why."""
 
 
+class Misguided(Failed):
+    """What a request asks for leaves no token to draw; the model is well."""
+
+
 SHUTTING_DOWN = "the server is shutting down"
 
 

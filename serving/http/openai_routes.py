@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from serving.engine.choice import Delta
-from serving.engine.stream import Failed, Stopped, Stream
-from serving.errors import ApiError
+from serving.engine.stream import Failed, Misguided, Stopped, Stream
+from serving.errors import ApiError, invalid
 from serving.grammar.compiler import Grammar
 from serving.http.admission import Visit
 from serving.http.asked_grammar import asks_for_grammar, compile_grammar
@@ -170,8 +170,10 @@ async def _whole(stream: Stream, answer: Answer) -> Response:
 def _failure(error: Failed) -> ApiError:
     """The answer to a failure: 500 if the model failed, 503 if the server is shutting down.
 
-    With 503, clients and load balancers try another server.
+    With 503, clients and load balancers try another server; with 400 they do not try again.
     """
+    if isinstance(error, Misguided):
+        return invalid(f"the text cannot go on: {error}", code="grammar_failed")
     if isinstance(error, Stopped):
         return ApiError(503, str(error), code="draining", retry_after=5)
     return ApiError(500, str(error), code="model_failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from serving.grammar import compiler
 from tests.serving.engine.fake_backend import FakeBackend
-from tests.serving.http.live import Live, post, serving
+from tests.serving.http.live import MODEL, Live, get, post, serving
 from tests.waiting import PATIENCE, wait_until
 
 
@@ -83,6 +85,26 @@ def test_log_probabilities_of_prompts(live: Live) -> None:
     (choice,) = answer["choices"]
     assert choice["prompt_logprobs"] == [None, row("b", 0)]
     assert choice["logprobs"]["tokens"] == ["a", "b"]
+
+
+def test_a_grammar_that_becomes_too_hard_is_to_blame(monkeypatch: Any) -> None:
+    """It is ambiguous in ever more ways; who sends it is told so, and nobody else is harmed."""
+    monkeypatch.setitem(compiler.MOST_ITEMS, False, 40)
+    body = {"prompt": "hello", "max_tokens": 40, "min_tokens": 40, "seed": 1}
+    hard = {**body, "guided_grammar": 'start: s\ns: s s | "a" | "b"?'}
+    with serving(FakeBackend(letters=False)) as live:
+        whole = post(f"{live.url}/v1/completions", json=hard)
+        assert whole.status_code == 400
+        error = whole.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "grammar_failed")
+        assert error["message"].startswith("the text cannot go on: Parser Error: Current row has")
+        events = post(f"{live.url}/v1/completions", json={**hard, "stream": True}).text
+        assert json.loads(events.split("data: ")[-2])["error"] == error
+        told = get(f"{live.url}/metrics").text
+        assert 'spmd:requests_refused_total{reason="grammar_failed"} 1.0' in told
+        assert f'finished_reason="grammar",model_name="{MODEL}"}} 2.0' in told
+        assert f'finished_reason="error",model_name="{MODEL}"}} 0.0' in told
+        assert len(text(live, allowed_token_ids=[97])) == 40
 
 
 def test_grammars_that_are_compiled_delay_nobody_else(live: Live) -> None:
