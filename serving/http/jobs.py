@@ -12,7 +12,7 @@ from serving.engine.choice import Job
 from serving.errors import ApiError, invalid
 from serving.grammar.compiler import Grammar
 from serving.http.protocol import Ask, ChatAsk, CompletionAsk, seeds
-from serving.http.restrictions import restricted
+from serving.http.restrictions import bad_words, restricted
 from serving.http.service import Language
 from serving.http.tools.formats import Format
 
@@ -86,6 +86,7 @@ def _work(
     score: bool,
     grammar: Grammar | None,
 ) -> Work:
+    bad = bad_words(ask, language)
     stop_ids = ask.stop_ids | (frozenset() if ask.ignore_eos else language.stop_ids)
     jobs = []
     for prompt in prompts:
@@ -102,7 +103,7 @@ def _work(
                 ask.logprobs,
                 scores,
             )
-            jobs.append(restricted(job, ask, grammar, language))
+            jobs.append(restricted(job, ask, grammar, bad, language))
     notes = () if grammar is None else grammar.left_out
     return Work(tuple(prompts), tuple(jobs), notes)
 

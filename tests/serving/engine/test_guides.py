@@ -13,7 +13,7 @@ from serving.engine.backend import Words
 from serving.engine.choice import Job
 from serving.engine.engine import Engine
 from serving.engine.guide import GuideError
-from serving.engine.masks import counted_masks, words_of
+from serving.engine.masks import all_words, counted_masks, words_of
 from serving.engine.stream import Failed, Misguided
 from tests.serving.engine.fake_backend import FakeBackend
 from tests.serving.engine.test_engine import alone, ask, job, read, running, text_of
@@ -172,6 +172,8 @@ def test_masks_by_count() -> None:
 def test_masks_are_sets() -> None:
     words = words_of([0, 31, 32, 69], 70)
     assert words.dtype == np.uint32 and words.tolist() == [1 | 1 << 31, 1, 1 << 5]
+    for size in (1, 64, 70):
+        assert all_words(size).tolist() == words_of(range(size), size).tolist()
     assert counted_masks(70, (), (), 5) == ()
     assert counted_masks(70, (), (3,), 0) == ()
     (zero, mask), (five, after) = counted_masks(70, (1, 2), (2,), 5)
