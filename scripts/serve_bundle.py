@@ -61,6 +61,7 @@ LIMITS = {
     "header_seconds": "that a client that connects may take to send a request's headers",
     "write_seconds": "after which an answer that nobody reads is cut off, its request cancelled",
     "connections": "at most; then 503",
+    "address_connections": "of one address at most, unless it is a trusted proxy; then 429",
     "stall_seconds": "after which a call of the model counts as hung",
     "drain_seconds": "that requests have to finish after SIGTERM",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from serving.errors import ApiError
-from serving.http.admission import Visit
+from serving.http.admission import Visit, address_of
 from serving.http.service import Options, Service
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -133,17 +132,12 @@ def check_key(request: Request, options: Options) -> str:
 def client_of(request: Request, key: str, options: Options) -> str:
     """Names the client among which the server's time is shared: its key if there are several keys.
 
-    Else it is the address; of IPv6 the first half, as a single machine may use all that begin with
-    it. User names do not count here, since anybody can claim any number of them.
+    Else it is the address. User names do not count here, since anybody can claim any number of
+    them.
     """
     if len(options.api_keys) > 1:
         return f"key {key}"
-    host = request.client.host if request.client else ""
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(host)
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
-            host = str(ipaddress.ip_network((address, 64), strict=False))
-    return f"address {host}"
+    return f"address {address_of(request.client.host if request.client else '')}"
 
 
 @contextlib.asynccontextmanager

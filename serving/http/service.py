@@ -83,6 +83,7 @@ class Options:
       header_seconds: a client that connects has to send a request's headers within this time.
       write_seconds: an answer of which nothing is read for so long is cut off.
       connections: how many there may be.
+      address_connections: how many of them may come from one address.
       stall_seconds: a call of the model that takes longer counts as hung: `/health` says 503.
       drain_seconds: how long requests may go on when the server is told to end.
 
@@ -104,6 +105,7 @@ class Options:
     header_seconds: float = 20.0
     write_seconds: float = 120.0
     connections: int = 4096
+    address_connections: int = 1024
     stall_seconds: float = 300.0
     drain_seconds: float = 30.0
 
@@ -111,8 +113,8 @@ class Options:
         least = {
             "max_waiting": 0, "token_budget": 1, "choices": 1, "stops": 0, "grammar_bytes": 1,
             "body_bytes": 1, "body_seconds": 0, "bodies_bytes": 1, "text_threads": 1,
-            "header_seconds": 0, "write_seconds": 0, "connections": 1, "stall_seconds": 0,
-            "drain_seconds": 0,
+            "header_seconds": 0, "write_seconds": 0, "connections": 1, "address_connections": 1,
+            "stall_seconds": 0, "drain_seconds": 0,
         }  # fmt: skip
         for name, low in least.items():
             value = getattr(self, name)
