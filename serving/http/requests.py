@@ -13,9 +13,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from serving.errors import ApiError
+from serving.engine.stream import Failed, Lost, Misguided, Stopped
+from serving.errors import ApiError, invalid
 from serving.http.admission import Visit, address_of
-from serving.http.service import Options, Service
+from serving.http.service import PROCESS_LOST, Options, Service
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -211,6 +212,19 @@ async def _send_events(send: Send, texts: list[str]) -> None:
 def dump(value: Any) -> str:
     """JSON on one line, without spaces."""
     return _ENCODER.encode(value)
+
+
+def failure(error: Failed) -> ApiError:
+    """The answer to a failure: 500 if the model failed, 503 if the server ends.
+
+    With 503, clients and load balancers try another server; with 400 they do not try again.
+    """
+    if isinstance(error, Misguided):
+        return invalid(f"the text cannot go on: {error}", code="grammar_failed")
+    if isinstance(error, Stopped):
+        code = PROCESS_LOST if isinstance(error, Lost) else "draining"
+        return ApiError(503, str(error), code=code, retry_after=5)
+    return ApiError(500, str(error), code="model_failed")
 
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:
