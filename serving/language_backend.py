@@ -100,7 +100,9 @@ def _limits(bundle: Bundle) -> Limits:
         raise ValueError("sizes have to be positive")
     if limits.slots % limits.groups or limits.rows[-1] < limits.slots // limits.groups:
         raise ValueError("slots do not fit groups and rows")
-    missing = {"begin", "step"} - {f.tags.get("kind") for f in bundle.functions.values()}
+    # Who serves nobody, but draws for itself, need not load `allow`.
+    loaded, written = map(_kinds, (bundle.functions, bundle.manifest.functions))
+    missing = ({"begin", "step"} - loaded) | ({"allow"} - written)
     if missing:
         raise ValueError(f"there is no function {min(missing)}")
     for entry in bundle.functions.values():
@@ -119,6 +121,10 @@ def _check_inputs(entry: Entrypoint, limits: Limits) -> None:
     wanted = {"inputs/alternatives": (), "inputs/rows": (limits.groups, width(shapes))}
     if {leaf.path: leaf.shape for leaf in entry.inputs} != wanted:
         raise ValueError(f"{entry.name} takes other inputs than {wanted}")
+
+
+def _kinds(functions: Mapping[str, Entrypoint]) -> set[Any]:
+    return {entry.tags.get("kind") for entry in functions.values()}
 
 
 def _budget(bundle: Bundle, limits: Limits, facts: Mapping[str, Any]) -> int:

@@ -126,10 +126,12 @@ def load_bundle(
         _tell(console, f"compiling {len(wanted)} functions, and reading weights meanwhile")
 
         def weights(placed: Placed) -> Mapping[str, jax.Array]:
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                checking = pool.submit(check_hashes, folder, manifest, None, meanwhile)
+            with contextlib.ExitStack() as checking:
+                if meanwhile:
+                    pool = checking.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+                    checked = pool.submit(check_hashes, folder, manifest, None, meanwhile)
+                    checking.callback(checked.result)
                 arrays = read_weights(folder / WEIGHTS, manifest.weights, placed, console)
-                checking.result()
             _tell(console, f"the weights are read{' and checked' if meanwhile else ''}")
             return arrays
 
