@@ -83,7 +83,7 @@ def starting(bundle: Path, mesh: str, work: Path, platform: str) -> Iterator[Pat
     log = work / "log"
     flags = os.environ.get("XLA_FLAGS", "")
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platform,
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "JAX_PLATFORMS": platform,
         "XLA_FLAGS": flags if DEVICES.partition("=")[0] in flags else f"{flags} {DEVICES}",
     }  # fmt: skip
     command = [sys.executable, "-m", "scripts.serve_bundle", str(bundle), "--mesh", mesh]

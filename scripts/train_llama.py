@@ -294,6 +294,7 @@ def run_training(given: argparse.Namespace) -> int:
     run = make_run(given, devices[0].platform)
     mesh = make_mesh(run, devices)
     train_data, held_out = load_data(run)
+    tokenizer = data.tokenizer_of(data_config(run))
     launch.check_same(by_flag(run, given) | {"training text (hash)": train_data.fingerprint})
     folder = RunFolder(Path(given.run_dir)) if given.run_dir else None
     print_run(run, weight_flags.model_name(given), mesh, train_data.token_count, console)
@@ -329,9 +330,8 @@ def run_training(given: argparse.Namespace) -> int:
     print_outcome(run, outcome, console)
     if outcome.is_stopped:
         return print_stopped(stop, outcome, folder, console)
-    weight_flags.export_params(given, outcome.state.params, run.model, console)
+    weight_flags.export_params(given, outcome.state.params, run.model, tokenizer, console)
     if given.sample_tokens:
-        tokenizer = data.tokenizer_of(data_config(run))
         text = trainer.sample_text(outcome.state.params, PROMPT, given.sample_tokens, tokenizer)
         console.print(f"--- a sample\n{text}\n---")
     if given.report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from models.llama.config import CONFIGS, DTYPES, ConfigError, LlamaConfig, named_config
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
+from models.training.data.beginnings import as_trained
+from models.training.data.tokenizer import Tokenizer
 from spmd.cli.flags import Add, words
 
 DEFAULT_MODEL = "quickstart"
@@ -100,17 +103,33 @@ def load_params(
 
 
 def export_params(
-    given: argparse.Namespace, params: Any, config: LlamaConfig, console: Console
+    given: argparse.Namespace,
+    params: Any,
+    config: LlamaConfig,
+    tokenizer: Tokenizer,
+    console: Console,
 ) -> None:
-    """Write --export_hf, with the tokenizer of --init_from, if asked for."""
+    """Write --export_hf if asked for; with the tokenizer of --init_from, if there is one.
+
+    Args:
+        given: the flags.
+        params: the parameters.
+        config: the model.
+        tokenizer: what made the tokens of training.
+        console: for the progress bar.
+    """
     if not given.export_hf:
         return
-    weights.save(
-        params,
-        config,
-        given.export_hf,
-        dtype=given.export_dtype,
-        tokenizer_from=given.init_from,
-        console=console,
-    )
+    with contextlib.ExitStack() as stack:
+        folder = given.init_from
+        if folder is not None:
+            folder = stack.enter_context(as_trained(Path(folder), tokenizer))
+        weights.save(
+            params,
+            config,
+            given.export_hf,
+            dtype=given.export_dtype,
+            tokenizer_from=folder,
+            console=console,
+        )
     console.print(f"exported: {Path(given.export_hf).absolute()}")

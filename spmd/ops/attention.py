@@ -152,16 +152,19 @@ def attention(
     dtype = jnp.dtype(logits_dtype).name
     queries_BS, keys_BT = segments or (None, None)
     if implementation == "cudnn":
-        whole_window = window if positions is None and zigzag == 1 else None
         if zigzag > 1:
             positions = order.positions(q_BSND.shape[1], zigzag)
+        elif window is not None and segments is not None and positions is None:
+            positions = jnp.arange(q_BSND.shape[1])  # beside a mask the kernel takes no window
         mask = Mask(positions, queries_BS, keys_BT).ordered(k_BTKD.shape[1], zigzag)
         visible_BST = mask.visible(k_BTKD.shape[1], window)
         return jax.nn.dot_product_attention(
             q_BSND, k_BTKD, v_BTKD, scale=scale, implementation="cudnn",
             mask=None if visible_BST is None else visible_BST[:, None],
             is_causal=causal and positions is None,
-            local_window_size=None if whole_window is None else (whole_window - 1, 0),
+            local_window_size=(
+                None if window is None or positions is not None else (window - 1, 0)
+            ),
         )  # fmt: skip
     length = q_BSND.shape[1] if positions is None else ANYWHERE
     is_whole = implementation != "xla"

@@ -182,8 +182,8 @@ def _flops(kind: OpKind) -> float:
 def _reach(kind: OpKind) -> int:
     """How many positions a row may see: its slot's table has so many, or the window."""
     pool, table = kind.operands[1:3]
-    reach: int = table.shape[2] * pool.shape[2]
-    return min(reach, arguments_of(kind).get("window", reach))
+    reach = table.shape[2] * pool.shape[2]
+    return min(reach, int(arguments_of(kind).get("window", reach)))
 
 
 def _bytes_read(kind: OpKind) -> list[float]:

@@ -388,10 +388,12 @@ def structs_of(sizes: Sizes, pages: int, dtype: Any = jnp.bfloat16) -> list[Any]
     return floats + [jax.ShapeDtypeStruct(s, jnp.int32) for s in tables]
 
 
+@pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("rows", [8, 64])
-def test_gpus_get_the_kernel(rows: int) -> None:
+def test_gpus_get_the_kernel(rows: int, window: int | None) -> None:
     structs = structs_of(Sizes(b=8, r=rows, k=8, d=128, p=64), 1 << 12)
-    jitted = spmd.jit(step, mesh=spmd.Mesh(None, (2,), ("x",)), in_specs=_SPLIT_HEADS)
+    fn = functools.partial(step, window=window)
+    jitted = spmd.jit(fn, mesh=spmd.Mesh(None, (2,), ("x",)), in_specs=_SPLIT_HEADS)
     text = jitted.lower(*structs, topology=spmd.Topology("h200:2")).as_text("emitted")
     assert text.count("@__gpu$xla.gpu.triton") == (1 if rows == 8 else 2)
 
@@ -467,13 +469,14 @@ def test_tpus_leave_slots_without_rows_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_which_programs_get_jaxs_kernel() -> None:
-    def calls(sizes: Sizes, dtype: Any = jnp.bfloat16) -> int:
-        jitted = spmd.jit(step, mesh=spmd.Mesh(None, (1,), ("x",)))
+    def calls(sizes: Sizes, dtype: Any = jnp.bfloat16, window: int | None = None) -> int:
+        fn = functools.partial(step, window=window)
+        jitted = spmd.jit(fn, mesh=spmd.Mesh(None, (1,), ("x",)))
         lowered = jitted.lower(*structs_of(sizes, 64, dtype), topology=spmd.Topology("v5e:1x1"))
         return int(lowered.as_text("emitted").count("@tpu_custom_call"))
 
     sizes = Sizes(d=128)
-    assert calls(sizes) == calls(sizes._replace(g=7, k=8)) == 1
+    assert calls(sizes) == calls(sizes._replace(g=7, k=8)) == calls(sizes, window=100) == 1
     for other in (sizes._replace(d=64), sizes._replace(k=6), sizes._replace(p=4)):
         assert calls(other) == 0
     assert calls(sizes, jnp.float16) == 0

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -14,8 +15,10 @@ from models.llama import model
 from models.llama.config import CONFIGS, ConfigError
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
+from models.training.data.tokenizer import ByteTokenizer, load_tokenizer
 from scripts.flags import weights as weights_flags
 from scripts.flags.train import make_parser
+from tests.models.training.data.test_beginnings import byte_level, saved
 
 TINY = CONFIGS["tiny"]
 
@@ -52,7 +55,7 @@ def test_from_a_checkpoint_to_a_checkpoint(checkpoint, tmp_path):
     assert config == read_config(checkpoint)
     assert weights_flags.model_name(flags) == "checkpoint"
     params = weights_flags.load_params(flags, config, None, console)
-    weights_flags.export_params(flags, params, config, console)
+    weights_flags.export_params(flags, params, config, ByteTokenizer(), console)
     assert (out / "tokenizer.json").exists()
     assert printed.getvalue() == f"weights: {checkpoint}\nexported: {out}\n"
     again = weights.load(out, dataclasses.replace(config, param_dtype="bfloat16"))
@@ -63,9 +66,25 @@ def test_from_a_checkpoint_to_a_checkpoint(checkpoint, tmp_path):
     )
 
 
+def test_texts_begin_as_in_training(checkpoint, tmp_path):
+    """The tokenizer of --init_from names a beginning; its own file does not put it there."""
+    folder, out = tmp_path / "from", tmp_path / "out"
+    shutil.copytree(checkpoint, folder)
+    trained = load_tokenizer(str(saved(byte_level(), folder)))
+    assert (trained.bos_id, trained.begins) == (0, ())
+    flags = given(f"--init_from={folder}", f"--export_hf={out}")
+    config = weights_flags.chosen_config(flags)
+    params = weights_flags.load_params(flags, config, None, Console(file=io.StringIO()))
+    weights_flags.export_params(flags, params, config, trained, Console(file=io.StringIO()))
+    assert load_tokenizer(str(out)).begins == (0,)
+    assert (out / "tokenizer_config.json").read_bytes() == (
+        folder / "tokenizer_config.json"
+    ).read_bytes()
+
+
 def test_without_flags_nothing_is_read_or_written():
     assert weights_flags.load_params(given(), TINY, None, Console()) is None
-    weights_flags.export_params(given(), None, TINY, Console())
+    weights_flags.export_params(given(), None, TINY, ByteTokenizer(), Console())
 
 
 def test_config_file(checkpoint, tmp_path):
