@@ -60,7 +60,8 @@ class Built(NamedTuple):
     Attributes:
       seconds, waiting, peak: as predicted.
       sent: bytes that one device sends in a step.
-      allocated: bytes on one device, as the machine's compiler lays them.
+      alive: the most bytes that are alive at once in the machine's compiler's schedule.
+      allocated: bytes on one device, as that compiler lays them.
       compiling: seconds.
     """
 
@@ -68,6 +69,7 @@ class Built(NamedTuple):
     waiting: float | None = None
     peak: int | None = None
     sent: int | None = None
+    alive: int | None = None
     allocated: int | None = None
     compiling: float | None = None
 
@@ -100,9 +102,8 @@ def build(given: Any, row: Row, name: str) -> Built:
         where = jax.tree.map(lambda x: x.sharding, there)
         plain = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*where[:2], None))
         peer = plain.lower(*there).compile()
-        allocated = Memory.of(peer.memory_analysis()).peak_bytes
         sent = read_schedule(peer.as_text() or "").bytes
-        return Built(sent=sent, allocated=allocated, compiling=time.perf_counter() - start)
+        return _compiled(Built(sent=sent), peer.memory_analysis(), start)
     jitted = spmd.jit(step, mesh=mesh, donate_argnums=(0, 1))
     lowered = jitted.lower(*types, topology=topology)
     sent = sum(c.bytes * c.count for c in lowered.collectives)
@@ -110,8 +111,14 @@ def build(given: Any, row: Row, name: str) -> Built:
     built = Built(timeline.seconds, timeline.exposed_seconds, lowered.predicted_memory.peak, sent)
     if not can_compile:
         return built
-    allocated = lowered.compile().memory.peak_bytes
-    return built._replace(allocated=allocated, compiling=time.perf_counter() - start)
+    return _compiled(built, lowered.compile().executable.memory_analysis(), start)
+
+
+def _compiled(built: Built, analysis: Any, start: float) -> Built:
+    """With the compiler's figures."""
+    seconds = time.perf_counter() - start
+    alive, allocated = analysis.peak_memory_in_bytes, Memory.of(analysis).peak_bytes
+    return built._replace(alive=alive, allocated=allocated, compiling=seconds)
 
 
 def attempted(given: Any, row: Row, name: str) -> tuple[Built, str]:
@@ -134,6 +141,7 @@ def cells(built: Built) -> Iterator[str]:
         (built.waiting, 1, 2),
         (built.sent, gb, 1),
         (built.peak, gib, 1),
+        (built.alive, gib, 1),
         (built.allocated, gib, 1),
         (built.compiling, 1, 0),
     ):
@@ -147,6 +155,7 @@ HEADER = (
     "of that waiting",
     "GB sent",
     "predicted GiB",
+    "alive GiB",
     "compiler GiB",
     "compile s",
 )

@@ -14,7 +14,7 @@ What pieces give is joined by the logsumexp of their scores; the gradient takes 
 
 In zigzag order late queries see the first half of the keys in any case. What else is seen has the
 same shape on all devices, so that each picks its operands and none branches: GPUs branch on the
-host, which would have to wait for the devices.
+host, which would have to wait for the devices. One kernel computes both, as sequences of a batch.
 """
 
 from __future__ import annotations
@@ -59,27 +59,36 @@ def piece(
     """
     run = _either(kernel, reference.forward)
 
-    def joined(queries: Tensors, keys: Tensors, so_far: Tensors) -> Tensors:
-        (q, *own), (k, v, *theirs), (out, lse) = queries, keys, so_far
-        more, more_lse = run(q, k, v, *own, *theirs, **{**spec, "causal": False})
-        both = jnp.logaddexp(lse, more_lse)
-        old, new = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, more_lse))
-        return [out * old + more.astype(jnp.float32) * new, both]
+    def over(queries: Tensors, keys: Tensors) -> Tensors:
+        (q, *own), (k, v, *theirs) = queries, keys
+        return list(run(q, k, v, *own, *theirs, **{**spec, "causal": False}))
 
-    queries, keys = (q_BSND, *segments[:1]), (k_BTKD, v_BTKD, *segments[1:])
+    queries, keys = [q_BSND, *segments[:1]], [k_BTKD, v_BTKD, *segments[1:]]
     so_far = [out_BSND, lse_BNS]
     if not spec["causal"]:
-        out, lse = joined(queries, keys, so_far)
+        out, lse = _joined(so_far, over(queries, keys))
     elif zigzag == 1:
-        out, lse = jax.lax.cond(is_before, lambda: joined(queries, keys, so_far), lambda: so_far)
+        out, lse = jax.lax.cond(
+            is_before, lambda: _joined(so_far, over(queries, keys)), lambda: so_far
+        )
     else:
         (early, late), (first, second) = _halves(queries), _halves(keys)
         before, behind = _halves(so_far, lse=1)
-        behind = joined(late, first, behind)
-        found = joined(*_pick(is_before, (early, first, before), (late, second, behind)))
-        halves = _pick(is_before, (found, behind), (before, found))
+        others = _pick(is_before, [early, first], [late, second])
+        one, another = _apart(over(*map(_together, [late, first], others)))
+        behind = _joined(behind, one)
+        found = _joined(_pick(is_before, before, behind), another)
+        halves = _pick(is_before, [found, behind], [before, found])
         out, lse = (jnp.concatenate(x, i + 1) for i, x in enumerate(zip(*halves, strict=True)))
     return out, lse
+
+
+def _joined(so_far: Tensors, more: Tensors) -> Tensors:
+    """Outputs and logsumexp over what two pairs of them are over."""
+    (out, lse), (more_out, more_lse) = so_far, more
+    both = jnp.logaddexp(lse, more_lse)
+    old, new = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, more_lse))
+    return [out * old + more_out.astype(jnp.float32) * new, both]
 
 
 def piece_gradient(
@@ -107,29 +116,32 @@ def piece_gradient(
     """
     run = _either(kernel, reference.gradient)
 
-    def added(queries: Tensors, keys: Tensors, dq: Any) -> tuple[Any, Tensors]:
+    def over(queries: Tensors, keys: Tensors) -> Tensors:
         (q, lse, out, dout, *own), (k, v, *theirs) = queries, keys
         found = run(q, k, v, out, lse, dout, *own, *theirs, **{**spec, "causal": False})
-        return dq + found[0].astype(jnp.float32), found[1:]
+        return [found[0].astype(jnp.float32), *found[1:]]
 
-    queries = q_BSND, lse_BNS, out_BSND, dout_BSND, *segments[:1]
-    keys = k_BTKD, v_BTKD, *segments[1:]
-    nothing = dq_BSND, (jnp.zeros_like(k_BTKD), jnp.zeros_like(v_BTKD))
+    queries = [q_BSND, lse_BNS, out_BSND, dout_BSND, *segments[:1]]
+    keys = [k_BTKD, v_BTKD, *segments[1:]]
+    nothing = [jnp.zeros_like(x) for x in (k_BTKD, v_BTKD)]
+
+    def added(dq: Any) -> Tensors:
+        more, *terms = over(queries, keys)
+        return [dq + more, *terms]
+
     if not spec["causal"]:
-        dq, (dk, dv) = added(queries, keys, dq_BSND)
+        dq, dk, dv = added(dq_BSND)
     elif zigzag == 1:
-        all_seen = jax.lax.cond(is_before, lambda: added(queries, keys, dq_BSND), lambda: nothing)
-        dq, (dk, dv) = all_seen
+        dq, dk, dv = jax.lax.cond(is_before, added, lambda dq: [dq, *nothing], dq_BSND)
     else:
         (early, late), (first, second) = _halves(queries, lse=1), _halves(keys)
-        (before,), (behind,) = _halves((dq_BSND,))
-        behind, ones = added(late, first, behind)
-        found, others = added(*_pick(is_before, (early, first, before), (late, second, behind)))
-        dq = jnp.concatenate(_pick(is_before, (found, behind), (before, found)), 1)
-        zeros = jax.tree.map(jnp.zeros_like, others)
-        more, there = _pick(is_before, (others, zeros), (zeros, others))
-        pairs = zip(ones, more, there, strict=True)
-        dk, dv = (jnp.concatenate([one + another, x], 1) for one, another, x in pairs)
+        others = _pick(is_before, [early, first], [late, second])
+        one, another = _apart(over(*map(_together, [late, first], others)))
+        zeros = [jnp.zeros_like(x) for x in another]
+        here, there = _pick(is_before, [another, zeros], [zeros, another])
+        dq = dq_BSND + jnp.concatenate([here[0], one[0] + there[0]], 1)
+        sums = zip(one[1:], here[1:], there[1:], strict=True)
+        dk, dv = (jnp.concatenate([x + y, z], 1) for x, y, z in sums)
     return dq, dk, dv
 
 
@@ -137,6 +149,17 @@ def _halves(tensors: Tensors, lse: int = -1) -> tuple[Tensors, Tensors]:
     """Both halves of the positions of some tensors, of which one may be a logsumexp (B, N, S)."""
     pairs = [jnp.split(x, 2, 2 if i == lse else 1) for i, x in enumerate(tensors)]
     return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+def _together(one: Tensors, another: Tensors) -> Tensors:
+    """Two batches as one, so that one kernel computes both."""
+    return [jnp.concatenate(pair) for pair in zip(one, another, strict=True)]
+
+
+def _apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Undoes `_together`."""
+    pairs = [jnp.split(x, 2) for x in tensors]
+    return [one for one, _ in pairs], [another for _, another in pairs]
 
 
 def _pick(flag: Any, if_set: Any, otherwise: Any) -> Any:
