@@ -1,4 +1,4 @@
-"""A mixture of experts on real accelerators, where XLA has `ragged_dot`: beside a loop over experts.
+"""A mixture of experts on real accelerators, which have a `ragged_dot`: beside a loop over experts.
 
 See `test_attention.py` for the command.
 """
@@ -13,7 +13,8 @@ import pytest
 import spmd
 from spmd.ops import experts
 from tests.accelerators.devices import COUNT, DEVICES
-from tests.ops.test_experts import close, loss, operands, plain
+from tests.ops.test_attention import close
+from tests.ops.test_experts import loss, operands, plain
 
 SPLITS: dict[str, dict[str, Any]] = {
     "rows": {"rows": ("x", None, None)},
