@@ -188,6 +188,19 @@ def test_experts_on_meshes(axes: Any, table: str, changes: Any, devices8: Any) -
     assert held.data.shape[1] == 4 // split
 
 
+def test_experts_are_not_in_fp8() -> None:
+    """What is multiplied beside them is."""
+    config = dataclasses.replace(MIXTURE, matmul="fp8")
+    params = with_random_biases(
+        jax.jit(functools.partial(model.init, config=config))(jax.random.key(0))
+    )
+    assert "q_proj k_proj v_proj" in params["layers"]["self_attn"][model.FP8]
+    assert not params["layers"]["mlp"][model.FP8]
+    loss = float(jax.jit(batch_loss(config))(params, packed_batch()))
+    exact = float(jax.jit(batch_loss(MIXTURE))(model.without_states(params), packed_batch()))
+    assert loss != exact and loss == pytest.approx(exact, rel=0.02)
+
+
 def test_the_load_balancing_loss_counts() -> None:
     losses = [
         float(jax.jit(batch_loss(config))(drawn(MIXTURE), packed_batch()))
