@@ -22,79 +22,15 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from spmd.errors import ArgumentError
-from spmd.lowering.register import register_composite
-from spmd.ops import attention_cudnn, attention_reference, attention_splash
 from spmd.ops import attention_order as order
-from spmd.ops import attention_pieces as pieces
+from spmd.ops import attention_reference
+from spmd.ops.attention_composites import FORWARD, GRADIENT
 from spmd.ops.attention_reference import Mask
-from spmd.ops.attention_rules import (
-    ARITHMETIC,
-    FORWARD,
-    GRADIENT,
-    PIECE,
-    PIECE_GRADIENT,
-    forward_flops,
-    forward_rule,
-    gradient_flops,
-    gradient_rule,
-    piece_gradient_rule,
-    piece_rule,
-)
-from spmd.ops.attention_split import lower_forward, lower_gradient
 
 ANYWHERE = 0
 """The `length` of queries that are not at positions 0, 1, ... of a whole sequence."""
 
 Implementation = Literal["auto", "composite", "xla", "cudnn"]
-
-_FORWARD = {"cuda": attention_cudnn.forward, "tpu": attention_splash.forward}
-_GRADIENT = {"cuda": attention_cudnn.gradient, "tpu": attention_splash.gradient}
-
-register_composite(
-    FORWARD,
-    forward_rule,
-    decomposition=attention_reference.forward,
-    kernels={
-        platform: order.in_usual_order(kernel, (1, 1, 1), (1, 2))
-        for platform, kernel in _FORWARD.items()
-    },
-    flops=forward_flops,
-    arithmetic=ARITHMETIC,
-    lower=lower_forward,
-)
-register_composite(
-    GRADIENT,
-    gradient_rule,
-    decomposition=attention_reference.gradient,
-    kernels={
-        platform: order.in_usual_order(kernel, (1, 1, 1, 1, 2, 1), (1, 1, 1))
-        for platform, kernel in _GRADIENT.items()
-    },
-    flops=gradient_flops,
-    arithmetic=ARITHMETIC,
-    lower=lower_gradient,
-)
-register_composite(
-    PIECE,
-    piece_rule,
-    decomposition=functools.partial(pieces.piece, attention_reference.forward),
-    kernels={
-        platform: functools.partial(pieces.piece, kernel) for platform, kernel in _FORWARD.items()
-    },
-    flops=forward_flops,
-    arithmetic=ARITHMETIC,
-)
-register_composite(
-    PIECE_GRADIENT,
-    piece_gradient_rule,
-    decomposition=functools.partial(pieces.piece_gradient, attention_reference.gradient),
-    kernels={
-        platform: functools.partial(pieces.piece_gradient, kernel)
-        for platform, kernel in _GRADIENT.items()
-    },
-    flops=gradient_flops,
-    arithmetic=ARITHMETIC,
-)
 
 
 def attention(
