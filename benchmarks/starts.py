@@ -83,7 +83,8 @@ def starting(bundle: Path, mesh: str, work: Path, platform: str) -> Iterator[Pat
     log = work / "log"
     flags = os.environ.get("XLA_FLAGS", "")
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "JAX_PLATFORMS": platform,
+        **os.environ, "JAX_PLATFORMS": platform,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
         "XLA_FLAGS": flags if DEVICES.partition("=")[0] in flags else f"{flags} {DEVICES}",
     }  # fmt: skip
     command = [sys.executable, "-m", "scripts.serve_bundle", str(bundle), "--mesh", mesh]
