@@ -337,62 +337,6 @@ class LlamaConfig:
 
 # Named configurations
 
-_LLAMA2_7B = LlamaConfig(
-    vocab_size=32_000,
-    hidden_size=4096,
-    intermediate_size=11_008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-_LLAMA3_8B = LlamaConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    rope_theta=500_000.0,
-    max_position_embeddings=8192,
-    bos_token_id=128_000,
-    eos_token_id=128_001,
-)
-_LLAMA3_70B = dataclasses.replace(
-    _LLAMA3_8B,
-    hidden_size=8192,
-    intermediate_size=28_672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-)
-
-
-def _long(config: LlamaConfig, factor: float) -> LlamaConfig:
-    """A Llama 3 of 8192 tokens -> one of 131072."""
-    scaling = RopeScaling(
-        rope_type="llama3",
-        factor=factor,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-    return dataclasses.replace(config, rope_scaling=scaling, max_position_embeddings=131_072)
-
-
-def _small(hidden_size: int, num_hidden_layers: int, heads: int, head_dim: int) -> LlamaConfig:
-    """A Llama 3.2: tied embeddings, and a smaller model's sizes."""
-    config = dataclasses.replace(
-        _LLAMA3_8B,
-        hidden_size=hidden_size,
-        intermediate_size=8192,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=heads,
-        head_dim=head_dim,
-        tie_word_embeddings=True,
-    )
-    return _long(config, factor=32.0)
-
-
 CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         "tiny": LlamaConfig(
@@ -411,40 +355,10 @@ CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
             num_attention_heads=4,
             initializer_range=0.08,
         ),
-        "llama2-7b": _LLAMA2_7B,
-        "llama2-13b": dataclasses.replace(
-            _LLAMA2_7B,
-            hidden_size=5120,
-            intermediate_size=13_824,
-            num_hidden_layers=40,
-            num_attention_heads=40,
-        ),
-        "llama2-70b": dataclasses.replace(
-            _LLAMA2_7B,
-            hidden_size=8192,
-            intermediate_size=28_672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-        ),
-        "llama3-8b": _LLAMA3_8B,
-        "llama3-70b": _LLAMA3_70B,
-        "llama3.1-8b": _long(_LLAMA3_8B, factor=8.0),
-        "llama3.1-70b": _long(_LLAMA3_70B, factor=8.0),
-        "llama3.1-405b": dataclasses.replace(
-            _long(_LLAMA3_70B, factor=8.0),
-            hidden_size=16_384,
-            intermediate_size=53_248,
-            num_hidden_layers=126,
-            num_attention_heads=128,
-        ),
-        "llama3.2-1b": _small(2048, 16, heads=32, head_dim=64),
-        "llama3.2-3b": _small(3072, 28, heads=24, head_dim=128),
-        "llama3.3-70b": _long(_LLAMA3_70B, factor=8.0),
         **{name: LlamaConfig(**fields) for name, fields in PUBLISHED.items()},
     }
 )
-"""The named configurations."""
+"""The named configurations: two small ones, and those that were published."""
 
 
 def named_config(name: str) -> LlamaConfig:

@@ -3,8 +3,8 @@
 Shapes are in the names:
 
     B, S dims of the rows    H width of a row    C choices of each row
-    E experts    M width inside an expert
-    X choices of all rows (B * S * C)    R the most of them that can be of the experts at hand
+    E experts    M width inside an expert    T all rows (B * S)
+    X choices of all rows (B * S * C)    R choices that are computed at a time
 
 Rows are sorted by their expert and multiplied by `jax.lax.ragged_dot`: there is no capacity, and no
 row is dropped. Sorting depends on the numbers, so a partitioner that looks into it sees gathers
@@ -24,7 +24,8 @@ enough for that, C times what the gather sends.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,10 @@ from spmd.lowering.register import register_composite
 
 FORWARD = "spmd.experts"
 GRADIENT = "spmd.experts_grad"
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+"""On all of them what one device computes stays a function of its own, so that its time is that of
+the rows that are expected, and not of those that there is room for."""
 
 
 def experts(
@@ -73,47 +78,132 @@ def forward(
     gates_BSC: Any,
     chosen_BSC: Any,
     numbers_E: Any,
-    gate_EMH: Any,
-    up_EMH: Any,
-    down_EHM: Any,
-    *,
+    *weights: Any,
     count: int,
 ) -> Any:
-    """What the experts at hand, whose numbers are given, add to the rows at hand."""
-    del count
-    width, choices = x_BSH.shape[-1], chosen_BSC.shape[-1]
-    order_X, sizes_E = _sorted(chosen_BSC.reshape(-1), numbers_E)
-    # No row chooses an expert twice.
-    order_R = order_X[: order_X.shape[0] // choices * min(choices, numbers_E.shape[0])]
-    row_R = order_R // choices
-    # Rows of experts that are elsewhere are the last ones, of which no product is defined: they are
-    # hidden on the way in, for the gradient's sake, and on the way out.
-    is_here_R1 = (jnp.arange(order_R.shape[0]) < jnp.sum(sizes_E))[:, None]
-    x_RH = jnp.where(is_here_R1, x_BSH.reshape(-1, width)[row_R], 0)
-    hidden_RM = jax.nn.silu(_product(x_RH, gate_EMH, sizes_E)) * _product(x_RH, up_EMH, sizes_E)
-    out_RH = jnp.where(is_here_R1, _product(hidden_RM, down_EHM, sizes_E), 0)
-    out_RH *= gates_BSC.reshape(-1)[order_R, None].astype(out_RH.dtype)
-    return jnp.zeros_like(x_BSH.reshape(-1, width)).at[row_R].add(out_RH).reshape(x_BSH.shape)
+    """What the experts at hand, whose numbers are given, add to the rows at hand.
+
+    Args:
+      x_BSH, gates_BSC: as for `experts`.
+      chosen_BSC, numbers_E: from 1 on; 0 is none.
+      *weights: gate, up and down of the experts at hand.
+      count: how many experts there are in all.
+    """
+    choices = _Choices.of(chosen_BSC, numbers_E, count)
+    x_TH, gates_X = x_BSH.reshape(-1, x_BSH.shape[-1]), gates_BSC.reshape(-1)
+
+    def turn(i: Any, out_TH: Any) -> Any:
+        part = choices.turn(i)
+        return out_TH.at[part.row_R].add(
+            _added(x_TH[part.row_R], gates_X[part.at_R], part, weights)
+        )
+
+    return choices.turns(turn, jnp.zeros_like(x_TH)).reshape(x_BSH.shape)
 
 
 def gradient(*operands: Any, count: int) -> Any:
     """Gradients of rows, gates and weights: the operands are those of `forward`, and its `dout`."""
-    *given, dout_BSH = operands
-    x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights = given
+    x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, dout_BSH = operands
+    choices = _Choices.of(chosen_BSC, numbers_E, count)
+    x_TH, dout_TH = (x.reshape(-1, x.shape[-1]) for x in (x_BSH, dout_BSH))
+    gates_X = gates_BSC.reshape(-1)
 
-    def run(x_BSH: Any, gates_BSC: Any, *weights: Any) -> Any:
-        return forward(x_BSH, gates_BSC, chosen_BSC, numbers_E, *weights, count=count)
+    def turn(i: Any, sums: Any) -> Any:
+        part = choices.turn(i)
 
-    return jax.vjp(run, x_BSH, gates_BSC, *weights)[1](dout_BSH)
+        def added(x_RH: Any, gates_R: Any, *weights: Any) -> Any:
+            return _added(x_RH, gates_R, part, weights)
+
+        _, pull = jax.vjp(added, x_TH[part.row_R], gates_X[part.at_R], *weights)
+        dx_RH, dgates_R, *dweights = pull(dout_TH[part.row_R])
+        dx_TH, dgates_X, *before = sums
+        return (
+            dx_TH.at[part.row_R].add(dx_RH),
+            dgates_X.at[part.at_R].add(dgates_R),
+            *(total + x.astype(total.dtype) for total, x in zip(before, dweights, strict=True)),
+        )
+
+    nothing = (jnp.zeros_like(x_TH), jnp.zeros_like(gates_X))
+    zeros = (jnp.zeros(x.shape, jnp.float32) for x in weights)
+    dx_TH, dgates_X, *dweights = choices.turns(turn, (*nothing, *zeros))
+    found = (total.astype(x.dtype) for total, x in zip(dweights, weights, strict=True))
+    return dx_TH.reshape(x_BSH.shape), dgates_X.reshape(gates_BSC.shape), *found
 
 
-def _sorted(chosen_X: Any, numbers_E: Any) -> tuple[Any, Any]:
-    """The order of choices by the place of their expert, and how many each has; others are last."""
-    is_chosen_XE = (chosen_X[:, None] == numbers_E) & (numbers_E > 0)
-    places = numbers_E.shape[0]
-    place_X = jnp.where(jnp.any(is_chosen_XE, axis=1), jnp.argmax(is_chosen_XE, axis=1), places)
-    sizes_E = jnp.sum(is_chosen_XE, axis=0, dtype=jnp.int32)
-    return jnp.argsort(place_X, stable=True), sizes_E
+class _Part(NamedTuple):
+    """The choices of one turn.
+
+    Attributes:
+      at_R: their places among all choices.
+      row_R: the rows that made them.
+      is_here_R1: whether there is such a choice; the last ones are padding.
+      sizes_E: how many there are of each expert at hand, one expert behind the other.
+    """
+
+    at_R: Any
+    row_R: Any
+    is_here_R1: Any
+    sizes_E: Any
+
+
+class _Choices(NamedTuple):
+    """The choices of experts at hand, sorted by these, taken in turns.
+
+    All rows may choose experts at hand, but that is seldom: a turn has as many choices as there are
+    if experts are chosen alike, and a quarter more, and mostly there is one.
+
+    Attributes:
+      order_X: the places of choices; those of experts that are elsewhere are last.
+      ends_E: where each expert's choices end.
+      choices: of each row.
+      size: choices of a turn.
+      most: choices that there may be.
+    """
+
+    order_X: Any
+    ends_E: Any
+    choices: int
+    size: int
+    most: int
+
+    @staticmethod
+    def of(chosen_BSC: Any, numbers_E: Any, count: int) -> _Choices:
+        chosen_X, here = chosen_BSC.reshape(-1), numbers_E.shape[0]
+        is_chosen_XE = (chosen_X[:, None] == numbers_E) & (numbers_E > 0)
+        place_X = jnp.where(jnp.any(is_chosen_XE, 1), jnp.argmax(is_chosen_XE, 1), here)
+        ends_E = jnp.cumsum(jnp.sum(is_chosen_XE, axis=0, dtype=jnp.int32))
+        choices, total = chosen_BSC.shape[-1], chosen_X.shape[0]
+        most = total // choices * min(choices, here)  # no row chooses an expert twice
+        size = min(most, -(-total * here * 5 // (count * 4)))
+        return _Choices(jnp.argsort(place_X, stable=True), ends_E, choices, size, most)
+
+    def turn(self, i: Any) -> _Part:
+        """The choices of turn `i`."""
+        start = i * self.size
+        padded = jnp.pad(self.order_X, (0, self.size))
+        at_R = jax.lax.dynamic_slice_in_dim(padded, start, self.size)
+        bounds_E = jnp.clip(self.ends_E - start, 0, self.size)
+        is_here_R1 = (jnp.arange(self.size) < bounds_E[-1])[:, None]
+        sizes_E = jnp.diff(bounds_E, prepend=0)
+        return _Part(at_R, at_R // self.choices, is_here_R1, sizes_E)
+
+    def turns(self, turn: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """As many turns as it takes."""
+        if self.size >= self.most:
+            return turn(0, carry)
+        needed = (self.ends_E[-1] + self.size - 1) // self.size
+        return jax.lax.fori_loop(0, needed, turn, carry)
+
+
+def _added(x_RH: Any, gates_R: Any, part: _Part, weights: Sequence[Any]) -> Any:
+    """What each choice adds to its row."""
+    gate_EMH, up_EMH, down_EHM = weights
+    # No product of padding is defined: it is hidden on the way in, for the gradient's sake, and on
+    # the way out.
+    x_RH = jnp.where(part.is_here_R1, x_RH, 0)
+    gate_RM, up_RM = (_product(x_RH, weight, part.sizes_E) for weight in (gate_EMH, up_EMH))
+    out_RH = _product(jax.nn.silu(gate_RM) * up_RM, down_EHM, part.sizes_E)
+    return jnp.where(part.is_here_R1, out_RH, 0) * gates_R[:, None].astype(out_RH.dtype)
 
 
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers(
@@ -184,7 +274,7 @@ _WHOLE = {"h": "replicate", "c": "replicate", "e": "reduce", "m": "reduce"}
 register_composite(
     FORWARD,
     f"{_OPERANDS} -> b s h",
-    decomposition=forward,
+    kernels=dict.fromkeys(PLATFORMS, forward),
     kinds=_WHOLE,
     reduction="add",
     flops=functools.partial(_flops, products=3),
@@ -192,7 +282,7 @@ register_composite(
 register_composite(
     GRADIENT,
     f"{_OPERANDS}, b s h -> b s h, b s c, e m h, e m h, e h m",
-    decomposition=gradient,
+    kernels=dict.fromkeys(PLATFORMS, gradient),
     kinds={**_WHOLE, "b": "reduce", "s": "reduce"},
     reduction="add",
     flops=functools.partial(_flops, products=9),

@@ -99,6 +99,20 @@ def test_split(name: str, devices8: Any) -> None:
         assert (local[0][0], local[4][0]) == (batch, here)
 
 
+def test_all_rows_may_choose_one_devices_experts(devices8: Any) -> None:
+    """It has as many turns as that takes, and the others none."""
+    x, gates, chosen, *weights = operands(b=8, count=8)
+    chosen = np.broadcast_to(np.array([1, 0], np.int32), chosen.shape)
+    mesh = spmd.make_mesh(devices=devices8[:4], x=4)
+
+    def mark(name: str, x: Any) -> Any:
+        return x if name == "rows" else spmd.mark_sharding(x, mesh, ("x", None, None))
+
+    compiled = spmd.jit(loss(experts, mark), mesh=mesh, options=EVERY_FLOP_COUNTS)
+    args = (x, gates, chosen, *weights)
+    close(compiled(*args), jax.jit(loss(plain))(*args))
+
+
 def test_mapped_scanned_and_recomputed() -> None:
     x, gates, chosen, *weights = operands()
 
