@@ -126,6 +126,8 @@ class LlamaConfig:
         remat_every: recompute in every n-th layer only; the others keep all activations.
         attention: what computes it: an implementation of `spmd.ops.attention`, or `einsum`,
             which has all attention weights in memory, open to marks and to any partitioner.
+        zigzag: how many devices split a sequence in training, whose loss then puts tokens into the
+            order in which all of them have as much to do (`spmd.ops.zigzag`); 1: the usual one.
         matmul: what the projections of layers are multiplied in: `dtype`, or `fp8`, 8-bit floats
             whose scales' states are among the parameters (see `spmd.ops.fp8_dot`).
         dtype: what activations are computed in.
@@ -165,6 +167,7 @@ class LlamaConfig:
     remat: str = "none"
     remat_every: int = 1
     attention: str = "auto"
+    zigzag: int = 1
     matmul: str = "dtype"
     dtype: str = "float32"
     param_dtype: str = "float32"
@@ -183,6 +186,8 @@ class LlamaConfig:
         ):
             if getattr(self, field) not in known:
                 raise ConfigError(f"{field} is {getattr(self, field)!r}, not one of {known}")
+        if self.zigzag > 1 and self.attention == "einsum":
+            raise ConfigError("einsum attention knows no zigzag order; choose another attention")
         if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
             raise ConfigError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}; a token takes from 1 to "
