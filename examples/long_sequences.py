@@ -6,6 +6,8 @@ from collections import Counter
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +53,7 @@ expected_loss, expected_grads = jax.jit(jax.value_and_grad(loss_fn))(params, x, 
 mesh = spmd.make_mesh(seq=8)
 # Early and late positions side by side: so every device sees as many keys as any other.
 x, y = (spmd.mark_sharding(spmd.ops.zigzag(a, 8), mesh, (None, "seq", None)) for a in (x, y))
-step = spmd.jit(jax.value_and_grad(lambda *args: loss_fn(*args, parts=8)), mesh=mesh)
+step = spmd.jit(jax.value_and_grad(functools.partial(loss_fn, parts=8)), mesh=mesh)
 compiled = step.compile(params, x, y)
 loss, grads = compiled(params, x, y)
 
