@@ -109,6 +109,8 @@ SPLITS = (
     Split("two axes", (1, 32, 2, 2), (None, ("x", "y")), 8, pieces=8),
     Split("two axes the other way", (1, 32, 2, 1), (None, ("y", "x")), pieces=8),
     Split("everything seen", (1, 16, 2, 2), (None, "x"), 4, causal=False),
+    Split("documents, everything seen", (2, 16, 2, 1), ("y", "x"), causal=False, packed=True),
+    Split("uneven batch and heads", (3, 16, 6, 3), ("y", "x"), 4),
     Split("other keys", (1, 8, 2, 2), (None, "x"), causal=False, keys=16),
     Split("uneven", (1, 18, 2, 2), (None, "x"), pieces=0),
     Split("another order", (1, 16, 2, 2), (None, "x"), 2, pieces=0),
@@ -144,7 +146,7 @@ def compiled_split(split: Split, dtype: Any = None) -> tuple[spmd.api.Compiled, 
 
     spec = spread(split.spec)
     step = loss(ours, lambda _, x: spmd.mark_sharding(x, mesh, spec))
-    is_even = split.sizes[1] % 4 == 0
+    is_even = split.sizes[1] % 4 == 0 and (split.spec[0] is None or split.sizes[0] % 2 == 0)
     results = (None, (spec if is_even else ...,) * 3)
     jitted = spmd.jit(step, mesh=mesh, out_specs=results, options=EVERY_FLOP_COUNTS)
     return jitted.compile(*(ordered(split, x) for x in args)), args
