@@ -34,6 +34,12 @@ from spmd.launch.stop import StopVote
 from spmd.launch.store import Store, connected_to, this_process
 
 VERDICT = "verdict"
+SHOWN = 4
+"""So many lost processes are named with their hosts."""
+
+WHO = "who"
+"""Folder of each process's host and process id, which messages name."""
+
 LEFT = "left"
 """Sign of a process that ended normally: its silence afterwards means nothing."""
 
@@ -98,20 +104,26 @@ class Peers:
         self.failed: int | None = None
         self.tell: Callable[[str], None] | None = None
         self.vote = StopVote(store, self.process, self.processes)
+        self._coordinator = ""
         self._contact = time.monotonic()
         self._leaving = threading.Event()
         self._gone = threading.Event()
         self._stopping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="spmd peers", daemon=True)
+        self._clock = threading.Thread(target=self._watch_store, name="spmd store", daemon=True)
 
     def start(self) -> None:
         """Starts to watch."""
         self._thread.start()
+        if self.process:
+            self._clock.start()
 
     # The thread.
 
     def _run(self) -> None:
         """Watches until the processes have met at their end."""
+        with contextlib.suppress(Exception):
+            self.store.put(f"{WHO}/{self.process}", f"pid {os.getpid()} on {socket.gethostname()}")
         signs = Signs(self.processes, self.timeout_s, time.monotonic())
         count = 0
         while not self._gone.is_set():
@@ -131,7 +143,9 @@ class Peers:
             found = {int(name): sign for name, sign in self.store.all("alive").items()}
             silent = signs.silent(time.monotonic(), found)
             if silent:
-                self.store.claim(VERDICT, describe_silent(silent))
+                self.store.claim(VERDICT, describe_silent(silent, self.store.all(WHO)))
+        if not self._coordinator:
+            self._coordinator = self.store.get(f"{WHO}/0") or ""
         self.vote.look()
         verdict = self.store.get(VERDICT)
         self._contact = time.monotonic()
@@ -145,7 +159,35 @@ class Peers:
             return None  # the service ends when all have met
         if time.monotonic() - self._contact < self.timeout_s and not self.is_coordinator_gone():
             return None
-        return f"process 0, the coordinator, was lost ({first_line(error)})"
+        return self.coordinator_lost(first_line(error))
+
+    def coordinator_lost(self, how: str) -> str:
+        """The verdict where process 0 is lost."""
+        return f"process 0, the coordinator, was lost: {how}" + _was(self._coordinator)
+
+    def _watch_store(self) -> None:
+        """Passes the verdict where the store neither answers nor refuses: `_look` waits for ever.
+
+        That is so if process 0 is stopped, or its machine is gone.
+        """
+        # Silence is counted in turns of this thread, so that it ends where this process itself was
+        # stopped or had no time.
+        contact, silence = self._contact, 0.0
+        while not self._gone.wait(self.interval_s):
+            is_silent = contact == self._contact and not self._leaving.is_set()
+            contact, silence = self._contact, silence + self.interval_s if is_silent else 0.0
+            if silence > self.timeout_s:
+                self.stop(self.coordinator_lost(f"its store was silent for {silence:.0f} s"))
+
+    def abort_verdict(self) -> str | None:
+        """The verdict where jax aborts this process; None if it is no other process's doing."""
+        silence = time.monotonic() - self._contact
+        if self.process == 0 and silence > self.timeout_s:
+            return (
+                f"it gave no sign of life for {silence:.0f} s (was it stopped, or its machine "
+                "asleep?), and the others took it for lost"
+            )
+        return self.coordinator_lost("its store is gone") if self.is_coordinator_gone() else None
 
     def is_coordinator_gone(self) -> bool:
         """Whether the coordinator refuses connections, or its store was silent for too long."""
@@ -221,15 +263,25 @@ class Peers:
             self._exit(self.failed)
 
 
-def describe_silent(silent: Mapping[int, float]) -> str:
-    """`process 1 was lost: no sign of life for 12 s`."""
+def describe_silent(silent: Mapping[int, float], who: Mapping[str, str] | None = None) -> str:
+    """`process 1 was lost: no sign of life for 12 s; it was pid 4711 on host-b`.
+
+    Args:
+      silent: process -> seconds of silence.
+      who: process as text -> its process id and host.
+    """
     names = ", ".join(str(process) for process in sorted(silent))
     one = len(silent) == 1
+    known = [who[str(process)] for process in sorted(silent) if who and str(process) in who]
     return (
         f"{'process' if one else 'processes'} {names} {'was' if one else 'were'} lost: no sign of "
-        f"life for {min(silent.values()):.0f} s; the end of its output or the scheduler's log "
-        "(killed, out of memory, preempted) says why"
+        f"life for {min(silent.values()):.0f} s{_was(', '.join(known[:SHOWN]))}; the end of its "
+        "output or the scheduler's log (killed, out of memory, preempted) says why"
     )
+
+
+def _was(who: str) -> str:
+    return f"; it was {who}" if who else ""
 
 
 _peers: Peers | None = None
@@ -348,8 +400,14 @@ def _install_abort_handler(peers: Peers) -> None:
     libc = ctypes.CDLL(None)
 
     def on_abort(_: int) -> None:
-        if peers.is_coordinator_gone():
-            peers.stop("process 0, the coordinator, was lost")
+        verdict = peers.abort_verdict()
+        if verdict is not None:
+            peers.stop(verdict)
+        if threading.current_thread() is not threading.main_thread():
+            # Most likely jax has noticed what our thread is about to say.
+            time.sleep(3 * peers.interval_s)
+            with peers._stopping:  # held by `stop` until the end
+                pass
         libc.signal(signal.SIGABRT, signal.SIG_DFL)
         libc.abort()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,9 @@ def grieve(victim: int, how: str, folder: Path) -> Outcome:
                 subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=subprocess.STDOUT)
             )
     try:
+        if how == "stop":  # once the other has ended, it wakes up
+            started[1 - victim].wait(PATIENCE)
+            started[victim].send_signal(signal.SIGCONT)
         for each in started:
             each.wait(PATIENCE)
     finally:
@@ -130,6 +134,16 @@ def test_stops_when_another_is_killed(victim: int, says: str, tmp_path: Path):
     assert outcome.codes[1 - victim] == EXIT_PEER_LOST, outcome.outputs
     assert "step 2" in outcome.outputs[1 - victim]
     assert re.search(says, outcome.outputs[1 - victim].splitlines()[-1]), outcome.outputs
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.heavy)])
+def test_one_that_was_stopped_for_too_long_ends_like_the_others(victim: int, tmp_path: Path):
+    """It is missed as if it had been killed. When it wakes up, it finds that the job is over."""
+    outcome = grieve(victim, "stop", tmp_path)
+    assert outcome.codes == [EXIT_PEER_LOST, EXIT_PEER_LOST], outcome.outputs
+    lasts = [text.splitlines()[-1] for text in outcome.outputs]
+    assert re.search(rf"process {victim}.* was lost: .*it was pid \d+ on ", lasts[1 - victim])
+    assert f"error: process {victim} of 2 stops: " in lasts[victim]
 
 
 def test_stops_when_another_exits_with_an_error(tmp_path: Path):
