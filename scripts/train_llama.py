@@ -19,10 +19,12 @@ longer than --watchdog_timeout.
 
 import argparse
 import contextlib
+import functools
 import logging
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -40,14 +42,23 @@ from models.llama.weights.load import WeightsError
 from models.training.checkpoints.found import CheckpointError, Found
 from models.training.checkpoints.store import Checkpoints
 from models.training.data import source as data
+from models.training.run.background import Background
 from models.training.run.description import RunConfig, RunError, RunFolder, check_same_model
 from models.training.run.loop import Outcome, Schedule, TrainingError, TrainState, train
 from models.training.run.optimizer import OptimizerError
 from models.training.run.profile import ProfileError, Profiler
-from models.training.run.sinks import JsonLines, Sinks, TensorBoard, Terminal
+from models.training.run.records import JsonLines, TensorBoard
+from models.training.run.sinks import Sinks, Terminal
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from scripts.flags import weights as weight_flags
-from scripts.flags.run import format_axes, heartbeat_timeout, make_mesh, make_run, wanted_step
+from scripts.flags.run import (
+    evaluates_first,
+    format_axes,
+    heartbeat_timeout,
+    make_mesh,
+    make_run,
+    wanted_step,
+)
 from scripts.flags.train import make_parser
 from scripts.flags.user_errors import one_message
 from spmd import launch
@@ -64,6 +75,7 @@ USER_ERRORS = (
     CheckpointError,
     WeightsError,
     spmd.SpmdError,
+    OSError,
 )
 """What a user can mend: one message instead of a traceback."""
 
@@ -90,15 +102,19 @@ def load_data(run: RunConfig) -> tuple[data.PackedTokens, data.PackedTokens]:
 # Starting and resuming
 
 
-def open_checkpoints(run: RunConfig, folder: RunFolder, text: str) -> Checkpoints:
+def open_checkpoints(
+    run: RunConfig, folder: RunFolder, text: str, tokenizer: data.Tokenizer
+) -> Checkpoints:
     """The checkpoints of a run folder.
 
     Args:
         run: what they are of.
         folder: where they are.
         text: fingerprint of the training data.
+        tokenizer: of the data.
     """
-    about = {"config": run.to_json(), "data": {"seed": run.seed, "fingerprint": text}}
+    of_data = {"seed": run.seed, "fingerprint": text, "tokenizer": data.identity(tokenizer)}
+    about = {"config": run.to_json(), "data": of_data}
     return Checkpoints(
         folder.checkpoints, keep_last=run.keep_last, keep_every=run.keep_every, about=about
     )
@@ -123,8 +139,14 @@ def find_checkpoint(
         console.print("no checkpoint yet: starting anew")
         return None
     changes = check_same_model(found.meta["config"], run)
-    text = found.meta.get("data", checkpoints.about["data"])  # weights alone: of no data
-    if text["fingerprint"] != checkpoints.about["data"]["fingerprint"]:
+    ours = checkpoints.about["data"]
+    text = found.meta.get("data", ours)  # weights alone: of no data
+    if text.get("tokenizer", ours["tokenizer"]) != ours["tokenizer"]:
+        raise RunError(
+            "the checkpoint was trained with another tokenizer: its tokens mean something else; "
+            "name it with --tokenizer, or start anew"
+        )
+    if text["fingerprint"] != ours["fingerprint"]:
         changes.append("the text that is trained on")
     for change in changes:
         console.print(f"changed since the checkpoint: {change}")
@@ -156,15 +178,30 @@ def start(
 # Running
 
 
-def open_sinks(run: RunConfig, folder: RunFolder | None, console: Console, step: int) -> Sinks:
+def open_sinks(
+    run: RunConfig, kinds: Collection[str], folder: RunFolder | None, console: Console, step: int
+) -> Sinks:
     """Where numbers go; nowhere but on process 0."""
     if not launch.is_main_process():
         return Sinks()
     sinks = Sinks([Terminal(console, run.steps, run.lines_every)])
-    if folder is not None:
-        sinks.append(JsonLines(folder.metrics, after=step))
-        sinks.append(TensorBoard(folder.tensorboard, after=step))
+    if folder is not None and "jsonl" in kinds:
+        lines = functools.partial(JsonLines, folder.metrics, after=step)
+        sinks.append(Background(str(folder.metrics), lines))
+    if folder is not None and "tensorboard" in kinds:
+        events = functools.partial(TensorBoard, folder.tensorboard, after=step)
+        sinks.append(Background(str(folder.tensorboard), events))
     return sinks
+
+
+def keep_compiled(folder: RunFolder) -> None:
+    """Programs that are compiled from here on are kept: a restart compiles none of them again."""
+    if (
+        getattr(jax.config, "jax_compilation_cache_dir", None) is None
+    ):  # the user may know a better place
+        jax.config.update("jax_compilation_cache_dir", str(folder.compiled.absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def train_model(
@@ -177,22 +214,21 @@ def train_model(
     sinks: Sinks,
     checkpoints: Checkpoints | None,
     folder: RunFolder | None,
-    watchdog_timeout: float,
+    watch: launch.Watch,
+    evaluates_first: bool,
 ) -> Outcome:
     """Train to the end, or until a signal comes."""
     run = trainer.run
+    evaluate = trainer.evaluation(held_out, run.eval_batches, watch) if run.eval_batches else None
     schedule = Schedule(
         steps=run.steps,
         eval_every=run.eval_every,
         save_every=run.save_every,
         max_skipped=run.max_skipped,
+        evaluates_first=evaluates_first,
     )
-    with (
-        watched(folder, watchdog_timeout) as beat,
-        data.Loader(
-            train_data, shardings=trainer.step.in_shardings[2], start_step=state.step
-        ) as batches,
-    ):
+    shardings = trainer.step.in_shardings[2]
+    with data.Loader(train_data, shardings=shardings, start_step=state.step) as batches:
         return train(
             trainer.step,
             state,
@@ -200,29 +236,31 @@ def train_model(
             schedule,
             cost=trainer.cost(),
             sinks=sinks,
-            evaluate=trainer.evaluation(held_out, run.eval_batches) if run.eval_batches else None,
+            evaluate=evaluate,
             saver=checkpoints,
             profiler=Profiler(run.profile, folder.profile) if folder else None,
             should_stop=stop.is_requested,
-            beat=beat,
+            watch=watch,
         )
 
 
 @contextlib.contextmanager
-def watched(folder: RunFolder | None, timeout: float) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call after each step; too long without a call ends the job."""
+def watched(folder: RunFolder | None, timeout: float) -> Iterator[launch.Watch]:
+    """What hears of progress; too long without any ends the job."""
     if not timeout:
-        yield lambda step: None
+        yield launch.Unwatched()
         return
     where = Path("watchdog") if folder is None else folder.path / "watchdog"
     with launch.Watchdog(timeout, where) as dog:
-        yield lambda step: dog.beat(step=step)
+        yield dog
 
 
 # Printing
 
 
-def print_run(run: RunConfig, name: str, mesh: spmd.Mesh, tokens: int, console: Console) -> None:
+def print_run(
+    run: RunConfig, name: str, mesh: spmd.Mesh, train_data: data.PackedTokens, console: Console
+) -> None:
     """What runs on what."""
     model = run.model
     console.print(
@@ -237,8 +275,12 @@ def print_run(run: RunConfig, name: str, mesh: spmd.Mesh, tokens: int, console: 
     parts = f" in {run.microbatches} microbatches" if run.microbatches > 1 else ""
     console.print(
         f"{run.global_batch} x {run.seq_len} tokens a step{parts}, {run.steps} steps, from "
-        f"{tokens:,} tokens of {', '.join(run.data) or 'the Python standard library'}"
+        f"{train_data.token_count:,} tokens of "
+        f"{', '.join(run.data) or 'the Python standard library'}"
     )
+    for part in train_data.parts if run.data else ():
+        for note in part.corpus.notes:
+            console.print(f"note: {note}")
     for sentence in notices(run):
         console.print(sentence)
 
@@ -272,9 +314,13 @@ def print_outcome(run: RunConfig, outcome: Outcome, console: Console) -> None:
 
 def write_report(trainer: Trainer, path: Path, console: Console, *, prices: bool) -> None:
     """The page on the partitioning; with what other decisions would have cost takes a while."""
-    if launch.is_main_process():
+    if not launch.is_main_process():
+        return
+    try:
         trainer.step.report(path, prices=prices)
         console.print(f"report: {path.absolute()}")
+    except OSError as error:  # training is worth more
+        console.print(f"the report could not be written: {error}")
 
 
 def by_flag(run: RunConfig, given: argparse.Namespace) -> dict[str, str]:
@@ -295,48 +341,87 @@ def run_training(given: argparse.Namespace) -> int:
     mesh = make_mesh(run, devices)
     train_data, held_out = load_data(run)
     launch.check_same(by_flag(run, given) | {"training text (hash)": train_data.fingerprint})
+    launch.check_same_sources()
     folder = RunFolder(Path(given.run_dir)) if given.run_dir else None
-    print_run(run, weight_flags.model_name(given), mesh, train_data.token_count, console)
+    tokenizer = data.tokenizer_of(data_config(run))
+    print_run(run, weight_flags.model_name(given), mesh, train_data, console)
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(StopSignals())
+        watch = stack.enter_context(watched(folder, given.watchdog_timeout))
+        stop = stack.enter_context(StopSignals(lambda: watch.doing))
         checkpoints, found = None, None
         if folder is not None:
             folder.make()
-            checkpoints = open_checkpoints(run, folder, train_data.fingerprint)
+            keep_compiled(folder)
+            fingerprint = train_data.fingerprint
+            checkpoints = open_checkpoints(run, folder, fingerprint, tokenizer)
             stack.enter_context(checkpoints)
             found = find_checkpoint(run, wanted_step(given), checkpoints, console)
             if launch.is_main_process():
                 folder.write_config(run)
+                weight_flags.write_tokenizer(tokenizer, folder.tokenizer)
         started = time.perf_counter()
-        trainer = Trainer(run, mesh, train_data.struct())
+        with watch.may_take("compiling"):
+            trainer = Trainer(run, mesh, train_data.struct())
         console.print(f"partitioned and compiled in {time.perf_counter() - started:.1f} s")
         console.print(trainer.step.explain() if given.verbose else trainer.step.summary())
         if folder is not None:
             write_report(trainer, folder.report, console, prices=False)
-        state = start(given, trainer, checkpoints, found, console)
-        sinks = stack.enter_context(open_sinks(run, folder, console, state.step))
-        outcome = train_model(
-            trainer,
-            state,
-            train_data,
-            held_out,
-            stop=stop,
-            sinks=sinks,
-            checkpoints=checkpoints,
-            folder=folder,
-            watchdog_timeout=given.watchdog_timeout,
-        )
-    print_outcome(run, outcome, console)
-    if outcome.is_stopped:
-        return print_stopped(stop, outcome, folder, console)
-    weight_flags.export_params(given, outcome.state.params, run.model, console)
-    if given.sample_tokens:
-        tokenizer = data.tokenizer_of(data_config(run))
-        text = trainer.sample_text(outcome.state.params, PROMPT, given.sample_tokens, tokenizer)
-        console.print(f"--- a sample\n{text}\n---")
-    if given.report:
-        write_report(trainer, Path(given.report), console, prices=True)
+        with watch.may_take("making the first state"):
+            state = start(given, trainer, checkpoints, found, console)
+        with open_sinks(run, given.metrics, folder, console, state.step) as sinks:
+            outcome = train_model(
+                trainer,
+                state,
+                train_data,
+                held_out,
+                stop=stop,
+                sinks=sinks,
+                checkpoints=checkpoints,
+                folder=folder,
+                watch=watch,
+                evaluates_first=found is None and evaluates_first(given),
+            )
+        print_outcome(run, outcome, console)
+        if outcome.is_stopped:
+            return print_stopped(stop, outcome, folder, console)
+        with watch.may_take("exporting"):
+            export(given, outcome, run, tokenizer, folder, console)
+        if given.sample_tokens:
+            with watch.may_take("writing a sample"):
+                params, length = outcome.state.params, given.sample_tokens
+                text = trainer.sample_text(params, PROMPT, length, tokenizer)
+            console.print(f"--- a sample\n{text}\n---")
+        if given.report:
+            with watch.may_take("writing the report"):
+                write_report(trainer, Path(given.report), console, prices=True)
     return 0
+
+
+def export(
+    given: argparse.Namespace,
+    outcome: Outcome,
+    run: RunConfig,
+    tokenizer: data.Tokenizer,
+    folder: RunFolder | None,
+    console: Console,
+) -> None:
+    """Writes --export_hf; if that fails, says where the training is kept.
+
+    Raises:
+        WeightsError: it failed.
+    """
+    params = outcome.state.params
+    try:
+        weight_flags.export_params(given, params, run.model, tokenizer, console)
+    except WeightsError as error:
+        if folder is not None:
+            safe = f"step {outcome.state.step} is in {folder.checkpoints}: with --resume the same"
+            safe += " command exports it"
+        else:
+            given.export_hf = str(Path(tempfile.mkdtemp()) / Path(given.export_hf).name)
+            weight_flags.export_params(given, params, run.model, tokenizer, console)
+            safe = f"the weights are in {given.export_hf} instead"
+        raise WeightsError(f"{error}; {safe}") from error
 
 
 def print_stopped(
@@ -353,11 +438,25 @@ def print_stopped(
     return STOPPED_EXIT_CODE
 
 
+def quiet() -> None:
+    """Libraries keep their tracebacks to themselves: of a save that fails we say it in one line."""
+    absl_logging.set_verbosity(absl_logging.FATAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    logging.getLogger("jax").setLevel(logging.ERROR)
+    show = sys.unraisablehook
+
+    def show_others(what: "sys.UnraisableHookArgs") -> None:
+        # After a failed save tensorstore's threads answer to an event loop that is gone.
+        if str(what.exc_value) != "Event loop is closed":
+            show(what)
+
+    sys.unraisablehook = show_others
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, and turn what a user can mend into one message instead of a traceback."""
     given = make_parser(__doc__).parse_args(arguments)
-    absl_logging.set_verbosity(absl_logging.FATAL)  # orbax's tracebacks; we say it in one line
-    logging.getLogger("jax").setLevel(logging.ERROR)
+    quiet()
     with launch.stopping_peers(), one_message(*USER_ERRORS):
         spmd.initialize(heartbeat_timeout_s=heartbeat_timeout(given))
         sys.exit(run_training(given))

@@ -21,6 +21,7 @@ from models.training.run.loop import TrainState
 from models.training.run.metrics import StepCost, peak_flops
 from models.training.run.optimizer import initial_state, make_optimizer, make_schedule
 from models.training.run.step import LossFn, batch_weight, make_train_step
+from spmd.launch import Watch
 
 
 class Dataset(Protocol):
@@ -112,10 +113,12 @@ class Trainer:
         """The name of the devices' kind."""
         return str(jax.devices()[0].device_kind)
 
-    def evaluation(self, dataset: Dataset, batches: int) -> Callable[[Any], float]:
+    def evaluation(
+        self, dataset: Dataset, batches: int, watch: Watch | None = None
+    ) -> Callable[[Any], float]:
         """Returns a function: parameters -> mean loss over the first `batches` of a data set.
 
-        Its program is compiled at the first call.
+        Its program is compiled at the first call. `watch` gets a beat for each batch.
         """
 
         @functools.cache
@@ -131,9 +134,13 @@ class Trainer:
 
         def evaluate(params: Any) -> float:
             shardings = compiled().in_shardings[1]
-            results = [
-                compiled()(params, data.place(dataset(step), shardings)) for step in range(batches)
-            ]
+            results = []
+            for step in range(batches):
+                results.append(compiled()(params, data.place(dataset(step), shardings)))
+                if step:  # read one batch late: the devices have their next one by then
+                    results[-2] = jax.device_get(results[-2])
+                if watch is not None:
+                    watch.beat(what=f"held-out batch {step}")
             losses, weights = np.array(jax.device_get(results), np.float64).T
             return float(losses @ weights / weights.sum())
 

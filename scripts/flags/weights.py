@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,13 @@ from rich.console import Console
 from models.llama.config import CONFIGS, DTYPES, ConfigError, LlamaConfig, named_config
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
+from models.llama.weights.load import WeightsError
+from models.training.data.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
 from spmd.cli.flags import Add, words
 
 DEFAULT_MODEL = "quickstart"
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 def add_model_flags(add: Add) -> None:
@@ -70,6 +78,25 @@ def chosen_config(given: argparse.Namespace) -> LlamaConfig:
     return config
 
 
+def chosen_tokenizer(given: argparse.Namespace, model: LlamaConfig) -> str:
+    """The tokenizer to train with: the one that is named, else that of --init_from, else bytes.
+
+    Raises:
+        WeightsError: --init_from has none, and its model was made for another than bytes.
+    """
+    if given.tokenizer is not None:
+        return str(given.tokenizer)
+    if given.init_from and (Path(given.init_from) / TOKENIZER).is_file():
+        return str(given.init_from)
+    if given.init_from and model.vocab_size > BYTE_VOCABULARY:
+        raise WeightsError(
+            f"--init_from: {given.init_from} has no {TOKENIZER}, and its model knows "
+            f"{model.vocab_size} tokens: name the model's tokenizer with --tokenizer (`bytes` if "
+            "it is to learn bytes)"
+        )
+    return BYTES
+
+
 def model_name(given: argparse.Namespace) -> str:
     """What to call the model in print."""
     file = _config_file(given)
@@ -100,17 +127,59 @@ def load_params(
 
 
 def export_params(
-    given: argparse.Namespace, params: Any, config: LlamaConfig, console: Console
+    given: argparse.Namespace,
+    params: Any,
+    config: LlamaConfig,
+    tokenizer: Tokenizer,
+    console: Console,
 ) -> None:
-    """Write --export_hf, with the tokenizer of --init_from, if asked for."""
+    """Write --export_hf, with the tokenizer that was trained with, if asked for."""
     if not given.export_hf:
         return
-    weights.save(
-        params,
-        config,
-        given.export_hf,
-        dtype=given.export_dtype,
-        tokenizer_from=given.init_from,
-        console=console,
-    )
+    with tokenizer_files(tokenizer, given.init_from) as folder:
+        weights.save(
+            params,
+            config,
+            given.export_hf,
+            dtype=given.export_dtype,
+            tokenizer_from=folder,
+            console=console,
+        )
     console.print(f"exported: {Path(given.export_hf).absolute()}")
+    if folder is None:
+        console.print("it has no tokenizer: the model was trained on bytes")
+
+
+@contextlib.contextmanager
+def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Path | None]:
+    """A folder with the files of a tokenizer, as transformers has them; None for bytes.
+
+    Args:
+        tokenizer: what was trained with.
+        init_from: a model's folder. If the tokenizer is that model's, so are the files: they may
+            hold more, such as a chat template.
+    """
+    if tokenizer.spec is None:
+        yield None
+        return
+    for known in (init_from, Path(tokenizer.name).parent):
+        beside = Path(known or "") / TOKENIZER
+        is_whole = known is not None and (Path(known) / TOKENIZER_CONFIG).is_file()
+        if is_whole and beside.is_file() and load_tokenizer(str(beside)).spec == tokenizer.spec:
+            yield beside.parent
+            return
+    with tempfile.TemporaryDirectory() as made:
+        write_tokenizer(tokenizer, Path(made))
+        yield Path(made)
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes a tokenizer and the names of its special tokens; nothing if ids are bytes."""
+    if tokenizer.spec is None:
+        return
+    ids = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id}
+    names = {kind: tokenizer.decode([one]) for kind, one in ids.items() if one is not None}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TOKENIZER).write_text(tokenizer.spec, encoding="utf-8")
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -381,6 +381,9 @@ def _report_exceptions(peers: Peers) -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            show(kind, error, trace)  # of a callback in a library's thread: nobody's end
+            return
         why = "".join(traceback.format_exception_only(kind, error)).strip()
         peers.wait_for_cause(why)
         show(kind, error, trace)

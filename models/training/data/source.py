@@ -36,6 +36,7 @@ from models.training.data.tokenizer import (
     Tokenizer,
     decode,
     encode,
+    identity,
     load_tokenizer,
 )
 from models.training.errors import DataError
@@ -59,6 +60,7 @@ __all__ = [
     "encode",
     "find_files",
     "from_documents",
+    "identity",
     "load_corpus",
     "load_datasets",
     "load_tokenizer",

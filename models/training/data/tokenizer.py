@@ -132,6 +132,12 @@ class FileTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
+def identity(tokenizer: Tokenizer) -> str:
+    """A hash of what decides a tokenizer's ids; how its file is formatted does not count."""
+    parts = (tokenizer.spec or tokenizer.name, tokenizer.eos_id, tokenizer.bos_id)
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
 def _find_special(path: Path, kind: str, given: str | None, usual: Sequence[str]) -> int | None:
     """The id of a special token: of the given one, else the configured one, else a usual one."""
     vocabulary = FileTokenizer(path, eos_id=0)

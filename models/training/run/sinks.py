@@ -7,11 +7,7 @@ A record has a `step` and some of these: a training step's loss and rates, an ev
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -25,7 +21,10 @@ class Sink(Protocol):
     """Takes the records of a run."""
 
     def write(self, record: Record) -> None:
-        """Takes one record."""
+        """Takes one record; never raises for want of space, and never waits for long."""
+
+    def flush(self) -> None:
+        """Is called before a checkpoint: those who keep records see to it that they are written."""
 
     def close(self) -> None:
         """Is called after the last record."""
@@ -40,91 +39,6 @@ class Sinks(list[Sink]):
     def __exit__(self, *exception: object) -> None:
         for sink in self:
             sink.close()
-
-
-class JsonLines:
-    """Writes one JSON object a line, at once; numbers that are not finite become null.
-
-    Args:
-        path: the file; lines are appended.
-        after: if a run resumes from this step, lines of later steps are dropped first: it takes
-            those steps again.
-    """
-
-    def __init__(self, path: Path, after: int | None = None) -> None:
-        if after is not None and path.exists():
-            _drop_later_steps(path, after)
-        self.file = path.open("a", encoding="utf-8")
-
-    def write(self, record: Record) -> None:
-        """Appends a line."""
-        print(json.dumps({name: _finite(x) for name, x in record.items()}), file=self.file)
-        self.file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self.file.close()
-
-
-def _finite(x: Any) -> Any:
-    return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def _drop_later_steps(path: Path, step: int) -> None:
-    """Drops lines of later steps, and a last line that was cut off when its process was killed."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue
-    path.write_text("".join(kept), encoding="utf-8")
-
-
-class TensorBoard:
-    """Writes scalars into TensorBoard's event files.
-
-    Args:
-        folder: where the files go.
-        after: if a run resumes from this step, TensorBoard is told to hide later ones.
-    """
-
-    def __init__(self, folder: Path, after: int | None = None) -> None:
-        with _without_torch():
-            from tensorboardX import SummaryWriter
-        purge = None if after is None else after + 1
-        self.writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
-
-    def write(self, record: Record) -> None:
-        """Writes every number of the record."""
-        step = int(record["step"])
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
-                self.writer.add_scalar(_tag(name), value, step)
-
-    def close(self) -> None:
-        """Flushes and closes the file."""
-        self.writer.close()
-
-
-@contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """Keeps tensorboardX from importing PyTorch, which takes two seconds and is not needed here."""
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
-
-
-def _tag(name: str) -> str:
-    """TensorBoard's name of a metric: `eval_loss` -> `eval/loss`, `loss` -> `train/loss`."""
-    group, _, rest = name.partition("_")
-    return f"{group}/{rest}" if group in ("eval", "mfu", "memory", "save") else f"train/{name}"
 
 
 class Terminal:
@@ -146,6 +60,13 @@ class Terminal:
 
     def write(self, record: Record) -> None:
         """Moves the bar, and prints a line if one is due."""
+        with contextlib.suppress(OSError):  # its output may be a file on a full disk
+            self._show(record)
+
+    def flush(self) -> None:
+        """Lines are printed at once."""
+
+    def _show(self, record: Record) -> None:
         number = int(record["step"])
         if self.bar is not None and "loss" in record:
             self.bar.update(
@@ -159,7 +80,8 @@ class Terminal:
     def close(self) -> None:
         """Removes the bar."""
         if self.bar is not None:
-            self.bar.stop()
+            with contextlib.suppress(OSError):
+                self.bar.stop()
 
 
 def describe(record: Record, steps: int) -> str:

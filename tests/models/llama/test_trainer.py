@@ -51,6 +51,9 @@ class Losses(list):
     def write(self, record):
         self.append(record["loss"])
 
+    def flush(self):
+        pass
+
     def close(self):
         pass
 
