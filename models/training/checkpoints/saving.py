@@ -12,8 +12,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from models.training.checkpoints.found import first_line
 from models.training.checkpoints.manifest import write_part
 from models.training.checkpoints.pieces import Pieces, PiecesHandler
+from models.training.checkpoints.together import Together
 
 OWN_FOLDER = "ocdbt.process_"
 """How the folder of a process begins in which orbax keeps what that process writes."""
@@ -77,7 +79,13 @@ class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
 
 
 def open_manager(
-    folder: Path, keep_last: int, keep_every: int, describe: Callable[[], None], *, pieces: bool
+    folder: Path,
+    keep_last: int,
+    keep_every: int,
+    describe: Callable[[], None],
+    together: Together,
+    *,
+    pieces: bool,
 ) -> ocp.CheckpointManager:
     """Opens orbax's manager of a folder of checkpoints.
 
@@ -87,6 +95,7 @@ def open_manager(
         keep_every: those of every n-th step are kept too; 0 keeps none of them.
         describe: called on process 0 when all arrays are on the disk and before the checkpoint
             gets its name. What it adds to the folder is therefore part of the checkpoint.
+        together: how processes wait for each other.
         pieces: whether `Pieces` are to be saved; their folder has to exist before they are read.
     """
     kept: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
@@ -99,6 +108,7 @@ def open_manager(
             post_finalization_callback=describe,
             create_directories_asynchronously=not pieces,
             timeout_secs=TIMEOUT_S,
+            barrier_sync_fn=together.wait,
         ),
     )
     return _Manager(folder, options=options, item_handlers={"state": _state_handler()})
@@ -119,6 +129,7 @@ class Saving:
         step: the step after which it was begun.
         meta: what `meta.json` will hold.
         started: when it was begun, by `time.perf_counter`.
+        together: tells the other processes if it fails.
 
     Attributes:
         stall: seconds for which training waited.
@@ -126,8 +137,11 @@ class Saving:
         error: why it failed; None as long as it has not.
     """
 
-    def __init__(self, step: int, meta: Mapping[str, Any], started: float) -> None:
+    def __init__(
+        self, step: int, meta: Mapping[str, Any], started: float, together: Together
+    ) -> None:
         self.step, self.meta, self.started = step, meta, started
+        self._together = together
         self.stall = self.ended = 0.0
         self.error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -144,6 +158,8 @@ class Saving:
                 manager.check_for_errors()
         except Exception as error:
             self.error = error
+        if self.error is not None:
+            self._together.fail(first_line(self.error))
         self.ended = time.perf_counter()
 
     def is_running(self) -> bool:

@@ -41,6 +41,7 @@ from models.training.checkpoints.found import (
 from models.training.checkpoints.manifest import find_damage, write_manifest
 from models.training.checkpoints.saving import Saving, open_manager
 from models.training.checkpoints.shared import check_shared
+from models.training.checkpoints.together import Together
 from models.training.run.loop import TrainState
 from models.training.run.sinks import Record
 from spmd import launch
@@ -93,11 +94,14 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._ended: list[Record] = []
         self._failures = 0
+        self._failed_step: int | None = None
+        self._together = Together()
         _remove_unfinished(self.folder)
         self._manager = self._open_manager()
 
     def _open_manager(self) -> ocp.CheckpointManager:
-        return open_manager(self.folder, *self._keep, self._describe, pieces=self._pieces)
+        keep, pieces = self._keep, self._pieces
+        return open_manager(self.folder, *keep, self._describe, self._together, pieces=pieces)
 
     # Saving
 
@@ -113,8 +117,13 @@ class Checkpoints:
         started = time.perf_counter()
         if self._saving is not None:
             self._end(self._saving)
+        if self._failed_step is not None:
+            self._reset(self._failed_step)
+        self._together.begin()
         leaves = tables.by_path({"params": state.params, "opt_state": state.opt_state})
-        saving = self._saving = Saving(state.step, self._meta(state.step, leaves), started)
+        saving = self._saving = Saving(
+            state.step, self._meta(state.step, leaves), started, self._together
+        )
         try:
             self._manager.save(
                 state.step,
@@ -172,13 +181,16 @@ class Checkpoints:
             return
         self._failures += 1
         text = f"{_not_saved(saving)}; {self._latest_text()}"
-        self._reset(saving.step)
+        self._failed_step = saving.step
+        if jax.process_count() == 1:  # several do it together, when they next save
+            self._reset(saving.step)
         self._ended.append({"step": saving.step, "error": text})
         if self._failures >= MAX_FAILURES:
             raise CheckpointError(f"{text}; {self._failures} saves in a row have failed")
 
     def _reset(self, step: int) -> None:
         """After a failed save: deletes its files, and opens orbax's manager anew to forget it."""
+        self._failed_step = None
         with contextlib.suppress(Exception):
             self._manager.close()
         _remove_unfinished(self.folder, str(step))

@@ -17,6 +17,16 @@ def test_two_processes(tmp_path: Path):
     assert [each["damage"] for each in said] == [None, None]
     assert [each["found"] for each in said] == [7, 7]
     assert [each["is_same"] for each in said] == [True, True]
+    full = "no space is left on the disk"
+    assert [each["failures"][0].split(";")[0] for each in said] == [
+        f"the checkpoint of step 11 could not be saved: process 1: {full}",
+        f"the checkpoint of step 11 could not be saved: {full}",
+    ]
+    assert [each["failures"][1].split(";")[0] for each in said] == [
+        f"the checkpoint of step 10 could not be saved: {full}",
+        f"the checkpoint of step 10 could not be saved: process 0: {full}",
+    ]
+    assert said[0]["steps"] == [21, 20]
     manifest = json.loads((tmp_path / "shared" / "7" / "manifest.json").read_text())
     written = {p.relative_to(tmp_path / "shared" / "7").as_posix() for p in files(tmp_path)}
     assert set(manifest["files"]) == written

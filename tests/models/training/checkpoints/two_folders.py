@@ -1,5 +1,6 @@
 """One of two processes: opens folders of checkpoints, says what came of it as JSON."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -8,10 +9,33 @@ import jax
 import numpy as np
 
 import spmd
-from models.training.checkpoints import shared, store
+from models.training.checkpoints import saving, shared, store
 from models.training.checkpoints.found import CheckpointError
 from models.training.checkpoints.manifest import find_damage
 from models.training.run.loop import TrainState
+
+
+def failure(folder: Path, state: TrainState, rank: int, victim: int) -> str:
+    """What a process hears when the disk of one is full; the next save succeeds."""
+    module, name = (saving, "write_part") if victim else (store, "write_manifest")
+    works = getattr(module, name)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank == victim:
+        setattr(module, name, fails)
+    with store.Checkpoints(folder) as checkpoints:
+        checkpoints.save(dataclasses.replace(state, step=10 + victim))
+        try:
+            checkpoints.finish()
+            said = "nothing"
+        except CheckpointError as error:
+            said = str(error)
+        setattr(module, name, works)
+        checkpoints.save(dataclasses.replace(state, step=20 + victim))
+        checkpoints.finish()
+    return said
 
 
 def main() -> None:
@@ -41,6 +65,7 @@ def main() -> None:
         checkpoints.finish()
     said["hashed_by"] = sorted(listed)
     said["damage"] = find_damage(folder / "shared" / "7")
+    saved_steps = store.saved_steps
     if rank == 1:  # its disk shows it nothing yet
         store.saved_steps = lambda folder: []
     with store.Checkpoints(folder / "shared") as checkpoints:
@@ -57,6 +82,9 @@ def main() -> None:
                 restored.params["x"].addressable_shards, x.addressable_shards, strict=True
             )
         )
+    store.saved_steps = saved_steps
+    said["failures"] = [failure(folder / "fails", state, rank, victim) for victim in (1, 0)]
+    said["steps"] = store.saved_steps(folder / "fails") if rank == 0 else []
     print(json.dumps(said))
 
 
