@@ -48,8 +48,8 @@ class Background:
         self._waiting: collections.deque[Record] = collections.deque()
         self._change = threading.Condition()
         self._problem: str | None = None
-        self._lost = 0
-        self._is_closing = False
+        self._lost = self._failed = 0
+        self._is_hurried = self._is_closing = self._is_stuck = False
         self._thread = threading.Thread(target=self._run, name=f"{name} sink", daemon=True)
         self._thread.start()
 
@@ -63,9 +63,15 @@ class Background:
             self._change.notify_all()
 
     def flush(self) -> None:
-        """Waits a moment for what was taken to be written, unless there is a problem."""
+        """Waits a moment for what was taken to be written; a full disk is tried once more."""
         with self._change:
-            self._change.wait_for(lambda: not self._waiting or bool(self._problem), FLUSH_S)
+            if self._is_stuck:  # it did not answer the last time, and has not since
+                return
+            failed, self._is_hurried = self._failed, True
+            self._change.notify_all()
+            self._is_stuck = not self._change.wait_for(
+                lambda: not self._waiting or self._failed > failed, FLUSH_S
+            )
 
     def close(self) -> None:
         """Waits some seconds for the rest; what a disk does not take by then is lost, and said."""
@@ -86,8 +92,11 @@ class Background:
                 self._change.wait_for(lambda: bool(self._waiting) or self._is_closing)
                 if not self._waiting:
                     break
+                self._is_hurried = False
                 record = self._waiting[0]
-            if self._is_written(record):
+            is_written = self._is_written(record)
+            self._is_stuck = False
+            if is_written:
                 with self._change:
                     # Meanwhile it may have been dropped for want of room.
                     if self._waiting and self._waiting[0] is record:
@@ -97,7 +106,9 @@ class Background:
                 break
             else:
                 with self._change:
-                    self._change.wait_for(lambda: self._is_closing, self._retry_s)
+                    self._change.wait_for(
+                        lambda: self._is_closing or self._is_hurried, self._retry_s
+                    )
         if self._sink is not None:
             with contextlib.suppress(OSError):
                 self._sink.close()
@@ -113,6 +124,7 @@ class Background:
                 self._say(f"{reason}; training goes on, and records wait")
             with self._change:
                 self._problem = reason
+                self._failed += 1
                 self._change.notify_all()
             return False
         if self._problem is not None:
