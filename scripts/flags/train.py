@@ -11,12 +11,10 @@ from models.training.checkpoints.found import AUTO
 from models.training.data import source as data
 from models.training.run.optimizer import OPTIMIZERS, SCHEDULES
 from models.training.run.step import ON_NONFINITE
+from models.training.trainer import METRICS
 from scripts.flags import weights
 from spmd.cli.flags import Add, Parser, Switch, positive, words
 from spmd.cli.specs import mesh_axes
-
-METRICS = ("jsonl", "tensorboard")
-"""The files of metrics that a run can write."""
 
 
 def make_parser(about: str | None) -> Parser:

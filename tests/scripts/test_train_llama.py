@@ -4,6 +4,7 @@ import collections
 import functools
 import json
 import shutil
+import sys
 
 import jax
 import pytest
@@ -16,22 +17,12 @@ from models.training.data.tokenizer import load_tokenizer
 from scripts import train_llama
 
 TINY = CONFIGS["tiny"]
-CACHE = (
-    "jax_compilation_cache_dir",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-)
 
 
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch):
     """What the script sets for its process is undone."""
-    before = {name: getattr(jax.config, name) for name in CACHE}
-    monkeypatch.setattr("sys.unraisablehook", None)
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +80,6 @@ def test_fine_tuning_a_restart_and_an_export(trained, tmp_path, capsys):
     assert load_tokenizer(str(tmp_path / "run/tokenizer")).eos_id == 1
     assert not (tmp_path / "run/tensorboard").exists()
     for _ in range(2):  # the first of them reads a checkpoint for the first time
-        jax.config.update("jax_compilation_cache_dir", None)
         shutil.rmtree(tmp_path / "run/checkpoints/4")
         code, asked = run(trained, tmp_path, "--resume")
         printed = capsys.readouterr().out
@@ -110,7 +100,6 @@ def test_an_export_that_fails_says_where_the_training_is(trained, tmp_path, caps
         "same command exports it"
     )
     monkeypatch.undo()
-    jax.config.update("jax_compilation_cache_dir", None)
     code, _ = run(trained, tmp_path, f"--export_hf={tmp_path / 'out'}", "--resume")
     assert code == 0
     assert (tmp_path / "out/tokenizer_config.json").exists()

@@ -17,6 +17,10 @@ Record = dict[str, Any]
 """`step`, and numbers by name; `error`, if present, is a sentence."""
 
 
+PER_S = "_per_s"
+"""How the names of rates end."""
+
+
 class Sink(Protocol):
     """Takes the records of a run."""
 
@@ -55,7 +59,7 @@ class Terminal:
         self.is_first = True
         self.bar = _bar(console) if console.is_terminal else None
         if self.bar is not None:
-            self.task = self.bar.add_task("", total=steps, loss=math.nan, rate=0.0)
+            self.task = self.bar.add_task("", total=steps, loss=math.nan, rate="")
             self.bar.start()
 
     def write(self, record: Record) -> None:
@@ -69,9 +73,8 @@ class Terminal:
     def _show(self, record: Record) -> None:
         number = int(record["step"])
         if self.bar is not None and "loss" in record:
-            self.bar.update(
-                self.task, completed=number, loss=record["loss"], rate=record["tokens_per_s"]
-            )
+            rate = _rate(record)
+            self.bar.update(self.task, completed=number, loss=record["loss"], rate=rate)
         is_due = number % self.log_every == 0 or number == self.steps or self.is_first
         if is_due or "loss" not in record or record.get("skipped"):
             self.console.print(describe(record, self.steps), highlight=False)
@@ -103,7 +106,7 @@ def _describe_step(record: Record) -> str:
     text = f"loss {record['loss']:.3f}  grad norm {record['grad_norm']:.2f}"
     if "learning_rate" in record:
         text += f"  lr {record['learning_rate']:.2e}"
-    text += f"  {record['tokens_per_s']:,.0f} tokens/s  {1000 * record['seconds']:.0f} ms"
+    text += f"  {_rate(record)}  {1000 * record['seconds']:.0f} ms"
     for name, value in record.items():
         if name.startswith("mfu_"):
             text += f"  MFU {value:.1%} ({name.removeprefix('mfu_')})"
@@ -112,13 +115,19 @@ def _describe_step(record: Record) -> str:
     return text + ("  not finite: skipped" if record.get("skipped") else "")
 
 
+def _rate(record: Record) -> str:
+    """`1,024 tokens/s`, or of what the run counts."""
+    rates = {name: value for name, value in record.items() if name.endswith(PER_S)}
+    return "".join(f"{value:,.0f} {name.removesuffix(PER_S)}/s" for name, value in rates.items())
+
+
 def _bar(console: Console) -> Progress:
     return Progress(
         TextColumn("training"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
         console=console,
         transient=True,
