@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import jax
 import optax
@@ -36,7 +37,7 @@ from models.training.run.loop import Outcome, Schedule, TrainingError, TrainStat
 from models.training.run.optimizer import OptimizerConfig, OptimizerError
 from models.training.run.profile import ProfileError, Profiler
 from models.training.run.records import JsonLines, TensorBoard
-from models.training.run.sinks import Sinks, Terminal
+from models.training.run.sinks import Forgiving, Sinks, Terminal
 from models.training.run.step import LossFn
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from spmd import launch
@@ -173,7 +174,11 @@ class Trainer:
         self.about: dict[str, Any] = {}
         self.folder = None if options.run_dir is None else RunFolder(Path(options.run_dir))
         self.console = Console(
-            markup=False, highlight=False, soft_wrap=True, quiet=not launch.is_main_process()
+            file=cast(IO[str], Forgiving()),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+            quiet=not launch.is_main_process(),
         )
 
     def run(self) -> Outcome:
@@ -211,8 +216,10 @@ class Trainer:
         if not timeout:
             yield launch.Unwatched()
             return
-        where = Path(tempfile.gettempdir()) if self.folder is None else self.folder.path
-        with launch.Watchdog(timeout, where / "watchdog") as dog:
+        where = Path(tempfile.gettempdir()) / f"watchdog-{os.getpid()}"
+        if self.folder is not None:
+            where = self.folder.path / "watchdog"
+        with launch.Watchdog(timeout, where) as dog:
             yield dog
 
     def _agree(self) -> None:
