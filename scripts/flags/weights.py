@@ -16,7 +16,15 @@ from models.llama.config import CONFIGS, DTYPES, ConfigError, LlamaConfig, named
 from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from models.llama.weights.load import WeightsError
-from models.training.data.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
+from models.training.data.beginnings import as_trained
+from models.training.data.tokenizer import (
+    BYTE_VOCABULARY,
+    BYTES,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    same_ids,
+)
 from spmd.cli.flags import Add, words
 
 DEFAULT_MODEL = "quickstart"
@@ -133,7 +141,15 @@ def export_params(
     tokenizer: Tokenizer,
     console: Console,
 ) -> None:
-    """Write --export_hf, with the tokenizer that was trained with, if asked for."""
+    """Write --export_hf if asked for, with the tokenizer that was trained with.
+
+    Args:
+        given: the flags.
+        params: the parameters.
+        config: the model.
+        tokenizer: what made the tokens of training.
+        console: for the progress bar.
+    """
     if not given.export_hf:
         return
     with tokenizer_files(tokenizer, given.init_from) as folder:
@@ -165,8 +181,9 @@ def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Pat
     for known in (init_from, Path(tokenizer.name).parent):
         beside = Path(known or "") / TOKENIZER
         is_whole = known is not None and (Path(known) / TOKENIZER_CONFIG).is_file()
-        if is_whole and beside.is_file() and load_tokenizer(str(beside)).spec == tokenizer.spec:
-            yield beside.parent
+        if is_whole and beside.is_file() and same_ids(load_tokenizer(str(beside)), tokenizer):
+            with as_trained(beside.parent, tokenizer) as folder:
+                yield folder
             return
     with tempfile.TemporaryDirectory() as made:
         write_tokenizer(tokenizer, Path(made))
@@ -174,12 +191,14 @@ def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Pat
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes a tokenizer and the names of its special tokens; nothing if ids are bytes."""
-    if tokenizer.spec is None:
+    """Writes a tokenizer, which begins texts as in training; nothing if ids are bytes."""
+    if not isinstance(tokenizer, FileTokenizer):
         return
     ids = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id}
     names = {kind: tokenizer.decode([one]) for kind, one in ids.items() if one is not None}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / TOKENIZER).write_text(tokenizer.spec, encoding="utf-8")
+    begins = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+    content = tokenizer.spec if tokenizer.begins == begins else tokenizer.beginning_with(begins)
+    (folder / TOKENIZER).write_text(content, encoding="utf-8")
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
