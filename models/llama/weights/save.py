@@ -50,8 +50,9 @@ def check_can_save(folder: str | Path) -> None:
     folder = Path(folder).absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise WeightsError(f"{folder} exists already; name a new or an empty folder")
-    if not folder.parent.is_dir() or not os.access(folder.parent, os.W_OK):
-        raise WeightsError(f"{folder} cannot be made: {folder.parent} is no writable folder")
+    above = next(parent for parent in folder.parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise WeightsError(f"{folder} cannot be made: {above} is no writable folder")
 
 
 def save(
@@ -163,7 +164,7 @@ def appearing(folder: Path) -> Iterator[Path]:
     check_can_save(folder)
     folder = folder.absolute()
     unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
-    unfinished.mkdir()
+    unfinished.mkdir(parents=True)
     try:
         yield unfinished
         unfinished.rename(folder)

@@ -208,7 +208,14 @@ def checkpoint_source(run_dir: str | Path, step: int | str = AUTO) -> Iterator[S
     is_free = not any(tensor.together for tensor in tensors.values())
     ordered = {n: tensors[n] for n in tensor_shapes(config)} if is_free else tensors
     about = f"{run_dir}, step {found.step}"
-    yield Source(unrolled(config), ordered, about, None, stamps(folder / str(found.step)))
+    tokenizer = RunFolder(Path(run_dir)).tokenizer
+    yield Source(
+        unrolled(config),
+        ordered,
+        about,
+        tokenizer if tokenizer.is_dir() else None,
+        stamps(folder / str(found.step)),
+    )
 
 
 def _trained_config(meta: Mapping[str, Any], folder: Path) -> LlamaConfig:

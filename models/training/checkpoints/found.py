@@ -54,7 +54,8 @@ def find_saved(folder: Path, wanted: int | str = AUTO) -> Found:
         CheckpointError: there is none, or the wanted one is damaged.
     """
     notes: list[str] = []
-    found = first_whole(folder, wanted_steps(folder, wanted), find_damage, notes)
+    steps = wanted_steps(folder, saved_steps(folder), wanted)
+    found = first_whole(folder, steps, find_damage, notes)
     if found is None:
         raise CheckpointError("; ".join(notes) or f"{folder} has no checkpoint yet")
     return found
@@ -68,13 +69,17 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
 
-def wanted_steps(folder: Path, wanted: int | str) -> list[int]:
+def wanted_steps(folder: Path, steps: list[int], wanted: int | str) -> list[int]:
     """The steps to try: the wanted one alone, or for `"auto"` all, the latest first.
+
+    Args:
+        folder: of the checkpoints, for messages.
+        steps: those that have a checkpoint, the latest first.
+        wanted: a step, or `"auto"`.
 
     Raises:
         CheckpointError: the wanted step has no checkpoint.
     """
-    steps = saved_steps(folder)
     if wanted == AUTO:
         return steps
     if int(wanted) not in steps:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,51 @@ WRITTEN_LATER = ("commit_success.txt", "_CHECKPOINT_METADATA")
 
 HASHING_THREADS = 8
 
+PART = "hashes.process_"
+"""How the files begin in which processes write down what they have hashed."""
+
+
+Listed = dict[str, dict[str, Any]]
+"""A file's path within the folder -> `bytes` and `sha256`."""
+
+
+def hashed(folder: Path, files: Iterable[Path]) -> Listed:
+    """Size and SHA-256 of files below a folder, as they are read back from the disk."""
+    chosen = sorted(path for path in files if path.is_file() and _is_listed(path.name))
+    with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
+        hashes = list(pool.map(_sha256, chosen))
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(chosen, hashes, strict=True)
+    }
+
+
+def write_part(folder: Path, files: Iterable[Path], process: int) -> None:
+    """Writes down what one process has hashed, for `write_manifest`.
+
+    Args:
+        folder: the files are below it.
+        files: those that this process has written.
+        process: which one it is.
+    """
+    text = json.dumps(hashed(folder, files))
+    (folder / f"{PART}{process}.json").write_text(text, encoding="utf-8")
+
 
 def write_manifest(folder: Path) -> None:
     """Writes size and SHA-256 of every file below a folder into its `manifest.json`.
 
-    Files are read back from the disk, so the hashes are of what is really there.
+    What processes have hashed by `write_part` is not read again.
     """
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and _is_listed(p.name))
-    with concurrent.futures.ThreadPoolExecutor(HASHING_THREADS) as pool:
-        hashes = list(pool.map(_sha256, files))
-    listed = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(files, hashes, strict=True)
-    }
-    text = json.dumps({"schema": SCHEMA, "files": listed}, indent=1)
+    listed: Listed = {}
+    for part in sorted(folder.rglob(f"{PART}*.json")):
+        above = part.parent.relative_to(folder)
+        for name, expected in json.loads(part.read_text(encoding="utf-8")).items():
+            listed[(above / name).as_posix()] = expected
+        part.unlink()
+    rest = (p for p in folder.rglob("*") if p.relative_to(folder).as_posix() not in listed)
+    listed |= hashed(folder, rest)
+    text = json.dumps({"schema": SCHEMA, "files": dict(sorted(listed.items()))}, indent=1)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 

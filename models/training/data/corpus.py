@@ -51,6 +51,7 @@ class Corpus:
         name: what error messages call it.
         fingerprint: a hash; corpora with the same tokens have the same.
         reopen: opens it in another process, which maps the files anew. None sends the tokens.
+        notes: what people should know of it, a sentence each.
     """
 
     shards: tuple[Shard, ...]
@@ -58,6 +59,7 @@ class Corpus:
     name: str
     fingerprint: str
     reopen: Callable[[], Corpus] | None = None
+    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def ends(self) -> Int64s:

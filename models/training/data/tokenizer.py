@@ -151,6 +151,25 @@ class FileTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers make the same ids of texts, whatever files they are from."""
+    return _content(one) == _content(other)
+
+
+def identity(tokenizer: Tokenizer) -> str:
+    """A hash of what decides the ids of training; how a file is formatted does not count."""
+    parts = (_content(tokenizer), tokenizer.eos_id, tokenizer.bos_id)
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _content(tokenizer: Tokenizer) -> str:
+    """What decides the ids of a text; not what is put before or behind it."""
+    if tokenizer.spec is None:
+        return tokenizer.name
+    content = json.loads(tokenizer.spec)
+    return json.dumps({**content, "post_processor": None}, sort_keys=True)
+
+
 def _begins(tokenizer: Any, vocabulary: Iterable[str]) -> tuple[int, ...]:
     """What the post-processor of a `tokenizers.Tokenizer` puts before a text.
 

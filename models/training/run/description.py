@@ -163,7 +163,16 @@ def check_same_model(saved: Mapping[str, Any], run: RunConfig) -> list[str]:
             f"{key} is {theirs[key]!r} there and {ours[key]!r} here" for key in fatal
         )
         raise RunError(f"the checkpoint is of another run: {listed}; use its values or start anew")
-    told = ("optimizer.", "seq_len", "global_batch", "seed", "data", "packing", "z_loss")
+    told = (
+        "optimizer.",
+        "seq_len",
+        "tokenizer",
+        "global_batch",
+        "seed",
+        "data",
+        "packing",
+        "z_loss",
+    )
     return [f"{k}: {theirs[k]} -> {ours[k]}" for k in changed if k.startswith(told)]
 
 
@@ -183,7 +192,7 @@ class RunFolder:
 
     Args:
         path: the folder, with `config.json`, `metrics.jsonl`, `report.html`, and the folders
-            `checkpoints`, `tensorboard` and `profile`.
+            `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`.
     """
 
     path: Path
@@ -207,6 +216,16 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer that is trained with; not there if tokens are bytes."""
+        return self.path / "tokenizer"
+
+    @property
+    def compiled(self) -> Path:
+        """Compiled programs, which a restart finds there."""
+        return self.path / "compiled"
 
     @property
     def profile(self) -> Path:
