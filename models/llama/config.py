@@ -355,10 +355,22 @@ CONFIGS: Mapping[str, LlamaConfig] = MappingProxyType(
             num_attention_heads=4,
             initializer_range=0.08,
         ),
+        "quickstart-experts": LlamaConfig(
+            model_type="mixtral",
+            vocab_size=256,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_experts=8,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=0.02,
+            initializer_range=0.08,
+        ),
         **{name: LlamaConfig(**fields) for name, fields in PUBLISHED.items()},
     }
 )
-"""The named configurations: two small ones, and those that were published."""
+"""The named configurations: three small ones, and those that were published."""
 
 
 def named_config(name: str) -> LlamaConfig:
