@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 import spmd
+from models.training.data.batches import Dataset
 from models.training.data.loader import place
 from models.training.run.loop import TrainState
 from models.training.run.metrics import StepCost
@@ -26,13 +27,6 @@ from spmd.launch import Watch
 Marks = Mapping[str, Any] | Callable[[Any], Any]
 """Glob patterns over the paths of leaves -> specs, as `spmd.mark_tree` takes them; or a function:
 tree of structs -> the same tree, marked."""
-
-
-class Dataset(Protocol):
-    """Batches by step: a step has the same batch whenever it is asked for."""
-
-    def __call__(self, step: int) -> Any:
-        """The whole batch of a step, a tree of numpy arrays; steps count from 0."""
 
 
 class Program:

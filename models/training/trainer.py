@@ -12,38 +12,37 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import jax
-import numpy as np
 import optax
-from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 import spmd
-from models.training.checkpoints.found import AUTO, CheckpointError, Found
+from models.training.checkpoints.found import CheckpointError, Found
 from models.training.checkpoints.store import Checkpoints
-from models.training.data.loader import Loader, Placed
-from models.training.data.samples import PackedTokens
+from models.training.data.batches import Dataset, fingerprint, open_batches, structs_of
 from models.training.errors import DataError
-from models.training.program import Dataset, Marks, Program
+from models.training.options import Options
+from models.training.program import Marks, Program
 from models.training.run.background import Background
+from models.training.run.compiled import keeping_compiled
 from models.training.run.description import RunError, RunFolder
 from models.training.run.loop import Outcome, Schedule, TrainingError, TrainState, train
 from models.training.run.optimizer import OptimizerConfig, OptimizerError
-from models.training.run.profile import ProfileError, Profiler, ProfileRange
+from models.training.run.profile import ProfileError, Profiler
 from models.training.run.records import JsonLines, TensorBoard
-from models.training.run.sinks import Sinks, Terminal
-from models.training.run.step import LossFn, OnNonfinite
+from models.training.run.sinks import Forgiving, Sinks, Terminal
+from models.training.run.step import LossFn
 from models.training.run.stop import STOPPED_EXIT_CODE, StopSignals
 from spmd import launch
 
-METRICS = ("jsonl", "tensorboard")
-"""The files of metrics that a run can write."""
+__all__ = ["USER_ERRORS", "Hooks", "Options", "Trainer", "exit_code"]
 
 USER_ERRORS = (
     RunError,
@@ -56,57 +55,6 @@ USER_ERRORS = (
     OSError,
 )
 """What a user can mend: one message instead of a traceback."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """How long a run is, what it keeps, and when it looks up.
-
-    Args:
-        steps: of the whole run, counted from the very first.
-        run_dir: the folder for everything that the run writes; None writes nothing.
-        resume: go on from a checkpoint in `run_dir`: a step, or `"auto"`, the latest that is whole,
-            and anew where there is none. None starts anew, and refuses a folder that holds a run.
-        seed: of the first parameters.
-        microbatches: number of parts that a batch is processed in, one after the other.
-        on_nonfinite: what a loss or gradient that is not finite does: `"stop"` or `"skip"`.
-        max_skipped: the most steps in a row that may be skipped.
-        eval_every: steps between evaluations; 0 evaluates at the end only.
-        eval_batches: batches of an evaluation; 0 makes none.
-        evaluates_first: whether a fresh run evaluates before its first step.
-        save_every: steps between checkpoints; 0 saves at the end only.
-        keep_last: how many of the latest checkpoints are kept.
-        keep_every: those of every n-th step are kept too; 0 keeps none of them.
-        log_every: steps between lines of progress; 0 prints about twenty lines in all.
-        metrics: which of `METRICS` are written into `run_dir`.
-        profile: steps to trace.
-        watchdog_timeout: seconds without a step after which the run ends; 0 never does.
-        verbose: whether every sharding and collective is printed.
-    """
-
-    steps: int
-    run_dir: str | Path | None = None
-    resume: int | str | None = AUTO
-    seed: int = 0
-    microbatches: int = 1
-    on_nonfinite: OnNonfinite = "stop"
-    max_skipped: int = 10
-    eval_every: int = 0
-    eval_batches: int = 8
-    evaluates_first: bool = False
-    save_every: int = 0
-    keep_last: int = 3
-    keep_every: int = 0
-    log_every: int = 0
-    metrics: tuple[str, ...] = METRICS
-    profile: ProfileRange | None = None
-    watchdog_timeout: float = 1800.0
-    verbose: bool = False
-
-    @property
-    def lines_every(self) -> int:
-        """Steps between lines of progress."""
-        return self.log_every or max(1, self.steps // 20)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,7 +174,11 @@ class Trainer:
         self.about: dict[str, Any] = {}
         self.folder = None if options.run_dir is None else RunFolder(Path(options.run_dir))
         self.console = Console(
-            markup=False, highlight=False, soft_wrap=True, quiet=not launch.is_main_process()
+            file=cast(IO[str], Forgiving()),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+            quiet=not launch.is_main_process(),
         )
 
     def run(self) -> Outcome:
@@ -242,7 +194,7 @@ class Trainer:
         """
         self._agree()
         with contextlib.ExitStack() as stack:
-            watch = stack.enter_context(watched(self.folder, self.options.watchdog_timeout))
+            watch = stack.enter_context(self._watched())
             stop = stack.enter_context(StopSignals(lambda: watch.doing))
             checkpoints, found = self._open(stack)
             program = self._compiled(watch)
@@ -256,6 +208,19 @@ class Trainer:
         return outcome
 
     # The parts of a run, in order.
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[launch.Watch]:
+        """What hears of progress; too long without any ends the job."""
+        timeout = self.options.watchdog_timeout
+        if not timeout:
+            yield launch.Unwatched()
+            return
+        where = Path(tempfile.gettempdir()) / f"watchdog-{os.getpid()}"
+        if self.folder is not None:
+            where = self.folder.path / "watchdog"
+        with launch.Watchdog(timeout, where) as dog:
+            yield dog
 
     def _agree(self) -> None:
         """All processes have the same options, sources and data, or each gets an error."""
@@ -271,7 +236,7 @@ class Trainer:
             return None, None
         options = self.options
         self.folder.make()
-        stack.enter_context(keeping_compiled(self.folder))
+        stack.enter_context(keeping_compiled(self.folder.compiled))
         checkpoints = Checkpoints(
             self.folder.checkpoints,
             keep_last=options.keep_last,
@@ -346,7 +311,8 @@ class Trainer:
         evaluate = None
         if self.held_out is not None and options.eval_batches:
             evaluate = program.evaluation(self.held_out, options.eval_batches, watch)
-        with open_batches(self.data, program, state.step) as batches:
+        shardings = program.step.in_shardings[2]
+        with open_batches(self.data, shardings, state.step) as batches:
             return train(
                 program.step,
                 state,
@@ -403,42 +369,6 @@ def exit_code(outcome: Outcome) -> int:
     return STOPPED_EXIT_CODE if outcome.is_stopped else 0
 
 
-@contextlib.contextmanager
-def watched(folder: RunFolder | None, timeout: float) -> Iterator[launch.Watch]:
-    """What hears of progress; too long without any ends the job."""
-    if not timeout:
-        yield launch.Unwatched()
-        return
-    where = Path("watchdog") if folder is None else folder.path / "watchdog"
-    with launch.Watchdog(timeout, where) as dog:
-        yield dog
-
-
-@contextlib.contextmanager
-def keeping_compiled(folder: RunFolder) -> Iterator[None]:
-    """Programs that are compiled inside are kept: a restart compiles none of them again."""
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:  # the user's place
-        yield
-        return
-    settings = {
-        "jax_compilation_cache_dir": str(folder.compiled.absolute()),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        _configure(settings)
-        yield
-    finally:
-        _configure(before)
-
-
-def _configure(settings: Mapping[str, Any]) -> None:
-    compilation_cache.reset_cache()  # it looks at the settings once
-    for name, value in settings.items():
-        jax.config.update(name, value)
-
-
 def find_checkpoint(
     checkpoints: Checkpoints, wanted: int | str | None, console: Console
 ) -> Found | None:
@@ -462,34 +392,3 @@ def find_checkpoint(
     if found is None:
         console.print("no checkpoint yet: starting anew")
     return found
-
-
-# Data
-
-
-def structs_of(data: Dataset) -> Any:
-    """Shapes and dtypes of a batch."""
-    if isinstance(data, PackedTokens):
-        return data.struct()
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data(0))
-
-
-def fingerprint(data: Dataset) -> str:
-    """A hash of the data, or where it has none of its own, of its first batch."""
-    if isinstance(data, PackedTokens):
-        return data.fingerprint
-    leaves = jax.tree_util.tree_leaves_with_path(data(0))
-    hashed = hashlib.sha256()
-    for path, leaf in leaves:
-        array = np.ascontiguousarray(leaf)
-        hashed.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
-        hashed.update(array.tobytes())
-    return hashed.hexdigest()
-
-
-def open_batches(data: Dataset, program: Program, start_step: int) -> Loader | Placed:
-    """The batches from a step on, read ahead and placed on the devices."""
-    shardings = program.step.in_shardings[2]
-    if isinstance(data, PackedTokens):
-        return Loader(data, shardings=shardings, start_step=start_step)
-    return Placed(data, shardings=shardings, start_step=start_step)

@@ -9,9 +9,9 @@ from models.llama.config import ATTENTIONS, DTYPES, MATMULS
 from models.llama.model import MARK_POINTS
 from models.training.checkpoints.found import AUTO
 from models.training.data import source as data
+from models.training.options import METRICS
 from models.training.run.optimizer import OPTIMIZERS, SCHEDULES
 from models.training.run.step import ON_NONFINITE
-from models.training.trainer import METRICS
 from scripts.flags import weights
 from spmd.cli.flags import Add, Parser, Switch, positive, words
 from spmd.cli.specs import mesh_axes

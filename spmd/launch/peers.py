@@ -23,62 +23,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
 from spmd.launch.exit_codes import EXIT_PEER_LOST, EXIT_PREEMPTED
+from spmd.launch.signs import LEFT, Signs, describe_silent, was
 from spmd.launch.stop import StopVote
 from spmd.launch.store import Store, connected_to, this_process
 
 VERDICT = "verdict"
-SHOWN = 4
-"""So many lost processes are named with their hosts."""
-
 WHO = "who"
 """Folder of each process's host and process id, which messages name."""
-
-LEFT = "left"
-"""Sign of a process that ended normally: its silence afterwards means nothing."""
 
 COLLECTIVE_FAILED = re.compile(
     r"gloo|nccl|connection (closed|reset)|socket closed|heartbeat|coordination service", re.I
 )
 """Words in errors that another process's end most likely caused."""
-
-
-class Signs:
-    """When each process last gave a sign of life.
-
-    Args:
-      processes: how many there are.
-      timeout_s: after so many seconds of silence a process counts as lost.
-      started: the clock's time from which silence counts.
-    """
-
-    def __init__(self, processes: int, timeout_s: float, started: float) -> None:
-        self.timeout_s = timeout_s
-        self._seen = dict.fromkeys(range(processes), ("", started))
-
-    def silent(self, now: float, signs: Mapping[int, str]) -> dict[int, float]:
-        """Process -> seconds of silence, for those that have been silent for too long.
-
-        Args:
-          now: the clock's time.
-          signs: process -> its latest sign; another text than last time is a sign of life.
-        """
-        # Signs are counters, not times: hosts' clocks differ. Only this process's clock is read,
-        # at the moment when it sees a counter change.
-        for process, sign in signs.items():
-            if self._seen[process][0] != sign:
-                self._seen[process] = (sign, now)
-        return {
-            process: now - since
-            for process, (sign, since) in self._seen.items()
-            if sign != LEFT and now - since > self.timeout_s
-        }
 
 
 class Peers:
@@ -163,7 +126,7 @@ class Peers:
 
     def coordinator_lost(self, how: str) -> str:
         """The verdict where process 0 is lost."""
-        return f"process 0, the coordinator, was lost: {how}" + _was(self._coordinator)
+        return f"process 0, the coordinator, was lost: {how}" + was(self._coordinator)
 
     def _watch_store(self) -> None:
         """Passes the verdict where the store neither answers nor refuses: `_look` waits for ever.
@@ -261,27 +224,6 @@ class Peers:
         with self._stopping:
             logging.shutdown()
             self._exit(self.failed)
-
-
-def describe_silent(silent: Mapping[int, float], who: Mapping[str, str] | None = None) -> str:
-    """`process 1 was lost: no sign of life for 12 s; it was pid 4711 on host-b`.
-
-    Args:
-      silent: process -> seconds of silence.
-      who: process as text -> its process id and host.
-    """
-    names = ", ".join(str(process) for process in sorted(silent))
-    one = len(silent) == 1
-    known = [who[str(process)] for process in sorted(silent) if who and str(process) in who]
-    return (
-        f"{'process' if one else 'processes'} {names} {'was' if one else 'were'} lost: no sign of "
-        f"life for {min(silent.values()):.0f} s{_was(', '.join(known[:SHOWN]))}; the end of its "
-        "output or the scheduler's log (killed, out of memory, preempted) says why"
-    )
-
-
-def _was(who: str) -> str:
-    return f"; it was {who}" if who else ""
 
 
 _peers: Peers | None = None

@@ -107,12 +107,14 @@ class Watchdog:
         self._was_asked = False
         self._file: IO[str] | None = None
         self._empty_size = 0
+        self._is_new = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spmd watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         """Starts to watch."""
         with contextlib.suppress(OSError):  # a full disk is no reason not to watch
+            self._is_new = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w")
             text = f"{self._who()}\nnothing happened, or it was killed first"
@@ -136,6 +138,8 @@ class Watchdog:
             says_nothing = self.path.stat().st_size == self._empty_size
             if self._written_at < 0 and not self._was_asked and says_nothing:
                 self.path.unlink()
+                if self._is_new:
+                    self.folder.rmdir()  # unless another process has something to say
 
     def beat(self, step: int | None = None, what: str = "step finished") -> None:
         """Says that there is progress.

@@ -2,7 +2,8 @@
 
 import pytest
 
-from spmd.launch.peers import COLLECTIVE_FAILED, LEFT, Signs, describe_silent
+from spmd.launch.peers import COLLECTIVE_FAILED
+from spmd.launch.signs import LEFT, Signs, describe_silent
 
 
 def test_a_sign_that_changes_is_life():

@@ -80,6 +80,29 @@ def test_four_processes_lose_as_one_does(expected):
     np.testing.assert_allclose(found["losses"], expected, rtol=1e-6)
 
 
+def test_a_users_own_module_that_differs_is_named(tmp_path: Path):
+    """The program is the same, and so are versions; a module beside it is not."""
+    address, started = f"localhost:{free_port()}", []
+    for process in range(2):
+        folder = tmp_path / str(process)
+        folder.mkdir()
+        (folder / "own_module.py").write_text(f"seed = {process}\n")
+        program = (
+            f"import own_module, spmd\nspmd.initialize({address!r}, 2, timeout_s={PATIENCE})\n"
+        )
+        (folder / "program.py").write_text(program)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PROCESS_ID": str(process)}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, folder / "program.py"], env=env, stderr=subprocess.PIPE, text=True
+            )
+        )
+    said = [each.communicate(timeout=PATIENCE)[1] for each in started]
+    assert [each.returncode for each in started] == [1, 1]
+    for text in said:
+        assert "the processes of this job differ in sources of own_module (hash)" in text
+
+
 # One comes to grief.
 
 

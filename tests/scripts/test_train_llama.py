@@ -73,7 +73,8 @@ def test_fine_tuning_a_restart_and_an_export(trained, tmp_path, capsys):
     assert code == 0, printed
     assert asked["cache_misses"] > 3
     assert printed.index("step     0/4  held-out loss") < printed.index("step     1/4  loss")
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
     (largest,) = {max(r["learning_rate"] for r in records if "learning_rate" in r)}
     assert largest == pytest.approx(2e-5)
     assert load_tokenizer(str(out)).spec == load_tokenizer(str(trained / "model")).spec

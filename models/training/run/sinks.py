@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -43,6 +44,24 @@ class Sinks(list[Sink]):
     def __exit__(self, *exception: object) -> None:
         for sink in self:
             sink.close()
+
+
+class Forgiving:
+    """Standard output, of which nobody hears if it cannot be written: a file on a full disk."""
+
+    def write(self, text: str) -> int:
+        """Writes what can be written."""
+        with contextlib.suppress(OSError):
+            sys.stdout.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes what can be flushed."""
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
 class Terminal:

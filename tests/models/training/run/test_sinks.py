@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from models.training.run.background import Background
 from models.training.run.records import JsonLines, TensorBoard
-from models.training.run.sinks import Sinks, Terminal
+from models.training.run.sinks import Forgiving, Sinks, Terminal
 from tests.waiting import wait_until
 
 STEP = {"loss": 2.5, "grad_norm": 1.0, "tokens_per_s": 100.0, "seconds": 0.5, "mfu_causal": 0.5}
@@ -149,6 +149,18 @@ def test_flushed_records_are_written(tmp_path):
     sink.flush()
     assert len(path.read_text().splitlines()) == 1000
     sink.close()
+
+
+def test_output_on_a_full_disk_is_lost_and_nothing_else(monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        flush = write
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    Console(file=Forgiving()).print("step 1")
+    Terminal(Console(file=sys.stdout), steps=1).write({"step": 1, **STEP})
 
 
 @pytest.mark.parametrize("kind", [JsonLines, TensorBoard])
