@@ -182,7 +182,7 @@ def _evaluation(add: Add) -> None:
 
 
 def _checkpoints(add: Add) -> None:
-    add("--run_dir", help="folder for checkpoints, metrics, traces and the report")
+    add("--run_dir", help="folder or URL for checkpoints, metrics, traces and the report")
     add(
         "--resume",
         nargs="?",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from models.training.data.source import BYTES, Packing
+from models.training.paths import AnyPath, StorePath, as_path
+from models.training.run.mirror import Mirror
 from models.training.run.optimizer import OptimizerConfig
 from models.training.run.profile import ProfileRange
 from models.training.run.step import ON_NONFINITE, OnNonfinite
@@ -186,9 +190,36 @@ class RunFolder:
     Args:
         path: the folder, with `config.json`, `metrics.jsonl`, `report.html`, and the folders
             `checkpoints`, `tensorboard`, `tokenizer`, `compiled` and `profile`.
+        kept: for a run on an object store, its folder there, with the same files; `path` is then a
+            temporary folder.
     """
 
     path: Path
+    kept: StorePath | None = None
+    _temporary: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def at(cls, where: str | AnyPath) -> RunFolder:
+        """The folder of a path or URL.
+
+        Raises:
+            StoreError: the store cannot be used from here.
+        """
+        path = as_path(where)
+        if isinstance(path, Path):
+            return cls(path)
+        temporary = tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True)
+        return cls(Path(temporary.name), path, temporary)
+
+    def kept_up(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, what is written into `path` is kept on the store, if the run is on one."""
+        return contextlib.nullcontext() if self.kept is None else Mirror(self.path, self.kept)
+
+    def shown(self, path: Path) -> AnyPath:
+        """Where people find a file of the folder."""
+        if self.kept is None or not path.is_relative_to(self.path):
+            return path.absolute()
+        return self.kept / path.relative_to(self.path).as_posix()
 
     @property
     def config(self) -> Path:
@@ -206,9 +237,9 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> AnyPath:
         """The folder of checkpoints."""
-        return self.path / "checkpoints"
+        return (self.kept or self.path) / "checkpoints"
 
     @property
     def tokenizer(self) -> Path:
