@@ -10,6 +10,7 @@ where the store's own tools do.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -22,13 +23,19 @@ import posixpath
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 PACKAGES: Mapping[str, str] = MappingProxyType({"s3": "s3fs", "gs": "gcsfs"})
 """What begins the URLs of an object store -> the package with fsspec's driver of it."""
+
+AT_ONCE = 32
+"""So many requests of a process are under way at a time: each waits for the network."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://")
 
@@ -337,6 +344,19 @@ def _one_error(path: StorePath) -> Iterator[None]:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise StoreError(f"{path}: {lines[0]}") from error
+
+
+# Many requests
+
+
+@functools.cache
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(AT_ONCE, thread_name_prefix="store")
+
+
+def at_once(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Results of calls that wait for the network, in order."""
+    return list(_pool().map(call, items))
 
 
 # Whole folders

@@ -103,7 +103,8 @@ def _data(add: Add) -> None:
         type=words,
         default=(),
         help="folders made by scripts/tokenize_data, mixed by their shares if given as folder@0.7; "
-        "or files, directories or glob patterns of text (default: Python's standard library)",
+        "or files, directories or glob patterns of text; or URLs of these, s3:// or gs:// "
+        "(default: Python's standard library)",
     )
     add(
         "--tokenizer",

@@ -17,6 +17,7 @@ from models.llama.weights import load as weights
 from models.llama.weights.config import read_config
 from models.llama.weights.load import WeightsError
 from models.training.data.tokenizer import BYTE_VOCABULARY, BYTES, Tokenizer, load_tokenizer
+from models.training.paths import AnyPath, as_path
 from spmd.cli.flags import Add, words
 
 DEFAULT_MODEL = "quickstart"
@@ -46,10 +47,10 @@ def add_weight_flags(add: Add) -> None:
     """Adds where weights come from and go to."""
     add(
         "--init_from",
-        help="folder of safetensors in Hugging Face's format to start from; its config.json says "
-        "which Llama, unless --config or --model does",
+        help="folder or URL of safetensors in Hugging Face's format to start from; its config.json "
+        "says which Llama, unless --config or --model does",
     )
-    add("--export_hf", help="new folder that transformers can load, written at the end")
+    add("--export_hf", help="new folder or URL that transformers can load, written at the end")
     add(
         "--export_dtype",
         choices=DTYPES,
@@ -86,7 +87,7 @@ def chosen_tokenizer(given: argparse.Namespace, model: LlamaConfig) -> str:
     """
     if given.tokenizer is not None:
         return str(given.tokenizer)
-    if given.init_from and (Path(given.init_from) / TOKENIZER).is_file():
+    if given.init_from and (as_path(given.init_from) / TOKENIZER).is_file():
         return str(given.init_from)
     if given.init_from and model.vocab_size > BYTE_VOCABULARY:
         raise WeightsError(
@@ -100,7 +101,7 @@ def chosen_tokenizer(given: argparse.Namespace, model: LlamaConfig) -> str:
 def model_name(given: argparse.Namespace) -> str:
     """What to call the model in print."""
     file = _config_file(given)
-    return Path(file).name if file else given.model or DEFAULT_MODEL
+    return as_path(file).name if file else given.model or DEFAULT_MODEL
 
 
 def _config_file(given: argparse.Namespace) -> str | None:
@@ -122,7 +123,7 @@ def load_params(
     if not given.init_from:
         return None
     params = weights.load(given.init_from, config, shardings, console=console)
-    console.print(f"weights: {Path(given.init_from).absolute()}")
+    console.print(f"weights: {as_path(given.init_from).absolute()}")
     return params
 
 
@@ -145,13 +146,13 @@ def export_params(
             tokenizer_from=folder,
             console=console,
         )
-    console.print(f"exported: {Path(given.export_hf).absolute()}")
+    console.print(f"exported: {as_path(given.export_hf).absolute()}")
     if folder is None:
         console.print("it has no tokenizer: the model was trained on bytes")
 
 
 @contextlib.contextmanager
-def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Path | None]:
+def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[AnyPath | None]:
     """A folder with the files of a tokenizer, as transformers has them; None for bytes.
 
     Args:
@@ -162,9 +163,9 @@ def tokenizer_files(tokenizer: Tokenizer, init_from: str | None) -> Iterator[Pat
     if tokenizer.spec is None:
         yield None
         return
-    for known in (init_from, Path(tokenizer.name).parent):
-        beside = Path(known or "") / TOKENIZER
-        is_whole = known is not None and (Path(known) / TOKENIZER_CONFIG).is_file()
+    for known in (init_from, as_path(tokenizer.name).parent):
+        beside = as_path(known or "") / TOKENIZER
+        is_whole = known is not None and (as_path(known) / TOKENIZER_CONFIG).is_file()
         if is_whole and beside.is_file() and load_tokenizer(str(beside)).spec == tokenizer.spec:
             yield beside.parent
             return

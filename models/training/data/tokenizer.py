@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from models.training.data.token_length import longest_token
 from models.training.errors import DataError
+from models.training.paths import AnyPath, as_path
 
 BYTES = "bytes"
 """The name of the built-in tokenizer."""
@@ -93,7 +93,7 @@ class FileTokenizer:
         DataError: the file cannot be read.
     """
 
-    def __init__(self, path: Path, eos_id: int, bos_id: int | None = None) -> None:
+    def __init__(self, path: AnyPath, eos_id: int, bos_id: int | None = None) -> None:
         import tokenizers
 
         try:
@@ -138,7 +138,7 @@ def identity(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _find_special(path: Path, kind: str, given: str | None, usual: Sequence[str]) -> int | None:
+def _find_special(path: AnyPath, kind: str, given: str | None, usual: Sequence[str]) -> int | None:
     """The id of a special token: of the given one, else the configured one, else a usual one."""
     vocabulary = FileTokenizer(path, eos_id=0)
     if given == "":
@@ -153,7 +153,7 @@ def _find_special(path: Path, kind: str, given: str | None, usual: Sequence[str]
     return next((token_id for token_id in ids if token_id is not None), None)
 
 
-def _configured(path: Path, kind: str) -> list[str]:
+def _configured(path: AnyPath, kind: str) -> list[str]:
     """The special token that `tokenizer_config.json` names; empty if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get(kind)
@@ -179,7 +179,7 @@ def load_tokenizer(
     """
     if name == BYTES:
         return ByteTokenizer()
-    path = Path(name)
+    path = as_path(name)
     path = path / "tokenizer.json" if path.is_dir() else path
     eos_id = _find_special(path, "eos_token", eos_token or None, EOS_TOKENS)
     if eos_id is None:

@@ -9,7 +9,7 @@ import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from models.training.data.source import BYTES, Packing
 from models.training.paths import AnyPath, StorePath, as_path
@@ -194,6 +194,9 @@ class RunFolder:
             temporary folder.
     """
 
+    CHECKPOINTS: ClassVar[str] = "checkpoints"
+    TOKENIZER: ClassVar[str] = "tokenizer"
+
     path: Path
     kept: StorePath | None = None
     _temporary: Any = dataclasses.field(default=None, repr=False, compare=False)
@@ -239,12 +242,12 @@ class RunFolder:
     @property
     def checkpoints(self) -> AnyPath:
         """The folder of checkpoints."""
-        return (self.kept or self.path) / "checkpoints"
+        return (self.kept or self.path) / self.CHECKPOINTS
 
     @property
     def tokenizer(self) -> Path:
         """The tokenizer that is trained with; not there if tokens are bytes."""
-        return self.path / "tokenizer"
+        return self.path / self.TOKENIZER
 
     @property
     def compiled(self) -> Path:
