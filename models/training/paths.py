@@ -328,7 +328,7 @@ def _file_system(scheme: str) -> Any:
     import fsspec  # type: ignore[import-untyped]
 
     # Others write to the same folders: what was listed once is not true for long.
-    return fsspec.filesystem(scheme, use_listings_cache=False)
+    return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import json
 import math
+import secrets
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -199,7 +201,6 @@ class RunFolder:
 
     path: Path
     kept: StorePath | None = None
-    _temporary: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
     def at(cls, where: str | AnyPath) -> RunFolder:
@@ -211,12 +212,19 @@ class RunFolder:
         path = as_path(where)
         if isinstance(path, Path):
             return cls(path)
-        temporary = tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True)
-        return cls(Path(temporary.name), path, temporary)
+        return cls(Path(tempfile.gettempdir()) / f"run-{secrets.token_hex(8)}", path)
 
-    def kept_up(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def kept_up(self) -> Iterator[None]:
         """Inside, what is written into `path` is kept on the store, if the run is on one."""
-        return contextlib.nullcontext() if self.kept is None else Mirror(self.path, self.kept)
+        if self.kept is None:
+            yield
+            return
+        try:
+            with Mirror(self.path, self.kept):
+                yield
+        finally:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def shown(self, path: Path) -> AnyPath:
         """Where people find a file of the folder."""
