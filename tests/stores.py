@@ -40,6 +40,7 @@ def serving_s3() -> Iterator[StorePath]:
 @contextlib.contextmanager
 def serving_gs() -> Iterator[StorePath]:
     """As `serving_s3`, for Google Cloud Storage."""
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when it is imported
     pytest.importorskip("gcsfs")
     server = pytest.importorskip("gcp_storage_emulator.server")
     _add_generations()
@@ -52,7 +53,6 @@ def serving_gs() -> Iterator[StorePath]:
     variables = {
         "STORAGE_EMULATOR_HOST": where,
         "TENSORSTORE_GCS_HTTP_URL": where,
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }
     with environment(variables):
         yield StorePath("gs", BUCKET)

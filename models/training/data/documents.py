@@ -142,7 +142,7 @@ def _open_parquet(path: AnyPath, source: Source) -> Any:
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path if isinstance(path, Path) else path.open())
+        file = pyarrow.parquet.ParquetFile(_packed(path))
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} is no Parquet file that can be read: {error}") from error
     names = file.schema_arrow.names
@@ -184,13 +184,18 @@ def read(piece: Piece, source: Source) -> Iterator[Text | Bad]:
         raise DataError(f"{piece.path} cannot be read: {error}") from error
 
 
+def _packed(path: AnyPath) -> Any:
+    """What libraries open themselves: a local path, or an open file of a store."""
+    return str(path) if isinstance(path, Path) else path.open("rb")
+
+
 def _open(path: AnyPath) -> BinaryIO:
     if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(cast(BinaryIO, path.open("rb")), "rb"))
+        return cast(BinaryIO, gzip.open(_packed(path), "rb"))
     if path.suffix == ".zst":
         import pyarrow
 
-        unpacked = pyarrow.CompressedInputStream(path.open("rb"), "zstd")
+        unpacked = pyarrow.input_stream(_packed(path), compression="zstd")
         return cast(BinaryIO, io.BufferedReader(unpacked))
     return cast(BinaryIO, path.open("rb"))
 
