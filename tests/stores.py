@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from models.training import paths
+from models.training import store_path
 from models.training.paths import StorePath
 
 BUCKET = "tests"
@@ -32,7 +32,7 @@ def serving_s3() -> Iterator[StorePath]:
     }
     with environment(variables):
         bucket = StorePath("s3", BUCKET)
-        paths._file_system("s3").mkdir(BUCKET)
+        store_path._file_system("s3").mkdir(BUCKET)
         yield bucket
     started.stop()
 
@@ -84,11 +84,11 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
     """Variables that are set inside, for this process and those that it starts."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    paths._file_system.cache_clear()
+    store_path._file_system.cache_clear()
     try:
         yield
     finally:
-        paths._file_system.cache_clear()
+        store_path._file_system.cache_clear()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models.training import paths
+from models.training import paths, store_path
 from models.training.paths import StoreError, as_path, file_sizes, local_copy, move_tree
 
 
@@ -72,7 +72,7 @@ def test_folders_are_moved_and_copied(store):
 
 
 def test_a_store_that_cannot_be_reached_is_one_line(s3_bucket, monkeypatch):
-    paths._file_system.cache_clear()
+    store_path._file_system.cache_clear()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     import fsspec
@@ -81,4 +81,4 @@ def test_a_store_that_cannot_be_reached_is_one_line(s3_bucket, monkeypatch):
     with pytest.raises(StoreError, match=r"^s3://tests/a: .*127\.0\.0\.1:9") as caught:
         (s3_bucket / "a").read_bytes()
     assert "\n" not in str(caught.value)
-    paths._file_system.cache_clear()
+    store_path._file_system.cache_clear()
